@@ -1,0 +1,64 @@
+# Everything a developer or a CI job runs. Each target works alone on a fresh machine with Python >= 3.11, git and make.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+# the first interpreter that can make a virtual environment; 3.11 is what the tests run with
+USABLE := import sys, ensurepip; sys.exit(sys.version_info < (3, 11))
+PYTHON_BASE ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c '$(USABLE)' 2>/dev/null && { echo $$p; break; }; done)
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+# many small processes: one thread each is fastest and leaves the machine usable
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help format lint types test test-harm test-dist detection bench demo docs size check
+
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON_BASE)" || { echo "ddpdebug needs Python 3.11 or later with venv (Debian: python3-venv)"; exit 1; }
+	@echo "setting up $(VENV) with $(PYTHON_BASE); the first time this loads torch"
+	test -x $(PYTHON) || $(PYTHON_BASE) -m venv $(VENV)
+	$(PYTHON) -m pip install --quiet -c constraints.txt torch
+	$(PYTHON) -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $(STAMP)
+
+format: $(STAMP) ## format the code and sort its imports
+	$(PYTHON) -m ruff format .
+	$(PYTHON) -m ruff check --select I --fix .
+
+lint: $(STAMP) types ## ruff (all rules, reasons in pyproject.toml), formatting and types
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+types: $(STAMP) ## mypy, strict
+	$(PYTHON) -m mypy
+
+test: $(STAMP) ## all tests but the detection corpus and the slow ones
+	$(PYTHON) -m pytest -q -m "not slow"
+
+test-harm: $(STAMP) ## training is the same with and without ddpdebug, whatever breaks; slow tests too
+	$(PYTHON) -m pytest -q tests/harm
+
+test-dist: $(STAMP) ## only the tests that start several ranks
+	$(PYTHON) -m pytest -q -m ranks
+
+detection: $(STAMP) ## run the corpus of faults and healthy scripts, print the score, write docs/detection.md
+	$(PYTHON) tests/detection/score.py --require 0.95 --write docs/detection.md
+
+bench: $(STAMP) ## what ddpdebug costs, against plain DDP and the naive methods
+	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/overhead.py
+	$(PYTHON) benchmarks/scaling.py
+
+demo: $(STAMP) ## train on 4 CPU ranks, break two things, see them found (under 90 s)
+	$(PYTHON) demo/demo.py
+
+docs: $(STAMP) ## regenerate the reference pages in docs/ (findings, metrics, options)
+	$(PYTHON) -m ddpdebug.documentation docs/findings.md docs/metrics.md docs/options.md
+
+size: $(STAMP) ## check the size of functions, files and the core
+	$(PYTHON) -m pytest -q -rP tests/test_size.py
+
+check: lint size test ## what must pass before a change goes in

@@ -1,0 +1,51 @@
+"""ddpdebug: a debugger for PyTorch DistributedDataParallel training.
+
+Importing the package loads neither torch nor anything heavy; the public names do when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ddpdebug.attach import watch
+    from ddpdebug.errors import DdpdebugError, FindingError, UsageError
+    from ddpdebug.findings import Finding, Severity
+    from ddpdebug.monitor import Monitor
+    from ddpdebug.wrapper import DebugDDP
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "DdpdebugError": "ddpdebug.errors",
+    "DebugDDP": "ddpdebug.wrapper",
+    "Finding": "ddpdebug.findings",
+    "FindingError": "ddpdebug.errors",
+    "Monitor": "ddpdebug.monitor",
+    "Severity": "ddpdebug.findings",
+    "UsageError": "ddpdebug.errors",
+    "watch": "ddpdebug.attach",
+}
+
+__all__ = [
+    "DdpdebugError",
+    "DebugDDP",
+    "Finding",
+    "FindingError",
+    "Monitor",
+    "Severity",
+    "UsageError",
+    "watch",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'ddpdebug' has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

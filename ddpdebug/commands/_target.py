@@ -1,0 +1,124 @@
+"""What `run` and `check` share: their options, the script at the end of the line, and its checks before any start."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ddpdebug.config import Config, Option, options
+from ddpdebug.errors import TargetError, UsageError
+from ddpdebug.runner import Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A command line that is right."""
+
+    config: Config
+    given: Mapping[str, Any]  # the options of this line
+    target: Target
+    in_rank: bool  # this process is a rank that torchrun, srun or ddpdebug started
+
+
+class TargetCommand(click.Command):
+    """A command whose line ends in `script.py [args]` or `-m module [args]`; its own options come before that."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Give click our part of the line and keep the script's part as it is."""
+        switches = {name for p in self.params for name in (*p.opts, *p.secondary_opts) if getattr(p, "is_flag", False)}
+        end = _own_part(args, switches | set(ctx.help_option_names))
+        ctx.obj = args[end:]
+        return super().parse_args(ctx, args[:end])
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        """Return the words after the command's name in its usage line."""
+        return ["[OPTIONS]", "{SCRIPT | -m MODULE} [ARGS]..."]
+
+
+def target_command(name: str, act: Callable[..., int], text: str, *extra: click.Option) -> TargetCommand:
+    """Return the command `name`, with the options that `Config` has for it, that calls `act` with the request."""
+
+    @click.pass_context
+    def callback(ctx: click.Context, /, **values: Any) -> Callable[[], int]:
+        hidden = {option.name for option in extra}
+        given = {key: value for key, value in values.items() if value is not None and key not in hidden}
+        request = prepare(given, ctx.obj, name)
+        marks = {str(key): values[str(key)] for key in hidden}
+        return lambda: act(request, **marks)
+
+    parameters = [_click_option(option) for option in options(name)]
+    return TargetCommand(name, callback=callback, params=[*parameters, *extra], help=text)
+
+
+def prepare(given: Mapping[str, Any], words: Sequence[str], command: str) -> Request:
+    """Check everything that can be wrong before torch is loaded or a rank started; raise UsageError."""
+    config = Config.load(given, os.environ, Path.cwd(), flags=True)
+    target = _target(words, command)
+    target.check()
+    in_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if in_rank and "nproc_per_node" in given:
+        raise UsageError(
+            f"--nproc-per-node starts ranks, but this process is rank {os.environ['RANK']} already; leave it out"
+        )
+    if os.environ.get("RANK", "0") == "0":
+        if config.out is not None:
+            _check_directory(config.out, "--out")
+        for file, flag in ((config.junit, "--junit"), (config.json, "--json")):
+            if file is not None and command == "check":
+                _check_file(file, flag)
+    return Request(config=config, given=given, target=target, in_rank=in_rank)
+
+
+def _own_part(args: Sequence[str], switches: set[str]) -> int:
+    """Return where the script's part of a line begins."""
+    at = 0
+    while at < len(args):
+        word = args[at]
+        if word == "-m" or not word.startswith("-"):
+            return at
+        if word == "--":
+            return at
+        at += 1 if word in switches or "=" in word else 2
+    return len(args)
+
+
+def _target(words: Sequence[str], command: str) -> Target:
+    words = words[1:] if words[:1] == ["--"] else words
+    usage = f"usage: ddpdebug {command} [options] script.py [args], or -m package.module [args]"
+    if not words:
+        raise TargetError(f"no script given; {usage}")
+    if words[0] != "-m":
+        return Target(name=words[0], args=tuple(words[1:]))
+    if len(words) == 1:
+        raise TargetError(f"-m needs the name of a module; {usage}")
+    return Target(name=words[1], args=tuple(words[2:]), module=True)
+
+
+def _click_option(option: Option) -> click.Option:
+    default = Config.__dataclass_fields__[option.name].default
+    note = f"default {default}" if default is not None else "no default"
+    if option.switch:
+        names, about = f"{option.flag}/{option.flag.replace('--', '--no-', 1)}", f"[{note}]"
+        return click.Option([names], default=None, help=f"{option.help} {about}")
+    return click.Option([option.flag], metavar="VALUE", default=None, help=f"{option.help} [{option.valid}; {note}]")
+
+
+def _check_directory(directory: Path, flag: str) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise UsageError(f"{flag} {str(directory)!r} cannot be written: {error.strerror or error}") from None
+
+
+def _check_file(file: Path, flag: str) -> None:
+    if file.is_dir():
+        raise UsageError(f"{flag} {str(file)!r} is a directory; give the name of a file")
+    _check_directory(file.parent, flag)

@@ -1,0 +1,72 @@
+"""`ddpdebug run`: an unchanged training script, watched."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import click
+
+from ddpdebug.commands._launch import rank_words, ranks_environment, torchrun_words
+from ddpdebug.commands._target import Request, target_command
+from ddpdebug.runner import Attached, end_hard, run_script
+
+_TEXT = """Run a training script with ddpdebug attached; the script needs no change.
+
+Inside a rank (torchrun, srun) it attaches to this rank. With --nproc-per-node it starts the ranks itself, through
+torch's own launcher. Options come before the script; everything after it belongs to the script.
+"""
+
+
+class Ending:
+    """A monitor that remembers how the script ended."""
+
+    def __init__(self, monitor: Attached | None) -> None:
+        self.monitor = monitor
+        self.reason: str | None = None
+        self.exit_code: int | None = None
+
+    def close(self, reason: str, exit_code: int | None) -> None:
+        """Close the monitor; an interrupted script keeps the ending that the interpreter gives it."""
+        self.reason = reason
+        self.exit_code = None if reason == "interrupted" else exit_code
+        if self.monitor is not None:
+            self.monitor.close(reason, exit_code)
+
+
+def attach(request: Request, *, strict: bool = False) -> Attached | None:
+    """Load torch and watch this process. A failure of ours must not keep the script from running, unless `strict`."""
+    try:
+        from ddpdebug.attach import install  # noqa: PLC0415 - loads torch
+
+        return install(request.config, command=request.target.command)
+    except Exception as error:
+        if strict:
+            raise
+        message = f"{type(error).__name__}: {error}"
+        print(f"ddpdebug: could not attach, the script runs without it: {message}", file=sys.stderr)
+        return None
+
+
+def _act(request: Request, *, as_check: bool) -> int:
+    if request.config.nproc_per_node is not None and not request.in_rank:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        words = torchrun_words(request.config.nproc_per_node, rank_words(request))
+        # the launcher takes the place of this process: signals and the exit status need no forwarding
+        os.execve(sys.executable, words, ranks_environment())  # noqa: S606 - no shell on purpose
+    if not as_check:
+        run_script(request.target, before=lambda: attach(request))
+        return 0
+    ending = Ending(None)
+    end_hard(lambda: ending.exit_code)
+
+    def before() -> Attached:
+        ending.monitor = attach(request, strict=True)
+        return ending
+
+    run_script(request.target, before=before)
+    return 0
+
+
+command = target_command("run", _act, _TEXT, click.Option(["--as-check"], is_flag=True, hidden=True))

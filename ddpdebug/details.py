@@ -1,0 +1,84 @@
+"""What ranks tell each other beyond the row: details on suspicion, announcements once. Torch-free.
+
+Both are JSON values that a rank builds from what it kept in a short ring; both travel in the exchange's variable part.
+Digests are written as 16 hex digits, so that JSON does not round them. This module is the one place that says what
+they look like.
+
+Details of one step (kind -> JSON of one rank):
+
+`parameters`  {"before": {name: hex}, "after": {name: hex}, "previous": {name: hex}, "foreign": {name: hex},
+              "frozen": {name: hex}, "order": [name, ...], "loads": [{"location": "train.py:88", "what": "GPT"}]}
+              `previous` is what this rank's last step left behind; `before` is what this step found.
+`gradients`   {"digests": {name: hex}, "foreign": {name: hex}, "missing": [name, ...],
+              "local_sums": {name: float}, "local_norms": {name: float}, "reduced_sums": {name: float},
+              "reduced_norms": {name: float}, "step_norms": {name: float},
+              "dtypes": {name: "float32"}, "bucket": {name: int}}
+`contract`    facts of the DDP contract, as this rank's code used it around this step:
+              {"ddp": int (number of DDP wrappers), "world": int, "groups": [[0, 1], ...] one per wrapper,
+               "bypass": {"location": "train.py:60" | null} | null,
+               "no_sync": null | {"kind": "last-micro-batch" | "forward-only" | "flag-after-forward", "location": ...},
+               "unreduced": {name: "unfrozen" | "added" | "replaced" | "retyped" | "never-wrapped"},
+               "gathered": [{"location": ..., "shapes": [[8, 16]]}]  all_gather of tensors that require grad,
+               "clips": [{"norm": float, "max": float, "before_sync": bool, "location": ...}],
+               "hook": null | "user.module.function", "find_unused": bool,
+               "ignored": [name, ...], "location": "train.py:70" of the optimizer step}
+`hyper`       [{"lr": 0.1, "betas": [0.9, 0.999], ..., "params": "4 parameters, <hex>"}, ...]  one per parameter group
+`state`       {name: {key: hex}} after the step, {"previous": {...}} under the key "" when it changed outside a step
+`buffers`     {"digests": {name: hex}, "written": [name, ...]} after the broadcast; `written`: those forward updates
+`modes`       {module path: true (train) | false}
+`structure`   [[kind, name, shape, dtype, requires_grad], ...] in registration order; kind is "parameter" or "buffer"
+`replicas`    {replica name: {"digest": hex, "tensors": {name: hex}, "changed": bool, "used": bool}}
+`element`     {"name": str, "index": [int, ...], "value": float, "step": int} see forensics/elements.py
+
+Announcements (topic -> JSON of one rank), compared once all ranks have spoken:
+
+`structure:<k>`  {"digest": hex, "entries": [...], "group": [rank, ...]} of the k-th DDP before it was wrapped
+`init:<k>`       {"digests": {name: hex}} parameters and buffers of the k-th DDP before DDP broadcast rank 0's
+`loader:<k>`     {"sampler": class name, "distributed": bool, "replicas": int, "rank": int, "seed": int, "epoch": int,
+                 "shuffle": bool, "drop_last": bool, "length": int, "batch_size": int, "iterations": int,
+                 "attributes": {attribute path: hex}, "indices": {"digest": hex, "length": int} | null,
+                 "step": int}
+                 sent again at the start of each epoch over the k-th DataLoader
+`precision:<k>`  {"step": int, "autocast": dtype | null, "matmul": precision | null} at the k-th DDP's first training
+                 forward
+`alone:failure`  {"reason": "...", "step": int, "missing": [name, ...]} by a rank that ends with an exception; judged at
+                 once, because the others may never speak
+`end`            {"steps": {optimizer: int}, "reason": "finished" | "exception: ..." | "signal ..."}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+#: Everything a rank can be asked for about a past step.
+KINDS = (
+    "parameters",
+    "gradients",
+    "contract",
+    "hyper",
+    "state",
+    "buffers",
+    "modes",
+    "structure",
+    "replicas",
+)
+
+
+def hex_digest(value: int) -> str:
+    """Return a digest as it is written in details."""
+    return f"{value:016x}"
+
+
+def differing_names(by_rank: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """Return the names whose values are not equal on all ranks (absent counts as a value), in the order first seen."""
+    order: dict[str, None] = {}
+    for table in by_rank.values():
+        order.update(dict.fromkeys(table))
+    missing = object()
+    result = []
+    for name in order:
+        values = [table.get(name, missing) for table in by_rank.values()]
+        if any(value != values[0] for value in values[1:]):
+            result.append(name)
+    return result

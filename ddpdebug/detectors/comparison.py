@@ -1,0 +1,164 @@
+"""What rules about agreement share: who differs, where, by how much. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from ddpdebug.detectors.base import Labels
+from ddpdebug.observations import Flag
+from ddpdebug.steps import Step, outvoted
+
+#: A finding names this many parameters, modules, ...; `evidence` has the number of all.
+MAX_NAMES = 20
+
+
+def labels(step: Step, *fields: str, on_purpose: Flag = Flag.LOCAL_ONLY) -> Labels | None:
+    """Return what the ranks show in digest fields: None where nobody can tell, empty where they agree.
+
+    A rank that did not compute a field gets the benefit of the doubt. `on_purpose` are the flags of a step whose ranks
+    may differ by design.
+    """
+    key = (fields, int(on_purpose))
+    if key not in step.memo:
+        step.memo[key] = _labels(step, fields, on_purpose)
+    found: Labels | None = step.memo[key]
+    return found
+
+
+def _labels(step: Step, fields: Sequence[str], on_purpose: Flag) -> Labels | None:
+    if len(step.rows) < 2 or step.any(on_purpose):
+        return None
+    known = [name for name in fields if len(step.rows) - step.columns[name].count(0) > 1]
+    if not known:
+        return None
+    parted = [name for name in known if name in step.differing]
+    families = kin(step) if parted else ()
+    columns = [column for name in parted if (column := _column(step, name, families))]
+    if columns:
+        return {rank: tuple(column[rank] for column in columns) for rank in step.rows}
+    return {} if len(step.rows) == step.world else None  # who is missing may be the one that differs
+
+
+def _column(step: Step, name: str, families: Sequence[Sequence[int]]) -> dict[int, object]:
+    """Return what each rank shows relative to the usual value of its family; empty when no family is at odds."""
+    column: dict[int, object] = {}
+    for family in families:
+        shown = {rank: getattr(step.rows[rank], name) for rank in family}
+        votes: dict[int, int] = {}
+        for value in filter(None, shown.values()):
+            votes[value] = votes.get(value, 0) + 1
+        usual = max(votes, key=lambda value: votes[value], default=0)
+        column.update({rank: 0 if value in {0, usual} else value for rank, value in shown.items()})
+    return column if len(set(column.values())) > 1 else {}
+
+
+def kin(step: Step) -> Sequence[Sequence[int]]:
+    """Return the ranks that should be equal to each other: all, unless separate groups wrapped different models."""
+    everyone = [tuple(step.rows)]
+    if not separate_groups(step):
+        return everyone
+    told = [facts for topic, facts in sorted(step.facts.items()) if topic.startswith("structure:")]
+    models: dict[tuple[object, ...], list[int]] = {}
+    for rank in step.rows:
+        models.setdefault(tuple(facts[rank].get("digest") for facts in told if rank in facts), []).append(rank)
+    model_of = {rank: model for model, members in models.items() for rank in members}
+    mixed = any(len({model_of[rank] for rank in group if rank in model_of}) > 1 for group in _groups(step))
+    return everyone if mixed else [tuple(members) for members in models.values()]
+
+
+def separate_groups(step: Step) -> bool:
+    """Tell whether some DDP reduces over fewer ranks than the world."""
+    return any(len(group) < step.world for group in _groups(step))
+
+
+def _groups(step: Step) -> list[Sequence[int]]:
+    told = [facts for topic, facts in sorted(step.facts.items()) if topic.startswith("group:")]
+    tables = [fact for facts in told for fact in facts.values() if isinstance(fact, Mapping)]
+    return [table["ranks"] for table in tables if table.get("ranks")]
+
+
+def culprits(shown: Labels) -> tuple[int, ...]:
+    """Return the outvoted ranks; all when there is no majority."""
+    return outvoted(dict(shown))
+
+
+def subset(ranks: Collection[int], step: Step) -> bool:
+    """Tell whether the ranks are some, but not all, of the step."""
+    return 0 < len(ranks) < len(step.rows)
+
+
+def blame(changed: Collection[int], step: Step, shown: Labels) -> tuple[int, ...]:
+    """Return the culprits when it is known which ranks changed something by themselves.
+
+    Usually those that changed. Where most ranks changed, and alike, the one that did not follow is the odd one.
+    """
+    if not subset(changed, step):
+        return culprits(shown)
+    alike = len({shown.get(rank) for rank in changed}) == 1
+    if alike and 2 * len(changed) > len(step.rows):
+        return tuple(sorted(set(step.rows) - set(changed)))
+    return tuple(sorted(changed))
+
+
+def tables(step: Step, kind: str, key: str | None = None) -> dict[int, Mapping[str, Any]]:
+    """Return rank -> table of a detail kind (of one key in it), leaving out ranks that did not answer."""
+    found = {}
+    for rank, answer in sorted(step.details.get(kind, {}).items()):
+        table = answer.get(key) if key is not None and isinstance(answer, Mapping) else answer
+        if isinstance(table, Mapping):
+            found[rank] = table
+    return found
+
+
+def values_of(by_rank: Mapping[int, Mapping[str, Any]], name: str) -> dict[str, Any]:
+    """Return rank (as text, for JSON) -> the value of one name."""
+    return {str(rank): table.get(name) for rank, table in sorted(by_rank.items())}
+
+
+def ordered(names: Collection[str], order: Sequence[str]) -> list[str]:
+    """Sort names as the model has them; names it does not have come last, by alphabet."""
+    place = {name: i for i, name in enumerate(order)}
+    return sorted(names, key=lambda name: (place.get(name, len(place)), name))
+
+
+def element(step: Step) -> dict[str, Any]:
+    """Return the evidence about the first differing element, if the ranks were asked for it."""
+    answers = {rank: a for rank, a in sorted(step.details.get("element", {}).items()) if isinstance(a, Mapping)}
+    if not answers:
+        return {}
+    first = next(iter(answers.values()))
+    values = {str(rank): answer.get("value") for rank, answer in answers.items()}
+    return {"index": first.get("index"), "values": values}
+
+
+def within(tolerance: float, numbers: Collection[float]) -> bool:
+    """Tell whether all numbers agree up to a relative tolerance."""
+    known = [n for n in numbers if math.isfinite(n)]
+    if len(known) < len(numbers):
+        return False
+    return not known or max(known) - min(known) <= tolerance * max(map(abs, known))
+
+
+def agree_within(tolerance: float, by_rank: Mapping[int, Mapping[str, Any]], names: Collection[str]) -> bool:
+    """Tell whether the ranks' numbers agree up to a relative tolerance for every name; False where one is missing."""
+    for name in names:
+        numbers = [table.get(name) for table in by_rank.values()]
+        if len(numbers) < 2 or any(number is None for number in numbers):
+            return False
+        if not within(tolerance, [float(number) for number in numbers if number is not None]):
+            return False
+    return True
+
+
+def text_of(ranks: Collection[int]) -> str:
+    """Return ranks as people write them: `2`, `0 and 1`, `0, 1 and 3`."""
+    words = [str(rank) for rank in sorted(ranks)]
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + f" and {words[-1]}" if words else "none"
+
+
+def announced_at(facts: Mapping[int, Any], otherwise: int) -> int:
+    """Return the step before which the ranks announced something; they may be ahead of what has been judged."""
+    steps = [fact["step"] for fact in facts.values() if isinstance(fact, Mapping) and isinstance(fact.get("step"), int)]
+    return max(steps, default=otherwise)

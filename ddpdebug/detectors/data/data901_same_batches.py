@@ -1,0 +1,120 @@
+"""DATA901: several ranks train on the same batches."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.comparison import kin
+from ddpdebug.detectors.examples import digest, step_at, steps
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.steps import Step
+
+#: Steps in a row in which the same ranks had equal batches, each time other ones.
+IN_A_ROW = 3
+_SAMPLER: dict[str, Any] = {"distributed": True, "replicas": 4, "shuffle": True, "seed": 0, "iterations": 1}
+
+
+def _same(number: int, **fields: Any) -> Step:
+    return step_at(number, batch_digest=digest(40, number), record_digest=digest(41, number), **fields)
+
+
+class SameBatches(Detector):
+    """Two or more ranks receive the same batches, step after step.
+
+    Impact: the ranks do the same work several times. The effective batch is smaller than it looks, an epoch takes as
+    long as on fewer ranks, and the gain of more devices is nothing but electricity.
+
+    Diagnosis: print the first sample's id (or the batch's sum) per rank and step. Then print `type(loader.sampler)`
+    and, if it is a `DistributedSampler`, its `rank` and `num_replicas`.
+
+    Causes:
+    - no `DistributedSampler`: `DataLoader(shuffle=True)` under one seed gives every rank the same order
+    - a sampler made with the same `rank` on several ranks (local rank, or before the process group was there)
+    - an iterable data set that does not split by rank
+    - the shard chosen from an environment variable that is the same on all ranks
+
+    Remedy:
+    - `DataLoader(ds, sampler=DistributedSampler(ds))`, and `sampler.set_epoch(epoch)` at the start of each epoch
+    - pass global numbers: `DistributedSampler(ds, num_replicas=dist.get_world_size(), rank=dist.get_rank())`
+    - in an `IterableDataset` take every world-th record, or a file list per rank
+    """
+
+    code = "DATA901"
+    severity = Severity.ERROR
+    title = "ranks receive the same batches"
+    topics = ("loader",)
+    fires_on = (
+        tuple(_same(n) for n in range(IN_A_ROW)),
+        tuple(step_at(n, odd={1: {"record_digest": digest(3, 0, n)}}) for n in range(IN_A_ROW)),
+        (Facts(topic="loader:0", values={rank: {**_SAMPLER, "rank": 0} for rank in range(4)}),),
+    )
+    silent_on = (
+        steps(6),
+        tuple(_same(n) for n in range(IN_A_ROW - 1)),
+        steps(6, batch_digest=digest(1), record_digest=digest(2)),  # one batch again and again: an overfit test
+        steps(6, batch_digest=digest(1)),  # a constant input, records differ
+        (Facts(topic="loader:0", values={rank: {**_SAMPLER, "rank": rank} for rank in range(4)}),),
+        (_same(0), step_at(1), _same(2), step_at(3), _same(4)),
+    )
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._runs: dict[tuple[int, tuple[int, ...]], list[tuple[int, int]]] = {}  # -> (step, digest)
+        self._next = 0
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return ()
+
+    def sees(self, step: Step) -> bool:
+        return bool(_fingerprints(step))
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        self._next = max(self._next, step.step + 1)
+        shown = _fingerprints(step)
+        if not shown:
+            return
+        alike: dict[int, list[int]] = {}
+        for rank, value in shown.items():
+            alike.setdefault(value, []).append(rank)
+        # Stages of a pipeline are fed the same records on purpose.
+        families = [set(family) for family in kin(step)] if len(alike) < len(shown) else []
+        parts = [(value, sorted(family & set(ranks))) for value, ranks in alike.items() for family in families]
+        groups = {tuple(ranks): value for value, ranks in parts if len(ranks) > 1}
+        runs = {key: run for key, run in self._runs.items() if key[0] != step.optimizer}
+        for ranks, value in groups.items():
+            key = (step.optimizer, ranks)
+            runs[key] = [*self._runs.get(key, [])[1 - IN_A_ROW :], (step.step, value)]
+        self._runs = runs
+        full = {ranks: runs[step.optimizer, ranks] for ranks in groups}
+        full = {r: run for r, run in full.items() if len({value for _, value in run}) == IN_A_ROW}
+        if full:
+            first = min(run[0][0] for run in full.values())
+            yield self._report(first, step.step, [list(ranks) for ranks in full], "batches")
+
+    def _report(self, first: int, last: int, groups: list[list[int]], what: str) -> Finding:
+        ranks = tuple(sorted(rank for group in groups for rank in group))
+        evidence = {"groups": groups, "equal": what, "of_the_work_wasted": 1 - len(groups) / len(ranks)}
+        return self.finding(step=first, last_step=last, ranks=ranks, subject=("model input",), evidence=evidence)
+
+    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
+        told = {r: f for r, f in sorted(facts.items()) if isinstance(f, Mapping) and f.get("distributed")}
+        places: dict[tuple[str, ...], list[int]] = {}
+        for rank, fact in told.items():
+            if fact.get("rank") is not None and (fact.get("replicas") or 1) >= len(facts):
+                keys = ("rank", "replicas", "seed", "shuffle", "epoch", "length")
+                places.setdefault(tuple(repr(fact.get(key)) for key in keys), []).append(rank)
+        groups = [ranks for ranks in places.values() if len(ranks) > 1]
+        if groups and len(facts) > 1:
+            yield self._report(self._next, self._next, groups, "place in the sampler")
+
+
+def _fingerprints(step: Step) -> dict[int, int]:
+    """Return rank -> fingerprint of what it was fed: the records where all ranks have them, else the model's inputs."""
+    if len(step.rows) < 2:
+        return {}
+    for name in ("record_digest", "batch_digest"):
+        if step.known(name):
+            return {rank: int(getattr(row, name)) for rank, row in step.rows.items()}
+    return {}

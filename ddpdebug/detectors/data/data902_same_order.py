@@ -1,0 +1,143 @@
+"""DATA902: every epoch has the same order."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.comparison import announced_at
+from ddpdebug.detectors.examples import digest, step_at, steps
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.steps import Step
+
+#: Shorter cycles are a fixed batch or two, repeated on purpose.
+MIN_PERIOD = 3
+#: Batches that are remembered for each rank; longer epochs are left to the samplers' own announcements.
+HISTORY = 8192
+_LOADER: dict[str, Any] = {"distributed": True, "shuffle": True, "epoch": 0, "replicas": 4, "length": 800}
+
+
+def _cycle(number: int, period: int = 4) -> Step:
+    own = {rank: {"record_digest": digest(50, rank, number % period)} for rank in range(4)}
+    return step_at(number, odd=own)
+
+
+@dataclass(slots=True)
+class _History:
+    seen: OrderedDict[int, int] = field(default_factory=OrderedDict)  # fingerprint -> step
+    period: int = 0
+    since: int = 0  # step of the first repetition
+    matches: int = 0
+
+    def add(self, step: int, value: int) -> None:
+        """Take the next batch; keeps track of how long everything has come again at the same distance."""
+        distance = step - self.seen.pop(value, step)
+        if distance and distance == self.period:
+            self.matches += 1
+        elif distance:
+            self.period, self.since, self.matches = distance, step, 1
+        else:
+            self.period = self.matches = 0
+        self.seen[value] = step
+        if len(self.seen) > HISTORY:
+            self.seen.popitem(last=False)
+
+    def cycles(self, step: int) -> bool:
+        """Tell whether a whole period has been repeated, batch by batch."""
+        return self.period >= MIN_PERIOD and self.matches >= MIN_PERIOD and step - self.since >= self.period - 1
+
+
+class SameOrder(Detector):
+    """The batches of one epoch come again in the next one, in the same order.
+
+    Impact: the model sees the same combinations of samples every epoch. Stochastic gradients lose part of their
+    randomness, BatchNorm sees fixed batches, and generalisation suffers a little or a lot.
+
+    Diagnosis: print the first batch's ids at the start of two epochs. With a `DistributedSampler` print
+    `sampler.epoch` there too: it must grow.
+
+    Causes:
+    - `sampler.set_epoch(epoch)` is missing: `DistributedSampler` shuffles with seed + epoch, and epoch stays 0
+    - `set_epoch` is called on another sampler than the loader uses (after `prepare`, or on the wrapped data set)
+    - `shuffle=False`, or a generator that is seeded again at the start of each epoch
+    - a list of batches made once and used in every epoch
+
+    Remedy:
+    - call `sampler.set_epoch(epoch)` at the start of every epoch, before iterating over the loader
+    - seed the generator once, outside of the loop over epochs
+    - if a fixed order is wanted (curriculum, benchmarks), ignore this warning
+    """
+
+    code = "DATA902"
+    severity = Severity.WARNING
+    title = "every epoch repeats the same order"
+    topics = ("loader",)
+    fires_on = (
+        tuple(_cycle(n) for n in range(8)),
+        tuple(
+            Facts(topic="loader:0", values={rank: {**_LOADER, "iterations": n} for rank in range(4)}) for n in (1, 2)
+        ),
+    )
+    silent_on = (
+        steps(12),
+        tuple(_cycle(n) for n in range(7)),
+        tuple(_cycle(n, period=2) for n in range(12)),
+        tuple(_cycle(n, period=1) for n in range(12)),
+        tuple(
+            Facts(topic="loader:0", values={rank: {**_LOADER, "iterations": n, "epoch": n} for rank in range(4)})
+            for n in (1, 2, 3)
+        ),
+    )
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._histories: dict[tuple[int, int, str], _History] = {}
+        self._loaders: dict[str, Mapping[int, Any]] = {}
+        self._next = 0
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return ()
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        self._next = max(self._next, step.step + 1)
+        name = next((n for n in ("record_digest", "batch_digest") if step.rows and step.known(n)), None)
+        if name is None:
+            return
+        histories = []
+        for rank, row in step.rows.items():
+            history = self._histories.setdefault((step.optimizer, rank, name), _History())
+            history.add(step.step, int(getattr(row, name)))
+            histories.append(history)
+        if all(history.cycles(step.step) for history in histories) and len({h.period for h in histories}) == 1:
+            yield self.finding(
+                step=max(history.since for history in histories),
+                last_step=step.step,
+                ranks=tuple(step.rows),
+                subject=("batches",),
+                evidence={"period": histories[0].period, "observed": "batches come again in the same order"},
+            )
+
+    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
+        before, self._loaders[topic] = self._loaders.get(topic), facts
+        if before is None or len(facts) < 2:
+            return
+        stuck = tuple(rank for rank in sorted(facts) if _stuck(before.get(rank), facts[rank]))
+        if stuck:
+            fact = facts[stuck[0]]
+            yield self.finding(
+                step=announced_at(facts, self._next),
+                ranks=stuck,
+                subject=(str(fact.get("sampler") or "sampler"),),
+                evidence={"loader": topic, "epoch": fact.get("epoch"), "iterations": fact.get("iterations")},
+            )
+
+
+def _stuck(before: Any, now: Any) -> bool:
+    """Tell whether a shuffling distributed sampler begins another pass with the epoch of the last one."""
+    if not (isinstance(before, Mapping) and isinstance(now, Mapping) and now.get("distributed") and now.get("shuffle")):
+        return False
+    grown = (now.get("iterations") or 0) > (before.get("iterations") or 0)
+    return grown and now.get("epoch") is not None and now.get("epoch") == before.get("epoch")

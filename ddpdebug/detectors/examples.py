@@ -1,0 +1,121 @@
+"""Steps for the examples that rules carry: a healthy run by default, with what the example says put in. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ddpdebug.details import KINDS
+from ddpdebug.observations import CHECKSUM_SLOTS, Digest, Flag, Row
+from ddpdebug.steps import Step
+
+_MIX = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+def digest(*parts: int) -> Digest:
+    """Return a made-up digest, never 0."""
+    value = 1
+    for part in parts:
+        value = ((value ^ part) * _MIX + 1) & _MASK
+    return Digest(value or 1)
+
+
+def healthy_row(rank: int, step: int, world: int, optimizer: int = 0) -> Row:
+    """Return what a rank of a healthy run shows in a step whose every tier ran."""
+    sums: dict[str, Any] = {}
+    for slot in range(CHECKSUM_SLOTS):
+        mean = (0.3 if slot % 2 else -0.2) * (1 + 0.01 * step)
+        sums[f"local_sum_{slot}"] = mean + 0.1 * (rank - (world - 1) / 2)
+        sums[f"local_norm_{slot}"] = 1.0
+        sums[f"reduced_sum_{slot}"] = mean
+    return Row(
+        rank=rank,
+        step=step,
+        optimizer=optimizer,
+        flags=int(Flag.CHECKED | (Flag.FIRST if step == 0 else Flag(0))),
+        backwards=step + 1,
+        syncs=step + 1,
+        micro_batches=1,
+        modes_digest=digest(1),
+        batch_digest=digest(2, rank, step),
+        record_digest=digest(3, rank, step),
+        output_digest=digest(4, rank, step),
+        rng_digest=digest(5, rank, step),
+        grads_digest=digest(6, step),
+        presence_digest=digest(7),
+        hyper_digest=digest(8),
+        state_digest=digest(9, step),
+        params_before_digest=digest(10, step),
+        params_after_digest=digest(10, step + 1),
+        buffers_digest=digest(11, step),
+        loss=1.0 + 0.05 * ((7 * step + 3 * rank) % 5 - 2),
+        lr=0.1,
+        local_grad_norm=1.1,
+        grad_norm=1.0,
+        **sums,
+    )
+
+
+def step_at(
+    number: int,
+    *,
+    world: int = 4,
+    optimizer: int = 0,
+    odd: Mapping[int, Mapping[str, Any]] | None = None,
+    flags: int = 0,
+    absent: tuple[int, ...] = (),
+    **fields: Any,
+) -> Step:
+    """Return a step.
+
+    Args:
+        odd: rank -> fields of its row that differ from the rest (`flags` are added).
+        flags: added to every row.
+        absent: ranks without a row.
+        fields: detail kinds (rank -> JSON value), or fields of every row.
+    """
+    details = {kind: fields.pop(kind) for kind in (*KINDS, "element") if kind in fields}
+    rows = {}
+    for rank in range(world):
+        own = dict((odd or {}).get(rank, {}))
+        row = healthy_row(rank, number, world, optimizer)._replace(**fields)
+        more = int(flags) | int(own.pop("flags", 0))
+        if rank not in absent:
+            rows[rank] = row._replace(**own)._replace(flags=row.flags | more)
+    return Step(step=number, optimizer=optimizer, world=world, rows=rows, details=details)
+
+
+def steps(count: int, *, start: int = 0, **fields: Any) -> tuple[Step, ...]:
+    """Return consecutive steps, all made by `step_at` with the same arguments."""
+    return tuple(step_at(start + i, **fields) for i in range(count))
+
+
+def tables(world: int, usual: Any, odd: Mapping[int, Any] | None = None) -> dict[int, Any]:
+    """Return rank -> value, the same for all but the odd ranks."""
+    return {rank: (odd or {}).get(rank, usual) for rank in range(world)}
+
+
+def gradients(world: int, odd: Mapping[int, Mapping[str, str]] | None = None, **more: Any) -> dict[int, Any]:
+    """Return the `gradients` details of a model with parameters `w` and `b`; `odd`: rank -> name -> digest."""
+    found: dict[int, Any] = {}
+    for rank in range(world):
+        own = {"w": "a1", "b": "b1", **(odd or {}).get(rank, {})}
+        found[rank] = {"digests": own, "foreign": {}, "missing": [], "reduced_sums": {}, "reduced_norms": {}, **more}
+    return found
+
+
+def contract(world: int, odd: Mapping[int, Mapping[str, Any]] | None = None, **more: Any) -> dict[int, Any]:
+    """Return the `contract` details of a job that keeps DDP's contract, with what the example says put in."""
+    usual = {
+        "ddp": 1,
+        "world": world,
+        "groups": [list(range(world))],
+        "bypass": None,
+        "no_sync": None,
+        "unreduced": {},
+        "clips": [],
+        "find_unused": False,
+        **more,
+    }
+    return {rank: {**usual, **(odd or {}).get(rank, {})} for rank in range(world)}

@@ -1,0 +1,203 @@
+"""RANK101: the ranks do not have the same parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterator, Mapping
+from typing import Any
+
+from ddpdebug.details import differing_names
+from ddpdebug.detectors.base import Detector, Labels
+from ddpdebug.detectors.comparison import (
+    MAX_NAMES,
+    agree_within,
+    blame,
+    element,
+    labels,
+    ordered,
+    subset,
+    tables,
+    values_of,
+)
+from ddpdebug.detectors.examples import step_at, tables as ranks
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.observations import Flag
+from ddpdebug.steps import Step
+
+_OWN: dict[str, Any] = {
+    "before": {"w": "a1", "b": "b1"},
+    "after": {"w": "a2", "b": "b2"},
+    "previous": {"w": "a1", "b": "b1"},
+}
+_USUAL: dict[str, Any] = {**_OWN, "order": ["w", "b"], "loads": []}
+_EDITED: dict[str, Any] = {**_USUAL, "before": {"w": "ff", "b": "b1"}, "after": {"w": "fe", "b": "b2"}}
+_SHRUNK: dict[str, Any] = {**_USUAL, "after": {"w": "fe", "b": "b2"}}
+_CHANGED: dict[str, Any] = {"flags": Flag.PARAMS_CHANGED_OUTSIDE, "params_before_digest": 5, "params_after_digest": 6}
+
+
+class ParametersDiffer(Detector):
+    """The ranks hold different values of the same parameters, compared bit by bit by name.
+
+    Impact: from this step on the ranks train different models. Averaged gradients no longer fit any of them, and a
+    checkpoint of rank 0 is not what the other ranks computed. Nothing in DDP repairs or reports it.
+
+    Diagnosis: the phase says when they parted. `init`: before the first step. `load`: a `load_state_dict` ran since
+    the last step. `outside-optimizer`: between two steps, while the optimizer had left them equal. `optimizer`: in
+    the optimizer step, from equal parameters, gradients, settings and state. Print
+    `param.double().sum().item()` of the first named parameter on every rank before and after that place, and look
+    for code there that runs under `if rank == 0`.
+
+    Causes:
+    - `outside-optimizer`: an in-place edit (`p.data.mul_`, normalisation, an EMA swap that is not swapped back,
+      `init_weights` after wrapping) that runs on some ranks only
+    - `load`: a checkpoint was loaded on one rank, or the ranks found different files
+    - `init`: parameters were drawn or changed after `DistributedDataParallel(...)` had broadcast rank 0's
+    - `optimizer`: an optimizer whose update depends on the rank (own random numbers, own step count, extra decay)
+    - memory corruption: a single element that differs by a power of two points at a flipped bit
+
+    Remedy:
+    - make the edit on all ranks, or make it on one and `torch.distributed.broadcast` the result
+    - load checkpoints on every rank, before wrapping, with `map_location`
+    - move every initialisation in front of `DistributedDataParallel(...)`
+    - to go on with a run, broadcast rank 0's parameters and optimizer state, or restart from the last good checkpoint
+    - if one element on one device differs and no code writes there, test or replace the device
+    """
+
+    code = "RANK101"
+    severity = Severity.CRITICAL
+    title = "parameters differ between ranks"
+    wants = ("parameters",)
+    follows = (
+        *("RANK103", "RANK104", "RANK105", "RANK109", "RANK112"),
+        *("SYNC201", "SYNC202", "SYNC203", "SYNC205", "SYNC206", "SYNC208", "SYNC211"),
+    )
+    stage = 50
+    fires_on = (
+        (step_at(12, odd={2: _CHANGED}, parameters=ranks(4, _USUAL, {2: _EDITED})),),
+        (step_at(3, odd={1: {"params_after_digest": 6}}, parameters=ranks(4, _USUAL, {1: _SHRUNK})),),
+        (step_at(0, world=2, odd={1: {"params_before_digest": 5, "params_after_digest": 6}}),),
+    )
+    silent_on = (
+        (step_at(0), step_at(1), step_at(2)),
+        (step_at(4, flags=Flag.LOCAL_ONLY, odd={1: {"params_after_digest": 6}}),),
+        (step_at(4, flags=Flag.SHARDED_STATE, odd={1: {"params_after_digest": 6}}),),
+        (step_at(4, odd={1: {"params_after_digest": 0}}),),
+        (step_at(4, world=1),),
+    )
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._agreed: dict[int, int] = {}  # optimizer -> newest step that left equal parameters
+        self._changed: dict[int, tuple[int, ...]] = {}  # optimizer -> ranks that changed theirs before the last step
+        self._edited: set[int] = (
+            set()
+        )  # optimizers whose parameters all ranks change between steps: weight clipping, ...
+
+    def symptom(self, step: Step) -> Labels | None:
+        if step.any(Flag.SHARDED_STATE):  # the owner of a shard sends its part to the others after the hooks
+            return labels(step, "params_before_digest", "frozen_params_digest")
+        fields = ("params_before_digest", "params_after_digest", "foreign_params_digest", "frozen_params_digest")
+        return labels(step, *fields)
+
+    def fresh(self, step: Step) -> bool:
+        changed = step.ranks_with(Flag.PARAMS_CHANGED_OUTSIDE)
+        return subset(changed, step) and changed != self._changed.get(step.optimizer) and self._telling(step)
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return finding.subject[:1], finding.phase, finding.ranks
+
+    def place(self, finding: Finding) -> int:
+        return self.stage if finding.phase == "optimizer" else 20
+
+    def folds(self, finding: Finding, cause: Finding) -> bool:
+        # Who changed parameters between two steps did so whatever else is wrong, unless the steps are not the same.
+        return "changed_on" not in finding.evidence or cause.code in {"RANK105", "RANK112"}
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        shown = self.symptom(step)
+        if shown:
+            yield from self._judge(step, shown)
+        if shown is not None:
+            self._changed[step.optimizer] = step.ranks_with(Flag.PARAMS_CHANGED_OUTSIDE)
+        if step.all(Flag.PARAMS_CHANGED_OUTSIDE):
+            self._edited.add(step.optimizer)
+        if step.known("params_after_digest") and not shown:
+            self._agreed[step.optimizer] = step.step
+
+    def _telling(self, step: Step) -> bool:
+        """Tell whether a change outside the optimizer on some ranks only is news, not what the code always does."""
+        return step.optimizer not in self._edited or self._agreed.get(step.optimizer) == step.step - 1
+
+    def _judge(self, step: Step, shown: Labels) -> Iterator[Finding]:
+        if len({frozenset(table) for table in tables(step, "parameters", "after").values()}) > 1 and step.all(
+            Flag.NO_DDP
+        ):
+            return  # different models on purpose: nothing that should be equal
+        stage, names = _differing(step)
+        phase = self._phase(step, stage)
+        changed, own_names = _changed_outside(step, names) if phase != "optimizer" else ((), [])
+        names = own_names or names
+        if not self._intolerable(step, names):
+            return
+        loads = [load for table in tables(step, "parameters").values() for load in table.get("loads", ())]
+        by_rank = tables(step, "parameters", stage)
+        evidence: dict[str, Any] = {"parameters": len(names), **element(step)}
+        if names:
+            evidence["digests"] = values_of(by_rank, names[0])
+        if step.optimizer in self._agreed:
+            evidence["agreed_after_step"] = self._agreed[step.optimizer]
+        if subset(changed, step) and self._telling(step):
+            evidence["changed_on"] = list(changed)
+        yield self.finding(
+            step=step.step,
+            ranks=blame(changed, step, shown),
+            subject=tuple(names[:MAX_NAMES]),
+            phase=phase,
+            location=loads[0].get("location") if loads and phase == "load" else None,
+            evidence=evidence,
+        )
+
+    def _phase(self, step: Step, stage: str) -> str:
+        if stage == "after" and "params_before_digest" not in step.differing and step.known("params_before_digest"):
+            return "optimizer"
+        loads = any(table.get("loads") for table in tables(step, "parameters").values())
+        if step.any(Flag.LOADED) or loads:
+            return "load"
+        if step.any(Flag.FIRST):
+            return "init"
+        watched = self._agreed.get(step.optimizer) == step.step - 1 or step.any(Flag.PARAMS_CHANGED_OUTSIDE)
+        upstream = {"grads_digest", "foreign_grads_digest", "hyper_digest", "state_digest"}
+        # Nobody looked at the steps before: what differs upstream now is the likelier beginning.
+        return "optimizer" if not watched and upstream & step.differing else "outside-optimizer"
+
+    def _intolerable(self, step: Step, names: Collection[str]) -> bool:
+        tolerance = self.config.get("tolerance")
+        if not tolerance:
+            return True
+        return bool(names) and not agree_within(float(tolerance), tables(step, "parameters", "norms"), names)
+
+
+def _differing(step: Step) -> tuple[str, list[str]]:
+    """Return where parameters differ first (`before`, `after`, `foreign`, `frozen`), and which."""
+    fields = {
+        "before": "params_before_digest",
+        "after": "params_after_digest",
+        "foreign": "foreign_params_digest",
+        "frozen": "frozen_params_digest",
+    }
+    stage = next((stage for stage, name in fields.items() if name in step.differing), "after")
+    order = next(iter(tables(step, "parameters").values()), {}).get("order", ())
+    return stage, ordered(differing_names(tables(step, "parameters", stage)), order)
+
+
+def _changed_outside(step: Step, names: Collection[str]) -> tuple[tuple[int, ...], list[str]]:
+    """Return the ranks that found other parameters than they had left, and which of the differing ones these are."""
+    changed: dict[int, list[str]] = {}
+    for rank, table in tables(step, "parameters").items():
+        before, previous = table.get("before", {}), table.get("previous", {})
+        own = [name for name in names if name in previous and previous[name] != before.get(name)]
+        if own:
+            changed[rank] = own
+    if not changed:
+        return step.ranks_with(Flag.PARAMS_CHANGED_OUTSIDE), []
+    touched = {name for own in changed.values() for name in own}
+    return tuple(sorted(changed)), [name for name in names if name in touched]

@@ -1,0 +1,85 @@
+"""RANK102: buffers differ where DDP promises that they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+from ddpdebug.details import differing_names
+from ddpdebug.detectors.base import Detector, Labels
+from ddpdebug.detectors.comparison import MAX_NAMES, culprits, element, labels, tables, values_of
+from ddpdebug.detectors.examples import step_at, steps, tables as ranks
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.observations import Flag
+from ddpdebug.steps import Step
+
+_USUAL: dict[str, Any] = {"digests": {"bn.running_mean": "a", "mask": "b"}, "written": []}
+_ODD: dict[str, Any] = {"digests": {"bn.running_mean": "f", "mask": "b"}, "written": ["bn.running_mean"]}
+_UNSENT = "DDP was made with `broadcast_buffers=False`, so nothing brings the ranks' buffers together"
+
+
+class BuffersDiffer(Detector):
+    """Buffers differ between ranks right after DDP should have made them equal, or drift because it is told not to.
+
+    Impact: the ranks normalise, mask or quantise differently in training, and evaluation depends on the rank: the
+    checkpoint of rank 0 holds statistics of rank 0's shard only.
+
+    Diagnosis: print the named buffers' sums on every rank at the start of the forward. BatchNorm statistics that
+    differ only between a step and the next forward are normal, since DDP broadcasts rank 0's at the start of forward;
+    this finding is about what differs after that point.
+
+    Causes:
+    - `broadcast_buffers=False` (or `forward_sync_buffers=False`) with BatchNorm or other buffers that training updates
+    - a buffer rewritten on some ranks between steps while buffers are not broadcast (statistics, vocabularies, masks)
+    - a forward that does not go through DDP, or an `eval()` forward under `no_grad`, where nothing is broadcast
+    - a buffer that is replaced (`self.buf = new`) instead of written in place, so that DDP sends the old tensor
+
+    Remedy:
+    - leave the broadcast on, or use `SyncBatchNorm.convert_sync_batchnorm(model)` before wrapping
+    - compute statistics on one rank and broadcast them, or all-reduce what they are computed from
+    - before evaluation and saving average or broadcast the buffers: `for b in model.buffers(): dist.broadcast(b, 0)`
+    """
+
+    code = "RANK102"
+    severity = Severity.ERROR
+    title = "buffers differ between ranks"
+    wants = ("buffers",)
+    follows = ("RANK105", "RANK112", "SYNC202", "SYNC208", "SYNC211")
+    fires_on = (
+        (step_at(20, odd={1: {"buffers_digest": 5}}, buffers=ranks(4, _USUAL, {1: _ODD})),),
+        (step_at(0, flags=Flag.BUFFERS_NOT_BROADCAST, odd={rank: {"buffers_digest": 5 + rank} for rank in range(4)}),),
+    )
+    silent_on = (
+        steps(3),
+        (step_at(2, buffers_digest=0),),
+        (step_at(2, odd={1: {"buffers_digest": 0}}),),
+    )
+
+    def symptom(self, step: Step) -> Labels | None:
+        return labels(step, "buffers_digest")
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return finding.subject[:1], finding.phase
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        shown = self.symptom(step)
+        if not shown:
+            return
+        by_rank = tables(step, "buffers", "digests")
+        names = differing_names(by_rank)
+        unsent = step.any(Flag.BUFFERS_NOT_BROADCAST)
+        evidence: dict[str, Any] = {"buffers": len(names), "broadcast_buffers": not unsent, **element(step)}
+        if names:
+            evidence["digests"] = values_of(by_rank, names[0])
+        finding = self.finding(
+            step=step.step,
+            ranks=culprits(shown),
+            subject=tuple(names[:MAX_NAMES]),
+            phase="not-broadcast" if unsent else "after-broadcast",
+            evidence=evidence,
+        )
+        if unsent:
+            causes = (_UNSENT, *finding.causes[1:])
+            fields = {"subject": finding.subject, "phase": finding.phase, "evidence": evidence}
+            finding = self.finding(step=step.step, ranks=finding.ranks, causes=causes, **fields)
+        yield finding

@@ -1,0 +1,119 @@
+"""RANK103: the optimizers of the ranks remember different things."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+from ddpdebug.details import differing_names
+from ddpdebug.detectors.base import Detector, Labels
+from ddpdebug.detectors.comparison import MAX_NAMES, agree_within, blame, labels, subset, tables, values_of
+from ddpdebug.detectors.examples import step_at, steps, tables as ranks
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.observations import Flag
+from ddpdebug.steps import Step
+
+_ON_PURPOSE = Flag.LOCAL_ONLY | Flag.SHARDED_STATE
+_USUAL: dict[str, Any] = {"w": {"exp_avg": "a", "step": "3"}, "b": {"exp_avg": "b", "step": "3"}}
+_ODD: dict[str, Any] = {"w": {"exp_avg": "f", "step": "3"}, "b": {"exp_avg": "b", "step": "3"}}
+
+
+class OptimizerStateDiffers(Detector):
+    """The optimizer's state (momentum, second moments, step counters) differs between ranks after a step.
+
+    Impact: equal gradients become unequal updates for as long as the state differs, so the parameters part too.
+
+    Diagnosis: the subject names parameter and state key. Print `optimizer.state[p]["exp_avg"].sum()` (or the key in
+    question) on every rank after each step and find the first step that differs. If only `step` differs, a rank took
+    another number of steps.
+
+    Causes:
+    - `optimizer.load_state_dict` on resume on some ranks only, or from files that differ
+    - state cleared or edited on one rank: momentum reset after a bad batch, `optimizer.state.clear()`, a new optimizer
+    - parameters added to the optimizer at different times (`add_param_group` behind a condition)
+    - an optimizer whose state depends on the rank: own random numbers, own loss values
+
+    Remedy:
+    - load model and optimizer on every rank from the same file, with `map_location`
+    - take decisions about the optimizer on all ranks alike: all-reduce the flag first
+    - to repair a run, save rank 0's optimizer state and load it everywhere, together with rank 0's parameters
+    """
+
+    code = "RANK103"
+    severity = Severity.CRITICAL
+    title = "optimizer state differs between ranks"
+    wants = ("state",)
+    follows = (
+        *("RANK101", "RANK104", "RANK105", "RANK109", "RANK112"),
+        *("SYNC201", "SYNC202", "SYNC203", "SYNC205", "SYNC206", "SYNC208", "SYNC211"),
+    )
+    stage = 40
+    fires_on = (
+        (step_at(22, odd={2: {"state_digest": 5}}, state=ranks(4, _USUAL, {2: _ODD})),),
+        (step_at(1, world=2, odd={1: {"state_digest": 5, "flags": Flag.STATE_CHANGED_OUTSIDE}}),),
+    )
+    silent_on = (
+        steps(3),
+        (step_at(2, flags=Flag.SHARDED_STATE, odd={rank: {"state_digest": 5 + rank} for rank in range(4)}),),
+        (step_at(2, flags=Flag.LOCAL_ONLY, odd={1: {"state_digest": 5}}),),
+    )
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._agreed: dict[int, int] = {}  # optimizer -> newest step that left equal state
+        self._changed: dict[int, tuple[int, ...]] = {}
+
+    def symptom(self, step: Step) -> Labels | None:
+        return labels(step, "state_digest", on_purpose=_ON_PURPOSE)
+
+    def fresh(self, step: Step) -> bool:
+        changed = step.ranks_with(Flag.STATE_CHANGED_OUTSIDE)
+        agreed = self._agreed.get(step.optimizer) == step.step - 1
+        return subset(changed, step) and agreed and changed != self._changed.get(step.optimizer)
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return (finding.subject[:1],)
+
+    def folds(self, finding: Finding, cause: Finding) -> bool:
+        alone = "changed_on" in finding.evidence
+        if cause.code == "RANK101":
+            return cause.phase != "optimizer" and (not alone or cause.ranks == finding.ranks)
+        return not alone or cause.code in {"RANK105", "RANK112"}
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        shown = self.symptom(step)
+        if shown:
+            yield from self._judge(step, shown)
+        elif step.known("state_digest"):
+            self._agreed[step.optimizer] = step.step
+        self._changed[step.optimizer] = step.ranks_with(Flag.STATE_CHANGED_OUTSIDE)
+
+    def _judge(self, step: Step, shown: Labels) -> Iterator[Finding]:
+        flat = {rank: _flat(table) for rank, table in tables(step, "state").items()}
+        if step.all(Flag.NO_DDP) and len({frozenset(table) for table in tables(step, "state").values()}) > 1:
+            return  # different models on purpose
+        names = differing_names(flat)
+        tolerance = self.config.get("tolerance")
+        if tolerance and (not names or agree_within(float(tolerance), tables(step, "state", "norms"), names)):
+            return
+        changed = step.ranks_with(Flag.STATE_CHANGED_OUTSIDE)
+        evidence: dict[str, Any] = {"states": len(names), "keys": sorted({name.rpartition(":")[2] for name in names})}
+        if names:
+            evidence["digests"] = values_of(flat, names[0])
+        if subset(changed, step):
+            evidence["changed_on"] = list(changed)
+        yield self.finding(
+            step=step.step,
+            ranks=blame(changed, step, shown),
+            subject=tuple(names[:MAX_NAMES]),
+            evidence=evidence,
+        )
+
+
+def _flat(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        f"{name}:{key}": value
+        for name, states in table.items()
+        if name not in {"", "norms"} and isinstance(states, Mapping)
+        for key, value in states.items()
+    }

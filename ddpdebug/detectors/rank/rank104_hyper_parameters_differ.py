@@ -1,0 +1,103 @@
+"""RANK104: the optimizers of the ranks have different settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ddpdebug.detectors.base import Detector, Labels
+from ddpdebug.detectors.comparison import MAX_NAMES, culprits, labels
+from ddpdebug.detectors.examples import step_at, tables as ranks
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.observations import Flag
+from ddpdebug.steps import Step
+
+_USUAL = [{"lr": 0.1, "betas": [0.9, 0.999]}]
+
+
+class HyperParametersDiffer(Detector):
+    """The settings of the same optimizer (lr, weight decay, betas, momentum, ...) differ between ranks.
+
+    Impact: equal gradients become unequal updates, so the ranks' parameters part from this step on, and no later
+    averaging of gradients brings them together again.
+
+    Diagnosis: the evidence names the parameter group, the key and each rank's value. Print `optimizer.param_groups`
+    and `scheduler.last_epoch` on every rank after each `scheduler.step(...)`, and find the first place where a number
+    that only this rank knows goes into a schedule.
+
+    Causes:
+    - a scheduler driven by a local number: `ReduceLROnPlateau.step(val_loss)` with each rank's own validation loss
+    - a scheduler that counts this rank's batches, tokens or samples, or is stepped on rank 0 only
+    - the learning rate computed from the rank, the node's configuration file or a per-rank environment variable
+    - the scheduler or optimizer state was restored on some ranks only
+
+    Remedy:
+    - all-reduce the number that drives the schedule (`dist.all_reduce(val_loss)`; divide by the world size) first
+    - step schedulers on every rank, from the global step
+    - read the configuration on rank 0 and broadcast it with `dist.broadcast_object_list`
+    - restart from a checkpoint that is older than the named step: the parameters have parted since
+    """
+
+    code = "RANK104"
+    severity = Severity.CRITICAL
+    title = "optimizer settings differ between ranks"
+    wants = ("hyper",)
+    follows = ("RANK112",)
+    stage = 35
+    fires_on = (
+        (
+            step_at(
+                7, odd={1: {"hyper_digest": 9, "lr": 0.03}}, hyper=ranks(4, _USUAL, {1: [{**_USUAL[0], "lr": 0.03}]})
+            ),
+        ),
+        (step_at(7, world=2, odd={1: {"hyper_digest": 9, "lr": 0.03}}),),
+        (step_at(7, world=3, odd={1: {"hyper_digest": 9}}, hyper=ranks(3, _USUAL, {1: [*_USUAL, {"lr": 1.0}]})),),
+    )
+    silent_on = (
+        (step_at(0, hyper=ranks(4, _USUAL)), step_at(1)),
+        (step_at(3, hyper_digest=77, lr=0.01),),
+        (step_at(3, odd={1: {"hyper_digest": 0}}),),
+    )
+
+    def symptom(self, step: Step) -> Labels | None:
+        return labels(step, "hyper_digest", on_purpose=Flag(0))
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        shown = self.symptom(step)
+        if not shown:
+            return
+        groups = {rank: g for rank, g in sorted(step.details.get("hyper", {}).items()) if isinstance(g, list)}
+        entries = _differences(groups) if len(groups) > 1 else _from_rows(step)
+        evidence: dict[str, Any] = {"optimizer": step.optimizer}
+        if entries:
+            group, key, values = entries[0]
+            evidence |= {"group": group, "key": key, "values": values}
+        yield self.finding(
+            step=step.step,
+            ranks=culprits(shown),
+            subject=tuple(_name(group, key) for group, key, _ in entries[:MAX_NAMES]),
+            evidence=evidence,
+        )
+
+
+def _name(group: int | None, key: str | None) -> str:
+    return "param_groups" if group is None else f"param_groups[{group}].{key}"
+
+
+def _differences(groups: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[tuple[int | None, str | None, Any]]:
+    """Return (group, key, value of each rank) for all that differs; (None, None, counts) if the groups do."""
+    lengths = {str(rank): len(own) for rank, own in groups.items()}
+    if len(set(lengths.values())) > 1:
+        return [(None, None, lengths)]
+    found: list[tuple[int | None, str | None, Any]] = []
+    for i in range(next(iter(lengths.values()))):
+        for key in sorted({key for own in groups.values() for key in own[i]}, key=lambda k: (k != "lr", k)):
+            values = {str(rank): own[i].get(key) for rank, own in groups.items()}
+            if len({repr(value) for value in values.values()}) > 1:
+                found.append((i, key, values))
+    return found
+
+
+def _from_rows(step: Step) -> list[tuple[int | None, str | None, Any]]:
+    rates = {str(rank): row.lr for rank, row in step.rows.items()}
+    return [(0, "lr", rates)] if len({repr(rate) for rate in rates.values()}) > 1 else []

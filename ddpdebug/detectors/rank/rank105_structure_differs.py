@@ -1,0 +1,105 @@
+"""RANK105: the ranks wrapped different models."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ddpdebug.detectors.base import Facts
+from ddpdebug.detectors.rank.wrapping import WrapRule
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.steps import outvoted
+
+_W, _B = ["parameter", "a.w", [4, 4], "float32", True], ["parameter", "b.w", [4, 4], "float32", True]
+_USUAL, _CROSSED = {"digest": "1", "entries": [_W, _B]}, {"digest": "2", "entries": [_B, _W]}
+_SHORT: dict[str, Any] = {"digest": "3", "entries": [_W]}
+_FIELDS = ("kind", "name", "shape", "dtype", "requires_grad")
+
+
+class StructureDiffers(WrapRule):
+    """The modules that the ranks passed to DDP differ: in names, order, shapes, dtypes or `requires_grad`.
+
+    Impact: DDP pairs parameters by position. Where the order differs, gradients of one layer are averaged with those
+    of another of the same size, and the initial broadcast puts rank 0's weights into the wrong layers.
+
+    Diagnosis: the evidence has the first position that differs and what each rank has there. Print
+    `[(n, tuple(p.shape)) for n, p in model.named_parameters()]` on every rank right before wrapping and compare.
+
+    Causes:
+    - submodules registered in an order that depends on data, a `set`, a directory listing or the rank
+    - a configuration that differs between nodes, or another version of the code
+    - a layer that is built lazily or only when a file, a device or a package is there
+    - parameters frozen or cast on some ranks only
+
+    Remedy:
+    - build from a sorted list: `for name in sorted(branches): ...`
+    - read the configuration on rank 0 and broadcast it with `dist.broadcast_object_list`
+    - freeze and cast on all ranks alike, before wrapping
+    """
+
+    code = "RANK105"
+    severity = Severity.CRITICAL
+    title = "model structure differs between ranks"
+    topics = ("structure", "group")
+    stage = 0
+    fires_on = (
+        (Facts(topic="structure:0", values={0: _USUAL, 1: _USUAL, 2: _CROSSED}),),
+        (
+            Facts(topic="structure:0", values={0: _USUAL, 1: _SHORT}),
+            Facts(topic="group:0", values={0: {"ranks": [0, 1]}, 1: {"ranks": [0, 1]}}),
+        ),
+    )
+    silent_on = (
+        (Facts(topic="structure:0", values={0: _USUAL, 1: _USUAL}),),
+        (
+            Facts(topic="structure:0", values={0: _USUAL, 1: _SHORT}),
+            Facts(topic="group:0", values={0: {"ranks": [0]}, 1: {"ranks": [1]}}),
+        ),
+        (Facts(topic="structure:0", values={0: _USUAL}),),
+    )
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return finding.evidence.get("wrapper"), finding.ranks
+
+    def judge(self, index: int, facts: Mapping[int, Any]) -> Iterator[Finding]:
+        digests = {rank: fact.get("digest") for rank, fact in sorted(facts.items())}
+        culprits = outvoted(digests)
+        if not culprits:
+            return
+        usual = next((rank for rank in digests if rank not in culprits), next(iter(digests)))
+        other = next(rank for rank in culprits if digests[rank] != digests[usual])
+        tables = {rank: list(fact.get("entries") or ()) for rank, fact in sorted(facts.items())}
+        position = _first_difference(tables[usual], tables[other])
+        entries = {str(rank): table[position] if position < len(table) else None for rank, table in tables.items()}
+        theirs, ours = entries[str(other)], entries[str(usual)]
+        names = [entry[1] for entry in (theirs, ours) if entry]
+        yield self.finding(
+            step=self.next_step,
+            ranks=culprits,
+            subject=tuple(dict.fromkeys(names)),
+            phase="wrap",
+            evidence={
+                "wrapper": index,
+                "what": _what(tables[usual], tables[other], position),
+                "position": position,
+                "entries": entries,
+                "lengths": {str(rank): len(table) for rank, table in tables.items()},
+            },
+        )
+
+
+def _first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> int:
+    for position, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        if list(a) != list(b):
+            return position
+    return min(len(ours), len(theirs))
+
+
+def _what(ours: Sequence[Any], theirs: Sequence[Any], position: int) -> str:
+    """Say in one word what kind of difference it is."""
+    if sorted(map(repr, ours)) == sorted(map(repr, theirs)):
+        return "order"
+    if position >= len(ours) or position >= len(theirs):
+        return "missing"
+    differing = [name for name, a, b in zip(_FIELDS, ours[position], theirs[position], strict=False) if a != b]
+    return "names" if "name" in differing else ", ".join(differing) or "entries"

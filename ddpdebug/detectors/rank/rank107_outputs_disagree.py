@@ -1,0 +1,204 @@
+"""RANK107: the same batch through the same weights gives different results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.comparison import within
+from ddpdebug.detectors.examples import digest, step_at, steps
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.observations import Flag, Row
+from ddpdebug.steps import Step, outvoted
+
+#: Losses that are closer than this differ by rounding (another kernel was chosen), which deserves a look at most.
+_ROUNDING = 1e-5
+_SAME: dict[str, Any] = {"batch_digest": digest(1), "record_digest": digest(2), "output_digest": digest(3), "loss": 1.0}
+_ODD: dict[int, Any] = {2: {"output_digest": digest(9), "loss": 1.5}}
+_PRECISION: dict[str, Any] = {"step": 0, "autocast": None, "matmul": None}
+_DROPOUT: dict[str, Any] = {"flags": Flag.RNG_USED_IN_FORWARD}
+
+
+class OutputsDisagree(Detector):
+    """Ranks that were fed the same batch, with the same weights, buffers and modes, computed another output or loss.
+
+    Impact: the ranks compute different functions. Their gradients are averaged all the same, and evaluation depends
+    on which rank does it.
+
+    Diagnosis: the evidence has each rank's loss or output fingerprint. Run the named batch on both ranks with forward
+    hooks that print `output.double().sum()` per module; the first module that differs is the one to read.
+
+    Causes:
+    - a setting that is not a parameter or a buffer differs: eps, temperature, a mask length, a module replaced by hand
+    - autocast, TF32, matmul precision or deterministic settings differ between ranks
+    - different library versions or device types on the nodes
+    - state kept in plain attributes (caches, running averages) that each rank updates from its own data
+    - a defective device
+
+    Remedy:
+    - read all settings from one place and broadcast them; keep state in buffers
+    - set precision and determinism switches on all ranks: `torch.backends.cuda.matmul.allow_tf32`, `autocast`
+    - if only one device is off and the software is the same, swap the device and compare again
+    """
+
+    code = "RANK107"
+    severity = Severity.ERROR
+    title = "the same batch and weights give different results"
+    topics = ("agreement", "precision")
+    follows = ("RANK101", "RANK102", "RANK105", "RANK106", "RANK112")
+    fires_on = (
+        (step_at(4, odd={2: {"eval_output_digest": 8}}, eval_batch_digest=digest(1), eval_output_digest=digest(2)),),
+        (step_at(4, odd=_ODD, rng_digest=digest(5), **_SAME),),
+        (Facts(topic="agreement:0", values={0: {"loss": 1.0}, 1: {"loss": 1.0}, 2: {"loss": 1.2}}),),
+        (Facts(topic="precision:0", values={0: _PRECISION, 1: {**_PRECISION, "autocast": "bfloat16"}}),),
+    )
+    silent_on = (
+        (step_at(4, eval_batch_digest=digest(1), eval_output_digest=digest(2)),),
+        (step_at(4, odd={2: {"eval_batch_digest": 7, "eval_output_digest": 8}}, eval_batch_digest=digest(1)),),
+        (step_at(4, rng_digest=digest(5), **_SAME),),
+        (step_at(4, odd={2: {**_ODD[2], **_DROPOUT}}, flags=Flag.RNG_USED_IN_FORWARD, **_SAME),),
+        (step_at(4, odd={2: {**_ODD[2], "params_before_digest": 5}}, **_SAME),),
+        (step_at(4, flags=Flag.BATCH_SAMPLED, odd=_ODD, **{**_SAME, "record_digest": 0}),),
+        steps(4),
+        (Facts(topic="agreement:0", values={0: {"loss": 1.0}, 1: {"loss": 1.0}}),),
+        (Facts(topic="precision:0", values={0: _PRECISION, 1: _PRECISION}),),
+    )
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._step = 0
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return finding.phase, finding.ranks
+
+    def sees(self, step: Step) -> bool:
+        return bool(_fed_alike(step) or _evaluated_alike(step))
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        self._step = max(self._step, step.step + 1)
+        for ranks in _fed_alike(step):
+            rows = {rank: step.rows[rank] for rank in ranks}
+            finding = self._judge(step, rows)
+            if finding is not None:
+                yield finding
+        for ranks in _evaluated_alike(step):
+            outputs = {rank: int(step.rows[rank].eval_output_digest) for rank in ranks}
+            if len(set(outputs.values())) > 1:
+                shown = {str(rank): f"{value:016x}" for rank, value in outputs.items()}
+                yield self.finding(
+                    step=step.step,
+                    ranks=outvoted(outputs),
+                    subject=("output",),
+                    phase="evaluation",
+                    evidence={"fed_alike": ranks, "output": shown},
+                )
+
+    def _judge(self, step: Step, rows: Mapping[int, Row]) -> Finding | None:
+        outputs = {rank: int(row.output_digest) for rank, row in rows.items()}
+        losses = {rank: row.loss for rank, row in rows.items() if math.isfinite(row.loss)}
+        labels_too = len({row.record_digest for row in rows.values()}) == 1 and rows[min(rows)].record_digest != 0
+        parted = all(outputs.values()) and len(set(outputs.values())) > 1
+        loss_known = labels_too and len(losses) == len(rows)
+        loss_parted = loss_known and not within(self._tolerance(), losses.values())
+        if not parted and not loss_parted:
+            return None
+        if self.config.get("tolerance") and loss_known and not loss_parted:
+            return None
+        shown: Mapping[int, object] = losses if loss_parted and not parted else outputs
+        return self.finding(
+            step=step.step,
+            severity=Severity.WARNING if parted and loss_known and not loss_parted else self.severity,
+            ranks=outvoted(shown),
+            subject=("output",) if parted else ("loss",),
+            phase="training",
+            evidence={
+                "fed_alike": sorted(rows),
+                "loss": {str(rank): row.loss for rank, row in rows.items()},
+                "output": {str(rank): f"{value:016x}" for rank, value in outputs.items()},
+            },
+        )
+
+    def _precision(self, told: Mapping[int, Mapping[str, Any]]) -> Iterator[Finding]:
+        """Ranks whose forwards run in different precision compute different functions, whatever they are fed."""
+        for key in ("autocast", "matmul"):
+            values = {rank: str(fact.get(key)) for rank, fact in told.items()}
+            if len(set(values.values())) > 1:
+                yield self.finding(
+                    title="ranks run the same model in different precision",
+                    step=max(int(fact.get("step") or 0) for fact in told.values()),
+                    ranks=outvoted(values),
+                    subject=(key,),
+                    phase="precision",
+                    evidence={"values": {str(rank): value for rank, value in values.items()}},
+                )
+
+    def _tolerance(self) -> float:
+        return float(self.config.get("tolerance") or _ROUNDING)
+
+    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
+        told = {rank: fact for rank, fact in sorted(facts.items()) if isinstance(fact, Mapping)}
+        if topic.startswith("precision"):
+            yield from self._precision(told)
+            return
+        losses = {rank: float(fact["loss"]) for rank, fact in told.items() if fact.get("loss") is not None}
+        outputs = {rank: fact["output"] for rank, fact in told.items() if fact.get("output") is not None}
+        loss_parted = len(losses) > 1 and not within(self._tolerance(), losses.values())
+        parted = len(set(outputs.values())) > 1 and not (self.config.get("tolerance") and losses)
+        if not loss_parted and not parted:
+            return
+        numbers = [fact["step"] for fact in told.values() if isinstance(fact.get("step"), int)]
+        only_rounding = len(losses) > 1 and not loss_parted
+        yield self.finding(
+            step=max(numbers, default=self._step),
+            severity=Severity.WARNING if only_rounding else self.severity,
+            ranks=outvoted(losses if loss_parted else outputs),
+            subject=("loss",) if loss_parted else ("output",),
+            phase="agreement probe",
+            evidence={
+                "loss": {str(r): v for r, v in losses.items()},
+                "output": {str(r): v for r, v in outputs.items()},
+            },
+        )
+
+
+def _fed_alike(step: Step) -> list[list[int]]:
+    """Return groups of ranks that had the same batch, weights, buffers and modes, and no luck of their own."""
+    if not _repeated(step, "batch_digest") or step.any(Flag.LOCAL_ONLY):
+        return []
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, row in step.rows.items():
+        # A sampled fingerprint does not prove that batches are equal; the records' does if it is there.
+        if (
+            row.batch_digest
+            and row.params_before_digest
+            and not (row.has(Flag.BATCH_SAMPLED) and not row.record_digest)
+        ):
+            groups.setdefault(_conditions(row), []).append(rank)
+    return [ranks for ranks in groups.values() if len(ranks) > 1]
+
+
+def _evaluated_alike(step: Step) -> list[list[int]]:
+    """Return groups of ranks whose forwards in eval mode, before this step, had the same inputs and weights."""
+    if not _repeated(step, "eval_batch_digest") or step.any(Flag.LOCAL_ONLY):
+        return []
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, row in step.rows.items():
+        if row.eval_batch_digest and row.params_before_digest:
+            key = (row.eval_batch_digest, row.params_before_digest, row.frozen_params_digest)
+            groups.setdefault(key, []).append(rank)
+    return [ranks for ranks in groups.values() if len(ranks) > 1]
+
+
+def _repeated(step: Step, name: str) -> bool:
+    """Tell whether two ranks have the same digest."""
+    known = [value for value in step.columns[name] if value]
+    return len(set(known)) < len(known)
+
+
+def _conditions(row: Row) -> tuple[int, ...]:
+    luck = row.rng_digest if row.has(Flag.RNG_USED_IN_FORWARD) else 0
+    record = row.record_digest if row.has(Flag.BATCH_SAMPLED) else 0
+    known = (row.batch_digest, record, row.params_before_digest, row.frozen_params_digest, row.modes_digest)
+    return (*known, row.buffers_digest, luck, row.micro_batches)

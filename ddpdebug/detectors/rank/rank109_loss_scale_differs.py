@@ -1,0 +1,86 @@
+"""RANK109: the gradient scalers of the ranks disagree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+from ddpdebug.detectors.base import Detector, Labels
+from ddpdebug.detectors.comparison import kin
+from ddpdebug.detectors.examples import step_at, steps
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.observations import Flag
+from ddpdebug.steps import Step, outvoted
+
+_AMP: dict[str, Any] = {"loss_scale": 65536.0}
+
+
+class LossScaleDiffers(Detector):
+    """Under automatic mixed precision the loss scale differs between ranks, or some ranks skip a step that others take.
+
+    Impact: a rank that skips keeps its old parameters and optimizer state while the others move on. Unequal scales
+    mean that gradients are averaged in different units and divided by the wrong number.
+
+    Diagnosis: print `scaler.get_scale()` on every rank before `scaler.step(optimizer)`. If the scales are equal and a
+    rank skips alone, its gradients hold an inf or NaN that the other ranks do not have: something wrote it after the
+    reduction, or the reduction did not happen.
+
+    Causes:
+    - gradients changed on one rank between `backward()` and `scaler.step` (a guard that writes inf, own clipping)
+    - `GradScaler(init_scale=...)` or its state restored differently per rank
+    - gradients that are not synchronised, so that an overflow stays on the rank that made it
+    - `scaler.update(new_scale)` with a number that only this rank knows
+
+    Remedy:
+    - make one scaler per process with the same arguments, restore its state on all ranks
+    - decide to skip together: `dist.all_reduce(found_inf, op=ReduceOp.MAX)` before `scaler.step`
+    - leave gradients alone after the reduction, or do the same to them on all ranks
+    """
+
+    code = "RANK109"
+    severity = Severity.CRITICAL
+    title = "loss scale or skipped steps differ between ranks"
+    follows = ("RANK112", "SYNC202", "SYNC203", "SYNC205", "SYNC208", "SYNC211")
+    stage = 10
+    fires_on = (
+        (step_at(26, **_AMP), step_at(27, odd={1: {"flags": Flag.SKIPPED}}, **_AMP)),
+        (step_at(0, world=2, odd={1: {"loss_scale": 32768.0}}, **_AMP),),
+    )
+    silent_on = (
+        steps(3, **_AMP),
+        (step_at(0, flags=Flag.SKIPPED, **_AMP), step_at(1, loss_scale=32768.0)),
+        (step_at(0, odd={1: {"loss_scale": math.nan}}, **_AMP),),
+    )
+
+    def symptom(self, step: Step) -> Labels | None:
+        if len(step.rows) < 2 or len(kin(step)) > 1:
+            return None
+        scales = {row.loss_scale for row in step.rows.values() if math.isfinite(row.loss_scale)}
+        skipped = step.any(Flag.SKIPPED) and not step.all(Flag.SKIPPED)
+        if len(scales) < 2 and not skipped:
+            return {} if scales else None
+        usual = max(sorted(scales), default=0.0)
+        return {
+            rank: (row.loss_scale if math.isfinite(row.loss_scale) else usual, row.has(Flag.SKIPPED))
+            for rank, row in step.rows.items()
+        }
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return ()  # a rank that skips alone has another scale afterwards
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        shown = self.symptom(step)
+        if not shown:
+            return
+        scales = {rank: row.loss_scale for rank, row in step.rows.items() if math.isfinite(row.loss_scale)}
+        apart = len(set(scales.values())) > 1
+        skipped = step.ranks_with(Flag.SKIPPED)
+        alone = {rank: rank in skipped for rank in step.rows}
+        yield self.finding(
+            step=step.step,
+            ranks=outvoted(scales) if apart else outvoted(alone) if len(step.rows) > 2 else skipped,
+            subject=("loss scale",) if apart else ("skipped step",),
+            phase="scale" if apart else "skip",
+            evidence={"loss_scale": {str(r): s for r, s in scales.items()}, "skipped_on": list(skipped)},
+        )

@@ -1,0 +1,159 @@
+"""RANK112: the ranks take their optimizer steps at different times."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+from ddpdebug.detectors.base import Detector, Facts, Labels
+from ddpdebug.detectors.comparison import separate_groups
+from ddpdebug.detectors.examples import step_at, steps
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.observations import Flag
+from ddpdebug.steps import Step, outvoted
+
+#: Where nothing ties the ranks together, one may be ahead of the others.
+_LOOSE = Flag.IN_JOIN | Flag.LOCAL_ONLY | Flag.NO_DDP | Flag.BYPASS | Flag.UNSYNCED_BACKWARD
+#: A rank is missed in so many steps in a row.
+_MISSING_STEPS = 2
+_END: dict[str, Any] = {"steps": {"0": 100}, "reason": "finished"}
+_SHORT: dict[str, Any] = {"steps": {"0": 99}, "reason": "finished"}
+
+
+class StepCountsDiffer(Detector):
+    """A rank skipped an optimizer step that the others took, or took one more, so that step n is not the same step.
+
+    Impact: the rank's parameters and optimizer state are a step behind (or ahead) for good, although gradients are
+    still averaged: the ranks differ from here on, and schedules run apart.
+
+    Diagnosis: the evidence has the number of synchronised backward passes at the same optimizer step; the odd one is
+    the rank that left a step out. Look for a condition between `backward()` and `optimizer.step()` that uses numbers
+    of this rank only.
+
+    Causes:
+    - `if loss > limit: continue` or `if not torch.isfinite(loss): continue` between backward and step
+    - a step skipped after an exception that only one rank had (out of memory, bad sample)
+    - the accumulation window counted per rank, over batches that some ranks drop
+    - different numbers of batches per rank, where the collectives happen to match
+
+    Remedy:
+    - decide together: all-reduce the flag (`dist.all_reduce(bad, op=ReduceOp.MAX)`) and skip on all ranks or on none
+    - count steps, not batches, and drop incomplete windows on all ranks (`drop_last=True`)
+    - use `Join` where the ranks have different numbers of batches
+    """
+
+    code = "RANK112"
+    severity = Severity.ERROR
+    title = "ranks are at different optimizer steps"
+    topics = ("end",)
+    follows = ("SYNC202", "SYNC205", "SYNC208", "SYNC211")
+    stage = 0
+    fires_on = (
+        (step_at(0), step_at(1), step_at(2, odd={1: {"syncs": 4, "backwards": 4}})),
+        (step_at(0), step_at(1, absent=(2,)), step_at(2, absent=(2,))),
+        (step_at(0), Facts(topic="end", values={0: _END, 1: _SHORT, 2: _END, 3: _END})),
+    )
+    silent_on = (
+        steps(4),
+        tuple(step_at(n, odd={0: {"syncs": 2 * n + 2}}) for n in range(4)),  # rank 0 drives one more DDP
+        (step_at(0), step_at(1, absent=(2,)), step_at(2)),
+        (step_at(0, flags=Flag.IN_JOIN), *steps(3, start=1, absent=(2,), flags=Flag.IN_JOIN)),
+        (step_at(0), Facts(topic="end", values={0: _END, 1: {**_SHORT, "reason": "exception: KeyError"}})),
+    )
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._armed: dict[int, bool] = {}  # optimizer -> the ranks had the same number of reductions
+        self._micro: dict[int, dict[int, int]] = {}  # optimizer -> rank -> micro-batches of its last regular step
+        self._missed: dict[int, int] = {}
+        self._complete: set[int] = set()
+        self._loose: set[int] = set()
+        self._fired = False
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return (finding.phase,)
+
+    def folds(self, finding: Finding, cause: Finding) -> bool:
+        return finding.phase != "skipped"
+
+    def symptom(self, step: Step) -> Labels | None:
+        if len(step.rows) < 2 or step.any(Flag.IN_JOIN) or not self._armed.get(step.optimizer):
+            return None
+        if separate_groups(step):  # nothing ties the groups together
+            return None
+        counts = {rank: row.syncs for rank, row in step.rows.items()}
+        least = min(counts.values())
+        return {rank: count - least for rank, count in counts.items()} if len(set(counts.values())) > 1 else {}
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        shown = self.symptom(step)
+        if shown:
+            yield self._skipped(step, shown)
+        elif len(step.rows) == step.world > 1:
+            self._learn(step)
+        yield from self._absent(step)
+
+    def _learn(self, step: Step) -> None:
+        counts = {row.syncs for row in step.rows.values()}
+        self._armed[step.optimizer] = len(counts) == 1 and 0 not in counts
+        self._micro[step.optimizer] = {rank: row.micro_batches for rank, row in step.rows.items()}
+
+    def _skipped(self, step: Step, shown: Labels) -> Finding:
+        self._fired = True
+        usual = self._micro.get(step.optimizer, {})
+        odd = tuple(r for r, row in step.rows.items() if row.micro_batches != usual.get(r, row.micro_batches))
+        voted = outvoted(dict(shown))
+        decided = odd if 0 < len(odd) < len(step.rows) and len(voted) == len(step.rows) else voted
+        return self.finding(
+            step=step.step,
+            ranks=decided,
+            subject=(f"optimizer {step.optimizer}",),
+            phase="skipped",
+            evidence={
+                "reductions": {str(rank): row.syncs for rank, row in step.rows.items()},
+                "micro_batches": {str(rank): row.micro_batches for rank, row in step.rows.items()},
+                "at_step": step.step,
+            },
+        )
+
+    def _absent(self, step: Step) -> Iterator[Finding]:
+        if step.any(_LOOSE) or separate_groups(step):
+            self._loose.add(step.optimizer)
+        if len(step.rows) == step.world:
+            self._complete.add(step.optimizer)
+            self._missed[step.optimizer] = 0
+            return
+        gone = tuple(rank for rank in range(step.world) if rank not in step.rows)
+        ended = set(step.facts.get("end", ()))
+        if step.optimizer in self._loose or step.optimizer not in self._complete or ended & set(gone):
+            return
+        self._missed[step.optimizer] = self._missed.get(step.optimizer, 0) + 1
+        if self._missed[step.optimizer] >= _MISSING_STEPS:
+            self._fired = True
+            yield self.finding(
+                step=step.step - _MISSING_STEPS + 1,
+                last_step=step.step,
+                ranks=gone,
+                subject=(f"optimizer {step.optimizer}",),
+                phase="missing",
+                evidence={"stepped": sorted(step.rows), "missing": list(gone)},
+            )
+
+    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
+        told = {rank: fact for rank, fact in sorted(facts.items()) if isinstance(fact, Mapping)}
+        regular = all(str(fact.get("reason", "")).startswith(("finished", "stopped")) for fact in told.values())
+        if self._fired or not regular or len(told) < 2:
+            return
+        counts = {r: {int(k): int(n) for k, n in (fact.get("steps") or {}).items()} for r, fact in told.items()}
+        for optimizer in sorted(set.intersection(*(set(own) for own in counts.values()))):
+            taken = {rank: own[optimizer] for rank, own in counts.items()}
+            if len(set(taken.values())) == 1 or optimizer in self._loose or optimizer not in self._complete:
+                continue
+            yield self.finding(
+                step=min(taken.values()),
+                last_step=max(taken.values()),
+                ranks=outvoted(taken),
+                subject=(f"optimizer {optimizer}",),
+                phase="end",
+                evidence={"steps": {str(rank): count for rank, count in taken.items()}},
+            )

@@ -1,0 +1,131 @@
+"""RANK113: a copy outside DDP that should be the same everywhere is not."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ddpdebug.details import differing_names
+from ddpdebug.detectors.base import Detector, Labels
+from ddpdebug.detectors.comparison import MAX_NAMES, labels, tables
+from ddpdebug.detectors.examples import digest, step_at, steps, tables as ranks
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.steps import Step, outvoted
+
+#: Statistics of normalisation layers follow each rank's own data until someone averages them.
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def _look(value: str, *, changed: bool = True, used: bool = False, name: str = "w") -> dict[str, Any]:
+    return {"EMA": {"digest": value, "tensors": {name: value}, "changed": changed, "used": used}}
+
+
+_ODD: dict[int, Any] = {1: {"replicas_digest": digest(5)}}
+
+
+class ReplicaDiffers(Detector):
+    """A module outside DDP that every rank keeps (EMA, teacher, target network) differs between ranks.
+
+    Impact: DDP looks after the wrapped module only. Pseudo-labels, targets and exported averages depend on the rank,
+    and with a teacher the gradients of the ranks pull in different directions.
+
+    Diagnosis: print the sum of the named tensor of the copy on every rank, right after it is made and after each
+    update, and compare with the wrapped module's. A copy made before wrapping has this rank's own initial weights.
+
+    Causes:
+    - the copy was made (`copy.deepcopy(model)`) before DDP broadcast rank 0's weights, under a seed per rank
+    - it is updated on some ranks only, or at different steps, and then used on all
+    - it is initialised or loaded per rank: a random target network, a teacher checkpoint found on one node
+    - its buffers follow each rank's own data (BatchNorm in train mode)
+
+    Remedy:
+    - make copies from the wrapped model (`copy.deepcopy(ddp_model.module)`), or broadcast them once after making them
+    - update copies on all ranks in the same step, from parameters that agree
+    - if a copy is kept by rank 0 for saving only, use it on rank 0 only: then nothing is reported
+    """
+
+    code = "RANK113"
+    severity = Severity.ERROR
+    title = "a copy outside DDP differs between ranks"
+    wants = ("replicas",)
+    follows = (
+        *("RANK101", "RANK103", "RANK104", "RANK105", "RANK109", "RANK112"),
+        *("SYNC201", "SYNC202", "SYNC203", "SYNC205", "SYNC206", "SYNC208", "SYNC211"),
+    )
+    fires_on = (
+        (step_at(8, replicas_digest=digest(4), odd=_ODD, replicas=ranks(4, _look("a"), {1: _look("f")})),),
+        (
+            step_at(
+                8,
+                world=2,
+                replicas_digest=digest(4),
+                odd=_ODD,
+                replicas={
+                    0: _look("a", changed=False, used=True),
+                    1: _look("f", changed=False, used=True),
+                },
+            ),
+        ),
+    )
+    silent_on = (
+        steps(3, replicas_digest=digest(4)),
+        (  # kept on rank 0 only
+            step_at(
+                8,
+                replicas_digest=digest(4),
+                odd={0: {"replicas_digest": digest(5)}},
+                replicas=ranks(4, _look("a", changed=False), {0: _look("f")}),
+            ),
+        ),
+        (  # statistics of this rank's data
+            step_at(
+                8,
+                replicas_digest=digest(4),
+                odd=_ODD,
+                replicas=ranks(4, _look("a", name="bn.running_mean"), {1: _look("f", name="bn.running_mean")}),
+            ),
+        ),
+        (step_at(8, replicas_digest=digest(4), odd=_ODD),),  # no details: nobody can tell which copies count
+    )
+
+    def symptom(self, step: Step) -> Labels | None:
+        return labels(step, "replicas_digest")
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return (finding.evidence.get("copy"),)
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        if not self.symptom(step):
+            return
+        answers = tables(step, "replicas")
+        for name in sorted({name for table in answers.values() for name in table}):
+            looks = {rank: table[name] for rank, table in answers.items() if isinstance(table.get(name), Mapping)}
+            finding = self._judge(step, name, looks)
+            if finding is not None:
+                yield finding
+
+    def _judge(self, step: Step, name: str, looks: Mapping[int, Mapping[str, Any]]) -> Finding | None:
+        concerned = _concerned(looks)
+        by_rank = {rank: looks[rank].get("tensors") or {} for rank in concerned}
+        names = [tensor for tensor in differing_names(by_rank) if not tensor.endswith(_STATISTICS)]
+        if len(concerned) < 2 or not names:
+            return None
+        shown = {rank: tuple(by_rank[rank].get(tensor) for tensor in names) for rank in concerned}
+        return self.finding(
+            step=step.step,
+            ranks=outvoted(shown),
+            subject=tuple(f"{name}: {tensor}" for tensor in names[:MAX_NAMES]),
+            evidence={
+                "copy": name,
+                "tensors": len(names),
+                "compared": list(concerned),
+                "updated_on": [rank for rank in looks if looks[rank].get("changed")],
+                "digests": {str(rank): looks[rank].get("digest") for rank in concerned},
+            },
+        )
+
+
+def _concerned(looks: Mapping[int, Mapping[str, Any]]) -> Sequence[int]:
+    """Return the ranks whose copies must agree: those that update it, or, if none does, those that use it."""
+    changed = [rank for rank in sorted(looks) if looks[rank].get("changed")]
+    return changed or [rank for rank in sorted(looks) if looks[rank].get("used")]

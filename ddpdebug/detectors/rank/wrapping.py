@@ -1,0 +1,59 @@
+"""What rules share that compare announcements made when a module is wrapped. Not a rule itself. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ddpdebug.detectors.base import Detector
+from ddpdebug.findings import Finding
+from ddpdebug.steps import Step
+
+
+class WrapRule(Detector):
+    """Compares the k-th wrapped module between the ranks of one process group.
+
+    The group is announced after the module, so facts wait for it; a step or the end of the run ends the wait.
+    """
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._waiting: dict[int, Mapping[int, Any]] = {}
+        self._groups: dict[int, dict[int, tuple[int, ...]]] = {}
+        self.next_step = 0
+
+    def judge(self, index: int, facts: Mapping[int, Any]) -> Iterator[Finding]:
+        """Judge the announcements of ranks that reduce together."""
+        yield from ()
+
+    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
+        name, _, number = topic.partition(":")
+        index = int(number) if number.isdigit() else 0
+        groups = {rank: fact.get("group") or fact.get("ranks") for rank, fact in facts.items() if _is_table(fact)}
+        if all(groups.get(rank) for rank in facts):
+            self._groups[index] = {rank: tuple(group) for rank, group in groups.items()}
+        if name != "group":
+            self._waiting[index] = facts
+        if index in self._groups and index in self._waiting:
+            yield from self._settle(index)
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        yield from self.finish()
+        self.next_step = max(self.next_step, step.step + 1)
+
+    def finish(self) -> Iterator[Finding]:
+        for index in sorted(self._waiting):
+            yield from self._settle(index)
+
+    def _settle(self, index: int) -> Iterator[Finding]:
+        facts = self._waiting.pop(index)
+        groups = self._groups.pop(index, {})
+        everyone = tuple(sorted(facts))
+        for group in sorted({groups.get(rank, everyone) for rank in facts}):
+            members = {rank: facts[rank] for rank in group if rank in facts and _is_table(facts[rank])}
+            if len(members) > 1:
+                yield from self.judge(index, members)
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, Mapping)

@@ -1,0 +1,66 @@
+"""SYNC201: gradients differ, and no more telling code explains why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddpdebug.detectors.examples import contract, gradients, step_at
+from ddpdebug.detectors.sync.gradients import GradientRule, Verdict
+from ddpdebug.findings import Finding
+from ddpdebug.observations import Flag
+from ddpdebug.steps import Step
+
+_ODD: dict[int, Any] = {1: {"grads_digest": 5}}
+_UNUSED = (
+    "`{names}` got no gradient on rank {ranks} while `find_unused_parameters` is off: its bucket was never reduced"
+)
+
+
+class GradientsDiffer(GradientRule):
+    """The gradients that the optimizer is about to use are not the same on all ranks.
+
+    Impact: the ranks apply different updates and part from this step on. DDP's promise is broken, and DDP does not
+    look.
+
+    Diagnosis: compare `p.grad.norm()` of the named parameters on all ranks at three places: right after
+    `loss.backward()`, after your own gradient code, and before `optimizer.step()`. Unequal already after `backward()`
+    means that the reduction did not cover the parameter; unequal only later means that your code changed it.
+
+    Causes:
+    - a parameter that took no part in the forward of some rank, with `find_unused_parameters=False`: DDP waits for its
+      gradient and never reduces the bucket
+    - parameters used in a forward that went around DDP besides the one that went through it (two losses, two models)
+    - a comm hook or a manual `all_reduce` that covers some parameters only, or returns before it has finished
+    - the same model driven by two DDP wrappers, or `backward()` called on some ranks only
+
+    Remedy:
+    - give every parameter a part in every forward, or pass `find_unused_parameters=True`
+    - send every forward that has gradients through the DDP object
+    - return from a comm hook the future of the reduction itself, not one that is done already
+    - restart from a checkpoint older than the named step
+    """
+
+    code = "SYNC201"
+    title = "gradients differ between ranks"
+    follows = (*("RANK105", "RANK109", "RANK112"), *("SYNC202", "SYNC203", "SYNC205", "SYNC206", "SYNC208", "SYNC211"))
+    fires_on = (
+        (step_at(5, odd=_ODD, gradients=gradients(4, {1: {"w": "ff"}}), contract=contract(4)),),
+        (step_at(5, world=2, odd=_ODD),),
+        (step_at(5, odd=_ODD, gradients=gradients(4, {1: {"w": "ff"}}, missing=["b"]), contract=contract(4)),),
+    )
+    silent_on = (
+        (step_at(0), step_at(1)),
+        (step_at(5, flags=Flag.LOCAL_ONLY, odd=_ODD),),
+        (step_at(5, odd=_ODD, contract=contract(4, ddp=0)),),
+        (step_at(5, world=1),),
+    )
+
+    def report(self, step: Step, verdict: Verdict) -> Finding:
+        finding = super().report(step, verdict)
+        without: dict[str, Any] = verdict.evidence.get("without_gradient", {})
+        if not without:
+            return finding
+        rank, names = next(iter(without.items()))
+        text = _UNUSED.format(names=", ".join(names[:3]), ranks=", ".join(without) or rank)
+        fields = {"causes": (text, *finding.causes), "evidence": finding.evidence, "subject": finding.subject}
+        return self.finding(step=step.step, ranks=finding.ranks, **fields)

@@ -1,0 +1,56 @@
+"""SYNC203: a parameter that no DDP reduces is trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddpdebug.detectors.examples import contract, gradients, step_at
+from ddpdebug.detectors.sync.gradients import GradientRule
+
+_ODD: dict[int, Any] = {rank: {"grads_digest": 5 + rank} for rank in range(4)}
+_W: dict[int, Any] = {rank: {"w": f"{rank}"} for rank in range(4)}
+_FOREIGN: dict[int, Any] = {rank: {"digests": {}, "foreign": {"head.w": str(rank)}} for rank in range(4)}
+
+
+class ParameterNotReduced(GradientRule):
+    """The optimizer steps a parameter whose gradient no DDP reduces, and its gradients differ between ranks.
+
+    Impact: this parameter becomes a different one on every rank, while the others stay equal: the model falls apart
+    slowly, and a checkpoint holds one rank's version. With gradient clipping by the total norm all parameters follow.
+
+    Diagnosis: `which` says what happened to each parameter after (or without) `DistributedDataParallel(...)`:
+    `unfrozen` (`requires_grad` was off when DDP was made), `added`, `replaced` (another Parameter object under the
+    same name), `retyped` (`.double()`, `.half()`, `.to(...)` gave it a new gradient accumulator, even when it was
+    turned back), `never-wrapped` (in no DDP at all). Search for that change behind the wrapping.
+
+    Causes:
+    - `requires_grad_(True)` after wrapping: gradual unfreezing, a backbone released after warm-up
+    - a head or an adapter added or swapped after wrapping
+    - `model.double().float()`, `.to(dtype)` or a device move after wrapping
+    - a second module (discriminator, criterion with weights, projection) whose parameters are in the optimizer, but
+      that was never wrapped
+
+    Remedy:
+    - make all changes first and wrap last; wrap anew (`DistributedDataParallel(module)`) after every such change
+    - for gradual unfreezing keep the parameters trainable at wrap time and freeze by `lr=0`, or wrap again
+    - wrap every module that has trainable parameters, or put them into the one that is wrapped
+    """
+
+    code = "SYNC203"
+    title = "a trained parameter is not reduced by any DDP"
+    stage = 5
+    fires_on = (
+        (step_at(9, odd=_ODD, gradients=gradients(4, _W), contract=contract(4, unreduced={"w": "unfrozen"})),),
+        (
+            step_at(
+                0,
+                odd={rank: {"foreign_grads_digest": 5 + rank} for rank in range(4)},
+                gradients=_FOREIGN,
+                contract=contract(4, unreduced={"head.w": "never-wrapped"}),
+            ),
+        ),
+    )
+    silent_on = (
+        (step_at(9, gradients=gradients(4), contract=contract(4, unreduced={"w": "unfrozen"})),),  # gradients agree
+        (step_at(9, odd=_ODD, gradients=gradients(4, _W), contract=contract(4)),),
+    )

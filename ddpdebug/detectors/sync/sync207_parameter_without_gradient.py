@@ -1,0 +1,139 @@
+"""SYNC207: a trainable parameter gets no gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.comparison import MAX_NAMES
+from ddpdebug.detectors.examples import contract, gradients, step_at, steps
+from ddpdebug.detectors.sync.gradients import find_unused, missing, symptom
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.observations import Flag
+from ddpdebug.steps import Step
+
+#: Checked steps, from the first one on, in which the same parameters got no gradient.
+WINDOW = 5
+#: What torch's reducer raises at the forward after a step in which some gradient never came.
+_DDP_MESSAGE = "Expected to have finished reduction"
+_UNUSED: dict[str, Any] = {"without_grad": 1, "presence_digest": 77, "gradients": gradients(4, missing=["aux.w"])}
+
+
+class ParameterWithoutGradient(Detector):
+    """A trainable parameter of the optimizer receives no gradient, in step after step, on some or all ranks.
+
+    Impact: the parameter is not trained. With `find_unused_parameters=False` it also holds up DDP's reduction of its
+    whole bucket: gradients of other parameters then stay unreduced without a message.
+
+    Diagnosis: the subject lists the parameters. After `backward()` print those with `p.requires_grad and p.grad is
+    None`, and follow their module's output to the loss: it is not called, or its result is not used, or detached.
+
+    Causes:
+    - a layer or a head that this configuration does not use (auxiliary loss off, pooler of a language model)
+    - an output that is computed and not part of the loss, or cut by `detach()` or `no_grad()`
+    - a branch that depends on the data, taken on some ranks only
+    - a parameter that belongs into another optimizer or should be frozen
+
+    Remedy:
+    - remove the layer, or `requires_grad_(False)` before wrapping
+    - give it a part in the loss, or pass `find_unused_parameters=True` if it is used in some steps only
+    - keep data-dependent branches the same on all ranks, or add `0 * branch.sum()` where the branch is not taken
+    """
+
+    code = "SYNC207"
+    severity = Severity.WARNING
+    title = "a trainable parameter receives no gradient"
+    wants = ("gradients", "contract")
+    topics = ("alone",)
+    follows = ("RANK105", "RANK112", "SYNC202", "SYNC208")
+    fires_on = (
+        (
+            Facts(
+                topic="alone:failure",
+                values={1: {"reason": f"RuntimeError: {_DDP_MESSAGE} ...", "missing": ["aux.w"], "step": 12}},
+            ),
+        ),
+        steps(WINDOW, **_UNUSED),
+        (
+            step_at(
+                1,
+                without_grad=1,
+                odd={1: {"grads_digest": 5}},
+                gradients=gradients(4, {1: {"w": "ff"}}, missing=["b"]),
+                contract=contract(4),
+            ),
+        ),
+    )
+    silent_on = (
+        steps(WINDOW),
+        steps(WINDOW - 1, **_UNUSED),
+        tuple(step_at(n, without_grad=1, presence_digest=70 + n % 3) for n in range(2 * WINDOW)),  # layers are dropped
+        steps(WINDOW, start=100, **_UNUSED)[:1],
+    )
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._seen: dict[int, tuple[tuple[tuple[int, int], ...], int]] = {}  # optimizer -> (presence by rank, steps)
+        self._varies: set[int] = set()
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return (finding.subject[:1],)
+
+    def sees(self, step: Step) -> bool:
+        return step.known("presence_digest")
+
+    def suspects(self, step: Step) -> bool:
+        if not _lacking(step):
+            return False
+        return bool(symptom(step)) or self._counted(step)[1] == WINDOW
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        if not self.sees(step) or step.any(Flag.SKIPPED):
+            return
+        counted = self._counted(step)
+        if counted[1] == 0:
+            self._varies.add(step.optimizer)
+        self._seen[step.optimizer] = counted
+        without = missing(step)
+        if symptom(step) and without and step.details.get("contract") and not find_unused(step):
+            yield self._report(step, without, "its bucket may never be reduced")
+        elif counted[1] == WINDOW and _lacking(step):
+            yield self._report(step, without, f"no gradient in {WINDOW} checked steps")
+
+    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
+        """Name the parameters when DDP itself ends the run: its own message gives indices at most."""
+        for rank, fact in facts.items():
+            if _DDP_MESSAGE in str(fact.get("reason")) and fact.get("missing"):
+                yield self.finding(
+                    step=fact.get("step"),
+                    ranks=(rank,),
+                    subject=tuple(fact["missing"])[:MAX_NAMES],
+                    evidence={"observed": "DDP ended the run: gradients of the previous step were not all reduced"},
+                )
+
+    def _counted(self, step: Step) -> tuple[tuple[tuple[int, int], ...], int]:
+        """Return who lacks what, and in how many checked steps that has been so; 0 once it has changed."""
+        presence = tuple((rank, int(row.presence_digest)) for rank, row in step.rows.items())
+        before, number = self._seen.get(step.optimizer, (presence, 0))
+        if step.optimizer in self._varies or before != presence:
+            return presence, 0
+        return presence, number + 1
+
+    def _report(self, step: Step, without: Mapping[str, list[str]], what: str) -> Finding:
+        ranks = _lacking(step)
+        names = dict.fromkeys(name for own in without.values() for name in own)
+        return self.finding(
+            step=step.step,
+            ranks=ranks,
+            subject=tuple(names)[:MAX_NAMES],
+            evidence={
+                "observed": what,
+                "parameters": {str(rank): step.rows[rank].without_grad for rank in ranks},
+                "find_unused_parameters": find_unused(step) if step.details.get("contract") else None,
+            },
+        )
+
+
+def _lacking(step: Step) -> tuple[int, ...]:
+    return tuple(rank for rank, row in step.rows.items() if row.without_grad > 0)

@@ -1,0 +1,56 @@
+"""SYNC208: several ranks train, and nothing synchronises their gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddpdebug.detectors.examples import contract, gradients, step_at
+from ddpdebug.detectors.sync.gradients import GradientRule
+from ddpdebug.observations import Flag
+
+_ODD: dict[int, Any] = {rank: {"grads_digest": 0, "foreign_grads_digest": 5 + rank} for rank in range(4)}
+_FOREIGN: dict[int, Any] = {rank: {"digests": {}, "foreign": {"w": str(rank)}} for rank in range(4)}
+
+
+class NoSynchronisation(GradientRule):
+    """Several ranks run the training script, no DistributedDataParallel exists, and the gradients differ.
+
+    Impact: the job is as many independent trainings as there are ranks. Each sees its own share of the data, and
+    only the copy that is saved survives.
+
+    Diagnosis: search the script for the place where the model should be wrapped, and why it was not reached: a
+    condition on the world size, a flag, an exception that was caught. `torch.distributed.get_world_size()` at that
+    place should be the number of ranks.
+
+    Causes:
+    - the model was never wrapped: a single-GPU script started under torchrun
+    - wrapping hangs on a condition that is false (`args.distributed`, world size read before `init_process_group`)
+    - the wrapped model is made, but the training uses the bare one and the wrapper is dropped
+    - gradients are meant to be averaged by hand, and that code is not reached
+
+    Remedy:
+    - `model = DistributedDataParallel(model, device_ids=[local_rank])` after `init_process_group`, and train that
+    - or average by hand before each step: `dist.all_reduce(p.grad); p.grad /= world`
+    - if the ranks are meant to train apart, run the tool on one of them
+    """
+
+    code = "SYNC208"
+    title = "several ranks train without any gradient synchronisation"
+    stage = 5
+    fires_on = (
+        (step_at(0, odd=_ODD, flags=Flag.NO_DDP, gradients=_FOREIGN, contract=contract(4, ddp=0, groups=[])),),
+        (step_at(0, odd=_ODD, flags=Flag.NO_DDP),),
+    )
+    silent_on = (
+        (step_at(0, flags=Flag.NO_DDP, contract=contract(4, ddp=0)),),  # averaged by hand
+        (step_at(0, odd={1: {"grads_digest": 5}}, gradients=gradients(4, {1: {"w": "f"}}), contract=contract(4)),),
+        (
+            step_at(
+                0,
+                odd=_ODD,
+                flags=Flag.NO_DDP,
+                gradients={rank: {"foreign": {f"stage{rank}.w": "1"}} for rank in range(4)},
+                contract=contract(4, ddp=0),
+            ),
+        ),
+    )

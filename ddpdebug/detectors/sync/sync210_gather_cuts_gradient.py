@@ -1,0 +1,67 @@
+"""SYNC210: an all_gather in the forward or the loss cuts the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.steps import Step
+
+_FACT: dict[str, Any] = {"location": "loss.py:31", "shapes": [[32, 128]]}
+
+
+class GatherCutsGradient(Detector):
+    """`all_gather` was called with a tensor that requires grad, and its outputs, which carry no gradient, were used.
+
+    Impact: the loss looks right and its value is right, but no gradient flows through what was gathered: a
+    contrastive loss then trains on half of its terms, and scaling up the batch brings less than it should.
+
+    Diagnosis: at the named line check `gathered[0].requires_grad` (False) and `tensor.requires_grad` (True), and
+    whether the loss uses the gathered list as it is.
+
+    Causes:
+    - `torch.distributed.all_gather` instead of the differentiable form, in a contrastive or metric-learning loss
+    - the own slot of the gathered list is not replaced by the local tensor
+    - a custom gather function without a backward
+
+    Remedy:
+    - use `torch.distributed.nn.functional.all_gather(tensor)`, whose backward reduces the gradients
+    - or put the local tensor back: `gathered[rank] = tensor`, and mind the factor of the world size in DDP's mean
+    - if no gradient is meant to flow, gather `tensor.detach()`, which says so
+    """
+
+    code = "SYNC210"
+    severity = Severity.ERROR
+    title = "a gather in the forward or the loss cuts the gradient"
+    topics = ("gathered",)
+    fires_on = (
+        (Facts(topic="gathered:0", values={0: _FACT, 1: _FACT}),),
+        (Facts(topic="gathered:1", values={0: {"location": None, "shapes": [[8, 16]]}, 1: None}),),
+    )
+    silent_on = ((Facts(topic="gathered:0", values={0: None, 1: None}),), (Facts(topic="gathered:0", values={0: {}}),))
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._step = 0
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return (finding.location,)
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        self._step = max(self._step, step.step + 1)
+        yield from ()
+
+    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
+        found = {rank: fact for rank, fact in facts.items() if isinstance(fact, Mapping) and fact.get("shapes")}
+        if not found:
+            return
+        first = next(iter(found.values()))
+        yield self.finding(
+            step=self._step,
+            ranks=tuple(found),
+            subject=tuple(f"tensor of shape {tuple(shape)}" for shape in first["shapes"]),
+            location=first.get("location"),
+            evidence={"call": "all_gather", "requires_grad": True},
+        )

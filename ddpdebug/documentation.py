@@ -1,0 +1,174 @@
+"""Writes the reference pages of `docs/` from the code, so that they cannot say anything else. Torch-free.
+
+`make docs` calls it as `python -m ddpdebug.documentation docs/findings.md docs/metrics.md docs/options.md`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from ddpdebug.commands.explain import Page, pages
+from ddpdebug.config import Config, options
+from ddpdebug.errors import UsageError
+from ddpdebug.findings import Severity
+from ddpdebug.observations import Row
+from ddpdebug.sinks import RunStarted, StepJudged
+from ddpdebug.sinks.prometheus import PrometheusSink
+from ddpdebug.steps import Step
+
+_FAMILIES = {
+    "RANK": "replicas agree",
+    "SYNC": "gradients are synchronised",
+    "NUM": "numerics",
+    "MEM": "memory",
+    "HANG": "progress",
+    "SLOW": "speed",
+    "DATA": "input",
+    "HLTH": "signals of training",
+    "RCP": "recipe",
+}
+_SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "summary": ("_sum", "_count")}
+#: Labels with few fixed values, which are listed.
+_LISTED_LABELS = ("what", "phase", "kind")
+
+_FINDINGS_HEAD = """\
+# Findings
+
+Every problem that ddpdebug reports has a stable code. This page is made from the code by `make docs`;
+`ddpdebug explain CODE` prints the same.
+
+Severities: `critical` (the run is wrong or dead from this step on), `error` (wrong in part), `warning` (a person should
+look), `info` (worth knowing; never fails a check).
+
+**Detected** codes are raised by this version. **Planned** ones are not: their rules do not exist yet, and a run without
+them says nothing about them."""
+
+_METRICS_HEAD = """\
+# Metrics
+
+What the Prometheus endpoint serves (`--metrics`, see [options.md](options.md)). This page is made from the code by
+`make docs`.
+
+`rank` is the rank that reports. What all ranks know alike (findings, disagreement, check interval) is reported by every
+rank that serves: aggregate it with `max`, not with `sum`. With several optimizers, loss, norms, rates and times are
+those of the one that has stepped most. The number of series does not depend on the model."""
+
+_OPTIONS_HEAD = """\
+# Options
+
+One set of options, named alike everywhere: `--every-step` on the command line is `every_step=True` for
+`ddpdebug.watch`, `DDPDEBUG_EVERY_STEP=1` in the environment and `every_step = true` under `[tool.ddpdebug]` in
+pyproject.toml. The strongest source first: command line or call, environment, pyproject.toml, default. A wrong name or
+value is an error before any training starts. Switches have an opposite: `--no-every-step`.
+
+This page is made from the code by `make docs`."""
+
+
+def findings_page() -> str:
+    """Return docs/findings.md: every code by family, with its runbook where a rule detects it."""
+    known = list(pages().values())
+    families = {name: list(group) for name, group in groupby(known, key=lambda page: page.code.rstrip("0123456789"))}
+    ordered = {name: families.pop(name) for name in _FAMILIES}
+    assert not families, f"families without a title: {sorted(families)}"
+    parts = [_FINDINGS_HEAD, _table(("family", "", "detected", "planned"), _family_rows(ordered))]
+    for name, group in ordered.items():
+        parts.append(f"## {name}: {_FAMILIES[name]}")
+        parts.append(_table(("code", "severity", "", ""), map(_code_row, group)))
+        parts += map(_section, group)
+    return "\n\n".join(parts) + "\n"
+
+
+def metrics_page() -> str:
+    """Return docs/metrics.md: every metric that the endpoint can serve."""
+    rows = []
+    for metric in _example_sink().collect():
+        names = " ".join(f"`{metric.name}{suffix}`" for suffix in _SUFFIXES.get(metric.type, ("",)))
+        labels = {name: None for sample in metric.samples for name in sample.labels if name != "le"}
+        values = {name: {sample.labels[name]: None for sample in metric.samples} for name in labels}
+        shown = [f"`{name}` ({', '.join(values[name])})" if name in _LISTED_LABELS else f"`{name}`" for name in labels]
+        rows.append((names, metric.type, ", ".join(shown), metric.documentation))
+    return f"{_METRICS_HEAD}\n\n{_table(('metric', 'type', 'labels', 'meaning'), rows)}\n"
+
+
+def options_page() -> str:
+    """Return docs/options.md: every option with its values and default."""
+    rows = []
+    for option in options():
+        default = Config.__dataclass_fields__[option.name].default
+        shown = "" if default is None else f"`{str(default).lower() if option.switch else default}`"
+        rows.append((f"`{option.flag}`", option.valid, shown, ", ".join(option.commands), option.help))
+    return f"{_OPTIONS_HEAD}\n\n{_table(('option', 'values', 'default', 'commands', 'meaning'), rows)}\n"
+
+
+#: Each page by the name of its file.
+PAGES: Mapping[str, Callable[[], str]] = {
+    "findings.md": findings_page,
+    "metrics.md": metrics_page,
+    "options.md": options_page,
+}
+
+
+def _family_rows(families: Mapping[str, Sequence[Page]]) -> Iterator[tuple[str, ...]]:
+    for name, group in families.items():
+        detected = sum(page.detected for page in group)
+        title = _FAMILIES[name]
+        anchor = f"{name}-{title}".lower().replace(" ", "-")
+        yield f"[{name}](#{anchor})", title, str(detected), str(len(group) - detected)
+
+
+def _code_row(page: Page) -> tuple[str, ...]:
+    state = "detected" if page.detected else "planned"
+    return f"[{page.code}](#{page.code.lower()})", page.severity.label, page.title, state
+
+
+def _section(page: Page) -> str:
+    state = "detected" if page.detected else "**planned**: no rule of this version raises it"
+    prose = page.prose
+    lines = [f"### {page.code}", f"{page.severity.label} · {page.title} · {state}", _line(prose["meaning"])]
+    if page.detected:
+        lines += [f"*{name.title()}.* {_line(prose[name])}" for name in ("impact", "diagnosis")]
+        lines.append("*Causes*, the likeliest first:")
+        lines.append("\n".join(f"{i}. {_line(text)}" for i, text in enumerate(prose["causes"], 1)))
+        lines.append("*Remedy:*")
+        lines.append("\n".join(f"- {_line(text)}" for text in prose["remedy"]))
+    return "\n\n".join(lines)
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "\\<")
+
+
+def _example_sink() -> PrometheusSink:
+    """Return a sink that has seen enough to show every metric, and serves nothing."""
+    sink = PrometheusSink(1, "", 0, mode="rank0", codes={"RANK101": Severity.CRITICAL})
+    sink.write(RunStarted(run_id="", rank=1, world=2, directory=None, config={}, versions={}))
+    sink.write(StepJudged(step=Step(step=0, optimizer=0, world=2, rows={1: Row(rank=1)})))
+    return sink
+
+
+def main(files: Sequence[str]) -> int:
+    """Write the pages named; return the exit code."""
+    unknown = [file for file in files if Path(file).name not in PAGES]
+    if unknown or not files:
+        wrong = f"no page {unknown[0]!r}" if unknown else "name the pages to write"
+        print(f"{wrong}; there are {', '.join(PAGES)}", file=sys.stderr)
+        return UsageError.exit_code
+    for file in files:
+        Path(file).write_text(PAGES[Path(file).name](), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,59 @@
+"""Our own errors. Torch-free.
+
+DdpdebugError
+├── UsageError (also a ValueError)        a wrong option or value; commands exit with 2
+│   └── TargetError                       there is no such script or module to run
+└── FindingError (also a RuntimeError)    a finding ends the run, because of `on_finding="raise"`
+StopRun (a BaseException)                 ends a script after `--steps N`; not an error
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ddpdebug.findings import Finding
+
+
+class DdpdebugError(Exception):
+    """The base of everything that ddpdebug raises on purpose."""
+
+
+class UsageError(DdpdebugError, ValueError):
+    """The caller asked for something that does not exist or cannot be; nothing has been started."""
+
+    exit_code = 2
+
+
+class TargetError(UsageError):
+    """There is nothing to run under the name that was given."""
+
+
+class FindingError(DdpdebugError, RuntimeError):
+    """A finding at `error` or above ends the run at the same step on every rank (`on_finding="raise"`)."""
+
+    def __init__(self, finding: Finding) -> None:
+        self.finding = finding
+        step = "" if finding.step is None else f" at step {finding.step}"
+        ranks = f", ranks {', '.join(map(str, finding.ranks))}" if finding.ranks else ""
+        subject = f": {finding.subject[0]}" if finding.subject else ""
+        super().__init__(f"{finding.code} {finding.title}{step}{ranks}{subject}")
+
+
+class StopRun(BaseException):  # `except Exception` of a script must not catch it
+    """The script has taken the optimizer steps that were asked for; its `finally` blocks run, nothing is printed."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        super().__init__(f"stopped after {steps} optimizer steps")
+
+
+def did_you_mean(name: str, valid: Iterable[str], *, prefix: str = "") -> str:
+    """Return the end of an error message about an unknown name: a near match, if there is one, and the valid names."""
+    names = list(valid)
+    near = get_close_matches(name, names, n=1)
+    hint = f"did you mean {prefix}{near[0]}? " if near else ""
+    return f"{hint}valid are {', '.join(prefix + valid_name for valid_name in names)}"

@@ -1,0 +1,97 @@
+"""What ddpdebug concludes: the severity scale and the finding record. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import IntEnum
+from typing import Any
+
+
+class Severity(IntEnum):
+    """How bad a finding is; comparisons follow the order of gravity."""
+
+    INFO = 0
+    WARNING = 1
+    ERROR = 2
+    CRITICAL = 3
+
+    @property
+    def label(self) -> str:
+        """The lower-case name used in files, options and metrics."""
+        return self.name.lower()
+
+    @classmethod
+    def parse(cls, text: str) -> Severity:
+        """Return the severity named by `text`; raise ValueError that lists the valid names."""
+        try:
+            return cls[text.upper()]
+        except KeyError:
+            valid = ", ".join(s.label for s in cls)
+            raise ValueError(f"unknown severity {text!r}; valid are {valid}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A verdict about one cause. `step` counts optimizer steps from 0; unknown fields are None, never guessed.
+
+    Args:
+        ranks: the culprits (the minority), not everyone involved; all ranks where nobody can tell.
+        subject: parameters, buffers, modules, optimizer groups, ... by name; the first is the most telling.
+        phase: where in the step; for RANK101 `init`, `load`, `optimizer` or `outside-optimizer`.
+        location: the user's `file:line`.
+        evidence: what was measured and against what; JSON values only.
+        id: names the finding within its run, the same on every rank; stays when ranks and subjects are added.
+    """
+
+    code: str
+    severity: Severity
+    title: str
+    step: int | None = None
+    last_step: int | None = None
+    count: int = 1
+    ranks: tuple[int, ...] = ()
+    subject: tuple[str, ...] = ()
+    phase: str | None = None
+    location: str | None = None
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    causes: Sequence[str] = ()
+    actions: Sequence[str] = ()
+    time: str | None = None
+    run: str | None = None
+    id: str | None = None
+
+    def seen_again(self, step: int | None) -> Finding:
+        """Return this finding with one more occurrence at `step`."""
+        last = self.last_step if step is None else step
+        return replace(self, count=self.count + 1, last_step=last)
+
+    def to_json(self) -> str:
+        """Return the line of `findings.jsonl` (no newline); non-finite numbers become strings, so it is strict JSON."""
+        record = asdict(self)
+        record["severity"] = self.severity.label
+        return json.dumps(_strict(record), ensure_ascii=False, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, line: str) -> Finding:
+        """Read a line of `findings.jsonl`; raise ValueError on anything else."""
+        record = json.loads(line)
+        if not isinstance(record, dict) or "code" not in record:
+            raise ValueError(f"not a finding: {line[:80]!r}")
+        known = {name: record[name] for name in cls.__dataclass_fields__ if name in record}
+        known["severity"] = Severity.parse(str(known["severity"]))
+        known["ranks"] = tuple(known.get("ranks") or ())
+        known["subject"] = tuple(known.get("subject") or ())
+        return cls(**known)
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_strict(item) for item in value]
+    return value

@@ -1,0 +1,293 @@
+"""64-bit fingerprints of what tensors contain, and of bytes and texts.
+
+Two tensors of the same shape and dtype have the same fingerprint when their elements are equal bit for bit (-0.0 is
+not 0.0, NaN payloads count), whatever their strides; any changed bit and any moved element changes it. Shape and dtype
+are not part of it: the structure digest compares those. A fingerprint is never 0, which means "not computed".
+
+Nothing here draws random numbers, writes to a tensor, raises a version counter or builds an autograd graph.
+
+| tensor | fingerprint |
+|---|---|
+| CPU, dense | `xxh3_64` of its memory, no copy; of its elements in logical order where it is not contiguous |
+| on a device | the same, of a copy in host memory; this waits for the device, `device_fingerprints` does not |
+| no elements | `EMPTY` |
+| no data: meta, fake, lazy, symbolic zero, storage freed (FSDP) | `NO_DATA` |
+| sparse | of its coalesced indices and values (COO), of its index and value tensors (CSR, CSC, BSR, BSC) |
+| wrapper subclass (`__tensor_flatten__`: DTensor, jagged, ...) | of the tensors that it wraps |
+| any other subclass | as a plain tensor, its `__torch_function__` is not asked |
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+#: Temporary memory for tensors that are not contiguous, and on devices, stays below this many bytes.
+CHUNK_BYTES = 64 << 20
+#: Large tensors are sampled in blocks of this size.
+BLOCK_BYTES = 4096
+#: Up to this size `glance` reads a tensor whole.
+GLANCE_BYTES = 1 << 16
+
+_BLOCK = ctypes.c_char * BLOCK_BYTES
+_MASK = (1 << 64) - 1
+_NEVER_ZERO = 0x9E3779B97F4A7C15
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_STRIDED = torch.strided
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+# The only private name here, because there is no public way to keep a subclass's own code out of a look at its memory.
+_as_plain: type[AbstractContextManager[object]] = getattr(torch._C, "DisableTorchFunctionSubclass", nullcontext)  # noqa: SLF001
+
+
+def of_bytes(data: bytes | bytearray | memoryview) -> int:
+    """Return the fingerprint of `data`."""
+    return xxh3_64_intdigest(data) or _NEVER_ZERO
+
+
+def of_text(text: str) -> int:
+    """Return the fingerprint of `text`."""
+    return of_bytes(text.encode("utf-8", "surrogatepass"))
+
+
+def combine(values: Sequence[int]) -> int:
+    """Return one fingerprint of several, sensitive to their order and number. Signed values count modulo 2**64."""
+    return of_bytes(struct.pack(f"<{len(values)}Q", *[value & _MASK for value in values]))
+
+
+EMPTY = of_bytes(b"")
+NO_DATA = of_text("ddpdebug: a tensor without data")
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """Return the fingerprint of what `tensor` contains; see the module's table."""
+    if type(tensor) in _PLAIN and tensor.is_cpu and tensor.layout is _STRIDED and tensor.is_contiguous():
+        size = tensor.nbytes
+        if size == 0:
+            return EMPTY
+        # A storage may be shorter than its tensor claims (FSDP frees them): reading on would crash the process.
+        fits = size + tensor.storage_offset() * tensor.itemsize <= _storage_bytes(tensor)
+        address = tensor.data_ptr() if fits else 0
+        if address and not (tensor.is_conj() or tensor.is_neg()):
+            return xxh3_64_intdigest(_memory_type(size).from_address(address)) or _NEVER_ZERO
+    return _fingerprint_of_unusual(tensor)
+
+
+def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the fingerprint of each tensor."""
+    return [fingerprint(tensor) for tensor in tensors]
+
+
+def glance(tensor: Tensor) -> int:
+    """Return a fingerprint that reads little: the whole of a tensor up to `GLANCE_BYTES`, else three blocks of it.
+
+    Whatever changes a large tensor densely (an optimizer, scaling, a load) changes it; a single element may not.
+    Equal to `fingerprint` where the whole is read.
+    """
+    size = tensor.nbytes if tensor.is_cpu and tensor.layout is _STRIDED and type(tensor) in _PLAIN else 0
+    if size <= GLANCE_BYTES or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return fingerprint(tensor)
+    if size + tensor.storage_offset() * tensor.itemsize > _storage_bytes(tensor):
+        return fingerprint(tensor)
+    address = tensor.data_ptr()
+    if not address:
+        return fingerprint(tensor)
+    digest = xxh3_64_intdigest(_BLOCK.from_address(address), size & 0xFFFFFFFF)
+    digest = xxh3_64_intdigest(_BLOCK.from_address(address + size // 2 // 64 * 64), digest)
+    return xxh3_64_intdigest(_BLOCK.from_address(address + size - BLOCK_BYTES), digest) or _NEVER_ZERO
+
+
+def sampled_fingerprint(tensor: Tensor, limit_bytes: int = 1 << 20) -> tuple[int, bool]:
+    """Return the fingerprint, and whether it covers only a sample of about `limit_bytes` because the tensor is larger.
+
+    The sample is a fixed set of evenly spaced blocks, the first and the last included, with the total length.
+    """
+    if not _is_dense(tensor) or tensor.nbytes <= max(limit_bytes, 2 * BLOCK_BYTES):
+        return fingerprint(tensor), False
+    if not tensor.is_cpu:
+        return _sampled_on_device(tensor, limit_bytes), True
+    plain = _detached(tensor)
+    if not _has_data(plain):
+        return NO_DATA, False
+    digest = xxh3_64(struct.pack("<Q", plain.nbytes))
+    for start, stop in _blocks(plain, limit_bytes):
+        for piece in _logical(plain, start, stop):
+            digest.update(_memory(piece))
+    return digest.intdigest() or _NEVER_ZERO, True
+
+
+def device_fingerprints(tensors: Sequence[Tensor]) -> Tensor:
+    """Return one int64 fingerprint per tensor, on the tensors' device, without waiting for it. Works on the CPU too.
+
+    The sum, modulo 2**64, of the elements' bits times odd weights that depend on the element's position. The values
+    are not those of `fingerprint`: compare like with like. All tensors are dense and on one device.
+
+    Verified with CPU tensors only, not on a GPU.
+    """
+    with torch.no_grad():
+        if not tensors:
+            return torch.empty(0, dtype=torch.int64)
+        longest = max(tensor.nbytes // min(4, tensor.itemsize) for tensor in tensors)
+        weights = _weights(min(longest, _CHUNK_WORDS), tensors[0].device)
+        sums = torch.stack([_weighted_sum(_words(tensor), weights) for tensor in tensors])
+        return torch.where(sums == 0, _signed(_NEVER_ZERO), sums)
+
+
+# -- host memory
+
+
+@lru_cache(maxsize=8192)
+def _memory_type(size: int) -> type[ctypes.Array[ctypes.c_char]]:
+    return ctypes.c_char * size  # creating the type costs more than hashing a small tensor
+
+
+def _memory(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
+    return _memory_type(tensor.nbytes).from_address(tensor.data_ptr())
+
+
+def _storage_bytes(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):  # layouts without a storage
+        return -1
+
+
+def _has_data(tensor: Tensor) -> bool:
+    if tensor.is_meta or _storage_bytes(tensor) < 0 or tensor.untyped_storage().device.type == "meta":
+        return False
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    fits = (tensor.storage_offset() + last + 1) * tensor.itemsize <= _storage_bytes(tensor)
+    return fits and tensor.data_ptr() != 0
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    if hasattr(tensor, "__tensor_flatten__") or is_lazy(tensor):
+        return False
+    return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested)
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """Return a plain tensor of the same bits, as integers if there are any of that size: those can always be copied."""
+    with torch.no_grad(), _as_plain():
+        plain = tensor.detach() if type(tensor) in _PLAIN else tensor.detach().as_subclass(Tensor)
+        plain = plain.resolve_conj().resolve_neg()
+        return plain.view(_INTEGERS[plain.itemsize]) if plain.itemsize in _INTEGERS else torch.view_as_real(plain)
+
+
+def _fingerprint_of_unusual(tensor: Tensor) -> int:
+    if is_lazy(tensor) or tensor.is_meta:
+        return NO_DATA
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return combine([fingerprint(getattr(tensor, name)) for name in names])
+    if not _is_dense(tensor):
+        return combine(fingerprints(_parts(tensor)))
+    if tensor.numel() == 0:
+        return EMPTY
+    if not _has_data(tensor):
+        return NO_DATA
+    plain = _detached(tensor)
+    digest = xxh3_64()
+    for piece in _logical(plain, 0, plain.numel()):
+        digest.update(_memory(piece))
+    return digest.intdigest() or _NEVER_ZERO
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """Take a tensor that is not one block of memory apart."""
+    with torch.no_grad():
+        plain = tensor.detach()
+        if plain.layout is torch.sparse_coo:
+            plain = plain.coalesce()
+            return [plain.indices(), plain.values()]
+        if plain.layout in (torch.sparse_csr, torch.sparse_bsr):
+            return [plain.crow_indices(), plain.col_indices(), plain.values()]
+        if plain.layout in (torch.sparse_csc, torch.sparse_bsc):
+            return [plain.ccol_indices(), plain.row_indices(), plain.values()]
+        return list(plain.unbind()) if plain.is_nested else [plain.to_dense()]
+
+
+def _logical(tensor: Tensor, start: int, stop: int) -> Iterator[Tensor]:
+    """Yield the elements `start` to `stop`, counted in logical order, as contiguous host tensors of bounded size."""
+    if start >= stop:
+        return
+    if tensor.is_contiguous() and tensor.is_cpu:
+        yield tensor.view(-1)[start:stop]
+        return
+    whole = start == 0 and stop == tensor.numel()
+    if tensor.ndim == 0 or (whole and tensor.nbytes <= CHUNK_BYTES):
+        yield tensor.contiguous().cpu()
+        return
+    inner = tensor.numel() // len(tensor)
+    first, last = -(-start // inner), stop // inner  # rows that are wanted entirely
+    if first > last:  # within one row
+        yield from _logical(tensor[last], start - last * inner, stop - last * inner)
+        return
+    if start < first * inner:
+        yield from _logical(tensor[first - 1], start - (first - 1) * inner, inner)
+    rows = max(1, CHUNK_BYTES // (inner * tensor.itemsize))
+    for row in range(first, last, rows):
+        part = tensor[row : min(row + rows, last)]
+        part = part[0] if len(part) == 1 and tensor.ndim > 1 else part
+        yield from _logical(part, 0, part.numel())
+    if stop > last * inner:
+        yield from _logical(tensor[last], 0, stop - last * inner)
+
+
+def _blocks(tensor: Tensor, limit_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield the sampled blocks of a tensor as ranges of elements."""
+    count = max(2, limit_bytes // BLOCK_BYTES)
+    length = BLOCK_BYTES // tensor.itemsize
+    for i in range(count):
+        start = i * (tensor.numel() - length) // (count - 1)
+        yield start, start + length
+
+
+def _sampled_on_device(tensor: Tensor, limit_bytes: int) -> int:
+    flat = _detached(tensor).reshape(-1)
+    sample = torch.cat([flat[start:stop] for start, stop in _blocks(flat, limit_bytes)])
+    return combine([fingerprint(sample), flat.nbytes])
+
+
+# -- on a device
+
+_CHUNK_WORDS = CHUNK_BYTES // 32  # a chunk needs its words, their products and the weights, eight bytes each
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _weights(count: int, device: torch.device) -> Tensor:
+    """Return odd weights of the positions 0 to `count`: consecutive integers, scrambled."""
+    mixed = torch.arange(1, count + 1, dtype=torch.int64, device=device)
+    for factor, shift in ((0x9E3779B97F4A7C15, 32), (0xD6E8FEB86659FD93, 29)):
+        mixed *= _signed(factor)
+        mixed ^= mixed >> shift
+    return mixed | 1
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """View the elements as integers of at most 32 bits.
+
+    Not of 64: the difference of two odd weights is even, so two values that differ in bit 63 only could change places
+    unseen.
+    """
+    plain = _detached(tensor).contiguous().reshape(-1)
+    plain = plain.view(torch.int64) if plain.is_floating_point() else plain  # the parts of complex128
+    return plain.view(torch.int32) if plain.itemsize == 8 else plain
+
+
+def _weighted_sum(words: Tensor, weights: Tensor) -> Tensor:
+    total = torch.full((), _signed(len(words) * 0xE7037ED1A0B428DB & _MASK), dtype=torch.int64, device=words.device)
+    for number, part in enumerate(torch.split(words, max(1, len(weights)))):
+        chunk_weight = _signed((2 * number + 1) * 0xA0761D6478BD642F & _MASK) | 1
+        total += (part * weights[: len(part)]).sum() * chunk_weight
+    return total

@@ -1,0 +1,1 @@
+"""Expensive looks, taken on demand."""

@@ -1,0 +1,400 @@
+"""The wiring: probes -> rows -> exchange -> steps -> detectors -> findings -> sinks. The only object with state."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import itertools
+import os
+import secrets
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from ddpdebug import torch_internals as internals
+from ddpdebug.assembly import Assembler
+from ddpdebug.config import Config
+from ddpdebug.diagnosis import Diagnosis, Request
+from ddpdebug.errors import FindingError, StopRun
+from ddpdebug.exchange import Alone, Exchange, Group, Tick
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.forensics.agreement import AgreementProbe
+from ddpdebug.forensics.elements import Elements
+from ddpdebug.observations import Row, decode, encode
+from ddpdebug.probes.answers import answer, is_known
+from ddpdebug.probes.guard import Guard
+from ddpdebug.probes.loaders import Loaders
+from ddpdebug.probes.memory import host_bytes
+from ddpdebug.probes.optimizers import OptimizerWatch
+from ddpdebug.probes.patches import Patches
+from ddpdebug.probes.record import StepRecord, encode_row
+from ddpdebug.probes.recorder import Recorder
+from ddpdebug.reporting import Reporter, key_of, unravel, utc
+from ddpdebug.schedule import Schedule
+from ddpdebug.sinks import Record, RunEnded, Saved, StepJudged, Trouble
+from ddpdebug.sinks.assembled import open_sinks
+from ddpdebug.sinks.fanout import Fanout
+
+_RING_STEPS = 256
+#: As long as the job's own process groups wait by default: a rank that is stopped for a while is not lost.
+_GROUP_TIMEOUT = datetime.timedelta(minutes=30)
+#: A stop that all ranks take alike is agreed on this many steps ahead of the fastest rank.
+_STOP_LEAD = 2
+#: An answer may wait so many ticks for what only the next step shows.
+_ANSWER_TICKS = 60
+#: The ranks' n-th monitors belong together and must not find the keys of earlier ones in the store.
+_NUMBERS = itertools.count()
+
+
+class Monitor:
+    """Watches one process of a job. Made by `install` (commands) or `watch` (Python); `close` ends it.
+
+    Args:
+        config: the settings, already validated.
+        command: what runs, for the records.
+    """
+
+    def __init__(self, config: Config, command: Sequence[str] = ()) -> None:
+        self.config, self.command = config, tuple(command)
+        self.rank, self.world, self._number = 0, 1, next(_NUMBERS)
+        self.run_id = os.environ.get("DDPDEBUG_RUN_ID") or secrets.token_hex(3)
+        self.reporter = Reporter(self._write, utc)
+        self.schedule = Schedule(budget=config.budget, every_step=config.every_step)
+        self.guard = Guard(self._trouble)
+        self.recorder = Recorder(self.guard, self._emit, self._announce, self.schedule.due, 1)
+        self.loaders = Loaders(self.recorder, self._announce)
+        self.patches = Patches(self.recorder, self.loaders, self._on_group)
+        self.fanout: Fanout | None = None
+        self.directory: Path | None = None
+        self._exchange: Exchange | None = None
+        self._store: Any = None
+        self._early: list[dict[str, Any]] = []  # announcements made before the ranks could talk
+        self._troubles: list[Trouble] = []
+        self._ring: deque[StepRecord] = deque(maxlen=_RING_STEPS)
+        self._steps: dict[int, int] = {}
+        self._thread_seconds = 0.0
+        self._closed = False
+        self._stop_at: tuple[int, BaseException] | None = None
+        self._pid = os.getpid()
+        self.recorder.stop = self._stop_now
+        self.recorder.keep_inputs = bool(config.probe_every)
+        self.recorder.want_norms = config.tolerance is not None
+        self.elements = Elements(0, self._say)
+        self.agreement = AgreementProbe(self._say, self._announce)
+        self.recorder.after_step = self._after_step
+        self.recorder.last_look = partial(self.guard.run, "forensics:elements", self.elements.last_look)
+        self._members = 1
+        self._progress = 0
+        self._asked: list[tuple[Request, int]] = []
+        self._assembler = Assembler(1)
+        self._diagnosis = Diagnosis(world=1)
+
+    # --- public -------------------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Tell whether `close` was called."""
+        return self._closed
+
+    def observe(self, **values: Any) -> None:
+        """Tell what hooks cannot see: `loss` (a scalar tensor or number), `val_loss`."""
+        unknown = sorted(values.keys() - {"loss", "val_loss"})
+        if unknown:
+            raise ValueError(f"observe() got {unknown[0]!r}; valid are 'loss' and 'val_loss'")
+        if (loss := values.get("loss")) is not None:
+            self.guard.run("probe:observe", self.recorder.events.observed, loss)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What was found so far, oldest first."""
+        return self.reporter.findings
+
+    def watch_replica(self, name: str, module: torch.nn.Module) -> None:
+        """Compare a module outside DDP (EMA, teacher) between ranks, as RANK113, under the given name."""
+        self.recorder.replicas.add(name, module)
+
+    def agree(self, *batch: Any) -> None:
+        """Feed rank 0's `batch` (the arguments of forward) to every rank soon; if the outputs differ, it is RANK107.
+
+        Raises:
+            ValueError: the batch is too large or holds something other than tensors and plain values.
+        """
+        if self.rank == 0:
+            self.agreement.offer(batch)
+
+    def close(self, reason: str = "finished", exit_code: int | None = 0) -> None:
+        """Deliver what is queued, write the outcome and take all hooks away. Idempotent; takes 5 s at most."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        for watch in self.recorder.watches:
+            self.recorder.last_look(watch)
+        self.guard.run("forensics:agreement", lambda: self.agreement.run(self.recorder.wrappers, -1, last=True))
+        self.guard.run("close:patches", self.patches.remove)
+        self.guard.run("close:hooks", self.recorder.release)
+        self.guard.run("close:exchange", self._leave, reason)
+        self._write(RunEnded(reason=reason, exit_code=exit_code, steps=dict(self._steps), time=utc()))
+        if self.fanout is not None:
+            self.fanout.close()
+
+    def _leave(self, reason: str) -> None:
+        if self._exchange is None and (self._steps or self.command):
+            self._begin(alone=True)
+        if reason.startswith("exception") and self._ring:
+            newest = self._ring[-1]
+            fact = {"reason": reason, "step": newest.step, "missing": list(newest.missing)}
+            self._announce("alone:failure", fact)
+        self._say("fact", topic="end", value={"steps": self._steps, "reason": reason})
+        if self._exchange is None or self._exchange.close():
+            self._judge_rest()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.close("finished" if error is None else f"exception: {type(error).__name__}: {error}")
+
+    # --- start --------------------------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Put the hooks in place; from here on training is seen."""
+        if lacking := internals.missing():
+            self._trouble("torch", f"this torch lacks {', '.join(lacking)}; some checks are off")
+        self.patches.install()
+        atexit.register(self.close)
+        me = weakref.ref(self)  # what is registered there stays for ever
+        os.register_at_fork(after_in_child=lambda: None if (monitor := me()) is None else monitor.forked())
+        self._on_group()
+
+    def forked(self) -> None:
+        """Let go in a forked child, which is not the rank; nothing is freed, its threads are not here."""
+        self._closed = True
+        self.patches.remove()
+        self.recorder.release()
+
+    def _on_group(self) -> None:
+        if self._exchange is None and dist.is_initialized():
+            self.guard.run("exchange", self._begin)
+
+    def _begin(self, *, alone: bool = False) -> None:
+        """Learn who we are and start the exchange."""
+        if self._exchange is not None:
+            return
+        if dist.is_initialized():
+            self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        elif not alone:
+            self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        if self.world > 1:
+            self._store = internals.private_store()
+            if self._store is None:
+                self.rank, self.world = 0, 1
+        self.recorder.world, self.elements.rank = self.world, self.rank
+        config = {**asdict(self.config), "world": self.world}
+        self._diagnosis = Diagnosis(world=self.world, config=config, on_trouble=self._trouble)
+        self._assembler = Assembler(self.world)
+        self._exchange = Exchange(self.rank, self.world, self._connect, self._on_tick, self._on_lost)
+        if self.rank == 0:
+            self._open_sinks(self._choose_directory())
+            self._say("run", directory=str(self.directory or ""), run_id=self.run_id)
+        for message in self._early:
+            self._exchange.say(message)
+        self._early.clear()
+        self._exchange.start()
+
+    def _connect(self, generation: int, members: tuple[int, ...]) -> Group:
+        if len(members) == 1:
+            return Alone()
+        prefix = f"ddpdebug/{self._number}/group/{generation}"
+        rank = members.index(self.rank)
+        exchange = self._exchange
+        assert exchange is not None
+        internals.meet(self._store, prefix, rank, len(members), lambda: exchange.impatient)
+        return internals.GlooGroup(self._store, prefix, rank, len(members), _GROUP_TIMEOUT)
+
+    def _choose_directory(self) -> Path:
+        if self.config.out is not None:
+            return Path(self.config.out)
+        stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
+        return Path("ddpdebug-runs") / f"{stamp}-{self.run_id}"
+
+    def _open_sinks(self, directory: Path) -> None:
+        self.directory, self.reporter.run_id = directory, self.run_id
+        self.fanout, started = open_sinks(
+            self.config,
+            directory,
+            rank=self.rank,
+            world=self.world,
+            run_id=self.run_id,
+            command=self.command,
+            time=utc(),
+        )
+        self._write(started)
+        while self._troubles:
+            self._write(self._troubles.pop(0))
+
+    # --- the training thread ------------------------------------------------------------------------------------------
+
+    def _emit(self, record: StepRecord) -> None:
+        if self._closed:
+            return
+        if self._exchange is None:
+            self._begin()
+        assert self._exchange is not None
+        self._ring.append(record)
+        self._steps[record.optimizer] = record.step + 1
+        self._exchange.progress = max(self._exchange.progress, record.step + 1)
+        self._exchange.post(lambda: self._encode(record))
+
+    def _after_step(self, watch: OptimizerWatch, step: int) -> None:
+        self.guard.run("forensics:elements", self.elements.capture, watch, step)
+        if watch.index == 0:
+            every = self.config.probe_every
+            if every and step % every == 0 and self.rank == 0 and self.recorder.last_inputs:
+                self.guard.run("forensics:agreement", self.agreement.offer, self.recorder.last_inputs)
+            self.guard.run("forensics:agreement", self.agreement.run, self.recorder.wrappers, step)
+
+    def _stop_now(self) -> BaseException | None:
+        taken = max(self._steps.values(), default=0)
+        if self.config.steps is not None and taken >= self.config.steps:
+            return StopRun(self.config.steps)
+        if self._stop_at is None or taken < self._stop_at[0]:
+            return None
+        error, self._stop_at = self._stop_at[1], (sys.maxsize, self._stop_at[1])  # once; the user may catch it
+        return error
+
+    def _announce(self, topic: str, value: Any) -> None:
+        self._say("fact", topic=topic, value=value)
+
+    def _say(self, kind: str, **fields: Any) -> None:
+        message = {"kind": kind, **fields}
+        if self._exchange is None:
+            self._early.append(message)
+        else:
+            self._exchange.say(message)
+
+    # --- the background thread ----------------------------------------------------------------------------------------
+
+    def _encode(self, record: StepRecord) -> bytes:
+        record.fields["host_bytes"] = host_bytes()
+        spent = time.thread_time()
+        record.fields["overhead_seconds"] += spent - self._thread_seconds
+        self._thread_seconds = spent
+        try:
+            return encode(encode_row(record, self.rank))
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for this row: send what is certain
+            self.guard.fail("probe:row", error)
+            return encode(Row(rank=self.rank, step=record.step, optimizer=record.optimizer, flags=0))
+
+    def _on_tick(self, tick: Tick) -> bool:
+        self._progress = tick.progress
+        for rank, message in tick.messages:
+            self._hear(rank, message)
+        for rank, data in tick.rows:
+            self._assembler.add(rank, decode(data))
+        self._members = len(tick.members)
+        self._assembler.set_members(tick.members)
+        for step in self._assembler.ready():
+            self._judge(step)
+        self._report(self._diagnosis.tick(), tick.progress)
+        self._asked += [(request, 0) for request in self._diagnosis.requests()]
+        self._answer_all()
+        self.guard.run("forensics:elements", self.elements.tick)
+        return self._diagnosis.busy or self.elements.busy
+
+    def _judge(self, step: Any) -> None:
+        self.schedule.learn(step)
+        self._asked += [(request, 0) for request in self._diagnosis.feed(step)]
+        interval = 1 if self.config.every_step else self.schedule.interval(step.step)
+        self._write(StepJudged(step=step, interval=interval, overhead_ratio=self.schedule.ratio))
+
+    def _answer_all(self) -> None:
+        """Answer what is asked, as soon as the answer is complete or has waited long enough."""
+        waiting: list[tuple[Request, int]] = []
+        for request, ticks in self._asked:
+            place = (request.optimizer, request.step)
+            record = next((r for r in self._ring if (r.optimizer, r.step) == place), None)
+            patient = ticks < _ANSWER_TICKS and not self._closed
+            if record is not None and patient and not is_known(request.kind, record, self.recorder):
+                waiting.append((request, ticks + 1))
+                continue
+            value: Any = None
+            if record is not None:
+                value = self.guard.run(f"answer:{request.kind}", answer, request.kind, record, self.recorder)
+            self._say("detail", optimizer=request.optimizer, step=request.step, detail=request.kind, value=value)
+        self._asked = waiting
+
+    def _hear(self, rank: int, message: Mapping[str, Any]) -> None:
+        kind = message.get("kind")
+        if kind == "detail":
+            place = int(message["optimizer"]), int(message["step"])
+            self._diagnosis.answer(rank, *place, str(message["detail"]), message["value"])
+        elif kind == "fact":
+            self._diagnosis.tell(str(message["topic"]), rank, message["value"])
+        elif kind == "agree":
+            self.guard.run("forensics:agreement", self.agreement.hear, message, self._progress + _STOP_LEAD)
+        elif kind == "element":
+            found = self.elements.hear(rank, message, self._members)
+            if found is not None:
+                self._locate(*found)
+        elif kind == "trouble" and self.rank == 0 and rank != 0:
+            self._write(Trouble(part=f"{message['part']} of rank {rank}", message=str(message["message"])))
+        elif kind == "run" and self.fanout is None:
+            self.run_id = str(message["run_id"])
+            self._open_sinks(Path(str(message["directory"])))
+        if kind in {"detail", "fact"}:
+            self._write(Saved(kind=str(kind), payload={"rank": rank, **message}))
+
+    def _report(self, raised: Sequence[tuple[Finding, bool]], progress: int) -> None:
+        for finding in self.reporter.report(raised):
+            self._hunt(finding, progress)
+            if self.config.on_finding == "raise" and finding.severity >= Severity.ERROR and self._stop_at is None:
+                self._stop_at = (progress + _STOP_LEAD, FindingError(finding))
+
+    def _judge_rest(self) -> None:
+        try:
+            for step in self._assembler.rest():
+                self._judge(step)
+            self._report(self._diagnosis.finish(), 0)
+        except Exception as error:  # noqa: BLE001 - the end of a job must not fail because of us
+            self._trouble("diagnosis", f"{type(error).__name__}: {error}")
+
+    def _hunt(self, finding: Finding, progress: int) -> None:
+        """Plan the search for the first differing element of a parameter; alike on all ranks."""
+        names = [(w.index, name) for w in self.recorder.watches for name in finding.subject if name in w.names]
+        if finding.code == "RANK101" and names and "values" not in finding.evidence:
+            optimizer, name = names[0]
+            self.elements.begin(key_of(finding), optimizer, name, progress + _STOP_LEAD)
+
+    def _locate(self, key: str, evidence: dict[str, Any]) -> None:
+        """Add the differing element to the finding it belongs to."""
+        flat, name = int(evidence.pop("flat_index")), str(evidence["element_of"])
+        tables = ((n, p) for w in self.recorder.watches for n, p in zip(w.names, w.params, strict=True))
+        shape = next(tuple(p.shape) for n, p in tables if n == name)
+        self.reporter.add(key, {"index": unravel(flat, shape), **evidence})
+
+    def _on_lost(self, reason: str) -> None:
+        if not self._closed:
+            self._trouble("exchange", f"the ranks can no longer be compared: {reason}")
+
+    def _trouble(self, part: str, message: str) -> None:
+        trouble = Trouble(part=part, message=message)
+        if self.rank != 0:
+            self._say("trouble", part=part, message=message)  # rank 0 is the one that people see
+        if self.fanout is None:
+            self._troubles.append(trouble)
+        else:
+            self._write(trouble)
+
+    def _write(self, record: Record) -> None:
+        if self.fanout is not None:
+            self.fanout.write(record)

@@ -1,0 +1,187 @@
+"""What a rank saw in one step: the fixed row, its flags and its encoding. Torch-free.
+
+The row is the only thing that every rank sends in every step. Its size does not depend on the model. Digests are
+64-bit fingerprints; 0 means "not computed in this step". NaN in a float field means "not known". This file is the
+documentation of the layout; `LAYOUT_VERSION` changes whenever a field does.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from enum import IntFlag
+from typing import Any, NamedTuple, NewType
+
+Digest = NewType("Digest", int)
+
+#: Parameters are dealt to this many slots by the hash of their name; each slot has its own linear checksum.
+CHECKSUM_SLOTS = 8
+
+
+class Flag(IntFlag):
+    """Facts of one rank in one step that need no number."""
+
+    FIRST = 1  # the first row of this optimizer
+    CHECKED = 2  # the sampled tier ran: the digests and checksums below are filled in
+    SKIPPED = 4  # GradScaler did not call the optimizer (non-finite gradients)
+    PARAMS_CHANGED_OUTSIDE = 8  # parameters are not those that this rank's previous step left behind
+    STATE_CHANGED_OUTSIDE = 16  # likewise for the optimizer state
+    UNSYNCED_BACKWARD = 32  # a backward pass after the last synchronised one fed this step
+    BYPASS = 64  # gradients arrived for DDP parameters without any forward of the DDP wrapper
+    NO_DDP = 128  # no DDP owns any parameter of this optimizer
+    IN_JOIN = 256  # inside DDP's Join context: ranks may stop at different times on purpose
+    LOCAL_ONLY = 512  # post-local SGD and the like: replicas differ on purpose; or steps do not pair (after a Join)
+    LOSS_NONFINITE = 1024
+    LOCAL_GRADS_NONFINITE = 2048
+    GRADS_NONFINITE = 4096
+    RNG_USED_IN_FORWARD = 8192
+    CLIPPED = 16384  # gradient clipping was called in this step
+    CLIPPED_BEFORE_SYNC = 32768  # ... while the gradients were this rank's own
+    BATCH_SAMPLED = 65536  # the batch digest covers a sample of its bytes only
+    LOADED = 131072  # a load_state_dict ran since the previous step
+    SHARDED_STATE = 262144  # optimizer state is sharded over ranks on purpose (ZeroRedundancyOptimizer)
+    CUSTOM_REDUCTION = 524288  # a user comm hook reduces the gradients
+    LOSSY_REDUCTION = (
+        1048576  # ... and it approximates (PowerSGD, quantisation): its checksum cannot be held to a bound
+    )
+    BUFFERS_NOT_BROADCAST = 2097152  # broadcast_buffers=False
+    HALF_REDUCTION = 4194304  # the reduction travels in 16 bits, or may (a hook that we do not know)
+    CLOSURE = 8388608  # the optimizer evaluates a closure itself (LBFGS)
+
+
+class Row(NamedTuple):
+    """One rank, one optimizer step. Fields named `*_digest` must agree between healthy replicas unless noted."""
+
+    # identity
+    rank: int = 0
+    step: int = 0  # attempts of this optimizer so far, from 0; a step that the loss scaler skips counts
+    optimizer: int = 0  # in order of first use
+    flags: int = 0  # Flag
+    backwards: int = 0  # backward passes of this process so far
+    syncs: int = 0  # of these, with a DDP reduction
+    micro_batches: int = 0  # backward passes that fed this step
+    without_grad: int = 0  # trainable parameters of this optimizer without a gradient
+    # agreement
+    structure_digest: Digest = Digest(0)  # names, order, shapes, dtypes, requires_grad
+    modes_digest: Digest = Digest(0)  # train/eval of every module, at the first forward with gradients
+    batch_digest: Digest = Digest(0)  # forward inputs; expected to DIFFER between ranks
+    record_digest: Digest = Digest(0)  # what the DataLoader delivered, labels included; expected to DIFFER
+    output_digest: Digest = Digest(0)  # forward outputs; compared only where batch and weights agree
+    eval_batch_digest: Digest = Digest(0)  # inputs of forwards without gradients in eval mode since the last row
+    eval_output_digest: Digest = Digest(0)  # their outputs; compared only where the inputs agree
+    rng_digest: Digest = Digest(0)  # CPU generator before the first forward; may differ
+    grads_digest: Digest = Digest(0)  # gradients at the step, of parameters that a DDP owns
+    foreign_grads_digest: Digest = Digest(0)  # gradients at the step, of parameters that no DDP owns
+    presence_digest: Digest = Digest(0)  # which parameters have a gradient
+    hyper_digest: Digest = Digest(0)  # lr, weight decay, betas, ... of every group
+    state_digest: Digest = Digest(0)  # moments and step counters, after the step
+    params_before_digest: Digest = Digest(0)  # just before the optimizer changed them
+    params_after_digest: Digest = Digest(0)  # just after
+    foreign_params_digest: Digest = Digest(0)  # after the step, of parameters that no DDP owns
+    frozen_params_digest: Digest = Digest(0)  # DDP parameters that no optimizer has
+    buffers_digest: Digest = Digest(0)  # right after DDP's broadcast at the start of forward
+    replicas_digest: Digest = Digest(0)  # watched copies outside DDP (EMA, teacher)
+    sampler_digest: Digest = Digest(0)  # settings of the current DataLoader's sampler that must agree
+    # numbers
+    loss: float = float("nan")  # mean over the micro-batches, as given to backward, unscaled
+    lr: float = float("nan")  # of the first group
+    loss_scale: float = float("nan")
+    local_grad_norm: float = float("nan")  # 2-norm before the reduction
+    grad_norm: float = float("nan")  # 2-norm after the reduction, before clipping
+    clip_norm: float = float("nan")  # total norm that the clipping saw
+    clip_max: float = float("nan")
+    # linear checksums: sum of the elements of the gradients in a slot, before and after the reduction
+    local_sum_0: float = float("nan")
+    local_sum_1: float = float("nan")
+    local_sum_2: float = float("nan")
+    local_sum_3: float = float("nan")
+    local_sum_4: float = float("nan")
+    local_sum_5: float = float("nan")
+    local_sum_6: float = float("nan")
+    local_sum_7: float = float("nan")
+    local_norm_0: float = float("nan")  # 2-norm of the same elements: what the error bound scales with
+    local_norm_1: float = float("nan")
+    local_norm_2: float = float("nan")
+    local_norm_3: float = float("nan")
+    local_norm_4: float = float("nan")
+    local_norm_5: float = float("nan")
+    local_norm_6: float = float("nan")
+    local_norm_7: float = float("nan")
+    reduced_sum_0: float = float("nan")
+    reduced_sum_1: float = float("nan")
+    reduced_sum_2: float = float("nan")
+    reduced_sum_3: float = float("nan")
+    reduced_sum_4: float = float("nan")
+    reduced_sum_5: float = float("nan")
+    reduced_sum_6: float = float("nan")
+    reduced_sum_7: float = float("nan")
+    # times, seconds
+    step_seconds: float = float("nan")  # since the end of the previous step
+    data_seconds: float = float("nan")  # waiting for the DataLoader
+    forward_seconds: float = float("nan")
+    backward_seconds: float = float("nan")
+    optimizer_seconds: float = float("nan")
+    overhead_seconds: float = float("nan")  # spent in ddpdebug's own hooks
+    # memory, bytes
+    host_bytes: int = 0  # resident set
+    device_allocated_bytes: int = 0
+    device_reserved_bytes: int = 0
+    device_peak_bytes: int = 0
+
+    @property
+    def local_sums(self) -> tuple[float, ...]:
+        """Checksums of the rank's own gradients, one per slot."""
+        return self[_LOCAL_SUM : _LOCAL_SUM + CHECKSUM_SLOTS]
+
+    @property
+    def local_norms(self) -> tuple[float, ...]:
+        """2-norms of the rank's own gradients, one per slot."""
+        return self[_LOCAL_NORM : _LOCAL_NORM + CHECKSUM_SLOTS]
+
+    @property
+    def reduced_sums(self) -> tuple[float, ...]:
+        """Checksums of the reduced gradients, one per slot."""
+        return self[_REDUCED_SUM : _REDUCED_SUM + CHECKSUM_SLOTS]
+
+    def has(self, flag: Flag) -> bool:
+        """Tell whether `flag` is set."""
+        return bool(self.flags & flag)
+
+
+_LOCAL_SUM = Row._fields.index("local_sum_0")
+_LOCAL_NORM = Row._fields.index("local_norm_0")
+_REDUCED_SUM = Row._fields.index("reduced_sum_0")
+
+#: Fields that are compared between ranks.
+DIGESTS = tuple(name for name in Row._fields if name.endswith("_digest"))
+
+
+def _kind(name: str) -> str:
+    if name.endswith("_digest"):
+        return "Q"
+    return "d" if isinstance(Row._field_defaults[name], float) else "q"
+
+
+def _format() -> str:
+    return "<" + "".join(map(_kind, Row._fields))
+
+
+_STRUCT = struct.Struct(_format())
+ROW_BYTES = _STRUCT.size
+#: Identifies the layout: readers refuse rows written under another one.
+LAYOUT_VERSION = zlib.crc32((_format() + ",".join(Row._fields)).encode())
+
+
+def encode(row: Row) -> bytes:
+    """Return the `ROW_BYTES` bytes of `row`."""
+    return _STRUCT.pack(*row)
+
+
+def decode(data: bytes | memoryview, offset: int = 0) -> Row:
+    """Read the row at `offset`."""
+    return Row._make(_STRUCT.unpack_from(data, offset))
+
+
+def layout() -> dict[str, Any]:
+    """Describe the layout for readers of a run directory that do not have this module."""
+    return {"version": LAYOUT_VERSION, "format": _STRUCT.format, "fields": list(Row._fields)}

@@ -1,0 +1,166 @@
+"""Answers to detail requests, built in the background thread from the ring of recent steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ddpdebug.probes.record import StepRecord
+from ddpdebug.probes.recorder import Recorder
+from ddpdebug.probes.wrappers import structure
+
+_MAX_NAMES = 20_000
+
+
+def answer(kind: str, record: StepRecord, recorder: Recorder) -> Any:
+    """Return the JSON value of one detail kind (see `details.py`) for a step of this rank."""
+    build: Callable[[StepRecord, Recorder], Any] = _BUILDERS[kind]
+    return build(record, recorder)
+
+
+def is_known(kind: str, record: StepRecord, recorder: Recorder) -> bool:
+    """Tell whether the answer is complete: the line of a direct call shows only when it is made again."""
+    if kind != "contract" or not record.contract.get("bypass"):
+        return True
+    return any(w.call_site is not None and w.call_site.location is not None for w in recorder.wrappers)
+
+
+def _hex(table: Mapping[str, int]) -> dict[str, str]:
+    return {name: f"{value:016x}" for name, value in list(table.items())[:_MAX_NAMES]}
+
+
+def _split(table: Mapping[str, int], record: StepRecord, *, owned: bool) -> dict[str, int]:
+    return {
+        name: table[name]
+        for name, is_owned in zip(record.names, record.owned, strict=True)
+        if is_owned == owned and name in table
+    }
+
+
+def _parameters(record: StepRecord, recorder: Recorder) -> dict[str, Any]:
+    del recorder
+    after = record.digest_table(record.after)
+    no_ddp = not any(record.owned)
+    before = record.digest_table(record.before)
+    return {
+        "before": _hex(before),
+        "after": _hex(after if no_ddp else _split(after, record, owned=True)),
+        "previous": _hex(_previous(record, before)),
+        "foreign": {} if no_ddp else _hex(_split(after, record, owned=False)),
+        "frozen": _hex(dict(zip(record.frozen_names, record.frozen(), strict=True))) if record.frozen else {},
+        "order": list(record.names),
+        "norms": dict(zip(record.names, record.norms(), strict=False)) if record.norms else {},
+        "loads": record.window.loads,
+    }
+
+
+def _previous(record: StepRecord, before: Mapping[str, int]) -> dict[str, int]:
+    """Return what the previous step left, as far as is known: equal to `before` where a glance saw no change."""
+    if record.previous is None or record.before_glance is None:
+        return {}
+    rows = zip(record.names, record.previous, record.before_glance(), strict=True)
+    return {name: before[name] if old == new else old for name, old, new in rows}
+
+
+def _gradients(record: StepRecord, recorder: Recorder) -> dict[str, Any]:
+    table = record.digest_table(record.grads)
+    local_sums, local_norms, reduced_sums, reduced_norms = record.checksums()
+    norms = record.touched_norms() if record.touched_norms is not None else []
+    touched = dict(zip((record.names[i] for i in record.touched), norms, strict=True))
+    watch = recorder.watch_of(record.optimizer)
+    dtypes = {
+        name: str(p.dtype).removeprefix("torch.")
+        for name, p in zip(watch.names, watch.params, strict=True)
+        if name in table
+    }
+    return {
+        "digests": _hex(_split(table, record, owned=True)),
+        "foreign": _hex(_split(table, record, owned=False)),
+        "missing": list(record.missing),
+        "local_sums": local_sums,
+        "local_norms": local_norms,
+        "reduced_sums": reduced_sums,
+        "reduced_norms": reduced_norms,
+        "step_norms": {**reduced_norms, **touched},
+        "dtypes": dtypes,
+    }
+
+
+def _contract(record: StepRecord, recorder: Recorder) -> dict[str, Any]:
+    watch = recorder.watch_of(record.optimizer)
+    unreduced: dict[str, str] = {}
+    for name, parameter, owner in zip(watch.names, watch.params, watch.owners, strict=True):
+        reason = "never-wrapped" if owner is None else owner.unreduced(name.removesuffix("'"), parameter)
+        if reason is not None and parameter.requires_grad:
+            unreduced[name] = reason
+    contract = dict(record.contract)
+    site = next((w.call_site.location for w in recorder.wrappers if w.call_site and w.call_site.location), None)
+    if contract.get("bypass") and site:
+        contract["bypass"] = {"location": site}
+    finds = [bool(ddp.find_unused_parameters) for w in recorder.wrappers if (ddp := w.ref()) is not None]
+    return {
+        **contract,
+        "unreduced": unreduced,
+        "gathered": record.window.gathered,
+        "clips": record.window.clips,
+        "find_unused": any(finds),
+    }
+
+
+def _state(record: StepRecord, recorder: Recorder) -> dict[str, Any]:
+    del recorder
+    table: dict[str, dict[str, Any]] = {}
+    values = record.state() if record.state is not None else []
+    for (name, key), value in zip(record.state_keys, values, strict=True):
+        table.setdefault(name, {})[key] = f"{value:016x}"
+    for name, key, value in record.state_plain:
+        table.setdefault(name, {})[key] = f"{value:016x}"
+    if record.norms is not None:
+        names = [f"{name}:{key}" for name, key in record.state_keys]
+        table["norms"] = dict(zip(names, record.norms()[len(record.names) :], strict=True))
+    return table
+
+
+def _buffers(record: StepRecord, recorder: Recorder) -> dict[str, Any]:
+    del recorder
+    digests: dict[str, int] = {}
+    for names, later in record.window.buffers:
+        digests.update(zip(names, later(), strict=True))
+    return {"digests": _hex(digests), "written": []}
+
+
+def _modes(record: StepRecord, recorder: Recorder) -> dict[str, bool]:
+    seen = list(record.window.modes or b"")
+    modes: dict[str, bool] = {}
+    position = 0
+    for wrapper in recorder.wrappers:
+        ddp = wrapper.ref()
+        if ddp is None or position >= len(seen):
+            continue
+        prefix = f"ddp{wrapper.index}." if len(recorder.wrappers) > 1 else ""
+        for name, _ in ddp.module.named_modules():
+            if position < len(seen):
+                modes[prefix + (name or "(model)")] = bool(seen[position])
+            position += 1
+    return modes
+
+
+def _structure(record: StepRecord, recorder: Recorder) -> list[Any]:
+    del record
+    modules: Iterable[torch.nn.Module | None] = (w.module() for w in recorder.wrappers)
+    return [entry for module in modules if module is not None for entry in structure(module)]
+
+
+_BUILDERS: dict[str, Callable[[StepRecord, Recorder], Any]] = {
+    "parameters": _parameters,
+    "gradients": _gradients,
+    "contract": _contract,
+    "hyper": lambda record, recorder: list(record.hyper),
+    "state": _state,
+    "buffers": _buffers,
+    "modes": _modes,
+    "structure": _structure,
+    "replicas": lambda record, recorder: dict(record.replicas),
+}

@@ -1,0 +1,59 @@
+"""The DDP contract, read from state that is there anyway: what the code promised and what it then did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddpdebug import torch_internals as internals
+from ddpdebug.observations import Flag
+from ddpdebug.probes.guard import user_location
+from ddpdebug.probes.optimizers import OptimizerWatch
+from ddpdebug.probes.wrappers import Wrapper
+
+_HOOK_FLAGS = {
+    "local": Flag.LOCAL_ONLY,
+    "lossy": Flag.LOSSY_REDUCTION | Flag.CUSTOM_REDUCTION,
+    "half": Flag.HALF_REDUCTION,
+    "custom": Flag.CUSTOM_REDUCTION | Flag.HALF_REDUCTION,
+}
+
+
+def owners_of(watch: OptimizerWatch) -> list[Wrapper]:
+    """Return the wrappers whose modules hold parameters of the optimizer."""
+    return list({id(owner): owner for owner in watch.owners if owner is not None}.values())
+
+
+def flags(watch: OptimizerWatch) -> Flag:
+    """Return what the row says about the contract at the step of one optimizer."""
+    found = Flag(0)
+    owners = owners_of(watch)
+    if not owners:
+        found |= Flag.NO_DDP
+    for wrapper in owners:
+        pending = wrapper.pending or {}
+        found |= Flag.BYPASS if "bypass" in pending else Flag(0)
+        found |= Flag.UNSYNCED_BACKWARD if "no_sync" in pending else Flag(0)
+        found |= _HOOK_FLAGS.get(wrapper.hook_kind or "", Flag(0))
+        found |= Flag.LOCAL_ONLY if wrapper.unpaired else Flag(0)
+        ddp = wrapper.ref()
+        if ddp is not None:
+            found |= Flag(0) if internals.broadcasts_buffers(ddp) else Flag.BUFFERS_NOT_BROADCAST
+            found |= Flag.IN_JOIN if internals.in_join(ddp) else Flag(0)
+    return found | (Flag.SHARDED_STATE if watch.sharded() else Flag(0))
+
+
+def facts(watch: OptimizerWatch, *, wrappers: int, world: int) -> dict[str, Any]:
+    """Return the part of the `contract` detail that is only known at the step itself."""
+    owners = owners_of(watch)
+    merged: dict[str, Any] = {"bypass": None, "no_sync": None}
+    for wrapper in owners:
+        merged.update(wrapper.pending or {})
+    return {
+        **merged,
+        "ddp": wrappers,
+        "world": world,
+        "groups": [wrapper.group for wrapper in owners],
+        "hook": next((wrapper.hook for wrapper in owners if wrapper.hook), None),
+        "ignored": sorted({name for wrapper in owners for name in wrapper.ignored}),
+        "location": user_location(),
+    }

@@ -1,0 +1,66 @@
+"""Numbers that may still be on a device: copied out without waiting, read later in the background thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ddpdebug import fingerprint
+
+#: Something that yields numbers when they are needed; calling it may wait for the device, so only off the hot path.
+Later = Callable[[], list[int]]
+LaterFloats = Callable[[], list[float]]
+
+
+def _detached_copy(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+    host.copy_(tensor, non_blocking=True)
+    event = torch.Event(device=tensor.device)
+    event.record()
+    return host, event.synchronize
+
+
+def digests(tensors: Sequence[torch.Tensor | None]) -> Later:
+    """Fingerprint tensors where they are; None has the digest 0. CPU tensors are read now, others asynchronously."""
+    if all(t is None or t.device.type == "cpu" for t in tensors):
+        values = fingerprint.fingerprints([t for t in tensors if t is not None])
+        if len(values) != len(tensors):
+            found = iter(values)
+            values = [0 if t is None else next(found) for t in tensors]
+        return lambda: values
+    here = {i: t for i, t in enumerate(tensors) if t is not None and t.device.type == "cpu"}
+    there = {i: t for i, t in enumerate(tensors) if t is not None and t.device.type != "cpu"}
+    near = dict(zip(here, fingerprint.fingerprints(list(here.values())), strict=True))
+    host, wait = _detached_copy(fingerprint.device_fingerprints(list(there.values())))
+
+    def read() -> list[int]:
+        wait()
+        far = dict(zip(there, (v & (1 << 64) - 1 or 1 for v in host.tolist()), strict=True))
+        return [near.get(i, far.get(i, 0)) for i in range(len(tensors))]
+
+    return read
+
+
+def glances(tensors: Sequence[torch.Tensor]) -> Later | None:
+    """Like `digests`, but large tensors are only sampled; None where that is not cheap (not on the CPU)."""
+    if any(t.device.type != "cpu" for t in tensors):
+        return None
+    values = [fingerprint.glance(t) for t in tensors]
+    return lambda: values
+
+
+def numbers(scalars: Sequence[torch.Tensor]) -> LaterFloats:
+    """Read zero-dimensional tensors later; each must be a fresh result that nobody changes in place."""
+    if not scalars:
+        return list
+    if scalars[0].device.type == "cpu":
+        return lambda: [float(s) for s in scalars]
+    stacked = torch.stack([s.to(torch.float64) for s in scalars])
+    host, wait = _detached_copy(stacked)
+
+    def read() -> list[float]:
+        wait()
+        return [float(v) for v in host.tolist()]
+
+    return read

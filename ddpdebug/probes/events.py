@@ -1,0 +1,79 @@
+"""What happens beside forward, backward and step: clipping, loss scaling, loads, gathers, observed losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ddpdebug.probes import device
+from ddpdebug.probes.values import loss_reader
+
+if TYPE_CHECKING:
+    from ddpdebug.probes.recorder import Recorder
+
+#: Gathers that cut gradients are announced so often; the rest are other call sites of the same mistake.
+_MAX_GATHERS = 3
+
+
+class Events:
+    """Notes events in the recorder's current window."""
+
+    def __init__(self, recorder: Recorder, announce: Callable[[str, Any], None]) -> None:
+        self._recorder, self._announce = recorder, announce
+        self.last_loss_scale: Callable[[], float] | None = None
+        self._scaled_by: torch.Tensor | None = None
+        self._gathers = 0
+        self._lists: list[tuple[list[Any], Any, dict[str, Any]]] = []
+
+    def clipped(self, norm: torch.Tensor, limit: float, location: str | None) -> None:
+        """Note a gradient clipping; `before_sync` when it saw this rank's own gradients."""
+        recorder = self._recorder
+        local = any(w.pending is not None for w in recorder.wrappers) or (not recorder.wrappers and recorder.world > 1)
+        value = float(norm) if norm.device.type == "cpu" else float("nan")
+        recorder.window.clips.append({"norm": value, "max": float(limit), "before_sync": local, "location": location})
+
+    def observed(self, loss: Any) -> None:
+        """Take the loss from the user instead of the one given to backward."""
+        value = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss))
+        self._recorder.window.losses = [loss_reader(value, None)]
+
+    def note_scale(self, scale: torch.Tensor) -> None:
+        """Note the loss scale in force; the tensor is changed in place later, so it is read or copied now."""
+        self._scaled_by = scale.detach().clone()
+        read = device.numbers([self._scaled_by])
+        if scale.device.type == "cpu":
+            value = read()[0]
+            self.last_loss_scale = lambda: value
+        else:
+            self.last_loss_scale = lambda: read()[0]
+
+    def note_no_scale(self) -> None:
+        """Note that a disabled scaler left a loss as it is; it may be enabled on other ranks."""
+        self.last_loss_scale = lambda: 1.0
+
+    def take_scale(self) -> torch.Tensor | None:
+        """Return the scale of the loss that is given to backward now, if it was scaled."""
+        scale, self._scaled_by = self._scaled_by, None
+        return scale
+
+    def loaded(self, what: str, location: str | None) -> None:
+        """Note a load_state_dict."""
+        self._recorder.window.loads.append({"what": what, "location": location})
+
+    def gathered(self, outputs: list[Any], tensor: torch.Tensor, location: str | None) -> None:
+        """Note an all_gather of a tensor that requires grad; judged at backward, when the list is in its final form."""
+        self._lists = self._lists[-_MAX_GATHERS:]  # they hold their graph, and no backward may ever come (validation)
+        self._lists.append((outputs, tensor, {"location": location, "shapes": [list(tensor.shape)]}))
+
+    def close_gathers(self) -> None:
+        """Judge which gathers have cut the gradient: those whose own slot was not put back."""
+        lists, self._lists = self._lists, []
+        for outputs, tensor, fact in lists:
+            if any(o is tensor or (isinstance(o, torch.Tensor) and o.requires_grad) for o in outputs):
+                continue  # the usual way to keep the local gradient
+            self._recorder.window.gathered.append(fact)
+            if self._gathers < _MAX_GATHERS:
+                self._announce(f"gathered:{self._gathers}", fact)
+                self._gathers += 1

@@ -1,0 +1,102 @@
+"""Gradients before and after DDP reduces them: linear checksums, norms, fingerprints.
+
+A gradient is read once after the reduction, and everything that is wanted of it is taken while it is in the cache: for
+a large model the time goes into memory traffic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ddpdebug import fingerprint
+from ddpdebug.probes import device
+from ddpdebug.probes.record import Reduced, Window
+from ddpdebug.probes.wrappers import Wrapper
+
+_EXACT = frozenset({torch.float32, torch.float64})
+
+
+def note_local(window: Window, wrapper: Wrapper, key: int, grad: torch.Tensor | None) -> None:
+    """Sum a gradient that is still this rank's own; called from the hook that runs before DDP reduces."""
+    if grad is not None and _summable(grad):
+        own = grad.detach()
+        window.local[key] = (_sum(own) if wrapper.sums(key, window.number) else None, _norm(own))
+
+
+def note_reduced(window: Window, wrapper: Wrapper) -> None:
+    """Sum and fingerprint the gradients that DDP has just reduced."""
+    ddp = wrapper.ref()
+    if ddp is None:
+        return
+    with torch.no_grad():
+        for parameter in ddp.module.parameters():
+            grad = parameter.grad
+            if grad is None or id(parameter) not in wrapper.trainable or not _summable(grad):
+                continue
+            grad, digest, glance = grad.detach(), 0, 0
+            if grad.device.type == "cpu":
+                digest, glance = fingerprint.fingerprint(grad), fingerprint.glance(grad)
+            total = _sum(grad) if wrapper.sums(id(parameter), window.number) else None
+            key = (id(parameter.grad), grad.data_ptr(), grad._version, glance)  # noqa: SLF001 - public in effect
+            window.reduced[id(parameter)] = Reduced(total, _norm(grad), digest, key)
+
+
+def digests_at_step(
+    window: Window, parameters: Sequence[torch.Tensor]
+) -> tuple[device.Later, list[int], device.LaterFloats]:
+    """Fingerprint the gradients as the optimizer finds them; return also which were touched since, and their norms.
+
+    Those that nobody has touched since the reduction are not read again: same object, memory and version, and the same
+    glance, which sees dense edits through `.data` that leave no other trace.
+    """
+    known: dict[int, int] = {}
+    rest: list[tuple[int, torch.Tensor]] = []
+    for position, parameter in enumerate(parameters):
+        grad = parameter.grad
+        if grad is None:
+            known[position] = 0
+            continue
+        reduced = window.reduced.get(id(parameter))
+        if reduced is not None and reduced.digest and _untouched(grad, reduced):
+            known[position] = reduced.digest
+        else:
+            rest.append((position, grad))
+    if not rest:
+        values = list(known.values())
+        return (lambda: values), [], list
+    dense = [(position, grad) for position, grad in rest if grad.layout == torch.strided]
+    norms = device.numbers([norm_of(grad) for _, grad in dense])
+    later = device.digests([grad for _, grad in rest])
+
+    def read() -> list[int]:
+        found = {**known, **dict(zip((position for position, _ in rest), later(), strict=True))}
+        return [found[position] for position in range(len(parameters))]
+
+    return read, [position for position, _ in dense], norms
+
+
+def _untouched(grad: torch.Tensor, reduced: Reduced) -> bool:
+    identity = (id(grad), grad.data_ptr(), grad._version)  # noqa: SLF001 - public in effect, no other name
+    return identity == reduced.key[:3] and fingerprint.glance(grad) == reduced.key[3]
+
+
+def norm_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the 2-norm of any tensor as a zero-dimensional one."""
+    dense = tensor.detach()
+    return _norm(dense if dense.is_floating_point() else dense.to(torch.float64))
+
+
+def _summable(grad: torch.Tensor) -> bool:
+    return grad.layout == torch.strided and grad.is_floating_point()
+
+
+def _norm(grad: torch.Tensor) -> torch.Tensor:
+    dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
+    norm: torch.Tensor = torch.linalg.vector_norm(grad, dtype=dtype)
+    return norm
+
+
+def _sum(grad: torch.Tensor) -> torch.Tensor:
+    return grad.sum() if grad.dtype in _EXACT else grad.sum(dtype=torch.float32)

@@ -1,0 +1,86 @@
+"""Isolation and timing of probes: a probe that fails switches itself off, says so once, and the job goes on."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+_OWN = str(Path(__file__).resolve().parent.parent) + "/"
+
+
+class Guard:
+    """Runs probe code. Counts the time spent in it (`seconds`) and remembers which parts are off.
+
+    Args:
+        on_trouble: called once per failing part with (part, message).
+    """
+
+    def __init__(self, on_trouble: Callable[[str, str], None]) -> None:
+        self.seconds = 0.0
+        self.off: set[str] = set()
+        self._on_trouble = on_trouble
+        self._depth = 0
+        self._entered = 0.0
+
+    def elapsed(self) -> float:
+        """Return the seconds spent so far, the current probe included."""
+        return self.seconds + (time.perf_counter() - self._entered if self._depth else 0.0)
+
+    def run(self, part: str, probe: Callable[..., Any], *args: Any) -> Any:
+        """Return `probe(*args)`, or None when the part is off or fails."""
+        if part in self.off:
+            return None
+        outermost = self._depth == 0
+        self._depth += 1
+        if outermost:
+            self._entered = time.perf_counter()
+        try:
+            return probe(*args)
+        except Exception as error:  # noqa: BLE001 - the whole point: nothing of ours reaches the job
+            self.fail(part, error)
+            return None
+        finally:
+            self._depth -= 1
+            if outermost:
+                self.seconds += time.perf_counter() - self._entered
+
+    def fail(self, part: str, error: Exception) -> None:
+        """Switch a part off and report it once."""
+        if part not in self.off:
+            self.off.add(part)
+            self._on_trouble(part, f"{type(error).__name__}: {error}")
+
+
+def user_location(start: FrameType | None = None) -> str | None:
+    """Return `file:line` of the nearest frame that is the user's: not ddpdebug, not torch, not the standard library."""
+    frame = start or sys._getframe(1)  # noqa: SLF001 - the documented way to walk the stack cheaply
+    current: FrameType | None = frame
+    while current is not None:
+        name = current.f_code.co_filename
+        if _is_user_file(name):
+            return f"{_shorten(name)}:{current.f_lineno}"
+        current = current.f_back
+    return None
+
+
+_seen: dict[str, bool] = {}
+
+
+def _is_user_file(name: str) -> bool:
+    known = _seen.get(name)
+    if known is None:
+        libraries = (_OWN, "<", sys.base_prefix + "/lib/python", sys.prefix + "/lib/python")
+        known = not (name.startswith(libraries) or "/site-packages/" in name or "/dist-packages/" in name)
+        _seen[name] = known
+    return known
+
+
+def _shorten(name: str) -> str:
+    try:
+        return str(Path(name).resolve().relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return name

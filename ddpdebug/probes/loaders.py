@@ -1,0 +1,121 @@
+"""What the DataLoader delivers and how its sampler is set up: shards must differ, everything else must agree."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Subset
+from torch.utils.data.distributed import DistributedSampler
+
+from ddpdebug import fingerprint
+from ddpdebug.probes.recorder import Recorder
+from ddpdebug.probes.values import tensors_in
+
+_RECORD_BYTES = 1 << 18
+_MAX_DEPTH = 3
+_MAX_ITEMS = 200_000
+_BUDGET_BYTES = 32 << 20
+
+
+class Loaders:
+    """Watches every DataLoader of the process, numbered in order of first use."""
+
+    def __init__(self, recorder: Recorder, announce: Callable[[str, Any], None]) -> None:
+        self._recorder, self._announce = recorder, announce
+        self._known: weakref.WeakKeyDictionary[DataLoader[Any], dict[str, Any]] = weakref.WeakKeyDictionary()
+
+    def begin(self, loader: DataLoader[Any]) -> None:
+        """Note the start of an epoch."""
+        known = self._known.get(loader)
+        if known is None:
+            known = {"index": len(self._known), "iterations": 0, "attributes": dict(_attributes(loader.dataset))}
+            self._known[loader] = known
+        known["iterations"] += 1
+        step = self._recorder.next_step()
+        self._announce(f"loader:{known['index']}", {**_settings(loader), **_shared(known), "step": step})
+
+    def delivered(self, batch: Any, seconds: float) -> None:
+        """Note a batch and how long the training waited for it."""
+        window = self._recorder.window
+        window.data_seconds += seconds
+        values = [fingerprint.sampled_fingerprint(t, _RECORD_BYTES)[0] for t in tensors_in(batch)]
+        window.delivered = fingerprint.combine(values) if values else 0
+
+
+def _shared(known: dict[str, Any]) -> dict[str, Any]:
+    return {"iterations": known["iterations"], "attributes": known["attributes"]}
+
+
+def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
+    sampler: Any = loader.sampler if loader.batch_sampler is None else getattr(loader.batch_sampler, "sampler", None)
+    sampler = loader.sampler if sampler is None else sampler
+    distributed = isinstance(sampler, DistributedSampler) or hasattr(sampler, "num_replicas")
+    settings: dict[str, Any] = {
+        "sampler": type(sampler).__name__,
+        "distributed": distributed,
+        "length": _length(loader.dataset),
+        "batch_size": loader.batch_size,
+        "indices": _indices(loader.dataset),
+    }
+    for key, name in (("replicas", "num_replicas"), ("rank", "rank"), ("seed", "seed"), ("epoch", "epoch")):
+        settings[key] = getattr(sampler, name, None) if distributed else None
+    for key in ("shuffle", "drop_last"):
+        settings[key] = getattr(sampler, key, None) if distributed else None
+    return settings
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except TypeError:
+        return None
+
+
+def _indices(dataset: Any) -> dict[str, Any] | None:
+    if not isinstance(dataset, Subset):
+        return None
+    indices = list(dataset.indices)[:_MAX_ITEMS]
+    return {"digest": f"{fingerprint.of_text(repr(indices)):016x}", "length": len(indices)}
+
+
+def _attributes(dataset: Any, prefix: str = "dataset", depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Yield (attribute path, digest) of the plain data that a dataset holds; nothing of the dataset's code runs."""
+    budget = _BUDGET_BYTES
+    if depth > _MAX_DEPTH or not hasattr(dataset, "__dict__"):
+        return
+    for name, value in sorted(vars(dataset).items()):
+        path = f"{prefix}.{name}"
+        digest, size = _digest(value)
+        budget -= size
+        if budget < 0:
+            return
+        if digest is not None:
+            yield path, f"{digest:016x}"
+        elif isinstance(value, torch.utils.data.Dataset):
+            yield from _attributes(value, path, depth + 1)
+
+
+def _digest(value: Any) -> tuple[int | None, int]:
+    """Return (digest, bytes looked at) of plain data, or (None, 0) for anything else."""
+    if isinstance(value, torch.Tensor):
+        return fingerprint.sampled_fingerprint(value, 1 << 20)[0], min(value.nbytes, 1 << 20)
+    if isinstance(value, bool | int | float | str):
+        return fingerprint.of_text(repr(value)), 8
+    if not isinstance(value, dict | list | tuple) or not 0 < len(value) <= _MAX_ITEMS:
+        return None, 0
+    items = [*value, *value.values()] if isinstance(value, dict) else value
+    if all(isinstance(item, torch.Tensor) for item in items):
+        return fingerprint.combine([fingerprint.glance(item) for item in items[:64]]), 1 << 12
+    if not all(map(_is_plain, items)):
+        return None, 0
+    text = repr(value)
+    return fingerprint.of_text(text), len(text)
+
+
+def _is_plain(item: Any) -> bool:
+    if isinstance(item, tuple | list):
+        return len(item) <= 8 and all(isinstance(part, bool | int | float | str) for part in item)
+    return item is None or isinstance(item, bool | int | float | str)

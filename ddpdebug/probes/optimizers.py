@@ -1,0 +1,238 @@
+"""One optimizer: which parameters it steps, under which names, with which settings and state."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ddpdebug import fingerprint, torch_internals as internals
+from ddpdebug.probes.wrappers import Wrapper
+
+#: Optimizer state up to this size is fingerprinted before the step too, which tells who changed it outside, and as a
+#: whole; of a larger one each checked step takes the share of the parameters whose turn it is.
+SMALL_STATE_BYTES = 1 << 20
+STATE_SHARES = 8
+#: Parameters on the CPU up to this size stay after their optimizer has gone, for a last look; larger ones go with it.
+_KEPT_BYTES = 4 << 20
+
+
+class OptimizerWatch:
+    """Names, ownership and history of one optimizer's parameters.
+
+    Tables are sorted by name: ranks that registered the same parameters in another order compare like with like.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None, index: int) -> None:
+        self.index = index
+        self.ref = weakref.ref(optimizer, lambda _: self._ended()) if optimizer is not None else None
+        self.on_end: Callable[[OptimizerWatch], None] = lambda watch: None
+        self.step = 0
+        self.members: list[weakref.ref[torch.optim.Optimizer]] = []  # optimizers fused into backward
+        self.names: list[str] = []
+        self.params: list[torch.Tensor] = []
+        self.owned: list[bool] = []
+        self.owners: list[Wrapper | None] = []
+        self.slots: dict[int, int] = {}
+        self.after: list[int] | None = None  # digests that the previous step left, if that step was checked
+        self.after_step = -1
+        self.state_after: int = 0
+        self.state_is_small = True
+        self._members: list[str] = []  # which parameters each group holds, as text
+        self._key: tuple[int, ...] = ()
+        self._forgotten: list[weakref.ref[torch.Tensor]] = []
+
+    def _ended(self) -> None:
+        self.on_end(self)
+        if sum(map(_bytes, self.params)) > _KEPT_BYTES or any(p.device.type != "cpu" for p in self.params):
+            self.forget()
+
+    def forget(self) -> None:
+        """Let go of the parameters when no optimizer has them any more: watching a model must not keep it alive."""
+        if not self.optimizers():
+            self._forgotten += [weakref.ref(p) for p in self.params]
+            self.names, self.params, self.owned, self.owners, self._key = [], [], [], [], ()
+
+    def identities(self) -> set[int]:
+        """Return the ids of the living parameters that are or were stepped here."""
+        return {id(p) for p in (*self.params, *(ref() for ref in self._forgotten)) if p is not None}
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the living optimizers behind this watch."""
+        refs = self.members or ([self.ref] if self.ref is not None else [])
+        return [o for o in (ref() for ref in refs) if o is not None]
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return all parameter groups."""
+        return [group for optimizer in self.optimizers() for group in optimizer.param_groups]
+
+    def refresh(self, wrappers: Sequence[Wrapper], *, force: bool = False) -> bool:
+        """Bring the tables up to date; return whether they changed. Parameters on DDP's ignore list are left out."""
+        params = [p for group in self.groups() for p in group["params"]]
+        key = (len(wrappers), *map(id, params))
+        if key == self._key and not force:
+            return False
+        self._key = key
+        self.after = None
+        table = sorted(_named(params, wrappers), key=lambda row: row[0])
+        self.names = [name for name, _, _, _ in table]
+        self.params = [p for _, p, _, _ in table]
+        self.owned = [owned for _, _, owned, _ in table]
+        self.owners = [owner for _, _, _, owner in table]
+        self.slots = {id(p): fingerprint.of_text(name) % 8 for name, p, _, _ in table}
+        by_design = bool(self.members) or self.sharded()  # the groups of a rank are then its own
+        self._members = [] if by_design else [self._held(group["params"]) for group in self.groups()]
+        return True
+
+    def _held(self, params: Sequence[torch.Tensor]) -> str:
+        """Say which of DDP's parameters a group holds; others may differ between ranks on purpose."""
+        wanted = {id(p) for p in params}
+        rows = zip(self.names, self.params, self.owned, strict=True)
+        names = [name for name, p, owned in rows if owned and id(p) in wanted]
+        return f"{len(names)} parameters, {fingerprint.of_text(','.join(names)):016x}"
+
+    def sharded(self) -> bool:
+        """Tell whether the state is sharded over ranks on purpose."""
+        return any(internals.is_sharded(optimizer) for optimizer in self.optimizers())
+
+    def hyper(self) -> list[dict[str, Any]]:
+        """Return the settings of every group as plain values; device tensors are left out, reading them would wait."""
+        groups = self.groups()
+        settings = [dict(_settings(group)) for group in groups]
+        if len(self._members) == len(groups):
+            for own, held in zip(settings, self._members, strict=True):
+                own["params"] = held
+        return settings
+
+    def lr(self) -> float:
+        """Return the learning rate of the first group."""
+        groups = self.groups()
+        value = groups[0].get("lr") if groups else None
+        if isinstance(value, torch.Tensor):
+            return float(value) if value.device.type == "cpu" else float("nan")
+        return float(value) if isinstance(value, int | float) else float("nan")
+
+    def state(self) -> tuple[list[tuple[str, str]], list[torch.Tensor], list[tuple[str, str, int]]]:
+        """Return the state as (name, key) of tensors, the tensors, and (name, key, digest) of plain values.
+
+        Of a large state only this step's share; the shares take turns by the step, so they are the same on every rank.
+        """
+        keys: list[tuple[str, str]] = []
+        tensors: list[torch.Tensor] = []
+        plain: list[tuple[str, str, int]] = []
+        optimizers = self.optimizers()
+        share = self.step % STATE_SHARES
+        for position, (name, p) in enumerate(zip(self.names, self.params, strict=True)):
+            if not self.state_is_small and position % STATE_SHARES != share:
+                continue
+            for optimizer in optimizers:
+                if p in optimizer.state:
+                    for key, value in _flatten("", optimizer.state[p]):
+                        if isinstance(value, torch.Tensor):
+                            keys.append((name, key))
+                            tensors.append(value)
+                        else:
+                            plain.append((name, key, fingerprint.of_text(repr(value))))
+        if self.state_is_small and sum(map(_bytes, tensors)) > SMALL_STATE_BYTES:
+            self.state_is_small = False
+            return self.state()
+        return keys, tensors, plain
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _settings(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key in sorted(group):
+        value = group[key]
+        if key in {"params", "param_names"} or callable(value):
+            continue
+        if isinstance(value, torch.Tensor):
+            if value.device.type == "cpu" and value.numel() == 1:
+                yield key, value.item()
+        elif value is None or isinstance(value, bool | int | float | str):
+            yield key, value
+        elif isinstance(value, tuple | list) and all(isinstance(v, bool | int | float | str) for v in value):
+            yield key, list(value)
+
+
+def _flatten(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key in sorted(value, key=str):
+            yield from _flatten(f"{prefix}.{key}" if prefix else str(key), value[key])
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield from _flatten(f"{prefix}[{i}]", item)
+    elif value is None or isinstance(value, bool | int | float | str | torch.Tensor):
+        yield prefix, value
+
+
+def _named(
+    params: Sequence[torch.Tensor], wrappers: Sequence[Wrapper]
+) -> Iterator[tuple[str, torch.Tensor, bool, Wrapper | None]]:
+    """Yield (name, parameter, owned by a DDP at wrap time, its wrapper)."""
+    current: dict[int, tuple[str, Wrapper]] = {}
+    ignored: set[int] = set()
+    several = len(wrappers) > 1
+    for wrapper in wrappers:
+        module = wrapper.module()
+        if module is None:
+            continue
+        for name, held in module.named_parameters():
+            if name in wrapper.ignored:
+                ignored.add(id(held))
+            current.setdefault(id(held), (name, wrapper))
+    taken: set[str] = set()
+    strangers = [p for p in params if id(p) not in current]
+    names = foreign_names(strangers) if strangers else {}
+    for position, p in enumerate(params):
+        if id(p) in ignored:
+            continue
+        name, wrapper_or_none = current.get(id(p), (names.get(id(p), f"parameter[{position}]"), None))
+        if wrapper_or_none is not None and several and name in taken:
+            name = f"ddp{wrapper_or_none.index}.{name}"
+        while name in taken:
+            name += "'"
+        taken.add(name)
+        owned = wrapper_or_none is not None and id(p) in wrapper_or_none.wrapped
+        yield name, p, owned, wrapper_or_none
+
+
+def foreign_names(params: Sequence[torch.Tensor]) -> dict[int, str]:
+    """Name parameters that no DDP has, by the outermost module that holds them (found among the living objects)."""
+    import gc  # noqa: PLC0415 - only for strangers, once per change
+
+    wanted = {id(p) for p in params}
+    modules = [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]
+    children = {id(child) for module in modules for child in module.children()}
+    names: dict[int, str] = {}
+    for module in modules:
+        if id(module) in children:
+            continue
+        for name, held in module.named_parameters():
+            if id(held) in wanted:
+                names.setdefault(id(held), name)
+    return names
+
+
+def index_of(optimizer: torch.optim.Optimizer, watches: Sequence[OptimizerWatch]) -> int:
+    """Return a new optimizer's number: that of the one whose parameters it takes over, whole, or the next.
+
+    An optimizer that is built again on one rank only is then still compared with the others' of that number.
+    """
+    params = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    taken_over = (w.index for w in reversed(watches) if params and params == w.identities())
+    return next(taken_over, len({w.index for w in watches}))
+
+
+def first_step(optimizer: torch.optim.Optimizer, watches: Sequence[OptimizerWatch]) -> int:
+    """Return the number of a new optimizer's first step.
+
+    It goes on where the one that it replaces has stopped, and is in the same round as those beside it (GAN).
+    """
+    params = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    replaced = [w.step for w in watches if params & w.identities()]
+    return max(replaced, default=max((w.step - 1 for w in watches), default=0))

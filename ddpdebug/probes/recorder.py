@@ -1,0 +1,397 @@
+"""The training thread's side: follows forward, backward and optimizer step, and hands over one record per step.
+
+Order of events in one step: forwards (each DDP decides there whether its backward will be reduced), backwards
+(local gradients appear, are reduced), clipping, optimizer step. Everything here runs inside `Guard.run`.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpdebug import fingerprint, torch_internals as internals
+from ddpdebug.observations import Flag
+from ddpdebug.probes import contract, device, gradients, notes, replicas
+from ddpdebug.probes.events import Events
+from ddpdebug.probes.guard import Guard, user_location
+from ddpdebug.probes.optimizers import OptimizerWatch, first_step, index_of
+from ddpdebug.probes.record import StepRecord, Window
+from ddpdebug.probes.values import loss_reader, precision, rng_digest, tensors_in
+from ddpdebug.probes.wrappers import Wrapper, announce_model
+
+_OUTPUT_BYTES = 1 << 16
+_MAX_EVAL_FORWARDS = 64
+_BATCH_BYTES = 1 << 20
+
+
+class Recorder:
+    """Collects one rank's observations.
+
+    Args:
+        emit: takes a finished record; must not block.
+        announce: takes (topic, JSON value) once per fact.
+        due: tells for (optimizer, step) whether the sampled tier runs.
+    """
+
+    def __init__(
+        self,
+        guard: Guard,
+        emit: Callable[[StepRecord], None],
+        announce: Callable[[str, Any], None],
+        due: Callable[[int, int], bool],
+        world: int,
+    ) -> None:
+        self.guard, self.world = guard, world
+        self.wrappers: list[Wrapper] = []
+        self.watches: list[OptimizerWatch] = []
+        self.replicas = replicas.Replicas()
+        self.backwards = self.syncs = 0
+        self.checking = True
+        self.in_backward = 0
+        self.no_sync_depth: dict[int, int] = {}
+        self.window = Window(started=time.perf_counter())
+        self.pre_steps = 0
+        self.keep_inputs = False
+        self.want_norms = False  # a comparison with a tolerance needs numbers, not digests
+        self.last_inputs: tuple[Any, ...] = ()
+        self.after_step: Callable[[OptimizerWatch, int], None] = lambda watch, step: None
+        self.last_look: Callable[[OptimizerWatch], None] = lambda watch: None  # its optimizer is gone
+        self.stop: Callable[[], BaseException | None] = lambda: None
+        self.averaged = False  # a ModelAverager was used: replicas differ on purpose in between
+        self._emit, self._announce, self._due = emit, announce, due
+        self._by_optimizer: dict[int, OptimizerWatch] = {}
+        self._fused: OptimizerWatch | None = None
+        self._fused_stepped = False
+        self._stepping: list[int] = []
+        self._hooked: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.owner_of: dict[int, Wrapper] = {}
+        self._handles: list[Any] = []
+        self._pre: tuple[OptimizerWatch, StepRecord, float] | None = None
+        self.events = Events(self, announce)
+
+    def stop_here(self) -> None:
+        """Raise what all ranks agreed to raise at this step (`--steps`, `on_finding="raise"`), if anything."""
+        if (error := self.stop()) is not None:
+            raise error
+
+    # --- models -------------------------------------------------------------------------------------------------------
+
+    def before_wrap(self, module: torch.nn.Module, process_group: Any) -> None:
+        """Announce a module's structure and initial values before DDP checks and broadcasts them."""
+        self.forget()
+        announce_model(module, len(self.wrappers), internals.ranks_of(process_group), self._announce)
+
+    def forget(self) -> None:
+        """Let go of what belongs to models and optimizers that are gone."""
+        for watch in self.watches:
+            watch.forget()
+        self._handles = [handle for handle in self._handles if handle.hooks_dict_ref() is not None]
+
+    def wrapped(self, ddp: DistributedDataParallel) -> Wrapper:
+        """Begin to watch a DDP."""
+        if (known := self.wrapper_of(ddp)) is not None:
+            return known
+        wrapper = Wrapper(ddp, len(self.wrappers))
+        self.wrappers.append(wrapper)
+        self._announce(f"group:{wrapper.index}", {"ranks": wrapper.group})
+        for parameter in ddp.module.parameters():
+            if id(parameter) in wrapper.trainable:
+                self._hook(parameter, wrapper)
+        return wrapper
+
+    def wrapper_of(self, ddp: DistributedDataParallel) -> Wrapper | None:
+        """Return the watch of a DDP, if there is one."""
+        return next((w for w in self.wrappers if w.ref() is ddp), None)
+
+    def _hook(self, parameter: torch.Tensor, wrapper: Wrapper | None) -> None:
+        if wrapper is None or id(parameter) in self._hooked or not parameter.is_leaf or not parameter.requires_grad:
+            return
+        key = id(parameter)  # numbers are used again: forget it with the parameter
+        self._hooked[key] = weakref.ref(parameter, lambda _: self._hooked.pop(key, None))
+        self.owner_of[key] = wrapper
+        # The hook must not hold the wrapper: it would close a cycle through C++ that the collector cannot see.
+        hook = partial(on_gradient, weakref.ref(self), key)
+        self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def release(self) -> None:
+        """Remove every hook from the user's tensors."""
+        for handle in self._handles:
+            handle.remove()
+        for wrapper in self.wrappers:
+            if wrapper.call_site is not None:
+                wrapper.call_site.remove()
+        self.replicas.release()
+        self._handles.clear()
+        self._hooked.clear()
+
+    # --- forward ------------------------------------------------------------------------------------------------------
+
+    def begin_forward(self, ddp: DistributedDataParallel, args: Any, kwargs: Any) -> float:
+        """Note the inputs and the promise of a DDP forward; return the time."""
+        wrapper = self.wrapped(ddp)
+        wrapper.in_forward = True
+        if not torch.is_grad_enabled():
+            if self.checking and not ddp.module.training and len(self.window.eval_batch) < _MAX_EVAL_FORWARDS:
+                self.window.eval_batch.append(fingerprint.combine(_digests((args, kwargs), _BATCH_BYTES)))
+            return 0.0
+        location = None if ddp.require_backward_grad_sync else user_location()
+        in_no_sync = self.no_sync_depth.get(id(ddp), 0) > 0
+        wrapper.begin_forward(ddp, in_no_sync=in_no_sync, location=location)
+        if not wrapper.told_precision:
+            wrapper.told_precision = True
+            fact = {"step": self.next_step(), **precision(ddp.module)}
+            self._announce(f"precision:{wrapper.index}", fact)
+        w = self.window
+        if self.checking:
+            w.modes = (w.modes or b"") + bytes([m.training for m in ddp.module.modules()])
+            w.rng = w.rng or rng_digest()
+        if w.delivered:
+            w.record.append(w.delivered)
+            w.delivered = 0
+        if self.keep_inputs:
+            self.last_inputs = args
+        tensors = list(tensors_in((args, kwargs)))
+        for tensor in tensors:
+            value, sampled = fingerprint.sampled_fingerprint(tensor, _BATCH_BYTES)
+            w.batch.append(value)
+            if sampled:
+                w.flags |= Flag.BATCH_SAMPLED
+        return time.perf_counter()
+
+    def after_broadcast(self, ddp: DistributedDataParallel) -> None:
+        """Look at the buffers right after DDP's broadcast, before the module's forward may change them."""
+        if self.checking and torch.is_grad_enabled() and self._broadcast_done:
+            self._note_buffers(ddp)
+
+    _broadcast_done = False
+
+    def note_broadcast(self, ddp: DistributedDataParallel) -> None:
+        """Ask DDP, before it starts the forward, whether it will broadcast buffers now."""
+        self._broadcast_done = internals.syncs_buffers_now(ddp)
+
+    def _note_buffers(self, ddp: DistributedDataParallel) -> None:
+        ignored = internals.ignored_names(ddp.module)
+        named = [(n, b) for n, b in ddp.module.named_buffers() if n not in ignored]
+        if named:
+            self.window.buffers.append(([n for n, _ in named], device.digests([b for _, b in named])))
+
+    def end_forward(self, ddp: DistributedDataParallel, output: Any, started: float) -> None:
+        """Note the output of a DDP forward."""
+        self.wrapped(ddp).in_forward = False
+        w = self.window
+        if not torch.is_grad_enabled() or started == 0.0:
+            if len(w.eval_output) < len(w.eval_batch):
+                w.eval_output.append(fingerprint.combine(_digests(output, _OUTPUT_BYTES)))
+            return
+        w.forward_seconds += time.perf_counter() - started
+        if not self.checking:
+            return
+        w.output += _digests(output, _OUTPUT_BYTES)
+        if w.rng and rng_digest() != w.rng:
+            w.flags |= Flag.RNG_USED_IN_FORWARD
+
+    # --- backward -----------------------------------------------------------------------------------------------------
+
+    def begin_backward(self, tensors: Any) -> float:
+        """Note the loss."""
+        self.in_backward += 1
+        self.events.close_gathers()
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors or ())
+        if len(roots) == 1 and roots[0].numel() == 1 and self.in_backward == 1:
+            scale = self.events.take_scale()
+            self.window.losses.append(loss_reader(roots[0].detach(), scale))
+        return time.perf_counter()
+
+    def end_backward(self, started: float) -> None:
+        """Note what was reduced; runs also when backward raised."""
+        self.in_backward -= 1
+        if self.in_backward:
+            return
+        w = self.window
+        w.backward_seconds += time.perf_counter() - started
+        w.micro_batches += 1
+        self.backwards += 1
+        location: str | None = None
+        for wrapper in self.wrappers:
+            if not wrapper.arrived:
+                continue
+            if wrapper.forwards == 0 or not wrapper.armed:
+                location = location or user_location()
+            if wrapper.end_backward(location):
+                self.syncs += 1
+                if self.checking:
+                    gradients.note_reduced(w, wrapper)
+        if self._fused_stepped:
+            self._finish_fused()
+
+    # --- optimizer ----------------------------------------------------------------------------------------------------
+
+    def pre_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Look at gradients, settings and parameters just before an optimizer changes them."""
+        self.pre_steps += 1
+        if self._stepping and id(optimizer) in self._stepping:
+            self._stepping.clear()  # the previous step raised and never reached its post hook
+        self._stepping.append(id(optimizer))
+        if len(self._stepping) > 1:
+            return
+        if self.in_backward:
+            self._fuse(optimizer)
+            return
+        watch = self._watch(optimizer)
+        record = self._begin(watch)
+        closure = bool(args and callable(args[0])) or callable(kwargs.get("closure"))
+        if closure:
+            record.flags |= Flag.CLOSURE
+        if record.flags & Flag.CHECKED:
+            if not closure:
+                notes.note_gradients(self.window, watch, record)
+            record.before = device.digests(watch.params)
+            if watch.after is not None and watch.after_step == watch.step - 1:
+                record.previous, record.before_glance = watch.after, device.glances(watch.params)
+            notes.note_small_state(watch, record)
+        self._pre = (watch, record, time.perf_counter())
+
+    def post_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at parameters and state just after the step, and hand the record over."""
+        if id(optimizer) not in self._stepping:
+            return
+        while self._stepping and self._stepping.pop() != id(optimizer):
+            pass
+        if self._stepping or self._pre is None or self.in_backward:
+            return
+        watch, record, started = self._pre
+        self._pre = None
+        record.fields["optimizer_seconds"] = time.perf_counter() - started
+        if record.flags & Flag.CHECKED and record.flags & Flag.CLOSURE:
+            notes.note_gradients(self.window, watch, record)
+        self._finish(watch, record)
+
+    def skipped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note a step that GradScaler did not let happen; it counts as an attempt."""
+        watch = self._watch(optimizer)
+        record = self._begin(watch)
+        record.flags = (record.flags | Flag.SKIPPED) & ~Flag.CHECKED
+        self._finish(watch, record)
+
+    def _watch(self, optimizer: torch.optim.Optimizer) -> OptimizerWatch:
+        watch = self._by_optimizer.get(id(optimizer))
+        if watch is None or (watch.ref is not None and watch.ref() is not optimizer):
+            watch = OptimizerWatch(optimizer, index_of(optimizer, self.watches))
+            watch.step = first_step(optimizer, self.watches)
+            watch.on_end = self.last_look
+            self.forget()
+            self.watches.append(watch)
+            self._by_optimizer[id(optimizer)] = watch
+        watch.step = max(w.step for w in self.watches if w.index == watch.index)
+        return watch
+
+    def next_step(self) -> int:
+        """Return the number of the optimizer step that the rank is heading for."""
+        return max((watch.step for watch in self.watches), default=0)
+
+    def watch_of(self, index: int) -> OptimizerWatch:
+        """Return the newest watch with this number."""
+        return next(watch for watch in reversed(self.watches) if watch.index == index)
+
+    def _begin(self, watch: OptimizerWatch) -> StepRecord:
+        changed = watch.refresh(self.wrappers)
+        if changed:
+            for p, owner in zip(watch.params, watch.owners, strict=True):
+                self._hook(p, owner)
+        flags = Flag.FIRST if watch.step == 0 else Flag(0)
+        if self.checking or self._due(watch.index, watch.step):
+            flags |= Flag.CHECKED
+        flags |= contract.flags(watch) | (Flag.LOCAL_ONLY if self.averaged else Flag(0))
+        record = StepRecord(watch.index, watch.step, flags, self.window)
+        record.names, record.owned = watch.names, watch.owned
+        record.ids, record.slots = [id(p) for p in watch.params], watch.slots
+        record.hyper = watch.hyper()
+        record.contract = contract.facts(watch, wrappers=len(self.wrappers), world=self.world)
+        record.fields["lr"] = watch.lr()
+        record.fields["without_grad"] = sum(p.requires_grad and p.grad is None for p in watch.params)
+        return record
+
+    def _finish(self, watch: OptimizerWatch, record: StepRecord) -> None:
+        if record.flags & Flag.CHECKED:
+            glances = device.glances(watch.params)
+            record.after = glances or device.digests(watch.params)
+            keys, tensors, plain = watch.state()
+            record.state_keys, record.state, record.state_plain = keys, device.digests(tensors), plain
+            if self.want_norms:
+                record.norms = device.numbers([gradients.norm_of(t) for t in (*watch.params, *tensors)])
+            notes.note_frozen(watch, record, self.watches, self.wrappers)
+            self._note_replicas(record)
+            watch.after = None if glances is None else glances()
+            watch.after_step = watch.step
+            state = record.state() + [d for _, _, d in plain] if glances is not None and watch.state_is_small else []
+            watch.state_after = fingerprint.combine(state) if state else 0
+        for wrapper in {id(o): o for o in watch.owners if o is not None}.values():
+            ddp = wrapper.ref()
+            if ddp is not None and record.flags & Flag.CHECKED and not internals.broadcasts_buffers(ddp):
+                self._note_buffers(ddp)
+            wrapper.pending = None
+        record.fields.update(self._numbers())
+        record.loss_scale = self.events.last_loss_scale
+        self.after_step(watch, watch.step)
+        self._emit(record)
+        watch.step += 1
+        self.window = Window(
+            started=time.perf_counter(), overhead_before=self.guard.elapsed(), number=max(w.step for w in self.watches)
+        )
+        self.checking = any(self._due(w.index, w.step) for w in self.watches)
+
+    def _numbers(self) -> dict[str, Any]:
+        w = self.window
+        return {
+            "backwards": self.backwards,
+            "syncs": self.syncs,
+            "micro_batches": w.micro_batches,
+            "step_seconds": time.perf_counter() - w.started,
+            "data_seconds": w.data_seconds,
+            "forward_seconds": w.forward_seconds,
+            "backward_seconds": w.backward_seconds,
+            "overhead_seconds": self.guard.elapsed() - w.overhead_before,
+        }
+
+    def _note_replicas(self, record: StepRecord) -> None:
+        if record.optimizer == 0 and self.world > 1:
+            self.replicas.search(record.step, self.wrappers, self.watches)
+            record.replicas = self.replicas.look()
+            record.fields["replicas_digest"] = self.replicas.digest(record.replicas)
+
+    # --- optimizers that step inside backward -------------------------------------------------------------------------
+
+    def _fuse(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._fused is None:
+            self._fused = OptimizerWatch(None, len({w.index for w in self.watches}))
+            self.watches.append(self._fused)
+        if all(ref() is not optimizer for ref in self._fused.members):
+            self._fused.members.append(weakref.ref(optimizer))
+        self._fused_stepped = True
+
+    def _finish_fused(self) -> None:
+        self._fused_stepped = False
+        assert self._fused is not None
+        record = self._begin(self._fused)
+        self._finish(self._fused, record)
+
+
+def on_gradient(recorder: weakref.ref[Recorder], key: int, parameter: torch.Tensor) -> None:
+    """Note that a gradient has arrived; it is still this rank's own."""
+    me = recorder()
+    wrapper = None if me is None else me.owner_of.get(key)
+    if me is None or wrapper is None:
+        return
+    wrapper.arrived = True
+    if me.checking and wrapper.armed:
+        me.guard.run("probe:gradients", gradients.note_local, me.window, wrapper, key, parameter.grad)
+
+
+def _digests(value: Any, limit: int) -> list[int]:
+    return [fingerprint.sampled_fingerprint(tensor, limit)[0] for tensor in tensors_in(value)]

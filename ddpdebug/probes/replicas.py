@@ -1,0 +1,135 @@
+"""Copies outside DDP that should be replicas: EMA and teacher models, found among the living modules or named."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpdebug import fingerprint
+from ddpdebug.probes import device
+from ddpdebug.probes.optimizers import OptimizerWatch
+from ddpdebug.probes.wrappers import Wrapper
+
+#: Copies are looked for after these steps only: a walk over all living objects costs tens of milliseconds.
+_SEARCH_AT = frozenset({0, 16, 256})
+_WATCH_USE_STEPS = 4
+_MAX_REPLICAS = 4
+
+
+class Replicas:
+    """The watched copies of this rank."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Replica] = {}
+
+    def add(self, name: str, module: torch.nn.Module) -> None:
+        """Watch a module under a name."""
+        self._known[name] = _Replica(module, named=True)
+
+    def search(self, step: int, wrappers: Sequence[Wrapper], watches: Sequence[OptimizerWatch]) -> None:
+        """Find root modules with parameters that neither a DDP nor an optimizer has."""
+        if step not in _SEARCH_AT or not wrappers:
+            return
+        taken = {id(p) for watch in watches for p in watch.params}
+        inside = {id(m) for w in wrappers if (ddp := w.ref()) is not None for m in ddp.modules()}
+        known = {id(r.module()) for r in self._known.values()}
+        modules = [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]
+        children = {id(child) for m in modules for child in m.children()}
+        found: dict[str, torch.nn.Module] = {}
+        for module in modules:
+            if id(module) in children or id(module) in inside or id(module) in known:
+                continue
+            params = list(module.parameters())
+            if not params or any(id(p) in taken for p in params) or isinstance(module, DistributedDataParallel):
+                continue
+            name = type(module).__name__
+            while name in found or name in self._known:
+                name += "'"
+            found[name] = module
+        for name in sorted(found)[: _MAX_REPLICAS - len(self._known)]:
+            self._known[name] = _Replica(found[name], named=False)
+
+    def release(self) -> None:
+        """Take the hooks off the user's modules."""
+        for replica in self._known.values():
+            replica.release()
+
+    def look(self) -> dict[str, dict[str, Any]]:
+        """Return what each living copy looks like now: digest of all tensors, by tensor, changed, used."""
+        self._known = {name: r for name, r in self._known.items() if r.module() is not None}
+        return {name: replica.look() for name, replica in self._known.items()}
+
+    @staticmethod
+    def digest(looks: Mapping[str, Mapping[str, Any]]) -> int:
+        """Return one digest over all copies that count: those that this rank changes or uses."""
+        values = [fingerprint.of_text(f"{n}:{look['digest']}") for n, look in sorted(looks.items()) if look["counts"]]
+        return fingerprint.combine(values) if values else 0
+
+
+class _Replica:
+    def __init__(self, module: torch.nn.Module, *, named: bool) -> None:
+        self.module = weakref.ref(module)
+        self._named = named
+        self._first: int | None = None
+        self._changed = False
+        self._used = _Used()
+        self._left = _WATCH_USE_STEPS + 1
+
+    def release(self) -> None:
+        self._used.remove()
+
+    def look(self) -> dict[str, Any]:
+        module = self.module()
+        assert module is not None
+        named = [*module.named_parameters(), *module.named_buffers()]
+        values = device.digests([t for _, t in named])()
+        digest = fingerprint.combine(values) if values else 0
+        self._first = digest if self._first is None else self._first
+        self._changed = self._changed or digest != self._first
+        self._look_for_use(module)
+        counts = self._named or self._changed or self._used.seen
+        tensors = {name: f"{value:016x}" for (name, _), value in zip(named, values, strict=True)}
+        return {
+            "digest": f"{digest:016x}",
+            "tensors": tensors,
+            "changed": self._changed,
+            "used": self._used.seen or self._named,
+            "counts": counts,
+        }
+
+    def _look_for_use(self, module: torch.nn.Module) -> None:
+        """Hook a module that has not changed from one look to the next (a frozen teacher), for a few steps."""
+        self._left -= 1
+        if self._left == _WATCH_USE_STEPS - 1 and not self._changed and not self._named:
+            self._used.handle = module.register_forward_pre_hook(self._used)
+        elif self._left <= 0 or self._changed:
+            self._used.remove()
+
+
+class _Used:
+    """A forward pre-hook that remembers that it ran; inert when the module is copied or pickled."""
+
+    def __init__(self) -> None:
+        self.seen = False
+        self.handle: Any = None
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        self.seen = True
+        self.remove()
+
+    def remove(self) -> None:
+        """Take the hook off the user's module: once it knows, or when the time is over."""
+        if self.handle is not None:
+            self.handle.remove()
+
+    def __deepcopy__(self, memo: object) -> functools.partial[Any]:
+        return functools.partial(dict.get, {})  # called with (module, args) it returns args: nothing changes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (dict.get, {})

@@ -1,0 +1,62 @@
+"""Reading what passes by: losses, random state, tensors in nested structures."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ddpdebug import fingerprint
+from ddpdebug.probes import device
+
+
+def loss_reader(loss: torch.Tensor, scale: torch.Tensor | None) -> Callable[[], float]:
+    """Return a function that gives the loss, unscaled; on the CPU it is read now, before anybody changes it."""
+    read = device.numbers([loss] if scale is None else [loss, scale])
+    if loss.device.type == "cpu":
+        values = [float(v) for v in read()]
+        return lambda: values[0] / values[1] if scale is not None else values[0]
+
+    def later() -> float:
+        numbers = read()
+        return numbers[0] / numbers[1] if scale is not None else numbers[0]
+
+    return later
+
+
+def raw_bytes(tensor: torch.Tensor) -> bytes:
+    """Return the memory of a CPU tensor in logical order."""
+    dense = tensor.detach().contiguous()
+    return ctypes.string_at(dense.data_ptr(), dense.nbytes) if dense.nbytes else b""
+
+
+def rng_digest() -> int:
+    """Fingerprint the state of the CPU generator without drawing from it."""
+    return fingerprint.fingerprint(torch.default_generator.get_state())
+
+
+def precision(module: torch.nn.Module) -> dict[str, Any]:
+    """Say in which precision a forward of this module would run now."""
+    kind = next((p.device.type for p in module.parameters()), "cpu")
+    enabled = torch.is_autocast_enabled(kind)
+    return {
+        "autocast": str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if enabled else None,
+        "matmul": torch.get_float32_matmul_precision() if kind == "cuda" else None,
+    }
+
+
+def tensors_in(value: Any, depth: int = 0) -> Sequence[torch.Tensor]:
+    """Return the tensors in nested tuples, lists, dicts, dataclasses and model outputs, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if depth > 4:
+        return []
+    if isinstance(value, dict):
+        return [t for key in value for t in tensors_in(value[key], depth + 1)]
+    if isinstance(value, list | tuple):
+        return [t for item in value for t in tensors_in(item, depth + 1)]
+    if hasattr(value, "__dataclass_fields__") or hasattr(value, "to_tuple"):
+        return [t for item in vars(value).values() for t in tensors_in(item, depth + 1)]
+    return []

@@ -1,0 +1,79 @@
+"""How often the sampled tier runs: a function of the gathered rows and the step, so it is the same on every rank."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+
+from ddpdebug.observations import Flag
+from ddpdebug.steps import Step
+
+#: Steps shorter than this are all checked until `START_STEPS`: most mistakes show early, short steps are those of tests
+#: and experiments, and one percent of a very short step buys nothing.
+SHORT_SECONDS = 0.1
+START_STEPS = 1000
+#: The longest interval, early and later: however dear a check is, some are made.
+_MAX_INTERVAL_EARLY, _MAX_INTERVAL = 16, 64
+_DECIDE_EVERY = 32
+#: A new interval takes effect this much later, so that no rank has passed the step yet when it learns of it.
+_LEAD_STEPS = 64
+_WARM_UP = 3
+
+
+class Schedule:
+    """Decides which steps are checked. `due` is called on the training thread, `learn` in the background thread.
+
+    Args:
+        budget: share of the run's time that checks may take, for example 0.01.
+        every_step: check every step whatever it costs.
+    """
+
+    def __init__(self, *, budget: float, every_step: bool) -> None:
+        self.budget, self.every_step = budget, every_step
+        self.ratio = float("nan")  # smoothed time in ddpdebug / time of the step without it, worst rank
+        self._plan: tuple[tuple[int, int], ...] = ((0, 1),)  # (from step, interval), ascending
+        self._light: deque[float] = deque(maxlen=_DECIDE_EVERY)
+        self._full: deque[float] = deque(maxlen=_DECIDE_EVERY)
+        self._base: deque[float] = deque(maxlen=2 * _DECIDE_EVERY)
+
+    def interval(self, step: int) -> int:
+        """Return the interval in force at a step."""
+        return next(interval for start, interval in reversed(self._plan) if step >= start)
+
+    def due(self, optimizer: int, step: int) -> bool:
+        """Tell whether the sampled tier runs at a step."""
+        del optimizer
+        return self.every_step or step % self.interval(step) == 0
+
+    def learn(self, step: Step) -> None:
+        """Take the costs of one step of all ranks; every rank calls this with the same steps."""
+        if step.step < _WARM_UP or not step.rows:
+            return
+        rows = [row for row in step.rows.values() if math.isfinite(row.step_seconds)]
+        if not rows:
+            return
+        cost = max(row.overhead_seconds for row in rows)
+        base = statistics.median(max(row.step_seconds - row.overhead_seconds, 0.1 * row.step_seconds) for row in rows)
+        base = max(base, 1e-6)
+        (self._full if step.any(Flag.CHECKED) else self._light).append(cost)
+        self._base.append(base)
+        ratio = cost / base
+        self.ratio = ratio if math.isnan(self.ratio) else 0.95 * self.ratio + 0.05 * ratio
+        if step.optimizer == 0 and step.step % _DECIDE_EVERY == 0 and not self.every_step:
+            self._decide(step.step)
+
+    def _decide(self, step: int) -> None:
+        base = statistics.median(self._base)
+        start = step + _LEAD_STEPS
+        early = start < START_STEPS
+        interval = 1 if early and base < SHORT_SECONDS else self._affordable(self.budget * base)
+        interval = min(interval, _MAX_INTERVAL_EARLY if early else _MAX_INTERVAL)
+        if interval != self._plan[-1][1]:
+            self._plan = (*self._plan[-3:], (start, interval))
+
+    def _affordable(self, allowed: float) -> int:
+        full = statistics.median(self._full) if self._full else 0.0
+        light = min(statistics.median(self._light), full) if self._light else 0.0
+        spare = allowed - light
+        return _MAX_INTERVAL if spare <= 0 else max(1, math.ceil((full - light) / spare))

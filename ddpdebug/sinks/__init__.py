@@ -1,0 +1,81 @@
+"""Where findings and steps go. A sink has one method, never raises into training and never communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from ddpdebug.findings import Finding
+from ddpdebug.steps import Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStarted:
+    """The first record: what runs, where, with which settings."""
+
+    run_id: str
+    rank: int
+    world: int
+    directory: Path | None
+    config: Mapping[str, Any]
+    versions: Mapping[str, str]
+    command: tuple[str, ...] = ()
+    time: str = ""  # UTC, ISO 8601
+    metrics_url: str | None = None  # of this rank
+    node: str = ""
+    local_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepJudged:
+    """One step of all ranks, after the detectors saw it."""
+
+    step: Step
+    interval: int = 1  # the sampled tier runs every so many steps
+    overhead_ratio: float = float("nan")  # of this rank: time in ddpdebug's hooks / step time, smoothed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FindingRaised:
+    """A new finding (`new`), or a known one seen again (its count and last step have grown)."""
+
+    finding: Finding
+    new: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """A part of ddpdebug failed and switched itself off; the job goes on."""
+
+    part: str  # for example "probe:batches", "exchange", "detector:RANK101", "sink:prometheus"
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """Raw observations worth keeping for a later judgement: kind is `row`, `detail` or `fact`."""
+
+    kind: str
+    payload: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnded:
+    """The last record of a rank."""
+
+    reason: str  # "finished", "stopped" (after --steps), "exception: <type>: <text>", "signal <name>", "interrupted"
+    exit_code: int | None
+    steps: Mapping[int, int]  # optimizer -> steps
+    time: str = ""
+
+
+Record = RunStarted | StepJudged | FindingRaised | Trouble | Saved | RunEnded
+
+
+class Sink(Protocol):
+    """A destination."""
+
+    def write(self, record: Record) -> None:
+        """Take one record; ignore kinds that do not concern this sink."""

@@ -1,0 +1,42 @@
+"""What the rows of a step say about agreement between ranks, as counts: for the terminal's summary and for metrics.
+
+Facts, not verdicts: whether a difference is a mistake is for the detectors. Differences that a rank's own state
+declares as intended (sharded state, local SGD, Join) do not count.
+"""
+
+from __future__ import annotations
+
+from ddpdebug.observations import Flag
+from ddpdebug.steps import Step
+
+#: What is compared -> the digests that say so.
+COMPARED = {
+    "parameters": ("params_before_digest", "params_after_digest", "frozen_params_digest"),
+    "gradients": ("grads_digest",),
+    "optimizer_state": ("state_digest",),
+    "hyperparameters": ("hyper_digest",),
+    "buffers": ("buffers_digest",),
+    "modes": ("modes_digest",),
+    "structure": ("structure_digest",),
+}
+_REPLICAS_DIFFER = Flag.LOCAL_ONLY | Flag.IN_JOIN
+_INTENDED = {
+    "parameters": _REPLICAS_DIFFER,
+    "gradients": _REPLICAS_DIFFER,
+    "optimizer_state": _REPLICAS_DIFFER | Flag.SHARDED_STATE,
+    "buffers": _REPLICAS_DIFFER,
+}
+
+
+def disagreeing(step: Step) -> dict[str, int]:
+    """Return what was compared in this step -> how many ranks were outvoted (all, where there is no majority)."""
+    counts: dict[str, int] = {}
+    for what, names in COMPARED.items():
+        if what in _INTENDED and step.any(_INTENDED[what]):
+            continue
+        for name in names:
+            if name in step.differing:
+                counts[what] = max(counts.get(what, 0), len(step.minority(name)))
+            elif sum(1 for row in step.rows.values() if getattr(row, name)) > 1:
+                counts.setdefault(what, 0)
+    return counts

@@ -1,0 +1,59 @@
+"""Builds the sinks that a rank has, and the first record that they get."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+
+from ddpdebug import __version__
+from ddpdebug.config import Config
+from ddpdebug.detectors.catalog import catalog
+from ddpdebug.sinks import RunStarted, Sink
+from ddpdebug.sinks.fanout import Fanout
+from ddpdebug.sinks.prometheus import PrometheusSink
+from ddpdebug.sinks.run_directory import RunDirectory
+from ddpdebug.sinks.terminal import Terminal
+
+
+def build_sinks(config: Config, directory: Path, rank: int, local_rank: int) -> tuple[Fanout, str | None]:
+    """Return the sinks of a rank and the URL of its metrics."""
+    sinks: list[Sink] = [RunDirectory(directory, rank)]
+    url = None
+    if config.metrics == "per-rank" or (config.metrics == "rank0" and rank == 0):
+        prometheus = PrometheusSink(
+            rank,
+            config.metrics_host,
+            config.metrics_port,
+            mode=config.metrics,
+            local_rank=local_rank,
+            codes={rule.code: rule.severity for rule in catalog()},
+        )
+        url = prometheus.url
+        sinks.append(prometheus)
+    if rank == 0 and not config.quiet:
+        sinks.append(Terminal(rank))
+    return Fanout(sinks), url
+
+
+def open_sinks(
+    config: Config, directory: Path, *, rank: int, world: int, run_id: str, command: tuple[str, ...], time: str
+) -> tuple[Fanout, RunStarted]:
+    """Return the sinks of a rank and the record with which the run begins."""
+    local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
+    fanout, url = build_sinks(config, directory, rank, local_rank)
+    return fanout, RunStarted(
+        run_id=run_id,
+        rank=rank,
+        world=world,
+        directory=directory,
+        config=asdict(config),
+        versions={"ddpdebug": __version__, "torch": metadata.version("torch"), "python": platform.python_version()},
+        command=command,
+        time=time,
+        metrics_url=url,
+        node=platform.node(),
+        local_rank=local_rank,
+    )

@@ -1,0 +1,75 @@
+"""Hands every record to every sink, and keeps a broken or slow sink from hurting the others or the job. Torch-free."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from ddpdebug.sinks import Record, Sink, Trouble
+
+
+class Fanout:
+    """A sink of sinks, for any thread. A sink that raises is dropped; the others learn of it in one `Trouble`.
+
+    Sinks see one record at a time, in order. A thread that comes while another one is writing leaves its record to
+    that one and returns at once, so that the training thread never waits for a slow disk behind somebody else's record.
+
+    Args:
+        on_trouble: called with that trouble, for whoever counts them; what it raises is ignored.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], on_trouble: Callable[[Trouble], None] = lambda _: None) -> None:
+        self._sinks = list(sinks)
+        self._on_trouble = on_trouble
+        self._waiting: deque[Record] = deque()
+        self._writing = threading.Lock()
+
+    def write(self, record: Record) -> None:
+        """Give the record to each sink that still works."""
+        self._waiting.append(record)
+        while self._waiting and self._writing.acquire(blocking=False):
+            try:
+                while self._waiting:
+                    self._write_one(self._waiting.popleft())
+            finally:
+                self._writing.release()
+
+    def close(self) -> None:
+        """Release what the sinks hold; those that hold something have a `close`."""
+        for sink in self._sinks:
+            try:
+                _close(sink)
+            except Exception as error:  # noqa: BLE001 - as below
+                self._tell(_trouble(sink, error))
+
+    def _write_one(self, record: Record) -> None:
+        for sink in tuple(self._sinks):
+            try:
+                sink.write(record)
+            except Exception as error:  # noqa: BLE001 - whatever a sink does must not reach the training
+                self._drop(sink, error)
+
+    def _drop(self, sink: Sink, error: Exception) -> None:
+        self._sinks = [other for other in self._sinks if other is not sink]
+        trouble = _trouble(sink, error)
+        self._waiting.append(trouble)
+        self._tell(trouble)
+        with suppress(Exception):  # it is broken already, which has been said
+            _close(sink)
+
+    def _tell(self, trouble: Trouble) -> None:
+        with suppress(Exception):  # there is nobody left to tell
+            self._on_trouble(trouble)
+
+
+def _close(sink: Sink) -> None:
+    close = getattr(sink, "close", None)
+    if close is not None:
+        close()
+
+
+def _trouble(sink: Sink, error: Exception) -> Trouble:
+    name = type(sink).__module__.rpartition(".")[2]
+    return Trouble(part=f"sink:{name}", message=f"{type(error).__name__}: {error}")

@@ -1,0 +1,231 @@
+"""Shows the run to the person in front of it: a line at the start, a block per finding, a line at the end. Torch-free.
+
+Only rank 0 prints. Each output is one write, so that other processes' lines do not get into it. On a terminal it begins
+by clearing the current line, which is where tqdm keeps its bar; tqdm draws it again below. Without a terminal there are
+plain lines without escape codes, one line per item and never wrapped, so that logs can be searched.
+
+The status line (`status=True`) is off by default. It stays in the current line until the next output of ours, but the
+job's own prints know nothing of it: one that is shorter leaves the rest of the status behind. It steps back while tqdm
+shows a bar.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import TextIO
+
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.observations import Flag
+from ddpdebug.sinks import FindingRaised, Record, RunEnded, RunStarted, StepJudged, Trouble
+from ddpdebug.sinks.agreement import disagreeing
+from ddpdebug.sinks.text import SEPARATOR, Part, clean, counted, evidence_lines, number, parts, percent
+
+_CLEAR_LINE = "\r\x1b[K"
+_MAX_BLOCKS = 20
+_MAX_WIDTH = 120
+_LABEL_WIDTH = 10
+#: Evidence that is found out later and worth a second block: the first differing element.
+_LOCATED = frozenset({"index", "values"})
+_ASCII = str.maketrans({"·": "-", "…": "~"})
+
+
+class Terminal:
+    """A sink for people.
+
+    Args:
+        status: show the current step in place, on a terminal only; see the module.
+        status_seconds: at most this often.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        stream: TextIO | None = None,
+        *,
+        status: bool = False,
+        status_seconds: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._rank = rank
+        self._stream = stream if stream is not None else sys.stderr
+        self._tty = _is_terminal(self._stream)
+        self._color = self._tty and not os.environ.get("NO_COLOR")
+        self._status = status and self._tty
+        self._status_seconds = status_seconds
+        self._clock = clock
+        self._next_status = -math.inf
+        self._status_shown = False
+        self._world = 1
+        self._directory = ""
+        self._evidence: dict[object, set[str]] = {}
+        self._findings: list[Finding] = []
+        self._summary = Summary()
+
+    def write(self, record: Record) -> None:
+        """Print what the record means to a person, if anything."""
+        if self._rank != 0:
+            return
+        match record:
+            case RunStarted():
+                self._start(record)
+            case StepJudged():
+                self._summary.count(record)
+                self._show_status(record)
+            case FindingRaised():
+                self._finding(record.finding, new=record.new)
+            case Trouble():
+                message = clean(record.message, 300)
+                self._print(
+                    f"ddpdebug: {clean(record.part, 60)} has switched itself off: {message} (the job goes on)\n"
+                )
+            case RunEnded():
+                self._end(record)
+
+    def _start(self, record: RunStarted) -> None:
+        self._world = record.world
+        self._directory = clean(record.directory) if record.directory is not None else ""
+        items = [f"watching {counted(record.world, 'rank')}", self._directory, clean(record.metrics_url or "")]
+        self._print(f"ddpdebug: {SEPARATOR.join(filter(None, items))}\n")
+
+    def _finding(self, finding: Finding, *, new: bool) -> None:
+        # ranks and subjects of a cause may grow; these stay
+        key = finding.id or (finding.code, finding.step, finding.subject[:1], finding.phase, finding.location)
+        known = set() if new else self._evidence.get(key, set())
+        added = {name: value for name, value in finding.evidence.items() if name not in known}
+        self._evidence[key] = known | finding.evidence.keys()
+        located = bool(added.keys() & _LOCATED)
+        if new:
+            self._findings.append(finding)
+            if len(self._findings) <= _MAX_BLOCKS:
+                self._print(self._block(finding, clean(finding.title, 200), parts(finding, self._world)))
+            elif len(self._findings) == _MAX_BLOCKS + 1:
+                self._print(f"ddpdebug: {_MAX_BLOCKS} findings shown, further ones are only in the run directory\n")
+        elif located and len(self._findings) <= _MAX_BLOCKS:
+            added.pop("consequences", None)
+            place = "" if finding.step is None else f" of step {finding.step}"
+            self._print(self._block(finding, f"more about the finding{place}", [("evidence", evidence_lines(added))]))
+
+    def _end(self, record: RunEnded) -> None:
+        items = self._summary.items(self._world)
+        if self._findings or self._summary.checked(self._world):
+            items.insert(0, _findings_text(self._findings))
+        if record.reason != "finished":
+            items.insert(0, clean(record.reason, 200))
+        if self._findings and self._directory:
+            items.append(f"{self._directory}/findings.jsonl")
+        self._print(f"ddpdebug: {SEPARATOR.join(items)}\n")
+
+    def _block(self, finding: Finding, title: str, content: list[Part]) -> str:
+        if self._tty:
+            from ddpdebug.sinks.styled import styled_block  # noqa: PLC0415 - rich is only loaded when it is used
+
+            return styled_block(finding, title, content, width=self._width(), color=self._color)
+        lines = [f"ddpdebug: {finding.severity.label} {clean(finding.code, 20)}: {title}"]
+        for label, texts in content:
+            lines += [f"  {label if i == 0 else '':{_LABEL_WIDTH}}{text}" for i, text in enumerate(texts)]
+        return "\n".join(lines) + "\n"
+
+    def _show_status(self, record: StepJudged) -> None:
+        if not self._status or self._clock() < self._next_status or _tqdm_is_active():
+            return
+        self._next_status = self._clock() + self._status_seconds
+        row = min(record.step.rows.items())[1]
+        known = not math.isnan(row.loss) or row.has(Flag.LOSS_NONFINITE)
+        loss = f"loss {number(row.loss)}" if known else ""
+        items = [f"step {record.step.step}", loss, _findings_text(self._findings)]
+        text = f"ddpdebug: {SEPARATOR.join(filter(None, items))}"[: self._width() - 1]
+        self._put(f"{_CLEAR_LINE}{text}\r")  # the cursor goes back, so that the job's next print overwrites it
+        self._status_shown = True
+
+    def _print(self, text: str) -> None:
+        self._put(f"{_CLEAR_LINE if self._tty else ''}{text}")
+        self._status_shown = False
+
+    def _put(self, text: str) -> None:
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        try:
+            text.encode(encoding)
+        except UnicodeEncodeError:
+            text = text.translate(_ASCII).encode(encoding, "backslashreplace").decode(encoding)
+        self._stream.write(text)
+        self._stream.flush()
+
+    def _width(self) -> int:
+        try:
+            columns = os.get_terminal_size(self._stream.fileno()).columns
+        except (OSError, ValueError):
+            columns = 0
+        return max(40, min(_MAX_WIDTH, columns or 100))  # some pseudo-terminals say 0
+
+
+class Summary:
+    """What the last line says about the steps."""
+
+    def __init__(self) -> None:
+        self.steps: Counter[int] = Counter()
+        self.compared = 0
+        self.disagreed = 0
+        self.overhead = math.nan
+        self.interval = 1
+
+    def count(self, record: StepJudged) -> None:
+        """Add a step."""
+        counts = disagreeing(record.step)
+        self.steps[record.step.optimizer] += 1
+        self.compared += bool({"parameters", "gradients"} & counts.keys())
+        self.disagreed += any(counts.values())
+        self.overhead = record.overhead_ratio
+        self.interval = record.interval
+
+    def checked(self, world: int) -> bool:
+        """Tell whether having no findings means anything."""
+        return bool(self.steps) and (world == 1 or self.compared > 0)
+
+    def items(self, world: int) -> list[str]:
+        """Return the parts of the line; nothing that was not compared is said to agree."""
+        total = sum(self.steps.values())
+        if not total:
+            return ["no optimizer step was seen, so nothing was checked"]
+        items = [counted(total, "step")]
+        if world == 1:
+            items.append("one rank, nothing to compare")
+        elif not (self.compared or self.disagreed):
+            items.append("nothing was compared between the ranks")
+        elif self.disagreed:
+            items.append(f"the ranks disagreed in {self.disagreed} of {counted(total, 'step')}")
+        else:
+            items.append(f"the ranks agreed in all {self.compared} that were compared")
+        if math.isfinite(self.overhead):
+            items.append(f"overhead {percent(self.overhead)}")
+        if self.interval > 1:
+            items.append(f"full check every {self.interval} steps")
+        return items
+
+
+def _findings_text(findings: list[Finding]) -> str:
+    if not findings:
+        return "no findings"
+    texts = []
+    for severity in sorted(Severity, reverse=True):
+        codes = Counter(clean(finding.code, 20) for finding in findings if finding.severity is severity)
+        names = [code if count == 1 else f"{code} x{count}" for code, count in codes.items()]
+        if names:
+            texts.append(f"{sum(codes.values())} {severity.label} ({', '.join(names)})")
+    return ", ".join(texts)
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    try:
+        return stream.isatty() and os.environ.get("TERM") != "dumb"
+    except (AttributeError, ValueError):
+        return False
+
+
+def _tqdm_is_active() -> bool:
+    bar = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
+    return bool(getattr(bar, "_instances", ()))

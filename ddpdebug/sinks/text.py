@@ -1,0 +1,156 @@
+"""Turns findings into lines that people read, for the terminal and for reports. Torch-free.
+
+Everything that came from the job (names, messages, values) passes through `clean`: a parameter may be called anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ddpdebug.findings import Finding, Severity
+
+SEPARATOR = " · "
+_MAX_SUBJECTS = 3
+_MAX_NAME = 160
+_MAX_VALUE = 160
+_MAX_EVIDENCE = 6
+_MAX_GROUPS = 4
+_MAX_ITEMS = 6
+_MAX_CAUSES = 2
+
+#: A labelled part of a block: the label and its lines.
+Part = tuple[str, list[str]]
+
+
+def clean(text: object, limit: int = 1000) -> str:
+    """Return the text on one line with everything unprintable escaped, shortened in the middle beyond `limit`."""
+    line = str(text)
+    if len(line) > limit:
+        line = f"{line[: limit // 2]}…{line[len(line) - limit // 2 + 1 :]}"
+    if line.isprintable():
+        return line
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+
+
+def number(value: float, digits: int = 4) -> str:
+    """Return a number as people write it: 0.0131, 1.31e5, 12, nan."""
+    if isinstance(value, bool) or not math.isfinite(value):
+        return str(value).lower()
+    if isinstance(value, int):
+        return str(value)
+    mantissa, _, exponent = f"{value:.{digits}g}".partition("e")
+    return f"{mantissa}e{int(exponent)}" if exponent else mantissa
+
+
+def percent(share: float) -> str:
+    """Return a share with two significant digits, and all digits before the point: 0.83 %, 17 %, 430 %."""
+    value = 100 * share
+    return f"{number(value, 2) if abs(value) < 99.5 else round(value)} %"
+
+
+def ranks_text(ranks: Iterable[int], world: int | None = None) -> str:
+    """Return `rank 2`, `ranks 0-3,7` or `all 4 ranks`."""
+    known = sorted(set(ranks))
+    if world is not None and len(known) == world > 1:
+        return "both ranks" if world == 2 else f"all {world} ranks"
+    runs: list[list[int]] = []
+    for rank in known:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    spans = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank{'' if len(known) == 1 else 's'} {spans}"
+
+
+def where(finding: Finding, world: int | None = None) -> str:
+    """Return step, ranks, phase and location, as far as they are known."""
+    parts = []
+    if finding.step is not None:
+        parts.append(f"step {finding.step}")
+    if finding.ranks:
+        parts.append(ranks_text(finding.ranks, world))
+    parts += [clean(part, _MAX_NAME) for part in (finding.phase, finding.location) if part]
+    return SEPARATOR.join(parts)
+
+
+def subjects(finding: Finding) -> list[str]:
+    """Return the first subjects, and how many more there are."""
+    names = [clean(name, _MAX_NAME) for name in finding.subject[:_MAX_SUBJECTS]]
+    more = len(finding.subject) - len(names)
+    return [*names, f"and {more} more"] if more else names
+
+
+def evidence_lines(evidence: Mapping[str, Any]) -> list[str]:
+    """Return the evidence: what fits on one line together, values by rank on lines of their own."""
+    short, long = [], []
+    for key, value in list(evidence.items())[:_MAX_EVIDENCE]:
+        if value is None or value in ({}, [], ""):
+            continue
+        label = clean(key, 60).replace("_", " ")
+        if _is_by_rank(value):
+            long.append(f"{label}: {_by_rank(value)}")
+        else:
+            short.append(f"{label} {_value(value)}")
+    more = len(evidence) - _MAX_EVIDENCE
+    tail = [f"and {more} more in the run directory"] if more > 0 else []
+    return ([SEPARATOR.join(short)] if short else []) + long + tail
+
+
+def parts(finding: Finding, world: int | None = None) -> list[Part]:
+    """Return what a person should read of a finding after its title, from place to remedy; empty parts are left out."""
+    explain = f"ddpdebug explain {clean(finding.code, 20)}"
+    brief = finding.severity is Severity.INFO
+    causes = [] if brief else [clean(cause, 400) for cause in finding.causes[:_MAX_CAUSES]]
+    actions = [] if brief else [clean(action, 400) for action in finding.actions[:1]]
+    found = [
+        ("where", [where(finding, world)]),
+        ("what", subjects(finding)),
+        ("evidence", evidence_lines(finding.evidence)),
+        ("perhaps", [f"{i}. {cause}" for i, cause in enumerate(causes, 1)] if len(causes) > 1 else causes),
+        ("next", [*actions, explain]),
+    ]
+    return [(label, lines) for label, lines in found if any(lines)]
+
+
+def counted(count: int, noun: str) -> str:
+    """Return `1 step`, `2 steps`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _is_by_rank(value: object) -> bool:
+    return isinstance(value, Mapping) and bool(value) and all(str(key).isdecimal() for key in value)
+
+
+def _by_rank(values: Mapping[Any, Any]) -> str:
+    """Group the ranks by value; with as many digits as it takes to show that values differ."""
+    ranks: dict[str, list[int]] = {}
+    for digits in (4, 6, 9, 17):
+        ranks = {}
+        for rank, value in values.items():
+            ranks.setdefault(_value(value, digits), []).append(int(rank))
+        if len(ranks) == len({repr(value) for value in values.values()}):
+            break
+    groups = sorted(ranks.items(), key=lambda group: len(group[1]))  # the odd ones first
+    shown = [f"{ranks_text(members)} = {text}" for text, members in groups[:_MAX_GROUPS]]
+    more = len(groups) - len(shown)
+    return ", ".join(shown) + (f" and {more} more values" if more > 0 else "")
+
+
+def _value(value: Any, digits: int = 4) -> str:
+    if isinstance(value, int | float):
+        return number(value, digits)
+    if isinstance(value, str):
+        return clean(value, _MAX_VALUE)
+    if isinstance(value, Mapping):
+        return _items([f"{clean(key, 60)}={_value(item, digits)}" for key, item in value.items()], "{}")
+    if isinstance(value, Sequence):
+        return _items([_value(item, digits) for item in value], "[]")
+    return clean(value, _MAX_VALUE)
+
+
+def _items(texts: list[str], brackets: str) -> str:
+    shown = ", ".join(texts[:_MAX_ITEMS]) + (", …" if len(texts) > _MAX_ITEMS else "")
+    return brackets[0] + clean(shown, 2 * _MAX_VALUE) + brackets[1]

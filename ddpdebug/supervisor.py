@@ -1,0 +1,90 @@
+"""Runs a command against a hard deadline and leaves nothing of it behind. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+#: How long the processes have for their own ending before they are killed.
+GRACE_SECONDS = 5.0
+_POLL_SECONDS = 0.05
+
+
+class _Signalled(BaseException):
+    """This process was asked to end."""
+
+
+def supervise(command: Sequence[str], environ: Mapping[str, str], timeout: float, mark: str) -> int | None:
+    """Run `command` to its end and return its exit status, or None after ending it because of `timeout` seconds.
+
+    When this process is interrupted or told to end, the command's processes end first.
+
+    Args:
+        mark: the name of a variable in `environ` whose value no other run has; processes that carry it belong to this
+            run, whatever session they moved to.
+    """
+    token = f"{mark}={environ[mark]}".encode()
+    with _end_on_signal():
+        process = subprocess.Popen(command, env=dict(environ), start_new_session=True)  # noqa: S603 - our own words
+        try:
+            return process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:
+                _end_all(process, token)
+
+
+def _end_all(process: subprocess.Popen[bytes], token: bytes) -> None:
+    deadline = time.monotonic() + GRACE_SECONDS
+    for pid in _family(process, token):
+        _send(pid, signal.SIGTERM)
+    while time.monotonic() < deadline and _family(process, token):
+        time.sleep(_POLL_SECONDS)
+    for _ in range(3):  # what is killed may have started something at the last moment
+        for pid in _family(process, token):
+            _send(pid, signal.SIGKILL)
+        time.sleep(_POLL_SECONDS)
+    process.wait()
+
+
+def _family(process: subprocess.Popen[bytes], token: bytes) -> list[int]:
+    """Return the processes of the run that are alive; without /proc only the first one is known."""
+    pids = {process.pid} if process.poll() is None else set()
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # gone, or somebody else's
+            if token in entry.read_bytes().split(b"\0"):
+                pids.add(int(entry.parent.name))
+    return sorted(pids - {os.getpid()})
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+@contextlib.contextmanager
+def _end_on_signal() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into an exception, so that the run is cleaned up, and die by them afterwards."""
+    received: list[int] = []
+
+    def on_signal(number: int, _: FrameType | None) -> NoReturn:
+        received.append(number)
+        raise _Signalled
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    except _Signalled:
+        signal.signal(received[0], signal.SIG_DFL)
+        os.kill(os.getpid(), received[0])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,185 @@
+"""Every use of a private torch API, behind one adapter with version probes. Nothing else may touch underscore names."""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import inspect
+import os
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported at run time only
+from torch.nn.parallel import DistributedDataParallel
+
+#: (what, where) pairs that this torch must offer; `missing()` names those that it does not.
+_PROBES: tuple[tuple[str, Any, str], ...] = (
+    ("DDP forward stages", DistributedDataParallel, "_pre_forward"),
+    ("DDP join state", DistributedDataParallel, "join"),
+    ("default store", dist.distributed_c10d, "_get_default_store"),
+)
+
+
+def missing() -> list[str]:
+    """Return what this torch lacks of the private APIs that ddpdebug builds on (empty on a supported version)."""
+    lacking = [f"{what} ({name})" for what, owner, name in _PROBES if not hasattr(owner, name)]
+    if not dist.is_gloo_available():
+        lacking.append("the gloo backend")
+    return lacking
+
+
+# --- the side group ---------------------------------------------------------------------------------------------------
+
+
+def private_store() -> Any | None:
+    """Return a store connection of our own, or None when there is none to be had yet.
+
+    A clone never blocks the job's own store operations: torch's client serialises the calls on one connection.
+    """
+    if dist.is_available() and dist.is_initialized():
+        store: Any = dist.distributed_c10d._get_default_store()
+        return store.clone()
+    env = os.environ
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "MASTER_PORT" in env:
+        attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = TCPStore(
+            env.get("MASTER_ADDR", "127.0.0.1"),
+            int(env["MASTER_PORT"]),
+            is_master=False,
+            timeout=datetime.timedelta(seconds=60),
+        )
+        return PrefixStore(f"ddpdebug/attempt_{attempt}", store)
+    return None
+
+
+def meet(store: Any, prefix: str, rank: int, world: int, give_up: Callable[[], bool]) -> None:
+    """Wait until all ranks have come here, so that what follows does not block; raise RuntimeError to give up."""
+    store.set(f"{prefix}/here/{rank}", "1")
+    keys = [f"{prefix}/here/{other}" for other in range(world)]
+    pause = 0.005
+    had_group = dist.is_initialized()
+    while not (give_up() or (had_group and not dist.is_initialized())):  # with its group the job ends its store
+        if store.check(keys):
+            return
+        time.sleep(pause)
+        pause = min(2 * pause, 0.25)
+    raise RuntimeError("the other ranks are not watched by ddpdebug, or not reached")
+
+
+class GlooGroup:
+    """A gloo process group that torch.distributed does not know of, so that it cannot collide with the job's groups."""
+
+    def __init__(self, store: Any, prefix: str, rank: int, world: int, timeout: datetime.timedelta) -> None:
+        self._group: Any = dist.ProcessGroupGloo(PrefixStore(prefix, store), rank, world, timeout)
+        self._world = world
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """All-gather equally long byte strings; raise RuntimeError when a peer is gone or the timeout has passed."""
+        own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        outs = [torch.empty_like(own) for _ in range(self._world)]
+        work = self._group.allgather([outs], [own])
+        work.wait()
+        return [ctypes.string_at(out.data_ptr(), out.numel()) for out in outs]
+
+    def close(self) -> None:
+        """Make a pending `gather` fail and drop the group."""
+        group, self._group = self._group, None
+        if group is not None and hasattr(group, "abort"):
+            group.abort()
+
+
+# --- DistributedDataParallel ------------------------------------------------------------------------------------------
+
+
+def ignored_names(module: torch.nn.Module) -> frozenset[str]:
+    """Return the names on DDP's ignore list (`_set_params_and_buffers_to_ignore_for_model`)."""
+    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def ranks_of(group: Any) -> list[int]:
+    """Return the global ranks of a process group, of the default one for None."""
+    return sorted(dist.get_process_group_ranks(group))
+
+
+def group_ranks(ddp: DistributedDataParallel) -> list[int]:
+    """Return the global ranks among which the wrapper reduces gradients."""
+    return ranks_of(ddp.process_group)
+
+
+def broadcasts_buffers(ddp: DistributedDataParallel) -> bool:
+    """Tell whether DDP keeps buffers equal (`forward_sync_buffers`, formerly `broadcast_buffers`)."""
+    return bool(getattr(ddp, "forward_sync_buffers", getattr(ddp, "broadcast_buffers", True)))
+
+
+def syncs_buffers_now(ddp: DistributedDataParallel) -> bool:
+    """Tell whether this forward broadcasts buffers."""
+    probe = getattr(ddp, "will_sync_module_buffers", None)
+    return bool(probe()) if probe is not None else broadcasts_buffers(ddp)
+
+
+def join_session(ddp: DistributedDataParallel) -> object | None:
+    """Return what identifies the `join` context that the wrapper is inside of, None outside."""
+    return getattr(ddp, "_join_config", None) if in_join(ddp) else None
+
+
+def in_join(ddp: DistributedDataParallel) -> bool:
+    """Tell whether the wrapper is inside its `join` context."""
+    return bool(getattr(getattr(ddp, "_join_config", None), "enable", False))
+
+
+def accumulator(parameter: torch.Tensor) -> object:
+    """Return the AccumulateGrad node of a parameter: DDP hooks this node, and a new one is made by re-typing."""
+    with torch.enable_grad():
+        node = parameter.view_as(parameter).grad_fn
+        assert node is not None
+        return node.next_functions[0][0]
+
+
+def unwrap_compiled(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module inside `torch.compile`'s wrapper, or the module itself."""
+    inner = getattr(module, "_orig_mod", module)
+    return inner if isinstance(inner, torch.nn.Module) else module
+
+
+def leave_uncompiled(function: Any, *, nested: bool = True) -> None:
+    """Keep `torch.compile` from compiling a function of ours that runs inside a compiled region, and what it calls.
+
+    Args:
+        nested: false for a wrapper around the user's code, which must be compiled as without us.
+    """
+    frames: Any = getattr(torch._C._dynamo, "eval_frame", None)
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is not None and hasattr(frames, "set_code_exec_strategy"):
+        action = frames._FrameAction
+        inside = action.SKIP if nested else action.DEFAULT
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action.SKIP, inside))
+
+
+# --- AMP --------------------------------------------------------------------------------------------------------------
+
+
+def scale_of(scaler: Any) -> torch.Tensor | None:
+    """Return GradScaler's scale tensor without a device synchronisation, or None before its first use."""
+    scale = getattr(scaler, "_scale", None)
+    return scale if isinstance(scale, torch.Tensor) else None
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def is_sharded(optimizer: object) -> bool:
+    """Tell whether the optimizer's state is sharded over ranks on purpose (ZeroRedundancyOptimizer)."""
+    return _inherits(type(optimizer), ("ZeroRedundancyOptimizer",))
+
+
+def is_local_sgd_state(state: object) -> bool:
+    """Tell whether a comm hook's state declares local SGD."""
+    return _inherits(type(state), ("PostLocalSGDState",))
+
+
+def _inherits(kind: type, names: Iterable[str]) -> bool:
+    wanted = set(names)
+    return any(base.__name__ in wanted for base in kind.__mro__)

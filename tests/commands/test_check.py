@@ -1,0 +1,91 @@
+"""`ddpdebug check`: verdicts and exit codes of real jobs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from ddpdebug.findings import Finding, Severity
+
+pytestmark = pytest.mark.ranks
+SCRIPT = Path(__file__).parent.parent / "scripts" / "train.py"
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.mark.parametrize(
+    "mode, options, code, word",
+    [
+        ("clean", ("--steps", 4), 0, "clean"),
+        ("lr", (), 1, "findings"),
+        ("lr", ("--on-finding", "raise"), 1, "findings"),
+        ("raise", (), 3, "script failed"),
+        ("exit", (), 3, "script failed"),
+        ("kill", (), 4, "lost rank"),
+        ("os._exit", (), 0, "clean"),
+    ],
+)
+def test_verdict(
+    mode: str, options: tuple[object, ...], code: int, word: str, command: Command, tmp_path: Path
+) -> None:
+    """Every ending has its word and its exit code, on the terminal and in the files."""
+    files = ("--json", "v.json", "--junit", "v.xml", "--out", "o")
+    steps = 8 if "raise" not in options else 200
+    done = command("-m", "ddpdebug", "check", "--nproc-per-node", 2, *files, *options, SCRIPT, mode, steps)
+    record = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))
+    assert (done.returncode, record["exit_code"], record["verdict"]) == (code, code, word), done.stderr
+    assert f"ddpdebug: verdict: {word} (exit {code})" in done.stderr
+    assert record["run"] == str(tmp_path / "o")
+    ET.parse(tmp_path / "v.xml")
+    assert record["blamed"] == ([1] if code > 1 else [])
+    assert ("RANK104" in [finding["code"] for finding in record["findings"]]) is (mode == "lr")
+
+
+def test_hang(command: Command, tmp_path: Path) -> None:
+    """A job that does not end in time is ended with all its processes."""
+    started = time.monotonic()
+    done = command(
+        "-m", "ddpdebug", "check", "--nproc-per-node", 2, "--timeout", 6, "--json", "v.json", SCRIPT, "hang", 8
+    )
+    assert done.returncode == 4, done.stderr
+    assert "verdict: hang" in done.stderr
+    assert time.monotonic() - started < 40
+    assert json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))["verdict"] == "hang"
+
+
+def test_single_process(command: Command) -> None:
+    """A script without ranks is checked like any other, and a script that never trains is said to be one."""
+    done = command("-m", "ddpdebug", "check", "--steps", 3, SCRIPT, "clean", 8)
+    assert (done.returncode, "verdict: clean" in done.stderr) == (0, True), done.stderr
+    done = command("-m", "ddpdebug", "check", "-m", "this")
+    assert done.returncode == 0
+    assert "no optimizer step was seen" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "mode, word, limit", [("lr", "findings", 100), ("raise", "script failed", 100), ("hang", "hang", 4)]
+)
+def test_under_torchrun(mode: str, word: str, limit: int, command: Command, tmp_path: Path) -> None:
+    """Inside ranks of torchrun, one rank prints and writes the verdict, and the job fails where it is bad."""
+    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "ddpdebug", "check")
+    done = command(*words, "--timeout", limit, "--json", "v.json", SCRIPT, mode, 8)
+    record = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))
+    assert record["verdict"] == word, done.stderr
+    assert done.stderr.count("ddpdebug: verdict:") == 1
+    assert done.returncode == 1
+
+
+def test_old_findings_do_not_count(command: Command, tmp_path: Path) -> None:
+    """A run directory that is used again is judged by the new run alone."""
+    old = Finding(code="RANK101", severity=Severity.CRITICAL, title="old")
+    (tmp_path / "o").mkdir()
+    (tmp_path / "o" / "run.json").write_text('{"run": "old"}', encoding="utf-8")
+    (tmp_path / "o" / "findings.jsonl").write_text(old.to_json() + "\n", encoding="utf-8")
+    done = command("-m", "ddpdebug", "check", "--out", "o", "--json", "v.json", SCRIPT, "no-mode", "not-a-number")
+    assert done.returncode == 3, done.stderr
+    assert json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))["findings"] == []

@@ -1,0 +1,188 @@
+"""Runs the fault corpus under ddpdebug and scores what is found; writes docs/detection.md.
+
+    python tests/detection/score.py [--jobs 1] [--only sync205,clean] [--write docs/detection.md] [--folder DIR]
+
+Each script runs through `ddpdebug run` with default options, once with FAULT=1 and once with FAULT=0 (its clean twin);
+healthy scripts run once. A fault counts as found when a finding has one of the expected codes, an expected rank, an
+expected name and the expected first step. A clean run fails when anything at `error` or above is reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.run_files import read_findings
+
+_CORPUS = Path(__file__).resolve().parent.parent / "corpus"
+_HEADER = re.compile(r"^# ([a-z_.]+): (.*)$")
+_TIMEOUT = 120
+
+
+@dataclass(frozen=True)
+class Case:
+    """A script of the corpus and what its head promises."""
+
+    path: Path
+    keys: dict[str, str]
+
+    @property
+    def codes(self) -> list[str]:
+        """The accepted codes, the ideal one first."""
+        text = self.keys.get("expect.codes", "none")
+        return [] if text.strip() == "none" else [code.strip() for code in text.split(",")]
+
+
+@dataclass
+class Result:
+    """What one run showed."""
+
+    case: Case
+    fault: bool
+    findings: list[Finding]
+    seconds: float
+    problems: list[str] = field(default_factory=list)
+
+
+def load(path: Path) -> Case:
+    """Read a script's head."""
+    keys: dict[str, str] = {}
+    for line in path.read_text().splitlines():
+        match = _HEADER.match(line)
+        if match:
+            keys[match[1]] = match[2]
+        elif not line.startswith("#"):
+            break
+    return Case(path, keys)
+
+
+def run(case: Case, *, fault: bool) -> Result:
+    """Run a case under ddpdebug and judge what it reported."""
+    scratch = Path(tempfile.mkdtemp(prefix="ddpdebug-score-"))
+    env = {**os.environ, "FAULT": str(int(fault)), "OMP_NUM_THREADS": "1"}
+    words = ["--nproc-per-node", case.keys["nproc"], "--out", str(scratch / "run"), "--metrics", "off"]
+    started = time.monotonic()
+    timed_out = False
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "ddpdebug", "run", *words, str(case.path)],
+            env=env, cwd=scratch, capture_output=True, text=True, timeout=_TIMEOUT, check=False,
+        )  # fmt: skip
+        log = done.stderr
+    except subprocess.TimeoutExpired:
+        timed_out, log = True, ""
+    findings = list(read_findings(scratch / "run")) if (scratch / "run" / "findings.jsonl").exists() else []
+    result = Result(case, fault, findings, time.monotonic() - started)
+    result.problems = judge_fault(case, findings) if fault and case.codes else judge_clean(findings)
+    if timed_out:
+        result.problems.append("timed out")
+    result.problems += [line.strip() for line in log.splitlines() if "switched off" in line][:2]
+    shutil.rmtree(scratch, ignore_errors=True)
+    return result
+
+
+def judge_clean(findings: list[Finding]) -> list[str]:
+    """List what should not have been reported."""
+    return [f"false alarm {f.code} at step {f.step}" for f in findings if f.severity >= Severity.ERROR]
+
+
+def judge_fault(case: Case, findings: list[Finding]) -> list[str]:
+    """List what an expected finding lacks; empty when one finding meets every expectation."""
+    matching = [f for f in findings if f.code in case.codes]
+    if not matching:
+        return [f"missed: expected {case.codes[0]}, found {sorted({f.code for f in findings}) or 'nothing'}"]
+    ranked = sorted(matching, key=lambda f: case.codes.index(f.code))
+    problems = [_lacks(case, finding) for finding in ranked]
+    return min(problems, key=len)
+
+
+def _lacks(case: Case, finding: Finding) -> list[str]:
+    lacking: list[str] = []
+    ranks = case.keys.get("expect.ranks", "any").strip()
+    if ranks not in {"any", "all"} and {int(r) for r in ranks.split(",")} - set(finding.ranks):
+        lacking.append(f"ranks {list(finding.ranks)} instead of {ranks}")
+    subject = case.keys.get("expect.subject", "any").strip()
+    if subject != "any" and not any(subject in name for name in finding.subject):
+        lacking.append(f"subject {list(finding.subject[:2])} instead of {subject!r}")
+    step = case.keys.get("expect.step", "any").strip()
+    slack = int(case.keys.get("expect.step_slack", "0"))
+    if step not in {"any", "none"} and (finding.step is None or abs(finding.step - int(step)) > slack):
+        lacking.append(f"step {finding.step} instead of {step}")
+    phase = case.keys.get("expect.phase")
+    if finding.code == "RANK101" and phase and finding.phase not in {p.strip() for p in phase.split(",")}:
+        lacking.append(f"phase {finding.phase} instead of {phase}")
+    if finding.code != case.codes[0] and case.keys.get("expect.strict"):
+        lacking.append(f"code {finding.code} instead of {case.codes[0]}")
+    return lacking
+
+
+def report(results: list[Result]) -> str:
+    """Return the score as Markdown."""
+    faults = [r for r in results if r.fault and r.case.codes]
+    cleans = [r for r in results if not (r.fault and r.case.codes)]
+    found = [r for r in faults if not r.problems]
+    ideal = [r for r in found if any(f.code == r.case.codes[0] for f in r.findings)]
+    quiet = [r for r in cleans if not r.problems]
+    lines = [
+        "# Detection score",
+        "",
+        "Written by `make detection`, which runs `tests/corpus/` with default options. A fault counts as found when",
+        "code, rank, name and first step are right; a clean run when nothing at `error` or above is reported.",
+        "",
+        f"- faults found and located: **{len(found)} of {len(faults)}** ({len(ideal)} with the ideal code)",
+        f"- clean twins and healthy scripts without a false alarm: **{len(quiet)} of {len(cleans)}**",
+        "",
+        "| script | run | reported | verdict |",
+        "|---|---|---|---|",
+    ]
+    for r in sorted(results, key=lambda r: (r.case.path.name, not r.fault)):
+        codes = ", ".join(f"{f.code}@{f.step}" for f in r.findings) or "nothing"
+        kind = "fault" if r.fault and r.case.codes else "clean"
+        lines.append(f"| {r.case.path.stem} | {kind} | {codes} | {'; '.join(r.problems) or 'ok'} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Score the corpus; exit 1 when less than `--require` of the runs are right."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--write", type=Path)
+    parser.add_argument("--require", type=float, default=1.0, help="share of runs that must be right")
+    parser.add_argument("--folder", type=Path, default=_CORPUS)
+    args = parser.parse_args()
+    wanted = tuple(part for part in args.only.split(",") if part)
+    cases = [load(path) for path in sorted(args.folder.glob("*.py"))]
+    cases = [case for case in cases if not wanted or case.path.name.startswith(wanted)]
+    jobs = [(case, fault) for case in cases for fault in ((True, False) if case.codes else (False,))]
+    results: list[Result] = []
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for result in pool.map(lambda job: run(job[0], fault=job[1]), jobs):
+            results.append(result)
+            kind = "fault" if result.fault else "clean"
+            codes = " ".join(f"{f.code}@{f.step}{list(f.ranks)}" for f in result.findings)
+            verdict = "ok  " if not result.problems else "FAIL"
+            name = result.case.path.stem
+            print(f"{verdict} {kind} {name:48} {result.seconds:5.1f}s {codes} {'; '.join(result.problems)}", flush=True)
+    text = report(results)
+    print("\n".join(text.splitlines()[4:8]))
+    if args.write:
+        args.write.parent.mkdir(exist_ok=True)
+        args.write.write_text(text)
+    failed = sum(bool(r.problems) for r in results)
+    print(f"{len(results) - failed} passed, {failed} failed")
+    return int(len(results) - failed < args.require * len(results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""Every rule's own examples are its tests, its prose is its runbook, its file is named after it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from ddpdebug.detectors.base import Detector, Facts, runbook
+from ddpdebug.detectors.catalog import catalog, planned
+from ddpdebug.diagnosis import Diagnosis
+from ddpdebug.findings import Finding, Severity
+
+RULES = catalog()
+PROMISED = {
+    **dict.fromkeys(["RANK101", "RANK103", "RANK104", "RANK105", "RANK109"], Severity.CRITICAL),
+    **dict.fromkeys(["RANK102", "RANK106", "RANK107", "RANK112", "RANK113"], Severity.ERROR),
+    "RANK108": Severity.WARNING,
+    "RANK111": Severity.INFO,
+    **dict.fromkeys([f"SYNC20{i}" for i in (1, 2, 3, 4, 5, 8)], Severity.CRITICAL),
+    "SYNC211": Severity.CRITICAL,
+    "SYNC206": Severity.ERROR,
+    "SYNC210": Severity.ERROR,
+    "SYNC207": Severity.WARNING,
+    "DATA901": Severity.ERROR,
+    "DATA910": Severity.ERROR,
+    "DATA902": Severity.WARNING,
+}
+
+
+def fires(rule: type[Detector]):
+    return [pytest.param(rule, example, id=f"{rule.code}-{i}") for i, example in enumerate(rule.fires_on)]
+
+
+def silent(rule: type[Detector]):
+    return [pytest.param(rule, example, id=f"{rule.code}-{i}") for i, example in enumerate(rule.silent_on)]
+
+
+def judge(rule: type[Detector], example) -> list[Finding]:
+    detector = rule()
+    findings: list[Finding] = []
+    for item in example:
+        if isinstance(item, Facts):
+            findings += detector.compare(item.topic, item.values)
+        else:
+            findings += detector.detect(item)
+    return [*findings, *detector.finish()]
+
+
+def diagnose(rule: type[Detector], example) -> list[Finding]:
+    """Feed an example through the diagnosis; the steps' own details are the answers."""
+    worlds = [len(item.values) if isinstance(item, Facts) else item.world for item in example]
+    diagnosis = Diagnosis(world=max(worlds), detectors=[rule()])
+    new: list[Finding] = []
+    for item in example:
+        if isinstance(item, Facts):
+            for rank, value in item.values.items():
+                diagnosis.tell(item.topic, rank, value)
+        else:
+            for request in diagnosis.feed(item):
+                for rank in range(item.world):
+                    value = item.details.get(request.kind, {}).get(rank)
+                    diagnosis.answer(rank, request.optimizer, request.step, request.kind, value)
+        new += [finding for finding, is_new in diagnosis.tick() if is_new]
+    return new + [finding for finding, is_new in diagnosis.finish() if is_new]
+
+
+@pytest.mark.parametrize("rule, example", [case for rule in RULES for case in fires(rule)])
+def test_fires(rule: type[Detector], example) -> None:
+    """A rule fires on each of its own examples, with its own code, alone and in the diagnosis."""
+    findings = judge(rule, example)
+    assert findings
+    assert {finding.code for finding in findings} == {rule.code}
+    assert [finding.code for finding in diagnose(rule, example)] == [rule.code]
+
+
+@pytest.mark.parametrize("rule, example", [case for rule in RULES for case in silent(rule)])
+def test_silent(rule: type[Detector], example) -> None:
+    """A rule says nothing on its counter-examples."""
+    assert judge(rule, example) == []
+    assert diagnose(rule, example) == []
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
+def test_complete(rule: type[Detector]) -> None:
+    """A rule has at least two examples of each kind and a runbook without gaps."""
+    assert len(rule.fires_on) >= 2
+    assert len(rule.silent_on) >= 2
+    prose = runbook(rule)
+    assert all(prose[part] for part in ("meaning", "impact", "diagnosis", "causes", "remedy"))
+    assert len(prose["causes"]) >= 3
+    assert len(prose["remedy"]) >= 2
+    assert rule.title
+    assert rule.title[0].islower() or rule.title[1].isupper()
+    assert not rule.title.endswith(".")
+    assert all("!" not in line for line in (*prose["causes"], *prose["remedy"], prose["impact"]))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
+def test_named_alike(rule: type[Detector]) -> None:
+    """File, class and code are one name, in the folder of the family."""
+    file = Path(inspect.getfile(rule))
+    snake = re.sub(r"(?<!^)(?=[A-Z])", "_", rule.__name__).lower()
+    assert file.stem == f"{rule.code.lower()}_{snake}"
+    assert file.parent.name == re.sub(r"\d", "", rule.code).lower()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
+def test_refers_to_known_codes(rule: type[Detector]) -> None:
+    """What a rule follows exists, and a rule does not follow itself."""
+    known = {other.code for other in RULES}
+    assert set(rule.follows) <= known - {rule.code}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
+def test_findings_are_json(rule: type[Detector]) -> None:
+    """What a rule finds survives the findings file."""
+    for example in rule.fires_on:
+        for finding in judge(rule, example):
+            again = Finding.from_json(finding.to_json())
+            assert (again.code, again.step, again.ranks) == (finding.code, finding.step, finding.ranks)
+
+
+def test_catalog_is_sorted_and_as_promised() -> None:
+    """The catalogue has the promised codes with their severities, in order, each time the same."""
+    assert [rule.code for rule in RULES] == sorted(PROMISED)
+    assert {rule.code: rule.severity for rule in RULES} == PROMISED
+    assert catalog() == RULES
+
+
+def test_planned_codes_are_not_implemented() -> None:
+    """A planned code has prose and no rule."""
+    table = planned()
+    assert table
+    assert not set(table) & set(PROMISED)
+    for prose in table.values():
+        assert isinstance(prose["severity"], Severity)
+        assert {"name", "title", "meaning", "impact", "diagnosis", "causes", "remedy"} <= prose.keys()
+
+
+def test_nothing_fires_on_a_healthy_run() -> None:
+    """All rules together are silent on steps where every tier ran and nothing is wrong."""
+    from ddpdebug.detectors.examples import steps
+
+    for world in (1, 2, 4):
+        diagnosis = Diagnosis(world=world)
+        for step in steps(120, world=world):
+            assert diagnosis.feed(step) == []
+            assert diagnosis.tick() == []
+        assert diagnosis.finish() == []

@@ -1,0 +1,363 @@
+"""Whatever breaks, in the job or in ddpdebug, the job goes on or fails the way it would have failed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_SCRIPTS = Path(__file__).resolve().parent / "scripts"
+
+_PROBES = """
+from ddpdebug.probes import gradients, record, recorder, wrappers
+from ddpdebug.probes.events import Events
+from ddpdebug.probes.loaders import Loaders
+from ddpdebug.probes.recorder import Recorder
+names = [(Recorder, n) for n in ("before_wrap", "wrapped", "begin_forward", "note_broadcast", "after_broadcast",
+    "end_forward", "begin_backward", "end_backward", "pre_step", "post_step")]
+names += [(Events, "clipped"), (Loaders, "begin"), (Loaders, "delivered"), (gradients, "note_local")]
+"""
+_ALL_PROBES = (
+    _PROBES
+    + """
+def broken(*args, **kwargs): raise RuntimeError("broken probe")
+for owner, name in names: setattr(owner, name, broken)
+"""
+)
+_EACH_PROBE = (
+    _PROBES
+    + """
+state = {"n": 0}
+def breaking(number, original):
+    def run(*args, **kwargs):
+        if state["n"] % len(names) == number: raise RuntimeError("broken probe")
+        return original(*args, **kwargs)
+    return run
+for i, (owner, name) in enumerate(names): setattr(owner, name, breaking(i, getattr(owner, name)))
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from ddpdebug import monitor
+original = monitor.Monitor.install
+def install(self):
+    original(self)
+    def count(*_): state["n"] += 1; self.guard.off.clear()
+    register_optimizer_step_pre_hook(count)
+monitor.Monitor.install = install
+"""
+)
+_ROWS = """
+from ddpdebug import monitor
+def broken(*args): raise RuntimeError("broken row")
+monitor.encode_row = broken
+"""
+_DETECTORS = """
+from ddpdebug.detectors.catalog import catalog
+def broken(self, step): raise RuntimeError("broken rule")
+for rule in catalog(): rule.detect = broken
+"""
+_DIAGNOSIS = """
+from ddpdebug.diagnosis import Diagnosis
+def broken(self, *args): raise RuntimeError("broken diagnosis")
+Diagnosis.feed = Diagnosis.finish = broken
+"""
+_SINKS = """
+import errno
+from ddpdebug.sinks import run_directory, terminal, prometheus
+def full(self, record): raise OSError(errno.ENOSPC, "No space left on device")
+run_directory.RunDirectory.write = prometheus.PrometheusSink.write = full
+"""
+_TERMINAL = """
+from ddpdebug.sinks import terminal
+def broken(self, record): raise RuntimeError("broken terminal")
+terminal.Terminal.write = broken
+"""
+_DISK_FULL_LATER = """
+import errno
+from ddpdebug.sinks import segments
+def full(self, data): raise OSError(errno.ENOSPC, "No space left on device")
+segments.Segments.append = full
+"""
+_GATHER = """
+from ddpdebug.torch_internals import GlooGroup
+original = GlooGroup.gather
+calls = []
+def gather(self, data):
+    calls.append(1)
+    if len(calls) > 8: raise RuntimeError("dead side group")
+    return original(self, data)
+GlooGroup.gather = gather
+"""
+_GATHER_HANGS = """
+import time
+from ddpdebug.torch_internals import GlooGroup
+original = GlooGroup.gather
+calls = []
+def gather(self, data):
+    calls.append(1)
+    if len(calls) > 8: time.sleep(3600)
+    return original(self, data)
+GlooGroup.gather = gather
+"""
+_CONNECT = """
+from ddpdebug import torch_internals
+def broken(*args): raise RuntimeError("no side group")
+torch_internals.GlooGroup.__init__ = broken
+"""
+_STORE = """
+from ddpdebug import torch_internals
+def broken(*args): raise RuntimeError("no store")
+torch_internals.private_store = broken
+"""
+_INSTALL = """
+from ddpdebug import monitor
+def broken(self): raise RuntimeError("cannot attach")
+monitor.Monitor.install = broken
+"""
+_CLOSE = """
+from ddpdebug.probes.patches import Patches
+from ddpdebug.probes.recorder import Recorder
+from ddpdebug.diagnosis import Diagnosis
+def broken(self, *args, **kwargs): raise RuntimeError("broken end")
+Patches.remove = Recorder.release = Diagnosis.finish = broken
+"""
+
+_BOTH, _ZERO, _ONE = ("0", "1"), ("0",), ("1",)
+#: name -> (source, ranks that it breaks)
+BROKEN: dict[str, tuple[str, tuple[str, ...]]] = {
+    "every probe": (_ALL_PROBES, _BOTH),
+    "every probe on one rank": (_ALL_PROBES, _ONE),
+    "each probe in turn": (_EACH_PROBE, _BOTH),
+    "the row on one rank": (_ROWS, _ONE),
+    "every detector": (_DETECTORS, _BOTH),
+    "the diagnosis on one rank": (_DIAGNOSIS, _ZERO),
+    "the disk is full from the start": (_SINKS, _BOTH),
+    "the disk is full later": (_DISK_FULL_LATER, _BOTH),
+    "the terminal": (_TERMINAL, _BOTH),
+    "the side group on one rank": (_GATHER, _ONE),
+    "the side group everywhere": (_GATHER, _BOTH),
+    "the side group hangs on one rank": (_GATHER_HANGS, _ONE),
+    "the side group does not connect on one rank": (_CONNECT, _ZERO),
+    "no store on one rank": (_STORE, _ONE),
+    "attaching on one rank": (_INSTALL, _ONE),
+    "the end": (_CLOSE, _BOTH),
+}
+_SLOW_BROKEN = {
+    "the diagnosis on one rank",
+    "the disk is full later",
+    "the terminal",
+    "the side group on one rank",
+    "the side group does not connect on one rank",
+    "no store on one rank",
+}
+_STEADY = {"script": "steady.py", "args": ["16", "-"]}
+
+
+@pytest.fixture(scope="module")
+def broken(run_jobs: Callable[..., Any], selected: set[tuple[Any, ...]]) -> dict[str, Any]:
+    """Run the same training plain, and with each part of ddpdebug broken."""
+    jobs: list[dict[str, Any]] = [{**_STEADY, "options": None, "teardown": True}]
+    names = [name for name in BROKEN if any(case[0] == name for case in selected)]
+    for source, ranks in (BROKEN[name] for name in names):
+        jobs.append({**_STEADY, "options": [], "inject": dict.fromkeys(ranks, source), "teardown": True})
+    done = run_jobs(jobs)
+    return {"plain": done[0], **dict(zip(names, done[1:], strict=True))}
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in _SLOW_BROKEN else []) for n in BROKEN]
+)
+def test_broken_part(name: str, broken: dict[str, Any], compare: Callable[..., list[str]]) -> None:
+    """A part of ddpdebug that fails leaves the job's results, status and duration as they are."""
+    assert compare(broken["plain"], broken[name]) == []
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "name, says",
+    [("every probe", 5), ("every probe on one rank", 5), ("every detector", 10), ("the side group everywhere", 1)],
+)
+def test_says_so_once(name: str, says: int, broken: dict[str, Any]) -> None:
+    """Each part that is off is named once."""
+    lines = [line for line in broken[name][0]["err"].splitlines() if "switched itself off" in line]
+    parts = [line.split(" has switched")[0] for line in lines]
+    assert len(parts) >= says
+    assert len(set(parts)) == len(parts)
+
+
+def _job(what: str, steps: int = 12, pause: float = 0.0, **more: Any) -> dict[str, Any]:
+    return {"script": "steady.py", "args": [str(steps), what, str(pause)], **more}
+
+
+_LONG = {"steps": 40, "pause": 0.05}
+#: name -> (job, options per rank)
+ENDS: dict[str, tuple[dict[str, Any], Any]] = {
+    "os._exit at the end": (_job("os._exit"), []),
+    "exit status of its own": (_job("sys.exit"), []),
+    "an exception on one rank": (_job("raise"), []),
+    "a rank is killed": (_job("-", **_LONG, events=[["step 4", 1, signal.SIGKILL]]), []),
+    "rank 0 is killed": (_job("-", **_LONG, events=[["step 4", 0, signal.SIGKILL]]), []),
+    "a rank is terminated": (_job("-", **_LONG, events=[["step 4", 1, signal.SIGTERM]]), []),
+    "a rank is interrupted": (_job("-", **_LONG, events=[["step 4", 1, signal.SIGINT]]), []),
+    "only rank 0 is watched": (_job("-", teardown=True), {"0": [], "1": None}),
+    "only rank 1 is watched": (_job("-", teardown=True), {"0": None, "1": []}),
+    "the run directory disappears": (_job("remove"), []),
+}
+
+
+_SLOW_ENDS = {"rank 0 is killed", "a rank is terminated", "only rank 1 is watched"}
+
+
+@pytest.fixture(scope="module")
+def ends(run_jobs: Callable[..., Any], selected: set[tuple[Any, ...]]) -> dict[str, Any]:
+    """Run each job plain and watched."""
+    names = [name for name in ENDS if (name,) in selected]
+    jobs = [{**ENDS[name][0], "options": mode} for name in names for mode in (None, ENDS[name][1])]
+    done = iter(run_jobs(jobs))
+    return {name: (next(done), next(done)) for name in names}
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in _SLOW_ENDS else []) for n in ENDS])
+def test_same_end(name: str, ends: dict[str, Any], compare: Callable[..., list[str]]) -> None:
+    """The job ends as it would have ended: status, output, and at most 5 s later."""
+    plain, watched = ends[name]
+    assert [rank["status"] for rank in plain] != [None, None]
+    assert compare(plain, watched) == []
+
+
+def _findings(folder: Path) -> list[str]:
+    (file,) = folder.glob("ddpdebug-runs/*/findings.jsonl")
+    return [json.loads(line)["code"] for line in file.read_text().splitlines()]
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(120)
+def test_stopped_rank(run_jobs: Callable[..., Any], tmp_path: Path) -> None:
+    """A rank that is stopped for 8 s and goes on is not lost: the job finishes, and a later fault is found."""
+    events = [["step 4", 1, signal.SIGSTOP], [8.0, 1, signal.SIGCONT]]
+    (result,) = run_jobs([_job("fault", steps=60, pause=0.02, events=events, options=[], cwd=str(tmp_path))])
+    assert [rank["status"] for rank in result] == [0, 0], result
+    assert max(rank["seconds"] for rank in result) > 8
+    assert "switched itself off" not in result[0]["err"]
+    assert "RANK101" in _findings(tmp_path)
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(120)
+def test_places_that_cannot_be_written(
+    run_jobs: Callable[..., Any], compare: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """A file where the run directory should be, a read-only directory and a full disk cost the record, nothing else."""
+    blocked = tmp_path / "blocked"
+    blocked.mkdir()
+    (blocked / "ddpdebug-runs").write_text("a file")
+    jobs: list[dict[str, Any]] = [_job("-", options=None), _job("-", options=[], cwd=str(blocked))]
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(small)]
+    mounted = os.geteuid() == 0 and subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    try:
+        if mounted:
+            jobs.append(_job("-", steps=60, options=["--out", str(small / "run")]))
+            jobs.insert(2, _job("-", steps=60, options=None))
+        plain, watched, *full = run_jobs(jobs)
+    finally:
+        if mounted:
+            subprocess.run(["umount", str(small)], check=True)
+    assert compare(plain, watched) == []
+    assert "switched itself off" in watched[0]["err"]
+    if full:
+        assert compare(*full) == []
+        assert "sink:run_directory has switched itself off" in full[1][0]["err"], full[1][0]["err"]
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(120)
+def test_taken_port(run_jobs: Callable[..., Any], compare: Callable[..., list[str]]) -> None:
+    """A metrics port that somebody else has moves on to the next one, which is announced."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        plain, watched = run_jobs([_job("-", options=None), _job("-", options=["--metrics-port", str(port)])])
+    assert compare(plain, watched) == []
+    assert "http://127.0.0.1:" in watched[0]["err"]
+    assert f":{port}/" not in watched[0]["err"]
+
+
+@pytest.fixture
+def launched(tmp_path: Path, environment: dict[str, str]) -> Iterator[Callable[..., tuple[int, float]]]:
+    """Run a job through torch's launcher, signal it or one of its ranks, and return (exit status, seconds after)."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def run(watched: bool, number: int, *, rank: int | None = None) -> tuple[int, float]:
+        port = ["--master-port", "0", "--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+        words = [sys.executable, "-m", "torch.distributed.run", *port, "--nproc-per-node", "2"]
+        words += ["-m", "ddpdebug", "run"] if watched else []
+        words += [str(_SCRIPTS / "steady.py"), "2000", "-", "0.02"]
+        folder = tmp_path / str(len(started))
+        folder.mkdir()
+        env = {**environment, "PYTHONPATH": f"{environment['PYTHONPATH']}:{_SCRIPTS}", "DDPDEBUG_METRICS": "off"}
+        with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+            process = subprocess.Popen(words, cwd=folder, env=env, stdout=out, stderr=err, start_new_session=True)
+        started.append(process)
+        deadline = time.monotonic() + 60
+        while (folder / "out").read_text().count("step 4") < 2:
+            assert process.poll() is None, (folder / "err").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(process.pid if rank is None else _ranks(process.pid)[rank], number)
+        sent = time.monotonic()
+        status = process.wait(60)
+        seconds = time.monotonic() - sent
+        assert _ranks(process.pid) == []
+        text = (folder / "err").read_text()
+        assert "ddpdebug/" not in text.replace("ddpdebug-runs/", "").split("Root Cause")[0].split("File")[0], text
+        return status, seconds
+
+    yield run
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _ranks(launcher: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = entry.read_text().rpartition(")")[2].split()
+            environ = (entry.parent / "environ").read_bytes()
+        except OSError:
+            continue
+        if int(fields[1]) == launcher and b"\0LOCAL_RANK=" in b"\0" + environ:
+            found.append((environ.split(b"LOCAL_RANK=")[1][:1], int(entry.parent.name)))
+    return [pid for _, pid in sorted(found)]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    "number, rank",
+    [(signal.SIGKILL, 1), (signal.SIGINT, None), (signal.SIGTERM, None)],
+    ids=["a rank is killed", "the launcher is interrupted", "the launcher is terminated"],
+)
+def test_launcher(number: int, rank: int | None, launched: Callable[..., tuple[int, float]]) -> None:
+    """Torch's launcher ends with the same status, at most 5 s later, and no rank is left."""
+    plain, plain_seconds = launched(False, number, rank=rank)
+    watched, seconds = launched(True, number, rank=rank)
+    assert watched == plain
+    assert seconds < plain_seconds + 5 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))

@@ -1,0 +1,13 @@
+"""Runs a script through `ddpdebug.runner` with nothing attached: what is left is the runner itself."""
+import sys
+
+from ddpdebug.errors import TargetError
+from ddpdebug.runner import Target, run_script
+
+words = sys.argv[1:]
+module = words[0] == "-m"
+name, *args = words[module:]
+try:
+    run_script(Target(name=name, args=tuple(args), module=module), before=lambda: None)
+except TargetError as error:
+    sys.exit(f"target error: {error}")

@@ -1,0 +1,117 @@
+"""The fan-out isolates sinks from each other and from training."""
+
+from __future__ import annotations
+
+import threading
+
+from ddpdebug.sinks import Record, Trouble
+from ddpdebug.sinks.fanout import Fanout
+
+NEWS = Trouble(part="probe:loss", message="news")
+
+
+class Keeping:
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.closed = 0
+
+    def write(self, record: Record) -> None:
+        """Keep the record."""
+        self.records.append(record)
+
+    def close(self) -> None:
+        """Count the calls."""
+        self.closed += 1
+
+
+class Failing(Keeping):
+    """Fails always."""
+
+    def write(self, record: Record) -> None:
+        """Keep the record, then fail."""
+        super().write(record)
+        raise OSError(28, "No space left on device")
+
+
+def test_every_sink_gets_every_record_in_order() -> None:
+    """Nothing is lost and nothing changes places."""
+    sinks = [Keeping(), Keeping()]
+    fanout = Fanout(sinks)
+    records = [Trouble(part=str(i), message="") for i in range(5)]
+    for record in records:
+        fanout.write(record)
+    assert sinks[0].records == sinks[1].records == records
+
+
+def test_a_failing_sink_is_dropped_with_one_trouble_to_the_others() -> None:
+    """It is asked once, released, and the others and the counter learn of it once."""
+    before, bad, after = Keeping(), Failing(), Keeping()
+    heard: list[Trouble] = []
+    fanout = Fanout([before, bad, after], heard.append)
+    fanout.write(NEWS)
+    fanout.write(NEWS)
+    trouble = Trouble(part="sink:test_fanout", message="OSError: [Errno 28] No space left on device")
+    assert heard == [trouble]
+    assert before.records == after.records == [NEWS, trouble, NEWS]
+    assert (len(bad.records), bad.closed) == (1, 1)
+
+
+def test_when_all_sinks_fail_writing_goes_on_without_harm() -> None:
+    """Each failure is told once, and nothing is raised."""
+    heard: list[Trouble] = []
+    sinks = [Failing(), Failing(), Failing()]
+    fanout = Fanout(sinks, heard.append)
+    fanout.write(NEWS)
+    fanout.write(NEWS)
+    assert [len(sink.records) for sink in sinks] == [1, 1, 1]
+    assert len(heard) == 3
+
+
+def test_a_failing_listener_does_no_harm() -> None:
+    """What `on_trouble` raises stays inside."""
+
+    def listen(_: Trouble) -> None:
+        raise RuntimeError("deaf")
+
+    kept = Keeping()
+    Fanout([Failing(), kept], listen).write(NEWS)
+    assert len(kept.records) == 2
+
+
+def test_a_second_thread_never_waits_for_a_slow_sink() -> None:
+    """It leaves its record to the thread that is writing."""
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Slow(Keeping):
+        def write(self, record: Record) -> None:
+            entered.set()
+            assert go_on.wait(10)
+            super().write(record)
+
+    slow = Slow()
+    fanout = Fanout([slow])
+    thread = threading.Thread(target=fanout.write, args=(NEWS,))
+    thread.start()
+    assert entered.wait(10)
+    late = Trouble(part="late", message="")
+    fanout.write(late)  # returns although the sink is stuck
+    assert slow.records == []
+    go_on.set()
+    thread.join(10)
+    assert slow.records == [NEWS, late]
+
+
+def test_closing_releases_every_sink() -> None:
+    """Also those after one whose close fails."""
+
+    class Stuck(Keeping):
+        def close(self) -> None:
+            raise RuntimeError("stuck")
+
+    kept = Keeping()
+    heard: list[Trouble] = []
+    Fanout([Stuck(), kept], heard.append).close()
+    assert kept.closed == 1
+    assert [trouble.message for trouble in heard] == ["RuntimeError: stuck"]

@@ -1,0 +1,233 @@
+"""The metrics as Prometheus reads them, over real sockets."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import socket
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.observations import Digest, Flag, Row
+from ddpdebug.sinks import FindingRaised, RunEnded, RunStarted, StepJudged, Trouble
+from ddpdebug.sinks.prometheus import PrometheusSink
+from ddpdebug.steps import Step
+
+STARTED = RunStarted(
+    run_id="r1",
+    rank=0,
+    world=2,
+    directory=None,
+    config={},
+    versions={"torch": "2.13.0", "ddpdebug": "0.1"},
+    node="n1",
+    local_rank=0,
+)
+FINDING = Finding(code="RANK101", severity=Severity.CRITICAL, title="t")
+
+
+@pytest.fixture
+def sink() -> Iterator[PrometheusSink]:
+    """Serve on any free port."""
+    made = PrometheusSink(0, "127.0.0.1", 0, codes={"RANK101": Severity.CRITICAL}, clock=lambda: 1000.0)
+    yield made
+    made.close()
+
+
+def judged(step: int, optimizer: int = 0, **fields: float) -> StepJudged:
+    """Build a step of two ranks that are alike."""
+    rows = {rank: Row(rank=rank, step=step, optimizer=optimizer, **fields) for rank in (0, 1)}  # type: ignore[arg-type]
+    made = Step(step=step, optimizer=optimizer, world=2, rows=rows)
+    return StepJudged(step=made, interval=5, overhead_ratio=0.008)
+
+
+def text_of(sink: PrometheusSink) -> str:
+    """Scrape."""
+    assert sink.url is not None
+    with urllib.request.urlopen(sink.url, timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def samples(sink: PrometheusSink) -> dict[tuple[str, ...], float]:
+    """Scrape: name and label values, sorted by label, -> value."""
+    return {
+        (sample.name, *[value for _, value in sorted(sample.labels.items())]): sample.value
+        for family in text_string_to_metric_families(text_of(sink))
+        for sample in family.samples
+    }
+
+
+def test_a_step_shows_in_the_next_scrape(sink: PrometheusSink) -> None:
+    """Loss, norms, rates, memory, time and the state of the checks."""
+    sink.write(STARTED)
+    sink.write(
+        judged(7, loss=2.5, lr=1e-3, grad_norm=3.0, local_grad_norm=4.0, loss_scale=1024.0, host_bytes=10,
+               device_peak_bytes=30, step_seconds=0.2, forward_seconds=0.05)
+    )  # fmt: skip
+    found = samples(sink)
+    expected = {
+        ("ddpdebug_step", "0"): 7,
+        ("ddpdebug_loss", "0"): 2.5,
+        ("ddpdebug_learning_rate", "0"): 1e-3,
+        ("ddpdebug_grad_norm", "0"): 3,
+        ("ddpdebug_local_grad_norm", "0"): 4,
+        ("ddpdebug_loss_scale", "0"): 1024,
+        ("ddpdebug_host_memory_bytes", "0"): 10,
+        ("ddpdebug_device_memory_bytes", "peak", "0"): 30,
+        ("ddpdebug_last_step_timestamp_seconds", "0"): 1000,
+        ("ddpdebug_step_seconds_bucket", "0.1", "0"): 0,
+        ("ddpdebug_step_seconds_bucket", "0.3", "0"): 1,
+        ("ddpdebug_step_seconds_bucket", "+Inf", "0"): 1,
+        ("ddpdebug_step_seconds_sum", "0"): 0.2,
+        ("ddpdebug_phase_seconds_sum", "forward", "0"): 0.05,
+        ("ddpdebug_phase_seconds_count", "data", "0"): 0,
+        ("ddpdebug_overhead_ratio", "0"): 0.008,
+        ("ddpdebug_check_interval_steps", "0"): 5,
+        ("ddpdebug_internal_errors_total", "0"): 0,
+        ("ddpdebug_findings_total", "RANK101", "0", "critical"): 0,
+        ("ddpdebug_run_info", "0.1", "r1", "2.13.0", "2"): 1,
+        ("ddpdebug_rank_info", "0", "n1", "0"): 1,
+    }
+    assert {key: found.get(key) for key in expected} == expected
+
+
+def test_only_the_own_rank_is_served_in_the_mode_per_rank(sink: PrometheusSink) -> None:
+    """The other rank serves itself."""
+    sink.write(judged(0))
+    assert ("ddpdebug_step", "1") not in samples(sink)
+
+
+def test_rank_0_serves_all_ranks_in_the_mode_rank0() -> None:
+    """The other ranks serve nothing, and take their records quietly."""
+    sink = PrometheusSink(0, "127.0.0.1", 0, mode="rank0", local_rank=0)
+    other = PrometheusSink(1, "127.0.0.1", 0, mode="rank0", local_rank=1)
+    for each in (sink, other):
+        each.write(judged(3))
+    found = samples(sink)
+    assert (found["ddpdebug_step", "0"], found["ddpdebug_step", "1"]) == (3, 3)
+    assert other.url is None
+    sink.close()
+
+
+def test_findings_and_failures_are_counted(sink: PrometheusSink) -> None:
+    """A finding once per cause; codes that were not announced appear when they occur."""
+    sink.write(FindingRaised(finding=FINDING))
+    sink.write(FindingRaised(finding=FINDING, new=False))
+    sink.write(FindingRaised(finding=Finding(code="NEW1", severity=Severity.INFO, title="t")))
+    sink.write(Trouble(part="probe:loss", message="broken"))
+    found = samples(sink)
+    assert found["ddpdebug_findings_total", "RANK101", "0", "critical"] == 1
+    assert found["ddpdebug_findings_total", "NEW1", "0", "info"] == 1
+    assert found["ddpdebug_internal_errors_total", "0"] == 1
+
+
+def test_disagreement_stays_until_the_next_comparison(sink: PrometheusSink) -> None:
+    """Steps without a comparison say nothing; optimizers are remembered apart."""
+    key = ("ddpdebug_ranks_disagreeing", "0", "parameters")
+    assert samples(sink)[key] == 0
+    rows = {rank: Row(rank=rank, optimizer=1, params_after_digest=Digest(rank + 1)) for rank in (0, 1)}
+    sink.write(StepJudged(step=Step(step=0, optimizer=1, world=2, rows=rows)))
+    for step in (judged(0), judged(1, optimizer=1), judged(1, params_after_digest=5)):
+        sink.write(step)
+        assert samples(sink)[key] == 2
+    sink.write(judged(2, optimizer=1, params_after_digest=5))
+    assert samples(sink)[key] == 0
+
+
+def test_values_that_a_step_did_not_compute_stay(sink: PrometheusSink) -> None:
+    """A norm of every fifth step is a line, not dots; a loss that is NaN is NaN."""
+    sink.write(judged(0, grad_norm=3.0, loss=1.0, flags=Flag.CHECKED))
+    sink.write(judged(1, loss=0.5))
+    found = samples(sink)
+    assert (found["ddpdebug_grad_norm", "0"], found["ddpdebug_loss", "0"]) == (3, 0.5)
+    sink.write(judged(2, flags=Flag.LOSS_NONFINITE))
+    assert math.isnan(samples(sink)["ddpdebug_loss", "0"])
+
+
+def test_the_optimizer_that_steps_most_is_followed(sink: PrometheusSink) -> None:
+    """The two of a GAN do not take turns in one gauge."""
+    for step in range(3):
+        sink.write(judged(step, loss=1.0))
+        sink.write(judged(step, optimizer=1, loss=9.0))
+        assert samples(sink)["ddpdebug_loss", "0"] == 1
+    for step in range(3, 6):
+        sink.write(judged(step, optimizer=1, loss=9.0))
+    assert samples(sink)["ddpdebug_loss", "0"] == 9
+
+
+def test_a_taken_port_moves_on_to_the_next() -> None:
+    """And the address says where."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        sink = PrometheusSink(0, "127.0.0.1", port)
+        assert sink.url is not None
+        assert port < int(sink.url.split(":")[2].removesuffix("/metrics")) < port + 100
+        sink.close()
+
+
+def test_each_local_rank_has_its_own_port() -> None:
+    """The port of local rank 0 and those after it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    sink = PrometheusSink(5, "127.0.0.1", port, local_rank=1)
+    assert sink.url is not None
+    assert int(sink.url.split(":")[2].removesuffix("/metrics")) > port
+    sink.close()
+
+
+def test_a_host_that_is_not_ours_is_reported_by_the_first_write() -> None:
+    """Making the sink never fails: the fan-out is the one that handles failures."""
+    sink = PrometheusSink(0, "192.0.2.1", 0)
+    assert sink.url is None
+    with pytest.raises(OSError, match=r"[Aa]ssign"):
+        sink.write(STARTED)
+    sink.close()
+
+
+def test_it_answers_while_training_hangs(sink: PrometheusSink) -> None:
+    """A main thread that waits for a lock does not stop the server."""
+    sink.write(judged(4))
+    answers: list[str] = []
+    done = threading.Event()
+
+    def scrape() -> None:
+        answers.append(text_of(sink))
+        done.set()
+
+    threading.Thread(target=scrape, daemon=True).start()
+    assert done.wait(10)
+    assert "ddpdebug_step{" in answers[0]
+
+
+def test_it_stops_promptly_and_leaves_no_thread() -> None:
+    """At the end of the run; closing again does nothing."""
+    before = set(threading.enumerate())
+    sink = PrometheusSink(0, "127.0.0.1", 0)
+    begun = time.monotonic()
+    sink.write(RunEnded(reason="finished", exit_code=0, steps={}))
+    assert time.monotonic() - begun < 2
+    assert not [thread for thread in threading.enumerate() if thread not in before]
+    sink.close()
+    with pytest.raises(OSError, match="refused"):
+        text_of(sink)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_promtool_finds_nothing_to_complain_about(sink: PrometheusSink) -> None:
+    """Names, types and help texts follow Prometheus's conventions."""
+    sink.write(STARTED)
+    sink.write(judged(0, step_seconds=0.2))
+    result = subprocess.run(
+        ["promtool", "check", "metrics"], input=text_of(sink), capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")

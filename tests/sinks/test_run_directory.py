@@ -1,0 +1,186 @@
+"""The run directory as it is written; `test_run_files` reads broken ones."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpdebug import run_files
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.observations import LAYOUT_VERSION, ROW_BYTES, Digest, Row
+from ddpdebug.sinks import FindingRaised, RunEnded, RunStarted, Saved, StepJudged, Trouble
+from ddpdebug.sinks.run_directory import RunDirectory
+from ddpdebug.steps import Step
+
+FINDING = Finding(
+    code="RANK101",
+    severity=Severity.CRITICAL,
+    title="parameters differ between ranks",
+    step=57,
+    last_step=57,
+    ranks=(2,),
+    subject=("layers.3.fc.weight",),
+    evidence={"differing": 3},
+    time="2026-11-21T02:09:00Z",
+)
+ENDED = RunEnded(reason="finished", exit_code=0, steps={0: 3}, time="2026-11-21T02:10:00Z")
+
+
+@pytest.fixture(autouse=True)
+def closing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Close every sink of a test, as the fan-out does at the end of a run."""
+    made: list[RunDirectory] = []
+    create = RunDirectory.__init__
+
+    def remember(self: RunDirectory, *args: Any, **options: Any) -> None:
+        create(self, *args, **options)
+        made.append(self)
+
+    monkeypatch.setattr(RunDirectory, "__init__", remember)
+    yield
+    for sink in made:
+        sink.close()
+
+
+def started(directory: Path, rank: int = 0, run_id: str = "r1") -> RunStarted:
+    """Build the first record."""
+    return RunStarted(
+        run_id=run_id,
+        rank=rank,
+        world=2,
+        directory=directory,
+        config={"budget": 0.01, "out": directory},
+        versions={"torch": "2.13.0"},
+        command=("train.py", "--lr", "1e-3"),
+        time="2026-11-21T02:08:00Z",
+    )
+
+
+def judged(step: int) -> StepJudged:
+    """Build a step of two ranks."""
+    rows = {rank: Row(rank=rank, step=step, loss=1.5, params_after_digest=Digest(7)) for rank in (0, 1)}
+    return StepJudged(step=Step(step=step, optimizer=0, world=2, rows=rows))
+
+
+def test_a_whole_run_can_be_read_back(tmp_path: Path) -> None:
+    """What ran, the findings, the steps, the details and how each rank ended."""
+    for rank in (1, 0):
+        sink = RunDirectory(tmp_path, rank)
+        sink.write(started(tmp_path, rank))
+        sink.write(judged(0))
+        sink.write(Saved(kind="fact", payload={"rank": 1, "topic": "structure:0", "value": float("nan")}))
+        sink.write(judged(1))
+        sink.write(FindingRaised(finding=FINDING))
+        sink.write(ENDED)
+    run = run_files.read_run(tmp_path)
+    assert (run["run"], run["world"], run["command"]) == ("r1", 2, ["train.py", "--lr", "1e-3"])
+    assert run["layout"]["version"] == LAYOUT_VERSION
+    assert run["outcome"]["findings"] == {"critical": 1}
+    assert run_files.read_findings(tmp_path) == [replace(FINDING, run="r1")]
+    steps = list(run_files.read_steps(tmp_path))
+    assert repr(steps) == repr([judged(0).step, judged(1).step])  # NaN is not equal to itself
+    (observed,) = run_files.read_observations(tmp_path)
+    assert (observed.rows, observed.kind, observed.payload["value"]) == (2, "fact", "nan")
+    outcomes = run_files.read_outcomes(tmp_path)
+    assert list(outcomes) == [0, 1]
+    assert outcomes[1]["steps"] == {"0": 3}
+
+
+def test_other_ranks_write_only_their_own_folder(tmp_path: Path) -> None:
+    """Rank 0 owns the shared files."""
+    sink = RunDirectory(tmp_path, 1)
+    for record in (started(tmp_path, 1), judged(0), FindingRaised(finding=FINDING), Saved(kind="fact"), ENDED):
+        sink.write(record)
+    assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()) == [
+        "ranks/1/outcome.json"
+    ]
+
+
+def test_everything_is_on_disk_as_soon_as_it_is_known(tmp_path: Path) -> None:
+    """A run that is killed at any point leaves a readable directory."""
+    sink = RunDirectory(tmp_path, 0)
+    sink.write(started(tmp_path))
+    assert run_files.read_run(tmp_path)["outcome"] is None
+    assert run_files.read_findings(tmp_path) == []
+    sink.write(judged(0))
+    assert len(list(run_files.read_rows(tmp_path))) == 2
+    sink.write(FindingRaised(finding=FINDING))
+    assert run_files.read_findings(tmp_path) == [replace(FINDING, run="r1")]
+    sink.write(Trouble(part="probe:loss", message="broken"))
+    line = (tmp_path / "ranks/0/trouble.jsonl").read_text()
+    assert json.loads(line) == {"part": "probe:loss", "message": "broken"}
+    assert run_files.read_outcomes(tmp_path) == {}
+
+
+def test_the_end_brings_the_final_counts_and_all_evidence(tmp_path: Path) -> None:
+    """A finding seen again is one line; evidence found later stays, the time is that of the first report."""
+    sink = RunDirectory(tmp_path, 0)
+    sink.write(started(tmp_path))
+    sink.write(FindingRaised(finding=FINDING))
+    located = replace(FINDING, evidence={**FINDING.evidence, "index": [4, 17]}, time="later")
+    sink.write(FindingRaised(finding=located, new=False))
+    sink.write(FindingRaised(finding=FINDING.seen_again(60), new=False))
+    sink.write(FindingRaised(finding=replace(FINDING, subject=("other",))))
+    assert [f.count for f in run_files.read_findings(tmp_path)] == [1, 1]
+    sink.write(ENDED)
+    first, second = run_files.read_findings(tmp_path)
+    assert (first.count, first.last_step, first.time) == (2, 60, FINDING.time)
+    assert first.evidence == {"differing": 3, "index": [4, 17]}
+    assert second.subject == ("other",)
+
+
+def test_an_earlier_run_in_the_directory_is_set_aside(tmp_path: Path) -> None:
+    """An elastic restart does not mix with what was there."""
+    for run_id in ("r1", "r2", "r3"):
+        sink = RunDirectory(tmp_path, 0)
+        sink.write(started(tmp_path, run_id=run_id))
+        sink.write(judged(0))
+    assert run_files.read_run(tmp_path)["run"] == "r3"
+    assert len(list(run_files.read_rows(tmp_path))) == 2
+    assert run_files.read_run(tmp_path / "previous-1")["run"] == "r1"
+    assert len(list(run_files.read_rows(tmp_path / "previous-2"))) == 2
+
+
+def test_the_directory_stays_bounded(tmp_path: Path) -> None:
+    """The first and the newest steps are kept, and their numbers say where the gap is."""
+    sink = RunDirectory(tmp_path, 0, cap_bytes=100 * ROW_BYTES)
+    sink.write(started(tmp_path))
+    for step in range(500):
+        sink.write(judged(step))
+    assert sum(path.stat().st_size for path in tmp_path.glob("steps*.bin")) <= 100 * ROW_BYTES
+    steps = [step.step for step in run_files.read_steps(tmp_path)]
+    numbers = [number for number, _ in run_files.numbered_rows(tmp_path)]
+    assert steps[0] == 0
+    assert steps[-1] == 499
+    assert len(steps) > 30
+    assert [number // 2 for number in numbers[::2]] == steps
+
+
+def test_texts_that_are_no_unicode_are_written(tmp_path: Path) -> None:
+    """A path with undecodable bytes in it does not stop the sink."""
+    sink = RunDirectory(tmp_path, 0)
+    sink.write(replace(started(tmp_path), command=("\udcff.py",)))
+    sink.write(FindingRaised(finding=replace(FINDING, location="\udcff.py:3")))
+    assert run_files.read_findings(tmp_path)[0].location == "\udcff.py:3"
+    assert run_files.read_run(tmp_path)["command"] == ["\udcff.py"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_place_is_an_error_of_the_system(tmp_path: Path) -> None:
+    """The fan-out switches the sink off then."""
+    tmp_path.chmod(0o500)
+    with pytest.raises(OSError, match="Permission"):
+        RunDirectory(tmp_path / "run", 0).write(started(tmp_path))
+
+
+def test_a_file_in_the_way_is_an_error_of_the_system(tmp_path: Path) -> None:
+    """The same where the directory cannot be made."""
+    (tmp_path / "run").write_text("")
+    with pytest.raises(OSError, match="directory"):
+        RunDirectory(tmp_path / "run", 0).write(started(tmp_path))

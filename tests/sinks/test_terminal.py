@@ -1,0 +1,328 @@
+"""What people see in their terminal and in their logs."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.observations import Digest, Flag, Row
+from ddpdebug.sinks import FindingRaised, RunEnded, RunStarted, StepJudged, Trouble
+from ddpdebug.sinks.terminal import Terminal
+from ddpdebug.steps import Step
+
+STARTED = RunStarted(
+    run_id="r1",
+    rank=0,
+    world=4,
+    directory=Path("ddpdebug-runs/r1"),
+    config={},
+    versions={},
+    metrics_url="http://127.0.0.1:9400/metrics",
+)
+FINDING = Finding(
+    code="RANK101",
+    severity=Severity.CRITICAL,
+    title="parameters differ between ranks",
+    step=57,
+    ranks=(2,),
+    subject=("layers.3.fc.weight",),
+    phase="outside-optimizer",
+    location="train.py:88",
+    evidence={"differing": 1},
+    causes=["an edit on one rank", "a flipped bit"],
+    actions=["look at the named line"],
+)
+FINISHED = RunEnded(reason="finished", exit_code=0, steps={})
+
+
+class Recording(io.StringIO):
+    """A stream that remembers its writes one by one."""
+
+    encoding = "utf-8"  # type: ignore[assignment]
+
+    def __init__(self, *, tty: bool = False) -> None:
+        super().__init__()
+        self.writes: list[str] = []
+        self._tty = tty
+
+    def isatty(self) -> bool:
+        """Pretend."""
+        return self._tty
+
+    def write(self, text: str) -> int:
+        """Remember the write."""
+        self.writes.append(text)
+        return super().write(text)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the terminal's kind independent of where the tests run."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+def judged(step: int, *digests: int, optimizer: int = 0) -> StepJudged:
+    """Build a step in which the ranks have these parameters."""
+    rows = {
+        rank: Row(rank=rank, step=step, loss=2.5, params_after_digest=Digest(digest))
+        for rank, digest in enumerate(digests)
+    }
+    made = Step(step=step, optimizer=optimizer, world=len(rows), rows=rows)
+    return StepJudged(step=made, interval=5, overhead_ratio=0.0083)
+
+
+def test_a_log_gets_plain_lines() -> None:
+    """No escape codes, a line per item."""
+    stream = Recording()
+    terminal = Terminal(0, stream)
+    for record in (STARTED, FindingRaised(finding=FINDING), Trouble(part="exchange", message="a rank\nis gone")):
+        terminal.write(record)
+    assert stream.getvalue() == (
+        "ddpdebug: watching 4 ranks · ddpdebug-runs/r1 · http://127.0.0.1:9400/metrics\n"
+        "ddpdebug: critical RANK101: parameters differ between ranks\n"
+        "  where     step 57 · rank 2 · outside-optimizer · train.py:88\n"
+        "  what      layers.3.fc.weight\n"
+        "  evidence  differing 1\n"
+        "  perhaps   1. an edit on one rank\n"
+        "            2. a flipped bit\n"
+        "  next      look at the named line\n"
+        "            ddpdebug explain RANK101\n"
+        "ddpdebug: exchange has switched itself off: a rank\\nis gone (the job goes on)\n"
+    )
+
+
+def test_each_output_is_one_write_that_begins_on_a_cleared_line() -> None:
+    """So that tqdm's bar and other ranks' lines do not get into it."""
+    stream = Recording(tty=True)
+    terminal = Terminal(0, stream)
+    terminal.write(STARTED)
+    terminal.write(FindingRaised(finding=FINDING))
+    assert len(stream.writes) == 2
+    assert all(text.startswith("\r\x1b[K") and text.endswith("\n") for text in stream.writes)
+    assert "\x1b[1" in stream.writes[1]
+    shown = re.sub(r"\x1b\[[0-9;]*[mK]", "", stream.writes[1])
+    assert "RANK101" in shown
+    assert "  where     step 57 · rank 2 · outside-optimizer · train.py:88\n" in shown
+
+
+def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the clearing of the line remains."""
+    monkeypatch.setenv("NO_COLOR", "1")
+    stream = Recording(tty=True)
+    Terminal(0, stream).write(FindingRaised(finding=FINDING))
+    assert "\x1b" not in stream.getvalue().removeprefix("\r\x1b[K")
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Editors run shells in one."""
+    monkeypatch.setenv("TERM", "dumb")
+    stream = Recording(tty=True)
+    Terminal(0, stream).write(FindingRaised(finding=FINDING))
+    assert "\x1b" not in stream.getvalue()
+
+
+@pytest.mark.parametrize("tty", [True, False])
+def test_names_from_the_job_cannot_control_the_terminal(tty: bool) -> None:
+    """Escape sequences are escaped, markup is text."""
+    evil = "[red]w\x1b[2J\n[/red]"
+    finding = replace(FINDING, subject=(evil,), location=evil, title=evil, evidence={evil: {"0": evil}}, causes=[evil])
+    stream = Recording(tty=tty)
+    terminal = Terminal(0, stream)
+    terminal.write(FindingRaised(finding=finding))
+    terminal.write(Trouble(part=evil, message=evil))
+    terminal.write(replace(FINISHED, reason=evil))
+    assert "\x1b[2J" not in stream.getvalue()
+    assert r"[red]w\x1b[2J\n[/red]" in stream.getvalue()
+
+
+def test_a_stream_without_unicode_still_gets_everything() -> None:
+    """Separators become ASCII, the rest is escaped."""
+    stream = Recording()
+    stream.encoding = "ascii"  # type: ignore[misc]
+    Terminal(0, stream).write(FindingRaised(finding=replace(FINDING, subject=("größe",))))
+    assert stream.getvalue().isascii()
+    assert "step 57 - rank 2" in stream.getvalue()
+    assert r"gr\xf6\xdfe" in stream.getvalue()
+
+
+def test_only_rank_0_prints() -> None:
+    """Sixty-four ranks share one terminal."""
+    stream = Recording()
+    for record in (STARTED, judged(0, 1, 2), FindingRaised(finding=FINDING), FINISHED):
+        Terminal(1, stream).write(record)
+    assert stream.getvalue() == ""
+
+
+def test_a_finding_is_shown_once_and_new_evidence_when_it_is_found() -> None:
+    """Later occurrences are quiet; the first differing element arrives later and is worth a line."""
+    stream = Recording()
+    terminal = Terminal(0, stream)
+    terminal.write(FindingRaised(finding=FINDING))
+    terminal.write(FindingRaised(finding=FINDING.seen_again(58), new=False))
+    assert len(stream.writes) == 1
+    located = replace(FINDING, evidence={"differing": 1, "index": [4, 17]})
+    for _ in range(2):
+        terminal.write(FindingRaised(finding=located, new=False))
+    assert stream.writes[1:] == [
+        "ddpdebug: critical RANK101: more about the finding of step 57\n  evidence  index [4, 17]\n"
+    ]
+
+
+@pytest.mark.parametrize("tty", [True, False])
+def test_a_consequence_alone_is_not_worth_a_block(tty: bool) -> None:
+    """It is printed neither when it arrives nor together with the element that is found later."""
+    stream = Recording(tty=tty)
+    terminal = Terminal(0, stream)
+    terminal.write(FindingRaised(finding=FINDING))
+    follows = {**FINDING.evidence, "consequences": ["RANK103 since step 58"]}
+    terminal.write(FindingRaised(finding=replace(FINDING, evidence=follows), new=False))
+    assert len(stream.writes) == 1
+    more = {"consequences": ["RANK103 since step 58", "RANK102 since step 58"], "values": {"0": 1.0, "2": 2.0}}
+    terminal.write(FindingRaised(finding=replace(FINDING, evidence=more), new=False))
+    assert len(stream.writes) == 2
+    assert "consequences" not in stream.writes[1]
+    assert "values: rank 0 = 1, rank 2 = 2" in stream.writes[1]
+
+
+def test_a_finding_that_grows_is_the_same_finding() -> None:
+    """Further ranks and parameters of a cause are not told as news about its values."""
+    stream = Recording()
+    terminal = Terminal(0, stream)
+    first = replace(FINDING, evidence={"values": {"0": 1.0, "2": 2.0}})
+    terminal.write(FindingRaised(finding=first))
+    terminal.write(FindingRaised(finding=replace(first, ranks=(1, 2), subject=(*first.subject, "b")), new=False))
+    assert len(stream.writes) == 1
+
+
+@pytest.mark.parametrize("infinite", [math.inf, "inf"])  # in memory, and as read back from findings.jsonl
+def test_values_that_are_not_finite_are_shown(infinite: object) -> None:
+    """A corrupted weight is often one of them."""
+    stream = Recording()
+    values = {"0": 0.5, "1": infinite, "2": math.nan, "3": -math.inf}
+    Terminal(0, stream).write(FindingRaised(finding=replace(FINDING, evidence={"values": values})))
+    assert "  evidence  values: rank 0 = 0.5, rank 1 = inf, rank 2 = nan, rank 3 = -inf\n" in stream.getvalue()
+
+
+def test_a_flood_of_findings_is_cut() -> None:
+    """The run directory has them all."""
+    stream = Recording()
+    terminal = Terminal(0, stream)
+    for i in range(40):
+        terminal.write(FindingRaised(finding=replace(FINDING, step=i)))
+    assert len(stream.writes) == 21
+    assert stream.writes[-1] == "ddpdebug: 20 findings shown, further ones are only in the run directory\n"
+
+
+def summary(*records: StepJudged | FindingRaised, started: RunStarted = STARTED, ended: RunEnded = FINISHED) -> str:
+    """Return the last line of a run."""
+    stream = Recording()
+    terminal = Terminal(0, stream)
+    for record in (started, *records, ended):
+        terminal.write(record)
+    return stream.writes[-1]
+
+
+def test_the_last_line_says_what_was_compared() -> None:
+    """Steps, agreement, cost and how often the full check ran."""
+    steps = [judged(i, 5, 5) if i % 5 == 0 else judged(i, 0, 0) for i in range(20)]
+    assert summary(*steps) == (
+        "ddpdebug: no findings · 20 steps · the ranks agreed in all 4 that were compared · "
+        "overhead 0.83 % · full check every 5 steps\n"
+    )
+
+
+def test_the_last_line_counts_findings_by_severity() -> None:
+    """The gravest first, with the file that holds them."""
+    warning = replace(FINDING, code="SYNC207", severity=Severity.WARNING)
+    raised = [FindingRaised(finding=f) for f in (warning, FINDING, replace(FINDING, step=60))]
+    assert summary(judged(0, 5, 6), *raised) == (
+        "ddpdebug: 2 critical (RANK101 x2), 1 warning (SYNC207) · 1 step · the ranks disagreed in 1 of 1 step · "
+        "overhead 0.83 % · full check every 5 steps · ddpdebug-runs/r1/findings.jsonl\n"
+    )
+
+
+def test_nothing_is_called_clean_that_was_not_checked() -> None:
+    """No step, no comparison, or one rank only."""
+    assert summary() == "ddpdebug: no optimizer step was seen, so nothing was checked\n"
+    assert "no findings" not in summary(judged(0, 0, 0))
+    assert "nothing was compared between the ranks" in summary(judged(0, 0, 0))
+    alone = replace(STARTED, world=1)
+    assert "no findings · 1 step · one rank, nothing to compare" in summary(judged(0, 5), started=alone)
+    assert summary(ended=replace(FINISHED, reason="signal SIGTERM")).startswith(
+        "ddpdebug: signal SIGTERM · no optimizer"
+    )
+
+
+class Clock:
+    """A clock that is set."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return self.now
+
+
+def test_the_status_line_stays_in_place_and_is_rare() -> None:
+    """It is cleared before other output and leaves the cursor where the next print overwrites it."""
+    stream, clock = Recording(tty=True), Clock()
+    terminal = Terminal(0, stream, status=True, status_seconds=5, clock=clock)
+    for step in range(10):
+        clock.now = float(step)
+        terminal.write(judged(step, 5, 5))
+    assert stream.writes == [f"\r\x1b[Kddpdebug: step {s} · loss 2.5 · no findings\r" for s in (0, 5)]
+    terminal.write(Trouble(part="a", message="b"))
+    assert stream.writes[-1].startswith("\r\x1b[K")
+
+
+def test_the_status_line_shows_a_loss_that_is_nan() -> None:
+    """NaN in a row means unknown, unless its flag says that the loss is NaN."""
+    stream = Recording(tty=True)
+    for flags in (0, int(Flag.LOSS_NONFINITE)):
+        row = Row(step=3, loss=math.nan, flags=flags)
+        step = Step(step=3, optimizer=0, world=1, rows={0: row})
+        Terminal(0, stream, status=True).write(StepJudged(step=step))
+    assert stream.writes == [f"\r\x1b[Kddpdebug: step 3{loss} · no findings\r" for loss in ("", " · loss nan")]
+
+
+def test_the_status_line_is_off_by_default_and_in_logs() -> None:
+    """The job's own prints know nothing of it."""
+    for terminal_stream, on in ((Recording(tty=True), False), (Recording(), True)):
+        Terminal(0, terminal_stream, status=on).write(judged(0, 5, 5))
+        assert terminal_stream.writes == []
+
+
+@pytest.fixture
+def tqdm_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make tqdm seem to show a bar."""
+    module = types.ModuleType("tqdm.std")
+    module.tqdm = types.SimpleNamespace(_instances={1})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tqdm.std", module)
+
+
+@pytest.mark.usefixtures("tqdm_bar")
+def test_the_status_line_steps_back_for_tqdm() -> None:
+    """Two lines cannot live in one place."""
+    stream = Recording(tty=True)
+    Terminal(0, stream, status=True).write(judged(0, 5, 5))
+    assert stream.writes == []
+
+
+def test_a_large_overhead_is_written_out() -> None:
+    """Very short steps of a test cost several times themselves."""
+    assert "overhead 430 %" in summary(replace(judged(0, 5, 5), overhead_ratio=4.3))
+
+
+def test_an_unknown_overhead_is_not_printed() -> None:
+    """NaN says nothing to a person."""
+    step = replace(judged(0, 5, 5), overhead_ratio=math.nan, interval=1)
+    assert summary(step) == "ddpdebug: no findings · 1 step · the ranks agreed in all 1 that were compared\n"

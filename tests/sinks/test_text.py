@@ -1,0 +1,96 @@
+"""Findings as people read them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, strategies as st
+
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.sinks.text import clean, counted, evidence_lines, number, parts, ranks_text, subjects, where
+
+
+@given(st.text())
+def test_clean_texts_are_printable_and_on_one_line(text: str) -> None:
+    """Whatever the job calls its parameters."""
+    assert clean(text).isprintable()
+
+
+def test_escape_sequences_and_bidirectional_overrides_are_shown_not_obeyed() -> None:
+    """A name cannot clear the screen or turn the text around."""
+    assert clean("a\x1b[31m\n\u202e\x9b") == r"a\x1b[31m\n\u202e\x9b"
+
+
+def test_long_texts_lose_their_middle() -> None:
+    """The ends of a module path say the most."""
+    assert clean("a" * 50 + "b" * 50, 20) == "aaaaaaaaaa…bbbbbbbbb"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0131, "0.0131"), (131072.25, "1.311e5"), (1e-8, "1e-8"), (12, "12"), (True, "true"),
+     (float("nan"), "nan"), (float("-inf"), "-inf"), (2.0, "2"), (10**12, "1000000000000")],
+)  # fmt: skip
+def test_numbers_are_short(value: float, text: str) -> None:
+    """Four digits, no padded exponents."""
+    assert number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("ranks", "world", "text"),
+    [((2,), 4, "rank 2"), ((7, 0, 1, 2, 3), 64, "ranks 0-3,7"), ((0, 1), 2, "both ranks"),
+     ((0, 1, 2), 3, "all 3 ranks"), ((0,), 1, "rank 0"), ((0, 2), None, "ranks 0,2")],
+)  # fmt: skip
+def test_ranks_are_named_as_ranges(ranks: tuple[int, ...], world: int | None, text: str) -> None:
+    """Sixty-four ranks fit on a line."""
+    assert ranks_text(ranks, world) == text
+
+
+def finding(**fields: object) -> Finding:
+    """Build a finding."""
+    return Finding(**{"code": "RANK101", "severity": Severity.CRITICAL, "title": "t", **fields})  # type: ignore[arg-type]
+
+
+def test_unknown_places_are_left_out() -> None:
+    """Nothing is guessed."""
+    assert where(finding()) == ""
+    assert where(finding(step=5, ranks=(1,), phase="init", location="a.py:3")) == "step 5 · rank 1 · init · a.py:3"
+    assert parts(finding()) == [("next", ["ddpdebug explain RANK101"])]
+
+
+def test_three_subjects_are_named_and_the_others_counted() -> None:
+    """A finding over a thousand parameters stays a few lines."""
+    assert subjects(finding(subject=("a", "b", "c"))) == ["a", "b", "c"]
+    assert subjects(finding(subject=tuple("abcde"))) == ["a", "b", "c", "and 2 more"]
+
+
+def test_values_by_rank_are_grouped_with_the_odd_ones_first() -> None:
+    """And with as many digits as show the difference."""
+    values = {str(rank): 0.001 for rank in range(64)}
+    values["7"] = 0.0010000001
+    assert evidence_lines({"values": values}) == ["values: rank 7 = 0.0010000001, ranks 0-6,8-63 = 0.001"]
+    assert evidence_lines({"values": {"0": "nan", "1": float("nan")}}) == ["values: ranks 0-1 = nan"]
+    many = evidence_lines({"lr": {str(rank): rank for rank in range(10)}})
+    assert many == ["lr: rank 0 = 0, rank 1 = 1, rank 2 = 2, rank 3 = 3 and 6 more values"]
+
+
+def test_short_evidence_shares_a_line_and_much_of_it_is_cut() -> None:
+    """Lists, tables and unknown values included."""
+    assert evidence_lines({"index": [4, 17], "ratio": 0.5, "hook": None, "group": {"lr": 0.1}}) == [
+        "index [4, 17] · ratio 0.5 · group {lr=0.1}"
+    ]
+    assert evidence_lines({"shape": list(range(9))}) == ["shape [0, 1, 2, 3, 4, 5, …]"]
+    assert evidence_lines({f"k{i}": i for i in range(8)})[-1] == "and 2 more in the run directory"
+    assert evidence_lines({}) == []
+
+
+def test_causes_are_hypotheses_and_the_first_action_comes_with_the_page_to_read() -> None:
+    """Two causes and one action; information has none."""
+    told = dict(parts(finding(causes=["a", "b", "c"], actions=["x", "y"])))
+    assert told["perhaps"] == ["1. a", "2. b"]
+    assert told["next"] == ["x", "ddpdebug explain RANK101"]
+    assert "perhaps" not in dict(parts(finding(severity=Severity.INFO, causes=["a"], actions=["x"])))
+
+
+def test_counts_have_the_right_plural() -> None:
+    """One step, two steps."""
+    assert [counted(n, "step") for n in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]

@@ -1,0 +1,473 @@
+"""The order of judgement, details on demand, first causes, and that every rank comes to the same findings."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from ddpdebug.causes import QUIET_STEPS, explains, refine
+from ddpdebug.detectors.base import Detector
+from ddpdebug.detectors.catalog import catalog
+from ddpdebug.detectors.examples import contract, digest, gradients, step_at
+from ddpdebug.diagnosis import DETAIL_TICKS, QUEUE_STEPS, Diagnosis, Request
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.observations import Flag
+from ddpdebug.steps import Step
+
+Answers = Callable[[str, int, int], Any]
+ROOT = Path(__file__).parent.parent
+
+
+def table(before: str = "a", previous: str | None = None) -> dict[str, Any]:
+    own = {"w": before}
+    return {"before": own, "after": own, "previous": {"w": previous or before}, "order": ["w"], "loads": []}
+
+
+def healthy(kind: str, rank: int, step: int) -> Any:
+    del step
+    if kind == "parameters":
+        return table()
+    if kind == "gradients":
+        return gradients(4)[rank]
+    if kind == "contract":
+        return contract(4)[rank]
+    return [{"lr": 0.1}] if kind == "hyper" else {}
+
+
+def run(
+    steps: list[Step], answers: Answers = healthy, diagnosis: Diagnosis | None = None, *, shuffle: int = 0
+) -> tuple[list[tuple[Finding, bool]], list[Request]]:
+    """Feed steps, answer at once, tick; return what was told and asked."""
+    diagnosis = diagnosis or Diagnosis(world=4)
+    told: list[tuple[Finding, bool]] = []
+    asked: list[Request] = []
+    for step in steps:
+        requests = diagnosis.feed(step)
+        while requests:
+            asked += requests
+            ranks = list(range(step.world))
+            random.Random(shuffle).shuffle(ranks)
+            for request in requests:
+                for rank in ranks:
+                    value = answers(request.kind, rank, request.step)
+                    diagnosis.answer(rank, request.optimizer, request.step, request.kind, value)
+            told += diagnosis.tick()
+            requests = diagnosis.requests()
+        told += diagnosis.tick()
+    return told + diagnosis.finish(), asked
+
+
+def codes(told: list[tuple[Finding, bool]]) -> list[tuple[str, int | None]]:
+    return [(finding.code, finding.step) for finding, new in told if new]
+
+
+def edited(number: int, rank: int = 2, since: int = 5) -> dict[int, dict[str, Any]]:
+    """Return the rows of a rank whose parameters were edited before step `since`."""
+    if number < since:
+        return {}
+    flags = Flag.PARAMS_CHANGED_OUTSIDE if number == since else Flag(0)
+    before, after = digest(70, rank, number), digest(70, rank, number + 1)
+    return {rank: {"params_before_digest": before, "params_after_digest": after, "flags": flags}}
+
+
+def with_edit(kind: str, rank: int, step: int) -> Any:
+    if kind == "parameters" and rank == 2:
+        return table("f", "a")
+    return healthy(kind, rank, step)
+
+
+def test_details_are_asked_for_once() -> None:
+    """A cause is looked into when it begins; later steps only count."""
+    told, asked = run([step_at(n, odd=edited(n)) for n in range(40)], with_edit)
+    assert asked == [Request(optimizer=0, step=5, kind="parameters")]
+    assert codes(told) == [("RANK101", 5)]
+    first, last = told[0][0], told[-1][0]
+    assert (first.ranks, first.subject, first.phase) == ((2,), ("w",), "outside-optimizer")
+    assert (last.count, last.last_step, last.step) == (35, 39, 5)
+
+
+def test_updates_are_told_ever_more_rarely() -> None:
+    """A finding that is seen again in every step is told again at 2, 4, 8, ... occurrences and at the end."""
+    told, _ = run([step_at(n, odd=edited(n)) for n in range(40)], with_edit)
+    assert [finding.count for finding, _ in told] == [1, 2, 4, 8, 16, 32, 35]
+
+
+def test_a_parked_step_holds_back_later_ones() -> None:
+    """Steps are judged in the order in which they were fed."""
+    diagnosis = Diagnosis(world=4)
+    assert diagnosis.feed(step_at(4)) == []
+    assert diagnosis.tick() == []
+    (request,) = diagnosis.feed(step_at(5, odd=edited(5)))
+    lr = {1: {"hyper_digest": 3, "lr": 0.5}}
+    diagnosis.feed(step_at(6, odd={**edited(6), **lr}))
+    assert diagnosis.busy
+    for rank in range(3):
+        diagnosis.answer(rank, 0, 5, request.kind, table())
+        assert diagnosis.tick() == []
+    diagnosis.answer(3, 0, 5, request.kind, table())
+    assert codes(diagnosis.tick()) == [("RANK101", 5)]
+    for rank in range(4):
+        diagnosis.answer(rank, 0, 6, "hyper", [{"lr": 0.1 + rank % 2}])
+    assert codes(diagnosis.tick()) == [("RANK104", 6)]
+    assert not diagnosis.busy
+
+
+def test_a_silent_rank_is_not_waited_for_for_ever() -> None:
+    """After so many ticks a step is judged with the details that are there."""
+    diagnosis = Diagnosis(world=4)
+    diagnosis.feed(step_at(5, odd=edited(5)))
+    diagnosis.answer(0, 0, 5, "parameters", table())
+    told = [diagnosis.tick() for _ in range(DETAIL_TICKS + 1)]
+    assert not any(told[:-1])
+    assert codes(told[-1]) == [("RANK101", 5)]
+    assert told[-1][0][0].ranks == (2,)
+
+
+def test_a_rank_that_cannot_tell_counts_as_heard() -> None:
+    """The answer None completes the details and stays out of them."""
+    diagnosis = Diagnosis(world=4)
+    diagnosis.feed(step_at(5, odd=edited(5)))
+    for rank in range(4):
+        diagnosis.answer(rank, 0, 5, "parameters", None)
+    assert codes(diagnosis.tick()) == [("RANK101", 5)]
+
+
+def test_the_queue_is_bounded() -> None:
+    """A parked step is judged as it is when too many wait behind it."""
+    diagnosis = Diagnosis(world=4)
+    diagnosis.feed(step_at(5, odd=edited(5)))
+    for n in range(6, 5 + QUEUE_STEPS):
+        diagnosis.feed(step_at(n, odd=edited(n)))
+    assert diagnosis.tick() == []
+    diagnosis.feed(step_at(5 + QUEUE_STEPS, odd=edited(5 + QUEUE_STEPS)))
+    assert codes(diagnosis.tick()) == [("RANK101", 5)]
+
+
+def test_the_end_judges_what_is_left() -> None:
+    """What is parked at the end is judged without the missing details."""
+    diagnosis = Diagnosis(world=4)
+    diagnosis.feed(step_at(5, odd=edited(5)))
+    diagnosis.feed(step_at(6, odd=edited(6)))
+    ((finding, new),) = diagnosis.finish()
+    assert (finding.code, finding.count, new) == ("RANK101", 2, True)
+
+
+def test_consequences_fold_into_the_first_cause() -> None:
+    """Gradients that were not synchronised explain the state and the parameters that differ afterwards."""
+
+    def steps() -> Iterator[Step]:
+        for n in range(12):
+            odd: dict[int, dict[str, Any]] = {}
+            if n >= 4:
+                odd = {r: {"params_after_digest": digest(71, r, n), "state_digest": digest(72, r, n)} for r in range(4)}
+            if n == 4:
+                odd = {r: {**row, "grads_digest": digest(73, r)} for r, row in odd.items()}
+            if n > 4:
+                odd = {r: {**row, "params_before_digest": digest(71, r, n - 1)} for r, row in odd.items()}
+            yield step_at(n, odd=odd, flags=Flag.UNSYNCED_BACKWARD if n == 4 else Flag(0))
+
+    def answers(kind: str, rank: int, step: int) -> Any:
+        if kind == "contract":
+            return contract(4, no_sync={"kind": "last-micro-batch", "location": "train.py:9"})[rank]
+        if kind == "gradients":
+            return gradients(4, {rank: {"w": str(rank)}})[rank]
+        return healthy(kind, rank, step)
+
+    told, _ = run(list(steps()), answers)
+    assert codes(told) == [("SYNC205", 4)]
+    finding = told[-1][0]
+    assert finding.location == "train.py:9"
+    assert finding.evidence["consequences"] == ["RANK103 since step 4", "RANK101 since step 4"]
+
+
+def test_a_later_independent_cause_is_reported() -> None:
+    """A weight corrupted on one rank and a learning rate changed later on another are two findings."""
+
+    def steps() -> Iterator[Step]:
+        for n in range(30):
+            odd = edited(n)
+            if n >= 20:
+                odd[1] = {"hyper_digest": 3, "params_after_digest": digest(80, n + 1)}
+                odd[1] |= {"params_before_digest": digest(80, n)} if n > 20 else {}
+            yield step_at(n, odd=odd)
+
+    def answers(kind: str, rank: int, step: int) -> Any:
+        return [{"lr": 0.5 if rank == 1 else 0.1}] if kind == "hyper" else with_edit(kind, rank, step)
+
+    told, asked = run(list(steps()), answers)
+    assert codes(told) == [("RANK101", 5), ("RANK104", 20)]
+    rate = next(finding for finding, _ in told if finding.code == "RANK104")
+    assert (rate.ranks, rate.subject) == ((1,), ("param_groups[0].lr",))
+    assert [request.step for request in asked] == [5, 20, 20]
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_an_edit_after_another_cause_is_reported(rank: int) -> None:
+    """A parameter changed between two steps is a cause of its own even where another one is open already."""
+
+    def steps() -> Iterator[Step]:
+        for n in range(30):
+            odd: dict[int, dict[str, Any]] = {}
+            if n >= 5:
+                odd[1] = {"hyper_digest": 3, "params_after_digest": digest(80, n + 1)}
+                odd[1] |= {"params_before_digest": digest(80, n)} if n > 5 else {}
+            late = edited(n, rank, 20).get(rank)
+            yield step_at(n, odd={**odd, rank: {**odd.get(rank, {}), **late}} if late else odd)
+
+    def answers(kind: str, who: int, step: int) -> Any:
+        if kind == "hyper":
+            return [{"lr": 0.5 if who == 1 else 0.1}]
+        if kind == "parameters" and step == 20 and who == rank:
+            return table("f", "a")
+        return table("1") if kind == "parameters" and who == 1 else healthy(kind, who, step)
+
+    told, _ = run(list(steps()), answers)
+    assert codes(told) == [("RANK104", 5), ("RANK101", 20)]
+    assert next(finding for finding, _ in told if finding.code == "RANK101").ranks == (rank,)
+
+
+def test_what_a_cause_does_not_part_is_not_its_consequence() -> None:
+    """Rank 1's learning rate does not explain that rank 3's parameters differ from rank 0's."""
+
+    def steps() -> Iterator[Step]:
+        for n in range(20):
+            odd: dict[int, dict[str, Any]] = {}
+            if n >= 5:
+                odd[1] = {"hyper_digest": 3, "params_after_digest": digest(80, n)}
+            if n >= 10:
+                odd[3] = {"params_after_digest": digest(81, n)}
+            yield step_at(n, odd=odd)
+
+    told, _ = run(list(steps()))
+    assert codes(told) == [("RANK104", 5), ("RANK101", 10)]
+
+
+def test_a_cause_that_has_gone_can_come_back() -> None:
+    """After quiet steps a cause is closed; the same symptom later is a new finding."""
+
+    def odd(n: int) -> dict[int, dict[str, Any]]:
+        return {2: {"hyper_digest": 3, "lr": 0.7}} if n in {3, 4, 20, 21} else {}
+
+    told, _ = run([step_at(n, odd=odd(n)) for n in range(30)], lambda kind, rank, step: [{"lr": 0.1 * (rank == 2)}])
+    assert codes(told) == [("RANK104", 3), ("RANK104", 20)]
+    assert [(f.count, f.last_step) for f, new in told if not new] == [(2, 4), (2, 21)]
+
+
+def test_a_flickering_symptom_does_not_flood() -> None:
+    """A cause that comes back again and again is closed ever more slowly."""
+    odd = {2: {"hyper_digest": 3, "lr": 0.7}}
+    steps = [step_at(n, odd=odd if n % (QUIET_STEPS + 1) == 0 else {}) for n in range(400)]
+    told, asked = run(steps, lambda kind, rank, step: [{"lr": 0.1 * (rank == 2)}])
+    assert len(codes(told)) == len(asked) == 2
+
+
+def test_the_same_line_again_is_the_same_cause() -> None:
+    """A mistake with a known place in the code is one finding, however long it did no harm in between."""
+
+    def answers(kind: str, rank: int, step: int) -> Any:
+        return contract(4, bypass={"location": "a.py:3"})[rank] if kind == "contract" else healthy(kind, rank, step)
+
+    odd = {rank: {"grads_digest": 5 + rank} for rank in range(4)}
+    steps = [step_at(n, odd=odd if n % 20 == 3 else {}, flags=Flag.BYPASS) for n in range(100)]
+    told, _ = run(steps, answers)
+    assert codes(told) == [("SYNC202", 3)]
+    assert (told[-1][0].count, told[-1][0].last_step) == (5, 83)
+
+
+def test_stages_of_a_pipeline_are_not_compared() -> None:
+    """Separate groups that wrapped different models agree inside, and need not agree with each other."""
+    fields = ("grads_digest", "hyper_digest", "state_digest", "params_before_digest", "params_after_digest")
+    last_stage = {name: digest(33, i) for i, name in enumerate(fields)}
+
+    def told(odd: dict[int, dict[str, Any]], *, models: bool = True) -> list[tuple[str, int | None]]:
+        diagnosis = Diagnosis(world=4)
+        for rank in range(4):
+            entries = [["parameter", f"stage{rank // 2}.w" if models else "w", [4], "float32", True]]
+            diagnosis.tell("structure:0", rank, {"digest": str(rank // 2 if models else 0), "entries": entries})
+        for rank in range(4):
+            diagnosis.tell("group:0", rank, {"ranks": [0, 1] if rank < 2 else [2, 3]})
+        rows = {rank: {**(last_stage if rank > 1 else {}), **odd.get(rank, {})} for rank in range(4)}
+        steps = [step_at(n, odd={r: {**rows[r], "record_digest": digest(3, n, r % 2)} for r in rows}) for n in range(8)]
+        return codes(run(steps, healthy, diagnosis)[0])
+
+    assert told({}) == []
+    assert told({3: {"hyper_digest": 9}}) == [("RANK104", 0)]
+    assert ("SYNC201", 0) in told({}, models=False)
+
+
+def test_unchecked_steps_say_nothing() -> None:
+    """Digests that were not computed neither raise nor close a cause."""
+    unchecked = {"params_before_digest": 0, "params_after_digest": 0}
+    steps = [step_at(n, **({} if n % 8 == 5 else unchecked), odd=edited(n) if n % 8 == 5 else {}) for n in range(60)]
+    told, asked = run(steps, with_edit)
+    assert codes(told) == [("RANK101", 5)]
+    assert len(asked) == 1
+
+
+def test_details_without_a_result_are_asked_for_less_and_less() -> None:
+    """An average that rank 0 keeps for itself differs in every step, and soon nobody asks any more."""
+
+    def answers(kind: str, rank: int, step: int) -> Any:
+        digest_ = f"{step if rank == 0 else 0:x}"
+        return {"EMA": {"digest": digest_, "tensors": {"w": digest_}, "changed": rank == 0, "used": False}}
+
+    steps = [step_at(n, replicas_digest=7, odd={0: {"replicas_digest": 8 + n}}) for n in range(500)]
+    told, asked = run(steps, answers)
+    assert told == []
+    assert 3 < len(asked) < 12
+
+
+def test_a_rule_that_raises_is_switched_off() -> None:
+    """The trouble is reported once, the other rules go on."""
+
+    class Broken(Detector):
+        """Raises."""
+
+        code, severity, title = "RANK000", Severity.INFO, "broken"
+
+        def detect(self, step: Step) -> Iterator[Finding]:
+            raise KeyError(step.step)
+            yield
+
+    troubles: list[tuple[str, str]] = []
+    rules = [Broken(), *(rule() for rule in catalog())]
+    diagnosis = Diagnosis(world=4, detectors=rules, on_trouble=lambda *args: troubles.append(args))
+    told, _ = run([step_at(n, odd=edited(n)) for n in range(10)], with_edit, diagnosis)
+    assert codes(told) == [("RANK101", 5)]
+    assert troubles == [("detector:RANK000", "switched off: KeyError: 0")]
+
+
+def test_announcements_are_compared_when_all_have_spoken() -> None:
+    """The n-th announcements of a topic are compared with each other."""
+    diagnosis = Diagnosis(world=2)
+    loader = {"distributed": True, "replicas": 2, "shuffle": True, "length": 80, "attributes": {}}
+    for rank in (0, 1):
+        diagnosis.tell("loader:0", rank, {**loader, "seed": 0, "rank": rank, "epoch": 0, "iterations": 1})
+        assert diagnosis.tick() == []
+    diagnosis.tell("loader:0", 0, {**loader, "seed": 0, "rank": 0, "epoch": 1, "iterations": 2})
+    assert diagnosis.tick() == []
+    diagnosis.tell("loader:0", 1, {**loader, "seed": 1, "rank": 1, "epoch": 1, "iterations": 2})
+    ((finding, new),) = diagnosis.tick()
+    assert (finding.code, finding.subject, new) == ("DATA910", ("seed",), True)
+
+
+def test_structure_explains_what_follows() -> None:
+    """Crossed parameters are the cause of gradients and parameters that differ by name."""
+    diagnosis = Diagnosis(world=4)
+    a, b = ["parameter", "a.w", [4], "float32", True], ["parameter", "b.w", [4], "float32", True]
+    for rank in range(4):
+        entries = [b, a] if rank == 2 else [a, b]
+        diagnosis.tell("structure:0", rank, {"digest": str(rank == 2), "entries": entries})
+    for rank in range(4):
+        diagnosis.tell("group:0", rank, {"ranks": [0, 1, 2, 3]})
+    odd = {2: {"grads_digest": 3, "params_before_digest": 4, "params_after_digest": 5}}
+    told, _ = run([step_at(0, odd=odd)], healthy, diagnosis)
+    assert codes(told) == [("RANK105", 0)]
+    assert told[0][0].ranks == (2,)
+    consequences = [text for finding, _ in told for text in finding.evidence.get("consequences", ())]
+    assert set(consequences) == {"RANK101 since step 0", "SYNC201 since step 0"}
+
+
+def test_one_mistake_in_several_optimizers_is_one_finding() -> None:
+    """Two optimizers whose forward goes around DDP share the finding."""
+    odd = {rank: {"grads_digest": 5 + rank} for rank in range(4)}
+    steps = [step_at(n // 2, optimizer=n % 2, odd=odd, flags=Flag.BYPASS) for n in range(10)]
+
+    def answers(kind: str, rank: int, step: int) -> Any:
+        return contract(4, bypass={"location": "gan.py:7"})[rank] if kind == "contract" else healthy(kind, rank, step)
+
+    told, _ = run(steps, answers)
+    assert codes(told) == [("SYNC202", 0)]
+    assert told[-1][0].last_step == 4
+
+
+def test_a_skipped_step_explains_everything_after_it() -> None:
+    """A rank that is a step behind has other gradients, settings, state and parameters."""
+
+    def steps() -> Iterator[Step]:
+        for n in range(12):
+            odd: dict[int, dict[str, Any]] = {}
+            if n >= 6:
+                names = ("grads_digest", "hyper_digest", "state_digest", "params_before_digest", "params_after_digest")
+                odd = {3: {**{name: digest(90, n, i) for i, name in enumerate(names)}, "syncs": n + 2}}
+            yield step_at(n, odd=odd)
+
+    told, _ = run(list(steps()))
+    assert codes(told) == [("RANK112", 6)]
+    assert told[0][0].ranks == (3,)
+    assert {text[:7] for text in told[-1][0].evidence["consequences"]} == {"RANK101", "RANK103", "RANK104", "SYNC201"}
+
+
+def test_refinement_and_explanation() -> None:
+    """Ranks part for good; what parts no others than the causes do is explained by them."""
+    first = refine(None, {0: "a", 1: "a", 2: "b"})
+    assert len({first[0], first[1], first[2]}) == 2
+    both = refine(first, {0: "x", 1: "y", 2: "x"})
+    assert len(set(both.values())) == 3
+    assert explains([first], {0: 1, 1: 1, 2: 9})
+    assert not explains([first], {0: 1, 1: 2, 2: 1})
+    assert explains([first, refine(None, {0: 0, 1: 1, 2: 0})], {0: 1, 1: 2, 2: 3})
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> list[Step]:
+    """Return a short run in which digests of random ranks differ at random steps."""
+    fields = ["grads_digest", "hyper_digest", "state_digest", "params_before_digest", "params_after_digest"]
+    fields += ["buffers_digest", "modes_digest", "replicas_digest", "syncs", "loss_scale", "batch_digest"]
+    steps = []
+    for n in range(draw(st.integers(3, 8))):
+        odd: dict[int, dict[str, Any]] = {}
+        for rank in draw(st.sets(st.integers(0, 3), max_size=3)):
+            chosen = draw(st.sets(st.sampled_from(fields), max_size=3))
+            odd[rank] = {name: draw(st.integers(1, 4)) for name in sorted(chosen)}
+            odd[rank]["flags"] = draw(st.sampled_from([Flag(0), Flag.BYPASS, Flag.SKIPPED, Flag.LOADED]))
+        steps.append(step_at(n, odd=odd))
+    return steps
+
+
+@settings(max_examples=60, deadline=None)
+@given(jobs(), st.integers(0, 1000))
+def test_the_order_in_which_ranks_answer_does_not_matter(steps: list[Step], seed: int) -> None:
+    """All ranks come to the same findings, whoever is heard first."""
+
+    def text(told: list[tuple[Finding, bool]]) -> list[tuple[str, bool]]:
+        return [(finding.to_json(), new) for finding, new in told]
+
+    assert text(run(steps)[0]) == text(run(steps, shuffle=seed)[0])
+
+
+_PROBE = """
+import sys
+sys.path[:0] = [{root!r}, {tests!r}]
+import ddpdebug.diagnosis
+assert "torch" not in sys.modules
+import detectors.test_examples as t
+for rule in t.RULES:
+    for example in (*rule.fires_on, *rule.silent_on):
+        print(*[f.to_json() for f in t.diagnose(rule, example)], sep="\\n")
+"""
+
+
+def test_the_hash_seed_does_not_matter() -> None:
+    """The rules give the same findings in processes with different hash seeds, and load no torch."""
+    code = _PROBE.format(root=str(ROOT), tests=str(ROOT / "tests"))
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout
+        for seed in ("0", "1", "4711")
+    }
+    assert len(outputs) == 1
+    assert "RANK101" in outputs.pop()

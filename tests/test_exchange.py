@@ -1,0 +1,194 @@
+"""The tick loop, run by threads over an in-memory group."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from ddpdebug import exchange as module
+from ddpdebug.exchange import Alone, Exchange, Tick
+from ddpdebug.observations import ROW_BYTES, Row, decode, encode
+
+
+class Hub:
+    """An all_gather between threads."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size)
+        self.slots: list[bytes] = [b""] * size
+
+    def member(self, rank: int) -> HubGroup:
+        return HubGroup(self, rank)
+
+
+class HubGroup:
+    def __init__(self, hub: Hub, rank: int) -> None:
+        self.hub, self.rank = hub, rank
+
+    def gather(self, data: bytes) -> list[bytes]:
+        self.hub.slots[self.rank] = data
+        self.hub.barrier.wait(timeout=10)
+        result = list(self.hub.slots)
+        self.hub.barrier.wait(timeout=10)
+        assert len({len(item) for item in result}) == 1, "the members sent different lengths"
+        return result
+
+    def close(self) -> None:
+        self.hub.barrier.abort()
+
+
+class World:
+    """Several exchanges in one process; each remembers what it heard."""
+
+    def __init__(self, size: int) -> None:
+        self.hubs = {0: Hub(size)}
+        self.heard: list[list[Tick]] = [[] for _ in range(size)]
+        self.lost: list[list[str]] = [[] for _ in range(size)]
+        self.ranks = [
+            Exchange(rank, size, self.connector(rank), self.listener(rank), self.lost[rank].append)
+            for rank in range(size)
+        ]
+        self.lock = threading.Lock()
+
+    def connector(self, rank: int) -> Callable[[int, tuple[int, ...]], module.Group]:
+        def connect(generation: int, members: tuple[int, ...]) -> module.Group:
+            if len(members) == 1:
+                return Alone()
+            with self.lock:
+                hub = self.hubs.setdefault(generation, Hub(len(members)))
+            return hub.member(members.index(rank))
+
+        return connect
+
+    def listener(self, rank: int) -> Callable[[Tick], bool]:
+        def hear(tick: Tick) -> bool:
+            self.heard[rank].append(tick)
+            return False
+
+        return hear
+
+    def start(self) -> World:
+        for rank in self.ranks:
+            rank.start()
+        return self
+
+    def rows(self, rank: int) -> list[tuple[int, int]]:
+        return [(sender, decode(data).step) for tick in self.heard[rank] for sender, data in tick.rows]
+
+    def close(self) -> list[bool]:
+        done = [False] * len(self.ranks)
+
+        def end(i: int) -> None:
+            done[i] = self.ranks[i].close()
+
+        threads = [threading.Thread(target=end, args=(i,)) for i in range(len(self.ranks))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return done
+
+
+def row(rank: int, step: int) -> bytes:
+    return encode(Row(rank=rank, step=step))
+
+
+def test_every_rank_hears_all_rows_in_the_same_order() -> None:
+    """All ranks can decide alike only if they see the same rows in the same order."""
+    world = World(3).start()
+    for step in range(200):
+        for rank, exchange in enumerate(world.ranks):
+            exchange.post(row(rank, step))
+    assert all(world.close())
+    assert world.rows(0) == world.rows(1) == world.rows(2)
+    assert sorted(world.rows(0)) == [(rank, step) for rank in range(3) for step in range(200)]
+
+
+def test_a_rank_without_news_does_not_hold_up_the_others() -> None:
+    """Ranks that do not step take part in the ticks all the same."""
+    world = World(2).start()
+    for step in range(5):
+        world.ranks[0].post(row(0, step))
+    deadline = time.monotonic() + 5
+    while len(world.rows(1)) < 5 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert world.rows(1) == [(0, step) for step in range(5)]
+    assert all(world.close())
+
+
+def test_long_messages_arrive_whole_and_in_order() -> None:
+    """A message larger than a chunk is sent over several ticks."""
+    world = World(2).start()
+    texts = [str(i) * 40_000 for i in range(4)] + [bytes(range(256)).hex() * 3000]
+    for text in texts:
+        world.ranks[1].say({"text": text})
+    assert all(world.close())
+    for heard in world.heard:
+        assert [m["text"] for tick in heard for sender, m in tick.messages if sender == 1] == texts
+
+
+def test_a_rank_that_leaves_early_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others learn of it in the same tick, make a smaller group and go on."""
+    monkeypatch.setattr(module, "LEAVE_SECONDS", 0.2)
+    world = World(3).start()
+    world.ranks[2].post(row(2, 0))
+    assert world.ranks[2].close()
+    for rank in (0, 1):
+        world.ranks[rank].post(row(rank, 1))
+    deadline = time.monotonic() + 5
+    while not any(sender == 1 and step == 1 for sender, step in world.rows(0)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert world.heard[0][-1].members == (0, 1)
+    assert (2, 0) in world.rows(0)
+    assert (1, 1) in world.rows(0)
+    assert [world.ranks[i].close() for i in (0, 1)] == [True, True]
+    assert world.lost == [[], [], []]
+
+
+def test_a_dead_group_ends_the_loop_and_is_reported_once() -> None:
+    """Nothing of it reaches the threads that post."""
+    world = World(2).start()
+    world.hubs[0].barrier.abort()
+    deadline = time.monotonic() + 5
+    while not all(world.lost) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    world.ranks[0].post(row(0, 0))
+    world.ranks[0].say({"still": "alive"})
+    assert [len(reasons) for reasons in world.lost] == [1, 1]
+    assert all(world.close())
+
+
+def test_closing_does_not_wait_for_a_group_that_never_connects() -> None:
+    """A rank that nobody joins still ends within its time."""
+    never = threading.Event()
+
+    def connect(_generation: int, _members: tuple[int, ...]) -> module.Group:
+        never.wait(20)
+        raise RuntimeError("nobody came")
+
+    exchange = Exchange(0, 2, connect, lambda _tick: False, lambda _reason: None)
+    exchange.start()
+    started = time.monotonic()
+    exchange.close(timeout=0.2)
+    assert time.monotonic() - started < 5
+    never.set()
+
+
+def test_the_bytes_of_a_tick_do_not_depend_on_what_the_ranks_say_elsewhere() -> None:
+    """A tick without payload is a header and two rows."""
+    sizes: list[int] = []
+
+    class Measured(Alone):
+        def gather(self, data: bytes) -> list[bytes]:
+            sizes.append(len(data))
+            return [data]
+
+    exchange = Exchange(0, 1, lambda _g, _m: Measured(), lambda _tick: False, lambda _reason: None)
+    exchange.start()
+    exchange.post(row(0, 0))
+    assert exchange.close()
+    assert max(sizes) <= 64 + 2 * ROW_BYTES

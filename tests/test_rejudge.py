@@ -1,0 +1,160 @@
+"""A saved run can be judged again, without torch and with the same result."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ddpdebug.detectors.base import Detector
+from ddpdebug.detectors.examples import step_at
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.rejudge import rejudge
+from ddpdebug.run_files import read_findings
+from ddpdebug.sinks import RunEnded, RunStarted, Saved, StepJudged
+from ddpdebug.sinks.run_directory import RunDirectory
+from ddpdebug.steps import Step
+
+SCRIPT = Path(__file__).parent / "scripts" / "train.py"
+
+
+def key(finding: Finding) -> tuple[object, ...]:
+    """Return what must be the same."""
+    return (finding.code, finding.step, finding.ranks, finding.subject, finding.phase, finding.location)
+
+
+def run_script(directory: Path, mode: str) -> None:
+    """Train for a moment on two ranks under `ddpdebug run`."""
+    words = ["-m", "ddpdebug", "run", "--nproc-per-node=2", f"--out={directory}", "--metrics=off", "--quiet"]
+    environ = {name: value for name, value in os.environ.items() if name not in {"RANK", "WORLD_SIZE"}}
+    environ["OMP_NUM_THREADS"] = "1"
+    line = [sys.executable, *words, str(SCRIPT), mode, "12"]
+    subprocess.run(line, env=environ, cwd=directory.parent, capture_output=True, timeout=100, check=True)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("mode", "codes"), [("lr", ["RANK104"]), ("clean", [])])
+def test_a_real_run_has_the_same_findings_again(tmp_path: Path, mode: str, codes: list[str]) -> None:
+    """In a process that never loads torch."""
+    directory = tmp_path / "run"
+    run_script(directory, mode)
+    live = read_findings(directory)
+    assert [finding.code for finding in live] == codes
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom ddpdebug.rejudge import rejudge\n"
+        "for finding in rejudge(Path(sys.argv[1])): print(finding.to_json())\n"
+        "assert not {'torch', 'rich', 'click', 'prometheus_client'} & {*sys.modules}"
+    )
+    done = subprocess.run([sys.executable, "-c", code, directory], capture_output=True, text=True, check=True)
+    again = [Finding.from_json(line) for line in done.stdout.splitlines()]
+    assert list(map(key, again)) == list(map(key, live))
+    assert [(f.count, f.last_step) for f in again] == [(f.count, f.last_step) for f in live]
+
+
+class Listener(Detector):
+    """Reports whatever it hears."""
+
+    code = "TEST001"
+    severity = Severity.ERROR
+    title = "heard"
+    wants = ("hyper",)
+    topics = ("loader",)
+
+    def suspects(self, step: Step) -> bool:
+        return step.step == 1
+
+    def cause(self, finding: Finding) -> tuple[object, ...]:
+        return finding.subject
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        if "hyper" in step.details:
+            yield self.finding(step=step.step, subject=("details",), evidence={"hyper": step.details["hyper"]})
+
+    def compare(self, topic: str, facts: object) -> Iterator[Finding]:
+        yield self.finding(subject=(topic,), evidence={"facts": facts})
+
+    def finish(self) -> Iterator[Finding]:
+        yield self.finding(subject=("end",))
+
+
+def fact(rank: int, value: object) -> Saved:
+    return Saved(kind="fact", payload={"rank": rank, "kind": "fact", "topic": "loader:0", "value": value})
+
+
+def hyper(rank: int, step: int, value: object) -> Saved:
+    payload = {"rank": rank, "kind": "detail", "optimizer": 0, "step": step, "detail": "hyper", "value": value}
+    return Saved(kind="detail", payload=payload)
+
+
+def saved(directory: Path, *records: StepJudged | Saved, ended: bool = True) -> Path:
+    """Write a run of two ranks."""
+    sink = RunDirectory(directory, 0)
+    sink.write(RunStarted(run_id="r1", rank=0, world=2, directory=directory, config={}, versions={}))
+    for record in records:
+        sink.write(record)
+    if ended:
+        sink.write(RunEnded(reason="finished", exit_code=0, steps={0: 3}))
+    sink.close()
+    return directory
+
+
+STEPS = [StepJudged(step=replace(step_at(i, world=2), facts={})) for i in range(3)]
+
+
+def test_answers_and_announcements_come_where_they_came(tmp_path: Path) -> None:
+    """Details reach their step though they lie behind later rows; the order of findings is that of the run."""
+    answers = [hyper(rank, 1, [{"lr": 0.1}]) for rank in range(2)]
+    directory = saved(tmp_path, fact(0, 1), STEPS[0], fact(1, 2), *STEPS[1:], *answers)
+    found = rejudge(directory, detectors=[Listener()])
+    assert [(f.subject, f.step) for f in found] == [(("loader:0",), None), (("details",), 1), (("end",), None)]
+    assert found[0].evidence == {"facts": {0: 1, 1: 2}}
+    assert found[1].evidence == {"hyper": {0: [{"lr": 0.1}], 1: [{"lr": 0.1}]}}
+    assert {f.run for f in found} == {"r1"}
+
+
+def test_answers_that_never_came_hold_nothing_up(tmp_path: Path) -> None:
+    """A rule of a later version may ask what nobody asked in the run."""
+    found = rejudge(saved(tmp_path, *STEPS), detectors=[Listener()])
+    assert [(f.subject, f.evidence) for f in found] == [(("details",), {"hyper": {}}), (("end",), {})]
+
+
+def test_a_run_that_was_killed_has_no_end(tmp_path: Path) -> None:
+    """What only the end shows is not concluded from a file that stops."""
+    directory = saved(tmp_path, *STEPS, hyper(0, 1, []), hyper(1, 1, []), ended=False)
+    assert [f.subject for f in rejudge(directory, detectors=[Listener()])] == [("details",)]
+
+
+def test_numbers_that_json_lacks_come_back(tmp_path: Path) -> None:
+    """The files hold them as texts; a name that looks like one, among names, stays a name."""
+    value = {"sum": math.nan, "pair": [math.inf, 1.0], "names": ["inf", "weight"], "text": "x"}
+    found = rejudge(saved(tmp_path, fact(0, value), fact(1, None)), detectors=[Listener()])
+    table = found[0].evidence["facts"][0]
+    assert math.isnan(table["sum"])
+    assert {name: table[name] for name in ("pair", "names", "text")} == {
+        "pair": [math.inf, 1.0],
+        "names": ["inf", "weight"],
+        "text": "x",
+    }
+
+
+def test_malformed_observations_are_left_out(tmp_path: Path) -> None:
+    """The directory may be anybody's."""
+    directory = saved(tmp_path, fact(0, 1))
+    lines = [
+        {"rows": 0, "kind": "detail", "payload": {"rank": "0", "optimizer": 0, "step": 1, "detail": "hyper"}},
+        {"rows": 0, "kind": "detail", "payload": {"rank": 0, "optimizer": None, "step": 1, "detail": "hyper"}},
+        {"rows": 0, "kind": "fact", "payload": {"rank": 1}},
+        {"rows": 0, "kind": "other", "payload": {}},
+    ]
+    with (directory / "observations.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    assert [f.subject for f in rejudge(directory, detectors=[Listener()])] == [("end",)]
+    with pytest.raises(ValueError, match="is not a run directory"):
+        rejudge(tmp_path / "elsewhere")

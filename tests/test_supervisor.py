@@ -1,0 +1,81 @@
+"""A supervised command leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ddpdebug import supervisor
+from ddpdebug.supervisor import supervise
+
+_TREE = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+process = subprocess.Popen([sys.executable, "-c", child], start_new_session=True)
+open(sys.argv[1], "w").write(f"{os.getpid()} {process.pid}")
+time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "GRACE_SECONDS", 0.5)
+
+
+def _environ(tmp_path: Path) -> dict[str, str]:
+    return {**os.environ, "TEST_MARK": str(tmp_path)}
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").split()[2] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("source, status", [("pass", 0), ("raise SystemExit(5)", 5), ("import os; os.abort()", -6)])
+def test_status(source: str, status: int, tmp_path: Path) -> None:
+    """The exit status of the command comes back."""
+    assert supervise([sys.executable, "-c", source], _environ(tmp_path), 60, "TEST_MARK") == status
+
+
+def test_timeout_ends_the_tree(tmp_path: Path) -> None:
+    """Processes that ignore SIGTERM and have sessions of their own are ended too."""
+    file = tmp_path / "pids"
+    assert supervise([sys.executable, "-c", _TREE, str(file)], _environ(tmp_path), 2, "TEST_MARK") is None
+    pids = [int(word) for word in file.read_text(encoding="utf-8").split()]
+    assert [pid for pid in pids if _alive(pid)] == []
+
+
+def test_stopped_process_is_ended(tmp_path: Path) -> None:
+    """A process under SIGSTOP cannot answer SIGTERM; it is killed."""
+    source = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+    assert supervise([sys.executable, "-c", source], _environ(tmp_path), 1, "TEST_MARK") is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_ends_the_tree_first(number: signal.Signals, tmp_path: Path) -> None:
+    """When the supervising process is told to end, its run ends before it, and it dies by that signal."""
+    file = tmp_path / "pids"
+    code = f"""
+import os, sys
+from ddpdebug import supervisor
+supervisor.GRACE_SECONDS = 0.5
+supervisor.supervise([sys.executable, "-c", {_TREE!r}, {str(file)!r}], os.environ, 600, "TEST_MARK")
+"""
+    with subprocess.Popen([sys.executable, "-c", code], env=_environ(tmp_path), stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 30
+        while not (file.exists() and len(file.read_text(encoding="utf-8").split()) == 2):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(30) == -number
+    pids = [int(word) for word in file.read_text(encoding="utf-8").split()]
+    assert [pid for pid in pids if _alive(pid)] == []

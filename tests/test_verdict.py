@@ -1,0 +1,175 @@
+"""The verdict's rules, with literals."""
+
+from __future__ import annotations
+
+import json
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.verdict import Outcome, Word, judge
+from ddpdebug.verdict_files import FAMILIES, to_json, to_junit
+
+_PEER = "exception: RuntimeError: gloo/transport/tcp/pair.cc:547 Connection closed by peer [127.0.0.1]:40"
+_ABORT, _KILL, _TERM, _SEGV = -6, -9, -15, -11
+
+
+def _done(rank: int, reason: str = "finished", code: int | None = 0, steps: int = 5) -> Outcome:
+    return Outcome(rank=rank, reason=reason, exit_code=code, steps={"0": steps})
+
+
+def _failed(rank: int, reason: str = "exception: ValueError: x", code: int = 1) -> Outcome:
+    return _done(rank, reason, code)
+
+
+def _finding(code: str = "RANK101", severity: Severity = Severity.CRITICAL) -> Finding:
+    return Finding(code=code, severity=severity, title="parameters differ", step=3, ranks=(1,), subject=("w\x00",))
+
+
+BOTH = {0: _done(0), 1: _done(1)}
+
+#: name -> (findings, outcomes, statuses, timed out, word, exit code, blamed)
+CASES = {
+    "all finished": ([], BOTH, {0: 0, 1: 0}, False, Word.CLEAN, 0, ()),
+    "stopped": ([], {r: _done(r, "stopped") for r in (0, 1)}, {0: 0, 1: 0}, False, Word.CLEAN, 0, ()),
+    "finding": ([_finding()], BOTH, {0: 0, 1: 0}, False, Word.FINDINGS, 1, ()),
+    "warning only": ([_finding("SYNC207", Severity.WARNING)], BOTH, {}, False, Word.CLEAN, 0, ()),
+    "ended by a finding": (
+        [_finding()],
+        {r: _failed(r, "exception: FindingError: RANK101") for r in (0, 1)},
+        {0: 1, 1: 1},
+        False,
+        Word.FINDINGS,
+        1,
+        (),
+    ),
+    "one raised, its peer was ended": ([], {1: _failed(1)}, {1: 1}, False, Word.FAILED, 3, (1,)),
+    "one raised, its peer aborted": ([], {1: _failed(1)}, {0: _ABORT, 1: 1}, False, Word.FAILED, 3, (1,)),
+    "one raised, its peer lost the connection": (
+        [],
+        {0: _failed(0, _PEER), 1: _failed(1)},
+        {0: 1, 1: 1},
+        False,
+        Word.FAILED,
+        3,
+        (1,),
+    ),
+    "both lost the connection": (
+        [],
+        {r: _failed(r, _PEER) for r in (0, 1)},
+        {0: 1, 1: 1},
+        False,
+        Word.FAILED,
+        3,
+        (0, 1),
+    ),
+    "killed, its peer says so": ([], {0: _failed(0, _PEER)}, {0: 1, 1: _KILL}, False, Word.LOST, 4, (1,)),
+    "told to end, its peer says so": ([], {0: _failed(0, _PEER)}, {0: 1, 1: _TERM}, False, Word.LOST, 4, (1,)),
+    "both raised": ([], {0: _failed(0), 1: _failed(1)}, {0: 1, 1: 1}, False, Word.FAILED, 3, (0, 1)),
+    "exit 7": ([], {0: _failed(0, "exception: SystemExit: 7", 7), 1: _done(1)}, {0: 7}, False, Word.FAILED, 3, (0,)),
+    "os._exit(5)": ([], {1: _done(1)}, {0: 5}, False, Word.FAILED, 3, (0,)),
+    "os._exit(0)": ([], {1: _done(1)}, {0: 0, 1: 0}, False, Word.CLEAN, 0, ()),
+    "exit handler fails": ([], BOTH, {0: 4}, False, Word.FAILED, 3, (0,)),
+    "killed, its peer lost the connection": ([], {0: _failed(0)}, {0: 1, 1: _KILL}, False, Word.LOST, 4, (1,)),
+    "killed, its peer was ended": ([], {}, {1: _KILL}, False, Word.LOST, 4, (1,)),
+    "told to end": ([], {}, {1: _TERM}, False, Word.LOST, 4, (1,)),
+    "crashed": ([_finding()], {0: _done(0)}, {1: _SEGV}, False, Word.LOST, 4, (1,)),
+    "aborted": ([], {0: _done(0)}, {1: _ABORT}, False, Word.LOST, 4, (1,)),
+    "abort after the end": ([], BOTH, {1: _ABORT}, False, Word.CLEAN, 0, ()),
+    "abort after the end ended the peer": ([], {1: _done(1)}, {1: _ABORT}, False, Word.CLEAN, 0, ()),
+    "nobody knows": ([], {0: _done(0)}, {}, False, Word.LOST, 4, (1,)),
+    "hang": ([_finding()], {}, {}, True, Word.HANG, 4, (0, 1)),
+    "hang of one": ([], {0: _done(0)}, {}, True, Word.HANG, 4, (1,)),
+    "hang after failure": ([], {0: _failed(0)}, {}, True, Word.HANG, 4, (1,)),
+    "interrupted": ([], {0: _failed(0, "interrupted", 130), 1: _done(1)}, {0: -2}, False, Word.FAILED, 3, (0,)),
+    "launcher failed": ([], {}, {0: 1, 1: 1}, False, Word.FAILED, 3, (0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_word(name: str) -> None:
+    """The worst that happened decides the word, the exit code and who is named."""
+    findings, outcomes, statuses, timed_out, word, code, blamed = CASES[name]
+    verdict = judge(findings, outcomes, world=2, timed_out=timed_out, statuses=statuses)
+    assert (verdict.word, verdict.exit_code, verdict.blamed) == (word, code, blamed)
+    assert set(verdict.ranks) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    "severity, fail_on, code",
+    [
+        (Severity.WARNING, Severity.WARNING, 1),
+        (Severity.ERROR, Severity.CRITICAL, 0),
+        (Severity.ERROR, Severity.ERROR, 1),
+        (Severity.INFO, Severity.INFO, 0),
+    ],
+)
+def test_threshold(severity: Severity, fail_on: Severity, code: int) -> None:
+    """Findings count from `--fail-on` on; `info` never fails a check."""
+    assert judge([_finding("X1", severity)], BOTH, world=2, fail_on=fail_on).exit_code == code
+
+
+def test_gravest_first() -> None:
+    """The failing findings are sorted by severity, the others keep their order."""
+    findings = [_finding("SYNC203", Severity.ERROR), _finding("SYNC207", Severity.WARNING), _finding()]
+    verdict = judge(findings, BOTH, world=2)
+    assert [finding.code for finding in verdict.failing] == ["RANK101", "SYNC203"]
+    assert [finding.code for finding in verdict.others] == ["SYNC207"]
+
+
+def test_notes() -> None:
+    """What a green verdict does not show is said."""
+    verdict = judge([], {0: _done(0, steps=0), 1: _done(1, steps=0)}, world=3, statuses={0: 0, 1: _ABORT, 2: 0})
+    text = "\n".join(verdict.notes)
+    assert "no optimizer step was seen" in text
+    assert "rank 1 had finished and then died by SIGABRT" in text
+    assert "ranks 2 left by os._exit" in text
+
+
+def test_json() -> None:
+    """The JSON file holds verdict, exit code, findings, ranks and the run."""
+    record = json.loads(to_json(judge([_finding()], {0: _done(0)}, world=2, statuses={1: _KILL}), "runs/x"))
+    assert (record["verdict"], record["exit_code"], record["run"]) == ("lost rank", 4, "runs/x")
+    assert record["findings"][0]["code"] == "RANK101"
+    assert record["ranks"]["1"] == {"reason": "died by SIGKILL", "exit_code": None, "steps": None}
+    assert record["ranks"]["0"]["steps"] == {"0": 5}
+
+
+def test_junit() -> None:
+    """One test case for each family and one for the script; a failure carries the finding; control characters go."""
+    warning = _finding("DATA902", Severity.WARNING)
+    suite = ET.fromstring(to_junit(judge([_finding(), warning], BOTH, world=2), "runs/x").split("\n", 1)[1])
+    assert [case.get("name") for case in suite] == ["script", *FAMILIES]
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == (str(1 + len(FAMILIES)), "1", "0")
+    failure = suite.find("testcase[@name='RANK']/failure")
+    assert failure is not None
+    assert failure.text is not None
+    assert "step 3" in failure.text
+    properties = {p.get("name"): p.get("value") for p in suite.iterfind("testcase[@name='RANK']/properties/property")}
+    assert properties == {"step": "3", "rank": "1", "subject": "w?"}
+    assert suite.find("testcase[@name='DATA']/failure") is None
+    assert "DATA902" in (suite.findtext("testcase[@name='DATA']/system-out") or "")
+
+
+def test_junit_of_a_lost_rank() -> None:
+    """A script that did not run to its end is an error of the test case `script`."""
+    suite = ET.fromstring(to_junit(judge([], {}, world=2, timed_out=True), None).split("\n", 1)[1])
+    error = suite.find("testcase[@name='script']/error")
+    assert error is not None
+    assert (error.get("type"), suite.get("errors")) == ("hang", "1")
+
+
+def test_outcome_file() -> None:
+    """An outcome is read with its types."""
+    outcome = Outcome.from_json({"rank": 1, "reason": "stopped", "exit_code": 0, "steps": {"0": 5}, "time": "x"})
+    assert outcome == Outcome(rank=1, reason="stopped", exit_code=0, steps={"0": 5})
+    assert Outcome.from_json({"rank": 1, "reason": "x"}).exit_code is None
+
+
+def test_families_without_rules_are_skipped_not_passed() -> None:
+    """A green case must mean that something was looked at."""
+    suite = ET.fromstring(to_junit(judge([], BOTH, world=2), None).split("\n", 1)[1])
+    cases = {case.get("name"): case for case in suite.iter("testcase")}
+    assert cases["RANK"].find("skipped") is None
+    assert cases["MEM"].find("skipped") is not None
