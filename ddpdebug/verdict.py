@@ -153,11 +153,17 @@ def _ends(outcomes: Mapping[int, Outcome], statuses: Mapping[int, int], world: i
             ends[rank] = _End.ENDED if first or any(statuses.values()) else _End.LOST
         elif end is _End.FAILED and rank not in first and not alone:
             ends[rank] = _End.ENDED
-        elif end is _End.LOST and not alone and statuses.get(rank) in {-signal.SIGABRT, -signal.SIGTERM}:
-            # pulled down by a rank that failed, unless that one was killed in the same way
-            others = {ends[other] for other in first if other != rank}
-            ends[rank] = _End.ENDED if _End.FAILED in others else end
+        elif end is _End.LOST and not alone:
+            # pulled down by a rank that went wrong by itself, unless that one was killed in the same way
+            gravest = max(_gravity(ends[other], statuses.get(other)) for other in first if other != rank)
+            ends[rank] = _End.ENDED if _gravity(end, statuses.get(rank)) < gravest else end
     return ends
+
+
+def _gravity(end: _End, status: int | None) -> int:
+    """Order ends by how likely they are a cause: launchers send SIGTERM, and torch may abort when a peer has gone."""
+    order = {-signal.SIGTERM: 0, -signal.SIGABRT: 1}
+    return 2 if end is _End.FAILED or status is None else order.get(status, 2)
 
 
 def _lost_its_peer(outcome: Outcome | None) -> bool:
