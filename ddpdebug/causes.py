@@ -112,6 +112,11 @@ class Group:
     misses: int = 0
     wait: int = 0
 
+    @property
+    def idle(self) -> bool:
+        """Tell whether a step without the symptom changes nothing here."""
+        return not (self.causes or self.pattern or self.wait)
+
     def grows(self, shown: Labels) -> bool:
         """Tell whether ranks part that were not known to disagree."""
         return count(refine(self.pattern, shown)) > count(self.pattern)

@@ -177,9 +177,12 @@ class Diagnosis:
         return self._run(rule, nothing, lambda: list(action(*args)))
 
     def _read(self, rule: Detector, step: Step) -> tuple[Reading, Labels | None]:
-        if type(rule).symptom is Detector.symptom:
+        if not _has_symptom(rule):
             return Reading.FREE, None
-        shown = rule.symptom(step)
+        key = ("symptom", rule.code)
+        if key not in step.memo:
+            step.memo[key] = rule.symptom(step)
+        shown: Labels | None = step.memo[key]
         if shown is None:
             return Reading.UNKNOWN, None
         if not shown:
@@ -230,8 +233,14 @@ class Diagnosis:
         }
         step = queued.step.with_details(details) if details else queued.step
         unknown: tuple[Reading, Labels | None] = (Reading.UNKNOWN, None)
-        readings = {rule.code: self._run(rule, unknown, self._read, rule, step) for rule in list(self._rules)}
-        found = {rule.code: self._findings(rule, rule.detect, step) for rule in list(self._rules)}
+        readings = {rule.code: self._run(rule, unknown, self._read, rule, step) for rule in tuple(self._rules)}
+        found: dict[str, list[Finding]] = {}
+        for rule in tuple(self._rules):
+            # most steps show nothing, and most rules have nothing to remember of those
+            if (readings[rule.code][0] not in _NOTHING or _remembers(rule)) and (
+                new := self._findings(rule, rule.detect, step)
+            ):
+                found[rule.code] = new
         self._settle(step, readings, found, queued.rules)
         self._judged += 1
 
@@ -245,10 +254,9 @@ class Diagnosis:
         admitted: list[tuple[Detector, Finding, Labels | None]] = []
         resting: list[Group] = []
         for group, rules in self._groups(step.optimizer).items():
-            if len(rules) == 1:
-                reading, shown = readings[rules[0].code]
-            else:
-                reading, shown = max((readings[r.code] for r in rules), key=lambda pair: _WEIGHT[pair[0]])
+            reading, shown = max((readings[r.code] for r in rules), key=_weight)
+            if group.idle and not shown and not any(r.code in found or r.code in asked for r in rules):
+                continue
             group.look(shown if reading is Reading.NEW else None)
             fresh = [(rule, f, shown) for rule in rules for f in found.get(rule.code, ())]
             if reading is Reading.KNOWN or (fresh and self._repeats(group, rules, asked)):
@@ -296,6 +304,22 @@ class Diagnosis:
                 self._admit([(rule, finding, None) for finding in findings], None)
 
 
+def _has_symptom(rule: Detector) -> bool:
+    return type(rule).symptom is not Detector.symptom
+
+
+def _remembers(rule: Detector) -> bool:
+    """Tell whether a rule must see every step: one that looks for more than its symptom, or remembers something."""
+    kind = type(rule)
+    more = not _has_symptom(rule) or kind.suspects is not Detector.suspects
+    return kind.detect is not Detector.detect and (more or kind.__init__ is not Detector.__init__)
+
+
+def _weight(pair: tuple[Reading, Labels | None]) -> int:
+    return _WEIGHT[pair[0]]
+
+
+_NOTHING = frozenset({Reading.UNKNOWN, Reading.QUIET})
 _WEIGHT = {
     Reading.UNKNOWN: 0,
     Reading.FREE: 1,

@@ -24,12 +24,15 @@ from typing import Any, Protocol
 from ddpdebug.observations import LAYOUT_VERSION, ROW_BYTES
 
 IDLE_SECONDS = 1.0
+#: Rows wait until there are so many, or for `IDLE_SECONDS`: waking up costs more than what a row needs. Messages do not
+#: wait.
+BATCH_ROWS = 4
 #: How long a rank that is done waits for the others before it leaves them.
 LEAVE_SECONDS = 2.0
 _CHUNK = 1 << 18
 _MAX_MESSAGE = 32 << 20
 _MAX_OUTBOX = 64 << 20
-_MIN_ROWS, _MAX_ROWS = 2, 64
+_MAX_ROWS = 64
 #: So many rows may wait; when the other ranks have not even connected by then, they never will.
 _MAX_WAITING = 1024
 _HEADER = struct.Struct("<IIqqqq")  # layout version, flags, progress, rows here, rows waiting, payload bytes
@@ -106,7 +109,8 @@ class Exchange:
             if self._over:
                 return
             self._rows.append(row)
-            self._wake.notify()
+            if len(self._rows) >= BATCH_ROWS:
+                self._wake.notify()
             if len(self._rows) <= _MAX_WAITING:
                 return
         self._give_up(f"{_MAX_WAITING} steps are waiting for the other ranks, which do not answer")
@@ -166,10 +170,10 @@ class Exchange:
         with self._wake:
             if self._closing is not None or self._busy:
                 self._wake.wait(0.005)
-            elif not self._rows and not self._outbox:
+            elif not self._outbox and len(self._rows) < BATCH_ROWS:
                 self._wake.wait(IDLE_SECONDS)
 
-    _capacity = _MIN_ROWS
+    _capacity = BATCH_ROWS
 
     def _tick(self) -> bool:
         assert self._group is not None
@@ -187,7 +191,7 @@ class Exchange:
                 start = _HEADER.size + i * ROW_BYTES
                 rows.append((rank, data[start : start + ROW_BYTES]))
         messages = self._gather_payload([header[5] for header in headers])
-        self._capacity = min(max(_MIN_ROWS, *(header[4] for header in headers)), _MAX_ROWS)
+        self._capacity = min(max(BATCH_ROWS, *(header[4] for header in headers)), _MAX_ROWS)
         flags = [header[1] for header in headers]
         quiet = not any(header[4] or header[5] or header[1] & _BUSY for header in headers)
         last = quiet and not rows and not messages and all(flag & (_LEAVING | _LEFT) for flag in flags)

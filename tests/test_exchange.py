@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from ddpdebug import exchange as module
-from ddpdebug.exchange import Alone, Exchange, Tick
+from ddpdebug.exchange import BATCH_ROWS, Alone, Exchange, Tick
 from ddpdebug.observations import ROW_BYTES, Row, decode, encode
 
 
@@ -179,7 +179,7 @@ def test_closing_does_not_wait_for_a_group_that_never_connects() -> None:
 
 
 def test_the_bytes_of_a_tick_do_not_depend_on_what_the_ranks_say_elsewhere() -> None:
-    """A tick without payload is a header and two rows."""
+    """A tick without payload is a header and a batch of rows."""
     sizes: list[int] = []
 
     class Measured(Alone):
@@ -191,4 +191,4 @@ def test_the_bytes_of_a_tick_do_not_depend_on_what_the_ranks_say_elsewhere() -> 
     exchange.start()
     exchange.post(row(0, 0))
     assert exchange.close()
-    assert max(sizes) <= 64 + 2 * ROW_BYTES
+    assert max(sizes) <= 64 + BATCH_ROWS * ROW_BYTES

@@ -20,11 +20,11 @@ def run(schedule: Schedule, steps: int, *, seconds: float, full: float, light: f
 
 
 def test_a_dear_check_is_made_as_often_as_the_budget_allows() -> None:
-    """6 ms of checks in 200 ms steps are 1 % when every third step is checked."""
+    """6 ms of checks in 200 ms steps are 0.6 % when every fifth step is checked; the rest is for what clocks miss."""
     schedule = Schedule(budget=0.01, every_step=False)
     run(schedule, 400, seconds=0.2, full=0.006)
-    assert schedule.interval(400) == 3
-    assert sum(schedule.due(0, n) for n in range(399, 999)) == 200
+    assert schedule.interval(400) == 5
+    assert sum(schedule.due(0, n) for n in range(400, 1000)) == 120
 
 
 def test_a_cheap_check_is_made_in_every_step() -> None:
@@ -61,6 +61,6 @@ def test_all_ranks_come_to_the_same_schedule() -> None:
 def test_a_new_interval_takes_effect_later_than_any_rank_has_come() -> None:
     """Ranks learn of it at different moments, but before it applies."""
     schedule = Schedule(budget=0.01, every_step=False)
-    run(schedule, 33, seconds=0.2, full=0.02)
-    assert schedule.interval(33) == 1
-    assert schedule.interval(32 + 64) > 1
+    run(schedule, 9, seconds=0.2, full=0.02)
+    assert schedule.interval(8 + 15) == 1
+    assert schedule.interval(8 + 16) > 1

@@ -35,7 +35,8 @@ class Detector:
     with `step.details` filled in (as far as the ranks answered), in order. Every rule sees every step exactly once.
 
     A rule about ranks that disagree overrides `symptom`: the diagnosis then knows without details that a known cause
-    still shows, that it has gone, and that further ranks have parted.
+    still shows, that it has gone, and that further ranks have parted. Such a rule finds nothing in a step that does not
+    show it, and is not asked about those unless it has a memory (an `__init__` of its own) or a `suspects` of its own.
     """
 
     code: ClassVar[str]

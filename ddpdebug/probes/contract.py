@@ -8,7 +8,6 @@ from ddpdebug import torch_internals as internals
 from ddpdebug.observations import Flag
 from ddpdebug.probes.guard import user_location
 from ddpdebug.probes.optimizers import OptimizerWatch
-from ddpdebug.probes.wrappers import Wrapper
 
 _HOOK_FLAGS = {
     "local": Flag.LOCAL_ONLY,
@@ -18,15 +17,10 @@ _HOOK_FLAGS = {
 }
 
 
-def owners_of(watch: OptimizerWatch) -> list[Wrapper]:
-    """Return the wrappers whose modules hold parameters of the optimizer."""
-    return list({id(owner): owner for owner in watch.owners if owner is not None}.values())
-
-
 def flags(watch: OptimizerWatch) -> Flag:
     """Return what the row says about the contract at the step of one optimizer."""
     found = Flag(0)
-    owners = owners_of(watch)
+    owners = watch.wrappers
     if not owners:
         found |= Flag.NO_DDP
     for wrapper in owners:
@@ -44,7 +38,7 @@ def flags(watch: OptimizerWatch) -> Flag:
 
 def facts(watch: OptimizerWatch, *, wrappers: int, world: int) -> dict[str, Any]:
     """Return the part of the `contract` detail that is only known at the step itself."""
-    owners = owners_of(watch)
+    owners = watch.wrappers
     merged: dict[str, Any] = {"bypass": None, "no_sync": None}
     for wrapper in owners:
         merged.update(wrapper.pending or {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -79,6 +80,7 @@ def _is_user_file(name: str) -> bool:
     return known
 
 
+@lru_cache(maxsize=1024)
 def _shorten(name: str) -> str:
     try:
         return str(Path(name).resolve().relative_to(Path.cwd()))

@@ -35,6 +35,7 @@ class OptimizerWatch:
         self.params: list[torch.Tensor] = []
         self.owned: list[bool] = []
         self.owners: list[Wrapper | None] = []
+        self.wrappers: list[Wrapper] = []  # the owners, each once
         self.slots: dict[int, int] = {}
         self.after: list[int] | None = None  # digests that the previous step left, if that step was checked
         self.after_step = -1
@@ -53,7 +54,7 @@ class OptimizerWatch:
         """Let go of the parameters when no optimizer has them any more: watching a model must not keep it alive."""
         if not self.optimizers():
             self._forgotten += [weakref.ref(p) for p in self.params]
-            self.names, self.params, self.owned, self.owners, self._key = [], [], [], [], ()
+            self.names, self.params, self.owned, self.owners, self.wrappers, self._key = [], [], [], [], [], ()
 
     def identities(self) -> set[int]:
         """Return the ids of the living parameters that are or were stepped here."""
@@ -81,6 +82,7 @@ class OptimizerWatch:
         self.params = [p for _, p, _, _ in table]
         self.owned = [owned for _, _, owned, _ in table]
         self.owners = [owner for _, _, _, owner in table]
+        self.wrappers = list({id(owner): owner for owner in self.owners if owner is not None}.values())
         self.slots = {id(p): fingerprint.of_text(name) % 8 for name, p, _, _ in table}
         by_design = bool(self.members) or self.sharded()  # the groups of a rank are then its own
         self._members = [] if by_design else [self._held(group["params"]) for group in self.groups()]

@@ -331,7 +331,7 @@ class Recorder:
             watch.after_step = watch.step
             state = record.state() + [d for _, _, d in plain] if glances is not None and watch.state_is_small else []
             watch.state_after = fingerprint.combine(state) if state else 0
-        for wrapper in {id(o): o for o in watch.owners if o is not None}.values():
+        for wrapper in watch.wrappers:
             ddp = wrapper.ref()
             if ddp is not None and record.flags & Flag.CHECKED and not internals.broadcasts_buffers(ddp):
                 self._note_buffers(ddp)
