@@ -175,6 +175,12 @@ class Config:
         "an integer from 0 up",
         "Feed one batch to all ranks every so many steps and compare (agreement probe); 0 is never.",
     )
+    status: bool = _option(
+        True,
+        _switch,
+        "true or false",
+        "Show the current step in the title of the terminal's window.",
+    )
     quiet: bool = _option(
         False,
         _switch,

@@ -169,7 +169,7 @@ class Diagnosis:
             self._rules = [r for r in self._rules if r is not rule]
             self._members.clear()
             if self._on_trouble is not None:
-                self._on_trouble(f"detector:{rule.code}", f"switched off: {type(error).__name__}: {error}")
+                self._on_trouble(f"detector:{rule.code}", f"{type(error).__name__}: {error}")
             return otherwise
 
     def _findings(self, rule: Detector, action: Callable[..., Iterable[Finding]], *args: Any) -> list[Finding]:

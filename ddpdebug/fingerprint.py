@@ -22,13 +22,14 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from xxhash import xxh3_64, xxh3_64_intdigest
+
+from ddpdebug.torch_internals import as_plain
 
 #: Temporary memory for tensors that are not contiguous, and on devices, stays below this many bytes.
 CHUNK_BYTES = 64 << 20
@@ -43,8 +44,6 @@ _NEVER_ZERO = 0x9E3779B97F4A7C15
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _STRIDED = torch.strided
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
-# The only private name here, because there is no public way to keep a subclass's own code out of a look at its memory.
-_as_plain: type[AbstractContextManager[object]] = getattr(torch._C, "DisableTorchFunctionSubclass", nullcontext)  # noqa: SLF001
 
 
 def of_bytes(data: bytes | bytearray | memoryview) -> int:
@@ -175,7 +174,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def _detached(tensor: Tensor) -> Tensor:
     """Return a plain tensor of the same bits, as integers if there are any of that size: those can always be copied."""
-    with torch.no_grad(), _as_plain():
+    with torch.no_grad(), as_plain():
         plain = tensor.detach() if type(tensor) in _PLAIN else tensor.detach().as_subclass(Tensor)
         plain = plain.resolve_conj().resolve_neg()
         return plain.view(_INTEGERS[plain.itemsize]) if plain.itemsize in _INTEGERS else torch.view_as_real(plain)

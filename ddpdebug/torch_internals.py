@@ -8,16 +8,19 @@ import inspect
 import os
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported at run time only
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import dataloader
 
 #: (what, where) pairs that this torch must offer; `missing()` names those that it does not.
+PRE_FORWARD = "_pre_forward"  # the part of DDP's forward that broadcasts buffers
 _PROBES: tuple[tuple[str, Any, str], ...] = (
-    ("DDP forward stages", DistributedDataParallel, "_pre_forward"),
+    ("DDP forward stages", DistributedDataParallel, PRE_FORWARD),
     ("DDP join state", DistributedDataParallel, "join"),
     ("default store", dist.distributed_c10d, "_get_default_store"),
 )
@@ -165,6 +168,23 @@ def scale_of(scaler: Any) -> torch.Tensor | None:
     """Return GradScaler's scale tensor without a device synchronisation, or None before its first use."""
     scale = getattr(scaler, "_scale", None)
     return scale if isinstance(scale, torch.Tensor) else None
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+#: Keeps a tensor subclass's own code out of a look at its memory; there is no public way.
+as_plain: type[AbstractContextManager[object]] = getattr(torch._C, "DisableTorchFunctionSubclass", nullcontext)
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Return the number of in-place changes that a tensor has seen; reading it changes nothing."""
+    return int(tensor._version)
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+#: What iterating over a DataLoader returns; batches come out of its `__next__`.
+LoaderIterator: Any = dataloader._BaseDataLoaderIter
 
 
 # --- names ------------------------------------------------------------------------------------------------------------

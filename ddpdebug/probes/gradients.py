@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ddpdebug import fingerprint
+from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.probes import device
 from ddpdebug.probes.record import Reduced, Window
 from ddpdebug.probes.wrappers import Wrapper
@@ -39,7 +39,7 @@ def note_reduced(window: Window, wrapper: Wrapper) -> None:
             if grad.device.type == "cpu":
                 digest, glance = fingerprint.fingerprint(grad), fingerprint.glance(grad)
             total = _sum(grad) if wrapper.sums(id(parameter), window.number) else None
-            key = (id(parameter.grad), grad.data_ptr(), grad._version, glance)  # noqa: SLF001 - public in effect
+            key = (id(parameter.grad), grad.data_ptr(), internals.version(grad), glance)
             window.reduced[id(parameter)] = Reduced(total, _norm(grad), digest, key)
 
 
@@ -78,7 +78,7 @@ def digests_at_step(
 
 
 def _untouched(grad: torch.Tensor, reduced: Reduced) -> bool:
-    identity = (id(grad), grad.data_ptr(), grad._version)  # noqa: SLF001 - public in effect, no other name
+    identity = (id(grad), grad.data_ptr(), internals.version(grad))
     return identity == reduced.key[:3] and fingerprint.glance(grad) == reduced.key[3]
 
 

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.probes.guard import Guard, user_location
@@ -52,7 +51,7 @@ class Patches:
         self._undo += [register_optimizer_step_pre_hook(before).remove, register_optimizer_step_post_hook(after).remove]
         self._wrap(DistributedDataParallel, "__init__", _init)
         self._wrap(DistributedDataParallel, "forward", _forward)
-        self._wrap(DistributedDataParallel, "_pre_forward", _pre_forward)
+        self._wrap(DistributedDataParallel, internals.PRE_FORWARD, _pre_forward)
         self._wrap(DistributedDataParallel, "no_sync", _no_sync)
         self._wrap(DistributedDataParallel, "register_comm_hook", _register_comm_hook)
         self._wrap(torch.autograd, "backward", _backward)
@@ -64,7 +63,7 @@ class Patches:
         self._wrap(dist, "all_gather", _all_gather)
         self._wrap(dist, "init_process_group", _init_process_group)
         self._wrap(DataLoader, "__iter__", _loader_iter)
-        self._wrap(_BaseDataLoaderIter, "__next__", _loader_next)
+        self._wrap(internals.LoaderIterator, "__next__", _loader_next)
         averagers = sys.modules.get("torch.distributed.algorithms.model_averaging.averagers")
         if averagers is None:
             with contextlib.suppress(ImportError):

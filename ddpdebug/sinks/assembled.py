@@ -34,7 +34,7 @@ def build_sinks(config: Config, directory: Path, rank: int, local_rank: int) -> 
         url = prometheus.url
         sinks.append(prometheus)
     if rank == 0 and not config.quiet:
-        sinks.append(Terminal(rank))
+        sinks.append(Terminal(rank, status=config.status))
     return Fanout(sinks), url
 
 

@@ -4,9 +4,8 @@ Only rank 0 prints. Each output is one write, so that other processes' lines do 
 by clearing the current line, which is where tqdm keeps its bar; tqdm draws it again below. Without a terminal there are
 plain lines without escape codes, one line per item and never wrapped, so that logs can be searched.
 
-The status line (`status=True`) is off by default. It stays in the current line until the next output of ours, but the
-job's own prints know nothing of it: one that is shorter leaves the rest of the status behind. It steps back while tqdm
-shows a bar.
+The one-line status goes to the title of the terminal's window (tmux and screen show it too): any place in the text
+would be overwritten by the job's own prints, or overwrite them. The title that was there comes back at the end.
 """
 
 from __future__ import annotations
@@ -26,6 +25,9 @@ from ddpdebug.sinks.agreement import disagreeing
 from ddpdebug.sinks.text import SEPARATOR, Part, clean, counted, evidence_lines, number, parts, percent
 
 _CLEAR_LINE = "\r\x1b[K"
+_TITLE, _SAVE_TITLE, _RESTORE_TITLE = "\x1b]2;{}\x07", "\x1b[22;2t", "\x1b[23;2t"
+#: Consoles that have no window would print the title.
+_NO_TITLE = frozenset({"linux", "dumb"})
 _MAX_BLOCKS = 20
 _MAX_WIDTH = 120
 _LABEL_WIDTH = 10
@@ -38,7 +40,7 @@ class Terminal:
     """A sink for people.
 
     Args:
-        status: show the current step in place, on a terminal only; see the module.
+        status: show the current step in the window's title, on a terminal only.
         status_seconds: at most this often.
     """
 
@@ -47,19 +49,19 @@ class Terminal:
         rank: int,
         stream: TextIO | None = None,
         *,
-        status: bool = False,
-        status_seconds: float = 5.0,
+        status: bool = True,
+        status_seconds: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rank = rank
         self._stream = stream if stream is not None else sys.stderr
         self._tty = _is_terminal(self._stream)
         self._color = self._tty and not os.environ.get("NO_COLOR")
-        self._status = status and self._tty
+        self._status = status and self._tty and os.environ.get("TERM") not in _NO_TITLE
         self._status_seconds = status_seconds
         self._clock = clock
         self._next_status = -math.inf
-        self._status_shown = False
+        self._has_title = False
         self._world = 1
         self._directory = ""
         self._evidence: dict[object, set[str]] = {}
@@ -118,7 +120,8 @@ class Terminal:
             items.insert(0, clean(record.reason, 200))
         if self._findings and self._directory:
             items.append(f"{self._directory}/findings.jsonl")
-        self._print(f"ddpdebug: {SEPARATOR.join(items)}\n")
+        self._print(f"ddpdebug: {SEPARATOR.join(items)}\n{_RESTORE_TITLE if self._has_title else ''}")
+        self._has_title = False
 
     def _block(self, finding: Finding, title: str, content: list[Part]) -> str:
         if self._tty:
@@ -131,20 +134,19 @@ class Terminal:
         return "\n".join(lines) + "\n"
 
     def _show_status(self, record: StepJudged) -> None:
-        if not self._status or self._clock() < self._next_status or _tqdm_is_active():
+        if not self._status or self._clock() < self._next_status:
             return
         self._next_status = self._clock() + self._status_seconds
         row = min(record.step.rows.items())[1]
         known = not math.isnan(row.loss) or row.has(Flag.LOSS_NONFINITE)
         loss = f"loss {number(row.loss)}" if known else ""
         items = [f"step {record.step.step}", loss, _findings_text(self._findings)]
-        text = f"ddpdebug: {SEPARATOR.join(filter(None, items))}"[: self._width() - 1]
-        self._put(f"{_CLEAR_LINE}{text}\r")  # the cursor goes back, so that the job's next print overwrites it
-        self._status_shown = True
+        text = f"ddpdebug: {SEPARATOR.join(filter(None, items))}"[:_MAX_WIDTH]
+        self._put(f"{'' if self._has_title else _SAVE_TITLE}{_TITLE.format(text)}")
+        self._has_title = True
 
     def _print(self, text: str) -> None:
         self._put(f"{_CLEAR_LINE if self._tty else ''}{text}")
-        self._status_shown = False
 
     def _put(self, text: str) -> None:
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
@@ -224,8 +226,3 @@ def _is_terminal(stream: TextIO) -> bool:
         return stream.isatty() and os.environ.get("TERM") != "dumb"
     except (AttributeError, ValueError):
         return False
-
-
-def _tqdm_is_active() -> bool:
-    bar = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
-    return bool(getattr(bar, "_instances", ()))

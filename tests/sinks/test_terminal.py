@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import math
 import re
-import sys
-import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -272,48 +270,38 @@ class Clock:
         return self.now
 
 
-def test_the_status_line_stays_in_place_and_is_rare() -> None:
-    """It is cleared before other output and leaves the cursor where the next print overwrites it."""
+def test_the_status_goes_to_the_title_and_is_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No line of the terminal is touched, and the old title comes back at the end."""
+    monkeypatch.setenv("TERM", "xterm-256color")
     stream, clock = Recording(tty=True), Clock()
-    terminal = Terminal(0, stream, status=True, status_seconds=5, clock=clock)
+    terminal = Terminal(0, stream, status_seconds=5, clock=clock)
     for step in range(10):
         clock.now = float(step)
         terminal.write(judged(step, 5, 5))
-    assert stream.writes == [f"\r\x1b[Kddpdebug: step {s} · loss 2.5 · no findings\r" for s in (0, 5)]
-    terminal.write(Trouble(part="a", message="b"))
-    assert stream.writes[-1].startswith("\r\x1b[K")
+    titles = [f"\x1b]2;ddpdebug: step {s} · loss 2.5 · no findings\x07" for s in (0, 5)]
+    assert stream.writes == [f"\x1b[22;2t{titles[0]}", titles[1]]
+    terminal.write(FINISHED)
+    assert stream.writes[-1].endswith("\n\x1b[23;2t")
 
 
-def test_the_status_line_shows_a_loss_that_is_nan() -> None:
+def test_the_status_shows_a_loss_that_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN in a row means unknown, unless its flag says that the loss is NaN."""
+    monkeypatch.setenv("TERM", "xterm-256color")
     stream = Recording(tty=True)
     for flags in (0, int(Flag.LOSS_NONFINITE)):
         row = Row(step=3, loss=math.nan, flags=flags)
         step = Step(step=3, optimizer=0, world=1, rows={0: row})
-        Terminal(0, stream, status=True).write(StepJudged(step=step))
-    assert stream.writes == [f"\r\x1b[Kddpdebug: step 3{loss} · no findings\r" for loss in ("", " · loss nan")]
+        Terminal(0, stream).write(StepJudged(step=step))
+    titles = [f"\x1b]2;ddpdebug: step 3{loss} · no findings\x07" for loss in ("", " · loss nan")]
+    assert stream.writes == [f"\x1b[22;2t{title}" for title in titles]
 
 
-def test_the_status_line_is_off_by_default_and_in_logs() -> None:
-    """The job's own prints know nothing of it."""
-    for terminal_stream, on in ((Recording(tty=True), False), (Recording(), True)):
-        Terminal(0, terminal_stream, status=on).write(judged(0, 5, 5))
-        assert terminal_stream.writes == []
-
-
-@pytest.fixture
-def tqdm_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make tqdm seem to show a bar."""
-    module = types.ModuleType("tqdm.std")
-    module.tqdm = types.SimpleNamespace(_instances={1})  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "tqdm.std", module)
-
-
-@pytest.mark.usefixtures("tqdm_bar")
-def test_the_status_line_steps_back_for_tqdm() -> None:
-    """Two lines cannot live in one place."""
-    stream = Recording(tty=True)
-    Terminal(0, stream, status=True).write(judged(0, 5, 5))
+@pytest.mark.parametrize("tty, term, on", [(True, "xterm", False), (False, "xterm", True), (True, "linux", True)])
+def test_there_are_terminals_without_a_status(tty: bool, term: str, on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log, a console without a window, and whoever asks for none."""
+    monkeypatch.setenv("TERM", term)
+    stream = Recording(tty=tty)
+    Terminal(0, stream, status=on).write(judged(0, 5, 5))
     assert stream.writes == []
 
 

@@ -14,6 +14,8 @@ from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
 from ddpdebug.steps import Step
 
+#: The norm of a gradient is taken twice by the same kernel: equal elements give equal norms.
+_UNCHANGED = 1e-6
 _ON_PURPOSE = Flag.LOCAL_ONLY | Flag.SHARDED_STATE
 
 
@@ -228,11 +230,18 @@ def _changed_after(step: Step, shown: Labels, names: list[str]) -> Verdict | Non
     return Verdict(
         code="SYNC206",
         names=tuple(names),
-        ranks=culprits(shown),
+        ranks=culprits(shown) if unequal_clipping else _who_changed(shown, ratios),
         phase="clipping" if unequal_clipping else None,
         location=clip_location(step) if unequal_clipping else None,
         evidence=evidence,
     )
+
+
+def _who_changed(shown: Labels, ratios: Mapping[str, float]) -> tuple[int, ...]:
+    """Return the outvoted ranks; where there is no majority, those whose gradients grew or shrank, if only some did."""
+    voted = culprits(shown)
+    changed = tuple(rank for rank in voted if abs(ratios.get(str(rank), 1.0) - 1.0) > _UNCHANGED)
+    return changed if len(voted) == len(shown) and 0 < len(changed) < len(voted) else voted
 
 
 def _rows_agree_after_reduction(step: Step) -> bool:
