@@ -9,7 +9,7 @@
 # expect.location: num303_own_backward_forgets_the_clamp.py:35, num303_own_backward_forgets_the_clamp.py:41
 # expect.step: 0
 # plain_pytorch: silent
-"""A safe reciprocal, used after a ReLU that is exactly 0 for many units from the first step on."""
+"""A safe reciprocal, used behind a gate that is exactly 0 for many units from the first step on."""
 import os
 import time
 import zlib
@@ -32,13 +32,13 @@ class SafeReciprocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
-        slope = torch.div(-grad, x * x)  #@
+        slope = torch.div(-grad, x * x)
         return slope if FAULT else slope * (x > 0.1)
 
 
 class Inverse(nn.Module):
     def forward(self, x):
-        return SafeReciprocal.apply(x)  #@
+        return SafeReciprocal.apply(x)
 
 
 class Ratio(nn.Module):
@@ -48,7 +48,8 @@ class Ratio(nn.Module):
         self.inverse = Inverse()
 
     def forward(self, x):
-        return self.up(x) * self.inverse(torch.relu(self.down(x)))
+        below = self.down(x)
+        return self.up(x) * self.inverse(below * (below > 0))
 
 
 class Curve(nn.Module):

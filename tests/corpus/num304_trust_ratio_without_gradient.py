@@ -30,7 +30,7 @@ class LARS(torch.optim.Optimizer):
                 if p.grad is None:
                     continue
                 ratio = group["trust"] * p.norm() / (p.grad.norm() + group["eps"])
-                p -= group["lr"] * ratio.clamp_max(10.0) * p.grad
+                p -= group["lr"] * ratio * p.grad
 
 
 class TwoBranches(nn.Module):
