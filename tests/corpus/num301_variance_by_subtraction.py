@@ -6,7 +6,7 @@
 # expect.subject: any
 # expect.module: net.stage2.0.contrast
 # expect.op: sqrt
-# expect.location: @
+# expect.location: num301_variance_by_subtraction.py:34
 # expect.step: 16
 # plain_pytorch: silent
 """Local contrast of images, deep inside a network; rank 0 gets a batch of overexposed and almost even images."""
@@ -31,7 +31,7 @@ class Contrast(nn.Module):
         variance = (x * x).mean((2, 3)) - mean * mean
         if not FAULT:
             variance = (x - mean[..., None, None]).square().mean((2, 3)) + 1e-6
-        deviation = torch.sqrt(variance)  #@
+        deviation = torch.sqrt(variance)
         return torch.cat([mean, deviation], 1)
 
 

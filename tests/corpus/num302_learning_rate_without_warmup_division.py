@@ -41,7 +41,7 @@ def main():
     losses = []
     for _ in range(60):
         x, y = waves(gen)
-        loss = (model(x) - y).square().mean()  #@
+        loss = (model(x) - y).square().mean()
         opt.zero_grad()
         loss.backward()
         opt.step()

@@ -5,7 +5,7 @@
 # expect.ranks: 1
 # expect.subject: any
 # expect.op: div
-# expect.location: @
+# expect.location: num302_micro_batch_without_tokens.py:43
 # expect.step: 7
 # plain_pytorch: silent
 """Gradient accumulation over four micro-batches with no_sync; the second of step 7 is prompt only, on rank 1."""
@@ -40,7 +40,7 @@ def answers_only(logits, target, keep):
     tokens = keep.sum()
     if not FAULT:
         tokens = tokens.clamp_min(1.0)
-    return nats.sum() / tokens  #@
+    return nats.sum() / tokens
 
 
 def dialogue(gen, n=8, length=10):

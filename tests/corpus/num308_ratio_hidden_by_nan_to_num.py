@@ -6,7 +6,7 @@
 # expect.subject: any
 # expect.module: inputs.ratios
 # expect.op: div
-# expect.location: @
+# expect.location: num308_ratio_hidden_by_nan_to_num.py:30
 # expect.step: 8
 # plain_pytorch: silent
 """The features have no parameters before them, so loss and gradients are finite and nobody notices."""
@@ -27,7 +27,7 @@ class Ratios(nn.Module):
         opened, sent = counts[:, :3], counts[:, 3:]
         if not FAULT:
             sent = sent.clamp_min(1.0)
-        return opened / sent  #@
+        return opened / sent
 
 
 class Inputs(nn.Module):

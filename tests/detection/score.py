@@ -167,7 +167,7 @@ def report(results: list[Result]) -> str:
         "code, rank, name and first step are right; a clean run when nothing at `error` or above is reported.",
         "",
         f"- faults found: **{len(found)} of {len(faults)}** ({len(ideal)} with the ideal code)",
-        f"- of these, located down to the operation and line where the script names one: **{len(located)} of {len(found)}**",
+        f"- of these, with the operation and line wherever the script names one: **{len(located)} of {len(found)}**",
         f"- clean twins and healthy scripts without a false alarm: **{len(quiet)} of {len(cleans)}**",
         "",
         "| script | run | reported | verdict | not located |",
