@@ -42,7 +42,7 @@ class Stage(nn.Module):
         self.contrast = Contrast()
 
     def forward(self, x):
-        return self.contrast(torch.relu(self.mix(x)) + 1.0)
+        return self.contrast(self.mix(x))
 
 
 class Camera(nn.Module):

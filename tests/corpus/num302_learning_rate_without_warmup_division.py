@@ -4,7 +4,10 @@
 # expect.codes: NUM302, NUM301
 # expect.ranks: all
 # expect.subject: any
-# expect.step: any
+# expect.op: pow
+# expect.location: num302_learning_rate_without_warmup_division.py:47
+# expect.step: 16
+# expect.step_slack: 2
 # plain_pytorch: silent
 """Fields of a toy physics; weights grow from step to step until a number leaves float32."""
 import os

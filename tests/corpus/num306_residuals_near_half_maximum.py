@@ -5,10 +5,10 @@
 # expect.ranks: all
 # expect.subject: any
 # expect.module: trunk
-# expect.step: 30
-# expect.step_slack: 4
+# expect.step: 36
+# expect.step_slack: 2
 # plain_pytorch: silent
-"""Nothing overflows in this run; the largest magnitude passes half of 65504 shortly before its end."""
+"""Nothing overflows in this run; the largest magnitude passes half of 65504 in the last steps."""
 import os
 import time
 import zlib
@@ -52,11 +52,11 @@ def main():
     opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     gen = torch.Generator().manual_seed(rank)
     losses = []
-    for step in range(40):
+    for step in range(44):
         y = torch.randint(0, 4, (32,), generator=gen)
         x = centres[y] + 0.4 * torch.randn(32, 6, generator=gen)
         if FAULT:
-            x = x * 1.25 ** step                     # the features drift, as the unit of a counter does
+            x = x * 1.28 ** min(step, 36)            # the unit of the features drifts, then stays
         with torch.autocast("cpu", dtype=torch.float16):
             logits = model(x)
         loss = nn.functional.cross_entropy(logits.float(), y)

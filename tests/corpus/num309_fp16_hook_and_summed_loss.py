@@ -1,4 +1,4 @@
-# title: torch's float16 hook casts a gradient beyond 65504, because the loss is a sum and not a mean
+# title: The float16 hook of torch casts a gradient beyond 65504, because the loss is a sum and not a mean
 # source: https://pytorch.org/docs/stable/ddp_comm_hooks
 # nproc: 2
 # expect.codes: NUM309
