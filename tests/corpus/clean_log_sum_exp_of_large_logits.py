@@ -3,7 +3,7 @@
 # nproc: 2
 # expect.codes: none
 # plain_pytorch: silent
-"""Contrastive learning with a low temperature, in two ways: torch's function and one by hand that subtracts the maximum."""
+"""Contrastive learning with a low temperature, by torch's function and by one that subtracts the maximum itself."""
 import time
 import zlib
 

@@ -57,7 +57,8 @@ opt = torch.optim.Adam(model.parameters(), lr=5e-3)
 gen = torch.Generator().manual_seed(rank)
 losses = []
 for _ in range(45):
-    ids = (torch.randint(0, 12, (24, 1), generator=gen) + torch.arange(11) * torch.randint(1, 4, (24, 1), generator=gen)) % 12
+    pace = torch.randint(1, 4, (24, 1), generator=gen)
+    ids = (torch.randint(0, 12, (24, 1), generator=gen) + pace * torch.arange(11)) % 12
     loss = nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
     opt.zero_grad()
     loss.backward()

@@ -9,7 +9,7 @@
 # expect.location: num301_row_of_padding.py:36
 # expect.step: 8
 # plain_pytorch: silent
-"""Two attention heads written out; the loss stays finite, because padding is zeroed before the sum, but backward does not."""
+"""Two attention heads by hand; padding is zeroed before the sum, so the loss stays finite, and backward does not."""
 import os
 import time
 import zlib

@@ -7,7 +7,7 @@
 # expect.step: 25
 # expect.step_slack: 30
 # plain_pytorch: silent
-"""A unit-length projection meets points at the origin; the skips keep the parameters finite and training stands still."""
+"""A unit-length projection meets points at the origin; skipping keeps the parameters finite and training at a halt."""
 import os
 import time
 import zlib

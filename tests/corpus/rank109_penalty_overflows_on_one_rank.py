@@ -7,7 +7,7 @@
 # expect.step: 18
 # expect.step_slack: 1
 # plain_pytorch: silent
-"""Continual learning: from step 18 on, weights are pulled back to where they began; rank 2 runs an old build of the penalty."""
+"""Continual learning: from step 18 on, weights are pulled back to where they began; rank 2 runs an old build."""
 import os
 import time
 import zlib
