@@ -5,11 +5,13 @@
 Each script runs through `ddpdebug run` with default options, once with FAULT=1 and once with FAULT=0 (its clean twin);
 healthy scripts run once. A fault counts as found when a finding has one of the expected codes, an expected rank, an
 expected name and the expected first step. A clean run fails when anything at `error` or above is reported.
+The operation and its `file:line` are a promise beyond that: a finding without them is found, but not located.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -52,6 +54,7 @@ class Result:
     findings: list[Finding]
     seconds: float
     problems: list[str] = field(default_factory=list)
+    unlocated: list[str] = field(default_factory=list)
 
 
 def load(path: Path) -> Case:
@@ -83,7 +86,10 @@ def run(case: Case, *, fault: bool) -> Result:
         timed_out, log = True, ""
     findings = list(read_findings(scratch / "run")) if (scratch / "run" / "findings.jsonl").exists() else []
     result = Result(case, fault, findings, time.monotonic() - started)
-    result.problems = judge_fault(case, findings) if fault and case.codes else judge_clean(findings)
+    if fault and case.codes:
+        result.problems, result.unlocated = judge_fault(case, findings)
+    else:
+        result.problems = judge_clean(findings)
     if timed_out:
         result.problems.append("timed out")
     result.problems += [line.strip() for line in log.splitlines() if "switched off" in line][:2]
@@ -96,14 +102,13 @@ def judge_clean(findings: list[Finding]) -> list[str]:
     return [f"false alarm {f.code} at step {f.step}" for f in findings if f.severity >= Severity.ERROR]
 
 
-def judge_fault(case: Case, findings: list[Finding]) -> list[str]:
-    """List what an expected finding lacks; empty when one finding meets every expectation."""
+def judge_fault(case: Case, findings: list[Finding]) -> tuple[list[str], list[str]]:
+    """List what the best of the expected findings lacks to be right, and what it lacks to be located."""
     matching = [f for f in findings if f.code in case.codes]
     if not matching:
-        return [f"missed: expected {case.codes[0]}, found {sorted({f.code for f in findings}) or 'nothing'}"]
+        return [f"missed: expected {case.codes[0]}, found {sorted({f.code for f in findings}) or 'nothing'}"], []
     ranked = sorted(matching, key=lambda f: case.codes.index(f.code))
-    problems = [_lacks(case, finding) for finding in ranked]
-    return min(problems, key=len)
+    return min(((_lacks(case, f), _unlocated(case, f)) for f in ranked), key=lambda lists: [len(x) for x in lists])
 
 
 def _lacks(case: Case, finding: Finding) -> list[str]:
@@ -114,6 +119,9 @@ def _lacks(case: Case, finding: Finding) -> list[str]:
     subject = case.keys.get("expect.subject", "any").strip()
     if subject != "any" and not any(subject in name for name in finding.subject):
         lacking.append(f"subject {list(finding.subject[:2])} instead of {subject!r}")
+    module = case.keys.get("expect.module", "any").strip()
+    if module != "any" and not _names(module, [*finding.subject, json.dumps(finding.evidence)]):
+        lacking.append(f"module {list(finding.subject[:2])} instead of {module!r}")
     step = case.keys.get("expect.step", "any").strip()
     slack = int(case.keys.get("expect.step_slack", "0"))
     if step not in {"any", "none"} and (finding.step is None or abs(finding.step - int(step)) > slack):
@@ -126,11 +134,30 @@ def _lacks(case: Case, finding: Finding) -> list[str]:
     return lacking
 
 
+def _unlocated(case: Case, finding: Finding) -> list[str]:
+    evidence = json.dumps(finding.evidence)
+    lacking: list[str] = []
+    op = case.keys.get("expect.op", "any").strip()
+    if op != "any" and not _names(op, [evidence]):
+        lacking.append(f"operation {op} not named")
+    places = [place.strip() for place in case.keys.get("expect.location", "any").split(",")]
+    shown = f"{finding.location} {evidence}"
+    if places != ["any"] and not any(re.search(re.escape(place) + r"(?!\d)", shown) for place in places):
+        lacking.append(f"location {finding.location} instead of {' or '.join(places)}")
+    return lacking
+
+
+def _names(word: str, texts: list[str]) -> bool:
+    """Tell whether `word` stands in a text as a name or a part of one: `log` in `aten.log.default`, not in `logits`."""
+    return any(re.search(rf"(?<![a-zA-Z])(?i:{re.escape(word)})(?![a-z0-9])", text) for text in texts)
+
+
 def report(results: list[Result]) -> str:
     """Return the score as Markdown."""
     faults = [r for r in results if r.fault and r.case.codes]
     cleans = [r for r in results if not (r.fault and r.case.codes)]
     found = [r for r in faults if not r.problems]
+    located = [r for r in found if not r.unlocated]
     ideal = [r for r in found if any(f.code == r.case.codes[0] for f in r.findings)]
     quiet = [r for r in cleans if not r.problems]
     lines = [
@@ -139,16 +166,18 @@ def report(results: list[Result]) -> str:
         "Written by `make detection`, which runs `tests/corpus/` with default options. A fault counts as found when",
         "code, rank, name and first step are right; a clean run when nothing at `error` or above is reported.",
         "",
-        f"- faults found and located: **{len(found)} of {len(faults)}** ({len(ideal)} with the ideal code)",
+        f"- faults found: **{len(found)} of {len(faults)}** ({len(ideal)} with the ideal code)",
+        f"- of these, with the operation and line wherever the script names one: **{len(located)} of {len(found)}**",
         f"- clean twins and healthy scripts without a false alarm: **{len(quiet)} of {len(cleans)}**",
         "",
-        "| script | run | reported | verdict |",
-        "|---|---|---|---|",
+        "| script | run | reported | verdict | not located |",
+        "|---|---|---|---|---|",
     ]
     for r in sorted(results, key=lambda r: (r.case.path.name, not r.fault)):
         codes = ", ".join(f"{f.code}@{f.step}" for f in r.findings) or "nothing"
         kind = "fault" if r.fault and r.case.codes else "clean"
-        lines.append(f"| {r.case.path.stem} | {kind} | {codes} | {'; '.join(r.problems) or 'ok'} |")
+        verdict, missing = "; ".join(r.problems) or "ok", "; ".join(r.unlocated)
+        lines.append(f"| {r.case.path.stem} | {kind} | {codes} | {verdict} | {missing} |")
     return "\n".join(lines) + "\n"
 
 
@@ -173,9 +202,10 @@ def main() -> int:
             codes = " ".join(f"{f.code}@{f.step}{list(f.ranks)}" for f in result.findings)
             verdict = "ok  " if not result.problems else "FAIL"
             name = result.case.path.stem
-            print(f"{verdict} {kind} {name:48} {result.seconds:5.1f}s {codes} {'; '.join(result.problems)}", flush=True)
+            words = "; ".join([*result.problems, *result.unlocated])
+            print(f"{verdict} {kind} {name:48} {result.seconds:5.1f}s {codes} {words}", flush=True)
     text = report(results)
-    print("\n".join(text.splitlines()[4:8]))
+    print("\n".join(text.splitlines()[4:9]))
     if args.write:
         args.write.parent.mkdir(exist_ok=True)
         args.write.write_text(text)
