@@ -116,9 +116,15 @@ def _forward(patches: Patches, original: Any) -> Any:
             return original(self, *args, **kwargs)
         run, recorder = patches.recorder.guard.run, patches.recorder
         recorder.stop_here()
-        run("probe:broadcast", recorder.note_broadcast, self)
+        run("probe:broadcast", recorder.buffers.before_forward, self)
         started = run("probe:forward", recorder.begin_forward, self, args, kwargs) or 0.0
-        output = original(self, *args, **kwargs)
+        run("probe:numerics", recorder.begin_numerics, self, args, kwargs)
+        try:
+            output = original(self, *args, **kwargs)
+        except BaseException:
+            run("probe:numerics", recorder.numerics.abort)
+            raise
+        run("probe:numerics", recorder.numerics.end, output)
         run("probe:forward", recorder.end_forward, self, output, started)
         return output
 
@@ -129,7 +135,7 @@ def _pre_forward(patches: Patches, original: Any) -> Any:
     def pre_forward(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         if not torch.compiler.is_compiling():
-            patches.recorder.guard.run("probe:buffers", patches.recorder.after_broadcast, self)
+            patches.recorder.guard.run("probe:buffers", patches.recorder.buffers.after_broadcast, self)
         return result
 
     return pre_forward

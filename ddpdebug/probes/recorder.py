@@ -17,9 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.observations import Flag
-from ddpdebug.probes import contract, device, gradients, notes, replicas
+from ddpdebug.probes import contract, device, gradients, notes, replicas, values
+from ddpdebug.probes.buffers import Buffers
 from ddpdebug.probes.events import Events
 from ddpdebug.probes.guard import Guard, user_location
+from ddpdebug.probes.numerics import Numerics
 from ddpdebug.probes.optimizers import OptimizerWatch, first_step, index_of
 from ddpdebug.probes.record import StepRecord, Window
 from ddpdebug.probes.values import loss_reader, precision, rng_digest, tensors_in
@@ -74,6 +76,10 @@ class Recorder:
         self._handles: list[Any] = []
         self._pre: tuple[OptimizerWatch, StepRecord, float] | None = None
         self.events = Events(self, announce)
+        self.buffers = Buffers(self)
+        self.numerics = Numerics(self)
+        #: Called before the optimizer changes anything when this rank has made something non-finite, see Numerics.
+        self.on_nonfinite: Callable[[OptimizerWatch, StepRecord], Any] = lambda watch, record: None
 
     def stop_here(self) -> None:
         """Raise what all ranks agreed to raise at this step (`--steps`, `on_finding="raise"`), if anything."""
@@ -138,7 +144,7 @@ class Recorder:
         wrapper.in_forward = True
         if not torch.is_grad_enabled():
             if self.checking and not ddp.module.training and len(self.window.eval_batch) < _MAX_EVAL_FORWARDS:
-                self.window.eval_batch.append(fingerprint.combine(_digests((args, kwargs), _BATCH_BYTES)))
+                self.window.eval_batch.append(fingerprint.combine(values.digests_of((args, kwargs), _BATCH_BYTES)))
             return 0.0
         location = None if ddp.require_backward_grad_sync else user_location()
         in_no_sync = self.no_sync_depth.get(id(ddp), 0) > 0
@@ -164,22 +170,10 @@ class Recorder:
                 w.flags |= Flag.BATCH_SAMPLED
         return time.perf_counter()
 
-    def after_broadcast(self, ddp: DistributedDataParallel) -> None:
-        """Look at the buffers right after DDP's broadcast, before the module's forward may change them."""
-        if self.checking and torch.is_grad_enabled() and self._broadcast_done:
-            self._note_buffers(ddp)
-
-    _broadcast_done = False
-
-    def note_broadcast(self, ddp: DistributedDataParallel) -> None:
-        """Ask DDP, before it starts the forward, whether it will broadcast buffers now."""
-        self._broadcast_done = internals.syncs_buffers_now(ddp)
-
-    def _note_buffers(self, ddp: DistributedDataParallel) -> None:
-        ignored = internals.ignored_names(ddp.module)
-        named = [(n, b) for n, b in ddp.module.named_buffers() if n not in ignored]
-        if named:
-            self.window.buffers.append(([n for n, _ in named], device.digests([b for _, b in named])))
+    def begin_numerics(self, ddp: DistributedDataParallel, args: Any, kwargs: Any) -> None:
+        """Look at the numbers of a DDP forward from here on."""
+        prefix = f"ddp{self.wrapped(ddp).index}." if len(self.wrappers) > 1 else ""
+        self.numerics.begin(ddp.module, prefix, args, kwargs)
 
     def end_forward(self, ddp: DistributedDataParallel, output: Any, started: float) -> None:
         """Note the output of a DDP forward."""
@@ -187,12 +181,12 @@ class Recorder:
         w = self.window
         if not torch.is_grad_enabled() or started == 0.0:
             if len(w.eval_output) < len(w.eval_batch):
-                w.eval_output.append(fingerprint.combine(_digests(output, _OUTPUT_BYTES)))
+                w.eval_output.append(fingerprint.combine(values.digests_of(output, _OUTPUT_BYTES)))
             return
         w.forward_seconds += time.perf_counter() - started
         if not self.checking:
             return
-        w.output += _digests(output, _OUTPUT_BYTES)
+        w.output += values.digests_of(output, _OUTPUT_BYTES)
         if w.rng and rng_digest() != w.rng:
             w.flags |= Flag.RNG_USED_IN_FORWARD
 
@@ -206,7 +200,15 @@ class Recorder:
         if len(roots) == 1 and roots[0].numel() == 1 and self.in_backward == 1:
             scale = self.events.take_scale()
             self.window.losses.append(loss_reader(roots[0].detach(), scale))
+            self.guard.run("probe:numerics", self.numerics.note_loss, roots[0], self.window.losses[-1])
         return time.perf_counter()
+
+    def note_local(self, wrapper: Wrapper, key: int, grad: torch.Tensor | None) -> None:
+        """Note a gradient that is still this rank's own."""
+        norm = gradients.note_local(self.window, wrapper, key, grad)
+        if norm is not None and grad is not None:
+            halved = wrapper.hook_kind in {"half", "custom"}
+            self.guard.run("probe:numerics", lambda: self.numerics.note_local(key, grad, norm, halved=halved))
 
     def end_backward(self, started: float) -> None:
         """Note what was reduced; runs also when backward raised."""
@@ -255,6 +257,8 @@ class Recorder:
             if watch.after is not None and watch.after_step == watch.step - 1:
                 record.previous, record.before_glance = watch.after, device.glances(watch.params)
             notes.note_small_state(watch, record)
+        if not closure:
+            self.guard.run("probe:numerics", self.numerics.before_step, watch, record)
         self._pre = (watch, record, time.perf_counter())
 
     def post_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -270,6 +274,7 @@ class Recorder:
         record.fields["optimizer_seconds"] = time.perf_counter() - started
         if record.flags & Flag.CHECKED and record.flags & Flag.CLOSURE:
             notes.note_gradients(self.window, watch, record)
+            self.guard.run("probe:numerics", self.numerics.before_step, watch, record)
         self._finish(watch, record)
 
     def skipped(self, optimizer: torch.optim.Optimizer) -> None:
@@ -323,10 +328,12 @@ class Recorder:
             record.after = glances or device.digests(watch.params)
             keys, tensors, plain = watch.state()
             record.state_keys, record.state, record.state_plain = keys, device.digests(tensors), plain
+            self.guard.run("probe:numerics", self.numerics.after_step, watch, record, keys, tensors)
             if self.want_norms:
                 record.norms = device.numbers([gradients.norm_of(t) for t in (*watch.params, *tensors)])
             notes.note_frozen(watch, record, self.watches, self.wrappers)
-            self._note_replicas(record)
+            if record.optimizer == 0 and self.world > 1:
+                self.replicas.note(record, self.wrappers, self.watches)
             watch.after = None if glances is None else glances()
             watch.after_step = watch.step
             state = record.state() + [d for _, _, d in plain] if glances is not None and watch.state_is_small else []
@@ -334,11 +341,12 @@ class Recorder:
         for wrapper in {id(o): o for o in watch.owners if o is not None}.values():
             ddp = wrapper.ref()
             if ddp is not None and record.flags & Flag.CHECKED and not internals.broadcasts_buffers(ddp):
-                self._note_buffers(ddp)
+                self.buffers.note(ddp)
             wrapper.pending = None
         record.fields.update(self._numbers())
         record.loss_scale = self.events.last_loss_scale
         self.after_step(watch, watch.step)
+        self.window.looks.let_go()
         self._emit(record)
         watch.step += 1
         self.window = Window(
@@ -359,12 +367,6 @@ class Recorder:
             "overhead_seconds": self.guard.elapsed() - w.overhead_before,
         }
 
-    def _note_replicas(self, record: StepRecord) -> None:
-        if record.optimizer == 0 and self.world > 1:
-            self.replicas.search(record.step, self.wrappers, self.watches)
-            record.replicas = self.replicas.look()
-            record.fields["replicas_digest"] = self.replicas.digest(record.replicas)
-
     # --- optimizers that step inside backward -------------------------------------------------------------------------
 
     def _fuse(self, optimizer: torch.optim.Optimizer) -> None:
@@ -379,6 +381,7 @@ class Recorder:
         self._fused_stepped = False
         assert self._fused is not None
         record = self._begin(self._fused)
+        self.guard.run("probe:numerics", self.numerics.before_step, self._fused, record)
         self._finish(self._fused, record)
 
 
@@ -390,8 +393,4 @@ def on_gradient(recorder: weakref.ref[Recorder], key: int, parameter: torch.Tens
         return
     wrapper.arrived = True
     if me.checking and wrapper.armed:
-        me.guard.run("probe:gradients", gradients.note_local, me.window, wrapper, key, parameter.grad)
-
-
-def _digests(value: Any, limit: int) -> list[int]:
-    return [fingerprint.sampled_fingerprint(tensor, limit)[0] for tensor in tensors_in(value)]
+        me.guard.run("probe:gradients", me.note_local, wrapper, key, parameter.grad)
