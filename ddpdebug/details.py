@@ -32,7 +32,8 @@ Details of one step (kind -> JSON of one rank):
               {"checked": bool (module outputs were looked at), "compiled": bool (not, because of torch.compile),
                "loss": null | {"value": float, "micro_batch": int, "backward": "train.py:60", "expression":
                        "train.py:58" | null (the assignment that made it), "operation": "LogBackward0" | null},
-               "forward": [{"module": path, "class": str, "call": int (of this module in this forward),
+               "loss_line": null | "train.py:58"   of a finite loss whose gradient is non-finite,
+              "forward": [{"module": path, "class": str, "call": int (of this module in this forward),
                             "micro_batch": int, "order": int (of the call in this forward), "output": int,
                             "dtype": str, "shape": [int], "kinds": ["NaN", "+Inf", "-Inf"], "count": int | null,
                             "range": [low, high] | null of the finite part, "input_range": [low, high] | null,

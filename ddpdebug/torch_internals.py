@@ -176,7 +176,10 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def norms(tensors: Sequence[torch.Tensor]) -> list[float]:
     """Return the 2-norms of tensors; waits for a device."""
-    return [float(norm) for norm in torch._foreach_norm(list(tensors))]
+    norms = torch._foreach_norm(list(tensors))
+    if all(norm.device.type == "cpu" for norm in norms):
+        return [float(norm) for norm in norms]
+    return [float(value) for value in torch.stack([norm.to(torch.float64) for norm in norms]).tolist()]
 
 
 def found_inf_of(optimizer: object) -> torch.Tensor | None:

@@ -14,7 +14,7 @@ _PACKAGE = Path(__file__).parent.parent / "ddpdebug"
 #: From the first layer to the last; a module may import from its own entry's left, and from its own folder.
 _LAYERS = (
     ("errors", "observations", "findings"),
-    ("steps", "details", "config", "fingerprint"),
+    ("steps", "details", "config", "fingerprint", "numeric_guard"),
     ("detectors.base", "detectors.comparison", "detectors.examples"),
     ("detectors",),
     ("causes", "diagnosis", "assembly", "schedule"),
@@ -43,6 +43,7 @@ _PURE = (
     "steps",
     "details",
     "config",
+    "numeric_guard",
     "causes",
     "assembly",
     "schedule",

@@ -48,6 +48,14 @@ class Guard:
             if outermost:
                 self.seconds += time.perf_counter() - self._entered
 
+    def forgive(self, seconds: float) -> None:
+        """Take time back that was spent waiting for other ranks: it is no cost of looking."""
+        self.seconds -= seconds
+
+    def tell(self, part: str, message: str) -> None:
+        """Report something that is not looked at."""
+        self._on_trouble(part, message)
+
     def fail(self, part: str, error: Exception) -> None:
         """Switch a part off and report it once."""
         if part not in self.off:

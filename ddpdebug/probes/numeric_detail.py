@@ -33,6 +33,7 @@ def summary(record: StepRecord, looks: Looks) -> tuple[Flag, dict[str, Any]]:
         "checked": bool(record.flags & Flag.CHECKED) and not looks.compiled,
         "compiled": looks.compiled,
         "loss": looks.loss,
+        "loss_line": looks.loss_line,
         "forward": looks.forward,
         "output_finite": looks.output_finite,
         "inputs": looks.inputs,

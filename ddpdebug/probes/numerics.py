@@ -48,6 +48,7 @@ class Numerics:
         self.on = True  # `--guard off` switches all of this off
         self.every_step = False  # the guard wants to know of every step
         self._recorder = recorder
+        self.run = recorder.guard.run
         self._probe = ForwardProbe(recorder.guard)
         self._habits: dict[str, set[str]] = {}  # module -> kinds of non-finite output that healthy steps have too
         self._clean: dict[int, int] = {}  # optimizer -> last step whose gradients were seen to be finite
@@ -96,7 +97,7 @@ class Numerics:
                 looks.later_outputs.append(there)
         nodes = {id(t.grad_fn): t.grad_fn for t in tensors if t.grad_fn is not None}
         for node in nodes.values():
-            node.register_prehook(_Entry(self._recorder.guard.run, looks))
+            node.register_prehook(_Entry(self, looks))
 
     def abort(self) -> None:
         """Stop watching a forward that raised."""
@@ -118,11 +119,12 @@ class Numerics:
             "value": value,
             "micro_batch": self._recorder.window.micro_batches,
             "backward": None if frame is None else location(frame.f_code.co_filename, frame.f_lineno),
-            "expression": self._expression(frame),
+            "expression": self.expression(frame),
             "operation": None if loss.grad_fn is None else loss.grad_fn.name(),
         }
 
-    def _expression(self, frame: Any) -> str | None:
+    def expression(self, frame: Any) -> str | None:
+        """Return the line that made the loss on which a frame calls backward."""
         if frame is None:
             return None
         key = (frame.f_code.co_filename, frame.f_lineno)
@@ -156,7 +158,11 @@ class Numerics:
             return
         looks = record.window.looks
         record.loss_scale = self._recorder.events.last_loss_scale
+        if self._is_scaler_skipping(watch):
+            record.flags |= Flag.SKIPPED
         if any(p.device.type != "cpu" for p in watch.params):
+            if self.every_step:
+                self._wait_for_device(watch, record)
             record.numerics_later = complete(record, looks)
             return
         reduced = self._reduced(watch, record)
@@ -176,6 +182,19 @@ class Numerics:
             self._bad[watch.index] = watch.step
         if not gradients and (record.flags & Flag.CHECKED or self.every_step):
             self._clean[watch.index] = watch.step
+
+    @staticmethod
+    def _is_scaler_skipping(watch: OptimizerWatch) -> bool:
+        """Tell whether an optimizer that is stepped anyway has been told by GradScaler to change nothing (fused)."""
+        verdicts = [found for o in watch.optimizers() if (found := internals.found_inf_of(o)) is not None]
+        return any(bool(found) for found in verdicts if found.device.type == "cpu")
+
+    def _wait_for_device(self, watch: OptimizerWatch, record: StepRecord) -> None:
+        """Learn now what the guard has to know: the one place that waits for a device, and only if asked to guard."""
+        if self._reduced(watch, record):
+            record.flags |= Flag.GRADS_NONFINITE
+        if any(not math.isfinite(read()) for read in record.window.losses):
+            record.flags |= Flag.LOSS_NONFINITE
 
     def _replay(self, watch: OptimizerWatch, record: StepRecord, *, guilty: bool) -> None:
         """Have the step replayed, once: the steps after a bad one are bad as well, and show nothing new."""
@@ -283,11 +302,12 @@ class Numerics:
 class _Entry:
     """Looks at the gradient that enters the model from the loss; belongs to the graph, not to the user's tensors."""
 
-    def __init__(self, run: Callable[..., Any], looks: Looks) -> None:
-        self._run, self._looks = run, looks
+    def __init__(self, numerics: Numerics, looks: Looks) -> None:
+        self._numerics, self._looks = weakref.ref(numerics), looks
 
     def __call__(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        self._run("probe:entry", self._look, gradients)
+        if (numerics := self._numerics()) is not None:
+            numerics.run("probe:entry", self._look, gradients)
 
     def _look(self, gradients: Sequence[torch.Tensor | None]) -> None:
         for gradient in gradients:
@@ -301,3 +321,6 @@ class _Entry:
             finite = known["finite"] and math.isfinite(low) and math.isfinite(high)
             span = [min(known["range"][0], low), max(known["range"][1], high)]
             self._looks.entry = {"finite": finite, "range": span}
+            numerics = self._numerics()
+            if not finite and self._looks.loss_line is None and numerics is not None:
+                self._looks.loss_line = numerics.expression(user_frame())

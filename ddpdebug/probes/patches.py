@@ -23,8 +23,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.probes.guard import Guard, user_location
+from ddpdebug.probes.hooks import on_gradient
 from ddpdebug.probes.loaders import Loaders
-from ddpdebug.probes.recorder import Recorder, on_gradient
+from ddpdebug.probes.recorder import Recorder
 from ddpdebug.probes.wrappers import classify_hook
 
 

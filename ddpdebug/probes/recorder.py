@@ -9,18 +9,20 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import fingerprint, torch_internals as internals
+from ddpdebug.numeric_guard import NumericGuard
 from ddpdebug.observations import Flag
 from ddpdebug.probes import contract, device, gradients, notes, replicas, values
 from ddpdebug.probes.buffers import Buffers
 from ddpdebug.probes.events import Events
 from ddpdebug.probes.guard import Guard, user_location
+from ddpdebug.probes.guarding import Guarding
+from ddpdebug.probes.hooks import GradientHooks
 from ddpdebug.probes.numerics import Numerics
 from ddpdebug.probes.optimizers import OptimizerWatch, first_step, index_of
 from ddpdebug.probes.record import StepRecord, Window
@@ -71,20 +73,27 @@ class Recorder:
         self._fused: OptimizerWatch | None = None
         self._fused_stepped = False
         self._stepping: list[int] = []
-        self._hooked: dict[int, weakref.ref[torch.Tensor]] = {}
-        self.owner_of: dict[int, Wrapper] = {}
-        self._handles: list[Any] = []
         self._pre: tuple[OptimizerWatch, StepRecord, float] | None = None
         self.events = Events(self, announce)
+        self.hooks = GradientHooks(self)
         self.buffers = Buffers(self)
         self.numerics = Numerics(self)
+        self.guarding: Guarding | None = None
+        self._halt: BaseException | None = None
         #: Called before the optimizer changes anything when this rank has made something non-finite, see Numerics.
         self.on_nonfinite: Callable[[OptimizerWatch, StepRecord], Any] = lambda watch, record: None
 
     def stop_here(self) -> None:
-        """Raise what all ranks agreed to raise at this step (`--steps`, `on_finding="raise"`), if anything."""
-        if (error := self.stop()) is not None:
+        """Raise what all ranks agreed to raise at this step, if anything (`--steps`, `on_finding="raise"`, guard)."""
+        halt, self._halt = self._halt, None
+        if (error := halt or self.stop()) is not None:
             raise error
+
+    def guard_with(self, guard: NumericGuard | None) -> None:
+        """Let the numeric guard decide about steps; without any, nothing numeric is looked at."""
+        self.numerics.on = guard is not None
+        if guard is not None and guard.active:
+            self.guarding, self.numerics.every_step = Guarding(self, guard), True
 
     # --- models -------------------------------------------------------------------------------------------------------
 
@@ -97,7 +106,7 @@ class Recorder:
         """Let go of what belongs to models and optimizers that are gone."""
         for watch in self.watches:
             watch.forget()
-        self._handles = [handle for handle in self._handles if handle.hooks_dict_ref() is not None]
+        self.hooks.forget()
 
     def wrapped(self, ddp: DistributedDataParallel) -> Wrapper:
         """Begin to watch a DDP."""
@@ -108,33 +117,20 @@ class Recorder:
         self._announce(f"group:{wrapper.index}", {"ranks": wrapper.group})
         for parameter in ddp.module.parameters():
             if id(parameter) in wrapper.trainable:
-                self._hook(parameter, wrapper)
+                self.hooks.add(parameter, wrapper)
         return wrapper
 
     def wrapper_of(self, ddp: DistributedDataParallel) -> Wrapper | None:
         """Return the watch of a DDP, if there is one."""
         return next((w for w in self.wrappers if w.ref() is ddp), None)
 
-    def _hook(self, parameter: torch.Tensor, wrapper: Wrapper | None) -> None:
-        if wrapper is None or id(parameter) in self._hooked or not parameter.is_leaf or not parameter.requires_grad:
-            return
-        key = id(parameter)  # numbers are used again: forget it with the parameter
-        self._hooked[key] = weakref.ref(parameter, lambda _: self._hooked.pop(key, None))
-        self.owner_of[key] = wrapper
-        # The hook must not hold the wrapper: it would close a cycle through C++ that the collector cannot see.
-        hook = partial(on_gradient, weakref.ref(self), key)
-        self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
-
     def release(self) -> None:
         """Remove every hook from the user's tensors."""
-        for handle in self._handles:
-            handle.remove()
+        self.hooks.release()
         for wrapper in self.wrappers:
             if wrapper.call_site is not None:
                 wrapper.call_site.remove()
         self.replicas.release()
-        self._handles.clear()
-        self._hooked.clear()
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
@@ -203,13 +199,6 @@ class Recorder:
             self.guard.run("probe:numerics", self.numerics.note_loss, roots[0], self.window.losses[-1])
         return time.perf_counter()
 
-    def note_local(self, wrapper: Wrapper, key: int, grad: torch.Tensor | None) -> None:
-        """Note a gradient that is still this rank's own."""
-        norm = gradients.note_local(self.window, wrapper, key, grad)
-        if norm is not None and grad is not None:
-            halved = wrapper.hook_kind in {"half", "custom"}
-            self.guard.run("probe:numerics", lambda: self.numerics.note_local(key, grad, norm, halved=halved))
-
     def end_backward(self, started: float) -> None:
         """Note what was reduced; runs also when backward raised."""
         self.in_backward -= 1
@@ -259,7 +248,22 @@ class Recorder:
             notes.note_small_state(watch, record)
         if not closure:
             self.guard.run("probe:numerics", self.numerics.before_step, watch, record)
+        if self.guarding is not None and self._is_kept_from(optimizer, watch, record):
+            return
         self._pre = (watch, record, time.perf_counter())
+
+    def _is_kept_from(self, optimizer: torch.optim.Optimizer, watch: OptimizerWatch, record: StepRecord) -> bool:
+        """Let the numeric guard decide about the step; return True when the run ends here."""
+        assert self.guarding is not None
+        if record.flags & Flag.CLOSURE:
+            self.guarding.tell_unguarded()
+            return False
+        ends = bool(self.guard.run("probe:guard", self.guarding.keeps_from, optimizer, watch, record))
+        if ends:
+            self._stepping.clear()
+            self._finish(watch, record)
+            self._halt = self.guarding.error()
+        return ends
 
     def post_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at parameters and state just after the step, and hand the record over."""
@@ -280,6 +284,8 @@ class Recorder:
     def skipped(self, optimizer: torch.optim.Optimizer) -> None:
         """Note a step that GradScaler did not let happen; it counts as an attempt."""
         watch = self._watch(optimizer)
+        if self.guarding is not None:
+            self.guarding.abstain(watch)
         record = self._begin(watch)
         record.flags = (record.flags | Flag.SKIPPED) & ~Flag.CHECKED
         self._finish(watch, record)
@@ -308,7 +314,7 @@ class Recorder:
         changed = watch.refresh(self.wrappers)
         if changed:
             for p, owner in zip(watch.params, watch.owners, strict=True):
-                self._hook(p, owner)
+                self.hooks.add(p, owner)
         flags = Flag.FIRST if watch.step == 0 else Flag(0)
         if self.checking or self._due(watch.index, watch.step):
             flags |= Flag.CHECKED
@@ -370,6 +376,8 @@ class Recorder:
     # --- optimizers that step inside backward -------------------------------------------------------------------------
 
     def _fuse(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.guarding is not None:
+            self.guarding.tell_unguarded()
         if self._fused is None:
             self._fused = OptimizerWatch(None, len({w.index for w in self.watches}))
             self.watches.append(self._fused)
@@ -383,14 +391,3 @@ class Recorder:
         record = self._begin(self._fused)
         self.guard.run("probe:numerics", self.numerics.before_step, self._fused, record)
         self._finish(self._fused, record)
-
-
-def on_gradient(recorder: weakref.ref[Recorder], key: int, parameter: torch.Tensor) -> None:
-    """Note that a gradient has arrived; it is still this rank's own."""
-    me = recorder()
-    wrapper = None if me is None else me.owner_of.get(key)
-    if me is None or wrapper is None:
-        return
-    wrapper.arrived = True
-    if me.checking and wrapper.armed:
-        me.guard.run("probe:gradients", me.note_local, wrapper, key, parameter.grad)

@@ -219,7 +219,8 @@ def _loss(step: Step, known: Mapping[int, Table]) -> Verdict | None:
     evidence["gradient_from_loss"] = spans[0] if spans else None
     if any(call["kinds"] for table in tables_ for call in table["forward"]):
         evidence["masked_in"] = [call["module"] for table in tables_ for call in table["forward"]][:4]
-    lines = [line for table in tables_ if (line := (table.get("loss") or {}).get("expression"))]
+    lines = [(table.get("loss") or {}).get("expression") or table.get("loss_line") for table in tables_]
+    lines = [line for line in lines if line]
     line = lines[0] if lines else None
     return Verdict(code="NUM302", ranks=ranks, subject=("loss",), phase=phase, location=line, evidence=evidence)
 

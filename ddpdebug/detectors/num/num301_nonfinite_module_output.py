@@ -17,7 +17,7 @@ _MASK = call("scores", kinds=["-Inf"])
 
 
 class NonfiniteModuleOutput(NonfiniteRule):
-    """A module returned nan or inf although its inputs and parameters were finite: the first such tensor of the forward.
+    """A module returned nan or inf although its inputs and parameters were finite: the first one of the forward.
 
     A tensor of -inf that a following softmax consumes is an ordinary mask and is not meant.
 

@@ -18,8 +18,8 @@ _ENTRY = {"finite": False, "range": [-math.inf, 0.0]}
 class NonfiniteLoss(NonfiniteRule):
     """The nan or inf arises between the model's output, which is finite, and the number on which backward is called.
 
-    Phase `loss`: the loss itself is non-finite. Phase `loss-backward`: the loss is finite, and the gradient that it gives
-    to the model's output is not.
+    Phase `loss`: the loss itself is non-finite. Phase `loss-backward`: the loss is finite, and the gradient that it
+    gives to the model's output is not.
 
     Impact: backward fills every gradient with nan on this rank and the all-reduce gives it to all ranks.
 

@@ -15,7 +15,7 @@ _BEFORE: dict[int, Any] = {2: {"flags": Flag.PARAMS_NONFINITE | Flag.LOSS_NONFIN
 
 
 class NonfiniteParameter(NonfiniteRule):
-    """Gradients were finite before the step, and weights or moments are non-finite after it, or were so before the forward.
+    """Gradients were finite, and weights or moments are non-finite after the step, or were so before the forward.
 
     Phase `optimizer`: the optimizer step made it. Phase `outside-optimizer`: something wrote it between two steps. No
     phase: it was there before anybody looked.

@@ -19,7 +19,7 @@ _ODD: dict[int, Any] = {2: {"flags": Flag.NEAR_OVERFLOW}}
 
 
 class NearOverflow(Detector):
-    """The largest magnitude is above half of what the 16-bit dtype can hold (32752 for float16); nothing overflowed yet.
+    """A magnitude is above half of what the 16-bit dtype can hold (32752 for float16); nothing has overflowed yet.
 
     Impact: the next growth gives inf. In float16 it ends in skipped steps or nan; precision is already coarse up there
     (the spacing of float16 above 32768 is 32).

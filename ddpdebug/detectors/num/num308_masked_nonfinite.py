@@ -13,8 +13,8 @@ from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
 from ddpdebug.steps import Step
 
-# What counts, chosen for few false alarms: NaN or +Inf in the output of a module. -Inf alone does not: nobody can tell
-# it from a mask, of which it is the ordinary material. Nor does anything in a step whose input batch holds NaN already: a
+# What counts, chosen for few false alarms: NaN or +Inf in the output of a module. -Inf alone does not: it is the ordinary
+# material of masks, and nothing tells them from an accident. Nor does anything in a step whose input batch holds NaN: a
 # model that is given NaN-coded missing values handles them on purpose.
 _ON_PURPOSE = Flag.INPUT_NONFINITE | Flag.SKIPPED
 _ODD: dict[int, Any] = {1: {"flags": Flag.FORWARD_NONFINITE}}
@@ -22,7 +22,7 @@ _SEEN = {1: seen(forward=[call(), call("blocks.1", 4, input_nonfinite=True)])}
 
 
 class MaskedNonfinite(Detector):
-    """A module returned nan or +inf and something later replaced it (`nan_to_num`, `where`, a clamp): the loss is finite.
+    """A module returned nan or +inf, and something later replaced it (`nan_to_num`, `where`): the loss is finite.
 
     Impact: the forward looks healthy, but backward still passes through the operation that failed, and its gradient may
     become nan at any step. The masked samples train on a constant.
