@@ -161,8 +161,8 @@ class Config:
         "observe",
         _one_of("off", "observe", "stop", "skip"),
         "'off', 'observe', 'stop' or 'skip'",
-        "What a NaN or Inf before the optimizer step does: it is not looked for, is reported, ends the run on all ranks, "
-        "or makes all skip the step. With 'stop' and 'skip' the ranks wait for each other in every step.",
+        "What a NaN or Inf before the optimizer step does: it is not looked for, is reported, ends the run on all "
+        "ranks, or makes all skip the step. With 'stop' and 'skip' the ranks wait for each other in every step.",
     )
     max_skips: int = _option(
         10,

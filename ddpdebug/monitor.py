@@ -72,6 +72,7 @@ class Monitor:
         self.recorder = Recorder(self.guard, self._emit, self._announce, self.schedule.due, 1)
         self.loaders = Loaders(self.recorder, self._announce)
         self.patches = Patches(self.recorder, self.loaders, self._on_group)
+        self.recorder.adopt = self.patches.adopt
         self.fanout: Fanout | None = None
         self.directory: Path | None = None
         self._exchange: Exchange | None = None

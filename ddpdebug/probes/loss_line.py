@@ -83,8 +83,14 @@ def _is_scaling(call: ast.Call) -> bool:
 
 
 def _is_rescaling(node: ast.Assign | ast.AugAssign | ast.AnnAssign, told: set[str]) -> bool:
-    """Tell whether an assignment only rescales what it assigns to: `loss = loss / 4`, `loss /= 4`."""
+    """Tell whether an assignment only rescales what it assigns to: `loss = loss / len(parts)`, `loss /= 4`."""
+    factor: ast.expr | None
     if isinstance(node, ast.AugAssign):
-        return isinstance(node.op, ast.Div | ast.Mult)
-    value = node.value
-    return isinstance(value, ast.BinOp) and isinstance(value.left, ast.Name) and value.left.id in told
+        operator, factor = node.op, node.value
+    elif isinstance(node.value, ast.BinOp) and isinstance(node.value.left, ast.Name) and node.value.left.id in told:
+        operator, factor = node.value.op, node.value.right
+    else:
+        return False
+    calls = [call for call in ast.walk(factor) if isinstance(call, ast.Call)]
+    plain = all(isinstance(call.func, ast.Name) and call.func.id in {"len", "float", "int"} for call in calls)
+    return isinstance(operator, ast.Div | ast.Mult) and plain

@@ -46,6 +46,7 @@ class Numerics:
 
     def __init__(self, recorder: Recorder) -> None:
         self.on = True  # `--guard off` switches all of this off
+        self.inside = False  # a forward that is looked at is running
         self.every_step = False  # the guard wants to know of every step
         self._recorder = recorder
         self.run = recorder.guard.run
@@ -54,6 +55,7 @@ class Numerics:
         self._clean: dict[int, int] = {}  # optimizer -> last step whose gradients were seen to be finite
         self._bad: dict[int, int] = {}  # optimizer -> last step that was not
         self._known: dict[int, set[str]] = {}  # optimizer -> parameters and state that are non-finite already
+        self._compiled = False
         self._lines: dict[tuple[str, int], str | None] = {}
 
     # --- forward ------------------------------------------------------------------------------------------------------
@@ -63,6 +65,7 @@ class Numerics:
         recorder = self._recorder
         if not self.on or not torch.is_grad_enabled():
             return
+        self.inside = True
         looks = recorder.window.looks
         inner = internals.unwrap_compiled(module)
         looks.module, looks.prefix, looks.arguments = weakref.ref(inner), prefix, (args, kwargs)
@@ -72,7 +75,8 @@ class Numerics:
             looks.inputs = inputs.bad(inner, args, kwargs)
         if (later := inputs.bad_later(inner, args, kwargs)) is not None:
             looks.later_inputs.append(later)
-        if internals.anything_compiled():
+        self._compiled = self._compiled or internals.anything_compiled()  # a reset of the compiler forgets it
+        if self._compiled:
             looks.compiled = True
         else:
             self._probe.begin(looks, recorder.next_step())
@@ -80,8 +84,10 @@ class Numerics:
     def end(self, output: Any) -> None:
         """Look at what the forward returned."""
         looks = self._recorder.window.looks
-        if not self.on or not torch.is_grad_enabled() or looks.module is None:
+        if not self.inside:
             return
+        self.inside = False
+        assert looks.module is not None
         root = looks.module()
         if root is not None:
             self._probe.end(root, looks.prefix)
@@ -101,6 +107,7 @@ class Numerics:
 
     def abort(self) -> None:
         """Stop watching a forward that raised."""
+        self.inside = False
         self._probe.abort()
 
     # --- backward -----------------------------------------------------------------------------------------------------

@@ -67,6 +67,7 @@ class Recorder:
         self.after_step: Callable[[OptimizerWatch, int], None] = lambda watch, step: None
         self.last_look: Callable[[OptimizerWatch], None] = lambda watch: None  # its optimizer is gone
         self.stop: Callable[[], BaseException | None] = lambda: None
+        self.adopt: Callable[[list[torch.Tensor]], None] = lambda params: None  # of models that no DDP wraps
         self.averaged = False  # a ModelAverager was used: replicas differ on purpose in between
         self._emit, self._announce, self._due = emit, announce, due
         self._by_optimizer: dict[int, OptimizerWatch] = {}
@@ -315,6 +316,8 @@ class Recorder:
         if changed:
             for p, owner in zip(watch.params, watch.owners, strict=True):
                 self.hooks.add(p, owner)
+            if not any(watch.owned):
+                self.adopt(watch.params)
         flags = Flag.FIRST if watch.step == 0 else Flag(0)
         if self.checking or self._due(watch.index, watch.step):
             flags |= Flag.CHECKED

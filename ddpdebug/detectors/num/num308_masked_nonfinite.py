@@ -13,9 +13,9 @@ from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
 from ddpdebug.steps import Step
 
-# What counts, chosen for few false alarms: NaN or +Inf in the output of a module. -Inf alone does not: it is the ordinary
-# material of masks, and nothing tells them from an accident. Nor does anything in a step whose input batch holds NaN: a
-# model that is given NaN-coded missing values handles them on purpose.
+# What counts, chosen for few false alarms: NaN or +Inf in the output of a module. -Inf alone does not: it is what masks
+# are made of, and nothing tells them from an accident. Nor does anything in a step whose input batch holds NaN: a model
+# that is given NaN-coded missing values handles them on purpose.
 _ON_PURPOSE = Flag.INPUT_NONFINITE | Flag.SKIPPED
 _ODD: dict[int, Any] = {1: {"flags": Flag.FORWARD_NONFINITE}}
 _SEEN = {1: seen(forward=[call(), call("blocks.1", 4, input_nonfinite=True)])}
