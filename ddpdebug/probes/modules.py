@@ -11,11 +11,14 @@ read later in the background thread.
 
 from __future__ import annotations
 
+import itertools
 import math
+import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -51,7 +54,7 @@ class ForwardProbe:
         self._step = 0
         self._calls: dict[int, int] = {}
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # id -> (tensor, version) looked at
-        self._bad: list[tuple[torch.nn.Module, dict[str, Any]]] = []
+        self._bad: list[tuple[list[torch.nn.Module], dict[str, Any]]] = []
         self._near: list[tuple[torch.nn.Module, dict[str, Any]]] = []
         self._pending: list[tuple[torch.nn.Module, dict[str, Any], torch.Tensor, torch.Tensor]] = []
         self._history: dict[str, deque[list[float]]] = {}
@@ -87,7 +90,8 @@ class ForwardProbe:
 
             self._remember(path)
             looks = self._looks
-            looks.forward += [{"module": path(m), **entry} for m, entry in self._bad][: _MAX_BAD - len(looks.forward)]
+            calls = [{**_place(root, prefix, chain, path), **entry} for chain, entry in self._bad]
+            looks.forward += calls[: _MAX_BAD - len(looks.forward)]
             if self._pending:
                 looks.later.append(_later([({"module": path(m), **e}, a, b) for m, e, a, b in self._pending]))
         self.abort()
@@ -153,7 +157,7 @@ class ForwardProbe:
             "input_range": [min(finite), max(finite)] if finite else None,
             "input_nonfinite": bool(kinds - {ranges.MINUS_INF}) if seen else None,
         }
-        self._bad.append((module, entry))
+        self._bad.append((_callers(module), entry))
 
     def _half(self, module: torch.nn.Module, tensor: torch.Tensor, low: float, high: float) -> None:
         largest = max(high, -low)
@@ -180,6 +184,40 @@ class ForwardProbe:
             if value is not tensor and not self._known(value) and (found := ranges.look(value)) is not None:
                 self._pending.append((module, {**entry, "role": "input"}, *found))
         self._pending.append((module, entry, *seen))
+
+
+def _callers(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the modules whose code is running, the outermost first and `module` last, as the Python stack shows them.
+
+    A module that is registered in two places has two paths: who calls tells which one it is.
+    """
+    chain = [module]
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented way to walk the stack
+    while frame is not None:
+        code = frame.f_code
+        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(first, torch.nn.Module) and first is not chain[-1]:
+            chain.append(first)
+        frame = frame.f_back
+    return chain[::-1]
+
+
+def _place(
+    root: torch.nn.Module, prefix: str, chain: list[torch.nn.Module], path: Callable[[torch.nn.Module], str]
+) -> dict[str, str | None]:
+    """Return the path of the last module of a chain of callers, and that of the one that called it."""
+    places = [i for i, module in enumerate(chain) if module is root]
+    if not places:
+        return {"module": path(chain[-1]), "caller": None}
+    names = [ROOT]
+    steps: list[str] = []
+    for caller, called in itertools.pairwise(chain[places[-1] :]):
+        inside = next((name for name, module in caller.named_modules() if module is called), None)
+        if inside is None:
+            return {"module": path(called), "caller": prefix + names[-1]}
+        steps.append(inside)
+        names.append(".".join(steps))
+    return {"module": prefix + names[-1], "caller": prefix + names[-2] if len(names) > 1 else None}
 
 
 def _version(tensor: torch.Tensor) -> int:

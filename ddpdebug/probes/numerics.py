@@ -18,6 +18,7 @@ import torch
 from ddpdebug import torch_internals as internals
 from ddpdebug.observations import Flag
 from ddpdebug.probes import inputs, loss_line, ranges
+from ddpdebug.probes.entry import watch_entry
 from ddpdebug.probes.guard import location, user_frame
 from ddpdebug.probes.looks import Looks
 from ddpdebug.probes.modules import ForwardProbe
@@ -49,7 +50,6 @@ class Numerics:
         self.inside = False  # a forward that is looked at is running
         self.every_step = False  # the guard wants to know of every step
         self._recorder = recorder
-        self.run = recorder.guard.run
         self._probe = ForwardProbe(recorder.guard)
         self._habits: dict[str, set[str]] = {}  # module -> kinds of non-finite output that healthy steps have too
         self._clean: dict[int, int] = {}  # optimizer -> last step whose gradients were seen to be finite
@@ -101,9 +101,12 @@ class Numerics:
                 looks.output_finite = looks.output_finite is not False and all(map(math.isfinite, seen))
             elif (there := ranges.look(tensor)) is not None:
                 looks.later_outputs.append(there)
-        nodes = {id(t.grad_fn): t.grad_fn for t in tensors if t.grad_fn is not None}
-        for node in nodes.values():
-            node.register_prehook(_Entry(self, looks))
+        watch_entry(tensors, looks, self._recorder.guard, self.locate)
+
+    def locate(self, looks: Looks) -> None:
+        """Note the line that made a loss whose gradient turns out to be non-finite; runs in its backward."""
+        if looks.loss_line is None:
+            looks.loss_line = self.expression(user_frame())
 
     def abort(self) -> None:
         """Stop watching a forward that raised."""
@@ -304,30 +307,3 @@ class Numerics:
             "state": [list(key) for key in new if len(key) == 2][:_MAX_NAMES],
             "phase": "optimizer",
         }
-
-
-class _Entry:
-    """Looks at the gradient that enters the model from the loss; belongs to the graph, not to the user's tensors."""
-
-    def __init__(self, numerics: Numerics, looks: Looks) -> None:
-        self._numerics, self._looks = weakref.ref(numerics), looks
-
-    def __call__(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        if (numerics := self._numerics()) is not None:
-            numerics.run("probe:entry", self._look, gradients)
-
-    def _look(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        for gradient in gradients:
-            if gradient is None or (seen := ranges.look(gradient)) is None:
-                continue
-            if gradient.device.type != "cpu":
-                self._looks.later_entries.append(seen)
-                continue
-            low, high = float(seen[0]), float(seen[1])
-            known = self._looks.entry or {"finite": True, "range": [low, high]}
-            finite = known["finite"] and math.isfinite(low) and math.isfinite(high)
-            span = [min(known["range"][0], low), max(known["range"][1], high)]
-            self._looks.entry = {"finite": finite, "range": span}
-            numerics = self._numerics()
-            if not finite and self._looks.loss_line is None and numerics is not None:
-                self._looks.loss_line = numerics.expression(user_frame())

@@ -41,7 +41,7 @@ _EXPECTED = {
     "loss": ("NUM302", "loss"),
     "backward": ("NUM303", "blocks.1.norm"),
     "input": ("NUM305", "x"),
-    "masked": ("NUM308", "blocks.1.norm"),
+    "masked": ("NUM308", "blocks.1"),
     "none": None,
 }
 

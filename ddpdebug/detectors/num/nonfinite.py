@@ -106,7 +106,7 @@ def maker(call: Mapping[str, Any]) -> str:
     path = str(call["module"])
     if not call.get("input_nonfinite") or path == ROOT:
         return path
-    return path.rpartition(".")[0] or ROOT
+    return str(call.get("caller") or path.rpartition(".")[0] or ROOT)
 
 
 def about(call: Mapping[str, Any]) -> dict[str, Any]:
