@@ -76,9 +76,7 @@ class _Entry:
         own = self._outputs[self._position]()
         if own is None:
             return len(self._outputs) == 1
-        others = {
-            tensor.grad_fn for tensor in alive if tensor.grad_fn is not None and tensor.grad_fn is not own.grad_fn
-        }
+        others = nodes - {None, own.grad_fn}
         return not _reach(others, own.grad_fn)
 
 
