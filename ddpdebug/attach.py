@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpdebug import torch_internals as internals
 from ddpdebug.config import Config
 from ddpdebug.monitor import Monitor
 
@@ -53,4 +54,6 @@ def watch(
     monitor = install(config, command=tuple(sys.argv))
     if isinstance(model, DistributedDataParallel):
         monitor.guard.run("probe:wrapper", monitor.recorder.wrapped, model)
+    elif isinstance(model, torch.nn.Module):
+        monitor.guard.run("probe:modules", monitor.patches.watch_module, internals.unwrap_compiled(model))
     return monitor

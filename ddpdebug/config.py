@@ -105,12 +105,6 @@ def _path(value: Any) -> Path:
     return Path(value).expanduser()
 
 
-def _guard(value: Any) -> str:
-    if value in {"stop", "skip"}:
-        raise UsageError(f"{value!r} is not there yet; give 'off' or 'observe'")
-    return str(_one_of("off", "observe")(value))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """The settings of one run, all valid. Strongest first: argument, environment, pyproject.toml, default."""
@@ -165,9 +159,16 @@ class Config:
     )
     guard: str = _option(
         "observe",
-        _guard,
-        "'off' or 'observe'",
-        "Numeric checks before the optimizer step: none, or watch without waiting.",
+        _one_of("off", "observe", "stop", "skip"),
+        "'off', 'observe', 'stop' or 'skip'",
+        "What a NaN or Inf before the optimizer step does: it is not looked for, is reported, ends the run on all "
+        "ranks, or makes all skip the step. With 'stop' and 'skip' the ranks wait for each other in every step.",
+    )
+    max_skips: int = _option(
+        10,
+        _integer(0),
+        "an integer from 0 up",
+        "With the guard at 'skip': end the run when more steps than this, of the last 1000, would be skipped.",
     )
     probe_every: int = _option(
         0,

@@ -28,6 +28,29 @@ Details of one step (kind -> JSON of one rank):
 `modes`       {module path: true (train) | false}
 `structure`   [[kind, name, shape, dtype, requires_grad], ...] in registration order; kind is "parameter" or "buffer"
 `replicas`    {replica name: {"digest": hex, "tensors": {name: hex}, "changed": bool, "used": bool}}
+`numerics`    what was seen of non-finite numbers in this step; {} when nothing was:
+              {"checked": bool (module outputs were looked at), "compiled": bool (not, because of torch.compile),
+               "loss": null | {"value": float, "micro_batch": int, "backward": "train.py:60", "expression":
+                       "train.py:58" | null (the assignment that made it), "operation": "LogBackward0" | null},
+               "loss_line": null | "train.py:58"   of a finite loss whose gradient is non-finite,
+              "forward": [{"module": path, "caller": path | null, "class": str, "micro_batch": int,
+                           "call": int (of this module in this forward), "order": int (of the call in this forward),
+                           "output": int, "dtype": str, "shape": [int], "kinds": ["NaN", "+Inf", "-Inf"],
+                           "count": int | null, "range": [low, high] | null of the finite part,
+                           "input_range": [low, high] | null, "input_nonfinite": bool | null,
+                           "usual": bool (so in healthy steps as well)}, ...],
+              "output_finite": bool | null,
+               "inputs": [{"argument": "x" | "batch['x']" | "args[0]", "dtype": str, "shape": [int], "kinds": [...],
+                           "count": int, "samples": [int] along dimension 0}],
+               "entry": null | {"finite": bool, "range": [low, high]}   gradient that enters the model from the loss,
+               "local": [name, ...]   own gradients that were non-finite, in the order in which backward made them,
+               "reduced": [name, ...]   gradients that were non-finite at the step,
+               "largest": {name: float}   largest magnitude of own gradients, where a hook or 16 bits reduce them,
+               "parameters": {"before": [name, ...], "after": [name, ...], "state": [[name, key], ...],
+                              "phase": "optimizer" | "outside-optimizer" | null (who made those found before)},
+               "near": [{"module": path, "dtype": str, "largest": float, "limit": float,
+                         "history": [[step, largest], ...]}],
+               "replay": null | what the replay of the step has found}
 `element`     {"name": str, "index": [int, ...], "value": float, "step": int} see forensics/elements.py
 
 Announcements (topic -> JSON of one rank), compared once all ranks have spoken:
@@ -62,6 +85,7 @@ KINDS = (
     "modes",
     "structure",
     "replicas",
+    "numerics",
 )
 
 

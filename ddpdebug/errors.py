@@ -3,7 +3,7 @@
 DdpdebugError
 ├── UsageError (also a ValueError)        a wrong option or value; commands exit with 2
 │   └── TargetError                       there is no such script or module to run
-└── FindingError (also a RuntimeError)    a finding ends the run, because of `on_finding="raise"`
+└── FindingError (also a RuntimeError)    a finding ends the run: `on_finding="raise"`, `guard="stop"`
 StopRun (a BaseException)                 ends a script after `--steps N`; not an error
 """
 
@@ -33,14 +33,15 @@ class TargetError(UsageError):
 
 
 class FindingError(DdpdebugError, RuntimeError):
-    """A finding at `error` or above ends the run at the same step on every rank (`on_finding="raise"`)."""
+    """A finding ends the run at the same step on every rank (`on_finding="raise"`, `guard="stop"`)."""
 
-    def __init__(self, finding: Finding) -> None:
+    def __init__(self, finding: Finding, note: str | None = None) -> None:
         self.finding = finding
         step = "" if finding.step is None else f" at step {finding.step}"
         ranks = f", ranks {', '.join(map(str, finding.ranks))}" if finding.ranks else ""
         subject = f": {finding.subject[0]}" if finding.subject else ""
-        super().__init__(f"{finding.code} {finding.title}{step}{ranks}{subject}")
+        more = f" ({note})" if note else ""
+        super().__init__(f"{finding.code} {finding.title}{step}{ranks}{subject}{more}")
 
 
 class StopRun(BaseException):  # `except Exception` of a script must not catch it

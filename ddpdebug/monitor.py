@@ -23,14 +23,15 @@ import torch.distributed as dist
 from ddpdebug import torch_internals as internals
 from ddpdebug.assembly import Assembler
 from ddpdebug.config import Config
-from ddpdebug.diagnosis import Diagnosis, Request
+from ddpdebug.diagnosis import Diagnosis
 from ddpdebug.errors import FindingError, StopRun
 from ddpdebug.exchange import Alone, Exchange, Group, Tick
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.forensics.agreement import AgreementProbe
 from ddpdebug.forensics.elements import Elements
+from ddpdebug.numeric_guard import NumericGuard
 from ddpdebug.observations import Row, decode, encode
-from ddpdebug.probes.answers import answer, is_known
+from ddpdebug.probes.answering import Answering
 from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.loaders import Loaders
 from ddpdebug.probes.memory import host_bytes
@@ -49,8 +50,6 @@ _RING_STEPS = 256
 _GROUP_TIMEOUT = datetime.timedelta(minutes=30)
 #: A stop that all ranks take alike is agreed on this many steps ahead of the fastest rank.
 _STOP_LEAD = 2
-#: An answer may wait so many ticks for what only the next step shows.
-_ANSWER_TICKS = 60
 #: The ranks' n-th monitors belong together and must not find the keys of earlier ones in the store.
 _NUMBERS = itertools.count()
 
@@ -73,6 +72,7 @@ class Monitor:
         self.recorder = Recorder(self.guard, self._emit, self._announce, self.schedule.due, 1)
         self.loaders = Loaders(self.recorder, self._announce)
         self.patches = Patches(self.recorder, self.loaders, self._on_group)
+        self.recorder.adopt = self.patches.adopt
         self.fanout: Fanout | None = None
         self.directory: Path | None = None
         self._exchange: Exchange | None = None
@@ -88,13 +88,15 @@ class Monitor:
         self.recorder.stop = self._stop_now
         self.recorder.keep_inputs = bool(config.probe_every)
         self.recorder.want_norms = config.tolerance is not None
+        self.numeric_guard = NumericGuard(config.guard, config.max_skips, self._say, self._trouble)
+        self.recorder.guard_with(None if config.guard == "off" else self.numeric_guard)
         self.elements = Elements(0, self._say)
         self.agreement = AgreementProbe(self._say, self._announce)
         self.recorder.after_step = self._after_step
         self.recorder.last_look = partial(self.guard.run, "forensics:elements", self.elements.last_look)
         self._members = 1
         self._progress = 0
-        self._asked: list[tuple[Request, int]] = []
+        self._answering = Answering(self.recorder, self._ring, self._say)
         self._assembler = Assembler(1)
         self._diagnosis = Diagnosis(world=1)
 
@@ -199,6 +201,7 @@ class Monitor:
             if self._store is None:
                 self.rank, self.world = 0, 1
         self.recorder.world, self.elements.rank = self.world, self.rank
+        self.numeric_guard.meet(range(self.world))
         config = {**asdict(self.config), "world": self.world}
         self._diagnosis = Diagnosis(world=self.world, config=config, on_trouble=self._trouble)
         self._assembler = Assembler(self.world)
@@ -302,36 +305,21 @@ class Monitor:
         for rank, data in tick.rows:
             self._assembler.add(rank, decode(data))
         self._members = len(tick.members)
+        self.numeric_guard.meet(tick.members)
         self._assembler.set_members(tick.members)
         for step in self._assembler.ready():
             self._judge(step)
         self._report(self._diagnosis.tick(), tick.progress)
-        self._asked += [(request, 0) for request in self._diagnosis.requests()]
-        self._answer_all()
+        self._answering.ask(self._diagnosis.requests())
+        self._answering.work(patient=not self._closed)
         self.guard.run("forensics:elements", self.elements.tick)
         return self._diagnosis.busy or self.elements.busy
 
     def _judge(self, step: Any) -> None:
         self.schedule.learn(step)
-        self._asked += [(request, 0) for request in self._diagnosis.feed(step)]
+        self._answering.ask(self._diagnosis.feed(step))
         interval = 1 if self.config.every_step else self.schedule.interval(step.step)
         self._write(StepJudged(step=step, interval=interval, overhead_ratio=self.schedule.ratio))
-
-    def _answer_all(self) -> None:
-        """Answer what is asked, as soon as the answer is complete or has waited long enough."""
-        waiting: list[tuple[Request, int]] = []
-        for request, ticks in self._asked:
-            place = (request.optimizer, request.step)
-            record = next((r for r in self._ring if (r.optimizer, r.step) == place), None)
-            patient = ticks < _ANSWER_TICKS and not self._closed
-            if record is not None and patient and not is_known(request.kind, record, self.recorder):
-                waiting.append((request, ticks + 1))
-                continue
-            value: Any = None
-            if record is not None:
-                value = self.guard.run(f"answer:{request.kind}", answer, request.kind, record, self.recorder)
-            self._say("detail", optimizer=request.optimizer, step=request.step, detail=request.kind, value=value)
-        self._asked = waiting
 
     def _hear(self, rank: int, message: Mapping[str, Any]) -> None:
         kind = message.get("kind")
@@ -340,6 +328,8 @@ class Monitor:
             self._diagnosis.answer(rank, *place, str(message["detail"]), message["value"])
         elif kind == "fact":
             self._diagnosis.tell(str(message["topic"]), rank, message["value"])
+        elif kind == "vote":
+            self.numeric_guard.hear(rank, message)
         elif kind == "agree":
             self.guard.run("forensics:agreement", self.agreement.hear, message, self._progress + _STOP_LEAD)
         elif kind == "element":
@@ -357,6 +347,7 @@ class Monitor:
     def _report(self, raised: Sequence[tuple[Finding, bool]], progress: int) -> None:
         for finding in self.reporter.report(raised):
             self._hunt(finding, progress)
+            self.numeric_guard.found(finding)
             if self.config.on_finding == "raise" and finding.severity >= Severity.ERROR and self._stop_at is None:
                 self._stop_at = (progress + _STOP_LEAD, FindingError(finding))
 
@@ -383,6 +374,7 @@ class Monitor:
         self.reporter.add(key, {"index": unravel(flat, shape), **evidence})
 
     def _on_lost(self, reason: str) -> None:
+        self.numeric_guard.lost()
         if not self._closed:
             self._trouble("exchange", f"the ranks can no longer be compared: {reason}")
 

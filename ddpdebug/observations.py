@@ -47,6 +47,12 @@ class Flag(IntFlag):
     BUFFERS_NOT_BROADCAST = 2097152  # broadcast_buffers=False
     HALF_REDUCTION = 4194304  # the reduction travels in 16 bits, or may (a hook that we do not know)
     CLOSURE = 8388608  # the optimizer evaluates a closure itself (LBFGS)
+    FORWARD_NONFINITE = 1 << 24  # a module returned NaN or +Inf that was not its habit; -Inf alone is a mask
+    INPUT_NONFINITE = 1 << 25  # an argument of the model's forward held NaN or Inf (an additive mask does not count)
+    PARAMS_NONFINITE = 1 << 26  # parameters were NaN or Inf before the step already
+    STEP_NONFINITE = 1 << 27  # parameters or state are NaN or Inf after a step with finite gradients
+    NEAR_OVERFLOW = 1 << 28  # a 16-bit output or gradient above half of what its dtype can hold
+    GUARD_SKIPPED = 1 << 29  # the numeric guard did not let this step happen
 
 
 class Row(NamedTuple):

@@ -6,8 +6,9 @@ import ctypes
 import datetime
 import inspect
 import os
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -161,6 +162,35 @@ def leave_uncompiled(function: Any, *, nested: bool = True) -> None:
         frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action.SKIP, inside))
 
 
+def anything_compiled() -> bool:
+    """Tell whether `torch.compile` was used in this process: a hook put in place now might get into a graph."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    backends = getattr(frames, "cached_backends", None)
+    return isinstance(backends, dict) and any(backend is not None for backend in backends.values())
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor has elements of its own to read: no functorch wrapper, no subclass that dispatches."""
+    kind = type(tensor)
+    if kind is not torch.Tensor and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return False
+    return not (tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def norms(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """Return the 2-norms of tensors; waits for a device."""
+    norms = torch._foreach_norm(list(tensors))
+    if all(norm.device.type == "cpu" for norm in norms):
+        return [float(norm) for norm in norms]
+    return [float(value) for value in torch.stack([norm.to(torch.float64) for norm in norms]).tolist()]
+
+
+def found_inf_of(optimizer: object) -> torch.Tensor | None:
+    """Return GradScaler's verdict for an optimizer that skips the step by itself (fused), or None."""
+    found = getattr(optimizer, "found_inf", None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
 # --- AMP --------------------------------------------------------------------------------------------------------------
 
 
@@ -177,8 +207,8 @@ as_plain: type[AbstractContextManager[object]] = getattr(torch._C, "DisableTorch
 
 
 def version(tensor: torch.Tensor) -> int:
-    """Return the number of in-place changes that a tensor has seen; reading it changes nothing."""
-    return int(tensor._version)
+    """Return the number of in-place changes that a tensor has seen; inference tensors do not count theirs."""
+    return 0 if tensor.is_inference() else int(tensor._version)
 
 
 # --- data -------------------------------------------------------------------------------------------------------------

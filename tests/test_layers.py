@@ -15,7 +15,7 @@ _PACKAGE = Path(__file__).parent.parent / "ddpdebug"
 #: From the first layer to the last; a module may import from its own entry's left, and from its own folder.
 _LAYERS = (
     ("errors", "observations", "findings"),
-    ("steps", "details", "config"),
+    ("steps", "details", "config", "numeric_guard"),
     ("detectors.base", "detectors.comparison", "detectors.examples"),
     ("detectors",),
     ("causes", "diagnosis", "assembly", "schedule"),
@@ -45,6 +45,7 @@ _PURE = (
     "steps",
     "details",
     "config",
+    "numeric_guard",
     "causes",
     "assembly",
     "schedule",
@@ -168,7 +169,7 @@ def _private_names_of_torch(tree: ast.Module) -> set[str]:
             found = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
         elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith(("torch.", "dist.")):
             found = ast.unparse(node).split(".")
-        elif isinstance(node, ast.Attribute) and node.attr in {"_version", "_modules", "_parameters", "_buffers"}:
+        elif isinstance(node, ast.Attribute) and node.attr == "_version":
             found = [node.attr]
         else:
             continue

@@ -163,4 +163,5 @@ _BUILDERS: dict[str, Callable[[StepRecord, Recorder], Any]] = {
     "modes": _modes,
     "structure": _structure,
     "replicas": lambda record, recorder: dict(record.replicas),
+    "numerics": lambda record, recorder: record.numerics,
 }

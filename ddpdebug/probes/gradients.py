@@ -18,11 +18,14 @@ from ddpdebug.probes.wrappers import Wrapper
 _EXACT = frozenset({torch.float32, torch.float64})
 
 
-def note_local(window: Window, wrapper: Wrapper, key: int, grad: torch.Tensor | None) -> None:
-    """Sum a gradient that is still this rank's own; called from the hook that runs before DDP reduces."""
-    if grad is not None and _summable(grad):
-        own = grad.detach()
-        window.local[key] = (_sum(own) if wrapper.sums(key, window.number) else None, _norm(own))
+def note_local(window: Window, wrapper: Wrapper, key: int, grad: torch.Tensor | None) -> torch.Tensor | None:
+    """Sum a gradient that is still this rank's own, in the hook that runs before DDP reduces; return its norm."""
+    if grad is None or not _summable(grad):
+        return None
+    own = grad.detach()
+    norm = _norm(own)
+    window.local[key] = (_sum(own) if wrapper.sums(key, window.number) else None, norm)
+    return norm
 
 
 def note_reduced(window: Window, wrapper: Wrapper) -> None:

@@ -49,6 +49,14 @@ class Guard:
             if outermost:
                 self.seconds += time.perf_counter() - self._entered
 
+    def forgive(self, seconds: float) -> None:
+        """Take time back that was spent waiting for other ranks: it is no cost of looking."""
+        self.seconds -= seconds
+
+    def tell(self, part: str, message: str) -> None:
+        """Report something that is not looked at."""
+        self._on_trouble(part, message)
+
     def fail(self, part: str, error: Exception) -> None:
         """Switch a part off and report it once."""
         if part not in self.off:
@@ -56,16 +64,23 @@ class Guard:
             self._on_trouble(part, f"{type(error).__name__}: {error}")
 
 
-def user_location(start: FrameType | None = None) -> str | None:
-    """Return `file:line` of the nearest frame that is the user's: not ddpdebug, not torch, not the standard library."""
-    frame = start or sys._getframe(1)  # noqa: SLF001 - the documented way to walk the stack cheaply
-    current: FrameType | None = frame
-    while current is not None:
-        name = current.f_code.co_filename
-        if _is_user_file(name):
-            return f"{_shorten(name)}:{current.f_lineno}"
+def user_frame(start: FrameType | None = None) -> FrameType | None:
+    """Return the nearest frame that is the user's: not ddpdebug, not torch, not the standard library."""
+    current: FrameType | None = start or sys._getframe(1)  # noqa: SLF001 - the documented way to walk the stack cheaply
+    while current is not None and not _is_user_file(current.f_code.co_filename):
         current = current.f_back
-    return None
+    return current
+
+
+def user_location(start: FrameType | None = None) -> str | None:
+    """Return `file:line` of the nearest frame that is the user's."""
+    frame = user_frame(start or sys._getframe(1))  # noqa: SLF001 - as above
+    return None if frame is None else location(frame.f_code.co_filename, frame.f_lineno)
+
+
+def location(file: str, line: int) -> str:
+    """Return a place in a file as people write it."""
+    return f"{_shorten(file)}:{line}"
 
 
 _seen: dict[str, bool] = {}

@@ -205,19 +205,24 @@ def _named(
 
 def foreign_names(params: Sequence[torch.Tensor]) -> dict[int, str]:
     """Name parameters that no DDP has, by the outermost module that holds them (found among the living objects)."""
+    wanted = {id(p) for p in params}
+    names: dict[int, str] = {}
+    for module in roots(params):
+        for name, held in module.named_parameters():
+            if id(held) in wanted:
+                names.setdefault(id(held), name)
+    return names
+
+
+def roots(params: Sequence[torch.Tensor]) -> list[torch.nn.Module]:
+    """Return the outermost living modules that hold some of the parameters."""
     import gc  # noqa: PLC0415 - only for strangers, once per change
 
     wanted = {id(p) for p in params}
     modules = [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]
     children = {id(child) for module in modules for child in module.children()}
-    names: dict[int, str] = {}
-    for module in modules:
-        if id(module) in children:
-            continue
-        for name, held in module.named_parameters():
-            if id(held) in wanted:
-                names.setdefault(id(held), name)
-    return names
+    outermost = [module for module in modules if id(module) not in children]
+    return [module for module in outermost if any(id(p) in wanted for p in module.parameters())]
 
 
 def index_of(optimizer: torch.optim.Optimizer, watches: Sequence[OptimizerWatch]) -> int:

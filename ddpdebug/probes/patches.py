@@ -11,6 +11,7 @@ import contextlib
 import functools
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,8 +23,10 @@ from torch.utils.data import DataLoader
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.probes.guard import Guard, user_location
+from ddpdebug.probes.hooks import on_gradient
 from ddpdebug.probes.loaders import Loaders
-from ddpdebug.probes.recorder import Recorder, on_gradient
+from ddpdebug.probes.optimizers import roots
+from ddpdebug.probes.recorder import Recorder
 from ddpdebug.probes.wrappers import classify_hook
 
 
@@ -33,6 +36,8 @@ class Patches:
     def __init__(self, recorder: Recorder, loaders: Loaders, on_group: Callable[[], None]) -> None:
         self.recorder, self.loaders, self.on_group = recorder, loaders, on_group
         self._undo: list[Callable[[], None]] = []
+        self._modules: list[weakref.ref[torch.nn.Module]] = []
+        self._kinds: set[type] = set()
 
     def install(self) -> None:
         """Put every wrapper in place."""
@@ -71,6 +76,24 @@ class Patches:
         if averagers is not None:
             self._wrap(averagers.PeriodicModelAverager, "average_parameters", _average)
 
+    def adopt(self, params: list[torch.Tensor]) -> None:
+        """Look at the models that hold these parameters, which no DDP does."""
+        for module in roots(params):
+            self.watch_module(internals.unwrap_compiled(module))
+
+    def watches(self, module: torch.nn.Module) -> bool:
+        """Tell whether the module was given to `watch_module`."""
+        return any(ref() is module for ref in self._modules)
+
+    def watch_module(self, module: torch.nn.Module) -> None:
+        """Look at the training forwards of a module that no DDP wraps, through its class."""
+        kind = type(module)
+        if not isinstance(module, DistributedDataParallel) and not self.watches(module):
+            self._modules.append(weakref.ref(module, self._modules.remove))
+            if kind not in self._kinds:
+                self._kinds.add(kind)
+                self._wrap(kind, "forward", _module_forward)
+
     def remove(self) -> None:
         """Restore the originals."""
         for undo in reversed(self._undo):
@@ -78,15 +101,15 @@ class Patches:
         self._undo.clear()
 
     def _wrap(self, owner: Any, name: str, make: Callable[[Patches, Any], Any]) -> None:
-        original = getattr(owner, name)
+        original, own = getattr(owner, name), name in vars(owner)
         made = make(self, original)
         internals.leave_uncompiled(made, nested=False)
         replacement = functools.wraps(original)(made)
         setattr(owner, name, replacement)
 
         def undo() -> None:
-            if getattr(owner, name) is replacement:
-                setattr(owner, name, original)
+            if vars(owner).get(name) is replacement if isinstance(owner, type) else getattr(owner, name) is replacement:
+                setattr(owner, name, original) if own else delattr(owner, name)
 
         self._undo.append(undo)
 
@@ -115,10 +138,34 @@ def _forward(patches: Patches, original: Any) -> Any:
             return original(self, *args, **kwargs)
         run, recorder = patches.recorder.guard.run, patches.recorder
         recorder.stop_here()
-        run("probe:broadcast", recorder.note_broadcast, self)
+        run("probe:broadcast", recorder.buffers.before_forward, self)
         started = run("probe:forward", recorder.begin_forward, self, args, kwargs) or 0.0
-        output = original(self, *args, **kwargs)
+        run("probe:numerics", recorder.begin_numerics, self, args, kwargs)
+        try:
+            output = original(self, *args, **kwargs)
+        except BaseException:
+            run("probe:numerics", recorder.numerics.abort)
+            raise
+        run("probe:numerics", recorder.numerics.end, output)
         run("probe:forward", recorder.end_forward, self, output, started)
+        return output
+
+    return forward
+
+
+def _module_forward(patches: Patches, original: Any) -> Any:
+    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        numerics = patches.recorder.numerics
+        if torch.compiler.is_compiling() or numerics.inside or not patches.watches(self):
+            return original(self, *args, **kwargs)
+        run = patches.recorder.guard.run
+        run("probe:numerics", numerics.begin, self, "", args, kwargs)
+        try:
+            output = original(self, *args, **kwargs)
+        except BaseException:
+            run("probe:numerics", numerics.abort)
+            raise
+        run("probe:numerics", numerics.end, output)
         return output
 
     return forward
@@ -128,7 +175,7 @@ def _pre_forward(patches: Patches, original: Any) -> Any:
     def pre_forward(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         if not torch.compiler.is_compiling():
-            patches.recorder.guard.run("probe:buffers", patches.recorder.after_broadcast, self)
+            patches.recorder.guard.run("probe:buffers", patches.recorder.buffers.after_broadcast, self)
         return result
 
     return pre_forward

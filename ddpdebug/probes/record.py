@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from ddpdebug import fingerprint
 from ddpdebug.observations import CHECKSUM_SLOTS, Digest, Flag, Row
 from ddpdebug.probes.device import Later, LaterFloats
+from ddpdebug.probes.looks import Looks
 
 NO_FLAGS = Flag(0)
 
@@ -50,6 +51,7 @@ class Window:
     gathered: list[dict[str, Any]] = field(default_factory=list)
     clips: list[dict[str, Any]] = field(default_factory=list)
     loads: list[dict[str, Any]] = field(default_factory=list)
+    looks: Looks = field(default_factory=Looks)
 
     def is_summed(self, key: int) -> bool:
         """Tell whether a parameter's gradient was summed, as far as it was looked at."""
@@ -92,6 +94,9 @@ class StepRecord:
     unsummed: frozenset[int] = frozenset()  # positions whose gradients were normed but not summed in this step
     loss_scale: Callable[[], float] | None = None
     norms: LaterFloats | None = None  # with a tolerance: of the parameters after the step, then of the state tensors
+    numerics: dict[str, Any] = field(default_factory=dict)  # the detail of that name
+    numerics_later: Callable[[], Flag] | None = None  # completes it with what was still on a device
+    judged: bool = False  # the flags about gradients are certain: a norm that overflowed was confirmed or cleared
     fields: dict[str, Any] = field(default_factory=dict)  # numbers that go into the row as they are
     row: Row | None = None
 
@@ -128,6 +133,9 @@ def encode_row(record: StepRecord, rank: int) -> Row:
             flags |= Flag.LOSS_NONFINITE
     if flags & Flag.CHECKED:
         flags |= _checked_fields(record, fields)
+    if record.numerics_later is not None:
+        flags |= record.numerics_later()
+        record.numerics_later = None
     fields["hyper_digest"] = fingerprint.of_text(repr(record.hyper)) if record.hyper else 0
     fields["batch_digest"] = fingerprint.combine(w.batch) if w.batch else 0
     fields["record_digest"] = fingerprint.combine(w.record) if w.record else 0
@@ -199,11 +207,11 @@ def _checksum_fields(record: StepRecord, fields: dict[str, Any]) -> Flag:
             fields[f"reduced_sum_{slot}"] = sum(reduced_sums[n] for n in members)
     if local_norms:
         fields["local_grad_norm"] = math.hypot(*local_norms.values())
-        if not math.isfinite(fields["local_grad_norm"]):
+        if not record.judged and not math.isfinite(fields["local_grad_norm"]):
             flags |= Flag.LOCAL_GRADS_NONFINITE
     if reduced_norms:
         fields["grad_norm"] = math.hypot(*reduced_norms.values())
-        if not math.isfinite(fields["grad_norm"]):
+        if not record.judged and not math.isfinite(fields["grad_norm"]):
             flags |= Flag.GRADS_NONFINITE
     return flags
 

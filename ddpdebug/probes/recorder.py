@@ -9,17 +9,21 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import fingerprint, torch_internals as internals
+from ddpdebug.numeric_guard import NumericGuard
 from ddpdebug.observations import Flag
-from ddpdebug.probes import contract, device, gradients, notes, replicas
+from ddpdebug.probes import contract, device, gradients, notes, replicas, values
+from ddpdebug.probes.buffers import Buffers
 from ddpdebug.probes.events import Events
 from ddpdebug.probes.guard import Guard, user_location
+from ddpdebug.probes.guarding import Guarding
+from ddpdebug.probes.hooks import GradientHooks
+from ddpdebug.probes.numerics import Numerics
 from ddpdebug.probes.optimizers import OptimizerWatch, first_step, index_of
 from ddpdebug.probes.record import StepRecord, Window
 from ddpdebug.probes.values import loss_reader, precision, rng_digest, tensors_in
@@ -63,22 +67,34 @@ class Recorder:
         self.after_step: Callable[[OptimizerWatch, int], None] = lambda watch, step: None
         self.last_look: Callable[[OptimizerWatch], None] = lambda watch: None  # its optimizer is gone
         self.stop: Callable[[], BaseException | None] = lambda: None
+        self.adopt: Callable[[list[torch.Tensor]], None] = lambda params: None  # of models that no DDP wraps
         self.averaged = False  # a ModelAverager was used: replicas differ on purpose in between
         self._emit, self._announce, self._due = emit, announce, due
         self._by_optimizer: dict[int, OptimizerWatch] = {}
         self._fused: OptimizerWatch | None = None
         self._fused_stepped = False
         self._stepping: list[int] = []
-        self._hooked: dict[int, weakref.ref[torch.Tensor]] = {}
-        self.owner_of: dict[int, Wrapper] = {}
-        self._handles: list[Any] = []
         self._pre: tuple[OptimizerWatch, StepRecord, float] | None = None
         self.events = Events(self, announce)
+        self.hooks = GradientHooks(self)
+        self.buffers = Buffers(self)
+        self.numerics = Numerics(self)
+        self.guarding: Guarding | None = None
+        self._halt: BaseException | None = None
+        #: Called before the optimizer changes anything when this rank has made something non-finite, see Numerics.
+        self.on_nonfinite: Callable[[OptimizerWatch, StepRecord], Any] = lambda watch, record: None
 
     def stop_here(self) -> None:
-        """Raise what all ranks agreed to raise at this step (`--steps`, `on_finding="raise"`), if anything."""
-        if (error := self.stop()) is not None:
+        """Raise what all ranks agreed to raise at this step, if anything (`--steps`, `on_finding="raise"`, guard)."""
+        halt, self._halt = self._halt, None
+        if (error := halt or self.stop()) is not None:
             raise error
+
+    def guard_with(self, guard: NumericGuard | None) -> None:
+        """Let the numeric guard decide about steps; without any, nothing numeric is looked at."""
+        self.numerics.on = guard is not None
+        if guard is not None and guard.active:
+            self.guarding, self.numerics.every_step = Guarding(self, guard), True
 
     # --- models -------------------------------------------------------------------------------------------------------
 
@@ -91,7 +107,7 @@ class Recorder:
         """Let go of what belongs to models and optimizers that are gone."""
         for watch in self.watches:
             watch.forget()
-        self._handles = [handle for handle in self._handles if handle.hooks_dict_ref() is not None]
+        self.hooks.forget()
 
     def wrapped(self, ddp: DistributedDataParallel) -> Wrapper:
         """Begin to watch a DDP."""
@@ -102,33 +118,20 @@ class Recorder:
         self._announce(f"group:{wrapper.index}", {"ranks": wrapper.group})
         for parameter in ddp.module.parameters():
             if id(parameter) in wrapper.trainable:
-                self._hook(parameter, wrapper)
+                self.hooks.add(parameter, wrapper)
         return wrapper
 
     def wrapper_of(self, ddp: DistributedDataParallel) -> Wrapper | None:
         """Return the watch of a DDP, if there is one."""
         return next((w for w in self.wrappers if w.ref() is ddp), None)
 
-    def _hook(self, parameter: torch.Tensor, wrapper: Wrapper | None) -> None:
-        if wrapper is None or id(parameter) in self._hooked or not parameter.is_leaf or not parameter.requires_grad:
-            return
-        key = id(parameter)  # numbers are used again: forget it with the parameter
-        self._hooked[key] = weakref.ref(parameter, lambda _: self._hooked.pop(key, None))
-        self.owner_of[key] = wrapper
-        # The hook must not hold the wrapper: it would close a cycle through C++ that the collector cannot see.
-        hook = partial(on_gradient, weakref.ref(self), key)
-        self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
-
     def release(self) -> None:
         """Remove every hook from the user's tensors."""
-        for handle in self._handles:
-            handle.remove()
+        self.hooks.release()
         for wrapper in self.wrappers:
             if wrapper.call_site is not None:
                 wrapper.call_site.remove()
         self.replicas.release()
-        self._handles.clear()
-        self._hooked.clear()
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
@@ -138,7 +141,7 @@ class Recorder:
         wrapper.in_forward = True
         if not torch.is_grad_enabled():
             if self.checking and not ddp.module.training and len(self.window.eval_batch) < _MAX_EVAL_FORWARDS:
-                self.window.eval_batch.append(fingerprint.combine(_digests((args, kwargs), _BATCH_BYTES)))
+                self.window.eval_batch.append(fingerprint.combine(values.digests_of((args, kwargs), _BATCH_BYTES)))
             return 0.0
         location = None if ddp.require_backward_grad_sync else user_location()
         in_no_sync = self.no_sync_depth.get(id(ddp), 0) > 0
@@ -164,22 +167,10 @@ class Recorder:
                 w.flags |= Flag.BATCH_SAMPLED
         return time.perf_counter()
 
-    def after_broadcast(self, ddp: DistributedDataParallel) -> None:
-        """Look at the buffers right after DDP's broadcast, before the module's forward may change them."""
-        if self.checking and torch.is_grad_enabled() and self._broadcast_done:
-            self._note_buffers(ddp)
-
-    _broadcast_done = False
-
-    def note_broadcast(self, ddp: DistributedDataParallel) -> None:
-        """Ask DDP, before it starts the forward, whether it will broadcast buffers now."""
-        self._broadcast_done = internals.syncs_buffers_now(ddp)
-
-    def _note_buffers(self, ddp: DistributedDataParallel) -> None:
-        ignored = internals.ignored_names(ddp.module)
-        named = [(n, b) for n, b in ddp.module.named_buffers() if n not in ignored]
-        if named:
-            self.window.buffers.append(([n for n, _ in named], device.digests([b for _, b in named])))
+    def begin_numerics(self, ddp: DistributedDataParallel, args: Any, kwargs: Any) -> None:
+        """Look at the numbers of a DDP forward from here on."""
+        prefix = f"ddp{self.wrapped(ddp).index}." if len(self.wrappers) > 1 else ""
+        self.numerics.begin(ddp.module, prefix, args, kwargs)
 
     def end_forward(self, ddp: DistributedDataParallel, output: Any, started: float) -> None:
         """Note the output of a DDP forward."""
@@ -187,12 +178,12 @@ class Recorder:
         w = self.window
         if not torch.is_grad_enabled() or started == 0.0:
             if len(w.eval_output) < len(w.eval_batch):
-                w.eval_output.append(fingerprint.combine(_digests(output, _OUTPUT_BYTES)))
+                w.eval_output.append(fingerprint.combine(values.digests_of(output, _OUTPUT_BYTES)))
             return
         w.forward_seconds += time.perf_counter() - started
         if not self.checking:
             return
-        w.output += _digests(output, _OUTPUT_BYTES)
+        w.output += values.digests_of(output, _OUTPUT_BYTES)
         if w.rng and rng_digest() != w.rng:
             w.flags |= Flag.RNG_USED_IN_FORWARD
 
@@ -206,6 +197,7 @@ class Recorder:
         if len(roots) == 1 and roots[0].numel() == 1 and self.in_backward == 1:
             scale = self.events.take_scale()
             self.window.losses.append(loss_reader(roots[0].detach(), scale))
+            self.guard.run("probe:numerics", self.numerics.note_loss, roots[0], self.window.losses[-1])
         return time.perf_counter()
 
     def end_backward(self, started: float) -> None:
@@ -255,7 +247,24 @@ class Recorder:
             if watch.after is not None and watch.after_step == watch.step - 1:
                 record.previous, record.before_glance = watch.after, device.glances(watch.params)
             notes.note_small_state(watch, record)
+        if not closure:
+            self.guard.run("probe:numerics", self.numerics.before_step, watch, record)
+        if self.guarding is not None and self._is_kept_from(optimizer, watch, record):
+            return
         self._pre = (watch, record, time.perf_counter())
+
+    def _is_kept_from(self, optimizer: torch.optim.Optimizer, watch: OptimizerWatch, record: StepRecord) -> bool:
+        """Let the numeric guard decide about the step; return True when the run ends here."""
+        assert self.guarding is not None
+        if record.flags & Flag.CLOSURE:
+            self.guarding.tell_unguarded()
+            return False
+        ends = bool(self.guard.run("probe:guard", self.guarding.keeps_from, optimizer, watch, record))
+        if ends:
+            self._stepping.clear()
+            self._finish(watch, record)
+            self._halt = self.guarding.error()
+        return ends
 
     def post_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at parameters and state just after the step, and hand the record over."""
@@ -270,11 +279,14 @@ class Recorder:
         record.fields["optimizer_seconds"] = time.perf_counter() - started
         if record.flags & Flag.CHECKED and record.flags & Flag.CLOSURE:
             notes.note_gradients(self.window, watch, record)
+            self.guard.run("probe:numerics", self.numerics.before_step, watch, record)
         self._finish(watch, record)
 
     def skipped(self, optimizer: torch.optim.Optimizer) -> None:
         """Note a step that GradScaler did not let happen; it counts as an attempt."""
         watch = self._watch(optimizer)
+        if self.guarding is not None:
+            self.guarding.abstain(watch)
         record = self._begin(watch)
         record.flags = (record.flags | Flag.SKIPPED) & ~Flag.CHECKED
         self._finish(watch, record)
@@ -303,7 +315,9 @@ class Recorder:
         changed = watch.refresh(self.wrappers)
         if changed:
             for p, owner in zip(watch.params, watch.owners, strict=True):
-                self._hook(p, owner)
+                self.hooks.add(p, owner)
+            if not any(watch.owned):
+                self.adopt(watch.params)
         flags = Flag.FIRST if watch.step == 0 else Flag(0)
         if self.checking or self._due(watch.index, watch.step):
             flags |= Flag.CHECKED
@@ -323,10 +337,12 @@ class Recorder:
             record.after = glances or device.digests(watch.params)
             keys, tensors, plain = watch.state()
             record.state_keys, record.state, record.state_plain = keys, device.digests(tensors), plain
+            self.guard.run("probe:numerics", self.numerics.after_step, watch, record, keys, tensors)
             if self.want_norms:
                 record.norms = device.numbers([gradients.norm_of(t) for t in (*watch.params, *tensors)])
             notes.note_frozen(watch, record, self.watches, self.wrappers)
-            self._note_replicas(record)
+            if record.optimizer == 0 and self.world > 1:
+                self.replicas.note(record, self.wrappers, self.watches)
             watch.after = None if glances is None else glances()
             watch.after_step = watch.step
             state = record.state() + [d for _, _, d in plain] if glances is not None and watch.state_is_small else []
@@ -334,11 +350,12 @@ class Recorder:
         for wrapper in watch.wrappers:
             ddp = wrapper.ref()
             if ddp is not None and record.flags & Flag.CHECKED and not internals.broadcasts_buffers(ddp):
-                self._note_buffers(ddp)
+                self.buffers.note(ddp)
             wrapper.pending = None
         record.fields.update(self._numbers())
         record.loss_scale = self.events.last_loss_scale
         self.after_step(watch, watch.step)
+        self.window.looks.let_go()
         self._emit(record)
         watch.step += 1
         self.window = Window(
@@ -359,15 +376,11 @@ class Recorder:
             "overhead_seconds": self.guard.elapsed() - w.overhead_before,
         }
 
-    def _note_replicas(self, record: StepRecord) -> None:
-        if record.optimizer == 0 and self.world > 1:
-            self.replicas.search(record.step, self.wrappers, self.watches)
-            record.replicas = self.replicas.look()
-            record.fields["replicas_digest"] = self.replicas.digest(record.replicas)
-
     # --- optimizers that step inside backward -------------------------------------------------------------------------
 
     def _fuse(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.guarding is not None:
+            self.guarding.tell_unguarded()
         if self._fused is None:
             self._fused = OptimizerWatch(None, len({w.index for w in self.watches}))
             self.watches.append(self._fused)
@@ -379,19 +392,5 @@ class Recorder:
         self._fused_stepped = False
         assert self._fused is not None
         record = self._begin(self._fused)
+        self.guard.run("probe:numerics", self.numerics.before_step, self._fused, record)
         self._finish(self._fused, record)
-
-
-def on_gradient(recorder: weakref.ref[Recorder], key: int, parameter: torch.Tensor) -> None:
-    """Note that a gradient has arrived; it is still this rank's own."""
-    me = recorder()
-    wrapper = None if me is None else me.owner_of.get(key)
-    if me is None or wrapper is None:
-        return
-    wrapper.arrived = True
-    if me.checking and wrapper.armed:
-        me.guard.run("probe:gradients", gradients.note_local, me.window, wrapper, key, parameter.grad)
-
-
-def _digests(value: Any, limit: int) -> list[int]:
-    return [fingerprint.sampled_fingerprint(tensor, limit)[0] for tensor in tensors_in(value)]

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpdebug import fingerprint
 from ddpdebug.probes import device
 from ddpdebug.probes.optimizers import OptimizerWatch
+from ddpdebug.probes.record import StepRecord
 from ddpdebug.probes.wrappers import Wrapper
 
 #: Copies are looked for after these steps only: a walk over all living objects costs tens of milliseconds.
@@ -31,6 +32,12 @@ class Replicas:
     def add(self, name: str, module: torch.nn.Module) -> None:
         """Watch a module under a name."""
         self._known[name] = _Replica(module, named=True)
+
+    def note(self, record: StepRecord, wrappers: Sequence[Wrapper], watches: Sequence[OptimizerWatch]) -> None:
+        """Fingerprint the copies at a checked step."""
+        self.search(record.step, wrappers, watches)
+        record.replicas = self.look()
+        record.fields["replicas_digest"] = self.digest(record.replicas)
 
     def search(self, step: int, wrappers: Sequence[Wrapper], watches: Sequence[OptimizerWatch]) -> None:
         """Find root modules with parameters that neither a DDP nor an optimizer has."""

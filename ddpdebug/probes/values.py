@@ -60,3 +60,8 @@ def tensors_in(value: Any, depth: int = 0) -> Sequence[torch.Tensor]:
     if hasattr(value, "__dataclass_fields__") or hasattr(value, "to_tuple"):
         return [t for item in vars(value).values() for t in tensors_in(item, depth + 1)]
     return []
+
+
+def digests_of(value: Any, limit: int) -> list[int]:
+    """Fingerprint the tensors in a value, large ones by a sample of their bytes."""
+    return [fingerprint.sampled_fingerprint(tensor, limit)[0] for tensor in tensors_in(value)]

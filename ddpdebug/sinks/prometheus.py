@@ -54,6 +54,8 @@ _ROW_GAUGES = {
 _ROW_FIELD = {"learning_rate": "lr"}
 #: In such a step NaN is a value or says that there is none.
 _CERTAIN = Flag.CHECKED | Flag.LOSS_NONFINITE | Flag.LOCAL_GRADS_NONFINITE | Flag.GRADS_NONFINITE
+#: Why a step was skipped -> what says so.
+_SKIPPED = {"guard": Flag.GUARD_SKIPPED, "scaler": Flag.SKIPPED}
 _DEVICE_MEMORY = {
     "allocated": "device_allocated_bytes",
     "reserved": "device_reserved_bytes",
@@ -71,11 +73,14 @@ class _RankState:
         self.values = dict.fromkeys(_ROW_GAUGES, float("nan"))
         self.buckets = [0] * (len(BUCKETS) + 1)
         self.step_seconds = 0.0
+        self.skipped = dict.fromkeys(_SKIPPED, 0)
         self.phase_seconds = dict.fromkeys(PHASES, 0.0)
         self.phase_counts = dict.fromkeys(PHASES, 0)
 
     def add(self, row: Row, now: float) -> None:
         self.newest, self.seen = row, now
+        for reason, flag in _SKIPPED.items():
+            self.skipped[reason] += row.has(flag)
         if self.row is not None and row.optimizer != self.row.optimizer and row.step <= self.row.step:
             return
         self.row = row
@@ -197,6 +202,7 @@ class PrometheusSink(Collector):
         yield from _row_metrics(ranks)
         yield from _time_metrics(ranks)
         yield from _memory_metrics(ranks)
+        yield _skip_metric(ranks)
 
     def _run_metrics(self) -> Iterator[Metric]:
         text = "The run that is watched; always 1."
@@ -287,6 +293,15 @@ def _time_metrics(ranks: _Ranks) -> Iterator[Metric]:
             phases.add_metric([rank, phase], state.phase_counts[phase], state.phase_seconds[phase])
     yield steps
     yield phases
+
+
+def _skip_metric(ranks: _Ranks) -> Metric:
+    text = "Optimizer steps that did not happen: skipped by the numeric guard or by the gradient scaler."
+    skipped = CounterMetricFamily("ddpdebug_skipped_steps", text, labels=("rank", "reason"))
+    for rank, state in ranks:
+        for reason, count in state.skipped.items():
+            skipped.add_metric([rank, reason], count)
+    return skipped
 
 
 def _memory_metrics(ranks: _Ranks) -> Iterator[Metric]:

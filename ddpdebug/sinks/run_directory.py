@@ -17,7 +17,7 @@ from typing import Any
 
 from ddpdebug import run_files as files
 from ddpdebug.findings import Finding
-from ddpdebug.observations import encode, layout
+from ddpdebug.observations import Flag, encode, layout
 from ddpdebug.sinks import FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
 from ddpdebug.sinks.segments import Segments, segment_paths
 
@@ -37,6 +37,7 @@ class RunDirectory:
         self._run_id: str | None = None
         self._findings: dict[object, Finding] = {}
         self._rows = 0
+        self._skipped: Counter[int] = Counter()  # optimizer -> steps that the numeric guard skipped
         self._trouble_lines = 0
 
     def write(self, record: Record) -> None:
@@ -62,6 +63,7 @@ class RunDirectory:
                 rows = record.step.rows.values()
                 self._steps.append(b"".join(map(encode, rows)))
                 self._rows += len(rows)
+                self._skipped[record.step.optimizer] += record.step.any(Flag.GUARD_SKIPPED)
             case FindingRaised():
                 self._finding(record.finding)
             case Saved():
@@ -130,7 +132,8 @@ class RunDirectory:
         if self._rank == 0:
             _replace_file(self._directory / files.FINDINGS, map(_finding_line, self._findings.values()))
             counts = Counter(finding.severity.label for finding in self._findings.values())
-            self._run["outcome"] = {**outcome, "findings": dict(counts)}
+            skipped = {str(optimizer): steps for optimizer, steps in self._skipped.items() if steps}
+            self._run["outcome"] = {**outcome, "findings": dict(counts), "skipped_steps": skipped}
             _replace_file(self._directory / files.RUN, [_json_line(self._run)])
 
 

@@ -77,6 +77,7 @@ class Terminal:
                 self._start(record)
             case StepJudged():
                 self._summary.count(record)
+                self._show_skip(record)
                 self._show_status(record)
             case FindingRaised():
                 self._finding(record.finding, new=record.new)
@@ -133,6 +134,10 @@ class Terminal:
             lines += [f"  {label if i == 0 else '':{_LABEL_WIDTH}}{text}" for i, text in enumerate(texts)]
         return "\n".join(lines) + "\n"
 
+    def _show_skip(self, record: StepJudged) -> None:
+        if record.step.any(Flag.GUARD_SKIPPED):
+            self._print(f"ddpdebug: step {record.step.step} was skipped by the numeric guard\n")
+
     def _show_status(self, record: StepJudged) -> None:
         if not self._status or self._clock() < self._next_status:
             return
@@ -170,6 +175,7 @@ class Summary:
 
     def __init__(self) -> None:
         self.steps: Counter[int] = Counter()
+        self.skipped = 0
         self.compared = 0
         self.disagreed = 0
         self.overhead = math.nan
@@ -179,6 +185,7 @@ class Summary:
         """Add a step."""
         counts = disagreeing(record.step)
         self.steps[record.step.optimizer] += 1
+        self.skipped += record.step.any(Flag.GUARD_SKIPPED)
         self.compared += bool({"parameters", "gradients"} & counts.keys())
         self.disagreed += any(counts.values())
         self.overhead = record.overhead_ratio
@@ -194,6 +201,8 @@ class Summary:
         if not total:
             return ["no optimizer step was seen, so nothing was checked"]
         items = [counted(total, "step")]
+        if self.skipped:
+            items.append(f"{self.skipped} skipped by the numeric guard")
         if world == 1:
             items.append("one rank, nothing to compare")
         elif not (self.compared or self.disagreed):

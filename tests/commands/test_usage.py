@@ -42,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--budget", "requires an argument"),
         ("--budget x train.py", "--budget: 'x' is not valid; give a number from 0 to 1"),
         ("--nproc-per-node 0 train.py", "--nproc-per-node: '0' is not valid"),
-        ("--guard skip train.py", "'skip' is not there yet"),
+        ("--guard halt train.py", "give 'off', 'observe', 'stop' or 'skip'"),
         ("--out file train.py", "--out"),
         ("--out /proc/no/such train.py", "cannot be written"),
         ("--every-step=1 train.py", "does not take a value"),

@@ -27,6 +27,8 @@ PROMISED = {
     "DATA901": Severity.ERROR,
     "DATA910": Severity.ERROR,
     "DATA902": Severity.WARNING,
+    **dict.fromkeys([f"NUM30{i}" for i in (1, 2, 3, 4, 5, 9)], Severity.CRITICAL),
+    **dict.fromkeys(["NUM306", "NUM307", "NUM308"], Severity.WARNING),
 }
 
 

@@ -1,0 +1,60 @@
+"""NUM301: a module is the first to return something non-finite."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ddpdebug.detectors.examples import step_at, steps
+from ddpdebug.detectors.num.nonfinite import NonfiniteRule, call, followed, seen
+from ddpdebug.observations import Flag
+
+_LOSS: dict[str, Any] = {"value": math.nan, "micro_batch": 0, "backward": "train.py:60", "expression": None}
+_CALLS = [call(), call("blocks.1", 4), call("head", 9, input_nonfinite=True)]
+_SEEN = {1: seen(loss=_LOSS, forward=_CALLS, output_finite=False)}
+_ODD: dict[int, Any] = {1: {"flags": Flag.LOSS_NONFINITE | Flag.FORWARD_NONFINITE}}
+_MASK = call("scores", kinds=["-Inf"])
+
+
+class NonfiniteModuleOutput(NonfiniteRule):
+    """A module returned nan or inf although its inputs and parameters were finite: the first one of the forward.
+
+    A tensor of -inf that a following softmax consumes is an ordinary mask and is not meant.
+
+    Impact: the loss and all gradients of this rank become nan in this step; the all-reduce hands them to every rank,
+    and one optimizer step later no weight is usable.
+
+    Diagnosis: look at the input range in the finding: large values point to overflow, harmless ones to the operation
+    itself. Replay the step's bundle with `ddpdebug replay` to reach the operation and the line. Print `x.abs().amax()`,
+    `x.dtype` and `torch.is_autocast_enabled()` at the module's entry. For attention count the rows whose mask is fully
+    closed; for norms and divisions look for zero variance or a zero denominator.
+
+    Causes:
+    - overflow in float16 (above 65504): attention scores, exp, squared norms, the output of a large linear layer
+    - a softmax row that is masked everywhere: a sequence of padding only gives 0/0
+    - log, sqrt, division or a fractional power of zero or of a negative number
+    - weights that have already grown too large: the learning rate is too high or clipping is missing
+    - a buffer that is uninitialised or non-finite (running statistics, a positional table)
+
+    Remedy:
+    - run the operation in float32 (`with torch.autocast(device_type, enabled=False): f(x.float())`) or move the run to
+      bfloat16
+    - scale attention queries before the product, keep one open position in each row or zero the row afterwards, add the
+      eps inside the square root, and clamp the argument of log before it
+    - if inputs grew over many steps, look at HLTH701 and HLTH706 before patching the operation
+    """
+
+    code = "NUM301"
+    title = "a module's output is the first non-finite tensor of the forward"
+    follows = followed(code)
+    fires_on = (
+        (step_at(7, odd=_ODD, numerics=_SEEN),),
+        (step_at(7, odd=_ODD, numerics={1: seen(loss=_LOSS, output_finite=False, checked=False)}),),
+        (step_at(0, world=1, odd={0: _ODD[1]}, numerics={0: _SEEN[1]}),),
+    )
+    silent_on = (
+        steps(3),
+        (step_at(7, odd={1: {"flags": Flag.FORWARD_NONFINITE}}, numerics={1: seen(forward=_CALLS)}),),
+        (step_at(7, odd=_ODD, flags=Flag.SKIPPED, numerics=_SEEN),),
+        (step_at(7, odd={1: {"flags": Flag.LOSS_NONFINITE}}, numerics={1: seen(loss=_LOSS, forward=[_MASK])}),),
+    )

@@ -1,0 +1,59 @@
+"""NUM302: the loss function makes what is non-finite."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ddpdebug.detectors.examples import step_at, steps
+from ddpdebug.detectors.num.nonfinite import NonfiniteRule, followed, seen
+from ddpdebug.observations import Flag
+
+_LOSS: dict[str, Any] = {"value": math.inf, "micro_batch": 0, "backward": "train.py:60", "expression": "train.py:58"}
+_ODD: dict[int, Any] = {1: {"flags": Flag.LOSS_NONFINITE}}
+_BACKWARD: dict[int, Any] = {1: {"flags": Flag.LOCAL_GRADS_NONFINITE | Flag.GRADS_NONFINITE}}
+_ENTRY = {"finite": False, "range": [-math.inf, 0.0]}
+
+
+class NonfiniteLoss(NonfiniteRule):
+    """The nan or inf arises between the model's output, which is finite, and the number on which backward is called.
+
+    Phase `loss`: the loss itself is non-finite. Phase `loss-backward`: the loss is finite, and the gradient that it
+    gives to the model's output is not.
+
+    Impact: backward fills every gradient with nan on this rank and the all-reduce gives it to all ranks.
+
+    Diagnosis: open the loss expression at the named line and print each term. Count the valid targets (`(labels ==
+    ignore_index).sum()` against `labels.numel()`), the empty selections, and the sum of weights that divides. Print the
+    dtype in which the loss is computed and the range of logits and targets. With only one rank affected, its batch is
+    the evidence.
+
+    Causes:
+    - a mean over nothing: all labels of the batch are `ignore_index`, or a boolean selection is empty
+    - `torch.log` of a probability that is exactly 0
+    - a loss computed in float16: exp, a square or a sum over many elements overflows
+    - a division by a count, a norm or a weight sum that is 0; std of a single element
+    - two infinities of opposite sign that meet: `inf - inf`, `0 * inf` in a masked term
+
+    Remedy:
+    - give logits to `F.cross_entropy` or `F.binary_cross_entropy_with_logits` instead of taking log of probabilities
+    - use `reduction="sum"` and divide by `count.clamp(min=1)`; a batch without targets then contributes a zero that
+      still has a gradient, so that DDP's ranks stay together
+    - compute the loss with `logits.float()`
+    - select before the computation instead of multiplying by a mask afterwards
+    """
+
+    code = "NUM302"
+    title = "the model's outputs are finite, the loss is not"
+    follows = followed(code)
+    fires_on = (
+        (step_at(7, odd=_ODD, numerics={1: seen(loss=_LOSS)}),),
+        (step_at(7, odd=_BACKWARD, numerics={1: seen(entry=_ENTRY, local=["head.weight"])}),),
+        (step_at(7, odd=_ODD),),
+    )
+    silent_on = (
+        steps(3),
+        (step_at(7, odd=_ODD, numerics={1: seen(loss=_LOSS, output_finite=False)}),),
+        (step_at(7, flags=Flag.SKIPPED | Flag.LOSS_NONFINITE),),
+        (step_at(7, odd=_BACKWARD, numerics={1: seen(local=["head.weight"])}),),
+    )

@@ -1,0 +1,56 @@
+"""NUM303: a backward makes a rank's own gradient non-finite."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ddpdebug.detectors.examples import step_at, steps
+from ddpdebug.detectors.num.nonfinite import NonfiniteRule, followed, seen
+from ddpdebug.observations import Flag
+
+_ALL = Flag.GRADS_NONFINITE
+_ODD: dict[int, Any] = {1: {"flags": Flag.LOCAL_GRADS_NONFINITE}}
+_SEEN = {1: seen(local=["blocks.0.norm.weight", "blocks.0.fc.weight"])}
+
+
+class NonfiniteLocalGradient(NonfiniteRule):
+    """A gradient became nan or inf in the backward of one rank, before the reduction spread it.
+
+    Impact: after the all-reduce every rank holds the bad gradient and every rank looks guilty; a step with it destroys
+    the weights unless a gradient scaler skips it.
+
+    Diagnosis: take rank and module from the finding, which was measured before the reduction. Replay the bundle, or
+    rerun the step under `torch.autograd.set_detect_anomaly(True)`: it names the forward line of the backward operation,
+    for nan only, not for inf. Look for `torch.where`, sqrt, norms and powers just above the named module. With float16
+    compare the loss scale with the gradient's magnitude.
+
+    Causes:
+    - the unselected branch of `torch.where`: its gradient is 0 times inf, which is nan, although its value is unused
+    - the derivative at 0 of sqrt, of a hand-written norm (`x.pow(2).sum().sqrt()`), or of a power below 1
+    - overflow of a float16 gradient without a gradient scaler, or with a fixed scale that is too large
+    - acos, asin or atanh at the end of their range; log or division near 0, whose derivative overflows first
+    - a custom `torch.autograd.Function` whose backward divides or reads memory that was not set
+
+    Remedy:
+    - make the input of the unselected branch safe before the operation: `safe = torch.where(mask, x,
+      torch.ones_like(x)); y = torch.where(mask, safe.sqrt(), 0.0)`
+    - put an eps under the root, use `torch.linalg.vector_norm` (its gradient at 0 is 0), clamp into the open range.
+      `nan_to_num` on the output does not help: backward still passes through the bad operation
+    - for float16 use `torch.amp.GradScaler`, or bfloat16
+    """
+
+    code = "NUM303"
+    title = "the loss is finite, a rank's own gradient is not"
+    follows = followed(code)
+    fires_on = (
+        (step_at(7, flags=_ALL, odd=_ODD, numerics=_SEEN), step_at(8, flags=_ALL | Flag.LOSS_NONFINITE)),
+        (step_at(7, world=1, flags=_ALL | Flag.NO_DDP, numerics={0: seen(reduced=["w"])}),),
+        (step_at(7, flags=_ALL, numerics={rank: seen(reduced=["w"]) for rank in range(4)}),),
+    )
+    silent_on = (
+        steps(3),
+        (step_at(7, flags=_ALL | Flag.SKIPPED, odd=_ODD, numerics=_SEEN),),
+        (step_at(7, flags=_ALL, grad_norm=math.inf, numerics={0: seen(reduced=["w"])}),),
+        (step_at(7, flags=_ALL, odd={1: {"flags": Flag.LOSS_NONFINITE}}),),
+    )

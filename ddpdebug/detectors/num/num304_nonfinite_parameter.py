@@ -1,0 +1,57 @@
+"""NUM304: parameters or optimizer state become non-finite without a non-finite gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddpdebug.detectors.examples import step_at, steps
+from ddpdebug.detectors.num.nonfinite import NonfiniteRule, followed, seen
+from ddpdebug.observations import Flag
+
+_MADE = {"before": [], "after": ["head.weight"], "state": [["head.weight", "exp_avg_sq"]], "phase": "optimizer"}
+_FOUND = {"before": ["embedding.weight"], "after": [], "state": [], "phase": "outside-optimizer"}
+_AFTER = {rank: seen(parameters=_MADE) for rank in range(4)}
+_BEFORE: dict[int, Any] = {2: {"flags": Flag.PARAMS_NONFINITE | Flag.LOSS_NONFINITE}}
+
+
+class NonfiniteParameter(NonfiniteRule):
+    """Gradients were finite, and weights or moments are non-finite after the step, or were so before the forward.
+
+    Phase `optimizer`: the optimizer step made it. Phase `outside-optimizer`: something wrote it between two steps. No
+    phase: it was there before anybody looked.
+
+    Impact: the model is lost from this step on; a checkpoint written afterwards is lost as well.
+
+    Diagnosis: print dtype, eps and lr of the parameter's group and `optimizer.state[p]` of the named parameter: a zero
+    `exp_avg_sq` beside a non-zero `exp_avg` shows the division. Check `torch.tensor(eps, dtype=p.dtype)`. If the
+    parameter was bad before the forward, look at what ran between the two steps: checkpoint load, EMA swap, weight
+    surgery, a parameter made with `torch.empty`.
+
+    Causes:
+    - Adam on float16 parameters: eps=1e-8 is 0 there and squares of small gradients underflow, so it divides by 0
+    - a float16 second moment that overflows: the square of any gradient above 256 exceeds 65504
+    - a learning rate that is nan, inf or far too large (a schedule that divides by zero steps)
+    - a parameter created with `torch.empty` that no initialiser covered
+    - a checkpoint, an average or a half-precision copy that was already non-finite when it was loaded
+
+    Remedy:
+    - keep the parameters in float32 and use `torch.autocast` with a gradient scaler instead of `model.half()`; or keep
+      float32 master weights
+    - if half-precision states must stay, use bfloat16 or an eps that the dtype can hold, such as 1e-4 for float16
+    - restart from the last checkpoint whose parameters and optimizer state are finite: skipping the step does not
+      repair moments
+    """
+
+    code = "NUM304"
+    title = "a parameter or optimizer state is non-finite although the gradients were finite"
+    follows = ("RANK101", *followed(code))
+    fires_on = (
+        (step_at(7, flags=Flag.STEP_NONFINITE, numerics=_AFTER),),
+        (step_at(7, odd=_BEFORE, numerics={2: seen(parameters=_FOUND)}),),
+        (step_at(7, flags=Flag.PARAMS_NONFINITE),),
+    )
+    silent_on = (
+        steps(3),
+        (step_at(7, flags=Flag.STEP_NONFINITE | Flag.SKIPPED, numerics=_AFTER),),
+        (step_at(7, flags=Flag.LOSS_NONFINITE),),
+    )

@@ -1,0 +1,48 @@
+"""NUM305: the input batch is non-finite."""
+
+from __future__ import annotations
+
+from ddpdebug.detectors.examples import step_at, steps
+from ddpdebug.detectors.num.nonfinite import NonfiniteRule, call, followed, seen
+from ddpdebug.observations import Flag
+
+_INPUT = {"argument": "x", "dtype": "float32", "shape": [4, 8], "kinds": ["NaN"], "count": 1, "samples": [2]}
+_CALLS = [call("embed", 1, input_nonfinite=True)]
+_SEEN = {1: seen(inputs=[_INPUT], forward=_CALLS, output_finite=False)}
+_LOST = Flag.LOSS_NONFINITE | Flag.FORWARD_NONFINITE | Flag.INPUT_NONFINITE
+
+
+class NonfiniteInput(NonfiniteRule):
+    """An argument of the model's forward holds nan or inf before any layer has run.
+
+    Impact: one bad sample turns the gradients of all ranks into nan in the same step.
+
+    Diagnosis: take the sample indices of the finding, map them to files or rows through the sampler's order of that
+    rank and epoch, and load exactly these with `dataset[i]`. Check once without augmentation and once with; then check
+    the raw file. Missing values that the model handles on purpose (nan-coded features that it masks) are no fault.
+
+    Causes:
+    - missing values in the raw data that were read as nan
+    - normalisation by a zero standard deviation or a zero maximum: a constant column, a black image, a silent clip
+    - an augmentation or feature that takes log or divides, for a rare input
+    - a conversion to float16 in the loader or in collate that overflows
+
+    Remedy:
+    - repair or drop the sample in the dataset, not in the training step
+    - normalise with `std.clamp(min=eps)` from fixed training statistics
+    - add an `isfinite` test over the data set to preflight, and let collate raise with the sample's id
+    - if a batch must be skipped in training, all ranks have to skip it together, or the reductions fall out of step
+    """
+
+    code = "NUM305"
+    title = "the input batch is already non-finite"
+    follows = followed(code)
+    fires_on = (
+        (step_at(7, odd={1: {"flags": _LOST}}, numerics=_SEEN), step_at(8, flags=Flag.LOSS_NONFINITE)),
+        (step_at(7, odd={1: {"flags": Flag.LOCAL_GRADS_NONFINITE}}, numerics={1: seen(inputs=[_INPUT])}),),
+    )
+    silent_on = (
+        steps(3),
+        (step_at(7, odd={1: {"flags": Flag.INPUT_NONFINITE}}, numerics={1: seen(inputs=[_INPUT])}),),
+        (step_at(7, flags=Flag.SKIPPED, odd={1: {"flags": _LOST}}, numerics=_SEEN),),
+    )

@@ -1,0 +1,116 @@
+"""NUM307: the gradient scaler skips too often, or has no scale left."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddpdebug.detectors.base import Detector
+from ddpdebug.detectors.examples import step_at
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.observations import Flag
+from ddpdebug.steps import Step
+
+#: Attempts that are looked at together; the first ones, until a step is taken, are how the scale is found.
+WINDOW = 50
+#: More than this share of them skipped is too many: a scaler that only probes upwards skips one step in thousands, with
+#: a growth interval of a few steps up to every fifth.
+_SHARE = 0.3
+#: At this scale or below it, after a fall by this factor, float16 gradients have nothing left to gain.
+_COLLAPSED = 1.0
+_FALL = 2.0**10
+_MAX_HISTORY = 16
+
+_START: dict[str, Any] = {"flags": Flag.SKIPPED}
+
+
+@dataclass(slots=True)
+class _Past:
+    settled: bool = False
+    skips: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    highest: float = 0.0
+    scales: list[tuple[int, float]] = field(default_factory=list)  # where it changed
+
+
+class LossScaleCollapse(Detector):
+    """Steps are skipped far more often than a dynamic loss scale needs, or the scale has fallen to next to nothing.
+
+    A few skips at the start and one now and then are how the scale is found: more than 30 % of 50 steps are too many,
+    and so is a scale of 1 that still overflows.
+
+    Impact: skipped steps train nothing while schedules and counters go on; at a scale near or below 1 small gradients
+    round to 0 in float16, and a scale that keeps halving means that every gradient is non-finite.
+
+    Diagnosis: plot `scaler.get_scale()` over steps. A straight fall by halves means that something is non-finite
+    whatever the scale is: look for NUM301 and NUM303. A saw-tooth with frequent teeth means that gradients live near
+    the upper end. Skips are no calls of `optimizer.step`, so count them as steps in which the scale went down.
+
+    Causes:
+    - a real nan or inf in forward or backward that no scale can cure
+    - activations that overflow float16 by themselves, often a model pretrained in bfloat16
+    - gradients that explode: learning rate too high, no clipping, a loss summed over many tokens
+    - a short `growth_interval`, so that the scale is pushed over the edge again and again
+
+    Remedy:
+    - find the non-finite value first; a lower scale only hides it
+    - then prefer bfloat16, which needs no scaler
+    - keep sensitive modules in float32, average the loss, warm the learning rate up, raise `growth_interval`, clip
+      after `scaler.unscale_(optimizer)`, and step the scheduler only when the scale did not fall
+    """
+
+    code = "NUM307"
+    severity = Severity.WARNING
+    title = "the loss scaler skips too many steps or has collapsed"
+    follows = ("RANK109",)
+    stage = 70
+    fires_on = (
+        tuple(step_at(n, flags=Flag.SKIPPED, loss_scale=65536.0 / 2**n) for n in range(18)),
+        tuple(step_at(n, flags=Flag.SKIPPED if n % 2 else 0, loss_scale=1024.0) for n in range(60)),
+    )
+    silent_on = (
+        tuple(step_at(n, flags=Flag.SKIPPED if n < 9 else 0, loss_scale=65536.0 / 2 ** min(n, 9)) for n in range(70)),
+        tuple(step_at(n, flags=Flag.SKIPPED if n % 5 == 0 else 0, loss_scale=1024.0) for n in range(120)),
+        tuple(step_at(n, loss_scale=1.0) for n in range(60)),
+        tuple(step_at(n, flags=Flag.SKIPPED if 30 <= n < 36 else 0, loss_scale=1024.0) for n in range(90)),
+    )
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._past: dict[int, _Past] = {}
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return ()
+
+    def sees(self, step: Step) -> bool:
+        past = self._past.get(step.optimizer)  # once it is below half of the limit, it is over
+        return past is None or 2 * sum(past.skips) < _SHARE * WINDOW
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        scales = [row.loss_scale for row in step.rows.values() if math.isfinite(row.loss_scale)]
+        if not scales:
+            return
+        past = self._past.setdefault(step.optimizer, _Past())
+        skipped, scale = step.all(Flag.SKIPPED), min(scales)
+        past.highest = max(past.highest, scale)
+        if not past.scales or past.scales[-1][1] != scale:
+            past.scales = [*past.scales[1 - _MAX_HISTORY :], (step.step, scale)]
+        past.settled = past.settled or not skipped
+        if past.settled:
+            past.skips.append(skipped)
+        collapsed = skipped and scale <= _COLLAPSED and past.highest >= _FALL * scale
+        often = len(past.skips) == WINDOW and sum(past.skips) > _SHARE * WINDOW
+        if collapsed or often:
+            yield self.finding(
+                step=step.step,
+                ranks=tuple(step.rows),
+                subject=("loss scale",),
+                phase="collapsed" if collapsed else "skips",
+                evidence={
+                    "loss_scale": scale,
+                    "skipped": f"{sum(past.skips)} of {len(past.skips)} steps",
+                    "history": [f"step {at}: {value:g}" for at, value in past.scales],
+                },
+            )

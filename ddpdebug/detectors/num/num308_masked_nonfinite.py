@@ -1,0 +1,90 @@
+"""NUM308: something non-finite arose in the forward, and the loss does not show it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+from ddpdebug.detectors.base import Detector, Labels
+from ddpdebug.detectors.comparison import MAX_NAMES, tables
+from ddpdebug.detectors.examples import step_at, steps
+from ddpdebug.detectors.num.nonfinite import BAD, about, call, first_call, maker, seen
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.observations import Flag
+from ddpdebug.steps import Step
+
+# What counts, chosen for few false alarms: NaN or +Inf in the output of a module. -Inf alone does not: it is what masks
+# are made of, and nothing tells them from an accident. Nor does anything in a step whose input batch holds NaN: a model
+# that is given NaN-coded missing values handles them on purpose.
+_ON_PURPOSE = Flag.INPUT_NONFINITE | Flag.SKIPPED
+_ODD: dict[int, Any] = {1: {"flags": Flag.FORWARD_NONFINITE}}
+_SEEN = {1: seen(forward=[call(), call("blocks.1", 4, input_nonfinite=True)])}
+
+
+class MaskedNonfinite(Detector):
+    """A module returned nan or +inf, and something later replaced it (`nan_to_num`, `where`): the loss is finite.
+
+    Impact: the forward looks healthy, but backward still passes through the operation that failed, and its gradient may
+    become nan at any step. The masked samples train on a constant.
+
+    Diagnosis: go to the named module and its input range, then to the first masking operation after it. Print the share
+    of elements that were replaced, per step and per rank. Run the step's bundle under
+    `torch.autograd.set_detect_anomaly(True)`: if it raises, backward is already affected. A mask of -inf before softmax
+    is ordinary.
+
+    Causes:
+    - a patch for an earlier nan: `nan_to_num` on an output instead of a repair of its cause
+    - log, sqrt or division evaluated on all elements and selected afterwards
+    - a fully masked attention row whose nan is zeroed later
+    - float16 overflow to inf that a clamp brings back
+
+    Remedy:
+    - move the protection in front of the operation: `torch.log(x.clamp(min=eps))`, `torch.where(mask, x, 1.0)` before
+      the division, an eps under the root
+    - remove the mask afterwards and see that nothing arrives
+    - note that clamp lets nan through and `nan_to_num` does not stop nan gradients
+    """
+
+    code = "NUM308"
+    severity = Severity.WARNING
+    title = "a non-finite value arose and was masked"
+    wants = ("numerics",)
+    follows = ("NUM301", "NUM302", "NUM303", "NUM304", "NUM305", "NUM309")
+    stage = 70
+    fires_on = (
+        (step_at(7, odd=_ODD, numerics=_SEEN),),
+        (step_at(7, odd=_ODD, numerics=_SEEN), step_at(8, odd=_ODD, numerics=_SEEN)),
+    )
+    silent_on = (
+        steps(3),
+        (step_at(7, odd=_ODD, flags=Flag.INPUT_NONFINITE, numerics=_SEEN),),
+        (step_at(7, odd={1: {"flags": Flag.FORWARD_NONFINITE | Flag.LOSS_NONFINITE}}, numerics=_SEEN),),
+        (step_at(7, numerics={1: seen(forward=[call(kinds=["-Inf"])])}),),
+    )
+
+    def symptom(self, step: Step) -> Labels | None:
+        if not step.all(Flag.CHECKED) or step.any(BAD | _ON_PURPOSE):
+            return None
+        masked = step.ranks_with(Flag.FORWARD_NONFINITE)
+        return {rank: rank in masked for rank in step.rows} if masked else {}
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return (finding.subject[:1],)
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        if not self.symptom(step):
+            return
+        known = {rank: table for rank, table in tables(step, "numerics").items() if table.get("forward")}
+        calls = {rank: found for rank, table in known.items() if (found := first_call(table)) is not None}
+        if not calls:
+            return
+        first = next(iter(calls.values()))
+        names = dict.fromkeys(maker(found) for found in calls.values())
+        evidence = {name: value for name, value in about(first).items() if value is not None}
+        yield self.finding(
+            step=step.step,
+            ranks=tuple(sorted(calls)),
+            subject=tuple(names)[:MAX_NAMES],
+            phase="forward",
+            evidence={**evidence, "loss": {str(rank): step.rows[rank].loss for rank in calls}},
+        )

@@ -1,0 +1,95 @@
+"""The gradient that enters the model from the loss: whether it is finite tells the loss function from the model.
+
+A hook before the backward of each output's node sees it. It belongs to the graph, not to the user's tensors, and holds
+neither. What is returned beside the result (hidden states) often feeds the result too: its gradient is then a sum with
+what the model's own backward gives, and says nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ddpdebug.probes import ranges
+from ddpdebug.probes.guard import Guard
+from ddpdebug.probes.looks import Looks
+
+_MAX_NODES = 20_000
+
+Locate = Callable[[Looks], None]
+
+
+def watch_entry(outputs: Sequence[torch.Tensor], looks: Looks, guard: Guard, locate: Locate) -> None:
+    """Look at the gradients of what a checked forward returned; `locate` is called while a bad one arrives."""
+    nodes: dict[int, tuple[Any, int]] = {}
+    for position, tensor in enumerate(outputs):
+        if tensor.grad_fn is not None:
+            nodes.setdefault(id(tensor.grad_fn), (tensor.grad_fn, position))
+    if len(nodes) > 1 and any(tensor.device.type != "cpu" for tensor in outputs):
+        return  # by the time that anything is known of it there, the graph has gone
+    refs = [weakref.ref(tensor) for tensor in outputs]
+    for node, position in nodes.values():
+        node.register_prehook(_Entry(looks, refs, position, guard, locate))
+
+
+class _Entry:
+    """The hook of one output."""
+
+    def __init__(
+        self,
+        looks: Looks,
+        outputs: Sequence[weakref.ref[torch.Tensor]],
+        position: int,
+        guard: Guard,
+        locate: Locate,
+    ) -> None:
+        self._looks, self._outputs, self._position = looks, outputs, position
+        self._guard, self._locate = guard, locate
+
+    def __call__(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        self._guard.run("probe:entry", self._look, gradients)
+
+    def _look(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        for gradient in gradients:
+            if gradient is None or (seen := ranges.look(gradient)) is None:
+                continue
+            if gradient.device.type != "cpu":
+                self._looks.later_entries.append(seen)
+                continue
+            low, high = float(seen[0]), float(seen[1])
+            finite = math.isfinite(low) and math.isfinite(high)
+            if not finite and not self._is_from_outside():
+                continue
+            known = self._looks.entry or {"finite": True, "range": [low, high]}
+            span = [min(known["range"][0], low), max(known["range"][1], high)]
+            self._looks.entry = {"finite": known["finite"] and finite, "range": span if finite else [low, high]}
+            if not finite:
+                self._locate(self._looks)
+
+    def _is_from_outside(self) -> bool:
+        """Tell whether only the loss gives this output a gradient: no other output was computed from it."""
+        nodes = {tensor.grad_fn for ref in self._outputs if (tensor := ref()) is not None}
+        own = self._outputs[self._position]()
+        if own is None:
+            return len(self._outputs) == 1
+        others = nodes - {None, own.grad_fn}
+        return not _reach(others, own.grad_fn)
+
+
+def _reach(starts: set[Any], target: Any) -> bool:
+    """Tell whether the graph leads from some nodes to another; also when it is too large to tell."""
+    seen, waiting = set(starts), list(starts)
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            if node is target:
+                return True
+            if node is not None and node not in seen:
+                seen.add(node)
+                waiting.append(node)
+        if len(seen) > _MAX_NODES:
+            return True
+    return False

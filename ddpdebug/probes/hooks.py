@@ -1,0 +1,71 @@
+"""Sees each gradient of a DDP's parameters while it is still this rank's own: the hook that runs before DDP reduces."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ddpdebug.probes import gradients
+from ddpdebug.probes.wrappers import Wrapper
+
+if TYPE_CHECKING:
+    from ddpdebug.probes.recorder import Recorder
+
+
+class GradientHooks:
+    """The hooks on the user's parameters."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = weakref.ref(recorder)
+        self._hooked: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._owners: dict[int, Wrapper] = {}
+        self._handles: list[Any] = []
+
+    def add(self, parameter: torch.Tensor, wrapper: Wrapper | None) -> None:
+        """Hook a parameter, once."""
+        if wrapper is None or id(parameter) in self._hooked or not parameter.is_leaf or not parameter.requires_grad:
+            return
+        key = id(parameter)  # numbers are used again: forget it with the parameter
+        self._hooked[key] = weakref.ref(parameter, lambda _: self._hooked.pop(key, None))
+        self._owners[key] = wrapper
+        # The hook must not hold the wrapper: it would close a cycle through C++ that the collector cannot see.
+        hook = partial(on_gradient, weakref.ref(self), key)
+        self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def forget(self) -> None:
+        """Let go of the handles of parameters that are gone."""
+        self._handles = [handle for handle in self._handles if handle.hooks_dict_ref() is not None]
+
+    def release(self) -> None:
+        """Remove every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._hooked.clear()
+
+    def arrived(self, key: int, grad: torch.Tensor | None) -> None:
+        """Note a gradient of a known parameter."""
+        recorder, wrapper = self._recorder(), self._owners.get(key)
+        if recorder is None or wrapper is None:
+            return
+        wrapper.arrived = True
+        if recorder.checking and wrapper.armed:
+            recorder.guard.run("probe:gradients", self._note, recorder, wrapper, key, grad)
+
+    @staticmethod
+    def _note(recorder: Recorder, wrapper: Wrapper, key: int, grad: torch.Tensor | None) -> None:
+        norm = gradients.note_local(recorder.window, wrapper, key, grad)
+        if norm is not None and grad is not None:
+            halved = wrapper.hook_kind in {"half", "custom"}
+            note = recorder.numerics.note_local
+            recorder.guard.run("probe:numerics", lambda: note(key, grad, norm, halved=halved))
+
+
+def on_gradient(hooks: weakref.ref[GradientHooks], key: int, parameter: torch.Tensor) -> None:
+    """Note that a gradient has arrived; it is still this rank's own."""
+    me = hooks()
+    if me is not None:
+        me.arrived(key, parameter.grad)

@@ -1,0 +1,100 @@
+"""The arguments of the model's forward: which of them hold something non-finite, by name and sample."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ddpdebug.probes import device, ranges
+
+_MAX_DEPTH = 4
+_MAX_TENSORS = 64
+#: Arguments with one of these words in their name are masks, which hold -Inf on purpose.
+_MASKS = ("mask", "bias")
+
+
+def named(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors among a forward's arguments under the names that its signature gives them."""
+    try:
+        bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
+    except (TypeError, ValueError):
+        values: list[tuple[str, Any]] = [(f"args[{i}]", value) for i, value in enumerate(args)]
+        values += list(kwargs.items())
+    else:
+        kinds = {name: parameter.kind for name, parameter in bound.signature.parameters.items()}
+        values = []
+        for name, value in bound.arguments.items():
+            if kinds[name] is inspect.Parameter.VAR_KEYWORD:
+                values += list(value.items())
+            else:
+                values.append((name, value))
+    count = 0
+    for name, value in values:
+        for path, tensor in _inside(name, value, 0):
+            yield path, tensor
+            count += 1
+            if count >= _MAX_TENSORS:
+                return
+
+
+def _inside(path: str, value: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif depth > _MAX_DEPTH:
+        return
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _inside(f"{path}[{key!r}]", item, depth + 1)
+    elif isinstance(value, list | tuple):
+        names = getattr(value, "_fields", None)
+        for i, item in enumerate(value):
+            yield from _inside(f"{path}.{names[i]}" if names else f"{path}[{i}]", item, depth + 1)
+    elif hasattr(value, "__dataclass_fields__"):
+        for name, item in vars(value).items():
+            yield from _inside(f"{path}.{name}", item, depth + 1)
+
+
+def bad(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the arguments on the CPU that are non-finite and no masks, with the samples that are."""
+    found = []
+    for name, tensor in named(module, args, kwargs):
+        if tensor.device.type != "cpu" or (seen := ranges.read(tensor)) is None or all(map(math.isfinite, seen)):
+            continue
+        if ranges.kinds_of(*seen) == [ranges.MINUS_INF] and (_is_mask(name) or ranges.is_additive_mask(tensor)):
+            continue
+        about = ranges.describe(tensor)
+        keys = ("dtype", "shape", "kinds", "count")
+        found.append({"argument": name, **{k: about[k] for k in keys}, "samples": ranges.samples(tensor)})
+    return found
+
+
+def bad_later(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Look at the arguments on a device; return what tells, in the background thread, which are non-finite, or None."""
+    looked = [(name, t, ranges.look(t)) for name, t in named(module, args, kwargs) if t.device.type != "cpu"]
+    known: list[tuple[dict[str, Any], tuple[torch.Tensor, torch.Tensor]]] = [
+        ({"argument": n, "dtype": ranges.dtype_name(t), "shape": list(t.shape)}, s)
+        for n, t, s in looked
+        if s is not None
+    ]
+    if not known:
+        return None
+    numbers = device.numbers([number for _, seen in known for number in seen])
+
+    def read() -> list[dict[str, Any]]:
+        values = numbers()
+        found = []
+        for (about, _), low, high in zip(known, values[::2], values[1::2], strict=True):
+            kinds = ranges.kinds_of(low, high)
+            if kinds and not (kinds == [ranges.MINUS_INF] and (_is_mask(about["argument"]) or high == 0)):
+                found.append({**about, "kinds": kinds, "count": None, "samples": []})
+        return found
+
+    return read
+
+
+def _is_mask(name: str) -> bool:
+    return any(word in name.lower() for word in _MASKS)

@@ -1,0 +1,38 @@
+"""What was seen of the numbers of one step's window, as far as it is worth telling. Filled in by `numerics`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Looks:
+    """The notes of one window; all lists are short."""
+
+    compiled: bool = False  # module outputs were not looked at, because of torch.compile
+    forwards: int = 0
+    forward: list[dict[str, Any]] = field(default_factory=list)  # module calls with a non-finite output
+    later: list[Callable[[], list[dict[str, Any]]]] = field(default_factory=list)  # the same, still on a device
+    near: list[dict[str, Any]] = field(default_factory=list)
+    inputs: list[dict[str, Any]] = field(default_factory=list)
+    module: Any = None  # weak reference to the module whose forward ran last
+    prefix: str = ""  # of its modules' paths
+    arguments: tuple[Any, Mapping[str, Any]] | None = None  # of that forward; let go of at the end of the step
+    outputs: list[Any] = field(default_factory=list)  # weak references to what it returned
+    output_finite: bool | None = None
+    entry: dict[str, Any] | None = None
+    later_inputs: list[Callable[[], list[dict[str, Any]]]] = field(default_factory=list)
+    later_outputs: list[tuple[Any, Any]] = field(default_factory=list)  # ranges, still on a device
+    later_entries: list[tuple[Any, Any]] = field(default_factory=list)
+    loss: dict[str, Any] | None = None
+    loss_line: str | None = None  # that made a loss whose gradient is non-finite
+    local: list[int] = field(default_factory=list)  # ids of parameters, in the order of backward
+    near_gradients: dict[int, tuple[float, float]] = field(default_factory=dict)  # id -> (largest, limit)
+    largest: dict[int, float] = field(default_factory=dict)  # id of a parameter -> largest magnitude of its gradient
+
+    def let_go(self) -> None:
+        """Drop what belongs to the job: a record stays in the ring for many steps."""
+        self.module, self.arguments = None, None
+        self.outputs.clear()

@@ -1,0 +1,111 @@
+"""Ranges of tensors: one pass at the speed of the memory, which tells on the way whether everything is finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ddpdebug import torch_internals as internals
+
+NAN, INF, MINUS_INF = "NaN", "+Inf", "-Inf"
+_MAX_SAMPLES = 32
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+
+
+def real_view(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the elements as real floating-point numbers that can be compared; None when there are none to read."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.layout is not torch.strided:
+        return None
+    if not tensor.numel() or not internals.is_plain(tensor):
+        return None
+    own = tensor.detach()
+    if own.is_complex():
+        own = torch.view_as_real(own.resolve_conj())
+    if own.dtype.itemsize == 1:  # float8 can be stored and converted, little else
+        own = own.to(torch.float32)
+    return own
+
+
+def look(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the least and the largest element, NaN when there is one; cannot overflow as a sum can."""
+    own = real_view(tensor)
+    if own is None:
+        return None
+    low, high = torch.aminmax(own)
+    return low, high
+
+
+def read(tensor: torch.Tensor) -> tuple[float, float] | None:
+    """Return the range as numbers; waits for a device."""
+    seen = look(tensor)
+    return None if seen is None else (float(seen[0]), float(seen[1]))
+
+
+def kinds_of(low: float, high: float) -> list[str]:
+    """Return what is certain to be in a tensor with this range, as far as it is not finite."""
+    if math.isnan(low) or math.isnan(high):
+        return [NAN]
+    return [name for name, there in ((INF, high == math.inf), (MINUS_INF, low == -math.inf)) if there]
+
+
+def describe(tensor: torch.Tensor) -> dict[str, Any]:
+    """Count what is not finite and return the range of the rest; takes several passes and waits for a device."""
+    own = real_view(tensor)
+    assert own is not None
+    finite = torch.isfinite(own)
+    rest = own[finite]
+    there = ((NAN, own.isnan()), (INF, own == math.inf), (MINUS_INF, own == -math.inf))
+    return {
+        "kinds": [name for name, mask in there if bool(mask.any())],
+        "count": int(own.numel() - int(finite.sum())),
+        "range": None if not rest.numel() else [float(rest.min()), float(rest.max())],
+        "dtype": dtype_name(tensor),
+        "shape": list(tensor.shape),
+    }
+
+
+def samples(tensor: torch.Tensor) -> list[int]:
+    """Return the indices along dimension 0 that hold something non-finite, the first ones."""
+    own = real_view(tensor)
+    if own is None or own.dim() == 0:
+        return []
+    bad = ~torch.isfinite(own).reshape(own.shape[0], -1).all(1)
+    return [int(i) for i in bad.nonzero().flatten()[:_MAX_SAMPLES]]
+
+
+def is_additive_mask(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor holds nothing but 0 and -Inf: an attention mask, which is meant to be so."""
+    own = real_view(tensor)
+    return own is not None and bool(((own == 0) | (own == -math.inf)).all())
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """Return the name of the dtype as people write it."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def near_limit(dtype: torch.dtype, low: float, high: float) -> float | None:
+    """Return the largest magnitude when it is within a factor of two of what a 16-bit dtype holds.
+
+    Negative values count only beside positive ones of some size: constants such as -65504 or -5e4 that masks are made
+    of are no sign of growth, and come with scores around 0.
+    """
+    if dtype not in _HALVES or not (math.isfinite(low) and math.isfinite(high)):
+        return None
+    limit = torch.finfo(dtype).max
+    largest = max(high, -low) if high >= -low / 8 else max(high, 0.0)
+    return largest if largest > limit / 2 else None
+
+
+def nonfinite(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the positions of tensors with non-finite elements: by norm, and where that is not finite, by range."""
+    dense = [(i, t.detach()) for i, t in enumerate(tensors) if t.is_floating_point() and t.layout is torch.strided]
+    plain = [(i, t) for i, t in dense if t.numel() and t.dtype.itemsize > 1 and internals.is_plain(t)]
+    if not plain:
+        return []
+    norms = internals.norms([t for _, t in plain])
+    suspects = [(i, t) for (i, t), norm in zip(plain, norms, strict=True) if not math.isfinite(norm)]
+    return [i for i, t in suspects if (seen := read(t)) is not None and not all(map(math.isfinite, seen))]

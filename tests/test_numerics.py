@@ -1,0 +1,475 @@
+"""The numeric probes in one process: what is seen of inputs, module calls, loss, gradients, parameters."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import gc
+import math
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ddpdebug
+from ddpdebug.probes import inputs, ranges
+from ddpdebug.probes.guard import Guard
+from ddpdebug.probes.looks import Looks
+from ddpdebug.probes.loss_line import line_of_loss
+from ddpdebug.probes.modules import ForwardProbe
+
+NAN, INF = math.nan, math.inf
+FLOAT8 = [getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name)]
+
+
+def look_at(model: nn.Module, *args: Any, **kwargs: Any) -> Looks:
+    """Run one forward under the probe; a probe that fails is an error here."""
+    troubles: list[str] = []
+    probe, looks = ForwardProbe(Guard(lambda part, text: troubles.append(f"{part}: {text}"))), Looks()
+    probe.begin(looks, 3)
+    try:
+        model(*args, **kwargs)
+    finally:
+        probe.end(model, "")
+    assert troubles == []
+    return looks
+
+
+# --- ranges -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, *FLOAT8], ids=str)
+def test_ranges_of_all_float_types(dtype: torch.dtype) -> None:
+    """The range is exact, and NaN shows in it, whatever the float type."""
+    tensor = torch.tensor([[-2.0, 0.5], [3.0, 1.0]]).to(dtype)
+    assert ranges.read(tensor) == (-2.0, 3.0)
+    bad = torch.tensor([1.0, NAN, 2.0]).to(dtype)
+    assert ranges.kinds_of(*ranges.read(bad) or (0.0, 0.0)) == ["NaN"]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor([1, 2]),
+        torch.tensor([True]),
+        torch.empty(0),
+        torch.ones(3, device="meta"),
+        torch.ones(3, 3).to_sparse(),
+    ],
+    ids=["integers", "booleans", "empty", "meta", "sparse"],
+)
+def test_what_has_no_range_is_left_alone(tensor: torch.Tensor) -> None:
+    """Integers, empty tensors and those without memory of their own are not looked at."""
+    assert ranges.look(tensor) is None
+
+
+def test_complex_numbers_and_overflowing_sums() -> None:
+    """A complex tensor is looked at by its parts; large finite numbers are not taken for Inf."""
+    assert ranges.read(torch.tensor([1 + 2j, -3j]).conj()) == (-2.0, 3.0)
+    large = torch.full((1000,), 3e38)
+    assert torch.isinf(large.sum())
+    assert ranges.nonfinite([large, torch.tensor([1.0, INF]), torch.full((10,), 1e200, dtype=torch.float64)]) == [1]
+
+
+def test_tensors_of_other_kinds_are_not_asked() -> None:
+    """A subclass with a dispatch of its own may communicate when it is read, and vmap has no numbers yet."""
+
+    class Dispatching(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError("was asked")
+
+    wrapped = torch.Tensor._make_subclass(Dispatching, torch.ones(3))
+    assert ranges.look(wrapped) is None
+    seen: list[Any] = []
+    torch.vmap(lambda x: seen.append(ranges.look(x)) or x * 2)(torch.ones(2, 3))
+    assert seen == [None]
+
+
+def test_the_limit_of_16_bits() -> None:
+    """Above half of the maximum is near; a mask made of large negative constants is not, nor is float32."""
+    assert ranges.near_limit(torch.float16, -40000.0, 30000.0) == 40000.0
+    assert ranges.near_limit(torch.float16, -65504.0, 11.0) is None
+    assert ranges.near_limit(torch.float16, -30000.0, 30000.0) is None
+    assert ranges.near_limit(torch.float32, 0.0, 3e38) is None
+    assert ranges.near_limit(torch.bfloat16, 0.0, 3e38) == 3e38
+
+
+# --- module calls -----------------------------------------------------------------------------------------------------
+
+
+class Log(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.log(x)
+
+
+@dataclass
+class Result:
+    first: torch.Tensor
+    rest: dict[str, Any]
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+class Returning(nn.Module):
+    def __init__(self, make: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.make(x)
+
+
+@pytest.mark.parametrize(
+    "make, position",
+    [
+        (lambda x: x / 0, 0),
+        (lambda x: (torch.ones(2), x / 0), 1),
+        (lambda x: {"a": torch.ones(2), "b": [torch.ones(1), x / 0]}, 2),
+        (lambda x: Result(torch.ones(2), {"y": x / 0}), 1),
+        (lambda x: Pair(x / 0, torch.ones(2)), 0),
+        (lambda x: {"text": "x", "count": torch.tensor([1]), "y": x / 0}, 1),
+        (lambda x: torch.complex(x / 0, x), 0),
+    ],
+    ids=["tensor", "tuple", "nested dict", "dataclass", "named tuple", "not only floats", "complex"],
+)
+def test_outputs_in_any_structure(make: Callable[[torch.Tensor], Any], position: int) -> None:
+    """A bad tensor is found in whatever a module returns, with its place in it."""
+    (call,) = look_at(nn.Sequential(nn.Identity(), Returning(make)), torch.ones(2)).forward[:1]
+    assert (call["module"], call["output"], call["kinds"]) == ("1", position, ["+Inf"])
+    assert (call["input_range"], call["input_nonfinite"]) == ([1.0, 1.0], False)
+
+
+def test_calls_are_told_apart() -> None:
+    """A module that is called several times is named with the call, and only that one is bad."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.log = Log()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.log(x)
+            self.log(x - 2).sum()
+            return self.log(x)
+
+    (call,) = look_at(Net(), torch.ones(3)).forward
+    assert (call["module"], call["call"], call["kinds"], call["count"]) == ("log", 1, ["NaN"], 3)
+
+
+def test_a_shared_module_is_named_by_who_calls_it() -> None:
+    """A module that is registered twice has the path under which it was called."""
+
+    class Block(nn.Module):
+        def __init__(self, log: nn.Module) -> None:
+            super().__init__()
+            self.log = log
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.log(x)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            log = Log()
+            self.blocks = nn.ModuleList([Block(log), Block(log)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.blocks[1](self.blocks[0](x) - 5)
+
+    call = look_at(Net(), torch.ones(3)).forward[0]
+    assert (call["module"], call["caller"]) == ("blocks.1.log", "blocks.1")
+
+
+def test_a_container_that_hands_on_is_not_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tensor, unchanged, costs one pass however many modules return it; one changed in place costs another."""
+    looked: list[tuple[int, ...]] = []
+    original = ranges.look
+
+    def look(tensor: torch.Tensor) -> Any:
+        looked.append(tuple(tensor.shape))
+        return original(tensor)
+
+    monkeypatch.setattr(ranges, "look", look)
+    look_at(nn.Sequential(nn.Sequential(nn.Linear(2, 3)), nn.Identity()), torch.ones(1, 2))
+    assert looked == [(1, 3)]
+    looked.clear()
+    look_at(nn.Sequential(nn.Linear(2, 3), nn.ReLU(inplace=True)), torch.ones(1, 2))
+    assert looked == [(1, 3), (1, 3)]
+
+
+def test_nothing_of_the_forward_is_kept() -> None:
+    """Activations are freed as without the probe."""
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    def note(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        seen.append(weakref.ref(output))
+
+    net = nn.Sequential(nn.Linear(2, 3), Log())
+    net[0].register_forward_hook(note)
+    with torch.no_grad():
+        looks = look_at(net, torch.ones(1, 2))
+    assert looks.forward
+    gc.collect()
+    assert [ref() for ref in seen] == [None]
+
+
+def test_the_probe_leaves_nothing_behind() -> None:
+    """After a forward, and after one that raises, torch has no hook of ours."""
+    hooks = torch.nn.modules.module._global_forward_hooks
+    net = nn.Sequential(nn.Linear(2, 2))
+    look_at(net, torch.ones(1, 2))
+    assert not hooks
+    with pytest.raises(RuntimeError):
+        look_at(net, torch.ones(1, 3))
+    assert not hooks
+    assert not [m for m in net.modules() if m._forward_hooks or m._forward_pre_hooks]
+
+
+def test_the_history_of_16_bit_outputs() -> None:
+    """Outputs near the limit of float16 come with the magnitudes of the steps before."""
+    scale = Returning(lambda x: x)
+    net = nn.Sequential(scale)
+    troubles: list[Any] = []
+    probe, looks = ForwardProbe(Guard(lambda *args: troubles.append(args))), Looks()
+    for step, factor in enumerate((1.0, 1000.0, 40000.0)):
+        scale.make = lambda x, factor=factor: x * factor
+        probe.begin(looks, step)
+        net(torch.ones(3, dtype=torch.float16))
+        probe.end(net, "")
+    assert troubles == []
+    near = looks.near[0]
+    assert (near["module"], near["largest"], near["limit"]) == ("0", 40000.0, 65504.0)
+    assert near["history"] == [[0, 1.0], [1, 1000.0], [2, 40000.0]]
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def forward(self, x: torch.Tensor, *more: Any, mask: Any = None, **options: Any) -> torch.Tensor:
+        return x
+
+
+def test_arguments_are_named_as_in_the_signature() -> None:
+    """A bad argument has the name under which forward knows it, wherever it is nested, and its bad samples."""
+    x = torch.ones(4, 2)
+    x[1, 0], x[3, 1] = NAN, INF
+    fine = torch.ones(2)
+    deep = {"ids": torch.tensor([1]), "y": [fine, Pair(fine, x[:2])]}
+    found = inputs.bad(Model(), (x, fine, x), {"batch": deep})
+    assert [(entry["argument"], entry["samples"]) for entry in found] == [
+        ("x", [1, 3]),
+        ("more[1]", [1, 3]),
+        ("batch['y'][1].right", [1]),
+    ]
+    assert found[0]["kinds"] == ["NaN", "+Inf"]
+
+
+def test_masks_are_no_bad_input() -> None:
+    """-Inf on purpose: a mask by its name or by holding nothing but 0 and -Inf; log(0) among features is not."""
+    scores = torch.tensor([[0.5, -INF], [1.0, 2.0]])
+    mask = torch.tensor([[0.0, -INF], [0.0, 0.0]])
+    assert inputs.bad(Model(), (mask,), {"mask": scores}) == []
+    assert [entry["argument"] for entry in inputs.bad(Model(), (scores,), {})] == ["x"]
+
+
+# --- the line of the loss ---------------------------------------------------------------------------------------------
+
+_SOURCE = """
+def train(scaler, model, x, y):
+    out = model(x)
+    {0}
+    return out
+"""
+
+
+@pytest.mark.parametrize(
+    "body, line",
+    [
+        ("loss = f(out)\n    loss.backward()", 4),
+        ("loss = f(out)\n    loss = loss / 4\n    loss.backward()", 4),
+        ("loss = f(out)\n    loss /= len(x)\n    scaler.scale(loss).backward()", 4),
+        ("a, b = f(out)\n    total = a + b\n    total.mean().backward()", 5),
+        ("f(model(x), y).backward()", 4),
+        ("loss = f(out)\n    loss = loss + g(out)\n    accelerator.backward(loss)", 5),
+        ("pass\n    x.backward()", None),
+    ],
+)
+def test_the_line_that_made_the_loss(body: str, line: int | None) -> None:
+    """The last assignment before backward that does more than rescale, or the call itself."""
+    source = _SOURCE.format(body)
+    at = next(i for i, text in enumerate(source.splitlines(), 1) if "backward(" in text)
+    assert line_of_loss(ast.parse(source), at) == line
+
+
+# --- a whole step, through `watch` ------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, bad: str = "") -> torch.Tensor:
+        x = self.body(x)
+        if bad == "forward":
+            x = torch.log(x - 50)
+        if bad == "backward":
+            x = x + (x * 0).sqrt()
+        if bad == "checkpointed":
+            x = checkpoint(lambda x: torch.log(x - 50), x, use_reentrant=False)
+        return self.head(x)
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[Callable[..., tuple[nn.Module, torch.optim.Optimizer, ddpdebug.Monitor]]]:
+    """Watch a model in this process."""
+    monitors: list[ddpdebug.Monitor] = []
+
+    def watch(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> Any:
+        optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
+        monitor = ddpdebug.watch(model, optimizer, out=tmp_path, metrics="off", quiet=True, **options)
+        monitors.append(monitor)
+        return model, optimizer, monitor
+
+    yield watch
+    for monitor in monitors:
+        monitor.close()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, *, bad: str = "", steps: int = 6, at: int = 3) -> None:
+    torch.manual_seed(0)
+    for step in range(steps):
+        now = bad if step == at else ""
+        x = torch.randn(5, 4)
+        if now == "input":
+            x[2, 1] = NAN
+        loss = model(x, bad=now).square().mean()
+        if now == "loss":
+            loss = loss * torch.log(loss.detach() * 0)
+        if now == "parameter":
+            with torch.no_grad():
+                model.head.weight[0, 1] = NAN  # type: ignore[union-attr,operator,index]
+        if now == "rate":
+            optimizer.param_groups[0]["lr"] = INF
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+_PLACES = {
+    "forward": ("NUM301", 3, "(model)"),
+    "checkpointed": ("NUM301", 3, "(model)"),
+    "backward": ("NUM303", 3, "body"),
+    "loss": ("NUM302", 3, "loss"),
+    "input": ("NUM305", 3, "x"),
+    "rate": ("NUM304", 3, "body.bias"),
+    "": None,
+}
+
+
+@pytest.mark.parametrize("bad", _PLACES)
+def test_one_process_without_ddp(bad: str, watched: Callable[..., Any]) -> None:
+    """`watch` finds on a laptop what it finds in a job, once each."""
+    model, optimizer, monitor = watched(Net())
+    train(model, optimizer, bad=bad)
+    monitor.close()
+    expected = _PLACES[bad]
+    assert [(f.code, f.step, f.subject[0]) for f in monitor.findings] == ([] if expected is None else [expected])
+
+
+def test_stop_in_one_process(watched: Callable[..., Any]) -> None:
+    """The optimizer does not apply the bad update, and the error says where it came from."""
+    model, optimizer, _ = watched(Net(), guard="stop")
+    with pytest.raises(ddpdebug.FindingError, match=r"NUM301 .* at step 3"):
+        train(model, optimizer, bad="forward")
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_the_call_site_sees_the_step_before_it_happens(watched: Callable[..., Any]) -> None:
+    """What is registered for a replay is called once, with everything as it was, and its answer is kept."""
+    seen: list[Any] = []
+    model, optimizer, monitor = watched(Net())
+
+    def replay(watch: Any, record: Any) -> Any:
+        looks = record.window.looks
+        finite = all(bool(torch.isfinite(p).all()) for p in looks.module().parameters())
+        seen.append((record.step, finite, tuple(looks.arguments[0][0].shape)))
+        return {"op": "aten.log.default", "location": "train.py:12", "module": "body"}
+
+    monitor.recorder.on_nonfinite = replay
+    train(model, optimizer, bad="forward")
+    monitor.close()
+    assert seen == [(3, True, (5, 4))]
+    (finding,) = monitor.findings
+    assert (finding.location, finding.subject[0]) == ("train.py:12", "body")
+    assert finding.evidence["operation"] == "aten.log.default"
+
+
+def test_a_replay_that_raises_leaves_training_alone(watched: Callable[..., Any]) -> None:
+    """The finding is made without it."""
+    model, optimizer, monitor = watched(Net())
+    monitor.recorder.on_nonfinite = lambda watch, record: 1 / 0
+    train(model, optimizer, bad="forward")
+    monitor.close()
+    assert [f.code for f in monitor.findings] == ["NUM301"]
+
+
+def test_evaluation_is_not_looked_at(watched: Callable[..., Any]) -> None:
+    """A forward without gradients may return what it likes."""
+    model, optimizer, monitor = watched(Net())
+    train(model, optimizer, steps=2)
+    with torch.no_grad():
+        model(torch.full((2, 4), NAN))
+    train(model, optimizer, steps=2)
+    monitor.close()
+    assert monitor.findings == []
+
+
+def test_watched_models_stay_what_they_are(watched: Callable[..., Any]) -> None:
+    """A watched module can be copied and pickled, and its class is as before afterwards."""
+    own = vars(Net)["forward"]
+    model, optimizer, monitor = watched(Net())
+    train(model, optimizer, steps=1)
+    pickle.loads(pickle.dumps(model))
+    copy.deepcopy(model)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    monitor.close()
+    assert vars(Net)["forward"] is own
+
+
+def test_inputs_are_let_go(watched: Callable[..., Any]) -> None:
+    """A batch is not held longer than its step."""
+    model, optimizer, monitor = watched(Net())
+    x = torch.randn(5, 4)
+    ref = weakref.ref(x)
+    model(x).sum().backward()
+    optimizer.step()
+    del x
+    gc.collect()
+    assert ref() is None
+    assert monitor.findings == []
+
+
+def test_compiled_models_are_not_hooked(watched: Callable[..., Any]) -> None:
+    """Under torch.compile only the model's own result is looked at; nothing is compiled again."""
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+    model, optimizer, monitor = watched(Net())
+    compiled = torch.compile(model, backend=counter)
+    train(compiled, optimizer, steps=4)
+    assert counter.frame_count == 1
+    assert monitor.findings == []
+    torch._dynamo.reset()
