@@ -22,6 +22,7 @@ class Guard:
     def __init__(self, on_trouble: Callable[[str, str], None]) -> None:
         self.seconds = 0.0
         self.off: set[str] = set()
+        self.quiet = False  # a replay is running: what it does is no part of the training
         self._on_trouble = on_trouble
         self._depth = 0
         self._entered = 0.0
@@ -32,7 +33,7 @@ class Guard:
 
     def run(self, part: str, probe: Callable[..., Any], *args: Any) -> Any:
         """Return `probe(*args)`, or None when the part is off or fails."""
-        if part in self.off:
+        if part in self.off or (self.quiet and part.startswith("probe:")):
             return None
         outermost = self._depth == 0
         self._depth += 1
@@ -61,8 +62,8 @@ def user_location(start: FrameType | None = None) -> str | None:
     current: FrameType | None = frame
     while current is not None:
         name = current.f_code.co_filename
-        if _is_user_file(name):
-            return f"{_shorten(name)}:{current.f_lineno}"
+        if is_user_file(name):
+            return f"{shorten(name)}:{current.f_lineno}"
         current = current.f_back
     return None
 
@@ -70,7 +71,8 @@ def user_location(start: FrameType | None = None) -> str | None:
 _seen: dict[str, bool] = {}
 
 
-def _is_user_file(name: str) -> bool:
+def is_user_file(name: str) -> bool:
+    """Tell whether a file is neither ours nor torch's, another package's or the standard library's."""
     known = _seen.get(name)
     if known is None:
         libraries = (_OWN, "<", sys.base_prefix + "/lib/python", sys.prefix + "/lib/python")
@@ -79,7 +81,8 @@ def _is_user_file(name: str) -> bool:
     return known
 
 
-def _shorten(name: str) -> str:
+def shorten(name: str) -> str:
+    """Return a file's name relative to the working directory, where it lies below it."""
     try:
         return str(Path(name).resolve().relative_to(Path.cwd()))
     except (ValueError, OSError):

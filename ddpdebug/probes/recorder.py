@@ -22,6 +22,7 @@ from ddpdebug.probes.events import Events
 from ddpdebug.probes.guard import Guard, user_location
 from ddpdebug.probes.optimizers import OptimizerWatch, first_step, index_of
 from ddpdebug.probes.record import StepRecord, Window
+from ddpdebug.probes.scene import Scenes
 from ddpdebug.probes.values import loss_reader, precision, rng_digest, tensors_in
 from ddpdebug.probes.wrappers import Wrapper, announce_model
 
@@ -50,7 +51,7 @@ class Recorder:
         self.guard, self.world = guard, world
         self.wrappers: list[Wrapper] = []
         self.watches: list[OptimizerWatch] = []
-        self.replicas = replicas.Replicas()
+        self.replicas, self.scenes = replicas.Replicas(), Scenes()
         self.backwards = self.syncs = 0
         self.checking = True
         self.in_backward = 0
@@ -129,6 +130,7 @@ class Recorder:
         self.replicas.release()
         self._handles.clear()
         self._hooked.clear()
+        self.scenes.clear()
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
@@ -340,6 +342,7 @@ class Recorder:
         record.loss_scale = self.events.last_loss_scale
         self.after_step(watch, watch.step)
         self._emit(record)
+        self.guard.run("probe:scene", self.scenes.next_step)
         watch.step += 1
         self.window = Window(
             started=time.perf_counter(), overhead_before=self.guard.elapsed(), number=max(w.step for w in self.watches)
