@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported at run time only
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 #: (what, where) pairs that this torch must offer; `missing()` names those that it does not.
 _PROBES: tuple[tuple[str, Any, str], ...] = (
@@ -179,6 +180,26 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
     """Set the counter of in-place changes, after a change has been undone."""
     if not tensor.is_inference():
         torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def clones(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy many small tensors at once."""
+    if not tensors:
+        return []
+    return list(torch._foreach_clone([tensor.detach() for tensor in tensors]))
+
+
+def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return a module's own table of buffers."""
+    return module._buffers
+
+
+class OperationMode(TorchDispatchMode):
+    """A mode that sees every operation, and whose use does not load the compiler (a second, in the middle of a job)."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled while a mode of ours is on
 
 
 def is_sink(node: object) -> bool:

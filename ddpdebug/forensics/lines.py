@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from types import CodeType, FrameType
 
-from ddpdebug.probes.guard import is_user_file, shorten
+from ddpdebug.probes.guard import is_user_file, location
 
 _MAX_LINES = 6
 _TORCH = ("/torch/", "/ddpdebug/")
@@ -27,7 +27,7 @@ def user_stack() -> list[str]:
     while frame is not None and frame.f_code not in _stops and len(found) < _MAX_LINES:
         name = frame.f_code.co_filename
         if is_user_file(name) or _is_package(name):
-            found.append(f"{shorten(name)}:{frame.f_lineno} {frame.f_code.co_qualname}")
+            found.append(f"{location(name, frame.f_lineno)} {frame.f_code.co_qualname}")
         frame = frame.f_back
     return found
 

@@ -184,16 +184,23 @@ class _Replay:
         pairs = self._gradients(outputs)
         if not pairs:
             return
-        for position, _, gradient in pairs:
-            tracer.add_source(gradient, "output-gradient", f"output {position}", phase="backward")
         inputs = [value for _, value in leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         targets = [t for t in (*stand_ins.parameters.values(), *inputs) if t.requires_grad and t.is_leaf]
         roots = [output for _, output, _ in pairs]
         gradients = [gradient for _, _, gradient in pairs]
-        if len(pairs) > 1 and not self._scene.partial:
-            # What was recorded is the whole gradient of each output, what flows through the others included.
-            for root, gradient in zip(roots, gradients, strict=True):
-                root.register_hook(lambda _, whole=gradient: whole)
+        inner = _inner(roots) if len(roots) > 1 and not self._scene.partial else frozenset()
+        late = None  # what to blame if nothing else is
+        for i, (position, _, gradient) in enumerate(pairs):
+            if i not in inner:
+                tracer.add_source(gradient, "output-gradient", f"output {position}", phase="backward")
+                continue
+            # What was recorded is the whole gradient, what flows through the other outputs included.
+            gradients[i] = torch.zeros_like(gradient)
+            if value := nonfinite(gradient):
+                name = f"output {position}"
+                late = late or Origin(-1, "output-gradient", name, "backward", value, result=described(gradient))
+            else:
+                roots[i].register_hook(lambda _, whole=gradient: whole)
         leaf_ids, names = _graph(roots)
         if not targets or not leaf_ids:
             self._trace.notes.append("no backward: nothing in the model has a gradient")
@@ -210,7 +217,7 @@ class _Replay:
             with tracer:
                 found = list(torch.autograd.grad(roots, targets, gradients, allow_unused=True))
         self._trace.backward = True
-        self._trace.culprit = _blamed(tracer, [t for t in found if t is not None])
+        self._trace.culprit = _blamed(tracer, [t for t in found if t is not None]) or late
 
     def _gradients(self, outputs: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
         scene, notes = self._scene, self._trace.notes
@@ -245,10 +252,12 @@ class _Replay:
         trace = self._trace
         culprit = trace.culprit
         limit = culprit.index if culprit is not None and culprit.phase == "forward" and culprit.index >= 0 else None
-        calls = [c for c in self._modules.calls if limit is None or c["operations"] <= limit]
+        calls = [c for c in self._modules.calls if limit is None or c["operations"] < limit]
         trace.calls = [{k: v for k, v in call.items() if k != "operations"} for call in calls[-_SHOWN_CALLS:]]
         chain = {id(culprit), id(culprit.made_of) if culprit else None}
-        trace.masked = [o for o in tracer.origins if id(o) not in chain and not o.intended and not o.weak and o.ended_at]
+        trace.masked = [
+            o for o in tracer.origins if id(o) not in chain and not o.intended and not o.weak and o.ended_at
+        ]
         if trace.complete and culprit is None:
             trace.notes.append(f"not reproduced: everything was finite; likely reasons are {_REASONS}")
 
@@ -343,20 +352,24 @@ def _first(origins: Sequence[Origin]) -> Origin | None:
     return min(known or [o for o in origins if not o.intended], key=lambda o: (o.weak, o.index), default=None)
 
 
-def _graph(roots: Sequence[torch.Tensor]) -> tuple[set[int], set[str]]:
-    """Return the ids of the leaves that a backward would reach, and the names of the nodes on its way."""
-    pending: list[Any] = [root.grad_fn for root in roots]
+def _inner(roots: Sequence[torch.Tensor]) -> frozenset[int]:
+    """Return the positions of the outputs from which other outputs were made."""
+    below = [_reached([following for following, _ in root.grad_fn.next_functions]) for root in roots if root.grad_fn]
+    return frozenset(i for i, root in enumerate(roots) if any(root.grad_fn in nodes for nodes in below))
+
+
+def _reached(pending: list[Any]) -> set[Any]:
     seen: set[Any] = set()
-    found: set[int] = set()
-    names: set[str] = set()
     while pending and len(seen) < _MAX_NODES:
         node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        names.add(node.name())
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            found.add(id(variable))
-        pending += [following for following, _ in node.next_functions]
-    return found, names
+        if node is not None and node not in seen:
+            seen.add(node)
+            pending += [following for following, _ in node.next_functions]
+    return seen
+
+
+def _graph(roots: Sequence[torch.Tensor]) -> tuple[set[int], set[str]]:
+    """Return the ids of the leaves that a backward would reach, and the names of the nodes on its way."""
+    nodes = _reached([root.grad_fn for root in roots])
+    variables = [getattr(node, "variable", None) for node in nodes]
+    return {id(variable) for variable in variables if variable is not None}, {node.name() for node in nodes}

@@ -1,7 +1,7 @@
 """Follows non-finite values through the operations of one forward and backward, from where they arise to where they go.
 
-Every operation's outputs are checked. A non-finite output of finite operands begins an *origin*; operations pass origins
-on to what they make, and end them where the output is finite again. Infinities that the user wrote down (a mask filled
+Every operation's outputs are checked. A non-finite output of finite operands begins an *origin*; operations pass
+origins on to what they make, and end them where the output is finite again. Infinities that the user wrote down (a mask filled
 with -inf) are origins too, but not to blame unless an operation makes NaN of them: then that operation is an origin.
 Memory that has not been written yet is no origin at all.
 """
@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.forensics.lines import user_stack
@@ -84,7 +83,7 @@ class _Made:
     module: tuple[str | None, str | None, int]
 
 
-class Tracer(TorchDispatchMode):
+class Tracer(internals.OperationMode):
     """The mode under which a replay runs.
 
     Args:

@@ -121,9 +121,8 @@ def _attributes(module: torch.nn.Module) -> Callable[[], None]:
     contents = [(table, table.copy()) for table in tables.values()]
     own = dict(module.__dict__)
     generators = [(g, g.get_state()) for g in own.values() if isinstance(g, torch.Generator)]
-    for value in own.values():
-        if type(value) in {list, dict, set} and len(value) < _MAX_ITEMS:
-            contents.append((value, value.copy()))
+    own_containers = [v for v in own.values() if type(v) in {list, dict, set} and len(v) < _MAX_ITEMS]
+    contents += [(value, value.copy()) for value in own_containers]
 
     def put_back() -> None:
         _refill(module.__dict__, own)

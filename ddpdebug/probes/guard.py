@@ -56,16 +56,23 @@ class Guard:
             self._on_trouble(part, f"{type(error).__name__}: {error}")
 
 
-def user_location(start: FrameType | None = None) -> str | None:
-    """Return `file:line` of the nearest frame that is the user's: not ddpdebug, not torch, not the standard library."""
-    frame = start or sys._getframe(1)  # noqa: SLF001 - the documented way to walk the stack cheaply
-    current: FrameType | None = frame
-    while current is not None:
-        name = current.f_code.co_filename
-        if is_user_file(name):
-            return f"{shorten(name)}:{current.f_lineno}"
+def user_frame(start: FrameType | None = None) -> FrameType | None:
+    """Return the nearest frame that is the user's: not ddpdebug, not torch, not the standard library."""
+    current: FrameType | None = start or sys._getframe(1)  # noqa: SLF001 - the documented way to walk the stack cheaply
+    while current is not None and not is_user_file(current.f_code.co_filename):
         current = current.f_back
-    return None
+    return current
+
+
+def user_location(start: FrameType | None = None) -> str | None:
+    """Return `file:line` of the nearest frame that is the user's."""
+    frame = user_frame(start or sys._getframe(1))  # noqa: SLF001 - as above
+    return None if frame is None else location(frame.f_code.co_filename, frame.f_lineno)
+
+
+def location(file: str, line: int) -> str:
+    """Return a place in a file as people write it."""
+    return f"{_shorten(file)}:{line}"
 
 
 _seen: dict[str, bool] = {}
@@ -81,8 +88,7 @@ def is_user_file(name: str) -> bool:
     return known
 
 
-def shorten(name: str) -> str:
-    """Return a file's name relative to the working directory, where it lies below it."""
+def _shorten(name: str) -> str:
     try:
         return str(Path(name).resolve().relative_to(Path.cwd()))
     except (ValueError, OSError):

@@ -133,7 +133,7 @@ def _pre_forward(patches: Patches, original: Any) -> Any:
             run, recorder = patches.recorder.guard.run, patches.recorder
             run("probe:buffers", recorder.after_broadcast, self)
             module = internals.unwrap_compiled(self.module)
-            run("probe:scene", lambda: recorder.scenes.begin(module, *result, recorder.next_step()))
+            run("probe:scene", recorder.scenes.begin, module, *result, recorder.next_step())
         return result
 
     return pre_forward

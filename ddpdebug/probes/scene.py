@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ddpdebug import torch_internals as internals
-from ddpdebug.probes.guard import user_location
+from ddpdebug.probes.guard import location, user_frame
 from ddpdebug.probes.values import tensors_in
 
 #: Micro-batches of one step that are kept.
@@ -106,12 +106,17 @@ class Scene:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # copies, of those that forward writes
     buffers_lost: int = 0  # buffers that forward writes and that were too large to copy
     versions: list[tuple[str, weakref.ref[torch.Tensor], int]] = field(default_factory=list)
-    location: str | None = None  # of the call
+    called_at: tuple[str, int] | None = None  # file and line of the call
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # by the output's position
     gradients_lost: int = 0  # bytes
     differentiable: tuple[int, ...] = ()  # positions of the outputs that have a gradient
     partial: bool = False  # an output's gradient lacks what flows through the other outputs
     ended: bool = False
+
+    @property
+    def location(self) -> str | None:
+        """Return `file:line` of the call."""
+        return None if self.called_at is None else location(*self.called_at)
 
     def changed(self) -> list[str]:
         """Return the names of inputs and parameters that were written in place since the forward."""
@@ -162,7 +167,7 @@ class Scenes:
             autocast=Autocast.now(model.device),
             names=model.names,
             modes=model.modes(),
-            location=user_location(),
+            called_at=None if (frame := user_frame()) is None else (frame.f_code.co_filename, frame.f_lineno),
         )
         model.copy_buffers(scene)
         named = [(path, v) for path, v in leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
@@ -280,30 +285,35 @@ class _Model:
         return ((name, p) for name, ref in self._parameters if (p := ref()) is not None)
 
     def copy_buffers(self, scene: Scene) -> None:
-        """Copy the buffers that forward writes, and note the versions of all."""
+        """Copy the buffers that forward writes, and note the versions of the others."""
         self._before = []
+        names, buffers = [], []
         room = _BUFFER_BYTES
         for name, owner, ref, key in self._buffers:
-            buffer = getattr(ref(), key, None)
-            if not isinstance(buffer, torch.Tensor):
-                self._before.append(None)
+            buffer = _buffer(ref(), key)
+            if buffer is None or owner not in self._written:
+                self._before.append(None if buffer is None else internals.version_of(buffer))
                 continue
-            self._before.append(internals.version_of(buffer))
-            if owner not in self._written:
-                continue
+            self._before.append(None)
             room -= buffer.nbytes
             if room >= 0:
-                scene.buffers[name] = buffer.detach().clone()
+                names.append(name)
+                buffers.append(buffer)
             else:
                 scene.buffers_lost += 1
+        scene.buffers = dict(zip(names, internals.clones(buffers), strict=True))
 
     def learn(self) -> None:
         """Find out which modules' forward has written buffers."""
         for (_, owner, ref, key), before in zip(self._buffers, self._before, strict=False):
-            if before is not None and owner not in self._written:
-                buffer = getattr(ref(), key, None)
-                if isinstance(buffer, torch.Tensor) and internals.version_of(buffer) != before:
+            if before is not None:
+                buffer = _buffer(ref(), key)
+                if buffer is not None and internals.version_of(buffer) != before:
                     self._written.add(owner)
+
+
+def _buffer(module: torch.nn.Module | None, key: str) -> torch.Tensor | None:
+    return None if module is None else internals.buffers_of(module).get(key)
 
 
 def hold(value: Any, depth: int = 0) -> Any:
