@@ -197,6 +197,9 @@ def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 class OperationMode(TorchDispatchMode):
     """A mode that sees every operation, and whose use does not load the compiler (a second, in the middle of a job)."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled while a mode of ours is on

@@ -1,9 +1,9 @@
 """Follows non-finite values through the operations of one forward and backward, from where they arise to where they go.
 
-Every operation's outputs are checked. A non-finite output of finite operands begins an *origin*; operations pass
-origins on to what they make, and end them where the output is finite again. Infinities that the user wrote down (a mask filled
-with -inf) are origins too, but not to blame unless an operation makes NaN of them: then that operation is an origin.
-Memory that has not been written yet is no origin at all.
+Every operation's outputs are checked. A non-finite output of finite operands begins an *origin*; operations pass it on
+to what they make, and end it where the output is finite again. Infinities that the user wrote down (a mask filled with
+-inf) are origins too, but not to blame unless an operation makes NaN of them: then that operation is an origin. Memory
+that has not been written yet is nobody's fault either.
 """
 
 from __future__ import annotations

@@ -335,7 +335,7 @@ def _state(model: Everything, *tensors: torch.Tensor) -> list[Any]:
         torch.get_rng_state().tolist(),
         model.generator.get_state().tolist(),
         random.getstate(),
-        str(np.random.get_state()),
+        str(np.random.get_state()),  # noqa: NPY002 - as above
         (model.calls, list(model.history), dict(model.table), id(model.last), torch.is_grad_enabled()),
         {name: id(value) for name, value in vars(model).items()},
         (torch.is_autocast_enabled("cpu"), torch.is_anomaly_enabled(), torch.get_num_threads()),
