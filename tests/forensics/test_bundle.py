@@ -111,7 +111,7 @@ def test_readable_without_ddpdebug(tmp_path: Path) -> None:
     """The tensors are a safetensors file, the rest is strict JSON."""
     path = _bundle(tmp_path)
     tensors = safetensors.torch.load_file(path / TENSOR_FILE)
-    document = json.loads((path / JSON_FILE).read_text(), parse_constant=lambda text: pytest.fail(text))
+    document = json.loads((path / JSON_FILE).read_text(), parse_constant=pytest.fail)
     assert tensors["parameters.first.weight"].shape == (4, 4)
     assert tensors[document["inputs"]["list"][0]["tuple"][0]["tensor"]].shape == (3, 4)
 
@@ -229,7 +229,7 @@ def test_other_objects_are_left_out(tmp_path: Path) -> None:
     model, scenes = Takes(4, 4), Scenes()
     scenes.begin(model, (torch.randn(3, 4), Evil()), {}, 0)
     path = write_bundle(tmp_path, "b", scenes.current[0], {})
-    with pytest.raises(UsageError, match="argument of the model is missing.*Evil"):
+    with pytest.raises(UsageError, match=r"argument of the model is missing.*Evil"):
         read_bundle(path)
 
 
