@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ddpdebug.commands.replay import Request
@@ -120,15 +119,16 @@ def contents(value: Mapping[str, Any]) -> str:
 
 def _calls(console: Console, trace: Trace) -> None:
     console.print()
-    table = Table(box=None, pad_edge=False, title="module calls before it" if trace.reproduced else "last module calls")
-    table.title_justify = "left"
-    for column in ("module", "class", "call", "output"):
-        table.add_column(column, overflow="fold")
+    console.print(Text("module calls before it" if trace.reproduced else "last module calls", "bold"), soft_wrap=True)
+    rows = [("module", "class", "call", "output")]
     for call in trace.calls:
         output = contents(call["output"]) if call["output"] else ""
-        cells = [clean(call["module"], 100) or "(model)", clean(call["class"], 60), str(call["call"]), output]
-        table.add_row(*(Text(cell) for cell in cells))
-    console.print(table)
+        name = clean(call["module"], 80) or "(model)"
+        rows.append((name, clean(call["class"], 40), str(call["call"]), output))
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    for number_of_row, row in enumerate(rows):
+        cells = [f"{cell:{width}}" for cell, width in zip(row[:3], widths, strict=True)]
+        console.print(Text("  ".join(["", *cells, row[3]]).rstrip(), "" if number_of_row else "dim"), soft_wrap=True)
 
 
 def _shrunk(console: Console, shrunk: Shrunk) -> None:
