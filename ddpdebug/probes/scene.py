@@ -111,6 +111,7 @@ class Scene:
     gradients_lost: int = 0  # bytes
     differentiable: tuple[int, ...] = ()  # positions of the outputs that have a gradient
     partial: bool = False  # an output's gradient lacks what flows through the other outputs
+    after: int = 0  # the number of the first autograd node that was made after the forward
     ended: bool = False
 
     @property
@@ -182,7 +183,7 @@ class Scenes:
         scene = next((s for s in reversed(self.current) if not s.ended and s.module() is module), None)
         if scene is None:
             return
-        scene.ended = True
+        scene.ended, scene.after = True, internals.next_sequence()
         self._model(module).learn()
         if not torch.is_grad_enabled():
             return
