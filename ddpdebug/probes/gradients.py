@@ -42,7 +42,7 @@ def note_reduced(window: Window, wrapper: Wrapper) -> None:
             if grad.device.type == "cpu":
                 digest, glance = fingerprint.fingerprint(grad), fingerprint.glance(grad)
             total = _sum(grad) if wrapper.sums(id(parameter), window.number) else None
-            key = (id(parameter.grad), grad.data_ptr(), internals.version(grad), glance)
+            key = (id(parameter.grad), grad.data_ptr(), internals.version_of(grad), glance)
             window.reduced[id(parameter)] = Reduced(total, _norm(grad), digest, key)
 
 
@@ -81,7 +81,7 @@ def digests_at_step(
 
 
 def _untouched(grad: torch.Tensor, reduced: Reduced) -> bool:
-    identity = (id(grad), grad.data_ptr(), internals.version(grad))
+    identity = (id(grad), grad.data_ptr(), internals.version_of(grad))
     return identity == reduced.key[:3] and fingerprint.glance(grad) == reduced.key[3]
 
 

@@ -23,6 +23,7 @@ class Guard:
     def __init__(self, on_trouble: Callable[[str, str], None]) -> None:
         self.seconds = 0.0
         self.off: set[str] = set()
+        self.quiet = False  # a replay is running: what it does is no part of the training
         self._on_trouble = on_trouble
         self._depth = 0
         self._entered = 0.0
@@ -33,7 +34,7 @@ class Guard:
 
     def run(self, part: str, probe: Callable[..., Any], *args: Any) -> Any:
         """Return `probe(*args)`, or None when the part is off or fails."""
-        if part in self.off:
+        if part in self.off or (self.quiet and part.startswith("probe:")):
             return None
         outermost = self._depth == 0
         self._depth += 1
@@ -67,7 +68,7 @@ class Guard:
 def user_frame(start: FrameType | None = None) -> FrameType | None:
     """Return the nearest frame that is the user's: not ddpdebug, not torch, not the standard library."""
     current: FrameType | None = start or sys._getframe(1)  # noqa: SLF001 - the documented way to walk the stack cheaply
-    while current is not None and not _is_user_file(current.f_code.co_filename):
+    while current is not None and not is_user_file(current.f_code.co_filename):
         current = current.f_back
     return current
 
@@ -86,7 +87,8 @@ def location(file: str, line: int) -> str:
 _seen: dict[str, bool] = {}
 
 
-def _is_user_file(name: str) -> bool:
+def is_user_file(name: str) -> bool:
+    """Tell whether a file is neither ours nor torch's, another package's or the standard library's."""
     known = _seen.get(name)
     if known is None:
         libraries = (_OWN, "<", sys.base_prefix + "/lib/python", sys.prefix + "/lib/python")

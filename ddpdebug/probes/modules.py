@@ -53,7 +53,7 @@ class ForwardProbe:
         self._micro_batch = 0
         self._step = 0
         self._calls: dict[int, int] = {}
-        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # id -> (tensor, version) looked at
+        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int | None]] = {}  # id -> (tensor, version) looked at
         self._bad: list[tuple[list[torch.nn.Module], dict[str, Any]]] = []
         self._near: list[tuple[torch.nn.Module, dict[str, Any]]] = []
         self._pending: list[tuple[torch.nn.Module, dict[str, Any], torch.Tensor, torch.Tensor]] = []
@@ -133,7 +133,7 @@ class ForwardProbe:
 
     def _known(self, tensor: torch.Tensor) -> bool:
         """Tell whether the very same tensor was looked at, unchanged: a container hands on what its last child gave."""
-        key, version = id(tensor), internals.version(tensor)
+        key, version = id(tensor), internals.version_of(tensor)
         known = self._seen.get(key)
         if known is not None and known[1] == version and known[0]() is tensor:
             return True

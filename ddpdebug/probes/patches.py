@@ -148,6 +148,7 @@ def _forward(patches: Patches, original: Any) -> Any:
             raise
         run("probe:numerics", recorder.numerics.end, output)
         run("probe:forward", recorder.end_forward, self, output, started)
+        run("probe:scene", recorder.scenes.end, internals.unwrap_compiled(self.module), output)
         return output
 
     return forward
@@ -175,7 +176,10 @@ def _pre_forward(patches: Patches, original: Any) -> Any:
     def pre_forward(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         if not torch.compiler.is_compiling():
-            patches.recorder.guard.run("probe:buffers", patches.recorder.buffers.after_broadcast, self)
+            run, recorder = patches.recorder.guard.run, patches.recorder
+            run("probe:buffers", recorder.buffers.after_broadcast, self)
+            module = internals.unwrap_compiled(self.module)
+            run("probe:scene", recorder.scenes.begin, module, *result, recorder.next_step())
         return result
 
     return pre_forward

@@ -21,7 +21,7 @@ class Reduced(NamedTuple):
     sum: Any
     norm: Any
     digest: int
-    key: tuple[int, int, int, int]
+    key: tuple[int, int, int | None, int]
 
 
 @dataclass(slots=True)

@@ -26,6 +26,7 @@ from ddpdebug.probes.hooks import GradientHooks
 from ddpdebug.probes.numerics import Numerics
 from ddpdebug.probes.optimizers import OptimizerWatch, first_step, index_of
 from ddpdebug.probes.record import StepRecord, Window
+from ddpdebug.probes.scene import Scenes
 from ddpdebug.probes.values import loss_reader, precision, rng_digest, tensors_in
 from ddpdebug.probes.wrappers import Wrapper, announce_model
 
@@ -54,7 +55,7 @@ class Recorder:
         self.guard, self.world = guard, world
         self.wrappers: list[Wrapper] = []
         self.watches: list[OptimizerWatch] = []
-        self.replicas = replicas.Replicas()
+        self.replicas, self.scenes = replicas.Replicas(), Scenes()
         self.backwards = self.syncs = 0
         self.checking = True
         self.in_backward = 0
@@ -132,6 +133,7 @@ class Recorder:
             if wrapper.call_site is not None:
                 wrapper.call_site.remove()
         self.replicas.release()
+        self.scenes.clear()
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
@@ -357,6 +359,7 @@ class Recorder:
         self.after_step(watch, watch.step)
         self.window.looks.let_go()
         self._emit(record)
+        self.guard.run("probe:scene", self.scenes.next_step)
         watch.step += 1
         self.window = Window(
             started=time.perf_counter(), overhead_before=self.guard.elapsed(), number=max(w.step for w in self.watches)

@@ -1,0 +1,126 @@
+"""Investigates a step in which this rank has made something non-finite: replays it, and writes the bundle."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ddpdebug.forensics.bundle import LIMIT, BundleError, plain, write_bundle
+from ddpdebug.forensics.replay import SECONDS, Trace, replay
+from ddpdebug.probes.guard import Guard
+from ddpdebug.probes.scene import Scene, Scenes
+from ddpdebug.run_files import BUNDLES, RANKS
+
+_MAX_BUNDLES = 4
+_MAX_OPERANDS = 3
+_MAX_CALLS = 6
+
+
+def investigate(  # noqa: PLR0913 - what a finding is known by
+    scenes: Scenes,
+    *,
+    step: int,
+    rank: int,
+    directory: Path | None = None,
+    code: str = "NUM",
+    facts: Mapping[str, Any] | None = None,
+    limit: int = LIMIT,
+    seconds: float = SECONDS,
+    guard: Guard | None = None,
+) -> dict[str, Any]:
+    """Replay the forwards of a step until one shows the fault; return a small JSON value about the first culprit.
+
+    Called on the training thread, before the optimizer changes the parameters. Never raises.
+
+    Args:
+        directory: the run directory; None writes no bundle.
+        code: of the finding as far as it is known by now; it names the bundle.
+        facts: goes into the bundle (finding, scaler, command).
+    """
+    kept = scenes.of_step(step) or list(scenes.current)
+    if not kept:
+        return {"complete": False, "reason": "no forward of this step was kept"}
+    deadline = time.monotonic() + seconds
+    trace, scene = _first_bad(kept, deadline, guard)
+    found = compact(trace)
+    if len(kept) > 1:
+        found["micro_batch"] = kept.index(scene) + scenes.dropped
+    if scenes.dropped:
+        found["notes"] = [*found["notes"], f"the first {scenes.dropped} micro-batches of the step were not kept"]
+    if directory is not None:
+        previous = next((s for s in reversed(scenes.previous) if s not in kept), None)
+        document = {**(facts or {}), "code": code, "step": step, "rank": rank, "replay": trace.to_json()}
+        found |= _bundle(bundle_directory(directory, rank), scene, document, limit, previous)
+    return dict(plain(found))
+
+
+def bundle_directory(directory: Path, rank: int) -> Path:
+    """Return where a rank's bundles go: rank 0 writes the shared files, others only their own folder."""
+    return directory / BUNDLES if rank == 0 else directory / RANKS / str(rank) / BUNDLES
+
+
+def compact(trace: Trace) -> dict[str, Any]:
+    """Return what a finding says of a replay."""
+    culprit = trace.culprit
+    found: dict[str, Any] = {
+        "complete": trace.complete,
+        "reason": trace.reason,
+        "reproduced": trace.reproduced,
+        "notes": trace.notes,
+        "seconds": round(trace.seconds, 3),
+    }
+    if culprit is None:
+        if trace.masked:
+            first = trace.masked[0]
+            found["masked"] = {"op": first.name, "module": first.module, "stack": first.stack[:1]}
+        return found
+    return found | {
+        "kind": culprit.kind,
+        "op": culprit.name,
+        "phase": culprit.phase,
+        "value": culprit.value,
+        "module": culprit.module,
+        "module_class": culprit.module_class,
+        "call": culprit.call,
+        "node": culprit.node,
+        "forward_op": culprit.forward_op,
+        "location": trace.location,
+        "stack": culprit.stack,
+        "operands": culprit.operands[:_MAX_OPERANDS],
+        "made_of": None if culprit.made_of is None else _made_of(culprit.made_of.to_json()),
+        "became_nan": culprit.became_nan,
+        "calls": trace.calls[-_MAX_CALLS:],
+    }
+
+
+def _made_of(origin: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: origin[key] for key in ("kind", "name", "module", "stack")}
+
+
+def _first_bad(kept: Sequence[Scene], deadline: float, guard: Guard | None) -> tuple[Trace, Scene]:
+    found: list[tuple[Trace, Scene]] = []
+    for scene in kept:
+        trace = replay(scene, seconds=deadline - time.monotonic(), guard=guard)
+        found.append((trace, scene))
+        if trace.reproduced:
+            return trace, scene
+    incomplete = [pair for pair in found if not pair[0].complete]
+    return (incomplete or found)[0]
+
+
+def _bundle(
+    parent: Path, scene: Scene, document: Mapping[str, Any], limit: int, previous: Scene | None
+) -> dict[str, Any]:
+    """Write the bundle; return its path, or why there is none."""
+    try:
+        if parent.is_dir() and sum(1 for _ in parent.iterdir()) >= _MAX_BUNDLES:
+            return {"bundle": None, "bundle_reason": f"{_MAX_BUNDLES} bundles are enough"}
+        name = f"{document['code']}-step{document['step']}-rank{document['rank']}"
+        path = write_bundle(parent, name, scene, document, limit=limit, previous=previous)
+    except BundleError as error:
+        return {"bundle": None, "bundle_reason": str(error)[:300]}
+    except Exception as error:  # noqa: BLE001 - the job must not notice
+        return {"bundle": None, "bundle_reason": f"{type(error).__name__}: {error}"[:300]}
+    return {"bundle": str(path), "bundle_reason": None}

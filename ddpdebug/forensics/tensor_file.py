@@ -1,0 +1,60 @@
+"""Writes tensors in the safetensors format piece by piece: the job's memory has no room for a second copy of a model.
+
+The format is a length (u64), a JSON header that says dtype, shape and place of each tensor, and the bytes. The
+library's own writer would hold all of the bytes in memory; it is used for reading.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from ddpdebug.probes.values import raw_bytes
+
+#: The format's names. Other dtypes are written as bytes, and the reader is told in the bundle's JSON.
+FORMAT_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+_PIECE = 16 << 20
+
+
+def can_write(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor has elements that can be written: dense, not quantised, with data."""
+    return tensor.layout is torch.strided and tensor.device.type != "meta" and not tensor.is_quantized
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> int:
+    """Write a new file; return its bytes. Raise OSError when the disk is full."""
+    header: dict[str, object] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        known = FORMAT_NAMES.get(tensor.dtype)
+        shape = list(tensor.shape) if known else [tensor.nbytes]
+        header[name] = {"dtype": known or "U8", "shape": shape, "data_offsets": [end, end + tensor.nbytes]}
+        end += tensor.nbytes
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    with path.open("xb") as file:
+        file.write(struct.pack("<Q", len(head)))
+        file.write(head)
+        for tensor in tensors.values():
+            flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+            step = max(1, _PIECE // max(1, flat.element_size()))
+            for start in range(0, flat.numel(), step):
+                file.write(raw_bytes(flat[start : start + step].cpu()))
+    return 8 + len(head) + end

@@ -1,0 +1,57 @@
+"""The operation that spoiled a loss is named from its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ddpdebug.forensics.loss_graph import explain_loss
+from ddpdebug.probes.scene import Scenes
+
+_LOSSES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str | None]] = {
+    "log of a softmax": (lambda o: -(torch.softmax(o * 1e4, -1) + 0).log().mean(), "LogBackward0"),
+    "division by a count": (lambda o: (o * (o > 1e9)).sum() / (o > 1e9).sum(), "DivBackward0"),
+    "nothing counted": (lambda o: functional.cross_entropy(o, torch.tensor([-100, -100])), "NllLossBackward0"),
+    "mean of nothing": (lambda o: o[o > 1e9].mean() * 2, "MeanBackward0"),
+    "exp": (lambda o: (o.abs() * 1e6).exp().mean(), "ExpBackward0"),
+    "power": (lambda o: (o * 0).pow(-2).sum() + 1, "PowBackward0"),
+    "reciprocal": (lambda o: 1 / (o * 0).sum(), "ReciprocalBackward0"),
+    "the first of two": (lambda o: ((o * 0).log() * 2).exp().log().sum(), "LogBackward0"),
+    "finite": (lambda o: functional.cross_entropy(o, torch.tensor([1, 2])), None),
+}
+
+
+@pytest.mark.parametrize("case", _LOSSES)
+def test_loss(case: str) -> None:
+    """The first bad operation after the model is found, and nothing in a healthy loss."""
+    make, node = _LOSSES[case]
+    torch.manual_seed(0)
+    model, scenes, x = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()), Scenes(), torch.randn(2, 4)
+    scenes.begin(model, (x,), {}, 0)
+    output = model(x)
+    scenes.end(model, output)
+    found = explain_loss(make(output), scenes.current[0].after)
+    if node is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert found["node"] == node
+        assert found["operands"] or node in {"ExpBackward0", "ReciprocalBackward0"}
+
+
+def test_the_model_is_left_out() -> None:
+    """What the model itself made is not the loss expression's fault."""
+
+    class Bad(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (super().forward(x) * 0).log()
+
+    model, scenes, x = Bad(4, 4), Scenes(), torch.randn(2, 4)
+    scenes.begin(model, (x,), {}, 0)
+    output = model(x)
+    scenes.end(model, output)
+    assert explain_loss(output.sum(), scenes.current[0].after) is None

@@ -1,0 +1,231 @@
+"""What is kept of a forward is enough to run it again, and keeps nothing alive that the job has let go."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from ddpdebug.forensics.numerics import investigate
+from ddpdebug.probes import scene as scene_module
+from ddpdebug.probes.guard import Guard
+from ddpdebug.probes.loaders import Loaders
+from ddpdebug.probes.patches import Patches
+from ddpdebug.probes.recorder import Recorder
+from ddpdebug.probes.scene import MAX_SCENES, Lost, Scenes, hold, leaves
+
+
+def test_inputs_by_reference() -> None:
+    """Tensors are the job's own, containers are copies, and paths name them."""
+    point = namedtuple("point", "x y")  # noqa: PYI024 - what users write
+    x, y = torch.ones(2), torch.zeros(3)
+    batch = {"a": [x, 1], "p": point(y, "text")}
+    held = hold((batch,))
+    batch.pop("a")
+    assert held[0]["a"][0] is x
+    assert held[0]["p"].x is y
+    assert type(held[0]["p"]) is point
+    assert [path for path, value in leaves((held, {"k": y})) if isinstance(value, torch.Tensor)] == [
+        "args[0]['a'][0]",
+        "args[0]['p'][0]",
+        "k",
+    ]
+
+
+def test_no_graph_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An input that another model made is kept without its graph, or not at all when it is large."""
+    first = nn.Linear(4, 4)
+    h = first(torch.ones(2, 4))
+    kept = hold(h)
+    assert kept.grad_fn is None
+    assert kept.requires_grad
+    assert kept.data_ptr() == h.data_ptr()
+    monkeypatch.setattr(scene_module, "_ACTIVATION_BYTES", 8)
+    assert isinstance(hold(h), Lost)
+
+
+def test_outputs_and_models_are_not_kept() -> None:
+    """Outputs, graphs and the model go when the job lets them go."""
+    scenes, model, x = Scenes(), nn.Linear(4, 4), torch.ones(2, 4)
+    scenes.begin(model, (x,), {}, 0)
+    output = model(x)
+    scenes.end(model, output)
+    refs = [weakref.ref(output), weakref.ref(model), weakref.ref(model.weight)]
+    del output, model
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None, None]
+    assert scenes.current[0].args[0] is x
+
+
+def test_gradients_of_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are kept until the next step, up to a bound."""
+    scenes, model, x = Scenes(), nn.Linear(4, 4), torch.ones(2, 4)
+    for step, room in enumerate((1 << 20, 8)):
+        monkeypatch.setattr(scene_module, "_GRADIENT_BYTES", room)
+        scenes.begin(model, (x,), {}, step)
+        output = model(x)
+        scenes.end(model, output)
+        (output * 2).sum().backward()
+        scene = scenes.current[0]
+        if room > 8:
+            assert torch.equal(scene.gradients[0], torch.full((2, 4), 2.0))
+        else:
+            assert (scene.gradients, scene.gradients_lost) == ({}, 32)
+        scenes.next_step()
+        assert scenes.previous[0] is scene
+        assert scene.gradients == {}
+
+
+def test_bounded() -> None:
+    """A step with many micro-batches keeps the last ones, and the ring holds two steps."""
+    scenes, model = Scenes(), nn.Linear(4, 4)
+    for step in range(3):
+        for _ in range(20):
+            scenes.begin(model, (torch.ones(2, 4),), {}, step)
+        assert (len(scenes.current), scenes.dropped) == (MAX_SCENES, 20 - MAX_SCENES)
+        scenes.next_step()
+    assert {scene.step for scene in (*scenes.current, *scenes.previous)} == {2}
+    assert scenes.dropped == 0
+
+
+def test_only_training() -> None:
+    """A forward without gradients is not kept."""
+    scenes, model = Scenes(), nn.Linear(4, 4)
+    with torch.no_grad():
+        scenes.begin(model, (torch.ones(2, 4),), {}, 0)
+    assert not scenes.current
+
+
+def test_learns_which_buffers_are_written() -> None:
+    """A constant buffer is never copied, one that forward writes is copied from its second forward on."""
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+            self.constant = nn.Module()
+            self.constant.register_buffer("mask", torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            return x
+
+    scenes, model, x = Scenes(), Counts(), torch.ones(2)
+    seen = []
+    for _ in range(3):
+        scenes.begin(model, (x,), {}, 0)
+        scenes.end(model, model(x))
+        seen.append({name: value.item() for name, value in scenes.current[-1].buffers.items()})
+    assert seen == [{}, {"count": 1}, {"count": 2}]
+
+
+def test_saved_output_warns_nobody(tmp_path: Path) -> None:
+    """An output with our hook can be saved as without it."""
+    scenes, model, x = Scenes(), nn.Linear(4, 4), torch.ones(2, 4)
+    scenes.begin(model, (x,), {}, 0)
+    output = model(x)
+    scenes.end(model, output)
+    torch.save(output, tmp_path / "output.pt")
+    assert torch.equal(torch.load(tmp_path / "output.pt"), output)
+
+
+class Watched:
+    def __init__(self) -> None:
+        self.troubles: list[str] = []
+        self.guard = Guard(lambda part, message: self.troubles.append(f"{part}: {message}"))
+        self.recorder = Recorder(self.guard, lambda _: None, lambda *_: None, lambda *_: True, 1)
+        self.patches = Patches(self.recorder, Loaders(self.recorder, lambda *_: None), lambda: None)
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[Watched]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    found = Watched()
+    found.patches.install()
+    try:
+        yield found
+    finally:
+        found.patches.remove()
+        found.recorder.release()
+        dist.destroy_process_group()
+    assert found.troubles == []
+
+
+class Net(nn.Module):
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = checkpoint(self.deep, self.first(x), use_reentrant=self.reentrant)
+        return self.last(h)
+
+    def deep(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sqrt(nn.functional.dropout(self.norm(x)).pow(2).sum(0))
+
+
+@pytest.mark.parametrize("reentrant, find_unused", [(True, False), (False, False), (False, True)])  # what DDP supports
+def test_in_place_under_ddp(watched: Watched, reentrant: bool, find_unused: bool, tmp_path: Path) -> None:
+    """Before the optimizer step the guilty step is run again, and training goes on as without that."""
+    weights = []
+    for look in (False, True):
+        torch.manual_seed(3)
+        model = Net(reentrant=reentrant)
+        ddp = DistributedDataParallel(model, find_unused_parameters=find_unused)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for step in range(3):
+            x = torch.randn(5, 4) * (step != 1)
+            optimizer.zero_grad()
+            ddp(x).sum().backward()
+            if look:
+                backwards = watched.recorder.backwards
+                found = investigate(watched.recorder.scenes, step=step, rank=0, directory=tmp_path, guard=watched.guard)
+                assert watched.recorder.backwards == backwards
+                assert found["complete"], found
+                assert found["reproduced"] == (step > 0)
+                if step == 1:
+                    assert (found["node"], found["phase"]) == ("SqrtBackward0", "backward")
+                    assert found["location"].startswith("tests/probes/test_scene.py:")
+                    assert found["bundle"] is not None
+                if step == 2:
+                    assert found["kind"] == "parameter"
+            optimizer.step()
+        weights.append([p.detach().numpy().tobytes() for p in (*model.parameters(), *model.buffers())])
+        del ddp, optimizer
+        gc.collect()
+    assert weights[0] == weights[1]
+
+
+def test_steps(watched: Watched) -> None:
+    """Each optimizer step moves the forwards on; the line of the call and the step's number are known."""
+    model = nn.Linear(4, 4)
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    scenes: Any = watched.recorder.scenes
+    first = len(watched.recorder.watches)
+    for step in range(3):
+        x = torch.ones(2, 4)
+        ddp(x).sum().backward()
+        (scene,) = scenes.current
+        assert scene.args[0] is x
+        assert scene.step == step
+        assert 0 in scene.gradients
+        assert scene.changed() == []
+        optimizer.step()
+        assert scenes.previous[0] is scene
+        assert not scenes.current
+        assert scene.changed() == ["parameter weight", "parameter bias"]
+        assert scene.location.startswith("tests/probes/test_scene.py:")
+    assert len(watched.recorder.watches) == first + 1
+    del ddp, optimizer
