@@ -32,6 +32,11 @@ class Looks:
     near_gradients: dict[int, tuple[float, float]] = field(default_factory=dict)  # id -> (largest, limit)
     largest: dict[int, float] = field(default_factory=dict)  # id of a parameter -> largest magnitude of its gradient
 
+    @property
+    def noteworthy(self) -> bool:
+        """Tell whether there is something to tell of module calls, inputs or magnitudes."""
+        return bool(self.forward or self.inputs or self.near or self.near_gradients)
+
     def let_go(self) -> None:
         """Drop what belongs to the job: a record stays in the ring for many steps."""
         self.module, self.arguments = None, None

@@ -56,6 +56,7 @@ class Numerics:
         self._bad: dict[int, int] = {}  # optimizer -> last step that was not
         self._known: dict[int, set[str]] = {}  # optimizer -> parameters and state that are non-finite already
         self._compiled = False
+        self._device_of: tuple[list[torch.Tensor] | None, bool] = (None, True)
         self._lines: dict[tuple[str, int], str | None] = {}
 
     # --- forward ------------------------------------------------------------------------------------------------------
@@ -170,7 +171,7 @@ class Numerics:
         record.loss_scale = self._recorder.events.last_loss_scale
         if self._is_scaler_skipping(watch):
             record.flags |= Flag.SKIPPED
-        if any(p.device.type != "cpu" for p in watch.params):
+        if not self._is_on_cpu(watch.params):
             if self.every_step:
                 self._wait_for_device(watch, record)
             record.numerics_later = complete(record, looks)
@@ -181,17 +182,26 @@ class Numerics:
         record.flags |= Flag.GRADS_NONFINITE if reduced else Flag(0)
         gradients = bool(looks.local or reduced)
         self._learn(looks, healthy=looks.loss is None and not gradients)
-        suspicious = bool(looks.loss or gradients or any(map(is_bad_call, looks.forward)))
-        before = self._before(watch, record) if suspicious or record.flags & Flag.FIRST else []
-        flags, record.numerics = summary(record, looks)
-        if suspicious or before or flags:
-            self._investigate(record, looks, reduced=reduced, before=before)
+        guilty = bool(looks.loss or looks.local or any(is_bad_call(c) and not c["usual"] for c in looks.forward))
+        before = self._before(watch, record, thoroughly=guilty or gradients)
+        if guilty or gradients or before or looks.noteworthy:
+            flags, record.numerics = summary(record, looks)
             record.flags |= flags | (Flag.PARAMS_NONFINITE if before else Flag(0))
-        self._replay(watch, record, guilty=bool(looks.loss or looks.local or any(map(is_bad_call, looks.forward))))
-        if suspicious:
+            self._investigate(record, looks, reduced=reduced, before=before)
+        if guilty and not record.flags & Flag.SKIPPED and self._bad.get(watch.index, -2) < watch.step - 1:
+            # once: the steps after a bad one are bad as well, and show nothing new
+            found = self._recorder.guard.run("forensics:replay", self._recorder.on_nonfinite, watch, record)
+            record.numerics["replay"] = found
+        if guilty or gradients:
             self._bad[watch.index] = watch.step
         if not gradients and (record.flags & Flag.CHECKED or self.every_step):
             self._clean[watch.index] = watch.step
+
+    def _is_on_cpu(self, params: list[torch.Tensor]) -> bool:
+        """Tell whether all of an optimizer's parameters are on the CPU; the list is a new one when they change."""
+        if self._device_of[0] is not params:
+            self._device_of = params, all(p.device.type == "cpu" for p in params)
+        return self._device_of[1]
 
     @staticmethod
     def _is_scaler_skipping(watch: OptimizerWatch) -> bool:
@@ -206,15 +216,8 @@ class Numerics:
         if any(not math.isfinite(read()) for read in record.window.losses):
             record.flags |= Flag.LOSS_NONFINITE
 
-    def _replay(self, watch: OptimizerWatch, record: StepRecord, *, guilty: bool) -> None:
-        """Have the step replayed, once: the steps after a bad one are bad as well, and show nothing new."""
-        if guilty and self._bad.get(watch.index, -2) < watch.step - 1:
-            found = self._recorder.guard.run("forensics:replay", self._recorder.on_nonfinite, watch, record)
-            record.numerics["replay"] = found
-
     def _reduced(self, watch: OptimizerWatch, record: StepRecord) -> list[int]:
         """Return the positions of the gradients that are non-finite as the optimizer finds them, as far as is known."""
-        grads = [p.grad for p in watch.params]
         if record.flags & Flag.CHECKED and record.grads is not None:
             norms = record.reduced() if record.reduced is not None else []
             record.reduced = lambda norms=norms: norms
@@ -224,10 +227,10 @@ class Numerics:
             suspects = [i for i in odd if i in untouched]
             suspects += [i for i, n in zip(record.touched, touched, strict=True) if not math.isfinite(n)]
         elif self.every_step or record.window.looks.loss or record.window.looks.local:
-            suspects = [i for i, grad in enumerate(grads) if grad is not None]
+            suspects = list(range(len(watch.params)))
         else:
             return []
-        some = [(i, grad) for i in suspects if (grad := grads[i]) is not None]
+        some = [(i, grad) for i in suspects if (grad := watch.params[i].grad) is not None]
         return sorted(some[i][0] for i in ranges.nonfinite([grad for _, grad in some]))
 
     def _learn(self, looks: Looks, *, healthy: bool) -> None:
@@ -239,15 +242,21 @@ class Numerics:
             for call in looks.forward:
                 self._habits[call["module"]].update(call["kinds"])
 
-    def _before(self, watch: OptimizerWatch, record: StepRecord) -> list[str]:
-        """Return the parameters that are non-finite although no optimizer has touched them in this step."""
-        if record.flags & Flag.CLOSURE or watch.ref is None:
+    def _before(self, watch: OptimizerWatch, record: StepRecord, *, thoroughly: bool) -> list[str]:
+        """Return the parameters that are non-finite although no optimizer has touched them in this step.
+
+        In the first step and where something is wrong all are looked at, otherwise those that were bad before.
+        """
+        known = self._known.get(watch.index)
+        thoroughly = thoroughly or bool(record.flags & Flag.FIRST)
+        if record.flags & Flag.CLOSURE or watch.ref is None or not (thoroughly or known):
             return []
         module = record.window.looks.module
         root = module() if module is not None else None
         rows = list(zip(watch.names, watch.params, strict=True))
-        known = {id(p) for p in watch.params}
-        rows += [(n, p) for n, p in root.named_parameters() if id(p) not in known] if root is not None else []
+        own = {id(p) for p in watch.params}
+        rows += [(n, p) for n, p in root.named_parameters() if id(p) not in own] if root is not None else []
+        rows = [(name, p) for name, p in rows if thoroughly or (known and name in known)]
         return [rows[i][0] for i in ranges.nonfinite([p for _, p in rows])]
 
     def _investigate(self, record: StepRecord, looks: Looks, *, reduced: Sequence[int], before: Sequence[str]) -> None:

@@ -205,8 +205,8 @@ def _of_loss(known: Mapping[int, Table], ranks: Sequence[int]) -> dict[str, Any]
 def _loss(step: Step, known: Mapping[int, Table]) -> Verdict | None:
     ranks = step.ranks_with(Flag.LOSS_NONFINITE)
     phase, evidence = "loss", _of_loss(known, ranks)
-    if ranks and not any(rank in known for rank in ranks):
-        evidence = {"observed": "the loss is non-finite; what came before it was not looked at in this step"}
+    if ranks and not any(known.get(rank, {}).get("output_finite") for rank in ranks):
+        evidence["observed"] = "the loss is non-finite; what came before it was not looked at in this step"
     if not ranks:
         ranks = _with(step, known, lambda rank, table: (table.get("entry") or {}).get("finite") is False)
         ranks = tuple(rank for rank in ranks if _has(step, rank, Flag.LOCAL_GRADS_NONFINITE | Flag.GRADS_NONFINITE))
@@ -227,13 +227,15 @@ def _loss(step: Step, known: Mapping[int, Table]) -> Verdict | None:
 
 def _local(step: Step, known: Mapping[int, Table]) -> Verdict | None:
     ranks = step.ranks_with(Flag.LOCAL_GRADS_NONFINITE)
-    phase = "backward"
+    phase: str | None = "backward"
     if not ranks and step.any(Flag.GRADS_NONFINITE):
         bad = step.ranks_with(Flag.GRADS_NONFINITE)
         if step.any(Flag.NO_DDP) or len(step.rows) == 1:
             ranks = bad
         elif all(math.isfinite(step.rows[rank].grad_norm) for rank in bad):
             ranks, phase = bad, "after-reduction"
+        elif not step.all(Flag.CHECKED):
+            ranks, phase = bad, None
     if not ranks:
         return None
     own = {rank: known[rank].get("local") or known[rank].get("reduced") or [] for rank in ranks if rank in known}
@@ -247,6 +249,7 @@ def _local(step: Step, known: Mapping[int, Table]) -> Verdict | None:
         "gradient_from_loss": entry,
         "loss": {str(rank): step.rows[rank].loss for rank in ranks},
         "masked_in": calls[:4],
+        "observed": None if phase else "only the reduced gradients were looked at in this step",
     }
     return Verdict(code="NUM303", ranks=ranks, subject=modules, phase=phase, evidence=evidence)
 

@@ -43,6 +43,7 @@ class Block(nn.Module):
     def __init__(self, shared):
         super().__init__()
         self.attention, self.norm, self.shared = Attention(), nn.LayerNorm(16), shared
+        self.soft = nn.Softmax(-1)
 
     def forward(self, x, bad):
         x = self.norm(x + self.attention(x)["out"])
@@ -51,7 +52,7 @@ class Block(nn.Module):
         if bad == "backward":
             x = x + torch.where(x > 0, x, (x * 0).abs().sqrt())
         if bad == "masked":
-            x = torch.nan_to_num((self.norm(x.detach() * float("inf"))), nan=0.0) + x
+            x = torch.nan_to_num(self.soft(x.detach() * float("inf")), nan=0.0) + x
         return self.shared(self.shared(x)), x
 
 
