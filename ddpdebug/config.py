@@ -175,6 +175,12 @@ class Config:
         "an integer from 0 up",
         "Feed one batch to all ranks every so many steps and compare (agreement probe); 0 is never.",
     )
+    bundle_limit: int = _option(
+        2048,
+        _integer(0),
+        "an integer from 0 up",
+        "Largest replay bundle in MiB; what does not fit is left out of it, and 0 writes none.",
+    )
     quiet: bool = _option(
         False,
         _switch,

@@ -35,7 +35,7 @@ def investigate(  # noqa: PLR0913 - what a finding is known by
     Called on the training thread, before the optimizer changes the parameters. Never raises.
 
     Args:
-        directory: the run directory; None writes no bundle.
+        directory: the run directory; None writes no bundle, and neither does a limit of 0 bytes.
         code: of the finding as far as it is known by now; it names the bundle.
         facts: goes into the bundle (finding, scaler, command).
     """
@@ -49,7 +49,7 @@ def investigate(  # noqa: PLR0913 - what a finding is known by
         found["micro_batch"] = kept.index(scene) + scenes.dropped
     if scenes.dropped:
         found["notes"] = [*found["notes"], f"the first {scenes.dropped} micro-batches of the step were not kept"]
-    if directory is not None:
+    if directory is not None and limit > 0:
         previous = next((s for s in reversed(scenes.previous) if s not in kept), None)
         document = {**(facts or {}), "code": code, "step": step, "rank": rank, "replay": trace.to_json()}
         found |= _bundle(bundle_directory(directory, rank), scene, document, limit, previous)
