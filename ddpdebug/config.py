@@ -182,6 +182,12 @@ class Config:
         "true or false",
         "Show the current step in the title of the terminal's window.",
     )
+    bundle_limit: int = _option(
+        2048,
+        _integer(0),
+        "an integer from 0 up",
+        "Largest replay bundle in MiB; what does not fit is left out of it, and 0 writes none.",
+    )
     quiet: bool = _option(
         False,
         _switch,

@@ -31,7 +31,8 @@ Details of one step (kind -> JSON of one rank):
 `numerics`    what was seen of non-finite numbers in this step; {} when nothing was:
               {"checked": bool (module outputs were looked at), "compiled": bool (not, because of torch.compile),
                "loss": null | {"value": float, "micro_batch": int, "backward": "train.py:60", "expression":
-                       "train.py:58" | null (the assignment that made it), "operation": "LogBackward0" | null},
+                       "train.py:58" | null (the assignment that made it), "operation": "LogBackward0" | null,
+                       "operands": [...] of the operation, where its result could be computed once more},
                "loss_line": null | "train.py:58"   of a finite loss whose gradient is non-finite,
               "forward": [{"module": path, "caller": path | null, "class": str, "micro_batch": int,
                            "call": int (of this module in this forward), "order": int (of the call in this forward),

@@ -29,6 +29,7 @@ from ddpdebug.exchange import Alone, Exchange, Group, Tick
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.forensics.agreement import AgreementProbe
 from ddpdebug.forensics.elements import Elements
+from ddpdebug.forensics.numerics import Investigator
 from ddpdebug.numeric_guard import NumericGuard
 from ddpdebug.observations import Row, decode, encode
 from ddpdebug.probes.answering import Answering
@@ -90,6 +91,12 @@ class Monitor:
         self.recorder.want_norms = config.tolerance is not None
         self.numeric_guard = NumericGuard(config.guard, config.max_skips, self._say, self._trouble)
         self.recorder.guard_with(None if config.guard == "off" else self.numeric_guard)
+        self.investigator = Investigator(
+            self.recorder,
+            lambda: (self.rank, self.directory),
+            limit=config.bundle_limit << 20,
+            facts={"command": list(self.command), "run": self.run_id},
+        )
         self.elements = Elements(0, self._say)
         self.agreement = AgreementProbe(self._say, self._announce)
         self.recorder.after_step = self._after_step

@@ -260,7 +260,7 @@ def saved_of(node: Any) -> dict[str, Any]:
         if name.startswith("_saved_"):
             with contextlib.suppress(RuntimeError, AttributeError):  # freed by backward
                 found[name.removeprefix("_saved_")] = getattr(node, name)
-    return found
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def module_tables(module: torch.nn.Module) -> dict[str, Any]:

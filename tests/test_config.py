@@ -87,6 +87,7 @@ def test_values(name: str, given: Any, value: Any, tmp_path: Path) -> None:
         ("tolerance", -1, "0 up"),
         ("guard", "on", "'off', 'observe', 'stop' or 'skip'"),
         ("probe_every", -1, "0 up"),
+        ("bundle_limit", "2G", "0 up"),
         ("nproc_per_node", 0, "1 up"),
         ("nproc_per_node", "gpu", "1 up"),
         ("steps", "0", "1 up"),

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ddpdebug.forensics.bundle import LIMIT, BundleError, plain, write_bundle
+from ddpdebug.forensics.loss_graph import explain_loss
 from ddpdebug.forensics.replay import SECONDS, Trace, replay
 from ddpdebug.probes.guard import Guard
+from ddpdebug.probes.optimizers import OptimizerWatch
+from ddpdebug.probes.record import StepRecord
+from ddpdebug.probes.recorder import Recorder
 from ddpdebug.probes.scene import Scene, Scenes
 from ddpdebug.run_files import BUNDLES, RANKS
 
@@ -35,7 +41,7 @@ def investigate(  # noqa: PLR0913 - what a finding is known by
     Called on the training thread, before the optimizer changes the parameters. Never raises.
 
     Args:
-        directory: the run directory; None writes no bundle.
+        directory: the run directory; None writes no bundle, and neither does a limit of 0 bytes.
         code: of the finding as far as it is known by now; it names the bundle.
         facts: goes into the bundle (finding, scaler, command).
     """
@@ -49,11 +55,54 @@ def investigate(  # noqa: PLR0913 - what a finding is known by
         found["micro_batch"] = kept.index(scene) + scenes.dropped
     if scenes.dropped:
         found["notes"] = [*found["notes"], f"the first {scenes.dropped} micro-batches of the step were not kept"]
-    if directory is not None:
+    if directory is not None and limit > 0:
         previous = next((s for s in reversed(scenes.previous) if s not in kept), None)
         document = {**(facts or {}), "code": code, "step": step, "rank": rank, "replay": trace.to_json()}
         found |= _bundle(bundle_directory(directory, rank), scene, document, limit, previous)
     return dict(plain(found))
+
+
+class Investigator:
+    """Looks into a bad step on the rank that has made it, called by the probes on the training thread.
+
+    Args:
+        recorder: keeps the forwards of the step.
+        place: returns this rank's number and the run directory, as far as it is known.
+        limit: bytes of a bundle; 0 writes none.
+        facts: what every bundle says of the run.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        place: Callable[[], tuple[int, Path | None]],
+        *,
+        limit: int = LIMIT,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._recorder, self._place, self._limit, self._facts = recorder, place, limit, dict(facts or {})
+        recorder.on_nonfinite = self.step
+        recorder.on_loss = self.loss
+
+    def step(self, watch: OptimizerWatch, record: StepRecord) -> dict[str, Any]:
+        """Replay a step whose forward or own gradients are non-finite."""
+        del watch
+        rank, directory = self._place()
+        scale = record.loss_scale() if record.loss_scale is not None else None
+        return investigate(
+            self._recorder.scenes,
+            step=record.step,
+            rank=rank,
+            directory=directory if self._limit else None,
+            facts={**self._facts, "loss_scale": scale},
+            limit=self._limit or LIMIT,
+            guard=self._recorder.guard,
+        )
+
+    def loss(self, loss: torch.Tensor) -> dict[str, Any] | None:
+        """Name the operation of the loss expression that made a loss non-finite; called before its backward."""
+        scenes = self._recorder.scenes.current
+        return explain_loss(loss, scenes[-1].after) if scenes and scenes[-1].ended else None
 
 
 def bundle_directory(directory: Path, rank: int) -> Path:

@@ -133,6 +133,8 @@ class Numerics:
             "expression": self.expression(frame),
             "operation": None if loss.grad_fn is None else loss.grad_fn.name(),
         }
+        if here and (found := self._recorder.guard.run("forensics:loss", self._recorder.on_loss, loss)):
+            looks.loss |= {"operation": found["node"], "operands": found["operands"]}
 
     def expression(self, frame: Any) -> str | None:
         """Return the line that made the loss on which a frame calls backward."""

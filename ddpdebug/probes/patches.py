@@ -159,7 +159,8 @@ def _module_forward(patches: Patches, original: Any) -> Any:
         numerics = patches.recorder.numerics
         if torch.compiler.is_compiling() or numerics.inside or not patches.watches(self):
             return original(self, *args, **kwargs)
-        run = patches.recorder.guard.run
+        run, recorder = patches.recorder.guard.run, patches.recorder
+        run("probe:scene", recorder.scenes.begin, self, args, kwargs, recorder.next_step())
         run("probe:numerics", numerics.begin, self, "", args, kwargs)
         try:
             output = original(self, *args, **kwargs)
@@ -167,6 +168,7 @@ def _module_forward(patches: Patches, original: Any) -> Any:
             run("probe:numerics", numerics.abort)
             raise
         run("probe:numerics", numerics.end, output)
+        run("probe:scene", recorder.scenes.end, self, output)
         return output
 
     return forward

@@ -82,8 +82,9 @@ class Recorder:
         self.numerics = Numerics(self)
         self.guarding: Guarding | None = None
         self._halt: BaseException | None = None
-        #: Called before the optimizer changes anything when this rank has made something non-finite, see Numerics.
+        #: Called when this rank has made something non-finite, before the optimizer or backward: see Numerics.
         self.on_nonfinite: Callable[[OptimizerWatch, StepRecord], Any] = lambda watch, record: None
+        self.on_loss: Callable[[torch.Tensor], Any] = lambda loss: None
 
     def stop_here(self) -> None:
         """Raise what all ranks agreed to raise at this step, if anything (`--steps`, `on_finding="raise"`, guard)."""

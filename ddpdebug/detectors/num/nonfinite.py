@@ -199,7 +199,8 @@ def _forward(step: Step, known: Mapping[int, Table]) -> Verdict | None:
 
 def _of_loss(known: Mapping[int, Table], ranks: Sequence[int]) -> dict[str, Any]:
     loss = next((t["loss"] for rank in ranks if (t := known.get(rank, {})).get("loss")), None) or {}
-    return {"loss": loss.get("value"), "operation": loss.get("operation"), "backward": loss.get("backward")}
+    keys = ("operation", "operands", "backward")
+    return {"loss": loss.get("value"), **{key: loss.get(key) for key in keys}}
 
 
 def _loss(step: Step, known: Mapping[int, Table]) -> Verdict | None:
