@@ -69,7 +69,6 @@ def monitored(*, every_step: bool, out: Path) -> tuple[Callable[[], None], Calla
         monitor.patches.remove()
         monitor.recorder.release()
         monitor.recorder.wrappers.clear()
-        monitor.recorder.owner_of.clear()
 
     return monitor.patches.install, off, monitor
 

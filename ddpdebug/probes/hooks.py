@@ -45,6 +45,7 @@ class GradientHooks:
             handle.remove()
         self._handles.clear()
         self._hooked.clear()
+        self._owners.clear()
 
     def arrived(self, key: int, grad: torch.Tensor | None) -> None:
         """Note a gradient of a known parameter."""
