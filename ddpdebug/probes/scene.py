@@ -6,6 +6,7 @@ is known. Outputs and graphs are never held. Small things are copied: random sta
 
 from __future__ import annotations
 
+import importlib
 import random
 import sys
 import weakref
@@ -73,7 +74,7 @@ class RandomState:
         if self.python is not None:
             random.setstate(self.python)
         if self.numpy is not None:
-            sys.modules["numpy.random"].set_state(self.numpy)
+            importlib.import_module("numpy.random").set_state(self.numpy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

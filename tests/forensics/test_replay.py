@@ -494,6 +494,43 @@ def test_refuses_collectives(tmp_path: Any) -> None:
     assert "0 is a DistributedDataParallel" in str(refused.reason)
 
 
+def test_refuses_synchronised_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SyncBatchNorm in training over several ranks is refused with its name; in eval mode it does not communicate."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    model = nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4).eval())
+    scene = _scene(model, torch.randn(3, 4))
+    assert replay(scene).complete
+    scene.modes = bytes([1, 1, 1])
+    assert str(replay(scene).reason).startswith("1 is a SyncBatchNorm in training")
+
+
+def test_refuses_torchscript() -> None:
+    """What has no Python lines is refused."""
+    scene = _scene(nn.Sequential(torch.jit.trace(nn.Linear(4, 4), torch.randn(3, 4))), torch.randn(3, 4))
+    assert str(replay(scene).reason).startswith("0 is TorchScript")
+
+
+def test_computing_hooks_run() -> None:
+    """Hooks of torch that are part of the computation run, ours and the user's do not."""
+    model = nn.utils.weight_norm(nn.Linear(4, 4))
+    with torch.no_grad():
+        model.weight_v.zero_()
+    global_hook = nn.modules.module.register_module_forward_hook(lambda *_: fired.append(1))
+    fired: list[int] = []
+    try:
+        scene = _scene(model, torch.randn(3, 4))
+        fired.clear()
+        trace = replay(scene)
+        assert len(nn.modules.module._global_forward_hooks) == 1
+    finally:
+        global_hook.remove()
+    assert trace.culprit is not None
+    assert "_weight_norm_interface" in trace.culprit.name
+    assert fired == []
+    assert trace.notes == ["1 hooks on modules were left out"]
+
+
 def test_inputs_written_since() -> None:
     """Inputs that were changed after the forward are named, and a fault that is gone is not reproduced."""
     x = torch.zeros(3, 4)
