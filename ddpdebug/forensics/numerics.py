@@ -78,7 +78,8 @@ def compact(trace: Trace) -> dict[str, Any]:
         return found
     return found | {
         "kind": culprit.kind,
-        "op": culprit.name,
+        "name": culprit.name,
+        "op": culprit.name if culprit.is_operation else None,
         "phase": culprit.phase,
         "value": culprit.value,
         "module": culprit.module,
@@ -86,7 +87,7 @@ def compact(trace: Trace) -> dict[str, Any]:
         "call": culprit.call,
         "node": culprit.node,
         "forward_op": culprit.forward_op,
-        "location": trace.location,
+        "location": trace.location if culprit.is_operation else None,
         "stack": culprit.stack,
         "operands": culprit.operands[:_MAX_OPERANDS],
         "made_of": None if culprit.made_of is None else _made_of(culprit.made_of.to_json()),

@@ -171,7 +171,8 @@ def test_micro_batch(tmp_path: Path) -> None:
         scenes.end(model, output)
         output.sum().backward()
     found = investigate(scenes, step=0, rank=0)
-    assert (found["micro_batch"], found["kind"], found["op"]) == (9, "input", "args[0]")
+    assert (found["micro_batch"], found["kind"], found["name"]) == (9, "input", "args[0]")
+    assert (found["op"], found["location"]) == (None, None)
     assert "the first 3 micro-batches of the step were not kept" in found["notes"]
 
 
