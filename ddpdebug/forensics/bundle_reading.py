@@ -65,7 +65,6 @@ class Bundle:
             names=tuple(self.modes),
             modes=bytes(self.modes.values()),
             gradients=dict(self.gradients),
-            differentiable=tuple(self.gradients),
             partial=self.partial,
             ended=True,
         )
