@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from ddpdebug.forensics.replay import Trace, replay
 from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.scene import Scene, Scenes
+from ddpdebug.probes.values import tensors_in
 
 
 def _line(function: Any, text: str) -> str:
@@ -529,6 +530,41 @@ def test_computing_hooks_run() -> None:
     assert "_weight_norm_interface" in trace.culprit.name
     assert fired == []
     assert trace.notes == ["1 hooks on modules were left out"]
+
+
+_MODULES: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
+    "lstm": lambda: (nn.LSTM(4, 4, num_layers=2, dropout=0.5), torch.randn(3, 2, 4)),
+    "embedding with a largest norm": lambda: (nn.Embedding(8, 4, max_norm=0.1), torch.tensor([[1, 2], [3, 3]])),
+    "attention": lambda: (nn.TransformerEncoderLayer(4, 2, 8), torch.randn(3, 2, 4)),
+    "instance norm": lambda: (nn.InstanceNorm1d(4, affine=True, track_running_stats=True), torch.randn(3, 4, 5)),
+    "batch norm": lambda: (nn.BatchNorm2d(4, momentum=None), torch.randn(3, 4, 5, 5).requires_grad_()),
+    "spectral norm": lambda: (nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), torch.randn(3, 4)),
+    "weight norm": lambda: (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), torch.randn(3, 4)),
+    "shared": lambda: (nn.Sequential(*[nn.Linear(4, 4)] * 2, nn.RReLU(inplace=True)), torch.randn(3, 4)),
+    "half": lambda: (nn.Sequential(nn.Linear(4, 4), nn.GELU()).bfloat16(), torch.randn(3, 4).bfloat16()),
+    "complex": lambda: (nn.Linear(4, 4, dtype=torch.complex64), torch.randn(3, 4, dtype=torch.complex64)),
+}
+
+
+@pytest.mark.parametrize("case", _MODULES)
+def test_torch_modules(case: str) -> None:
+    """Torch's own modules run again on what they had, are finite, and are left as they were."""
+    torch.manual_seed(0)
+    model, x = _MODULES[case]()
+
+    def state() -> list[Any]:
+        tensors = [*model.parameters(), *model.buffers(), x]
+        values = [(id(t), t._version, t.detach().view(torch.uint8).tolist() if t.dim() else t.item()) for t in tensors]
+        grads = [None if t.grad is None else (id(t.grad), t.grad._version) for t in tensors]
+        return [values, grads, torch.get_rng_state().tolist(), {k: id(v) for k, v in vars(model).items()}]
+
+    scene = _scene(model, x, loss=lambda o: sum(abs(t).float().sum() for t in tensors_in(o)))
+    before = state()
+    trace = replay(scene)
+    assert trace.complete, trace.reason
+    assert not trace.reproduced
+    assert trace.backward
+    assert state() == before
 
 
 def test_inputs_written_since() -> None:
