@@ -24,7 +24,7 @@ def investigate(  # noqa: PLR0913 - what a finding is known by
     step: int,
     rank: int,
     directory: Path | None = None,
-    code: str = "NUM",
+    code: str | None = None,
     facts: Mapping[str, Any] | None = None,
     limit: int = LIMIT,
     seconds: float = SECONDS,
@@ -36,7 +36,7 @@ def investigate(  # noqa: PLR0913 - what a finding is known by
 
     Args:
         directory: the run directory; None writes no bundle, and neither does a limit of 0 bytes.
-        code: of the finding as far as it is known by now; it names the bundle.
+        code: of the finding, if it is known by now; it names the bundle. None takes what the replay suggests.
         facts: goes into the bundle (finding, scaler, command).
     """
     kept = scenes.of_step(step) or list(scenes.current)
@@ -51,7 +51,13 @@ def investigate(  # noqa: PLR0913 - what a finding is known by
         found["notes"] = [*found["notes"], f"the first {scenes.dropped} micro-batches of the step were not kept"]
     if directory is not None and limit > 0:
         previous = next((s for s in reversed(scenes.previous) if s not in kept), None)
-        document = {**(facts or {}), "code": code, "step": step, "rank": rank, "replay": trace.to_json()}
+        document = {
+            **(facts or {}),
+            "code": code or suggested_code(trace),
+            "step": step,
+            "rank": rank,
+            "replay": trace.to_json(),
+        }
         found |= _bundle(bundle_directory(directory, rank), scene, document, limit, previous)
     return dict(plain(found))
 
@@ -59,6 +65,14 @@ def investigate(  # noqa: PLR0913 - what a finding is known by
 def bundle_directory(directory: Path, rank: int) -> Path:
     """Return where a rank's bundles go: rank 0 writes the shared files, others only their own folder."""
     return directory / BUNDLES if rank == 0 else directory / RANKS / str(rank) / BUNDLES
+
+
+def suggested_code(trace: Trace) -> str:
+    """Return the code of the finding that a replay speaks for; `NUM` when it shows nothing."""
+    if trace.culprit is None:
+        return "NUM"
+    known = {"input": "NUM305", "parameter": "NUM304", "output-gradient": "NUM302"}
+    return known.get(trace.culprit.kind, "NUM301" if trace.culprit.phase == "forward" else "NUM303")
 
 
 def compact(trace: Trace) -> dict[str, Any]:
