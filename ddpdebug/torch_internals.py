@@ -291,26 +291,26 @@ def keep_hooks(module: torch.nn.Module, keep: Callable[[Any], bool]) -> None:
 
 
 @contextlib.contextmanager
-def without_global_hooks() -> Iterator[int]:
-    """Run without the hooks that were registered for all modules; yields how many they are."""
+def without_global_hooks() -> Iterator[list[Any]]:
+    """Run without the hooks that were registered for all modules; yields them."""
     owner: Any = torch.nn.modules.module
     names = [name for name in (*_GLOBAL_HOOKS, _GLOBAL_PRE_HOOKS) if hasattr(owner, name)]
     kept = [(name, dict(getattr(owner, name))) for name in names]
     try:
         for name, _ in kept:
             getattr(owner, name).clear()
-        yield sum(len(table) for _, table in kept)
+        yield [hook for _, table in kept for hook in table.values()]
     finally:
         for name, table in kept:
             getattr(owner, name).update(table)
 
 
 def syncs_statistics(module: torch.nn.Module) -> bool:
-    """Tell whether a module's forward communicates: SyncBatchNorm in training, over more than one rank."""
+    """Tell whether a module's forward communicates in training: SyncBatchNorm, over more than one rank."""
     if not _inherits(type(module), ("SyncBatchNorm",)) or not dist.is_initialized():
         return False
     group: Any = getattr(module, "process_group", None)
-    return module.training and dist.get_world_size(group) > 1
+    return dist.get_world_size(group) > 1
 
 
 def is_parallel(module: torch.nn.Module) -> str | None:

@@ -20,6 +20,7 @@ import torch
 from ddpdebug.errors import UsageError
 from ddpdebug.forensics.bundle import FORMAT, JSON_FILE, TENSOR_FILE
 from ddpdebug.probes.scene import Autocast, RandomState, Scene
+from ddpdebug.sinks.text import clean
 
 _MAX_JSON = 64 << 20
 _MAX_HEADER = 64 << 20
@@ -64,7 +65,6 @@ class Bundle:
             names=tuple(self.modes),
             modes=bytes(self.modes.values()),
             gradients=dict(self.gradients),
-            differentiable=tuple(self.gradients),
             partial=self.partial,
             ended=True,
         )
@@ -79,9 +79,9 @@ def read_bundle(path: Path) -> Bundle:
     try:
         return _bundle(path, document, tensors)
     except _MalformedError as error:
-        raise UsageError(f"{str(path)!r} is damaged: {error}") from None
+        raise UsageError(f"{str(path)!r} is damaged: {clean(error)}") from None
     except (KeyError, TypeError, ValueError, IndexError, OverflowError, RuntimeError) as error:
-        raise UsageError(f"{str(path)!r} is damaged: {type(error).__name__}: {error}") from None
+        raise UsageError(f"{str(path)!r} is damaged: {type(error).__name__}: {clean(error)}") from None
 
 
 class _MalformedError(Exception):
@@ -136,7 +136,7 @@ class _Tensors:
         except (safetensors.SafetensorError, OSError, ValueError, RuntimeError) as error:
             if isinstance(error, UsageError):
                 raise
-            raise UsageError(f"{str(file)!r} is cut off or damaged: {error}") from None
+            raise UsageError(f"{str(file)!r} is cut off or damaged: {clean(error)}") from None
 
     def get(self, reference: Any) -> torch.Tensor:
         """Return what a reference names."""

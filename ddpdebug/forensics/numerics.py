@@ -30,7 +30,7 @@ def investigate(  # noqa: PLR0913 - what a finding is known by
     step: int,
     rank: int,
     directory: Path | None = None,
-    code: str = "NUM",
+    code: str | None = None,
     facts: Mapping[str, Any] | None = None,
     limit: int = LIMIT,
     seconds: float = SECONDS,
@@ -42,7 +42,7 @@ def investigate(  # noqa: PLR0913 - what a finding is known by
 
     Args:
         directory: the run directory; None writes no bundle, and neither does a limit of 0 bytes.
-        code: of the finding as far as it is known by now; it names the bundle.
+        code: of the finding, if it is known by now; it names the bundle. None takes what the replay suggests.
         facts: goes into the bundle (finding, scaler, command).
     """
     kept = scenes.of_step(step) or list(scenes.current)
@@ -57,7 +57,13 @@ def investigate(  # noqa: PLR0913 - what a finding is known by
         found["notes"] = [*found["notes"], f"the first {scenes.dropped} micro-batches of the step were not kept"]
     if directory is not None and limit > 0:
         previous = next((s for s in reversed(scenes.previous) if s not in kept), None)
-        document = {**(facts or {}), "code": code, "step": step, "rank": rank, "replay": trace.to_json()}
+        document = {
+            **(facts or {}),
+            "code": code or suggested_code(trace),
+            "step": step,
+            "rank": rank,
+            "replay": trace.to_json(),
+        }
         found |= _bundle(bundle_directory(directory, rank), scene, document, limit, previous)
     return dict(plain(found))
 
@@ -110,6 +116,14 @@ def bundle_directory(directory: Path, rank: int) -> Path:
     return directory / BUNDLES if rank == 0 else directory / RANKS / str(rank) / BUNDLES
 
 
+def suggested_code(trace: Trace) -> str:
+    """Return the code of the finding that a replay speaks for; `NUM` when it shows nothing."""
+    if trace.culprit is None:
+        return "NUM"
+    known = {"input": "NUM305", "parameter": "NUM304", "output-gradient": "NUM302"}
+    return known.get(trace.culprit.kind, "NUM301" if trace.culprit.phase == "forward" else "NUM303")
+
+
 def compact(trace: Trace) -> dict[str, Any]:
     """Return what a finding says of a replay."""
     culprit = trace.culprit
@@ -127,7 +141,8 @@ def compact(trace: Trace) -> dict[str, Any]:
         return found
     return found | {
         "kind": culprit.kind,
-        "op": culprit.name,
+        "name": culprit.name,
+        "op": culprit.name if culprit.is_operation else None,
         "phase": culprit.phase,
         "value": culprit.value,
         "module": culprit.module,
@@ -135,7 +150,7 @@ def compact(trace: Trace) -> dict[str, Any]:
         "call": culprit.call,
         "node": culprit.node,
         "forward_op": culprit.forward_op,
-        "location": trace.location,
+        "location": trace.location if culprit.is_operation else None,
         "stack": culprit.stack,
         "operands": culprit.operands[:_MAX_OPERANDS],
         "made_of": None if culprit.made_of is None else _made_of(culprit.made_of.to_json()),

@@ -10,7 +10,7 @@ import contextlib
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,12 +125,12 @@ class _Replay:
         if lost := scene.lost():
             trace.reason = f"not all of the input was kept: {'; '.join(lost[:3])}"
             return
-        self._note_differences(module)
         modes = dict(zip(scene.names, map(bool, scene.modes), strict=False))
+        trace.reason = _refusal(module, modes)
+        if trace.reason is not None:
+            return
+        self._note_differences(module)
         with undisturbed(module, scene.buffers, modes) as stand_ins:
-            trace.reason = _refusal(module)
-            if trace.reason is not None:
-                return
             if stand_ins.hooks_left_out:
                 trace.notes.append(f"{stand_ins.hooks_left_out} hooks on modules were left out")
             tracer = Tracer(self._modules.where, stand_ins.protected, self._deadline)
@@ -315,12 +315,14 @@ class _ModuleStack:
         )
 
 
-def _refusal(module: torch.nn.Module) -> str | None:
+def _refusal(module: torch.nn.Module, modes: Mapping[str, bool]) -> str | None:
     """Return why a module cannot be run again by one rank."""
     for name, part in module.named_modules():
         if kind := internals.is_parallel(part):
             return f"{name or 'the model'} is a {kind}, whose forward communicates"
-        if internals.syncs_statistics(part):
+        if isinstance(part, torch.jit.ScriptModule):
+            return f"{name or 'the model'} is TorchScript, whose operations have no lines"
+        if modes.get(name, part.training) and internals.syncs_statistics(part):
             return f"{name or 'the model'} is a SyncBatchNorm in training, whose forward communicates"
     return None
 

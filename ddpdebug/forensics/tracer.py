@@ -59,6 +59,11 @@ class Origin:
         return self.value == "inf" and self.kind in {"literal", "buffer", "input", "tensor"}
 
     @property
+    def is_operation(self) -> bool:
+        """Tell whether an operation of the replay made them; otherwise they were there before."""
+        return self.kind in {"op", "literal", "uninitialised"}
+
+    @property
     def weak(self) -> bool:
         """Tell whether little is known: memory that nobody has written yet, or a way that cannot be followed."""
         return self.kind in {"uninitialised", "unknown"}

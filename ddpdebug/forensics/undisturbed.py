@@ -75,13 +75,13 @@ def undisturbed(
         stack.callback(stand_ins.protected.undo)
         for part in dict.fromkeys(module.modules()):
             stack.callback(_attributes(part))
-        stand_ins.hooks_left_out = stack.enter_context(internals.without_global_hooks())
+        left_out = stack.enter_context(internals.without_global_hooks())
         _put_in(module, stand_ins, buffers)
         for name, part in module.named_modules():
             part.training = modes.get(name, part.training)
-            before = len(internals.hooks_of(part))
-            internals.keep_hooks(part, _is_of_torch)
-            stand_ins.hooks_left_out += before - len(internals.hooks_of(part))
+            left_out += [hook for hook in internals.hooks_of(part) if not _is_computation(hook)]
+            internals.keep_hooks(part, _is_computation)
+        stand_ins.hooks_left_out = sum(not _module_of(hook).startswith("ddpdebug.") for hook in left_out)
         yield stand_ins
 
 
@@ -146,11 +146,14 @@ def _refill(container: Any, items_before: Any) -> None:
         container.update(items_before)
 
 
-def _is_of_torch(hook: object) -> bool:
-    """Tell whether a hook is part of the computation (weight norm, pruning) and not the user's or ours."""
+def _is_computation(hook: object) -> bool:
+    """Tell whether a hook is part of what the module computes (weight norm, pruning) and not the user's or ours."""
+    return _module_of(hook).startswith("torch.nn.")
+
+
+def _module_of(hook: object) -> str:
     inner = getattr(hook, "func", hook)
-    name = getattr(inner, "__module__", None) or type(inner).__module__
-    return str(name).startswith("torch.")
+    return str(getattr(inner, "__module__", None) or type(inner).__module__)
 
 
 def fresh_arguments(value: Any, protected: CopyOnWrite) -> Any:

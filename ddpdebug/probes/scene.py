@@ -6,6 +6,7 @@ is known. Outputs and graphs are never held. Small things are copied: random sta
 
 from __future__ import annotations
 
+import importlib
 import random
 import sys
 import weakref
@@ -73,7 +74,7 @@ class RandomState:
         if self.python is not None:
             random.setstate(self.python)
         if self.numpy is not None:
-            sys.modules["numpy.random"].set_state(self.numpy)
+            importlib.import_module("numpy.random").set_state(self.numpy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +110,7 @@ class Scene:
     called_at: tuple[str, int] | None = None  # file and line of the call
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # by the output's position
     gradients_lost: int = 0  # bytes
-    differentiable: tuple[int, ...] = ()  # positions of the outputs that have a gradient
+    room: list[int] = field(default_factory=lambda: [0])  # bytes for gradients, shared by the forwards of a step
     partial: bool = False  # an output's gradient lacks what flows through the other outputs
     after: int = 0  # the number of the first autograd node that was made after the forward
     ended: bool = False
@@ -132,13 +133,13 @@ class Scene:
         """Return what of the arguments was not kept."""
         return [f"{path}: {value.what}" for path, value in leaves((self.args, self.kwargs)) if isinstance(value, Lost)]
 
-    def keep_gradient(self, position: int, gradient: torch.Tensor, room: int) -> None:
+    def keep_gradient(self, position: int, gradient: torch.Tensor) -> None:
         """Keep an output's gradient by reference while the bound allows it."""
-        held = sum(g.untyped_storage().nbytes() for g in self.gradients.values())
         size = gradient.untyped_storage().nbytes()
-        if held + size > room:
+        if size > self.room[0]:
             self.gradients_lost += size
         else:
+            self.room[0] -= size
             self.gradients[position] = gradient
 
 
@@ -150,6 +151,7 @@ class Scenes:
         self.previous: deque[Scene] = deque(maxlen=MAX_SCENES)
         self.dropped = 0  # micro-batches of the current step that are no longer kept
         self._models: dict[int, _Model] = {}
+        self._room = [_GRADIENT_BYTES]
 
     def begin(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> None:
         """Note the beginning of a forward; only of one with gradients."""
@@ -168,6 +170,7 @@ class Scenes:
             autocast=Autocast.now(model.device),
             names=model.names,
             modes=model.modes(),
+            room=self._room,
             called_at=None if (frame := user_frame()) is None else (frame.f_code.co_filename, frame.f_lineno),
         )
         model.copy_buffers(scene)
@@ -188,15 +191,12 @@ class Scenes:
         if not torch.is_grad_enabled():
             return
         seen: set[int] = set()
-        positions = []
         for position, tensor in enumerate(tensors_in(output)):
             if tensor.grad_fn is None or id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            positions.append(position)
             scene.partial = scene.partial or internals.is_sink(tensor.grad_fn)
             tensor.register_hook(_KeepGradient(weakref.ref(scene), position))
-        scene.differentiable = tuple(positions)
 
     def next_step(self) -> None:
         """Make the current step's forwards the previous ones, without their gradients."""
@@ -206,7 +206,7 @@ class Scenes:
             scene.gradients.clear()
         self.current, self.previous = self.previous, self.current
         self.current.clear()
-        self.dropped = 0
+        self.dropped, self._room = 0, [_GRADIENT_BYTES]
 
     def clear(self) -> None:
         """Let go of everything."""
@@ -238,7 +238,7 @@ class _KeepGradient:
     def __call__(self, gradient: torch.Tensor) -> None:
         scene = self._scene()
         if scene is not None:
-            scene.keep_gradient(self._position, gradient, _GRADIENT_BYTES // MAX_SCENES)
+            scene.keep_gradient(self._position, gradient)
 
 
 class _Model:

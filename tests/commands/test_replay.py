@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -57,6 +60,9 @@ def fails():
 if __name__ == "__main__":
     raise SystemExit("this must not run")
 """
+
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 class Case:
@@ -238,6 +244,17 @@ def test_class_with_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     bundle = Case(tmp_path, kind="NeedsSize").bundle(_batch())
     assert main(["replay", bundle, "--script", "net.py"]) == 2
     assert "give --model file.py:function" in capsys.readouterr().err
+
+
+def test_in_another_process(case: Case, command: Command) -> None:
+    """A bundle is run by a process that has loaded nothing yet, and a script that fails there is told."""
+    np.random.seed(1)  # noqa: NPY002 - its state is a part of the bundle then
+    x = _batch()
+    x[2, 0] = 0
+    done = command("-m", "ddpdebug", "replay", case.bundle(x), "--script", "net.py")
+    assert done.returncode == 1, done.stderr
+    assert "aten.log.default makes inf, in forward" in done.stdout
+    assert done.stderr == ""
 
 
 def test_no_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

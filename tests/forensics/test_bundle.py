@@ -154,7 +154,7 @@ def test_place_of_other_ranks(tmp_path: Path) -> None:
     model, scenes = _run()
     paths = [investigate(scenes, step=0, rank=3, directory=tmp_path)["bundle"] for _ in range(5)]
     folder = tmp_path / "ranks" / "3" / "bundles"
-    assert paths[:2] == [str(folder / "NUM-step0-rank3"), str(folder / "NUM-step0-rank3-2")]
+    assert paths[:2] == [str(folder / "NUM303-step0-rank3"), str(folder / "NUM303-step0-rank3-2")]
     assert paths[4] is None
     assert [p.name for p in tmp_path.iterdir()] == ["ranks"]
     assert model is not None
@@ -171,8 +171,29 @@ def test_micro_batch(tmp_path: Path) -> None:
         scenes.end(model, output)
         output.sum().backward()
     found = investigate(scenes, step=0, rank=0)
-    assert (found["micro_batch"], found["kind"], found["op"]) == (9, "input", "args[0]")
+    assert (found["micro_batch"], found["kind"], found["name"]) == (9, "input", "args[0]")
+    assert (found["op"], found["location"]) == (None, None)
     assert "the first 3 micro-batches of the step were not kept" in found["notes"]
+
+
+@pytest.mark.parametrize(
+    "change, code",
+    [
+        (lambda model, x: x.fill_(torch.nan), "NUM305"),
+        (lambda model, x: model.bias.data.fill_(torch.inf), "NUM304"),
+        (lambda model, x: model.weight.data.fill_(3e38), "NUM301"),
+        (lambda model, x: None, "NUM"),
+    ],
+)
+def test_code(tmp_path: Path, change: Any, code: str) -> None:
+    """Without a finding's code the bundle is named by what the replay shows."""
+    scenes, model, x = Scenes(), nn.Linear(4, 4), torch.ones(3, 4)
+    with torch.no_grad():
+        change(model, x)
+    scenes.begin(model, (x,), {}, 2)
+    scenes.end(model, model(x))
+    found = investigate(scenes, step=2, rank=0, directory=tmp_path)
+    assert Path(found["bundle"]).name == f"{code}-step2-rank0"
 
 
 def test_nothing_kept() -> None:

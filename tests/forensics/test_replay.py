@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from ddpdebug.forensics.replay import Trace, replay
 from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.scene import Scene, Scenes
+from ddpdebug.probes.values import tensors_in
 
 
 def _line(function: Any, text: str) -> str:
@@ -492,6 +493,78 @@ def test_refuses_collectives(tmp_path: Any) -> None:
     assert "communicates (c10d.allreduce_" in str(trace.reason)
     assert not refused.complete
     assert "0 is a DistributedDataParallel" in str(refused.reason)
+
+
+def test_refuses_synchronised_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SyncBatchNorm in training over several ranks is refused with its name; in eval mode it does not communicate."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    model = nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4).eval())
+    scene = _scene(model, torch.randn(3, 4))
+    assert replay(scene).complete
+    scene.modes = bytes([1, 1, 1])
+    assert str(replay(scene).reason).startswith("1 is a SyncBatchNorm in training")
+
+
+def test_refuses_torchscript() -> None:
+    """What has no Python lines is refused."""
+    scene = _scene(nn.Sequential(torch.jit.trace(nn.Linear(4, 4), torch.randn(3, 4))), torch.randn(3, 4))
+    assert str(replay(scene).reason).startswith("0 is TorchScript")
+
+
+def test_computing_hooks_run() -> None:
+    """Hooks of torch that are part of the computation run, ours and the user's do not."""
+    model = nn.utils.weight_norm(nn.Linear(4, 4))
+    with torch.no_grad():
+        model.weight_v.zero_()
+    global_hook = nn.modules.module.register_module_forward_hook(lambda *_: fired.append(1))
+    fired: list[int] = []
+    try:
+        scene = _scene(model, torch.randn(3, 4))
+        fired.clear()
+        trace = replay(scene)
+        assert len(nn.modules.module._global_forward_hooks) == 1
+    finally:
+        global_hook.remove()
+    assert trace.culprit is not None
+    assert "_weight_norm_interface" in trace.culprit.name
+    assert fired == []
+    assert trace.notes == ["1 hooks on modules were left out"]
+
+
+_MODULES: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
+    "lstm": lambda: (nn.LSTM(4, 4, num_layers=2, dropout=0.5), torch.randn(3, 2, 4)),
+    "embedding with a largest norm": lambda: (nn.Embedding(8, 4, max_norm=0.1), torch.tensor([[1, 2], [3, 3]])),
+    "attention": lambda: (nn.TransformerEncoderLayer(4, 2, 8), torch.randn(3, 2, 4)),
+    "instance norm": lambda: (nn.InstanceNorm1d(4, affine=True, track_running_stats=True), torch.randn(3, 4, 5)),
+    "batch norm": lambda: (nn.BatchNorm2d(4, momentum=None), torch.randn(3, 4, 5, 5).requires_grad_()),
+    "spectral norm": lambda: (nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), torch.randn(3, 4)),
+    "weight norm": lambda: (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), torch.randn(3, 4)),
+    "shared": lambda: (nn.Sequential(*[nn.Linear(4, 4)] * 2, nn.RReLU(inplace=True)), torch.randn(3, 4)),
+    "half": lambda: (nn.Sequential(nn.Linear(4, 4), nn.GELU()).bfloat16(), torch.randn(3, 4).bfloat16()),
+    "complex": lambda: (nn.Linear(4, 4, dtype=torch.complex64), torch.randn(3, 4, dtype=torch.complex64)),
+}
+
+
+@pytest.mark.parametrize("case", _MODULES)
+def test_torch_modules(case: str) -> None:
+    """Torch's own modules run again on what they had, are finite, and are left as they were."""
+    torch.manual_seed(0)
+    model, x = _MODULES[case]()
+
+    def state() -> list[Any]:
+        tensors = [*model.parameters(), *model.buffers(), x]
+        values = [(id(t), t._version, t.detach().view(torch.uint8).tolist() if t.dim() else t.item()) for t in tensors]
+        grads = [None if t.grad is None else (id(t.grad), t.grad._version) for t in tensors]
+        return [values, grads, torch.get_rng_state().tolist(), {k: id(v) for k, v in vars(model).items()}]
+
+    scene = _scene(model, x, loss=lambda o: sum(abs(t).float().sum() for t in tensors_in(o)))
+    before = state()
+    trace = replay(scene)
+    assert trace.complete, trace.reason
+    assert not trace.reproduced
+    assert trace.backward
+    assert state() == before
 
 
 def test_inputs_written_since() -> None:

@@ -68,22 +68,22 @@ def test_outputs_and_models_are_not_kept() -> None:
 
 
 def test_gradients_of_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients are kept until the next step, up to a bound."""
+    """Gradients are kept until the next step, up to a bound for all micro-batches together."""
+    monkeypatch.setattr(scene_module, "_GRADIENT_BYTES", 70)
     scenes, model, x = Scenes(), nn.Linear(4, 4), torch.ones(2, 4)
-    for step, room in enumerate((1 << 20, 8)):
-        monkeypatch.setattr(scene_module, "_GRADIENT_BYTES", room)
-        scenes.begin(model, (x,), {}, step)
-        output = model(x)
-        scenes.end(model, output)
-        (output * 2).sum().backward()
-        scene = scenes.current[0]
-        if room > 8:
-            assert torch.equal(scene.gradients[0], torch.full((2, 4), 2.0))
-        else:
-            assert (scene.gradients, scene.gradients_lost) == ({}, 32)
+    for step in range(2):
+        for _ in range(3):
+            scenes.begin(model, (x,), {}, step)
+            output = model(x)
+            scenes.end(model, output)
+            (output * 2).sum().backward()
+        first, second, third = scenes.current
+        assert torch.equal(first.gradients[0], torch.full((2, 4), 2.0))
+        assert (len(second.gradients), second.gradients_lost) == (1, 0)
+        assert (len(third.gradients), third.gradients_lost) == (0, 32)
         scenes.next_step()
-        assert scenes.previous[0] is scene
-        assert scene.gradients == {}
+        assert list(scenes.previous) == [first, second, third]
+        assert first.gradients == {}
 
 
 def test_bounded() -> None:
