@@ -45,7 +45,7 @@ class NonfiniteRule(Detector):
     severity: ClassVar[Severity] = Severity.CRITICAL
     wants: ClassVar[tuple[str, ...]] = ("numerics",)
     group = "nonfinite"
-    stage: ClassVar[int] = 25
+    stage: ClassVar[int] = 15
 
     def symptom(self, step: Step) -> Labels | None:
         if self.config.get("guard") == "off" or step.any(Flag.SKIPPED):
