@@ -294,7 +294,8 @@ def _optimizer(step: Step, known: Mapping[int, Table]) -> Verdict | None:
     state = list(dict.fromkeys(f"{name}: {key}" for table in found for name, key in table["state"]))
     evidence = {"parameters": len(names), "state": state[:MAX_NAMES], "lr": step.rows[ranks[0]].lr}
     names = names or tuple(dict.fromkeys(text.partition(": ")[0] for text in state))
-    return Verdict(code="NUM304", ranks=ranks, subject=names, phase="optimizer", evidence=evidence)
+    phase = next((table["phase"] for table in found if table["phase"]), None)
+    return Verdict(code="NUM304", ranks=ranks, subject=names, phase=phase, evidence=evidence)
 
 
 def followed(code: str) -> tuple[str, ...]:
