@@ -282,9 +282,9 @@ class Numerics:
         if before:
             phase = None
             index, step = record.optimizer, record.step
-            if (
-                record.previous is not None and record.before_glance and list(record.previous) != record.before_glance()
-            ) or self._left.get(index) == step - 1 >= 0:
+            glances = None if record.before_glance is None else record.before_glance()
+            touched = glances is not None and list(record.previous or glances) != glances
+            if touched or self._left.get(index) == step - 1 >= 0:
                 phase = "outside-optimizer"
             elif self._clean.get(index) == step - 1 >= 0:
                 phase = "optimizer"
