@@ -19,11 +19,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ddpdebug
-from ddpdebug.probes import inputs, ranges
+from ddpdebug.observations import Flag
+from ddpdebug.probes import inputs, modules, ranges
 from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.looks import Looks
 from ddpdebug.probes.loss_line import line_of_loss
 from ddpdebug.probes.modules import ForwardProbe
+from ddpdebug.probes.numeric_detail import complete
+from ddpdebug.probes.record import StepRecord, Window
 
 NAN, INF = math.nan, math.inf
 FLOAT8 = [getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name)]
@@ -473,3 +476,49 @@ def test_compiled_models_are_not_hooked(watched: Callable[..., Any]) -> None:
     assert counter.frame_count == 1
     assert monitor.findings == []
     torch._dynamo.reset()
+
+
+# --- what is read later, from a device --------------------------------------------------------------------------------
+
+
+def test_ranges_that_are_read_later() -> None:
+    """What a device has measured is judged by the same measure: kinds, inputs, nearness to the limit."""
+
+    def pending(name: str, role: str, low: float, high: float, dtype: str = "float32") -> tuple[Any, ...]:
+        entry = {"module": name, "call": 0, "micro_batch": 0, "order": 1, "output": 0, "dtype": dtype, "shape": [2]}
+        return {**entry, "class": "Log", "usual": False, "role": role}, torch.tensor(low), torch.tensor(high)
+
+    read = modules._later(
+        [
+            pending("a", "output", -1.0, 1.0),
+            pending("b", "input", -4.0, INF),
+            pending("b", "output", NAN, NAN),
+            pending("c", "input", -2.0, 5.0),
+            pending("c", "output", -INF, 3.0),
+            pending("d", "output", -1.0, 6e4, "float16"),
+        ]
+    )
+    first, second, near = read()
+    assert (first["module"], first["kinds"], first["input_nonfinite"]) == ("b", ["NaN"], True)
+    assert (second["module"], second["kinds"], second["input_range"]) == ("c", ["-Inf"], [-2.0, 5.0])
+    assert (near["module"], near["near"], near["limit"]) == ("d", 6e4, 65504.0)
+
+
+def test_a_step_that_is_judged_later() -> None:
+    """The flags and the detail of a step on a device say the same as on the CPU."""
+    looks = Looks(later_outputs=[(torch.tensor(NAN), torch.tensor(NAN))])
+    looks.later_entries.append((torch.tensor(-1.0), torch.tensor(2.0)))
+    looks.later_inputs.append(lambda: [{"argument": "x", "kinds": ["NaN"], "samples": [], "count": None}])
+    bad = {"module": "a", "kinds": ["NaN"], "usual": False}
+    looks.later.append(lambda: [bad, {"module": "b", "dtype": "float16", "near": 6e4, "limit": 65504.0}])
+    looks.loss = {"value": NAN, "backward": "train.py:3", "expression": None, "micro_batch": 0, "operation": None}
+    window = Window(losses=[lambda: INF], looks=looks)
+    record = StepRecord(0, 3, Flag.CHECKED, window, names=["w", "v"], ids=[1, 2], slots={1: 0, 2: 1})
+    record.local, record.summed = (lambda: [1.0, INF]), [0, 1]
+    record.unsummed = frozenset({0, 1})
+    flags = complete(record, looks)()
+    assert flags == Flag.FORWARD_NONFINITE | Flag.INPUT_NONFINITE | Flag.NEAR_OVERFLOW
+    detail = record.numerics
+    assert (detail["loss"]["value"], detail["output_finite"], detail["local"]) == (INF, False, ["v"])
+    assert detail["entry"] == {"finite": True, "range": [-1.0, 2.0]}
+    assert (detail["forward"], detail["near"][0]["module"]) == ([bad], "b")

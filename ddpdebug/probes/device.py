@@ -56,7 +56,8 @@ def numbers(scalars: Sequence[torch.Tensor]) -> LaterFloats:
         return list
     if scalars[0].device.type == "cpu":
         return lambda: [float(s) for s in scalars]
-    stacked = torch.stack([s.to(torch.float64) for s in scalars])
+    alike = all(s.dtype == scalars[0].dtype for s in scalars)  # then a launch each is saved
+    stacked = torch.stack(list(scalars)).to(torch.float64) if alike else torch.stack([s.double() for s in scalars])
     host, wait = _detached_copy(stacked)
 
     def read() -> list[float]:

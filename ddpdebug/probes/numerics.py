@@ -35,6 +35,8 @@ _MAX_NAMES = 64
 #: Parameters and state up to this size are looked at after every checked step; of larger ones a share in turn.
 _SMALL_BYTES = 4 << 20
 _SHARES = 8
+#: Parameters up to this size are looked at before every checked step as well, which tells who changed them.
+_TINY_BYTES = 1 << 20
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 
 
@@ -57,6 +59,8 @@ class Numerics:
         self._known: dict[int, set[str]] = {}  # optimizer -> parameters and state that are non-finite already
         self._compiled = False
         self._device_of: tuple[list[torch.Tensor] | None, bool] = (None, True)
+        self._verified: dict[int, int] = {}  # optimizer -> last step before which all parameters were looked at
+        self._left: dict[int, int] = {}  # optimizer -> last step that left only finite parameters, as far as all
         self._lines: dict[tuple[str, int], str | None] = {}
 
     # --- forward ------------------------------------------------------------------------------------------------------
@@ -247,12 +251,16 @@ class Numerics:
     def _before(self, watch: OptimizerWatch, record: StepRecord, *, thoroughly: bool) -> list[str]:
         """Return the parameters that are non-finite although no optimizer has touched them in this step.
 
-        In the first step and where something is wrong all are looked at, otherwise those that were bad before.
+        All are looked at where they are few, in the first step and where something is wrong, otherwise those that were
+        bad before.
         """
         known = self._known.get(watch.index)
-        thoroughly = thoroughly or bool(record.flags & Flag.FIRST)
+        small = record.flags & Flag.CHECKED and sum(p.nbytes for p in watch.params) <= _TINY_BYTES
+        thoroughly = thoroughly or bool(record.flags & Flag.FIRST or small)
         if record.flags & Flag.CLOSURE or watch.ref is None or not (thoroughly or known):
             return []
+        if thoroughly:
+            self._verified[watch.index] = watch.step
         module = record.window.looks.module
         root = module() if module is not None else None
         rows = list(zip(watch.names, watch.params, strict=True))
@@ -276,7 +284,9 @@ class Numerics:
         if before:
             phase = None
             index, step = record.optimizer, record.step
-            if record.previous is not None and record.before_glance and list(record.previous) != record.before_glance():
+            glances = None if record.before_glance is None else record.before_glance()
+            touched = glances is not None and list(record.previous or glances) != glances
+            if touched or self._left.get(index) == step - 1 >= 0:
                 phase = "outside-optimizer"
             elif self._clean.get(index) == step - 1 >= 0:
                 phase = "optimizer"
@@ -303,10 +313,14 @@ class Numerics:
             turn = record.step % _SHARES
             slots = {name: watch.slots[id(p)] for name, p in zip(watch.names, watch.params, strict=True)}
             rows = [(key, t) for key, t in rows if slots.get(key[0], 0) % _SHARES == turn]
+        else:
+            self._left[watch.index] = watch.step
         bad = [rows[i][0] for i in ranges.nonfinite([t for _, t in rows])]
         known = self._known.setdefault(watch.index, set())
         new = [key for key in bad if ":".join(key) not in known]
         known.update(":".join(key) for key in bad)
+        if bad:
+            self._left.pop(watch.index, None)
         if not new:
             return
         record.flags |= Flag.STEP_NONFINITE
@@ -316,5 +330,5 @@ class Numerics:
             "before": record.numerics["parameters"]["before"],
             "after": [key[0] for key in new if len(key) == 1][:_MAX_NAMES],
             "state": [list(key) for key in new if len(key) == 2][:_MAX_NAMES],
-            "phase": "optimizer",
+            "phase": "optimizer" if self._verified.get(watch.index) == watch.step else None,
         }

@@ -26,6 +26,7 @@ SCRIPTS: dict[str, tuple[str, list[str], int]] = {
     "DataLoader workers by fork and by spawn": ("loader_workers.py", [], 2),
     "a script that starts its own ranks": ("starts_processes.py", [], 1),
     "groups and models that come and go": ("groups_come_and_go.py", [], 2),
+    "nested outputs, shared modules, masks of -inf, checkpointing": ("numerics.py", ["none", "adamw"], 2),
     "one process without a group": ("one_process.py", [], 1),
 }
 #: Also with sampling, which in runs as short as these differs little from checking every step.

@@ -45,7 +45,7 @@ class NonfiniteRule(Detector):
     severity: ClassVar[Severity] = Severity.CRITICAL
     wants: ClassVar[tuple[str, ...]] = ("numerics",)
     group = "nonfinite"
-    stage: ClassVar[int] = 25
+    stage: ClassVar[int] = 15
 
     def symptom(self, step: Step) -> Labels | None:
         if self.config.get("guard") == "off" or step.any(Flag.SKIPPED):
@@ -177,8 +177,13 @@ def _input(step: Step, known: Mapping[int, Table]) -> Verdict | None:
 
 def _forward(step: Step, known: Mapping[int, Table]) -> Verdict | None:
     def guilty(rank: int, table: Table) -> bool:
-        lost = _has(step, rank, Flag.LOSS_NONFINITE)
-        return lost and (first_call(table) is not None or table.get("output_finite") is False)
+        made = first_call(table)
+        if _has(step, rank, Flag.LOSS_NONFINITE):
+            return made is not None or table.get("output_finite") is False
+        # what was masked on its way to the loss comes back in backward
+        alone = step.any(Flag.NO_DDP) or len(step.rows) == 1
+        lost = _has(step, rank, Flag.LOCAL_GRADS_NONFINITE | (Flag.GRADS_NONFINITE if alone else Flag(0)))
+        return lost and made is not None and bool(set(made["kinds"]) - {"-Inf"})
 
     ranks = _with(step, known, guilty)
     if not ranks:
@@ -194,6 +199,8 @@ def _forward(step: Step, known: Mapping[int, Table]) -> Verdict | None:
     evidence = {**about(calls[first[0]]), "also_on": [rank for rank in ranks if rank not in first]}
     before = [call["module"] for call in known[first[0]]["forward"] if call["kinds"] == ["-Inf"]]
     evidence["minus_inf_before_in"] = before[:4]
+    if not step.any(Flag.LOSS_NONFINITE):
+        evidence["loss"] = "finite: it was masked on the way, and came back in backward"
     return Verdict(code="NUM301", ranks=first, subject=names, phase="forward", evidence=evidence)
 
 
@@ -288,7 +295,8 @@ def _optimizer(step: Step, known: Mapping[int, Table]) -> Verdict | None:
     state = list(dict.fromkeys(f"{name}: {key}" for table in found for name, key in table["state"]))
     evidence = {"parameters": len(names), "state": state[:MAX_NAMES], "lr": step.rows[ranks[0]].lr}
     names = names or tuple(dict.fromkeys(text.partition(": ")[0] for text in state))
-    return Verdict(code="NUM304", ranks=ranks, subject=names, phase="optimizer", evidence=evidence)
+    phase = next((table["phase"] for table in found if table["phase"]), None)
+    return Verdict(code="NUM304", ranks=ranks, subject=names, phase=phase, evidence=evidence)
 
 
 def followed(code: str) -> tuple[str, ...]:

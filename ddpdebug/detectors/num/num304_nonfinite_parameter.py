@@ -44,7 +44,7 @@ class NonfiniteParameter(NonfiniteRule):
 
     code = "NUM304"
     title = "a parameter or optimizer state is non-finite although the gradients were finite"
-    follows = ("RANK101", *followed(code))
+    follows = followed(code)
     fires_on = (
         (step_at(7, flags=Flag.STEP_NONFINITE, numerics=_AFTER),),
         (step_at(7, odd=_BEFORE, numerics={2: seen(parameters=_FOUND)}),),

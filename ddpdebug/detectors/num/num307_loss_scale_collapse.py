@@ -30,6 +30,7 @@ _START: dict[str, Any] = {"flags": Flag.SKIPPED}
 @dataclass(slots=True)
 class _Past:
     settled: bool = False
+    since: int = 0  # first of the steps in a row that were skipped
     skips: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
     highest: float = 0.0
     scales: list[tuple[int, float]] = field(default_factory=list)  # where it changed
@@ -98,13 +99,15 @@ class LossScaleCollapse(Detector):
         if not past.scales or past.scales[-1][1] != scale:
             past.scales = [*past.scales[1 - _MAX_HISTORY :], (step.step, scale)]
         past.settled = past.settled or not skipped
+        past.since = past.since if skipped else step.step + 1
         if past.settled:
             past.skips.append(skipped)
         collapsed = skipped and scale <= _COLLAPSED and past.highest >= _FALL * scale
         often = len(past.skips) == WINDOW and sum(past.skips) > _SHARE * WINDOW
         if collapsed or often:
             yield self.finding(
-                step=step.step,
+                step=past.since if collapsed else step.step,
+                last_step=step.step,
                 ranks=tuple(step.rows),
                 subject=("loss scale",),
                 phase="collapsed" if collapsed else "skips",

@@ -67,7 +67,7 @@ class ParametersDiffer(Detector):
     title = "parameters differ between ranks"
     wants = ("parameters",)
     follows = (
-        *("RANK103", "RANK104", "RANK105", "RANK109", "RANK112"),
+        *("NUM304", "RANK103", "RANK104", "RANK105", "RANK109", "RANK112"),
         *("SYNC201", "SYNC202", "SYNC203", "SYNC205", "SYNC206", "SYNC208", "SYNC211"),
     )
     stage = 50
@@ -109,8 +109,9 @@ class ParametersDiffer(Detector):
         return self.stage if finding.phase == "optimizer" else 20
 
     def folds(self, finding: Finding, cause: Finding) -> bool:
-        # Who changed parameters between two steps did so whatever else is wrong, unless the steps are not the same.
-        return "changed_on" not in finding.evidence or cause.code in {"RANK105", "RANK112"}
+        # Who changed parameters between two steps did so whatever else is wrong, unless the steps are not the same, or
+        # what was written is NaN on one rank, which names it.
+        return "changed_on" not in finding.evidence or cause.code in {"NUM304", "RANK105", "RANK112"}
 
     def detect(self, step: Step) -> Iterator[Finding]:
         shown = self.symptom(step)
