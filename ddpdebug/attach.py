@@ -54,3 +54,10 @@ def watch(
     if isinstance(model, DistributedDataParallel):
         monitor.guard.run("probe:wrapper", monitor.recorder.wrapped, model)
     return monitor
+
+
+def expect_growth(what: str, size: int | None = None) -> None:
+    """Declare memory that grows on purpose, as `Monitor.expect_growth`; does nothing where no monitor is attached."""
+    monitor = current()
+    if monitor is not None:
+        monitor.expect_growth(what, size)

@@ -26,6 +26,11 @@ class Guard:
         self._depth = 0
         self._entered = 0.0
 
+    @property
+    def active(self) -> bool:
+        """Tell whether a probe runs."""
+        return self._depth > 0
+
     def elapsed(self) -> float:
         """Return the seconds spent so far, the current probe included."""
         return self.seconds + (time.perf_counter() - self._entered if self._depth else 0.0)
@@ -61,8 +66,8 @@ def user_location(start: FrameType | None = None) -> str | None:
     current: FrameType | None = frame
     while current is not None:
         name = current.f_code.co_filename
-        if _is_user_file(name):
-            return f"{_shorten(name)}:{current.f_lineno}"
+        if is_user_file(name):
+            return f"{shorten(name)}:{current.f_lineno}"
         current = current.f_back
     return None
 
@@ -70,7 +75,8 @@ def user_location(start: FrameType | None = None) -> str | None:
 _seen: dict[str, bool] = {}
 
 
-def _is_user_file(name: str) -> bool:
+def is_user_file(name: str) -> bool:
+    """Tell whether a file is the user's: not ddpdebug's, not a library's."""
     known = _seen.get(name)
     if known is None:
         libraries = (_OWN, "<", sys.base_prefix + "/lib/python", sys.prefix + "/lib/python")
@@ -79,7 +85,8 @@ def _is_user_file(name: str) -> bool:
     return known
 
 
-def _shorten(name: str) -> str:
+def shorten(name: str) -> str:
+    """Return a file's path from the current directory, if it lies below it."""
     try:
         return str(Path(name).resolve().relative_to(Path.cwd()))
     except (ValueError, OSError):

@@ -118,7 +118,11 @@ def _forward(patches: Patches, original: Any) -> Any:
         recorder.stop_here()
         run("probe:broadcast", recorder.note_broadcast, self)
         started = run("probe:forward", recorder.begin_forward, self, args, kwargs) or 0.0
-        output = original(self, *args, **kwargs)
+        try:
+            output = original(self, *args, **kwargs)
+        except Exception as error:
+            run("probe:memory", recorder.memory.failed, error)
+            raise
         run("probe:forward", recorder.end_forward, self, output, started)
         return output
 
@@ -172,6 +176,9 @@ def _backward(patches: Patches, original: Any) -> Any:
         started = run("probe:backward", recorder.begin_backward, tensors) or time.perf_counter()
         try:
             return original(tensors, *args, **kwargs)
+        except Exception as error:
+            run("probe:memory", recorder.memory.failed, error)
+            raise
         finally:
             run("probe:backward", recorder.end_backward, started)
 
@@ -253,7 +260,9 @@ def _init_process_group(patches: Patches, original: Any) -> Any:
 def _loader_iter(patches: Patches, original: Any) -> Any:
     def __iter__(self: Any) -> Any:  # noqa: N807
         patches.recorder.guard.run("probe:loader", patches.loaders.begin, self)
-        return original(self)
+        iterator = original(self)
+        patches.recorder.guard.run("probe:loader", patches.loaders.began, iterator)
+        return iterator
 
     return __iter__
 

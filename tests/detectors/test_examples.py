@@ -27,6 +27,9 @@ PROMISED = {
     "DATA901": Severity.ERROR,
     "DATA910": Severity.ERROR,
     "DATA902": Severity.WARNING,
+    "MEM401": Severity.CRITICAL,
+    "MEM403": Severity.ERROR,
+    **dict.fromkeys([f"MEM40{i}" for i in (2, 4, 5, 6)], Severity.WARNING),
 }
 
 
