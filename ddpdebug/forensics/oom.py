@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -136,7 +136,7 @@ class Reports:
         sample = failure.sample if failure is not None else memory.provider.sample()
         on_device = bool(sample.device_allocated_bytes)
         used = sample.device_allocated_bytes or sample.host_private_bytes
-        split, largest = split_of(recorder, used, host=not on_device)
+        split, largest = split_of(recorder, used)
         names = module_names(recorder)
         modules = failure.modules.items() if failure is not None else ()
         return {
@@ -195,14 +195,18 @@ def where(error: BaseException, recorder: Recorder) -> dict[str, Any]:
     """Return phase, module and line, read from the frames that the error has left: costs nothing before it happens."""
     names = module_names(recorder)
     phase, module, line = None, None, None
-    for frame in _frames(error.__traceback__):
+    for frame in _callers(error.__traceback__):  # where it was caught lies above what it has left
+        if is_user_file(frame.f_code.co_filename):
+            line = f"{shorten(frame.f_code.co_filename)}:{frame.f_lineno}"
+            break
+    for frame, number in _frames(error.__traceback__):
         file, function = frame.f_code.co_filename, frame.f_code.co_name
         if "/torch/optim/" in file:
             phase = "optimizer"
         elif "/torch/autograd/" in file and function in {"backward", "grad", "_engine_run_backward"}:
             phase = "backward"
         elif is_user_file(file):
-            line = f"{shorten(file)}:{frame.f_lineno}"
+            line = f"{shorten(file)}:{number}"
         if function in {"forward", "_call_impl", "_wrapped_call_impl"}:
             running = frame.f_locals.get("self")
             release_locals(frame)
@@ -214,10 +218,17 @@ def where(error: BaseException, recorder: Recorder) -> dict[str, Any]:
     return {"phase": phase or "between", "module": module, "location": line}
 
 
-def _frames(trace: TracebackType | None) -> Iterator[Any]:
+def _frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
     while trace is not None:
-        yield trace.tb_frame
+        yield trace.tb_frame, trace.tb_lineno
         trace = trace.tb_next
+
+
+def _callers(trace: TracebackType | None) -> Iterator[FrameType]:
+    frame = None if trace is None else trace.tb_frame.f_back
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _backward_module(recorder: Recorder) -> str | None:
@@ -259,13 +270,16 @@ def module_names(recorder: Recorder) -> dict[int, str]:
     return names
 
 
-def split_of(recorder: Recorder, used: int, *, host: bool) -> tuple[dict[str, int], dict[str, str]]:
+def split_of(recorder: Recorder, used: int) -> tuple[dict[str, int], dict[str, str]]:
     """Return bytes by kind (what is left is `other`: activations, buckets, caches), and the largest modules."""
     sizes = Counter[str]()
     modules = Counter[str]()
     seen: set[int] = set()
-    for kind, name, tensor in (*_of_models(recorder), *_of_optimizers(recorder)):
-        if isinstance(tensor, torch.Tensor) and id(tensor) not in seen and (tensor.device.type == "cpu") == host:
+    found = [*_of_models(recorder), *_of_optimizers(recorder)]
+    main = Counter(t.device.type for kind, _, t in found if kind == "parameters").most_common(1)
+    for kind, name, tensor in found:
+        here = isinstance(tensor, torch.Tensor) and tensor.device.type == main[0][0]
+        if here and id(tensor) not in seen:
             seen.add(id(tensor))
             sizes[kind] += tensor.nbytes
             modules[name.rpartition(".")[0] or name] += tensor.nbytes

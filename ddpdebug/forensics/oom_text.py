@@ -33,7 +33,8 @@ def render(summary: Mapping[str, Any], explanation: Explanation | None, table: s
 def _head(summary: Mapping[str, Any]) -> str:
     what = "an allocation failed" if summary.get("failed") else "an allocation failed on another rank"
     place = [f"rank {summary['rank']}", f"step {summary['step']}", str(summary.get("phase") or "")]
-    place += [clean(summary[key], 160) for key in ("module", "operation", "location") if summary.get(key)]
+    place += [f"module {clean(summary['module'], 160)}"] if summary.get("module") else []
+    place += [clean(summary[key], 160) for key in ("operation", "location") if summary.get(key)]
     return f"{what}: {' · '.join(part for part in place if part)}"
 
 
