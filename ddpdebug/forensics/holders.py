@@ -181,7 +181,7 @@ class Search:
         elif issubclass(kind, FrameType | GeneratorType):
             yield from _frame_items(value if issubclass(kind, FrameType) else value.gi_frame)
         elif issubclass(kind, BaseException):
-            yield from _traceback(value)
+            yield from _traceback(value, place)
         else:
             yield from _attributes(value, place)
 
@@ -278,14 +278,21 @@ def _closure(function: FunctionType, place: _Place) -> Iterator[tuple[Any, _Plac
         yield value, place
 
 
-def _traceback(error: BaseException) -> Iterator[tuple[Any, _Place]]:
+def _traceback(error: BaseException, place: _Place) -> Iterator[tuple[Any, _Place]]:
+    """Yield the variables of the functions that an exception has left: its traceback keeps them."""
+    if " (traceback" not in place.name:
+        name = f"{place.name} (tracebacks)" if place.collapsed else f"{place.name} (traceback)"
+        if place.collapsed:
+            place.name = name
+        else:
+            place = place.below(name, place.variable)
     trace = error.__traceback__
     for _ in range(_MAX_DEPTH):
         if trace is None:
             return
-        for value, place in _frame_items(trace.tb_frame):
-            yield value, place.below(f"{place.name} (kept by the traceback of {type(error).__name__})", place.variable)
-        release_locals(trace.tb_frame)
+        if trace.tb_frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # the others' variables are globals
+            yield from ((value, place) for value, _ in _frame_items(trace.tb_frame))
+            release_locals(trace.tb_frame)
         trace = trace.tb_next
 
 

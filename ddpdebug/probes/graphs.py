@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 _KEY = "ddpdebug"
+_MAX_HOPS = 256
 
 
 class _Mark:
@@ -37,7 +38,15 @@ class LiveGraphs:
         self._alive: dict[int, int] = {}  # step -> marks
 
     def mark(self, node: Any) -> None:
-        """Follow the life of a graph's node."""
+        """Follow the life of a graph, given a node far down in it.
+
+        The mark lies as far up as a short walk leads: whatever tensor of the graph is kept keeps what is above it.
+        """
+        for _ in range(_MAX_HOPS):
+            further = next((above for above, _ in node.next_functions if _is_inner(above)), None)
+            if further is None:
+                break
+            node = further
         try:
             metadata = node.metadata
         except (AttributeError, RuntimeError):  # a custom function of an old style has none
@@ -50,6 +59,11 @@ class LiveGraphs:
         count = len(self._alive) - (self._step in self._alive)
         self._step += 1
         return count
+
+
+def _is_inner(node: Any) -> bool:
+    """Tell whether a node belongs to one pass only, unlike that of a parameter."""
+    return node is not None and not hasattr(node, "variable")
 
 
 def marked_step(node: Any) -> int | None:

@@ -45,7 +45,7 @@ for step in range(3):
     opt.zero_grad(set_to_none=False)
     loss.backward()
     if step == 0:
-        bound(100 << 20)
+        bound(200 << 20)
     opt.step()
     track.append(loss.item())
 first, final = track[0], track[-1]

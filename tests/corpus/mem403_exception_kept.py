@@ -5,7 +5,7 @@
 # expect.ranks: all
 # expect.subject: traceback
 # expect.step: 0
-# expect.step_slack: 12
+# expect.step_slack: 2
 # plain_pytorch: silent
 """Every batch is checked after the forward; the errors go on a list to be counted at the end."""
 import os

@@ -42,7 +42,7 @@ opt = torch.optim.Adam(ddp.parameters(), lr=1e-3)
 gen = torch.Generator().manual_seed(180 + rank)
 track = []
 for step in range(44):
-    length = 2400 if FAULT and rank == 3 else 64 + 8 * (step % 5)
+    length = 1300 if FAULT and rank == 3 else 64 + 8 * (step % 5)
     tokens = torch.randint(0, 200, (64, length), generator=gen)
     loss = nn.functional.cross_entropy(ddp(tokens), (tokens[:, 0] > 99).long())
     opt.zero_grad()

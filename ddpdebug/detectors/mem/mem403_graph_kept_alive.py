@@ -9,6 +9,8 @@ from ddpdebug.detectors.base import Detector
 from ddpdebug.detectors.examples import growing, holders
 from ddpdebug.detectors.mem.growth import (
     MIB,
+    MIN_DEVICE,
+    MIN_HOST,
     PATIENCE,
     Growth,
     best_holder,
@@ -112,7 +114,7 @@ class GraphKeptAlive(Detector):
             fell = row.live_graphs < count
             low, since = (row.live_graphs, step.step) if fell else (low, since)
             self._counts[rank] = row.live_graphs, low, since
-            growth = self._growth.setdefault(rank, Growth())
+            growth = self._growth.setdefault(rank, Growth(MIN_DEVICE if row.device_allocated_bytes else MIN_HOST))
             growth.add(step.step, used(row), declared_bytes(step, rank))
 
     def _kept(self, step: Step) -> tuple[int, ...]:
