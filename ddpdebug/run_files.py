@@ -11,6 +11,7 @@ cut off or malformed, check every type, and never read beyond fixed bounds. This
 | `observations.jsonl`, `observations.00001.jsonl`, ... | rank 0 | details and facts, with their place among the rows |
 | `ranks/<rank>/outcome.json` | each rank | how this rank ended |
 | `ranks/<rank>/trouble.jsonl` | each rank | parts of ddpdebug that failed |
+| `ranks/<rank>/memory/` | each rank | summaries of failed allocations, see `forensics/oom.py` |
 
 Of `steps` and `observations` the first file and the newest are kept, at most `CAP_BYTES` together.
 """

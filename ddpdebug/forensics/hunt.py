@@ -29,6 +29,7 @@ class HolderHunt:
         self._wanted = False
         self._result: Mapping[str, Any] | None = None
         self._graphs = 0  # that were alive when the result was found
+        self._over = False  # most of these are gone: a new suspicion has another cause
         recorder.memory.holders_known, recorder.memory.holders = self.known, lambda: self._result
 
     def learn(self, step: Step) -> None:
@@ -39,13 +40,13 @@ class HolderHunt:
             used = row.device_allocated_bytes or row.host_private_bytes
             self._first.setdefault(rank, used)
             self._now[rank] = row.live_graphs, used - self._first[rank]
+        self._over |= 2 * self._now.get(self.rank, (0, 0))[0] < self._graphs
 
     def known(self) -> bool:
         """Tell whether there is an answer, and arrange for one if it is this rank's turn."""
         if self.chosen() != self.rank:
             return True
-        fewer = self._graphs > 0 and 2 * self._now.get(self.rank, (0, 0))[0] < self._graphs
-        if self._result is not None and not fewer:  # the same cause
+        if self._result is not None and not self._over:  # the same cause
             return True
         self._wanted = self.searches < MAX_SEARCHES
         return not self._wanted
@@ -62,7 +63,7 @@ class HolderHunt:
         """Search if that is wanted; on the training thread, at the end of a step."""
         if not self._wanted:
             return
-        self._wanted = False
+        self._wanted = self._over = False
         self.searches += 1
         self._graphs = self._now.get(self.rank, (0, 0))[0]
         self._result = search(known_tensors(self._recorder), sys._getframe(1))  # noqa: SLF001 - to walk the stack
