@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 _KEY = "ddpdebug"
-_MAX_HOPS = 256
+_MAX_HOPS = 64
 
 
 class _Mark:
@@ -42,7 +42,8 @@ class LiveGraphs:
 
         The mark lies as far up as a short walk leads: whatever tensor of the graph is kept keeps what is above it.
         """
-        for _ in range(_MAX_HOPS):
+        known = self._step in self._alive  # a loss lies below the output that was marked
+        for _ in range(0 if known else _MAX_HOPS):
             further = next((above for above, _ in node.next_functions if _is_inner(above)), None)
             if further is None:
                 break

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ WARM_UP = 8
 BLOCKS = 6
 #: Steps in a block: short ones for what fills memory within minutes, long ones for slow leaks.
 BLOCK_STEPS = (8, 64, 512)
-#: Every block must bring at least this share of the median block's growth, all of them together this much, and this
+#: Every block must bring at least this share of the mean block's growth, all of them together this much, and this
 #: share of what is used: less is noise of the allocator, or does no harm within a day.
 _STEADY = 0.3
 MIN_DEVICE = 8 * MIB
@@ -74,10 +73,11 @@ class _Scale:
             return None
         values = [value for _, value in self.minima]
         rises = [after - before for before, after in pairwise(values)]
-        middle, grown = statistics.median(rises), values[-1] - values[0]
-        if grown < max(self.least, _MIN_SHARE * values[-1]) or min(rises) < _STEADY * middle or min(rises) <= 0:
+        grown = values[-1] - values[0]
+        mean = grown / len(rises)  # not the median: it forgets a warm-up that brought most of the growth
+        if grown < max(self.least, _MIN_SHARE * values[-1]) or min(rises) < _STEADY * mean:
             return None
-        return Trend(per_step=middle / self.size, grown=grown, since=self.minima[0][0])
+        return Trend(per_step=mean / self.size, grown=grown, since=self.minima[0][0])
 
     def stopped(self, trend: Trend) -> bool:
         """Tell whether the last two blocks no longer follow a trend."""

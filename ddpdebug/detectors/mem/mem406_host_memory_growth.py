@@ -46,6 +46,7 @@ class HostMemoryGrowth(GrowthRule):
     )
     silent_on = (
         growing("host_private_bytes", lambda step: 300 * MIB + 3 * MIB * min(step, 40), 90),
+        growing("host_private_bytes", lambda step: 300 * MIB + 3 * MIB * min(step, 24) + MIB // 30 * step, 90),
         growing("host_private_bytes", lambda step: 300 * MIB + MIB // 8 * step, 90),  # too little to tell from noise
         growing("host_private_bytes", lambda step: 300 * MIB + MIB * step, 70, declared=None),
     )
