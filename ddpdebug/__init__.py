@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddpdebug.attach import watch
+    from ddpdebug.attach import expect_growth, watch
     from ddpdebug.errors import DdpdebugError, FindingError, UsageError
     from ddpdebug.findings import Finding, Severity
     from ddpdebug.monitor import Monitor
@@ -25,6 +25,7 @@ _HOMES = {
     "Monitor": "ddpdebug.monitor",
     "Severity": "ddpdebug.findings",
     "UsageError": "ddpdebug.errors",
+    "expect_growth": "ddpdebug.attach",
     "watch": "ddpdebug.attach",
 }
 
@@ -36,6 +37,7 @@ __all__ = [
     "Monitor",
     "Severity",
     "UsageError",
+    "expect_growth",
     "watch",
 ]
 

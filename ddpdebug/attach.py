@@ -57,3 +57,10 @@ def watch(
     elif isinstance(model, torch.nn.Module):
         monitor.guard.run("probe:modules", monitor.patches.watch_module, internals.unwrap_compiled(model))
     return monitor
+
+
+def expect_growth(what: str, size: int | None = None) -> None:
+    """Declare memory that grows on purpose, as `Monitor.expect_growth`; does nothing where no monitor is attached."""
+    monitor = current()
+    if monitor is not None:
+        monitor.expect_growth(what, size)

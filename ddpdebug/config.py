@@ -188,6 +188,18 @@ class Config:
         "an integer from 0 up",
         "Largest replay bundle in MiB; what does not fit is left out of it, and 0 writes none.",
     )
+    memory_history: str = _option(
+        "off",
+        _one_of("off", "light", "full"),
+        "'off', 'light' or 'full'",
+        "Record CUDA's allocations for the snapshot at an out-of-memory error: what is allocated, or every event.",
+    )
+    memory_limit: int = _option(
+        0,
+        _integer(0),
+        "bytes from 0 up",
+        "Raise an out-of-memory error where CPU tensors exceed so many bytes, as a small device would; 0 is never.",
+    )
     quiet: bool = _option(
         False,
         _switch,

@@ -52,6 +52,9 @@ Details of one step (kind -> JSON of one rank):
                "near": [{"module": path, "dtype": str, "largest": float, "limit": float,
                          "history": [[step, largest], ...]}],
                "replay": null | what the replay of the step has found}
+`holders`     {"holders": [{"name": "losses", "kind": "list", "entries": int | null, "function": "train" | null,
+              "location": "train.py:58", "graphs": int, "tensors": int, "bytes": int}], "visits": int} of the one rank
+              that searched (forensics/holders.py); `graphs`: steps whose autograd graphs hang there
 `element`     {"name": str, "index": [int, ...], "value": float, "step": int} see forensics/elements.py
 
 Announcements (topic -> JSON of one rank), compared once all ranks have spoken:
@@ -61,12 +64,15 @@ Announcements (topic -> JSON of one rank), compared once all ranks have spoken:
 `loader:<k>`     {"sampler": class name, "distributed": bool, "replicas": int, "rank": int, "seed": int, "epoch": int,
                  "shuffle": bool, "drop_last": bool, "length": int, "batch_size": int, "iterations": int,
                  "attributes": {attribute path: hex}, "indices": {"digest": hex, "length": int} | null,
-                 "step": int}
+                 "step": int, "workers": int, "dataset": "Pairs at data.py:12" | null}
                  sent again at the start of each epoch over the k-th DataLoader
 `precision:<k>`  {"step": int, "autocast": dtype | null, "matmul": precision | null} at the k-th DDP's first training
                  forward
 `alone:failure`  {"reason": "...", "step": int, "missing": [name, ...]} by a rank that ends with an exception; judged at
                  once, because the others may never speak
+`alone:memory`   what an out-of-memory summary holds (forensics/oom.py): {"failed": bool, "step": int, "phase": str,
+                 ...} by the rank whose allocation failed, and then by the others, with `failed` false
+`growth`         [{"what": str, "bytes": int | null}, ...] growth that the user has declared (`expect_growth`)
 `end`            {"steps": {optimizer: int}, "reason": "finished" | "exception: ..." | "signal ..."}
 """
 
@@ -87,6 +93,7 @@ KINDS = (
     "structure",
     "replicas",
     "numerics",
+    "holders",
 )
 
 

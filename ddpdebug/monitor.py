@@ -22,20 +22,20 @@ import torch.distributed as dist
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.assembly import Assembler
-from ddpdebug.config import Config
+from ddpdebug.config import Config, run_directory
 from ddpdebug.diagnosis import Diagnosis
 from ddpdebug.errors import FindingError, StopRun
 from ddpdebug.exchange import Alone, Exchange, Group, Tick
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.forensics.agreement import AgreementProbe
 from ddpdebug.forensics.elements import Elements
+from ddpdebug.forensics.memory import MemoryForensics
 from ddpdebug.forensics.numerics import Investigator
 from ddpdebug.numeric_guard import NumericGuard
 from ddpdebug.observations import Row, decode, encode
 from ddpdebug.probes.answering import Answering
 from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.loaders import Loaders
-from ddpdebug.probes.memory import host_bytes
 from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.patches import Patches
 from ddpdebug.probes.record import StepRecord, encode_row
@@ -82,8 +82,7 @@ class Monitor:
         self._troubles: list[Trouble] = []
         self._ring: deque[StepRecord] = deque(maxlen=_RING_STEPS)
         self._steps: dict[int, int] = {}
-        self._thread_seconds = 0.0
-        self._closed = False
+        self._thread_seconds, self._closed = 0.0, False
         self._stop_at: tuple[int, BaseException] | None = None
         self._pid = os.getpid()
         self.recorder.stop = self._stop_now
@@ -101,11 +100,10 @@ class Monitor:
         self.agreement = AgreementProbe(self._say, self._announce)
         self.recorder.after_step = self._after_step
         self.recorder.last_look = partial(self.guard.run, "forensics:elements", self.elements.last_look)
-        self._members = 1
-        self._progress = 0
+        self.memory = MemoryForensics(self.recorder, self.reporter.add_to, self._announce, lambda: self.directory)
+        self._members, self._progress = 1, 0
         self._answering = Answering(self.recorder, self._ring, self._say)
-        self._assembler = Assembler(1)
-        self._diagnosis = Diagnosis(world=1)
+        self._assembler, self._diagnosis = Assembler(1), Diagnosis(world=1)
 
     # --- public -------------------------------------------------------------------------------------------------------
 
@@ -131,6 +129,10 @@ class Monitor:
         """Compare a module outside DDP (EMA, teacher) between ranks, as RANK113, under the given name."""
         self.recorder.replicas.add(name, module)
 
+    def expect_growth(self, what: str, size: int | None = None) -> None:
+        """Declare memory that grows on purpose (a replay buffer), by `size` bytes at most; None is without a limit."""
+        self.memory.expect(what, size)
+
     def agree(self, *batch: Any) -> None:
         """Feed rank 0's `batch` (the arguments of forward) to every rank soon; if the outputs differ, it is RANK107.
 
@@ -144,6 +146,7 @@ class Monitor:
         """Deliver what is queued, write the outcome and take all hooks away. Idempotent; takes 5 s at most."""
         if self._closed or os.getpid() != self._pid:
             return
+        self.memory.close(sys.exc_info()[1])
         self._closed = True
         atexit.unregister(self.close)
         for watch in self.recorder.watches:
@@ -180,6 +183,7 @@ class Monitor:
         if lacking := internals.missing():
             self._trouble("torch", f"this torch lacks {', '.join(lacking)}; some checks are off")
         self.patches.install()
+        self.memory.install(self.config)
         atexit.register(self.close)
         me = weakref.ref(self)  # what is registered there stays for ever
         os.register_at_fork(after_in_child=lambda: None if (monitor := me()) is None else monitor.forked())
@@ -209,33 +213,26 @@ class Monitor:
                 self.rank, self.world = 0, 1
         self.recorder.world, self.elements.rank = self.world, self.rank
         self.numeric_guard.meet(range(self.world))
+        self.memory.begin(self.rank, self.world)
         config = {**asdict(self.config), "world": self.world}
         self._diagnosis = Diagnosis(world=self.world, config=config, on_trouble=self._trouble)
         self._assembler = Assembler(self.world)
         self._exchange = Exchange(self.rank, self.world, self._connect, self._on_tick, self._on_lost)
         if self.rank == 0:
-            self._open_sinks(self._choose_directory())
+            self._open_sinks(self.config.out or run_directory(self.run_id, datetime.datetime.now(datetime.UTC)))
             self._say("run", directory=str(self.directory or ""), run_id=self.run_id)
-        for message in self._early:
-            self._exchange.say(message)
-        self._early.clear()
+        while self._early:
+            self._exchange.say(self._early.pop(0))
         self._exchange.start()
 
     def _connect(self, generation: int, members: tuple[int, ...]) -> Group:
         if len(members) == 1:
             return Alone()
-        prefix = f"ddpdebug/{self._number}/group/{generation}"
-        rank = members.index(self.rank)
+        prefix, rank = f"ddpdebug/{self._number}/group/{generation}", members.index(self.rank)
         exchange = self._exchange
         assert exchange is not None
         internals.meet(self._store, prefix, rank, len(members), lambda: exchange.impatient)
         return internals.GlooGroup(self._store, prefix, rank, len(members), _GROUP_TIMEOUT)
-
-    def _choose_directory(self) -> Path:
-        if self.config.out is not None:
-            return Path(self.config.out)
-        stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
-        return Path("ddpdebug-runs") / f"{stamp}-{self.run_id}"
 
     def _open_sinks(self, directory: Path) -> None:
         self.directory, self.reporter.run_id = directory, self.run_id
@@ -249,6 +246,7 @@ class Monitor:
             time=utc(),
         )
         self._write(started)
+        self.memory.flush()
         while self._troubles:
             self._write(self._troubles.pop(0))
 
@@ -295,7 +293,7 @@ class Monitor:
     # --- the background thread ----------------------------------------------------------------------------------------
 
     def _encode(self, record: StepRecord) -> bytes:
-        record.fields["host_bytes"] = host_bytes()
+        record.fields["workers_bytes"] = self.recorder.memory.workers_bytes()
         spent = time.thread_time()
         record.fields["overhead_seconds"] += spent - self._thread_seconds
         self._thread_seconds = spent
@@ -324,6 +322,7 @@ class Monitor:
 
     def _judge(self, step: Any) -> None:
         self.schedule.learn(step)
+        self.memory.hunt.learn(step)
         self._answering.ask(self._diagnosis.feed(step))
         interval = 1 if self.config.every_step else self.schedule.interval(step.step)
         self._write(StepJudged(step=step, interval=interval, overhead_ratio=self.schedule.ratio))
@@ -335,6 +334,7 @@ class Monitor:
             self._diagnosis.answer(rank, *place, str(message["detail"]), message["value"])
         elif kind == "fact":
             self._diagnosis.tell(str(message["topic"]), rank, message["value"])
+            self.memory.hear(rank, message)
         elif kind == "vote":
             self.numeric_guard.hear(rank, message)
         elif kind == "agree":

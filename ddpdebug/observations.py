@@ -128,11 +128,20 @@ class Row(NamedTuple):
     backward_seconds: float = float("nan")
     optimizer_seconds: float = float("nan")
     overhead_seconds: float = float("nan")  # spent in ddpdebug's own hooks
-    # memory, bytes
+    # memory at the end of the step, bytes; 0 where the system does not tell
     host_bytes: int = 0  # resident set
+    host_private_bytes: int = 0  # of these, neither backed by a file nor shared
+    host_peak_bytes: int = 0  # largest resident set so far
+    host_limit_bytes: int = 0  # of the control group, or of the machine
+    workers_bytes: int = 0  # private memory of the DataLoader's workers
     device_allocated_bytes: int = 0
     device_reserved_bytes: int = 0
-    device_peak_bytes: int = 0
+    device_peak_bytes: int = 0  # largest allocated so far
+    device_inactive_bytes: int = 0  # free pieces of segments that are in use: cannot be given back
+    device_limit_bytes: int = 0
+    device_retries: int = 0  # allocations that succeeded only after the cache had been emptied
+    batch_elements: int = 0  # of the inputs of the step's largest forward
+    live_graphs: int = 0  # earlier steps whose autograd graph is still alive
 
     @property
     def local_sums(self) -> tuple[float, ...]:

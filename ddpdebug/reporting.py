@@ -54,6 +54,11 @@ class Reporter:
             self._extra[key] = evidence
             self.report([(self._known[key], False)])
 
+    def add_to(self, code: str, evidence: Mapping[str, Any]) -> None:
+        """Add evidence to all findings of a code."""
+        for key in [key for key, finding in self._known.items() if finding.code == code]:
+            self.add(key, evidence)
+
 
 def key_of(finding: Finding) -> str:
     """Return what identifies a finding within a run."""

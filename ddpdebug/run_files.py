@@ -12,6 +12,7 @@ cut off or malformed, check every type, and never read beyond fixed bounds. This
 | `ranks/<rank>/outcome.json` | each rank | how this rank ended |
 | `ranks/<rank>/trouble.jsonl` | each rank | parts of ddpdebug that failed |
 | `bundles/*/`, `ranks/<rank>/bundles/*/` | rank 0, each other rank | replay bundles; `docs/replay.md` |
+| `ranks/<rank>/memory/` | each rank | summaries of failed allocations, see `forensics/oom.py` |
 
 Of `steps` and `observations` the first file and the newest are kept, at most `CAP_BYTES` together.
 """

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ddpdebug.details import KINDS
+from ddpdebug.detectors.base import Facts
 from ddpdebug.observations import CHECKSUM_SLOTS, Digest, Flag, Row
 from ddpdebug.steps import Step
 
@@ -89,6 +91,46 @@ def step_at(
 def steps(count: int, *, start: int = 0, **fields: Any) -> tuple[Step, ...]:
     """Return consecutive steps, all made by `step_at` with the same arguments."""
     return tuple(step_at(start + i, **fields) for i in range(count))
+
+
+def growing(
+    field: str,
+    value: Callable[[int], int],
+    count: int,
+    *,
+    declared: int | None = 0,
+    holders: Mapping[int, Any] | None = None,
+) -> tuple[Any, ...]:
+    """Return steps of two ranks in which a field of the rows follows the step.
+
+    Args:
+        declared: growth that the user has declared; None is without a number.
+        holders: the `holders` details.
+    """
+    buffer = {rank: [{"what": "buffer", "bytes": declared}] for rank in range(2)}
+    facts = {} if declared == 0 else {"growth": buffer}
+    found = []
+    for number in range(count):
+        fields: dict[str, Any] = {field: value(number)}
+        if holders is not None:
+            fields["holders"] = holders
+        found.append(replace(step_at(number, world=2, **fields), facts=facts))
+    return (*(Facts(topic=topic, values=values) for topic, values in facts.items()), *found)
+
+
+def holders(name: str, *, graphs: int = 0) -> dict[int, Any]:
+    """Return the `holders` details of a rank that found one list."""
+    found = {
+        "name": name,
+        "kind": "list",
+        "entries": 60,
+        "function": "train",
+        "location": "train.py:58",
+        "graphs": graphs,
+        "tensors": 60,
+        "bytes": 0 if graphs else 96 << 20,
+    }
+    return {0: {"holders": [found], "visits": 4000}}
 
 
 def tables(world: int, usual: Any, odd: Mapping[int, Any] | None = None) -> dict[int, Any]:

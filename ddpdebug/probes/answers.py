@@ -22,6 +22,8 @@ def answer(kind: str, record: StepRecord, recorder: Recorder) -> Any:
 
 def is_known(kind: str, record: StepRecord, recorder: Recorder) -> bool:
     """Tell whether the answer is complete: the line of a direct call shows only when it is made again."""
+    if kind == "holders":
+        return recorder.memory.holders_known()
     if kind != "contract" or not record.contract.get("bypass"):
         return True
     return any(w.call_site is not None and w.call_site.location is not None for w in recorder.wrappers)
@@ -164,4 +166,5 @@ _BUILDERS: dict[str, Callable[[StepRecord, Recorder], Any]] = {
     "structure": _structure,
     "replicas": lambda record, recorder: dict(record.replicas),
     "numerics": lambda record, recorder: record.numerics,
+    "holders": lambda record, recorder: recorder.memory.holders(),
 }

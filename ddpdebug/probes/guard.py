@@ -28,6 +28,11 @@ class Guard:
         self._depth = 0
         self._entered = 0.0
 
+    @property
+    def active(self) -> bool:
+        """Tell whether a probe runs."""
+        return self._depth > 0
+
     def elapsed(self) -> float:
         """Return the seconds spent so far, the current probe included."""
         return self.seconds + (time.perf_counter() - self._entered if self._depth else 0.0)
@@ -81,7 +86,7 @@ def user_location(start: FrameType | None = None) -> str | None:
 
 def location(file: str, line: int) -> str:
     """Return a place in a file as people write it."""
-    return f"{_shorten(file)}:{line}"
+    return f"{shorten(file)}:{line}"
 
 
 _seen: dict[str, bool] = {}
@@ -98,7 +103,8 @@ def is_user_file(name: str) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _shorten(name: str) -> str:
+def shorten(name: str) -> str:
+    """Return a file's path from the current directory, if it lies below it."""
     try:
         return str(Path(name).resolve().relative_to(Path.cwd()))
     except (ValueError, OSError):

@@ -10,7 +10,8 @@ import torch
 from torch.utils.data import DataLoader, Subset
 from torch.utils.data.distributed import DistributedSampler
 
-from ddpdebug import fingerprint
+from ddpdebug import fingerprint, torch_internals as internals
+from ddpdebug.probes.guard import is_user_file, shorten
 from ddpdebug.probes.recorder import Recorder
 from ddpdebug.probes.values import tensors_in
 
@@ -25,6 +26,7 @@ class Loaders:
 
     def __init__(self, recorder: Recorder, announce: Callable[[str, Any], None]) -> None:
         self._recorder, self._announce = recorder, announce
+        self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
         self._known: weakref.WeakKeyDictionary[DataLoader[Any], dict[str, Any]] = weakref.WeakKeyDictionary()
 
     def begin(self, loader: DataLoader[Any]) -> None:
@@ -34,8 +36,13 @@ class Loaders:
             known = {"index": len(self._known), "iterations": 0, "attributes": dict(_attributes(loader.dataset))}
             self._known[loader] = known
         known["iterations"] += 1
+        self._recorder.memory.workers = self.workers
         step = self._recorder.next_step()
         self._announce(f"loader:{known['index']}", {**_settings(loader), **_shared(known), "step": step})
+
+    def began(self, iterator: Any) -> None:
+        """Note the iterator of an epoch: it has the workers."""
+        self._iterators.add(iterator)
 
     def delivered(self, batch: Any, seconds: float) -> None:
         """Note a batch and how long the training waited for it."""
@@ -43,6 +50,21 @@ class Loaders:
         window.data_seconds += seconds
         values = [fingerprint.sampled_fingerprint(t, _RECORD_BYTES)[0] for t in tensors_in(batch)]
         window.delivered = fingerprint.combine(values) if values else 0
+
+    def workers(self) -> list[int]:
+        """Return the process ids of the loaders' living workers."""
+        return [pid for iterator in list(self._iterators) for pid in internals.worker_pids(iterator)]
+
+
+def _source(dataset: Any) -> str | None:
+    """Return the class of the user's data set and where its items are made."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    made = getattr(type(dataset), "__getitem__", None) or getattr(type(dataset), "__iter__", None)
+    code = getattr(made, "__code__", None)
+    if code is None or not is_user_file(code.co_filename):
+        return None
+    return f"{type(dataset).__name__} at {shorten(code.co_filename)}:{code.co_firstlineno}"
 
 
 def _shared(known: dict[str, Any]) -> dict[str, Any]:
@@ -59,6 +81,8 @@ def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
         "length": _length(loader.dataset),
         "batch_size": loader.batch_size,
         "indices": _indices(loader.dataset),
+        "workers": loader.num_workers,
+        "dataset": _source(loader.dataset),
     }
     for key, name in (("replicas", "num_replicas"), ("rank", "rank"), ("seed", "seed"), ("epoch", "epoch")):
         settings[key] = getattr(sampler, name, None) if distributed else None

@@ -1,17 +1,218 @@
-"""Memory of this process, without touching a device."""
+"""Memory of this process and its device, and what still holds on to it. Nothing here waits for a device.
+
+Where the numbers come from is a `Provider`, so that everything built on them is tested without a device.
+"""
 
 from __future__ import annotations
 
 import os
+import resource
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Any, Protocol
 
-_STATM = Path("/proc/self/statm")
+import torch
+
+from ddpdebug import torch_internals as internals
+from ddpdebug.probes.graphs import LiveGraphs
+from ddpdebug.probes.values import tensors_in
+
+_STATM = "/proc/self/statm"
+_CGROUPS = Path("/sys/fs/cgroup")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_HISTORY_STEPS = 64
+_MAX_SHAPES = 16
+#: More than any machine has: how a control group of version 1 says that it has no limit.
+_NO_LIMIT = 1 << 60
 
 
-def host_bytes() -> int:
-    """Return the resident set size in bytes; 0 where the system does not tell."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySample:
+    """What a provider tells, under the names of the row's fields."""
+
+    host_bytes: int = 0
+    host_private_bytes: int = 0
+    host_peak_bytes: int = 0
+    host_limit_bytes: int = 0
+    device_allocated_bytes: int = 0
+    device_reserved_bytes: int = 0
+    device_peak_bytes: int = 0
+    device_inactive_bytes: int = 0
+    device_limit_bytes: int = 0
+    device_retries: int = 0
+
+
+class Provider(Protocol):
+    """A source of memory numbers."""
+
+    def sample(self) -> MemorySample:
+        """Return the numbers of now; cheap, and without waiting for the device."""
+
+
+class SystemProvider:
+    """The numbers of the operating system and, once it is in use, of the accelerator's allocator."""
+
+    def __init__(self) -> None:
+        self._device_limit = 0
+
+    def sample(self) -> MemorySample:
+        """Read the counters."""
+        resident, private = resident_bytes(_STATM)
+        return MemorySample(
+            host_bytes=resident,
+            host_private_bytes=private,
+            host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+            host_limit_bytes=host_limit(),
+            **self._device(),
+        )
+
+    def _device(self) -> dict[str, int]:
+        stats = internals.device_memory_stats()
+        if not stats:
+            return {}
+        if not self._device_limit:
+            self._device_limit = internals.device_memory_limit()  # asks the driver, so only once
+        return {**device_fields(stats), "device_limit_bytes": self._device_limit}
+
+
+def device_fields(stats: Mapping[str, Any]) -> dict[str, int]:
+    """Return the fields of a sample from the nested statistics of a caching allocator."""
+    return {
+        "device_allocated_bytes": _of_all_pools(stats, "allocated_bytes", "current"),
+        "device_reserved_bytes": _of_all_pools(stats, "reserved_bytes", "current"),
+        "device_peak_bytes": _of_all_pools(stats, "allocated_bytes", "peak"),
+        "device_inactive_bytes": _of_all_pools(stats, "inactive_split_bytes", "current"),
+        "device_retries": int(stats.get("num_alloc_retries", 0)),
+    }
+
+
+def _of_all_pools(stats: Mapping[str, Any], name: str, kind: str) -> int:
+    return int(stats.get(name, {}).get("all", {}).get(kind, 0))
+
+
+def resident_bytes(statm: str) -> tuple[int, int]:
+    """Return (resident, private) bytes of a process; (0, 0) when it is gone or the system does not tell."""
     try:
-        return int(_STATM.read_text().split()[1]) * _PAGE
+        file = os.open(statm, os.O_RDONLY)
     except OSError:
-        return 0
+        return 0, 0
+    try:
+        fields = os.read(file, 128).split()
+    except OSError:
+        return 0, 0
+    finally:
+        os.close(file)
+    resident, shared = (int(fields[1]), int(fields[2])) if len(fields) > 2 else (0, 0)
+    return resident * _PAGE, (resident - shared) * _PAGE
+
+
+@cache
+def host_limit() -> int:
+    """Return the bytes that this process may have: of its control group (either version), or of the machine."""
+    try:
+        groups = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        groups = []
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([total, *cgroup_limits(groups, _CGROUPS)])
+
+
+def cgroup_limits(groups: Iterable[str], root: Path) -> list[int]:
+    """Return the limits on the way from a process's control group up to the root; `groups` as in /proc/self/cgroup."""
+    limits = []
+    for line in groups:
+        number, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if number != "0" and "memory" not in controllers.split(","):
+            continue
+        base, name = (root, "memory.max") if number == "0" else (root / "memory", "memory.limit_in_bytes")
+        place = Path(path.lstrip("/"))
+        for folder in (place, *place.parents):
+            try:
+                text = (base / folder / name).read_text(encoding="utf-8").strip()
+            except OSError:
+                continue
+            if text.isdecimal() and 0 < int(text) < _NO_LIMIT:
+                limits.append(int(text))
+    return limits
+
+
+def private_bytes(pids: Iterable[int]) -> int:
+    """Return the private bytes of other processes of ours, those that are gone left out."""
+    return sum(resident_bytes(f"/proc/{pid}/statm")[1] for pid in pids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Past:
+    """What is remembered of a finished step."""
+
+    step: int
+    used: int  # allocated on the device, or private to the process where there is none
+    elements: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What was seen in the moment in which an allocation failed, before the error freed anything on its way up."""
+
+    requested: int
+    sample: MemorySample
+    operation: str | None = None
+    lines: Mapping[str, int] = field(default_factory=dict)  # bytes by the line that allocated them
+    modules: Mapping[int, int] = field(default_factory=dict)  # bytes by the id of the module that ran
+    snapshot: Any = None
+    table: str = ""
+
+
+def _nothing(*_: Any) -> None:
+    """Stand in for what nobody has asked to be told."""
+
+
+class MemoryProbe:
+    """The training thread's side: samples at the end of each step, shapes of the batch, graphs that stay alive."""
+
+    def __init__(self, provider: Provider | None = None) -> None:
+        self.provider: Provider = provider or SystemProvider()
+        self.graphs = LiveGraphs()
+        self.history: deque[Past] = deque(maxlen=_HISTORY_STEPS)
+        self.largest = 0  # elements of the largest batch of a finished step
+        self.shapes: list[list[int]] = []  # of the newest forward
+        self.elements = 0  # of the largest forward of this step
+        self.workers: Callable[[], Iterable[int]] = tuple
+        self.prepare: Callable[[], None] = _nothing  # called once, at the first forward
+        self.at_boundary: Callable[[], None] = _nothing  # between two steps, on the training thread
+        self.failed: Callable[[BaseException | None], None] = _nothing  # told of errors on their way up
+        self.failure: Failure | None = None
+        self.holders_known: Callable[[], bool] = lambda: True
+        self.holders: Callable[[], Any] = lambda: None
+
+    def inputs(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note the shapes of a training forward's inputs."""
+        prepare, self.prepare = self.prepare, _nothing
+        prepare()
+        shapes = [tensor.shape for tensor in tensors]
+        self.shapes = [list(shape) for shape in shapes[:_MAX_SHAPES]]
+        self.elements = max(self.elements, sum(shape.numel() for shape in shapes))
+
+    def graph(self, value: Any) -> None:
+        """Mark the graph behind a forward's output or a backward's root."""
+        for tensor in tensors_in(value):
+            if tensor.grad_fn is not None:
+                self.graphs.mark(tensor.grad_fn)
+                return
+
+    def workers_bytes(self) -> int:
+        """Return the private memory of the DataLoader's workers; for the background thread."""
+        return private_bytes(self.workers())
+
+    def end_step(self, step: int) -> dict[str, int]:
+        """Return the row's memory fields and begin the next step."""
+        sample = self.provider.sample()
+        used = sample.device_allocated_bytes or sample.host_private_bytes
+        self.history.append(Past(step=step, used=used, elements=self.elements))
+        fields = {**asdict(sample), "batch_elements": self.elements, "live_graphs": self.graphs.end_step()}
+        self.largest, self.elements = max(self.largest, self.elements), 0
+        self.at_boundary()
+        return fields

@@ -143,8 +143,10 @@ def _forward(patches: Patches, original: Any) -> Any:
         run("probe:numerics", recorder.begin_numerics, self, args, kwargs)
         try:
             output = original(self, *args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             run("probe:numerics", recorder.numerics.abort)
+            if isinstance(error, Exception):
+                run("probe:memory", recorder.memory.failed, error)
             raise
         run("probe:numerics", recorder.numerics.end, output)
         run("probe:forward", recorder.end_forward, self, output, started)
@@ -224,6 +226,9 @@ def _backward(patches: Patches, original: Any) -> Any:
         started = run("probe:backward", recorder.begin_backward, tensors) or time.perf_counter()
         try:
             return original(tensors, *args, **kwargs)
+        except Exception as error:
+            run("probe:memory", recorder.memory.failed, error)
+            raise
         finally:
             run("probe:backward", recorder.end_backward, started)
 
@@ -305,7 +310,9 @@ def _init_process_group(patches: Patches, original: Any) -> Any:
 def _loader_iter(patches: Patches, original: Any) -> Any:
     def __iter__(self: Any) -> Any:  # noqa: N807
         patches.recorder.guard.run("probe:loader", patches.loaders.begin, self)
-        return original(self)
+        iterator = original(self)
+        patches.recorder.guard.run("probe:loader", patches.loaders.began, iterator)
+        return iterator
 
     return __iter__
 

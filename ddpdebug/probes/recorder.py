@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.numeric_guard import NumericGuard
 from ddpdebug.observations import Flag
-from ddpdebug.probes import contract, device, gradients, notes, replicas, values
+from ddpdebug.probes import contract, device, gradients, memory, notes, replicas, values
 from ddpdebug.probes.buffers import Buffers
 from ddpdebug.probes.events import Events
 from ddpdebug.probes.guard import Guard, user_location
@@ -55,13 +55,11 @@ class Recorder:
         self.guard, self.world = guard, world
         self.wrappers: list[Wrapper] = []
         self.watches: list[OptimizerWatch] = []
-        self.replicas, self.scenes = replicas.Replicas(), Scenes()
-        self.backwards = self.syncs = 0
+        self.replicas, self.scenes, self.memory = replicas.Replicas(), Scenes(), memory.MemoryProbe()
+        self.backwards = self.syncs = self.in_backward = self.pre_steps = 0
         self.checking = True
-        self.in_backward = 0
         self.no_sync_depth: dict[int, int] = {}
         self.window = Window(started=time.perf_counter())
-        self.pre_steps = 0
         self.keep_inputs = False
         self.want_norms = False  # a comparison with a tolerance needs numbers, not digests
         self.last_inputs: tuple[Any, ...] = ()
@@ -77,9 +75,7 @@ class Recorder:
         self._stepping: list[int] = []
         self._pre: tuple[OptimizerWatch, StepRecord, float] | None = None
         self.events = Events(self, announce)
-        self.hooks = GradientHooks(self)
-        self.buffers = Buffers(self)
-        self.numerics = Numerics(self)
+        self.hooks, self.buffers, self.numerics = GradientHooks(self), Buffers(self), Numerics(self)
         self.guarding: Guarding | None = None
         self._halt: BaseException | None = None
         #: Called when this rank has made something non-finite, before the optimizer or backward: see Numerics.
@@ -163,6 +159,7 @@ class Recorder:
         if self.keep_inputs:
             self.last_inputs = args
         tensors = list(tensors_in((args, kwargs)))
+        self.memory.inputs(tensors)
         for tensor in tensors:
             value, sampled = fingerprint.sampled_fingerprint(tensor, _BATCH_BYTES)
             w.batch.append(value)
@@ -178,6 +175,7 @@ class Recorder:
     def end_forward(self, ddp: DistributedDataParallel, output: Any, started: float) -> None:
         """Note the output of a DDP forward."""
         self.wrapped(ddp).in_forward = False
+        self.memory.graph(output)
         w = self.window
         if not torch.is_grad_enabled() or started == 0.0:
             if len(w.eval_output) < len(w.eval_batch):
@@ -197,6 +195,7 @@ class Recorder:
         self.in_backward += 1
         self.events.close_gathers()
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors or ())
+        self.memory.graph(roots)
         if len(roots) == 1 and roots[0].numel() == 1 and self.in_backward == 1:
             scale = self.events.take_scale()
             self.window.losses.append(loss_reader(roots[0].detach(), scale))
@@ -355,7 +354,7 @@ class Recorder:
             if ddp is not None and record.flags & Flag.CHECKED and not internals.broadcasts_buffers(ddp):
                 self.buffers.note(ddp)
             wrapper.pending = None
-        record.fields.update(self._numbers())
+        record.fields.update({**self._numbers(), **self.memory.end_step(watch.step)})
         record.loss_scale = self.events.last_loss_scale
         self.after_step(watch, watch.step)
         self.window.looks.let_go()

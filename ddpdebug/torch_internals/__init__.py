@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import datetime
 import inspect
 import os
 import sys
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,8 +16,39 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported at run time only
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import dataloader
+
+from ddpdebug.torch_internals.memory import (
+    accelerator as accelerator,
+    current_node as current_node,
+    device_memory_limit as device_memory_limit,
+    device_memory_stats as device_memory_stats,
+    memory_snapshot as memory_snapshot,
+    memory_summary as memory_summary,
+    observe_out_of_memory as observe_out_of_memory,
+    record_memory_history as record_memory_history,
+    stop_memory_history as stop_memory_history,
+    storage_key as storage_key,
+    worker_pids as worker_pids,
+)
+from ddpdebug.torch_internals.names import inherits
+from ddpdebug.torch_internals.replaying import (
+    OperationMode as OperationMode,
+    buffers_of as buffers_of,
+    clones as clones,
+    hooks_of as hooks_of,
+    is_compiled as is_compiled,
+    is_parallel as is_parallel,
+    is_sink as is_sink,
+    keep_hooks as keep_hooks,
+    module_tables as module_tables,
+    next_sequence as next_sequence,
+    saved_of as saved_of,
+    sequence_of as sequence_of,
+    set_version as set_version,
+    syncs_statistics as syncs_statistics,
+    without_global_hooks as without_global_hooks,
+)
 
 #: (what, where) pairs that this torch must offer; `missing()` names those that it does not.
 PRE_FORWARD = "_pre_forward"  # the part of DDP's forward that broadcasts buffers
@@ -194,131 +223,6 @@ def found_inf_of(optimizer: object) -> torch.Tensor | None:
     return found if isinstance(found, torch.Tensor) else None
 
 
-# --- replay -----------------------------------------------------------------------------------------------------------
-
-#: The parts of a module that running its forward may change, its own attributes aside.
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_HOOK_MARKS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
-_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
-_GLOBAL_PRE_HOOKS = "_global_backward_pre_hooks"
-_TABLES = ("_parameters", "_buffers", "_modules", *_HOOKS, *_HOOK_MARKS)
-
-
-def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Set the counter of in-place changes, after a change has been undone."""
-    if not tensor.is_inference():
-        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
-
-
-def clones(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy many small tensors at once."""
-    if not tensors:
-        return []
-    return list(torch._foreach_clone([tensor.detach() for tensor in tensors]))
-
-
-def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return a module's own table of buffers."""
-    return module._buffers
-
-
-class OperationMode(TorchDispatchMode):
-    """A mode that sees every operation, and whose use does not load the compiler (a second, in the middle of a job)."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled while a mode of ours is on
-
-
-def is_sink(node: object) -> bool:
-    """Tell whether an autograd node is the one that DDP puts behind a model's outputs."""
-    return type(node).__name__ == "_DDPSinkBackward"
-
-
-def next_sequence() -> int:
-    """Return the number that the next autograd node of this thread will get."""
-    return int(torch._C._autograd._get_sequence_nr())
-
-
-def current_node() -> Any | None:
-    """Return the autograd node whose backward is running on this thread."""
-    return torch._C._current_autograd_node()
-
-
-def sequence_of(node: Any) -> int:
-    """Return the number of an autograd node."""
-    return int(node._sequence_nr())
-
-
-def saved_of(node: Any) -> dict[str, Any]:
-    """Return what a node has saved for backward, as far as it is still there."""
-    found = {}
-    for name in dir(node):
-        if name.startswith("_saved_"):
-            with contextlib.suppress(RuntimeError, AttributeError):  # freed by backward
-                found[name.removeprefix("_saved_")] = getattr(node, name)
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def module_tables(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the dictionaries that make up a module: parameters, buffers, submodules, hooks."""
-    return {name: module.__dict__[name] for name in _TABLES if name in module.__dict__}
-
-
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Tell whether `torch.compile` made this module or its call."""
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-
-
-def hooks_of(module: torch.nn.Module) -> list[Any]:
-    """Return the hooks that a call of this module runs."""
-    return [hook for name in _HOOKS for hook in module.__dict__.get(name, {}).values()]
-
-
-def keep_hooks(module: torch.nn.Module, keep: Callable[[Any], bool]) -> None:
-    """Give a module new tables of hooks, with those of its hooks that `keep` accepts."""
-    for name in _HOOKS:
-        table = module.__dict__.get(name)
-        if table is not None:
-            module.__dict__[name] = OrderedDict((key, hook) for key, hook in table.items() if keep(hook))
-    for name in _HOOK_MARKS:
-        table = module.__dict__.get(name)
-        if table is not None:
-            module.__dict__[name] = table.copy()
-
-
-@contextlib.contextmanager
-def without_global_hooks() -> Iterator[list[Any]]:
-    """Run without the hooks that were registered for all modules; yields them."""
-    owner: Any = torch.nn.modules.module
-    names = [name for name in (*_GLOBAL_HOOKS, _GLOBAL_PRE_HOOKS) if hasattr(owner, name)]
-    kept = [(name, dict(getattr(owner, name))) for name in names]
-    try:
-        for name, _ in kept:
-            getattr(owner, name).clear()
-        yield [hook for _, table in kept for hook in table.values()]
-    finally:
-        for name, table in kept:
-            getattr(owner, name).update(table)
-
-
-def syncs_statistics(module: torch.nn.Module) -> bool:
-    """Tell whether a module's forward communicates in training: SyncBatchNorm, over more than one rank."""
-    if not _inherits(type(module), ("SyncBatchNorm",)) or not dist.is_initialized():
-        return False
-    group: Any = getattr(module, "process_group", None)
-    return dist.get_world_size(group) > 1
-
-
-def is_parallel(module: torch.nn.Module) -> str | None:
-    """Return the name of a wrapper whose forward communicates (DDP, FSDP), None for other modules."""
-    names = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
-    return next((name for name in names if _inherits(type(module), (name,))), None)
-
-
 # --- AMP --------------------------------------------------------------------------------------------------------------
 
 
@@ -350,14 +254,9 @@ LoaderIterator: Any = dataloader._BaseDataLoaderIter
 
 def is_sharded(optimizer: object) -> bool:
     """Tell whether the optimizer's state is sharded over ranks on purpose (ZeroRedundancyOptimizer)."""
-    return _inherits(type(optimizer), ("ZeroRedundancyOptimizer",))
+    return inherits(type(optimizer), ("ZeroRedundancyOptimizer",))
 
 
 def is_local_sgd_state(state: object) -> bool:
     """Tell whether a comm hook's state declares local SGD."""
-    return _inherits(type(state), ("PostLocalSGDState",))
-
-
-def _inherits(kind: type, names: Iterable[str]) -> bool:
-    wanted = set(names)
-    return any(base.__name__ in wanted for base in kind.__mro__)
+    return inherits(type(state), ("PostLocalSGDState",))

@@ -1,0 +1,142 @@
+"""Why an allocation failed, from the numbers of a summary, and what would have helped how much. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ddpdebug.detectors.mem.growth import size_text
+
+#: A batch this much larger than any before it explains a failure; so does memory that grew by this share of the limit.
+_LARGER = 1.15
+_GROWN = 0.25
+#: Free inside the allocator, as a share of what was asked for.
+_FREE_ENOUGH = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """The likely cause with its evidence, and what to try."""
+
+    kind: str  # "batch", "leak", "fragmentation", "optimizer state", "first step", "unknown"
+    text: str
+    actions: tuple[str, ...]
+
+
+def explain(summary: Mapping[str, Any]) -> Explanation:
+    """Return the likely cause of a failed allocation; `summary` as in `forensics/oom.py`."""
+    for candidate in (_larger_batch, _fragmentation, _leak, _optimizer_state, _too_big):
+        found = candidate(summary)
+        if found is not None:
+            return found
+    text = "nothing singles out a cause: the job was close to the limit all the time"
+    return Explanation(kind="unknown", text=text, actions=tuple(what_if(summary)))
+
+
+def what_if(summary: Mapping[str, Any]) -> list[str]:
+    """Return what would save how many bytes, the largest saving first."""
+    split = summary.get("split") or {}
+    world = max(1, int(summary.get("world") or 1))
+    other, state = int(split.get("other", 0)), int(split.get("optimizer_state", 0))
+    parameters = int(split.get("parameters", 0))
+    if summary.get("phase") in {"forward", "backward"}:
+        other += int(summary.get("requested") or 0)  # what did not fit belongs to them
+    if not state and summary.get("phase") == "optimizer":
+        state = 2 * parameters  # what Adam is about to make
+    ideas = [
+        (other // 2, "half the micro-batch, with two accumulation steps under `no_sync()`"),
+        (other // 2, "`torch.autocast(device_type, dtype=torch.bfloat16)` around forward and loss"),
+        (other * 6 // 10, "`torch.utils.checkpoint.checkpoint` around each block (about a third more compute)"),
+    ]
+    if world > 1 and state:
+        ideas.append((state - state // world, f"`ZeroRedundancyOptimizer` over {world} ranks"))
+    gradients = int(split.get("gradients", 0))
+    ideas.append((gradients, "`gradient_as_bucket_view=True` in DistributedDataParallel"))
+    ideas = [(saved, idea) for saved, idea in ideas if saved >= 1 << 20]
+    return [f"{idea}: saves about {size_text(saved)}" for saved, idea in sorted(ideas, key=lambda i: -i[0])]
+
+
+def _larger_batch(summary: Mapping[str, Any]) -> Explanation | None:
+    now, before = int(summary.get("elements") or 0), int(summary.get("largest_elements") or 0)
+    if not before or now < _LARGER * before:
+        return None
+    text = (
+        f"a batch larger than ever: its inputs {_shapes(summary.get('shapes') or ())} have {now} elements, "
+        f"the largest of {summary.get('steps', 0)} steps before had {before}"
+    )
+    actions = (
+        "bound the batch: truncate or bucket by length, or batch by number of tokens",
+        "run the longest batch first, so that it fails at step 0",
+        *what_if(summary)[:2],
+    )
+    return Explanation(kind="batch", text=text, actions=actions)
+
+
+def _fragmentation(summary: Mapping[str, Any]) -> Explanation | None:
+    reserved, allocated = int(summary.get("reserved") or 0), int(summary.get("allocated") or 0)
+    requested = int(summary.get("requested") or 0)
+    free = reserved - allocated
+    if not requested or free < _FREE_ENOUGH * requested:
+        return None
+    text = (
+        f"fragmentation: {size_text(free)} are free inside the allocator, but no piece has the "
+        f"{size_text(requested)} that were asked for"
+    )
+    actions = (
+        "set `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` in the environment of every rank",
+        "pad or bucket lengths to a few sizes",
+    )
+    return Explanation(kind="fragmentation", text=text, actions=actions)
+
+
+def _leak(summary: Mapping[str, Any]) -> Explanation | None:
+    curve: Sequence[Sequence[int]] = summary.get("curve") or ()
+    limit = int(summary.get("limit") or 0)
+    if len(curve) < 12:
+        return None
+    settled = curve[min(4, len(curve) - 1) :]  # the first steps bring optimizer state and buckets
+    half = len(settled) // 2
+    first, last = settled[0][1], settled[-1][1]
+    rises = (settled[half][1] - first, last - settled[half][1])
+    grown = last - first
+    if grown < _GROWN * (limit or last) or min(rises) < 0.25 * grown:
+        return None
+    steps = settled[-1][0] - settled[0][0]
+    text = (
+        f"a steady leak: memory grew by {size_text(grown)} over {steps} steps, "
+        f"{size_text(grown / max(1, steps))} a step"
+    )
+    actions = ("look for findings MEM402, MEM403 and MEM406 of this run: they name who holds it",)
+    return Explanation(kind="leak", text=text, actions=actions)
+
+
+def _optimizer_state(summary: Mapping[str, Any]) -> Explanation | None:
+    if summary.get("phase") != "optimizer" or int(summary.get("steps") or 0) > 1:
+        return None
+    parameters = int((summary.get("split") or {}).get("parameters", 0))
+    text = (
+        "optimizer state is made in the first step: Adam keeps two more copies of the parameters, "
+        f"{size_text(2 * parameters)} for these"
+    )
+    world = int(summary.get("world") or 1)
+    saved = size_text(2 * parameters * (world - 1) / world)
+    actions = (
+        f"`ZeroRedundancyOptimizer` keeps 1/{world} of the state on each rank: saves about {saved}",
+        "`foreach=False` in the optimizer, for a lower peak inside the step",
+        "an optimizer with less state (SGD with momentum keeps one copy, Adafactor less)",
+    )
+    return Explanation(kind="optimizer state", text=text, actions=actions)
+
+
+def _too_big(summary: Mapping[str, Any]) -> Explanation | None:
+    if int(summary.get("steps") or 0) > 0:
+        return None
+    split = summary.get("split") or {}
+    held = ", ".join(f"{name.replace('_', ' ')} {size_text(size)}" for name, size in split.items() if size)
+    text = "too big from the start: the first step does not fit" + (f" ({held})" if held else "")
+    return Explanation(kind="first step", text=text, actions=tuple(what_if(summary)))
+
+
+def _shapes(shapes: Sequence[Sequence[int]]) -> str:
+    return ", ".join("x".join(map(str, shape)) or "scalar" for shape in shapes[:4]) or "unknown"

@@ -1,0 +1,264 @@
+"""What the rules about growing memory share: a trend that noise does not imitate, and how it is told. Torch-free."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, ClassVar
+
+from ddpdebug.detectors.base import Detector
+from ddpdebug.findings import Finding
+from ddpdebug.observations import Row
+from ddpdebug.steps import Step
+
+MIB = 1 << 20
+GIB = 1 << 30
+#: The first steps are warm-up: optimizer state, workspaces and buckets appear, caches fill.
+WARM_UP = 8
+#: A trend is judged on the minima of so many blocks in a row. The minimum of a block knows nothing of evaluations, of
+#: long batches and of what the allocator caches in between; growth that ends, or comes in jumps, is not steady.
+BLOCKS = 6
+#: Steps in a block: short ones for what fills memory within minutes, long ones for slow leaks.
+BLOCK_STEPS = (8, 64, 512)
+#: Every block must bring at least this share of the mean block's growth, all of them together this much, and this
+#: share of what is used: less is noise of the allocator, or does no harm within a day.
+_STEADY = 0.3
+MIN_DEVICE = 8 * MIB
+#: The C library's heap alone was seen to grow by 11 MiB over 48 steps of a small model with nothing kept.
+MIN_HOST = 24 * MIB
+_MIN_SHARE = 0.005
+#: A rank that grows more slowly than this share of its trend for two blocks has stopped.
+_STOPPED = 0.1
+#: A holder explains growth when it holds this share of it.
+_HELD = 0.25
+#: Steps that a rule waits for the holder's name before it speaks without.
+PATIENCE = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trend:
+    """Steady growth of one rank."""
+
+    per_step: float
+    grown: int
+    since: int  # the step at which the judged blocks begin
+
+
+@dataclass(slots=True)
+class _Scale:
+    size: int
+    least: int
+    minima: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=BLOCKS))  # (first step, bytes)
+    lowest: int | None = None
+    first: int = 0
+    filled: int = 0
+
+    def add(self, step: int, value: int) -> bool:
+        """Take in a value; return whether that completes a block."""
+        if self.lowest is None:
+            self.lowest, self.first, self.filled = value, step, 0
+        self.lowest = min(self.lowest, value)
+        self.filled += 1
+        if self.filled < self.size:
+            return False
+        self.minima.append((self.first, self.lowest))
+        self.lowest = None
+        return True
+
+    def trend(self) -> Trend | None:
+        """Return the trend of the last blocks, if they show one."""
+        if len(self.minima) < BLOCKS:
+            return None
+        values = [value for _, value in self.minima]
+        rises = [after - before for before, after in pairwise(values)]
+        grown = values[-1] - values[0]
+        mean = grown / len(rises)  # not the median: it forgets a warm-up that brought most of the growth
+        if grown < max(self.least, _MIN_SHARE * values[-1]) or min(rises) < _STEADY * mean:
+            return None
+        return Trend(per_step=mean / self.size, grown=grown, since=self.minima[0][0])
+
+    def stopped(self, trend: Trend) -> bool:
+        """Tell whether the last two blocks no longer follow a trend."""
+        values = [value for _, value in list(self.minima)[-3:]]
+        return len(values) == 3 and max(values[2] - values[1], values[1] - values[0]) < (
+            _STOPPED * trend.per_step * self.size
+        )
+
+
+class Growth:
+    """One rank's memory over the steps; growth below `least` bytes is none."""
+
+    def __init__(self, least: int) -> None:
+        self._seen = 0
+        self._scales = [_Scale(size, least) for size in BLOCK_STEPS]
+        self._found: tuple[Trend, _Scale] | None = None
+        self._base: int | None = None
+
+    @property
+    def trend(self) -> Trend | None:
+        """The trend that goes on, if there is one."""
+        return None if self._found is None else self._found[0]
+
+    def add(self, step: int, value: int, declared: int = 0) -> None:
+        """Take in a step's bytes, of which `declared` may be growth that the user wants."""
+        self._seen += 1
+        if self._seen <= WARM_UP:
+            return
+        base = self._base = value if self._base is None else min(self._base, value)
+        value -= min(declared, value - base)
+        for scale in self._scales:
+            if not scale.add(step, value):
+                continue
+            if self._found is None and (trend := scale.trend()) is not None:
+                self._found = trend, scale
+            elif self._found is not None and self._found[1] is scale and scale.stopped(self._found[0]):
+                self._found = None
+
+
+def declared_bytes(step: Step, rank: int) -> int:
+    """Return the growth that the user has declared on a rank; a declaration without a number has no end."""
+    entries = step.facts.get("growth", {}).get(rank) or []
+    sizes = [entry.get("bytes") for entry in entries]
+    return sum(1 << 62 if size is None else int(size) for size in sizes)
+
+
+def used(row: Row) -> int:
+    """Return what a rank uses at the end of a step: of its device, or privately where there is none."""
+    return row.device_allocated_bytes or row.host_private_bytes
+
+
+def best_holder(step: Step, *, graphs: bool) -> tuple[int, Mapping[str, Any]] | None:
+    """Return (rank, holder) of the ranks' answers; with `graphs` the one that keeps most graphs, otherwise bytes."""
+    found = [
+        (rank, holder)
+        for rank, answer in sorted(step.details.get("holders", {}).items())
+        for holder in (answer or {}).get("holders", ())
+    ]
+    if not found:
+        return None
+    key = "graphs" if graphs else "bytes"
+    return max(found, key=lambda pair: (pair[1].get(key, 0), -pair[0]))
+
+
+def holder_text(holder: Mapping[str, Any]) -> str:
+    """Return who holds, in words: `losses` (list, 412 entries) in `train()`."""
+    entries = holder.get("entries")
+    size = f", {entries} entries" if entries is not None else ""
+    function = f" in `{holder['function']}()`" if holder.get("function") else ""
+    return f"`{holder['name']}` ({holder['kind']}{size}){function}"
+
+
+def size_text(value: float) -> str:
+    """Return bytes as people read them."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (1 << 10, "KiB")):
+        if abs(value) >= unit:
+            return f"{value / unit:.3g} {name}" if abs(value) < 1000 * unit else f"{value / unit:.0f} {name}"
+    return f"{value:.0f} bytes"
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One kind of memory that a rule follows."""
+
+    name: str  # the subject where no holder is known
+    field: str
+    limit: str
+    least: int
+    searched: bool = True  # somebody in the process itself can be asked who holds it
+
+
+class GrowthRule(Detector):
+    """A rule about memory that rises from step to step."""
+
+    series: ClassVar[tuple[Series, ...]]
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._growth: dict[tuple[str, int], Growth] = {}
+        self._since: dict[str, int] = {}  # series -> the step that first showed a trend
+        self._told: set[str] = set()
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return (finding.phase,)
+
+    def sees(self, step: Step) -> bool:
+        return step.optimizer == 0 and not self._since
+
+    def suspects(self, step: Step) -> bool:
+        searched = {series.name for series in self.series if series.searched}
+        return step.optimizer == 0 and bool(searched & self._since.keys() - self._told)
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        if step.optimizer != 0:
+            return
+        for series in self.series:
+            ranks = self._take(series, step)
+            if not ranks:
+                self._since.pop(series.name, None)
+                self._told.discard(series.name)
+                continue
+            first = self._since.setdefault(series.name, step.step)
+            answered = bool(step.details.get("holders")) or not series.searched
+            if series.name in self._told or answered or step.step - first >= PATIENCE:
+                self._told.add(series.name)
+                yield self._report(series, step, ranks)
+
+    def finish(self) -> Iterator[Finding]:
+        for series in self.series:
+            if series.name in self._since and series.name not in self._told and self._last is not None:
+                yield self._report(series, self._last, self._ranks(series, self._last))
+
+    _last: Step | None = None
+
+    def _take(self, series: Series, step: Step) -> Sequence[int]:
+        self._last = step
+        for rank, row in step.rows.items():
+            growth = self._growth.setdefault((series.name, rank), Growth(series.least))
+            growth.add(step.step, getattr(row, series.field), declared_bytes(step, rank))
+        return self._ranks(series, step)
+
+    def _ranks(self, series: Series, step: Step) -> tuple[int, ...]:
+        return tuple(r for r in step.rows if (g := self._growth.get((series.name, r))) is not None and g.trend)
+
+    def _report(self, series: Series, step: Step, ranks: Sequence[int]) -> Finding:
+        worst = max(ranks, key=lambda r: self._trend(series, r).per_step)
+        trend = self._trend(series, worst)
+        value, limit = getattr(step.rows[worst], series.field), getattr(step.rows[worst], series.limit)
+        evidence: dict[str, Any] = {
+            "per_step": size_text(trend.per_step),
+            "bytes_per_step": round(trend.per_step),
+            "grown": f"{size_text(trend.grown)} since step {trend.since}",
+            "now": size_text(value),
+        }
+        if limit:
+            left = max(0, limit - value) / trend.per_step
+            evidence |= {"limit": size_text(limit), "exhausted_at_step": step.step + round(left)}
+        held = best_holder(step, graphs=False) if series.searched else None
+        if held is not None and held[1].get("bytes", 0) >= _HELD * trend.grown:
+            evidence["holder"] = f"{holder_text(held[1])} holds {size_text(held[1]['bytes'])} in tensors"
+        else:
+            held = None
+        return self.finding(
+            step=trend.since,
+            last_step=step.step,
+            ranks=tuple(ranks),
+            subject=(held[1]["name"] if held is not None else self.subject(series, step),),
+            phase=series.name,
+            location=held[1].get("location") if held is not None else self.place_of(series, step),
+            evidence=evidence,
+        )
+
+    def subject(self, series: Series, step: Step) -> str:
+        """Return what grows, where no holder is known."""
+        return series.name
+
+    def place_of(self, series: Series, step: Step) -> str | None:
+        """Return the line to look at, where no holder is known."""
+        return None
+
+    def _trend(self, series: Series, rank: int) -> Trend:
+        trend = self._growth[series.name, rank].trend
+        assert trend is not None
+        return trend

@@ -1,0 +1,118 @@
+"""MEM401: an allocation failed."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.examples import step_at
+from ddpdebug.detectors.mem.explanation import explain
+from ddpdebug.detectors.mem.growth import GIB, size_text
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.steps import Step
+
+_FAILED: dict[str, Any] = {
+    "failed": True,
+    "step": 12,
+    "steps": 12,
+    "world": 4,
+    "phase": "forward",
+    "module": "blocks.3.mlp",
+    "location": "train.py:31",
+    "requested": 2 * GIB,
+    "allocated": 70 * GIB,
+    "reserved": 71 * GIB,
+    "limit": 80 * GIB,
+    "split": {"parameters": 8 * GIB, "gradients": 8 * GIB, "optimizer_state": 16 * GIB, "other": 38 * GIB},
+    "shapes": [[8, 4096]],
+    "elements": 32768,
+    "largest_elements": 8192,
+}
+
+
+class OutOfMemory(Detector):
+    """An allocation failed on this rank in the named phase and module.
+
+    Impact: the rank dies or drops its step; the others wait for it in the next collective until their timeout.
+
+    Diagnosis: `cause` is what the numbers say. `memory` compares the ranks at their last common step, `batch` the
+    shapes they were working on. Every rank has written a summary to `ranks/<rank>/memory/` in the run directory, with
+    torch's own table and, with `--memory-history`, the allocator's snapshot: `ddpdebug memory` explains it by line.
+
+    Causes:
+    - micro-batch, sequence length or resolution too large for this batch, often the longest sample of the epoch
+    - memory that grew over steps: graphs kept alive, outputs collected, caches
+    - a peak that occurs once: logits over a large vocabulary in float32, the first optimizer step, evaluation
+    - fragmentation: enough memory is reserved but no block is large enough
+    - another process or another rank on the same device
+
+    Remedy:
+    - smaller micro-batches with accumulation under `no_sync()`
+    - `torch.utils.checkpoint.checkpoint` for the named module; bfloat16 autocast
+    - `gradient_as_bucket_view=True` in DDP; `ZeroRedundancyOptimizer` to shard the states
+    - do not catch the error on one rank and go on: its peers wait in a collective
+    """
+
+    code = "MEM401"
+    severity = Severity.CRITICAL
+    title = "out of memory"
+    topics = ("alone",)
+    stage = 5
+    fires_on = (
+        (Facts(topic="alone:memory", values={2: _FAILED}),),
+        (step_at(11), Facts(topic="alone:memory", values={1: {**_FAILED, "phase": "optimizer", "module": None}})),
+    )
+    silent_on = (
+        (Facts(topic="alone:memory", values={0: {**_FAILED, "failed": False}}),),
+        (Facts(topic="alone:failure", values={0: {"reason": "exception: ValueError", "step": 1, "missing": []}}),),
+    )
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._last: Step | None = None
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return finding.ranks, finding.step
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        self._last = step
+        yield from ()
+
+    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
+        for rank, fact in facts.items():
+            if topic != "alone:memory" or not fact.get("failed"):
+                continue
+            reason = explain(fact)
+            evidence = {
+                "cause": reason.text,
+                "requested": size_text(fact["requested"]) if fact.get("requested") else None,
+                "allocated": size_text(fact.get("allocated") or 0),
+                "limit": size_text(fact["limit"]) if fact.get("limit") else None,
+                "held_by": {name.replace("_", " "): size_text(n) for name, n in (fact.get("split") or {}).items() if n},
+                "memory": self._by_rank(),
+                "operation": fact.get("operation"),
+                "largest": fact.get("largest"),
+                "summary": fact.get("directory"),
+            }
+            yield self.finding(
+                step=fact.get("step"),
+                ranks=(rank,),
+                subject=(fact["module"],) if fact.get("module") else (),
+                phase=fact.get("phase"),
+                location=fact.get("location"),
+                evidence={name: value for name, value in evidence.items() if value},
+                actions=[
+                    *reason.actions,
+                    "do not catch the error on one rank and go on: its peers wait in a collective",
+                ],
+            )
+
+    def _by_rank(self) -> dict[str, str]:
+        if self._last is None:
+            return {}
+        return {
+            str(rank): f"{size_text(row.device_allocated_bytes or row.host_private_bytes)} after step {row.step}, "
+            f"{row.batch_elements} elements"
+            for rank, row in self._last.rows.items()
+        }

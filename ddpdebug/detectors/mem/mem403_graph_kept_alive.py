@@ -1,0 +1,151 @@
+"""MEM403: autograd graphs are kept alive across steps."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+from ddpdebug.detectors.base import Detector
+from ddpdebug.detectors.examples import growing, holders
+from ddpdebug.detectors.mem.growth import (
+    MIB,
+    MIN_DEVICE,
+    MIN_HOST,
+    PATIENCE,
+    Growth,
+    best_holder,
+    declared_bytes,
+    holder_text,
+    size_text,
+    used,
+)
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.steps import Step
+
+#: Steps whose graphs have been added since the number last fell. A loop that logs the mean loss of its last ten steps
+#: keeps ten of them, which does no harm.
+KEPT = 12
+#: A holder that keeps fewer graphs than this is the step's own `loss` or `output`, and explains no growth.
+_MIN_GRAPHS = 6
+
+
+class GraphKeptAlive(Detector):
+    """Tensors that still carry a `grad_fn` survive their step, more of them from step to step, and hold their graphs.
+
+    Impact: memory grows every step. A graph that never ran backward keeps all its activations; one that did keeps only
+    its nodes, which is small but endless, and slows garbage collection.
+
+    Diagnosis: go to the named line: it fills the named holder. `grown` is measured over the same steps and may have
+    further causes. If no holder is named, use `gc.get_referrers(tensor)` on a tensor with a `grad_fn` from an earlier
+    step. Look at evaluation code first: a summed validation loss without `no_grad` holds every activation of the pass.
+
+    Causes:
+    - `losses.append(loss)` or `total += loss` instead of the detached value
+    - an evaluation loss summed as a tensor without `torch.no_grad()`
+    - a recurrent state, memory or target that is carried into the next step without `detach()`
+    - outputs or features stored on `self` in forward or in a hook
+    - a metric object, or a kept exception with its traceback, that keeps its inputs
+
+    Remedy:
+    - store `loss.item()` or `loss.detach()` at the named line; `total += loss.detach()`
+    - evaluate under `with torch.no_grad():`
+    - `state = state.detach()` at each truncation boundary; in hooks store `output.detach()`
+    """
+
+    code = "MEM403"
+    severity = Severity.ERROR
+    title = "autograd graphs are kept alive across steps"
+    wants = ("holders",)
+    stage = 80
+    fires_on = (
+        growing("live_graphs", lambda step: step, 30, holders=holders("losses", graphs=30)),
+        growing("live_graphs", lambda step: step, 60),
+        growing("host_private_bytes", lambda step: 300 * MIB + 3 * MIB * step, 70, holders=holders("val", graphs=60)),
+    )
+    silent_on = (
+        growing("live_graphs", lambda step: min(step, 2), 60),
+        growing("live_graphs", lambda step: step % 10, 80, holders=holders("losses", graphs=9)),
+        growing("host_private_bytes", lambda step: 300 * MIB + 3 * MIB * step, 70, holders=holders("cache")),
+    )
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._counts: dict[int, tuple[int, int, int]] = {}  # rank -> (live graphs, when they last fell, that step)
+        self._growth: dict[int, Growth] = {}
+        self._since: int | None = None
+        self._told: tuple[Finding, int] | None = None
+        self._last: Step | None = None
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return ()  # one leak is looked for at a time
+
+    def sees(self, step: Step) -> bool:
+        return step.optimizer == 0 and self._since is None
+
+    def suspects(self, step: Step) -> bool:
+        return step.optimizer == 0 and self._since is not None and self._told is None
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        if step.optimizer != 0:
+            return
+        self._take(step)
+        kept, ranks = self._kept(step), self._growing(step)
+        if not kept and not ranks:
+            self._since = self._told = None
+            return
+        self._since = step.step if self._since is None else self._since
+        if self._told is not None:
+            yield self._told[0]
+            return
+        found = best_holder(step, graphs=True)
+        if found is not None and found[1].get("graphs", 0) >= _MIN_GRAPHS:
+            yield self._report(step, kept or ranks, found[1])
+        elif kept and step.step - self._since >= PATIENCE:
+            yield self._report(step, kept, None)
+
+    def finish(self) -> Iterator[Finding]:
+        if self._told is None and self._last is not None and (kept := self._kept(self._last)):
+            yield self._report(self._last, kept, None)
+
+    def _take(self, step: Step) -> None:
+        self._last = step
+        for rank, row in step.rows.items():
+            count, low, since = self._counts.get(rank, (0, 0, step.step))
+            fell = row.live_graphs < count
+            low, since = (row.live_graphs, step.step) if fell else (low, since)
+            self._counts[rank] = row.live_graphs, low, since
+            growth = self._growth.setdefault(rank, Growth(MIN_DEVICE if row.device_allocated_bytes else MIN_HOST))
+            growth.add(step.step, used(row), declared_bytes(step, rank))
+
+    def _kept(self, step: Step) -> tuple[int, ...]:
+        return tuple(rank for rank in step.rows if self._gained(rank) >= KEPT)
+
+    def _gained(self, rank: int) -> int:
+        count, low, _ = self._counts.get(rank, (0, 0, 0))
+        return count - low
+
+    def _growing(self, step: Step) -> tuple[int, ...]:
+        return tuple(rank for rank in step.rows if self._growth[rank].trend is not None)
+
+    def _report(self, step: Step, ranks: tuple[int, ...], holder: Mapping[str, Any] | None) -> Finding:
+        trends = [trend for rank in ranks if (trend := self._growth[rank].trend) is not None]
+        first = min((self._counts[rank][2] for rank in ranks if self._gained(rank) >= KEPT), default=None)
+        first = min((trend.since for trend in trends), default=0) if first is None else first
+        graphs = max((self._gained(rank) for rank in ranks), default=0)
+        evidence: dict[str, Any] = {"graphs": graphs} if graphs else {}
+        if holder is not None:
+            graphs = max(graphs, int(holder["graphs"]))
+            evidence["graphs"] = graphs
+            evidence["holder"] = f"{holder_text(holder)} keeps the graphs of {graphs} steps"
+        if trends:
+            evidence["grown"] = size_text(max(trend.grown for trend in trends))
+        finding = self.finding(
+            step=first,
+            last_step=step.step,
+            ranks=ranks,
+            subject=() if holder is None else (str(holder["name"]),),
+            location=None if holder is None else holder.get("location"),
+            evidence=evidence,
+        )
+        self._told = finding, step.step
+        return finding

@@ -1,0 +1,72 @@
+"""MEM406: the memory of the host grows steadily."""
+
+from __future__ import annotations
+
+from ddpdebug.detectors.examples import growing, holders
+from ddpdebug.detectors.mem.growth import MIB, MIN_HOST, GrowthRule, Series
+from ddpdebug.findings import Severity
+from ddpdebug.steps import Step
+
+
+class HostMemoryGrowth(GrowthRule):
+    """The private memory of a rank's process, or of its DataLoader workers, rises steadily: in six blocks of steps.
+
+    Impact: the kernel kills a process of the job without a Python traceback (exit by signal 9), often a loader worker.
+
+    Diagnosis: the phase says whether the trainer (`host`) or its loader workers grow. Where the evidence names a
+    holder, read the line that fills it. Memory that Python objects other than tensors take has no holder here: compare
+    two `tracemalloc` snapshots. Pages that are shared or backed by a file are left out, they can be given back.
+
+    Causes:
+    - tensors, predictions or log records appended to a list on the CPU, with or without their graph
+    - caches in `__getitem__` (decoded images, open files), once per worker
+    - a data set of many small Python objects: reference counts make forked workers copy its pages
+    - `itertools.cycle(loader)`, which keeps every batch of the first epoch
+    - allocator growth with many threads and varying sizes, without any leak in Python
+
+    Remedy:
+    - detach what is stored and write it out in pieces; bound caches (`functools.lru_cache(maxsize=...)`)
+    - keep sample metadata in one numpy array, one tensor or a memory map instead of lists of objects
+    - replace `cycle` by a generator that iterates over the loader again; reduce `num_workers` or `prefetch_factor`
+    - if the growth is wanted, say so: `ddpdebug.expect_growth("replay buffer", 2 << 30)`
+    """
+
+    code = "MEM406"
+    severity = Severity.WARNING
+    title = "host memory grows steadily"
+    follows = ("MEM403", "MEM402")
+    stage = 84
+    series = (
+        Series("host", "host_private_bytes", "host_limit_bytes", MIN_HOST),
+        Series("DataLoader workers", "workers_bytes", "host_limit_bytes", MIN_HOST, searched=False),
+    )
+    fires_on = (
+        growing("host_private_bytes", lambda step: 300 * MIB + MIB * step, 70, holders=holders("seen")),
+        growing("workers_bytes", lambda step: 100 * MIB + MIB * step, 70),
+    )
+    silent_on = (
+        growing("host_private_bytes", lambda step: 300 * MIB + 3 * MIB * min(step, 40), 90),
+        growing("host_private_bytes", lambda step: 300 * MIB + 3 * MIB * min(step, 24) + MIB // 30 * step, 90),
+        growing("host_private_bytes", lambda step: 300 * MIB + MIB // 8 * step, 90),  # too little to tell from noise
+        growing("host_private_bytes", lambda step: 300 * MIB + MIB * step, 70, declared=None),
+    )
+
+    def subject(self, series: Series, step: Step) -> str:
+        loader = _loader(step)
+        return f"{series.name} of {loader}" if not series.searched and loader else series.name
+
+    def place_of(self, series: Series, step: Step) -> str | None:
+        loader = _loader(step)
+        return loader.partition(" at ")[2] or None if not series.searched and loader else None
+
+
+def _loader(step: Step) -> str | None:
+    """Return the data set that the workers of the only loader with workers read, `Pairs at data.py:12`."""
+    found = {
+        str(fact["dataset"])
+        for topic, facts in sorted(step.facts.items())
+        if topic.startswith("loader:")
+        for fact in facts.values()
+        if fact.get("workers") and fact.get("dataset")
+    }
+    return found.pop() if len(found) == 1 else None

@@ -1,0 +1,122 @@
+"""A limit on CPU tensors, to rehearse a smaller device: a real `torch.OutOfMemoryError` in the operation beyond it.
+
+Counts the storages that operations make, exactly, while it is switched on (`memory_limit`); costs some microseconds an
+operation, so it is off by default. The counts stand in the fields of the device, so that all rules read them.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from ddpdebug import torch_internals as internals
+from ddpdebug.probes.guard import user_location
+from ddpdebug.probes.memory import Failure, MemorySample, SystemProvider
+from ddpdebug.probes.values import tensors_in
+
+_MAX_CONTRIBUTORS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    size: int
+    line: str | None
+    module: int | None  # id of the innermost module that ran
+    ref: Any  # tells when it is freed
+
+
+class CpuLimit(internals.OperationMode):
+    """Counts, and raises beyond `limit` bytes.
+
+    Args:
+        ours: tells whether ddpdebug's own code runs: it is neither counted nor stopped.
+        on_failure: called before the error is raised.
+    """
+
+    def __init__(self, limit: int, ours: Callable[[], bool], on_failure: Callable[[Failure], None]) -> None:
+        super().__init__()
+        self.limit, self.live, self.peak = limit, 0, 0
+        self._ours, self._on_failure = ours, on_failure
+        self._storages: dict[int, _Storage] = {}
+        self._running: list[int] = []
+        self._handles: list[Any] = []
+        self._system = SystemProvider()
+
+    def start(self) -> None:
+        """Count from now on in this thread and in its backward passes."""
+        push, pop = self._running.append, self._running.pop
+        self._handles = [
+            register_module_forward_pre_hook(lambda module, args: push(id(module))),
+            register_module_forward_hook(lambda module, args, output: (pop(), None)[1], always_call=True),
+        ]
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        """Stop counting."""
+        for handle in self._handles:
+            handle.remove()
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def sample(self) -> MemorySample:
+        """Return what the system tells, with the counts in the place of a device's."""
+        return replace(
+            self._system.sample(),
+            device_allocated_bytes=self.live,
+            device_reserved_bytes=self.live,
+            device_peak_bytes=self.peak,
+            device_limit_bytes=self.limit,
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and count what it has made."""
+        result = func(*args, **(kwargs or {}))
+        if not self._ours():
+            for tensor in tensors_in(result):
+                if tensor.device.type == "cpu" and tensor.layout is torch.strided:
+                    self._take(tensor.untyped_storage(), func)
+        return result
+
+    def _take(self, storage: torch.UntypedStorage, func: Any) -> None:
+        key, size = internals.storage_key(storage), storage.nbytes()
+        if key in self._storages or not size:
+            return
+        if self.live + size > self.limit:
+            self._fail(size, func)
+        line = user_location(sys._getframe(1))  # noqa: SLF001 - the documented way to walk the stack cheaply
+        module = self._running[-1] if self._running else None
+        self._storages[key] = _Storage(size, line, module, weakref.ref(storage, partial(self._gone, key)))
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def _gone(self, key: int, _: object) -> None:
+        storage = self._storages.pop(key, None)
+        if storage is not None:
+            self.live -= storage.size
+
+    def _fail(self, size: int, func: Any) -> None:
+        lines, modules = Counter[str](), Counter[int]()
+        for storage in list(self._storages.values()):
+            lines[storage.line or "unknown"] += storage.size
+            if storage.module is not None:
+                modules[storage.module] += storage.size
+        self._on_failure(
+            Failure(
+                requested=size,
+                sample=self.sample(),
+                operation=str(func),
+                lines=dict(lines.most_common(_MAX_CONTRIBUTORS)),
+                modules=dict(modules.most_common(_MAX_CONTRIBUTORS)),
+            )
+        )
+        raise torch.OutOfMemoryError(
+            f"out of memory: tried to allocate {size} bytes, {self.live} bytes of CPU tensors are in use and the "
+            f"limit set by memory_limit is {self.limit} bytes"
+        )

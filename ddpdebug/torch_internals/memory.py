@@ -1,0 +1,89 @@
+"""What the memory probes need of torch: allocators, history, snapshots, storages."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+
+def device_memory_stats() -> Mapping[str, Any]:
+    """Return the accelerator's nested allocator statistics, empty while it is not in use; asks no device."""
+    kind = accelerator()
+    if kind is None or (kind == "cuda" and not torch.cuda.is_initialized()):
+        return {}
+    if not torch._C._accelerator_isAllocatorInitialized():
+        return {}
+    stats: Mapping[str, Any] = torch._C._accelerator_getDeviceStats(torch.accelerator.current_device_index())
+    return stats
+
+
+@functools.cache
+def accelerator() -> str | None:
+    """Return the kind of accelerator that this torch is built for, without asking the driver."""
+    if not hasattr(torch._C, "_accelerator_getDeviceStats"):
+        return None
+    device = torch.accelerator.current_accelerator()
+    return None if device is None else device.type
+
+
+def device_memory_limit() -> int:
+    """Return the bytes of the current device; asks the driver."""
+    return int(torch.accelerator.get_memory_info()[1])
+
+
+def record_memory_history(level: str) -> bool:
+    """Begin to record the allocator's history at `light` or `full`; return whether this torch can.
+
+    `light` keeps the Python stack of what is allocated now, `full` also a ring of the last 50,000 events.
+    """
+    record = getattr(torch.cuda.memory, "_record_memory_history", None)
+    if record is None or not torch.cuda.is_initialized():
+        return False
+    if level == "full":
+        record("all", context="all", stacks="python", max_entries=50_000)
+    else:
+        record("state", context="state", stacks="python", max_entries=1)
+    return True
+
+
+def stop_memory_history() -> None:
+    """End what `record_memory_history` began."""
+    torch.cuda.memory._record_memory_history(None)
+
+
+def memory_snapshot() -> Any:
+    """Return the allocator's snapshot: plain containers and scalars; None without a CUDA device in use."""
+    return torch.cuda.memory._snapshot() if torch.cuda.is_initialized() else None
+
+
+def memory_summary() -> str:
+    """Return torch's own table of the allocator; empty without a CUDA device in use."""
+    return str(torch.cuda.memory_summary()) if torch.cuda.is_initialized() else ""
+
+
+def observe_out_of_memory(observer: Callable[[int, int, int, int], None]) -> bool:
+    """Have `observer(device, requested, total, free)` called before CUDA raises; it stays. Return whether this can."""
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is None or not torch.cuda.is_initialized():
+        return False
+    attach(observer)
+    return True
+
+
+def current_node() -> Any:
+    """Return the autograd node that runs in this thread, None outside of backward."""
+    probe = getattr(torch._C, "_current_autograd_node", None)
+    return None if probe is None else probe()
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return what identifies a storage while it lives, whatever Python object stands for it."""
+    return int(storage._cdata)
+
+
+def worker_pids(iterator: Any) -> list[int]:
+    """Return the process ids of a DataLoader iterator's workers."""
+    return [int(worker.pid) for worker in getattr(iterator, "_workers", ()) if worker.pid is not None]

@@ -1,0 +1,131 @@
+"""What a replay needs of torch: hooks, tables of modules, autograd nodes, versions, dispatch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ddpdebug.torch_internals.names import inherits
+
+#: The parts of a module that running its forward may change, its own attributes aside.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOK_MARKS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+_GLOBAL_PRE_HOOKS = "_global_backward_pre_hooks"
+_TABLES = ("_parameters", "_buffers", "_modules", *_HOOKS, *_HOOK_MARKS)
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Set the counter of in-place changes, after a change has been undone."""
+    if not tensor.is_inference():
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def clones(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy many small tensors at once."""
+    if not tensors:
+        return []
+    return list(torch._foreach_clone([tensor.detach() for tensor in tensors]))
+
+
+def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return a module's own table of buffers."""
+    return module._buffers
+
+
+class OperationMode(TorchDispatchMode):
+    """A mode that sees every operation, and whose use does not load the compiler (a second, in the middle of a job)."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled while a mode of ours is on
+
+
+def is_sink(node: object) -> bool:
+    """Tell whether an autograd node is the one that DDP puts behind a model's outputs."""
+    return type(node).__name__ == "_DDPSinkBackward"
+
+
+def next_sequence() -> int:
+    """Return the number that the next autograd node of this thread will get."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def sequence_of(node: Any) -> int:
+    """Return the number of an autograd node."""
+    return int(node._sequence_nr())
+
+
+def saved_of(node: Any) -> dict[str, Any]:
+    """Return what a node has saved for backward, as far as it is still there."""
+    found = {}
+    for name in dir(node):
+        if name.startswith("_saved_"):
+            with contextlib.suppress(RuntimeError, AttributeError):  # freed by backward
+                found[name.removeprefix("_saved_")] = getattr(node, name)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def module_tables(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the dictionaries that make up a module: parameters, buffers, submodules, hooks."""
+    return {name: module.__dict__[name] for name in _TABLES if name in module.__dict__}
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Tell whether `torch.compile` made this module or its call."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def hooks_of(module: torch.nn.Module) -> list[Any]:
+    """Return the hooks that a call of this module runs."""
+    return [hook for name in _HOOKS for hook in module.__dict__.get(name, {}).values()]
+
+
+def keep_hooks(module: torch.nn.Module, keep: Callable[[Any], bool]) -> None:
+    """Give a module new tables of hooks, with those of its hooks that `keep` accepts."""
+    for name in _HOOKS:
+        table = module.__dict__.get(name)
+        if table is not None:
+            module.__dict__[name] = OrderedDict((key, hook) for key, hook in table.items() if keep(hook))
+    for name in _HOOK_MARKS:
+        table = module.__dict__.get(name)
+        if table is not None:
+            module.__dict__[name] = table.copy()
+
+
+@contextlib.contextmanager
+def without_global_hooks() -> Iterator[list[Any]]:
+    """Run without the hooks that were registered for all modules; yields them."""
+    owner: Any = torch.nn.modules.module
+    names = [name for name in (*_GLOBAL_HOOKS, _GLOBAL_PRE_HOOKS) if hasattr(owner, name)]
+    kept = [(name, dict(getattr(owner, name))) for name in names]
+    try:
+        for name, _ in kept:
+            getattr(owner, name).clear()
+        yield [hook for _, table in kept for hook in table.values()]
+    finally:
+        for name, table in kept:
+            getattr(owner, name).update(table)
+
+
+def syncs_statistics(module: torch.nn.Module) -> bool:
+    """Tell whether a module's forward communicates in training: SyncBatchNorm, over more than one rank."""
+    if not inherits(type(module), ("SyncBatchNorm",)) or not dist.is_initialized():
+        return False
+    group: Any = getattr(module, "process_group", None)
+    return dist.get_world_size(group) > 1
+
+
+def is_parallel(module: torch.nn.Module) -> str | None:
+    """Return the name of a wrapper whose forward communicates (DDP, FSDP), None for other modules."""
+    names = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+    return next((name for name in names if inherits(type(module), (name,))), None)

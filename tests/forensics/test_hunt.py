@@ -1,0 +1,61 @@
+"""One rank searches, once for each cause."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ddpdebug.detectors.examples import step_at
+from ddpdebug.forensics.hunt import MAX_SEARCHES, HolderHunt
+from ddpdebug.probes.memory import MemoryProbe
+
+
+def _hunt(rank: int) -> tuple[HolderHunt, MemoryProbe]:
+    memory = MemoryProbe()
+    recorder: Any = SimpleNamespace(memory=memory, wrappers=[], watches=[])
+    hunt = HolderHunt(recorder)
+    hunt.rank = rank
+    return hunt, memory
+
+
+def _grow(hunt: HolderHunt, number: int, odd: Mapping[int, Mapping[str, Any]]) -> None:
+    hunt.learn(step_at(number, odd=odd))
+
+
+def test_the_lowest_growing_rank_searches() -> None:
+    """By living graphs, else by memory."""
+    hunt, _ = _hunt(0)
+    _grow(hunt, 0, {})
+    _grow(hunt, 1, {2: {"host_private_bytes": 900}, 3: {"host_private_bytes": 1000}})
+    assert hunt.chosen() == 2
+    _grow(hunt, 2, {3: {"live_graphs": 20}})
+    assert hunt.chosen() == 3
+
+
+def test_others_answer_at_once_without_a_search() -> None:
+    """They have nothing to say."""
+    hunt, memory = _hunt(0)
+    _grow(hunt, 2, {3: {"live_graphs": 20}})
+    assert memory.holders_known()
+    hunt.boundary()
+    assert (memory.holders(), hunt.searches) == (None, 0)
+
+
+def test_one_search_for_one_cause() -> None:
+    """Asked again it has the same answer, until most of the graphs are gone; and never without end."""
+    hunt, memory = _hunt(1)
+    losses = [torch.ones(2, requires_grad=True) * 1 for _ in range(20)]
+    for round_ in range(1, MAX_SEARCHES + 3):
+        _grow(hunt, 2 * round_, {1: {"live_graphs": 20}})
+        expected = min(round_, MAX_SEARCHES)
+        assert memory.holders_known() is (round_ > MAX_SEARCHES)
+        hunt.boundary()
+        assert memory.holders_known()
+        hunt.boundary()
+        assert hunt.searches == expected
+        _grow(hunt, 2 * round_ + 1, {1: {"live_graphs": 7}})
+    assert any(holder["name"] == "losses" for holder in memory.holders()["holders"])
+    assert losses

@@ -1,0 +1,231 @@
+"""A failed allocation is described before its error goes on."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddpdebug.detectors.mem.explanation import explain, what_if
+from ddpdebug.forensics import oom
+from ddpdebug.forensics.oom import Reports, is_out_of_memory, requested_bytes, where
+from ddpdebug.probes.guard import Guard
+from ddpdebug.probes.memory import Failure, MemorySample
+from ddpdebug.probes.recorder import Recorder
+
+GIB = 1 << 30
+
+
+def raised(function: Any) -> BaseException:
+    try:
+        function()
+    except Exception as error:  # noqa: BLE001
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def fail(*_: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 80 GiB")
+
+
+class Failing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        fail()
+        return x
+
+
+class Deep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        fail()
+        return grad
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder(Guard(lambda part, message: None), lambda r: None, lambda t, v: None, lambda o, s: False, 1)
+
+
+@pytest.mark.parametrize(
+    "error, size",
+    [
+        (raised(fail), int(2.5 * GIB)),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 640 bytes."),
+            640,
+        ),
+        (MemoryError(), None),
+        (RuntimeError("CUDA error: out of memory"), None),
+    ],
+)
+def test_what_counts_as_out_of_memory(error: BaseException, size: int | None) -> None:
+    """Errors of devices, of the host's allocator and of Python, with the size where they name it."""
+    assert is_out_of_memory(error)
+    assert requested_bytes(str(error)) == size
+
+
+def test_other_errors_do_not_count() -> None:
+    """Neither does none."""
+    assert not any(map(is_out_of_memory, (None, ValueError("out of memory"), RuntimeError("shape mismatch"))))
+
+
+def test_phase_and_module(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read from the frames that the error has left."""
+    found = where(raised(lambda: nn.Sequential(nn.Identity(), Failing())(torch.ones(2))), recorder)
+    assert (found["phase"], found["module"]) == ("forward", "Failing")
+    assert "test_oom.py:" in found["location"]
+    loss = Deep.apply(torch.ones(2, requires_grad=True)).sum()
+    assert where(raised(loss.backward), recorder)["phase"] == "backward"
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    monkeypatch.setattr(sys.modules["torch.optim.sgd"], "sgd", fail)
+    assert where(raised(optimizer.step), recorder)["phase"] == "optimizer"
+    assert where(raised(fail), recorder)["phase"] == "between"
+
+
+class FakeProvider:
+    def sample(self) -> MemorySample:
+        return MemorySample(
+            device_allocated_bytes=70 * GIB, device_reserved_bytes=75 * GIB, device_limit_bytes=80 * GIB
+        )
+
+
+def reports(recorder: Recorder, folder: Path | None, told: list[Any]) -> Reports:
+    recorder.memory.provider = FakeProvider()
+    return Reports(
+        recorder, lambda code, evidence: told.append(evidence), lambda t, v: told.append((t, v)), lambda: folder
+    )
+
+
+def test_the_failing_rank_writes_once_and_tells(recorder: Recorder, tmp_path: Path) -> None:
+    """Numbers from the moment of the failure win over those after it."""
+    told: list[Any] = []
+    mine = reports(recorder, tmp_path, told)
+    recorder.memory.failure = Failure(
+        requested=6 * GIB,
+        sample=MemorySample(device_allocated_bytes=78 * GIB, device_limit_bytes=80 * GIB),
+        operation="AddmmBackward0",
+        snapshot={"segments": []},
+        table="| allocated |",
+    )
+    error = raised(fail)
+    mine.failed(error)
+    mine.failed(error)
+    mine.failed(ValueError())
+    ((topic, summary),) = told
+    assert (topic, summary["allocated"], summary["requested"], summary["operation"]) == (
+        "alone:memory", 78 * GIB, 6 * GIB, "AddmmBackward0",
+    )  # fmt: skip
+    folder = tmp_path / "ranks" / "0" / "memory"
+    assert sorted(path.name for path in folder.iterdir()) == ["step-0-snapshot.pickle", "step-0.json", "step-0.txt"]
+    assert json.loads((folder / "step-0.json").read_text())["cause"]["kind"] == "first step"
+    text = (folder / "step-0.txt").read_text()
+    assert text.startswith("an allocation failed: rank 0 · step 0 · between · AddmmBackward0")
+    assert "| allocated |" in text
+    assert pickle.loads((folder / "step-0-snapshot.pickle").read_bytes()) == {"segments": []}
+
+
+def test_other_ranks_write_when_they_hear_of_it(recorder: Recorder, tmp_path: Path) -> None:
+    """Each once, and what is heard of them becomes evidence; the own words do not come back."""
+    told: list[Any] = []
+    mine = reports(recorder, tmp_path, told)
+    mine.rank = 1
+    mine.hear(3, {"failed": True, "shapes": [[8, 4096]], "elements": 32768})
+    ((topic, summary),) = told
+    assert (topic, summary["failed"], summary["rank"]) == ("alone:memory", False, 1)
+    assert (
+        (tmp_path / "ranks" / "1" / "memory" / "step-0.txt").read_text().startswith("an allocation failed on another")
+    )
+    mine.hear(1, summary)
+    assert told[1:] == [{"batch": {"1": "0 elements (none yet)", "3": "32768 elements (8x4096)"}}]
+
+
+def test_a_summary_waits_for_its_directory(recorder: Recorder, tmp_path: Path) -> None:
+    """A rank that fails before it knows where to write does so later."""
+    place: list[Path | None] = [None]
+    mine = reports(recorder, None, [])
+    mine._directory = lambda: place[0]
+    mine.failed(raised(fail))
+    mine.flush()
+    place[0] = tmp_path
+    mine.flush()
+    assert (tmp_path / "ranks" / "0" / "memory" / "step-0.txt").exists()
+
+
+def test_cuda_tells_before_it_raises(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the observer sees is kept for the summary; after the end it does nothing."""
+    observers: list[Any] = []
+    levels: list[str] = []
+    monkeypatch.setattr(oom.internals, "observe_out_of_memory", lambda observer: observers.append(observer) or True)
+    monkeypatch.setattr(oom.internals, "record_memory_history", lambda level: levels.append(level) or True)
+    monkeypatch.setattr(oom.internals, "memory_snapshot", lambda: {"segments": []})
+    mine = reports(recorder, None, [])
+    mine.level = "light"
+    recorder.memory.inputs([torch.zeros(3)])
+    recorder.memory.inputs([torch.zeros(3)])
+    (observer,) = observers
+    assert levels == ["light"]
+    observer(0, 4096, 80 * GIB, GIB)
+    failure = recorder.memory.failure
+    assert failure is not None
+    assert (failure.requested, failure.sample.device_allocated_bytes) == (4096, 70 * GIB)
+    assert failure.snapshot == {"segments": []}
+    recorder.memory.failure = None
+    mine.close()
+    observer(0, 4096, 80 * GIB, GIB)
+    assert recorder.memory.failure is None
+
+
+SUMMARY: Mapping[str, Any] = {
+    "phase": "forward",
+    "steps": 40,
+    "world": 4,
+    "requested": 2 * GIB,
+    "allocated": 70 * GIB,
+    "reserved": 70 * GIB,
+    "limit": 80 * GIB,
+    "split": {"parameters": 8 * GIB, "gradients": 8 * GIB, "optimizer_state": 16 * GIB, "other": 38 * GIB},
+    "shapes": [[8, 1024]],
+    "elements": 8192,
+    "largest_elements": 8192,
+    "curve": [[step, 60 * GIB, 8192] for step in range(40)],
+}
+
+
+@pytest.mark.parametrize(
+    "changes, kind, words",
+    [
+        ({"elements": 32768, "shapes": [[8, 4096]]}, "batch", "8x4096 have 32768 elements"),
+        ({"reserved": 75 * GIB}, "fragmentation", "5 GiB are free"),
+        ({"curve": [[s, (30 + s) * GIB, 1] for s in range(40)]}, "leak", "1 GiB a step"),
+        ({"phase": "optimizer", "steps": 0}, "optimizer state", "16 GiB for these"),
+        ({"steps": 0, "largest_elements": 0, "curve": []}, "first step", "does not fit (parameters 8 GiB"),
+        ({}, "unknown", "close to the limit"),
+        ({"curve": [[s, min(60, 20 + 9 * s) * GIB, 1] for s in range(40)]}, "unknown", "close to the limit"),
+    ],
+)
+def test_the_likely_cause(changes: Mapping[str, Any], kind: str, words: str) -> None:
+    """By evidence: a larger batch, holes, a leak, the first optimizer step, or simply too much."""
+    found = explain({**SUMMARY, **changes})
+    assert found.kind == kind
+    assert words in found.text
+    assert found.actions
+
+
+def test_what_if_counts_what_would_be_saved() -> None:
+    """Sharding the state over four ranks saves three quarters of it."""
+    ideas = what_if(SUMMARY)
+    assert "`ZeroRedundancyOptimizer` over 4 ranks: saves about 12 GiB" in ideas
+    assert any("checkpoint" in idea and "24 GiB" in idea for idea in ideas)
