@@ -197,13 +197,13 @@ def test_a_shared_module_is_named_by_who_calls_it() -> None:
 def test_a_container_that_hands_on_is_not_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tensor, unchanged, costs one pass however many modules return it; one changed in place costs another."""
     looked: list[tuple[int, ...]] = []
-    original = ranges.look
+    original = ranges.is_surely_finite
 
-    def look(tensor: torch.Tensor) -> Any:
+    def look(tensor: torch.Tensor) -> bool:
         looked.append(tuple(tensor.shape))
         return original(tensor)
 
-    monkeypatch.setattr(ranges, "look", look)
+    monkeypatch.setattr(ranges, "is_surely_finite", look)
     look_at(nn.Sequential(nn.Sequential(nn.Linear(2, 3)), nn.Identity()), torch.ones(1, 2))
     assert looked == [(1, 3)]
     looked.clear()
@@ -453,15 +453,18 @@ def test_watched_models_stay_what_they_are(watched: Callable[..., Any]) -> None:
 
 
 def test_inputs_are_let_go(watched: Callable[..., Any]) -> None:
-    """A batch is not held longer than its step."""
+    """A batch is held for a replay until the next step is over, no longer."""
     model, optimizer, monitor = watched(Net())
     x = torch.randn(5, 4)
     ref = weakref.ref(x)
     model(x).sum().backward()
     optimizer.step()
     del x
-    gc.collect()
-    assert ref() is None
+    for held in (True, False):
+        assert (ref() is not None) is held
+        model(torch.randn(5, 4)).sum().backward()
+        optimizer.step()
+        gc.collect()
     assert monitor.findings == []
 
 

@@ -61,8 +61,7 @@ class GradientHooks:
         norm = gradients.note_local(recorder.window, wrapper, key, grad)
         if norm is not None and grad is not None:
             halved = wrapper.hook_kind in {"half", "custom"}
-            note = recorder.numerics.note_local
-            recorder.guard.run("probe:numerics", lambda: note(key, grad, norm, halved=halved))
+            recorder.guard.run("probe:numerics", recorder.numerics.note_local, key, grad, norm, halved)
 
 
 def on_gradient(hooks: weakref.ref[GradientHooks], key: int, parameter: torch.Tensor) -> None:

@@ -149,7 +149,7 @@ class Numerics:
             self._lines[key] = self._recorder.guard.run("probe:loss_line", loss_line.expression, frame)
         return self._lines.get(key)
 
-    def note_local(self, key: int, grad: torch.Tensor, norm: torch.Tensor, *, halved: bool) -> None:
+    def note_local(self, key: int, grad: torch.Tensor, norm: torch.Tensor, halved: bool) -> None:  # noqa: FBT001 - called through the guard
         """Look at a gradient that is still this rank's own; `norm` is known, `halved` if 16 bits may reduce it."""
         if not self.on or grad.device.type != "cpu":
             return

@@ -38,6 +38,12 @@ def look(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     return low, high
 
 
+def is_surely_finite(tensor: torch.Tensor) -> bool:
+    """Tell from the sum, which takes less than half the time of a range; a sum that overflows proves nothing."""
+    own = real_view(tensor)
+    return own is None or math.isfinite(float(own.sum()))
+
+
 def read(tensor: torch.Tensor) -> tuple[float, float] | None:
     """Return the range as numbers; waits for a device."""
     seen = look(tensor)

@@ -27,7 +27,7 @@ _BUFFER_BYTES = 1 << 20
 _GRADIENT_BYTES = 64 << 20
 #: An input that carries a graph is an activation of another model: it is kept without the graph, and only when small.
 _ACTIVATION_BYTES = 64 << 20
-_MAX_VERSIONS = 64
+_MAX_VERSIONS = 16
 _REFRESH = 100
 _MAX_DEPTH = 8
 
