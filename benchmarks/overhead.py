@@ -4,8 +4,9 @@
 
 Two ratios for each way: of the median step's wall time, and (`cpu`) of the process's processor time, which a busy
 machine disturbs less. The ways: `plain` twice (the ratio of the second is the noise), ddpdebug by default, ddpdebug
-with every check on every step, and two naive methods: all-gathering the parameters, and an `isfinite().all()` hook on
-every module.
+with every check on every step, its forward probes alone on every step, and what people do without it: all-gathering the
+parameters, an `isfinite().all()` hook on every module, `detect_anomaly`, and `DebugUnderflowOverflow` of Hugging Face's
+transformers where that is installed (`pip install transformers`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import json
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug.config import Config
 from ddpdebug.monitor import Monitor
+from ddpdebug.probes.guard import Guard
+from ddpdebug.probes.looks import Looks
+from ddpdebug.probes.modules import ForwardProbe
 
 
 class Block(nn.Module):
@@ -83,6 +89,35 @@ def finite_hooks(model: nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
     return [m.register_forward_hook(check) for m in model.modules() if not list(m.children())]
 
 
+def forward_probes(model: nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
+    """Install ddpdebug's forward probes alone."""
+    probe = ForwardProbe(Guard(print))
+    begin = model.register_forward_pre_hook(lambda _module, _args: probe.begin(Looks(), 0))
+    return [begin, model.register_forward_hook(lambda module, _args, _output: probe.end(module, ""))]
+
+
+def hugging_face_hooks(model: nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
+    """Install the detector of transformers, which keeps no handles: take those that it adds."""
+    from transformers.debug_utils import DebugUnderflowOverflow  # noqa: PLC0415 - optional
+
+    before = {id(m): set(m._forward_hooks) for m in model.modules()}  # noqa: SLF001 - as above
+    DebugUnderflowOverflow(model)
+    handles = []
+    for module in model.modules():
+        for key in set(module._forward_hooks) - before[id(module)]:  # noqa: SLF001
+            handle = torch.utils.hooks.RemovableHandle(module._forward_hooks)  # noqa: SLF001
+            handle.id = key
+            handles.append(handle)
+    return handles
+
+
+HOOKS: dict[str, Callable[[nn.Module], list[torch.utils.hooks.RemovableHandle]]] = {
+    "isfinite": finite_hooks,
+    "forward-probes": forward_probes,
+    "transformers": hugging_face_hooks,
+}
+
+
 class Training:
     """A model and its step, plain and with the parameters all-gathered after it."""
 
@@ -122,7 +157,8 @@ def measure(training: Training, ways: list[str], monitors: dict[str, Any], round
     medians: dict[str, list[float]] = {way: [] for way in [*ways, *(f"{way}: cpu" for way in ways)]}
     for round_ in range(rounds):
         for way in ways[round_ % len(ways) :] + ways[: round_ % len(ways)]:
-            handles = finite_hooks(training.module) if way == "isfinite" else []
+            handles = HOOKS[way](training.module) if way in HOOKS else []
+            torch.autograd.set_detect_anomaly(way == "anomaly")
             if way in monitors:
                 monitors[way][0]()
             run = training.all_gather_step if way == "all-gather" else training.step
@@ -153,10 +189,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--block", type=int, default=6)
     parser.add_argument("--learn", type=int, default=180, help="steps before timing in which the schedule settles")
-    parser.add_argument("--ways", default="plain,again,default,every-step,all-gather,isfinite")
+    ways = "plain,again,default,every-step,forward-probes,all-gather,isfinite,anomaly"
+    parser.add_argument("--ways", default=ways + (",transformers" if find_spec("transformers") else ""))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "Anomaly Detection has been enabled")
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     training = Training(args.width, args.depth, args.batch, args.tokens)
