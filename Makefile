@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help format lint types test test-harm test-dist detection bench demo docs size check
+.PHONY: help format lint types test test-harm test-dist retest detection bench demo docs size check
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -38,6 +38,9 @@ types: $(STAMP) ## mypy, strict
 
 test: $(STAMP) ## all tests but the detection corpus and the slow ones
 	$(PYTHON) -m pytest -q -m "not slow"
+
+retest: $(STAMP) ## run the tests again that failed last time, and nothing when none did
+	$(PYTHON) -m pytest -q -m "not slow" --last-failed --last-failed-no-failures none
 
 test-harm: $(STAMP) ## training is the same with and without ddpdebug, whatever breaks; slow tests too
 	$(PYTHON) -m pytest -q tests/harm
