@@ -49,8 +49,8 @@ from ddpdebug.sinks.fanout import Fanout
 _RING_STEPS = 256
 #: As long as the job's own process groups wait by default: a rank that is stopped for a while is not lost.
 _GROUP_TIMEOUT = datetime.timedelta(minutes=30)
-#: A stop that all ranks take alike is agreed on this many steps ahead of the fastest rank.
-_STOP_LEAD = 2
+#: What all ranks do at the same step is agreed on so long ahead of the fastest rank: a stop, and a look.
+_STOP_SECONDS, _LOOK_SECONDS = 0.5, 0.1
 #: The ranks' n-th monitors belong together and must not find the keys of earlier ones in the store.
 _NUMBERS = itertools.count()
 
@@ -338,7 +338,8 @@ class Monitor:
         elif kind == "vote":
             self.numeric_guard.hear(rank, message)
         elif kind == "agree":
-            self.guard.run("forensics:agreement", self.agreement.hear, message, self._progress + _STOP_LEAD)
+            ahead = self._progress + self.schedule.ahead(_LOOK_SECONDS)
+            self.guard.run("forensics:agreement", self.agreement.hear, message, ahead)
         elif kind == "element":
             found = self.elements.hear(rank, message, self._members)
             if found is not None:
@@ -356,7 +357,7 @@ class Monitor:
             self._hunt(finding, progress)
             self.numeric_guard.found(finding)
             if self.config.on_finding == "raise" and finding.severity >= Severity.ERROR and self._stop_at is None:
-                self._stop_at = (progress + _STOP_LEAD, FindingError(finding))
+                self._stop_at = (progress + self.schedule.ahead(_STOP_SECONDS), FindingError(finding))
 
     def _judge_rest(self) -> None:
         try:
@@ -371,7 +372,7 @@ class Monitor:
         names = [(w.index, name) for w in self.recorder.watches for name in finding.subject if name in w.names]
         if finding.code == "RANK101" and names and "values" not in finding.evidence:
             optimizer, name = names[0]
-            self.elements.begin(key_of(finding), optimizer, name, progress + _STOP_LEAD)
+            self.elements.begin(key_of(finding), optimizer, name, progress + self.schedule.ahead(_LOOK_SECONDS))
 
     def _locate(self, key: str, evidence: dict[str, Any]) -> None:
         """Add the differing element to the finding it belongs to."""

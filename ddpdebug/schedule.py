@@ -20,6 +20,7 @@ _FIRST_DECISION, _DECIDE_EVERY = 8, 32
 #: short steps may come in late.
 _LEAD_STEPS, _LEAD_STEPS_SHORT = 16, 64
 _WARM_UP = 3
+_MIN_AHEAD, _MAX_AHEAD = 2, 256
 #: The part of the budget that is spent. The clocks in the hooks and in the thread do not see all that a check costs: it
 #: empties caches and shares cores with the training (1.36 % of the step were measured where the clocks saw 1 %).
 _SEEN = 0.7
@@ -49,6 +50,11 @@ class Schedule:
         """Tell whether the sampled tier runs at a step."""
         del optimizer
         return self.every_step or step % self.interval(step) == 0
+
+    def ahead(self, seconds: float) -> int:
+        """Return a number of steps that take about so long, so that all ranks hear of a step before they reach it."""
+        pace = statistics.median(self._base) if self._base else seconds
+        return _MIN_AHEAD + min(_MAX_AHEAD, math.ceil(seconds / pace))
 
     def learn(self, step: Step) -> None:
         """Take the costs of one step of all ranks; every rank calls this with the same steps."""

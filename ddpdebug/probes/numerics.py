@@ -58,7 +58,6 @@ class Numerics:
         self._bad: dict[int, int] = {}  # optimizer -> last step that was not
         self._known: dict[int, set[str]] = {}  # optimizer -> parameters and state that are non-finite already
         self._compiled = False
-        self._device_of: tuple[list[torch.Tensor] | None, bool] = (None, True)
         self._verified: dict[int, int] = {}  # optimizer -> last step before which all parameters were looked at
         self._left: dict[int, int] = {}  # optimizer -> last step that left only finite parameters, as far as all
         self._lines: dict[tuple[str, int], str | None] = {}
@@ -177,7 +176,7 @@ class Numerics:
         record.loss_scale = self._recorder.events.last_loss_scale
         if self._is_scaler_skipping(watch):
             record.flags |= Flag.SKIPPED
-        if not self._is_on_cpu(watch.params):
+        if not watch.on_cpu:
             if self.every_step:
                 self._wait_for_device(watch, record)
             record.numerics_later = complete(record, looks)
@@ -202,12 +201,6 @@ class Numerics:
             self._bad[watch.index] = watch.step
         if not gradients and (record.flags & Flag.CHECKED or self.every_step):
             self._clean[watch.index] = watch.step
-
-    def _is_on_cpu(self, params: list[torch.Tensor]) -> bool:
-        """Tell whether all of an optimizer's parameters are on the CPU; the list is a new one when they change."""
-        if self._device_of[0] is not params:
-            self._device_of = params, all(p.device.type == "cpu" for p in params)
-        return self._device_of[1]
 
     @staticmethod
     def _is_scaler_skipping(watch: OptimizerWatch) -> bool:

@@ -36,6 +36,7 @@ class OptimizerWatch:
         self.owned: list[bool] = []
         self.owners: list[Wrapper | None] = []
         self.wrappers: list[Wrapper] = []  # the owners, each once
+        self.on_cpu = True
         self.slots: dict[int, int] = {}
         self.after: list[int] | None = None  # digests that the previous step left, if that step was checked
         self.after_step = -1
@@ -82,6 +83,7 @@ class OptimizerWatch:
         self.params = [p for _, p, _, _ in table]
         self.owned = [owned for _, _, owned, _ in table]
         self.owners = [owner for _, _, _, owner in table]
+        self.on_cpu = all(p.device.type == "cpu" for p in self.params)
         self.wrappers = list({id(owner): owner for owner in self.owners if owner is not None}.values())
         self.slots = {id(p): fingerprint.of_text(name) % 8 for name, p, _, _ in table}
         by_design = bool(self.members) or self.sharded()  # the groups of a rank are then its own

@@ -159,7 +159,7 @@ class Recorder:
         if self.keep_inputs:
             self.last_inputs = args
         tensors = list(tensors_in((args, kwargs)))
-        self.memory.inputs(tensors)
+        self.guard.run("probe:memory", self.memory.inputs, tensors)
         for tensor in tensors:
             value, sampled = fingerprint.sampled_fingerprint(tensor, _BATCH_BYTES)
             w.batch.append(value)
@@ -175,7 +175,7 @@ class Recorder:
     def end_forward(self, ddp: DistributedDataParallel, output: Any, started: float) -> None:
         """Note the output of a DDP forward."""
         self.wrapped(ddp).in_forward = False
-        self.memory.graph(output)
+        self.guard.run("probe:memory", self.memory.graph, output)
         w = self.window
         if not torch.is_grad_enabled() or started == 0.0:
             if len(w.eval_output) < len(w.eval_batch):
@@ -195,7 +195,7 @@ class Recorder:
         self.in_backward += 1
         self.events.close_gathers()
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors or ())
-        self.memory.graph(roots)
+        self.guard.run("probe:memory", self.memory.graph, roots)
         if len(roots) == 1 and roots[0].numel() == 1 and self.in_backward == 1:
             scale = self.events.take_scale()
             self.window.losses.append(loss_reader(roots[0].detach(), scale))
@@ -354,7 +354,8 @@ class Recorder:
             if ddp is not None and record.flags & Flag.CHECKED and not internals.broadcasts_buffers(ddp):
                 self.buffers.note(ddp)
             wrapper.pending = None
-        record.fields.update({**self._numbers(), **self.memory.end_step(watch.step)})
+        memory_now = self.guard.run("probe:memory", self.memory.end_step, watch.step) or {}
+        record.fields.update({**self._numbers(), **memory_now})
         record.loss_scale = self.events.last_loss_scale
         self.after_step(watch, watch.step)
         self.window.looks.let_go()

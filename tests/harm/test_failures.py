@@ -23,8 +23,14 @@ from ddpdebug.probes import gradients, record, recorder, wrappers
 from ddpdebug.probes.events import Events
 from ddpdebug.probes.loaders import Loaders
 from ddpdebug.probes.recorder import Recorder
-names = [(Recorder, n) for n in ("before_wrap", "wrapped", "begin_forward", "note_broadcast", "after_broadcast",
-    "end_forward", "begin_backward", "end_backward", "pre_step", "post_step")]
+from ddpdebug.probes.buffers import Buffers
+from ddpdebug.probes.memory import MemoryProbe
+from ddpdebug.probes.numerics import Numerics
+from ddpdebug.probes.scene import Scenes
+names = [(Recorder, n) for n in ("before_wrap", "wrapped", "begin_forward", "begin_numerics", "end_forward",
+    "begin_backward", "end_backward", "pre_step", "post_step")]
+names += [(Buffers, "before_forward"), (Buffers, "after_broadcast"), (Scenes, "begin"), (Scenes, "end")]
+names += [(Numerics, "end"), (Numerics, "before_step"), (Numerics, "note_loss"), (MemoryProbe, "end_step")]
 names += [(Events, "clipped"), (Loaders, "begin"), (Loaders, "delivered"), (gradients, "note_local")]
 """
 _ALL_PROBES = (

@@ -39,7 +39,7 @@ def observed(run_jobs: Callable[..., Any], tmp_path_factory: pytest.TempPathFact
 _EXPECTED = {
     "forward": ("NUM301", "blocks.1"),
     "loss": ("NUM302", "loss"),
-    "backward": ("NUM303", "blocks.1.norm"),
+    "backward": ("NUM303", "blocks.1"),
     "input": ("NUM305", "x"),
     "masked": ("NUM308", "blocks.1"),
     "none": None,
