@@ -125,9 +125,12 @@ def _replay(table: Table) -> Mapping[str, Any]:
 
 def _with_replay(verdict: Verdict, replay: Mapping[str, Any]) -> Verdict:
     """Add what the replay found: the operation and the line, where it reproduced the same thing."""
-    evidence = {"operation": replay.get("op"), "operands": replay.get("operands"), "bundle": replay.get("bundle")}
-    evidence["replay"] = replay.get("reason")
-    changes: dict[str, Any] = {"evidence": {**evidence, **verdict.evidence}}
+    evidence = {"operation": replay.get("op"), "backward_of": None, "operands": replay.get("operands")}
+    if node := replay.get("node"):
+        forward = replay.get("forward_op")
+        evidence["backward_of"] = f"{forward} ({node})" if forward else node
+    last = {"replay": replay.get("reason"), "bundle": replay.get("bundle")}
+    changes: dict[str, Any] = {"evidence": {**evidence, **verdict.evidence, **last}}
     if verdict.code in {"NUM301", "NUM303"}:
         changes["location"] = replay.get("location") or verdict.location
         if module := replay.get("module"):
@@ -206,8 +209,12 @@ def _forward(step: Step, known: Mapping[int, Table]) -> Verdict | None:
 
 def _of_loss(known: Mapping[int, Table], ranks: Sequence[int]) -> dict[str, Any]:
     loss = next((t["loss"] for rank in ranks if (t := known.get(rank, {})).get("loss")), None) or {}
-    keys = ("operation", "operands", "backward")
-    return {"loss": loss.get("value"), **{key: loss.get(key) for key in keys}}
+    return {**_operation(loss), "loss": loss.get("value"), "backward": loss.get("backward")}
+
+
+def _operation(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the evidence about an operation of the loss expression."""
+    return {key: found.get(key) for key in ("operation", "operands", "candidates", "line_found")}
 
 
 def _loss(step: Step, known: Mapping[int, Table]) -> Verdict | None:
@@ -215,22 +222,32 @@ def _loss(step: Step, known: Mapping[int, Table]) -> Verdict | None:
     phase, evidence = "loss", _of_loss(known, ranks)
     if ranks and not any(known.get(rank, {}).get("output_finite") for rank in ranks):
         evidence["observed"] = "the loss is non-finite; what came before it was not looked at in this step"
+    tables_ = [known[rank] for rank in ranks if rank in known]
+    found = [table.get("loss") or {} for table in tables_]
     if not ranks:
-        ranks = _with(step, known, lambda rank, table: (table.get("entry") or {}).get("finite") is False)
-        ranks = tuple(rank for rank in ranks if _has(step, rank, Flag.LOCAL_GRADS_NONFINITE | Flag.GRADS_NONFINITE))
+        spoilt = Flag.LOCAL_GRADS_NONFINITE | Flag.GRADS_NONFINITE
+        ranks = _with(step, known, lambda rank, table: _has(step, rank, spoilt) and _is_spoilt_by_loss(table))
         phase = "loss-backward"
-        evidence = {"observed": "the loss is finite, the gradient that it gives to the model's output is not"}
+        tables_ = [known[rank] for rank in ranks]
+        found = [{"expression": t.get("loss_line"), **(t.get("loss_backward") or {})} for t in tables_]
+        evidence = _operation(next((entry for entry in found if entry.get("operation")), {}))
+        evidence["observed"] = "the loss is finite, the gradient that it gives to the model's output is not"
     if not ranks:
         return None
-    tables_ = [known[rank] for rank in ranks if rank in known]
     spans = [table["entry"]["range"] for table in tables_ if table.get("entry")]
     evidence["gradient_from_loss"] = spans[0] if spans else None
     if any(call["kinds"] for table in tables_ for call in table["forward"]):
         evidence["masked_in"] = [call["module"] for table in tables_ for call in table["forward"]][:4]
-    lines = [(table.get("loss") or {}).get("expression") or table.get("loss_line") for table in tables_]
-    lines = [line for line in lines if line]
-    line = lines[0] if lines else None
-    return Verdict(code="NUM302", ranks=ranks, subject=("loss",), phase=phase, location=line, evidence=evidence)
+    line = next((entry["location"] for entry in found if entry.get("location")), None)
+    whole = next((entry["expression"] for entry in found if entry.get("expression")), None)
+    evidence["loss_line"] = whole if line and whole != line else None
+    return Verdict(
+        code="NUM302", ranks=ranks, subject=("loss",), phase=phase, location=line or whole, evidence=evidence
+    )
+
+
+def _is_spoilt_by_loss(table: Table) -> bool:
+    return (table.get("entry") or {}).get("finite") is False or bool(table.get("loss_backward"))
 
 
 def _local(step: Step, known: Mapping[int, Table]) -> Verdict | None:
