@@ -35,7 +35,7 @@ class Place:
         """Return a JSON value; `location` only when there is no doubt."""
         if len(self.lines) > 1 or not self.sure:
             return {"location": None, "candidates": list(self.lines[:_MAX_CANDIDATES])}
-        how = f"from the source of {self.function}, whose operations were matched with the loss's graph"
+        how = f"in the source of {self.function}, by matching its operations with the loss's graph"
         return {"location": self.lines[0], "line_found": how}
 
 

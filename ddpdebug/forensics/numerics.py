@@ -13,7 +13,7 @@ from ddpdebug.forensics.bundle import LIMIT, BundleError, plain, write_bundle
 from ddpdebug.forensics.loss_graph import explain_loss, watch_backward
 from ddpdebug.forensics.loss_source import place_of
 from ddpdebug.forensics.replay import SECONDS, Trace, replay
-from ddpdebug.probes.guard import Guard, user_frame
+from ddpdebug.probes.guard import Guard, short_path, user_frame
 from ddpdebug.probes.looks import Looks
 from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.record import StepRecord
@@ -62,7 +62,7 @@ def investigate(  # noqa: PLR0913 - what a finding is known by
         previous = next((s for s in reversed(scenes.previous) if s not in kept), None)
         document = {
             **(facts or {}),
-            "code": code or suggested_code(trace),
+            "code": code or suggested_code(trace, facts or {}),
             "step": step,
             "rank": rank,
             "replay": trace.to_json(),
@@ -104,7 +104,7 @@ class Investigator:
             step=record.step,
             rank=rank,
             directory=directory if self._limit else None,
-            facts={**self._facts, "loss_scale": scale},
+            facts={**self._facts, "loss_scale": scale, "loss": _loss_alone(record.window.looks)},
             limit=self._limit or LIMIT,
             guard=self._recorder.guard,
         )
@@ -145,10 +145,19 @@ def bundle_directory(directory: Path, rank: int) -> Path:
     return directory / BUNDLES if rank == 0 else directory / RANKS / str(rank) / BUNDLES
 
 
-def suggested_code(trace: Trace) -> str:
-    """Return the code of the finding that a replay speaks for; `NUM` when it shows nothing."""
+def _loss_alone(looks: Looks) -> dict[str, Any] | None:
+    """Return what was found of a loss that is to blame itself: the model has given it finite numbers."""
+    if looks.output_finite is False:
+        return None
+    if looks.loss_backward is not None:
+        return {"expression": looks.loss_line, **looks.loss_backward}
+    return looks.loss
+
+
+def suggested_code(trace: Trace, facts: Mapping[str, Any]) -> str:
+    """Return the code of the finding that a replay speaks for; `NUM` when it shows nothing and the loss is none."""
     if trace.culprit is None:
-        return "NUM"
+        return "NUM302" if trace.complete and facts.get("loss") else "NUM"
     known = {"input": "NUM305", "parameter": "NUM304", "output-gradient": "NUM302"}
     return known.get(trace.culprit.kind, "NUM301" if trace.culprit.phase == "forward" else "NUM303")
 
@@ -178,7 +187,7 @@ def compact(trace: Trace) -> dict[str, Any]:
         "module_class": culprit.module_class,
         "call": culprit.call,
         "node": culprit.node,
-        "forward_op": culprit.forward_op,
+        "forward_op": culprit.forward_op if culprit.is_builtin else None,
         "location": trace.location if culprit.is_operation else None,
         "stack": culprit.stack,
         "operands": culprit.operands[:_MAX_OPERANDS],
@@ -216,4 +225,4 @@ def _bundle(
         return {"bundle": None, "bundle_reason": str(error)[:300]}
     except Exception as error:  # noqa: BLE001 - the job must not notice
         return {"bundle": None, "bundle_reason": f"{type(error).__name__}: {error}"[:300]}
-    return {"bundle": str(path), "bundle_reason": None}
+    return {"bundle": short_path(path), "bundle_reason": None}

@@ -102,6 +102,11 @@ def location(file: str, line: int) -> str:
     return f"{_shorten(file)}:{line}"
 
 
+def short_path(path: Path) -> str:
+    """Return a path as people write it: from the current directory where it lies below."""
+    return _shorten(str(path))
+
+
 _seen: dict[str, bool] = {}
 
 

@@ -118,7 +118,7 @@ def test_names_the_operation(case: Case, capsys: pytest.CaptureFixture[str]) -> 
     assert "aten.log.default makes inf, in forward" in text
     assert f"net.py:{case.line('torch.log')} Net.score" in text
     assert "float32 [6] · 0 to 1." in text
-    assert "1 zeros" in text
+    assert "1 zero" in text
     assert "inner" in text
     assert "\x1b" not in text
     result = json.loads((case.folder / "result.json").read_text())

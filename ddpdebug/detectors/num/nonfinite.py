@@ -8,11 +8,12 @@ shows is the verdict, and only ranks that show it are named; after the reduction
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from ddpdebug.detectors.base import Detector, Labels
+from ddpdebug.detectors.base import Detector, Labels, runbook
 from ddpdebug.detectors.comparison import MAX_NAMES, tables
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
@@ -63,7 +64,11 @@ class NonfiniteRule(Detector):
 
     def report(self, step: Step, verdict: Verdict) -> Finding:
         """Put a verdict into words."""
+        prose = runbook(type(self))
+        operation = str(verdict.evidence.get("backward_of") or verdict.evidence.get("operation") or "")
         return self.finding(
+            causes=fitting_first(prose["causes"], operation),
+            actions=fitting_first(prose["remedy"], operation),
             step=step.step if verdict.step is None else verdict.step,
             last_step=step.step,
             ranks=verdict.ranks,
@@ -111,8 +116,8 @@ def maker(call: Mapping[str, Any]) -> str:
 
 def about(call: Mapping[str, Any]) -> dict[str, Any]:
     """Return the evidence about a module call."""
-    keys = ("class", "call", "micro_batch", "output", "dtype", "shape", "kinds", "count", "range", "input_range")
-    evidence = {key: call.get(key) for key in ("input_range", "kinds", *keys)}
+    evidence = {key: call.get(key) for key in ("kinds", "count", "dtype", "shape", "range", "input_range", "class")}
+    evidence |= {key: call.get(key) or None for key in ("call", "micro_batch", "output")}  # 0 says nothing
     if call.get("input_nonfinite"):
         evidence["observed"] = f"made in the code of {maker(call)}, before it called {call['module']}"
     return evidence
@@ -209,12 +214,34 @@ def _forward(step: Step, known: Mapping[int, Table]) -> Verdict | None:
 
 def _of_loss(known: Mapping[int, Table], ranks: Sequence[int]) -> dict[str, Any]:
     loss = next((t["loss"] for rank in ranks if (t := known.get(rank, {})).get("loss")), None) or {}
-    return {**_operation(loss), "loss": loss.get("value"), "backward": loss.get("backward")}
+    return {**_operation(loss), "loss": loss.get("value"), "backward_at": loss.get("backward")}
 
 
 def _operation(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return the evidence about an operation of the loss expression."""
     return {key: found.get(key) for key in ("operation", "operands", "candidates", "line_found")}
+
+
+#: The end of an operation's name -> what a cause or a remedy says that is about it.
+_ABOUT = (
+    (r"log\d*", r"\blog\b"),
+    (r"mean|nllloss(2d)?|nll_loss\w*", r"mean over|count"),
+    (r"div|reciprocal", r"divi"),
+    (r"r?sqrt|\w*norm|cdist", r"of sqrt|root"),
+    (r"pow", r"\bpower|\bsquare|root"),
+    (r"exp|b?mm|addmm|mul|mse_?loss", r"overflow|float32|\.float\(\)"),
+    (r"softmax", r"softmax|masked row"),
+    (r"acos|asin|atanh", r"acos|open range"),
+)
+
+
+def fitting_first(texts: Sequence[str], operation: str) -> tuple[str, ...]:
+    """Return causes or remedies with those first that are about an operation: `LogBackward0`, `aten.log.default`."""
+    name = operation.removeprefix("aten.").partition("Backward")[0].partition(".")[0].strip("_").lower()
+    words = next((words for names, words in _ABOUT if re.fullmatch(rf"(\w*_)?({names})", name)), None)
+    if operation.endswith("Backward"):  # without the number that torch's own nodes have
+        words = r"autograd\.Function"
+    return tuple(sorted(texts, key=lambda text: words is None or re.search(words, text) is None))
 
 
 def _loss(step: Step, known: Mapping[int, Table]) -> Verdict | None:
@@ -240,7 +267,8 @@ def _loss(step: Step, known: Mapping[int, Table]) -> Verdict | None:
         evidence["masked_in"] = [call["module"] for table in tables_ for call in table["forward"]][:4]
     line = next((entry["location"] for entry in found if entry.get("location")), None)
     whole = next((entry["expression"] for entry in found if entry.get("expression")), None)
-    evidence["loss_line"] = whole if line and whole != line else None
+    how = evidence.pop("line_found")
+    evidence |= {"loss_at": whole if line and whole != line else None, "line_found": how}
     return Verdict(
         code="NUM302", ranks=ranks, subject=("loss",), phase=phase, location=line or whole, evidence=evidence
     )
@@ -270,9 +298,9 @@ def _local(step: Step, known: Mapping[int, Table]) -> Verdict | None:
     entry = next((e["range"] for rank in ranks if (e := known.get(rank, {}).get("entry"))), None)
     evidence = {
         "first_parameter": names[0] if names else None,
-        "parameters": {str(rank): len(found) for rank, found in own.items()},
         "gradient_from_loss": entry,
         "loss": {str(rank): step.rows[rank].loss for rank in ranks},
+        "nonfinite_gradients": {str(rank): len(found) for rank, found in own.items()},
         "masked_in": calls[:4],
         "observed": None if phase else "only the reduced gradients were looked at in this step",
     }

@@ -33,6 +33,7 @@ class NonfiniteLoss(NonfiniteRule):
     - `torch.log` of a probability that is exactly 0
     - a loss computed in float16: exp, a square or a sum over many elements overflows
     - a division by a count, a norm or a weight sum that is 0; std of a single element
+    - the derivative at 0 of sqrt, of a hand-written norm, or of a power below 1 (phase `loss-backward`)
     - two infinities of opposite sign that meet: `inf - inf`, `0 * inf` in a masked term
 
     Remedy:
@@ -40,6 +41,7 @@ class NonfiniteLoss(NonfiniteRule):
     - use `reduction="sum"` and divide by `count.clamp(min=1)`; a batch without targets then contributes a zero that
       still has a gradient, so that DDP's ranks stay together
     - compute the loss with `logits.float()`
+    - put an eps under the root, or use `torch.linalg.vector_norm`, whose gradient at 0 is 0
     - select before the computation instead of multiplying by a mask afterwards
     """
 
