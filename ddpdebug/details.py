@@ -33,8 +33,9 @@ Details of one step (kind -> JSON of one rank):
                "loss": null | {"value": float, "micro_batch": int, "backward": "train.py:60", "expression":
                        "train.py:58" | null (the assignment that made it), "operation": "LogBackward0" | null,
                        and where the operation's result could be computed once more: "value": "nan" | "inf",
-                       "operands": [...], and its line as far as the source shows it: "location": "loss.py:12" | null,
-                       "line_found": how, or "candidates": ["loss.py:12", ...] where it may be one of several},
+                       "operands": [...], "brought": true where one of them has no gradient and was bad already,
+                       its line as far as the source shows it: "location": "loss.py:12" | null, "line_found": how, or
+                       "candidates": ["loss.py:12", ...] where it may be one of several},
                "loss_line": null | "train.py:58"   of a finite loss whose gradient is non-finite,
                "loss_backward": null | {"operation": ..., "value": ..., "operands": ..., "location": ...} as in `loss`:
                        the operation of a finite loss whose backward makes its gradient non-finite,

@@ -64,11 +64,29 @@ def explain_loss(loss: torch.Tensor, after: int) -> dict[str, Any] | None:
         after: the number of the first autograd node that does not belong to the model (`Scene.after`).
     """
     nodes = _nodes(loss, after)
-    for index, node in enumerate(nodes):
-        found = _explain(node)
-        if found is not None:
-            return {**found, "index": index, "nodes": [node.name() for node in nodes]}
+    for node in nodes:
+        saved = internals.saved_of(node)
+        kinds = {name: ranges.kinds_of(*seen) for name, t in _operands(saved).items() if (seen := ranges.read(t))}
+        bad = next((saved[name] for name, found in kinds.items() if set(found) - {ranges.MINUS_INF}), None)
+        if bad is not None:
+            return _handed_on(node, bad, nodes)
+        value = None if any(kinds.values()) else _result(node, saved)  # -Inf alone is what masks are made of
+        if value is not None:
+            return _about(node, value, nodes)
     return None
+
+
+def _about(node: Any, value: str, nodes: Sequence[Any]) -> dict[str, Any]:
+    place = {"index": nodes.index(node), "nodes": [other.name() for other in nodes]}
+    return {"node": node.name(), "value": value, "operands": _described(internals.saved_of(node)), **place}
+
+
+def _handed_on(node: Any, bad: torch.Tensor, nodes: Sequence[Any]) -> dict[str, Any] | None:
+    """Return what is to blame for a node's bad operand: the node that made it, or nobody when it has no gradient."""
+    value = nonfinite(bad) or "nan"
+    if bad.grad_fn is None:
+        return {**_about(node, value, nodes), "brought": True}
+    return _about(bad.grad_fn, value, nodes) if bad.grad_fn in nodes else None  # None: the model made it
 
 
 def watch_backward(loss: torch.Tensor, after: int, guard: Guard, tell: Callable[[dict[str, Any]], None]) -> None:
@@ -148,14 +166,15 @@ def _nodes(loss: torch.Tensor, after: int) -> list[Any]:
     return sorted(seen, key=internals.sequence_of)
 
 
-def _explain(node: Any) -> dict[str, Any] | None:
-    saved = internals.saved_of(node)
+def _operands(saved: _Saved) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in saved.items() if name != "result" and isinstance(value, torch.Tensor)}
+
+
+def _result(node: Any, saved: _Saved) -> str | None:
+    """Return "nan" or "inf" when a node's result is not finite, as far as it can be computed from what it has saved."""
     kind = kind_of(node.name())
-    operands = {k: v for k, v in saved.items() if k != "result" and isinstance(v, torch.Tensor)}
-    if any(is_floating(v) and nonfinite(v) for v in operands.values()):
-        return None  # not the first
     if kind == "Mean" and _is_empty(saved):
-        return {"node": node.name(), "value": "nan", "operands": [{"shape": list(saved.get("self_sym_sizes", ()))}]}
+        return "nan"
     result = saved.get("result")
     if result is None and kind in _RESULTS:
         try:
@@ -163,18 +182,16 @@ def _explain(node: Any) -> dict[str, Any] | None:
                 result = _RESULTS[kind](saved)
         except (KeyError, RuntimeError, TypeError):  # saved only as far as this backward needs it
             return None
-    value = nonfinite(result) if isinstance(result, torch.Tensor) and is_floating(result) else None
-    if value is None:
-        return None
-    return {"node": node.name(), "value": value, "operands": _described(saved)}
+    return nonfinite(result) if isinstance(result, torch.Tensor) and is_floating(result) else None
 
 
 def _described(saved: _Saved) -> list[dict[str, Any]]:
     """Return what a node's operands contain; of its result where it keeps no operand."""
-    tensors = {name: value for name, value in saved.items() if isinstance(value, torch.Tensor)}
-    operands = {name: value for name, value in tensors.items() if name != "result"} or tensors
+    result = saved.get("result")
+    operands = _operands(saved) or ({"result": result} if isinstance(result, torch.Tensor) else {})
     numbers = [{"name": k, "value": v} for k, v in saved.items() if isinstance(v, int | float) and k == "exponent"]
-    return [{"name": name, **described(tensor)} for name, tensor in operands.items()] + numbers
+    found = [{"name": name, **described(tensor)} for name, tensor in operands.items()] + numbers
+    return found or ([{"shape": list(saved["self_sym_sizes"])}] if _is_empty(saved) else [])
 
 
 def _reduction(saved: _Saved) -> str:

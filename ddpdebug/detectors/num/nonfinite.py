@@ -65,10 +65,9 @@ class NonfiniteRule(Detector):
     def report(self, step: Step, verdict: Verdict) -> Finding:
         """Put a verdict into words."""
         prose = runbook(type(self))
-        operation = str(verdict.evidence.get("backward_of") or verdict.evidence.get("operation") or "")
         return self.finding(
-            causes=fitting_first(prose["causes"], operation),
-            actions=fitting_first(prose["remedy"], operation),
+            causes=fitting_first(prose["causes"], verdict.evidence),
+            actions=fitting_first(prose["remedy"], verdict.evidence),
             step=step.step if verdict.step is None else verdict.step,
             last_step=step.step,
             ranks=verdict.ranks,
@@ -214,7 +213,8 @@ def _forward(step: Step, known: Mapping[int, Table]) -> Verdict | None:
 
 def _of_loss(known: Mapping[int, Table], ranks: Sequence[int]) -> dict[str, Any]:
     loss = next((t["loss"] for rank in ranks if (t := known.get(rank, {})).get("loss")), None) or {}
-    return {**_operation(loss), "loss": loss.get("value"), "backward_at": loss.get("backward")}
+    made = "not by the model: an operand without gradient was non-finite already" if loss.get("brought") else None
+    return {**_operation(loss), "made": made, "loss": loss.get("value"), "backward_at": loss.get("backward")}
 
 
 def _operation(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,13 +235,21 @@ _ABOUT = (
 )
 
 
-def fitting_first(texts: Sequence[str], operation: str) -> tuple[str, ...]:
-    """Return causes or remedies with those first that are about an operation: `LogBackward0`, `aten.log.default`."""
-    name = operation.removeprefix("aten.").partition("Backward")[0].partition(".")[0].strip("_").lower()
-    words = next((words for names, words in _ABOUT if re.fullmatch(rf"(\w*_)?({names})", name)), None)
-    if operation.endswith("Backward"):  # without the number that torch's own nodes have
-        words = r"autograd\.Function"
+def fitting_first(texts: Sequence[str], evidence: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return causes or remedies with those first that are about the operation that the evidence names."""
+    words = _words(evidence)
     return tuple(sorted(texts, key=lambda text: words is None or re.search(words, text) is None))
+
+
+def _words(evidence: Mapping[str, Any]) -> str | None:
+    """Return a pattern for what is said of an operation: `LogBackward0`, `aten.log.default`."""
+    operation = str(evidence.get("backward_of") or evidence.get("operation") or "")
+    if evidence.get("made"):
+        return r"labels, weights"
+    if operation.endswith("Backward"):  # without the number that torch's own nodes have
+        return r"autograd\.Function"
+    name = operation.removeprefix("aten.").partition("Backward")[0].partition(".")[0].strip("_").lower()
+    return next((words for names, words in _ABOUT if re.fullmatch(rf"(\w*_)?({names})", name)), None)
 
 
 def _loss(step: Step, known: Mapping[int, Table]) -> Verdict | None:
