@@ -32,8 +32,13 @@ Details of one step (kind -> JSON of one rank):
               {"checked": bool (module outputs were looked at), "compiled": bool (not, because of torch.compile),
                "loss": null | {"value": float, "micro_batch": int, "backward": "train.py:60", "expression":
                        "train.py:58" | null (the assignment that made it), "operation": "LogBackward0" | null,
-                       "operands": [...] of the operation, where its result could be computed once more},
+                       and where the operation's result could be computed once more: "value": "nan" | "inf",
+                       "operands": [...], "brought": true where one of them has no gradient and was bad already,
+                       its line as far as the source shows it: "location": "loss.py:12" | null, "line_found": how, or
+                       "candidates": ["loss.py:12", ...] where it may be one of several},
                "loss_line": null | "train.py:58"   of a finite loss whose gradient is non-finite,
+               "loss_backward": null | {"operation": ..., "value": ..., "operands": ..., "location": ...} as in `loss`:
+                       the operation of a finite loss whose backward makes its gradient non-finite,
               "forward": [{"module": path, "caller": path | null, "class": str, "micro_batch": int,
                            "call": int (of this module in this forward), "order": int (of the call in this forward),
                            "output": int, "dtype": str, "shape": [int], "kinds": ["NaN", "+Inf", "-Inf"],

@@ -392,6 +392,46 @@ def test_one_process_without_ddp(bad: str, watched: Callable[..., Any]) -> None:
     assert [(f.code, f.step, f.subject[0]) for f in monitor.findings] == ([] if expected is None else [expected])
 
 
+def spoilt_loss(output: torch.Tensor, kind: str) -> torch.Tensor:
+    """Return a loss that is bad, or that has a bad gradient."""
+    if kind == "log":
+        return torch.log(output * 0).sum()  # the logarithm
+    if kind == "root":
+        return (output - output.detach()).pow(2).sum(1).sqrt().sum()  # the root
+    if kind == "target":
+        return nn.functional.mse_loss(output, torch.full_like(output, NAN))  # the target
+    return output.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "mark", "phase", "operation", "cause"),
+    [
+        ("log", "the logarithm", "loss", "LogBackward0", "`torch.log` of a probability that is exactly 0"),
+        ("root", "the root", "loss-backward", "SqrtBackward0", "the derivative at 0 of sqrt"),
+        ("target", "the target", "loss", "MseLossBackward0", "nan in labels, weights"),
+    ],
+)
+def test_the_operation_of_a_loss(
+    kind: str, mark: str, phase: str, operation: str, cause: str, watched: Callable[..., Any]
+) -> None:
+    """Its line is that of the operation in the loss function, its cause the one that fits, and it is found once."""
+    model, optimizer, monitor = watched(Net())
+    for step in range(5):
+        loss = spoilt_loss(model(torch.randn(5, 4)), kind if step == 3 else "")
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    monitor.close()
+    (finding,) = monitor.findings
+    line = 1 + next(i for i, text in enumerate(Path(__file__).read_text().splitlines()) if text.endswith(f"# {mark}"))
+    assert (finding.code, finding.step, finding.phase) == ("NUM302", 3, phase)
+    assert finding.location is not None
+    assert finding.location.endswith(f"test_numerics.py:{line}")
+    assert finding.evidence["operation"] == operation
+    assert finding.evidence["operands"]
+    assert finding.causes[0].startswith(cause)
+
+
 def test_stop_in_one_process(watched: Callable[..., Any]) -> None:
     """The optimizer does not apply the bad update, and the error says where it came from."""
     model, optimizer, _ = watched(Net(), guard="stop")
@@ -418,6 +458,7 @@ def test_the_call_site_sees_the_step_before_it_happens(watched: Callable[..., An
     (finding,) = monitor.findings
     assert (finding.location, finding.subject[0]) == ("train.py:12", "body")
     assert finding.evidence["operation"] == "aten.log.default"
+    assert finding.causes[0].startswith("log, sqrt, division")
 
 
 def test_a_replay_that_raises_leaves_training_alone(watched: Callable[..., Any]) -> None:

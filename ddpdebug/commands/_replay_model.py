@@ -38,14 +38,19 @@ def _made(request: Request, bundle: Bundle) -> Any:
     if request.model is not None:
         where, _, name = request.model.rpartition(":")
         source = Path(where)
-        module = _import_file(source) if source.suffix == ".py" else _import_name(where)
+        module = _import_file(source, name) if source.suffix == ".py" else _import_name(where)
         found = _attribute(module, name)
         return found if isinstance(found, torch.nn.Module) else _call(found, f"--model {request.model!r}")
     named = bundle.facts.get("model")
     wanted: Mapping[str, Any] = named if isinstance(named, dict) else {}
     module_name, name = str(wanted.get("module")), str(wanted.get("class"))
+    if module_name.startswith("torch.") and not request.import_class:
+        raise UsageError(
+            f"the model is a plain torch {name} that the training script puts together; give --model file.py:function "
+            "with a function that returns it"
+        )
     if request.script is not None:
-        module = _import_file(request.script)
+        module = _import_file(request.script, name)
     elif request.import_class:
         module = _import_class_module(module_name)
     else:
@@ -70,7 +75,8 @@ def _import_name(name: str) -> ModuleType:
     return imported
 
 
-def _import_file(file: Path) -> ModuleType:
+def _import_file(file: Path, wanted: str) -> ModuleType:
+    """Import a file; one that fails after it has made what is wanted (a script that begins to train) will do."""
     if not file.is_file():
         raise UsageError(f"{str(file)!r} is no file")
     _add_path(file.resolve().parent)
@@ -80,8 +86,14 @@ def _import_file(file: Path) -> ModuleType:
         raise UsageError(f"{str(file)!r} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    loader = spec.loader
-    _call(lambda: loader.exec_module(module), f"importing {str(file)!r}")
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        if not hasattr(module, wanted.partition(".")[0]):
+            raise UsageError(
+                f"importing {str(file)!r} failed: {type(error).__name__}: {error}; put what runs the training under "
+                "`if __name__ == '__main__':`, below the model's class"
+            ) from error
     return module
 
 

@@ -62,16 +62,24 @@ def _scene(bundle: Bundle, model: torch.nn.Module, device: torch.device, dtype: 
         return rebuilt(value, [move(item) for _, item in items(value)]) if is_container(value) else value
 
     scene = bundle.scene(model)
+    gradients = {} if _has_bad_forward(bundle) else scene.gradients
     cast = bundle.autocast
     rng = bundle.rng if device.type == "cuda" else replace(bundle.rng, cuda=None)
     return replace(
         scene,
         args=move(scene.args),
         kwargs=move(scene.kwargs),
-        gradients={position: move(gradient) for position, gradient in scene.gradients.items()},
+        gradients={position: move(gradient) for position, gradient in gradients.items()},
         rng=rng,
         autocast=Autocast(device=device.type, enabled=cast.enabled, dtype=cast.dtype),
     )
+
+
+def _has_bad_forward(bundle: Bundle) -> bool:
+    """Tell whether the forward went wrong in the run: then the recorded gradients say nothing of another forward."""
+    found = bundle.facts.get("replay")
+    culprit = found.get("culprit") if isinstance(found, dict) else None
+    return isinstance(culprit, dict) and culprit.get("phase") == "forward"
 
 
 def _notes(bundle: Bundle, device: torch.device) -> list[str]:

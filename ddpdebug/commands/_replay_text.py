@@ -15,7 +15,7 @@ from ddpdebug.forensics.bundle_reading import Bundle
 from ddpdebug.forensics.replay import Trace
 from ddpdebug.forensics.shrink import Shrunk
 from ddpdebug.forensics.tracer import Origin
-from ddpdebug.sinks.text import SEPARATOR, clean, number
+from ddpdebug.sinks.text import SEPARATOR, clean, tensor_text
 
 _WIDTH = 120
 _LABEL = 10
@@ -46,6 +46,8 @@ def show(request: Request, bundle: Bundle, trace: Trace, shrunk: Shrunk | None, 
     )
     if trace.culprit is not None:
         _culprit(console, trace, trace.culprit)
+    if trace.culprit is None or trace.culprit.kind == "output-gradient":
+        _loss(console, facts.get("loss"))
     if trace.calls:
         _calls(console, trace)
     if shrunk is not None:
@@ -85,7 +87,7 @@ def _culprit(console: Console, trace: Trace, origin: Origin) -> None:
         name = clean(origin.module, 160) or "the model itself"
         _line(console, "module", f"{name} ({clean(origin.module_class, 80)}, call {origin.call})")
     if origin.node is not None:
-        of = f", the backward of {clean(origin.forward_op, 100)}" if origin.forward_op else ""
+        of = f", the backward of {clean(origin.forward_op, 100)}" if origin.forward_op and origin.is_builtin else ""
         _line(console, "node", f"{clean(origin.node, 100)}{of}")
     if trace.location is not None:
         _line(console, "line", clean(trace.location, 300))
@@ -102,19 +104,20 @@ def _culprit(console: Console, trace: Trace, origin: Origin) -> None:
         _line(console, "then", f"{clean(origin.became_nan, 300)} makes nan of it")
 
 
+def _loss(console: Console, found: object) -> None:
+    """Print what was found of the loss during the run: it is not part of the bundle."""
+    known: Mapping[str, Any] = found if isinstance(found, dict) else {}
+    words = [known.get("operation"), known.get("location") or known.get("expression")]
+    if any(words):
+        found_then = SEPARATOR.join(str(word) for word in words if word)
+        _line(console, "loss", f"{clean(found_then, 300)} (found in the run; the loss is not part of a bundle)")
+
+
 def contents(value: Mapping[str, Any]) -> str:
     """Return a tensor's description on one line: `float32 [3, 4] · 0 to 2.5 · 7 zeros`."""
     if "value" in value:
         return f"the number {clean(value['value'], 60)}"
-    parts = [f"{clean(value['dtype'], 30)} {clean(value['shape'], 60)}"]
-    if "min" in value:
-        parts.append(f"{number(value['min'])} to {number(value['max'])}")
-    parts += [
-        f"{value[name]} {text}"
-        for name, text in (("zeros", "zeros"), ("nan", "nan"), ("inf", "inf"))
-        if value.get(name)
-    ]
-    return SEPARATOR.join(parts)
+    return tensor_text(value, SEPARATOR)
 
 
 def _calls(console: Console, trace: Trace) -> None:

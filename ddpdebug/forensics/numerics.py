@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from ddpdebug.forensics.bundle import LIMIT, BundleError, plain, write_bundle
-from ddpdebug.forensics.loss_graph import explain_loss
+from ddpdebug.forensics.loss_graph import explain_loss, watch_backward
+from ddpdebug.forensics.loss_source import place_of
 from ddpdebug.forensics.replay import SECONDS, Trace, replay
-from ddpdebug.probes.guard import Guard
+from ddpdebug.probes.guard import Guard, short_path, user_frame
+from ddpdebug.probes.looks import Looks
 from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.record import StepRecord
 from ddpdebug.probes.recorder import Recorder
@@ -22,6 +24,7 @@ from ddpdebug.run_files import BUNDLES, RANKS
 _MAX_BUNDLES = 4
 _MAX_OPERANDS = 3
 _MAX_CALLS = 6
+_MAX_PLACES = 64
 
 
 def investigate(  # noqa: PLR0913 - what a finding is known by
@@ -59,7 +62,7 @@ def investigate(  # noqa: PLR0913 - what a finding is known by
         previous = next((s for s in reversed(scenes.previous) if s not in kept), None)
         document = {
             **(facts or {}),
-            "code": code or suggested_code(trace),
+            "code": code or suggested_code(trace, facts or {}),
             "step": step,
             "rank": rank,
             "replay": trace.to_json(),
@@ -87,6 +90,7 @@ class Investigator:
         facts: Mapping[str, Any] | None = None,
     ) -> None:
         self._recorder, self._place, self._limit, self._facts = recorder, place, limit, dict(facts or {})
+        self._places: dict[Any, dict[str, Any]] = {}
         recorder.on_nonfinite = self.step
         recorder.on_loss = self.loss
 
@@ -100,15 +104,40 @@ class Investigator:
             step=record.step,
             rank=rank,
             directory=directory if self._limit else None,
-            facts={**self._facts, "loss_scale": scale},
+            facts={**self._facts, "loss_scale": scale, "loss": _loss_alone(record.window.looks)},
             limit=self._limit or LIMIT,
             guard=self._recorder.guard,
         )
 
-    def loss(self, loss: torch.Tensor) -> dict[str, Any] | None:
-        """Name the operation of the loss expression that made a loss non-finite; called before its backward."""
+    def loss(self, loss: torch.Tensor, looks: Looks, *, finite: bool) -> dict[str, Any] | None:
+        """Name the operation of the loss expression that made a loss non-finite; called before its backward.
+
+        Of a finite loss watch the backward instead, and note in `looks` the operation that spoils its gradient.
+        """
         scenes = self._recorder.scenes.current
-        return explain_loss(loss, scenes[-1].after) if scenes and scenes[-1].ended else None
+        if not scenes or not scenes[-1].ended:
+            return None
+        scene = scenes[-1]
+        if finite:
+
+            def tell(found: dict[str, Any]) -> None:
+                looks.loss_backward = self._placed(found, scene)
+
+            watch_backward(loss, scene.after, self._recorder.guard, tell)
+            return None
+        found = explain_loss(loss, scene.after)
+        return None if found is None else self._placed(found, scene)
+
+    def _placed(self, found: dict[str, Any], scene: Scene) -> dict[str, Any]:
+        """Add the line of an operation of the loss expression, as far as the source shows it."""
+        frame, kinds, index = user_frame(), found.pop("nodes"), found.pop("index")
+        key = (None if frame is None else (frame.f_code, frame.f_lineno), tuple(kinds), index)
+        if key not in self._places and len(self._places) < _MAX_PLACES:
+            models = [m for m in (scene.module(), *(w.ref() for w in self._recorder.wrappers)) if m is not None]
+            run, at = self._recorder.guard.run, scene.called_at
+            place = run("forensics:loss_source", place_of, frame, kinds, index, models, at)
+            self._places[key] = place.to_json() if place is not None else {}
+        return {"operation": found.pop("node"), **found, **self._places.get(key, {})}
 
 
 def bundle_directory(directory: Path, rank: int) -> Path:
@@ -116,10 +145,19 @@ def bundle_directory(directory: Path, rank: int) -> Path:
     return directory / BUNDLES if rank == 0 else directory / RANKS / str(rank) / BUNDLES
 
 
-def suggested_code(trace: Trace) -> str:
-    """Return the code of the finding that a replay speaks for; `NUM` when it shows nothing."""
+def _loss_alone(looks: Looks) -> dict[str, Any] | None:
+    """Return what was found of a loss that is to blame itself: the model has given it finite numbers."""
+    if looks.output_finite is False:
+        return None
+    if looks.loss_backward is not None:
+        return {"expression": looks.loss_line, **looks.loss_backward}
+    return looks.loss
+
+
+def suggested_code(trace: Trace, facts: Mapping[str, Any]) -> str:
+    """Return the code of the finding that a replay speaks for; `NUM` when it shows nothing and the loss is none."""
     if trace.culprit is None:
-        return "NUM"
+        return "NUM302" if trace.complete and facts.get("loss") else "NUM"
     known = {"input": "NUM305", "parameter": "NUM304", "output-gradient": "NUM302"}
     return known.get(trace.culprit.kind, "NUM301" if trace.culprit.phase == "forward" else "NUM303")
 
@@ -149,7 +187,7 @@ def compact(trace: Trace) -> dict[str, Any]:
         "module_class": culprit.module_class,
         "call": culprit.call,
         "node": culprit.node,
-        "forward_op": culprit.forward_op,
+        "forward_op": culprit.forward_op if culprit.is_builtin else None,
         "location": trace.location if culprit.is_operation else None,
         "stack": culprit.stack,
         "operands": culprit.operands[:_MAX_OPERANDS],
@@ -187,4 +225,4 @@ def _bundle(
         return {"bundle": None, "bundle_reason": str(error)[:300]}
     except Exception as error:  # noqa: BLE001 - the job must not notice
         return {"bundle": None, "bundle_reason": f"{type(error).__name__}: {error}"[:300]}
-    return {"bundle": str(path), "bundle_reason": None}
+    return {"bundle": short_path(path), "bundle_reason": None}

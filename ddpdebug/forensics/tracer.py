@@ -64,6 +64,11 @@ class Origin:
         return self.kind in {"op", "literal", "uninitialised"}
 
     @property
+    def is_builtin(self) -> bool:
+        """Tell whether the autograd node is one of torch's own, not that of a `torch.autograd.Function`."""
+        return self.node is not None and self.node[-1:].isdecimal()
+
+    @property
     def weak(self) -> bool:
         """Tell whether little is known: memory that nobody has written yet, or a way that cannot be followed."""
         return self.kind in {"uninitialised", "unknown"}
@@ -273,7 +278,7 @@ class _Call:
     def described(self) -> list[dict[str, Any]]:
         """Return what the first operands contained, and the plain numbers among the arguments."""
         found = self._described or [described(t) for t in self.operands[:_MAX_OPERANDS]]
-        numbers = [v for v in (*self.args, *self.kwargs.values()) if isinstance(v, int | float)]
+        numbers = [v for v in (*self.args, *self.kwargs.values()) if type(v) in {int, float}]
         return found + [{"value": v if math.isfinite(v) else str(v)} for v in numbers[:_MAX_OPERANDS]]
 
 

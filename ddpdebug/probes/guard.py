@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+#: To a dictionary of locals that nobody else holds: by the frame, by our name, by the call that counts.
+_OWN_REFERENCES = 3
 _OWN = str(Path(__file__).resolve().parent.parent) + "/"
 
 
@@ -84,9 +87,29 @@ def user_location(start: FrameType | None = None) -> str | None:
     return None if frame is None else location(frame.f_code.co_filename, frame.f_lineno)
 
 
+def local_values(frame: FrameType) -> dict[str, Any]:
+    """Return a function's local variables without leaving anything of them behind; none of a module or class body.
+
+    Before Python 3.13 a frame keeps the dictionary that it is asked for, and with it every value, until it ends: a
+    batch and its graph would live on. It is emptied, unless the function itself has called `locals()` and kept it.
+    """
+    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        return {}
+    kept = frame.f_locals
+    found = dict(kept)
+    if type(kept) is dict and sys.getrefcount(kept) <= _OWN_REFERENCES:
+        kept.clear()
+    return found
+
+
 def location(file: str, line: int) -> str:
     """Return a place in a file as people write it."""
     return f"{shorten(file)}:{line}"
+
+
+def short_path(path: Path) -> str:
+    """Return a path as people write it: from the current directory where it lies below."""
+    return shorten(str(path))
 
 
 _seen: dict[str, bool] = {}

@@ -28,6 +28,7 @@ class Looks:
     later_entries: list[tuple[Any, Any]] = field(default_factory=list)
     loss: dict[str, Any] | None = None
     loss_line: str | None = None  # that made a loss whose gradient is non-finite
+    loss_backward: dict[str, Any] | None = None  # the operation of a finite loss that spoils its gradient
     local: list[int] = field(default_factory=list)  # ids of parameters, in the order of backward
     near_gradients: dict[int, tuple[float, float]] = field(default_factory=dict)  # id -> (largest, limit)
     largest: dict[int, float] = field(default_factory=dict)  # id of a parameter -> largest magnitude of its gradient

@@ -31,30 +31,48 @@ def expression(frame: FrameType | None) -> str | None:
 
 def line_of_loss(tree: ast.AST, line: int) -> int | None:
     """Return the line of the last assignment to a name in the backward call at `line`, or of that call itself."""
-    scope = _scope(tree, line)
-    calls = [node for node in _own(scope) if isinstance(node, ast.Call) and node.lineno <= line <= _end(node)]
-    calls = [call for call in calls if _is_backward(call)]
-    if not calls:
+    call = backward_call(tree, line)
+    if call is None:
         return None
-    call = calls[0]
-    names = {node.id for node in ast.walk(call) if isinstance(node, ast.Name)}
-    inside = [node for node in ast.walk(call) if isinstance(node, ast.Call) and node is not call]
-    if any(not _is_scaling(node) for node in inside):
-        return call.lineno  # the loss is computed right there
+    if is_computed_in(call):
+        return call.lineno
+    made = assignment(tree, call)
+    return None if made is None else made.lineno
+
+
+def backward_call(tree: ast.AST, line: int) -> ast.Call | None:
+    """Return the backward call that spans a line."""
+    calls = [n for n in _own(scope_at(tree, line)) if isinstance(n, ast.Call) and n.lineno <= line <= _end(n)]
+    return next((call for call in calls if _is_backward(call)), None)
+
+
+def is_computed_in(call: ast.Call) -> bool:
+    """Tell whether a backward call computes the loss right there."""
+    return any(isinstance(n, ast.Call) and n is not call and not _is_scaling(n) for n in ast.walk(call))
+
+
+def assignment(tree: ast.AST, call: ast.Call) -> ast.stmt | None:
+    """Return the last assignment before a backward call to what it is called on, those that only rescale left out."""
+    names = names_in(call)
     assigned = sorted(
-        (node for node in _own(scope) if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)),
+        (n for n in _own(scope_at(tree, call.lineno)) if isinstance(n, ast.Assign | ast.AugAssign | ast.AnnAssign)),
         key=lambda node: node.lineno,
     )
-    best: int | None = None
+    best: ast.stmt | None = None
     for node in assigned:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         told = {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
         if node.lineno < call.lineno and told & names and not (best is not None and _is_rescaling(node, told)):
-            best = node.lineno
+            best = node
     return best
 
 
-def _scope(tree: ast.AST, line: int) -> ast.AST:
+def names_in(call: ast.Call) -> set[str]:
+    """Return the names in a backward call: the loss is among them."""
+    return {node.id for node in ast.walk(call) if isinstance(node, ast.Name)}
+
+
+def scope_at(tree: ast.AST, line: int) -> ast.AST:
     """Return the innermost function around a line, or the module."""
     inside = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     inside = [n for n in inside if n.lineno <= line <= _end(n)]

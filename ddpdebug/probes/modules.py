@@ -25,7 +25,7 @@ import torch
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.probes import device, ranges
-from ddpdebug.probes.guard import Guard
+from ddpdebug.probes.guard import Guard, local_values
 from ddpdebug.probes.looks import Looks
 from ddpdebug.probes.values import tensors_in
 
@@ -197,7 +197,7 @@ def _callers(module: torch.nn.Module) -> list[torch.nn.Module]:
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented way to walk the stack
     while frame is not None:
         code = frame.f_code
-        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        first = local_values(frame).get(code.co_varnames[0]) if code.co_argcount else None
         if isinstance(first, torch.nn.Module) and first is not chain[-1]:
             chain.append(first)
         frame = frame.f_back

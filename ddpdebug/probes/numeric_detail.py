@@ -34,6 +34,7 @@ def summary(record: StepRecord, looks: Looks) -> tuple[Flag, dict[str, Any]]:
         "compiled": looks.compiled,
         "loss": looks.loss,
         "loss_line": looks.loss_line,
+        "loss_backward": looks.loss_backward,
         "forward": looks.forward,
         "output_finite": looks.output_finite,
         "inputs": looks.inputs,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -126,6 +127,9 @@ class Numerics:
             return
         here = loss.device.type == "cpu"
         value = read() if here else math.nan
+        explain = partial(self._recorder.on_loss, loss, looks, finite=math.isfinite(value))
+        if math.isfinite(value) and here and self._recorder.checking:
+            self._recorder.guard.run("forensics:loss", explain)
         if math.isfinite(value) or not (here or self._recorder.checking):
             return
         frame = user_frame()
@@ -136,8 +140,8 @@ class Numerics:
             "expression": self.expression(frame),
             "operation": None if loss.grad_fn is None else loss.grad_fn.name(),
         }
-        if here and (found := self._recorder.guard.run("forensics:loss", self._recorder.on_loss, loss)):
-            looks.loss |= {"operation": found["node"], "operands": found["operands"]}
+        if here and (found := self._recorder.guard.run("forensics:loss", explain)):
+            looks.loss |= found
 
     def expression(self, frame: Any) -> str | None:
         """Return the line that made the loss on which a frame calls backward."""

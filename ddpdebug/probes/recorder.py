@@ -80,7 +80,7 @@ class Recorder:
         self._halt: BaseException | None = None
         #: Called when this rank has made something non-finite, before the optimizer or backward: see Numerics.
         self.on_nonfinite: Callable[[OptimizerWatch, StepRecord], Any] = lambda watch, record: None
-        self.on_loss: Callable[[torch.Tensor], Any] = lambda loss: None
+        self.on_loss: Callable[..., Any] = lambda loss, looks, *, finite: None
 
     def stop_here(self) -> None:
         """Raise what all ranks agreed to raise at this step, if anything (`--steps`, `on_finding="raise"`, guard)."""

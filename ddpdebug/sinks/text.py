@@ -20,6 +20,11 @@ _MAX_GROUPS = 4
 _MAX_ITEMS = 6
 _MAX_CAUSES = 2
 
+_MAX_TENSORS = 4
+_MAX_PATH = 4096
+#: The evidence that is a command, not a text: a bundle that can be replayed.
+BUNDLE = "bundle"
+
 #: A labelled part of a block: the label and its lines.
 Part = tuple[str, list[str]]
 
@@ -86,15 +91,16 @@ def subjects(finding: Finding) -> list[str]:
 def evidence_lines(evidence: Mapping[str, Any]) -> list[str]:
     """Return the evidence: what fits on one line together, values by rank on lines of their own."""
     short, long = [], []
-    for key, value in list(evidence.items())[:_MAX_EVIDENCE]:
-        if value is None or value in ({}, [], ""):
-            continue
+    shown = {k: v for k, v in evidence.items() if k != BUNDLE and v is not None and v not in ({}, [], "")}
+    for key, value in list(shown.items())[:_MAX_EVIDENCE]:
         label = clean(key, 60).replace("_", " ")
         if _is_by_rank(value):
             long.append(f"{label}: {_by_rank(value)}")
+        elif isinstance(value, list) and any(map(_is_tensor, value)):
+            long += [f"{label}: {_value(item)}" for item in value[:_MAX_TENSORS]]
         else:
             short.append(f"{label} {_value(value)}")
-    more = len(evidence) - _MAX_EVIDENCE
+    more = len(shown) - _MAX_EVIDENCE
     tail = [f"and {more} more in the run directory"] if more > 0 else []
     return ([SEPARATOR.join(short)] if short else []) + long + tail
 
@@ -105,19 +111,42 @@ def parts(finding: Finding, world: int | None = None) -> list[Part]:
     brief = finding.severity is Severity.INFO
     causes = [] if brief else [clean(cause, 400) for cause in finding.causes[:_MAX_CAUSES]]
     actions = [] if brief else [clean(action, 400) for action in finding.actions[:1]]
+    bundle = finding.evidence.get(BUNDLE)
+    replay = [f"ddpdebug replay {clean(bundle, _MAX_PATH)}"] if isinstance(bundle, str) and not brief else []
     found = [
         ("where", [where(finding, world)]),
         ("what", subjects(finding)),
         ("evidence", evidence_lines(finding.evidence)),
         ("perhaps", [f"{i}. {cause}" for i, cause in enumerate(causes, 1)] if len(causes) > 1 else causes),
-        ("next", [*actions, explain]),
+        ("next", [*actions, *replay, explain]),
     ]
     return [(label, lines) for label, lines in found if any(lines)]
+
+
+def tensor_text(value: Mapping[str, Any], separator: str = ", ") -> str:
+    """Return what a tensor held on one line: `float32 [3, 4], 0 to 2.5, 7 zeros`; its name in front if it has one."""
+    kind = clean(value.get("dtype", "tensor"), 30)
+    parts = [f"{kind} {clean(value.get('shape'), 60)}"]
+    if 0 in value.get("shape", ()):
+        parts.append("empty")
+    if (low := value.get("min")) is not None and (high := value.get("max")) is not None:
+        parts.append(_value(low) if low == high else f"{_value(low)} to {_value(high)}")
+    counts = [(value.get(name), name) for name in ("zeros", "nan", "inf")]
+    parts += [
+        f"{_value(count)} {'zero' if name == 'zeros' and count == 1 else name}" for count, name in counts if count
+    ]
+    name = f"{clean(value['name'], 60)} = " if value.get("name") else ""
+    return name + separator.join(parts)
 
 
 def counted(count: int, noun: str) -> str:
     """Return `1 step`, `2 steps`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _is_tensor(value: object) -> bool:
+    """Tell whether a value says what a tensor held."""
+    return isinstance(value, Mapping) and isinstance(value.get("shape"), list)
 
 
 def _is_by_rank(value: object) -> bool:
@@ -145,10 +174,18 @@ def _value(value: Any, digits: int = 4) -> str:
     if isinstance(value, str):
         return clean(value, _MAX_VALUE)
     if isinstance(value, Mapping):
-        return _items([f"{clean(key, 60)}={_value(item, digits)}" for key, item in value.items()], "{}")
+        return _mapping(value, digits)
     if isinstance(value, Sequence):
         return _items([_value(item, digits) for item in value], "[]")
     return clean(value, _MAX_VALUE)
+
+
+def _mapping(value: Mapping[Any, Any], digits: int) -> str:
+    if _is_tensor(value):
+        return tensor_text(value)
+    if "value" in value and value.keys() <= {"name", "value"}:
+        return f"{clean(value.get('name', 'the number'), 60)} {_value(value['value'], digits)}"
+    return _items([f"{clean(key, 60)}={_value(item, digits)}" for key, item in value.items()], "{}")
 
 
 def _items(texts: list[str], brackets: str) -> str:

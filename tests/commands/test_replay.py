@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from ddpdebug.commands import main
 from ddpdebug.forensics.bundle import JSON_FILE, write_bundle
@@ -79,16 +80,15 @@ class Case:
         spec.loader.exec_module(module)
         self.folder = folder
         torch.manual_seed(0)
-        self.model = getattr(module, kind)(4)
+        self.model: nn.Module = getattr(module, kind)(4)
 
-    def bundle(self, x: torch.Tensor, *args: Any, amp: bool = False, backward: bool = True) -> str:
+    def bundle(self, x: torch.Tensor, *args: Any, amp: bool = False, scale: float = 1.0) -> str:
         scenes = Scenes()
         with torch.autocast("cpu", dtype=torch.float16, enabled=amp):
             scenes.begin(self.model, (x, *args), {}, 7)
             output = self.model(x, *args)
             scenes.end(self.model, output)
-        if backward:
-            output.float().sum().backward()
+        (scale * output.float().sum()).backward()
         facts = {"code": "NUM301", "step": 7, "rank": 2}
         return str(write_bundle(self.folder, "NUM301-step7-rank2", scenes.current[0], facts))
 
@@ -118,7 +118,7 @@ def test_names_the_operation(case: Case, capsys: pytest.CaptureFixture[str]) -> 
     assert "aten.log.default makes inf, in forward" in text
     assert f"net.py:{case.line('torch.log')} Net.score" in text
     assert "float32 [6] · 0 to 1." in text
-    assert "1 zeros" in text
+    assert "1 zero" in text
     assert "inner" in text
     assert "\x1b" not in text
     result = json.loads((case.folder / "result.json").read_text())
@@ -134,6 +134,51 @@ def test_sources_of_the_model(case: Case, source: list[str], capsys: pytest.Capt
     """The model comes from a function of a module or file, or is the class that the bundle names."""
     assert main(["replay", case.bundle(_batch()), *source]) == 0
     assert "nothing non-finite came out" in capsys.readouterr().out
+
+
+_BEGINS = _SOURCE.partition("if __name__")[0] + "\nraise OSError('no peer to train with')\n"
+
+
+def test_a_script_that_begins_to_train(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that fails where its training begins has made the class by then; one that fails before says what to do."""
+    bundle = case.bundle(_batch())
+    case.source.write_text(_BEGINS)
+    assert main(["replay", bundle, "--script", "net.py"]) == 0
+    case.source.write_text("raise OSError('no peer to train with')\n" + _BEGINS)
+    assert main(["replay", bundle, "--script", "net.py"]) == 2
+    error = capsys.readouterr().err
+    assert "no peer to train with" in error
+    assert "__main__" in error
+
+
+def test_a_container_of_torch_needs_a_function(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a script puts together has no class that could be imported."""
+    case.model = nn.Sequential(nn.Linear(4, 5))
+    bundle = case.bundle(_batch())
+    assert main(["replay", bundle, "--script", "net.py"]) == 2
+    assert "--model file.py:function" in capsys.readouterr().err
+    assert main(["replay", bundle, "--model", "net.py:other"]) == 0
+
+
+def test_gradients_of_a_bad_forward_are_left_out(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    """A forward that survives in float64 is not blamed for the gradients that follow from the one that did not."""
+    bundle = Path(case.bundle(_batch(), 300.0, amp=True, scale=float("nan")))
+    document = json.loads((bundle / JSON_FILE).read_text())
+    for culprit, code in (({"phase": "forward"}, 0), (None, 1)):
+        document["replay"] = {"culprit": culprit}
+        (bundle / JSON_FILE).write_text(json.dumps(document))
+        assert main(["replay", str(bundle), "--model", "net.py:build", "--dtype", "float64"]) == code
+        assert ("it survives in float64" in capsys.readouterr().out) is (code == 0)
+
+
+def test_the_loss_of_the_run_is_told(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is not in the bundle, so what the run knew of it is printed."""
+    bundle = Path(case.bundle(_batch()))
+    document = json.loads((bundle / JSON_FILE).read_text())
+    document["loss"] = {"operation": "LogBackward0", "location": "train.py:38", "expression": "train.py:50"}
+    (bundle / JSON_FILE).write_text(json.dumps(document))
+    assert main(["replay", str(bundle), "--model", "net.py:build"]) == 0
+    assert "LogBackward0 · train.py:38" in capsys.readouterr().out
 
 
 def test_pickled_module(case: Case, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,16 @@ _LOSSES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str | None]] = 
     "power": (lambda o: (o * 0).pow(-2).sum() + 1, "PowBackward0"),
     "reciprocal": (lambda o: 1 / (o * 0).sum(), "ReciprocalBackward0"),
     "the first of two": (lambda o: ((o * 0).log() * 2).exp().log().sum(), "LogBackward0"),
+    "NaN among the targets": (lambda o: functional.mse_loss(o, o.detach() * float("nan")), "MseLossBackward0"),
+    "a sum that overflows": (lambda o: (o * 1e38).sum() * o.mean(), "SumBackward0"),
+    "a mask, and then nothing": (
+        lambda o: o.masked_fill(o > 2, -torch.inf).logsumexp(0).sum() + o[o > 1e9].mean(),
+        "MeanBackward0",
+    ),
+    "sums without reduction": (
+        lambda o: functional.cross_entropy(o, torch.tensor([1, 2]), reduction="none").sum() / (o * 0).sum(),
+        "DivBackward0",
+    ),
     "finite": (lambda o: functional.cross_entropy(o, torch.tensor([1, 2])), None),
 }
 
@@ -40,7 +50,8 @@ def test_loss(case: str) -> None:
     else:
         assert found is not None
         assert found["node"] == node
-        assert found["operands"] or node in {"ExpBackward0", "ReciprocalBackward0"}
+        assert found["operands"] or node == "SumBackward0"
+        assert bool(found.get("brought")) == (case == "NaN among the targets")
 
 
 def test_the_model_is_left_out() -> None:

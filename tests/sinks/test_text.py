@@ -83,6 +83,25 @@ def test_short_evidence_shares_a_line_and_much_of_it_is_cut() -> None:
     assert evidence_lines({}) == []
 
 
+def test_tensors_are_described_on_lines_of_their_own() -> None:
+    """Type, shape, range and what is odd in them."""
+    zeros = {"name": "self", "dtype": "float32", "shape": [3, 4], "device": "cpu", "min": 0.0, "max": 2.5}
+    operands = [{**zeros, "zeros": 1, "nan": 0, "inf": 2}, {"shape": [0]}, {"name": "exponent", "value": 0.5}]
+    assert evidence_lines({"operation": "PowBackward0", "operands": operands}) == [
+        "operation PowBackward0",
+        "operands: self = float32 [3, 4], 0 to 2.5, 1 zero, 2 inf",
+        "operands: tensor [0], empty",
+        "operands: exponent 0.5",
+    ]
+
+
+def test_a_bundle_is_something_to_do() -> None:
+    """The command that replays it stands among the next steps, escaped, and not in the evidence."""
+    told = dict(parts(finding(actions=["x"], evidence={"kinds": ["NaN"], "bundle": "runs/NUM301\x1b"})))
+    assert told["evidence"] == ["kinds [NaN]"]
+    assert told["next"] == ["x", "ddpdebug replay runs/NUM301\\x1b", "ddpdebug explain RANK101"]
+
+
 def test_causes_are_hypotheses_and_the_first_action_comes_with_the_page_to_read() -> None:
     """Two causes and one action; information has none."""
     told = dict(parts(finding(causes=["a", "b", "c"], actions=["x", "y"])))

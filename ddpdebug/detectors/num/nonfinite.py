@@ -8,11 +8,12 @@ shows is the verdict, and only ranks that show it are named; after the reduction
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from ddpdebug.detectors.base import Detector, Labels
+from ddpdebug.detectors.base import Detector, Labels, runbook
 from ddpdebug.detectors.comparison import MAX_NAMES, tables
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
@@ -63,7 +64,10 @@ class NonfiniteRule(Detector):
 
     def report(self, step: Step, verdict: Verdict) -> Finding:
         """Put a verdict into words."""
+        prose = runbook(type(self))
         return self.finding(
+            causes=fitting_first(prose["causes"], verdict.evidence),
+            actions=fitting_first(prose["remedy"], verdict.evidence),
             step=step.step if verdict.step is None else verdict.step,
             last_step=step.step,
             ranks=verdict.ranks,
@@ -111,8 +115,8 @@ def maker(call: Mapping[str, Any]) -> str:
 
 def about(call: Mapping[str, Any]) -> dict[str, Any]:
     """Return the evidence about a module call."""
-    keys = ("class", "call", "micro_batch", "output", "dtype", "shape", "kinds", "count", "range", "input_range")
-    evidence = {key: call.get(key) for key in ("input_range", "kinds", *keys)}
+    evidence = {key: call.get(key) for key in ("kinds", "count", "dtype", "shape", "range", "input_range", "class")}
+    evidence |= {key: call.get(key) or None for key in ("call", "micro_batch", "output")}  # 0 says nothing
     if call.get("input_nonfinite"):
         evidence["observed"] = f"made in the code of {maker(call)}, before it called {call['module']}"
     return evidence
@@ -125,9 +129,12 @@ def _replay(table: Table) -> Mapping[str, Any]:
 
 def _with_replay(verdict: Verdict, replay: Mapping[str, Any]) -> Verdict:
     """Add what the replay found: the operation and the line, where it reproduced the same thing."""
-    evidence = {"operation": replay.get("op"), "operands": replay.get("operands"), "bundle": replay.get("bundle")}
-    evidence["replay"] = replay.get("reason")
-    changes: dict[str, Any] = {"evidence": {**evidence, **verdict.evidence}}
+    evidence = {"operation": replay.get("op"), "backward_of": None, "operands": replay.get("operands")}
+    if node := replay.get("node"):
+        forward = replay.get("forward_op")
+        evidence["backward_of"] = f"{forward} ({node})" if forward else node
+    last = {"replay": replay.get("reason"), "bundle": replay.get("bundle")}
+    changes: dict[str, Any] = {"evidence": {**evidence, **verdict.evidence, **last}}
     if verdict.code in {"NUM301", "NUM303"}:
         changes["location"] = replay.get("location") or verdict.location
         if module := replay.get("module"):
@@ -206,8 +213,43 @@ def _forward(step: Step, known: Mapping[int, Table]) -> Verdict | None:
 
 def _of_loss(known: Mapping[int, Table], ranks: Sequence[int]) -> dict[str, Any]:
     loss = next((t["loss"] for rank in ranks if (t := known.get(rank, {})).get("loss")), None) or {}
-    keys = ("operation", "operands", "backward")
-    return {"loss": loss.get("value"), **{key: loss.get(key) for key in keys}}
+    made = "not by the model: an operand without gradient was non-finite already" if loss.get("brought") else None
+    return {**_operation(loss), "made": made, "loss": loss.get("value"), "backward_at": loss.get("backward")}
+
+
+def _operation(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the evidence about an operation of the loss expression."""
+    return {key: found.get(key) for key in ("operation", "operands", "candidates", "line_found")}
+
+
+#: The end of an operation's name -> what a cause or a remedy says that is about it.
+_ABOUT = (
+    (r"log\d*", r"\blog\b"),
+    (r"mean|nllloss(2d)?|nll_loss\w*", r"mean over|count"),
+    (r"div|reciprocal", r"divi"),
+    (r"r?sqrt|\w*norm|cdist", r"of sqrt|root"),
+    (r"pow", r"\bpower|\bsquare|root"),
+    (r"exp|b?mm|addmm|mul|mse_?loss", r"overflow|float32|\.float\(\)"),
+    (r"softmax", r"softmax|masked row"),
+    (r"acos|asin|atanh", r"acos|open range"),
+)
+
+
+def fitting_first(texts: Sequence[str], evidence: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return causes or remedies with those first that are about the operation that the evidence names."""
+    words = _words(evidence)
+    return tuple(sorted(texts, key=lambda text: words is None or re.search(words, text) is None))
+
+
+def _words(evidence: Mapping[str, Any]) -> str | None:
+    """Return a pattern for what is said of an operation: `LogBackward0`, `aten.log.default`."""
+    operation = str(evidence.get("backward_of") or evidence.get("operation") or "")
+    if evidence.get("made"):
+        return r"labels, weights"
+    if operation.endswith("Backward"):  # without the number that torch's own nodes have
+        return r"autograd\.Function"
+    name = operation.removeprefix("aten.").partition("Backward")[0].partition(".")[0].strip("_").lower()
+    return next((words for names, words in _ABOUT if re.fullmatch(rf"(\w*_)?({names})", name)), None)
 
 
 def _loss(step: Step, known: Mapping[int, Table]) -> Verdict | None:
@@ -215,22 +257,33 @@ def _loss(step: Step, known: Mapping[int, Table]) -> Verdict | None:
     phase, evidence = "loss", _of_loss(known, ranks)
     if ranks and not any(known.get(rank, {}).get("output_finite") for rank in ranks):
         evidence["observed"] = "the loss is non-finite; what came before it was not looked at in this step"
+    tables_ = [known[rank] for rank in ranks if rank in known]
+    found = [table.get("loss") or {} for table in tables_]
     if not ranks:
-        ranks = _with(step, known, lambda rank, table: (table.get("entry") or {}).get("finite") is False)
-        ranks = tuple(rank for rank in ranks if _has(step, rank, Flag.LOCAL_GRADS_NONFINITE | Flag.GRADS_NONFINITE))
+        spoilt = Flag.LOCAL_GRADS_NONFINITE | Flag.GRADS_NONFINITE
+        ranks = _with(step, known, lambda rank, table: _has(step, rank, spoilt) and _is_spoilt_by_loss(table))
         phase = "loss-backward"
-        evidence = {"observed": "the loss is finite, the gradient that it gives to the model's output is not"}
+        tables_ = [known[rank] for rank in ranks]
+        found = [{"expression": t.get("loss_line"), **(t.get("loss_backward") or {})} for t in tables_]
+        evidence = _operation(next((entry for entry in found if entry.get("operation")), {}))
+        evidence["observed"] = "the loss is finite, the gradient that it gives to the model's output is not"
     if not ranks:
         return None
-    tables_ = [known[rank] for rank in ranks if rank in known]
     spans = [table["entry"]["range"] for table in tables_ if table.get("entry")]
     evidence["gradient_from_loss"] = spans[0] if spans else None
     if any(call["kinds"] for table in tables_ for call in table["forward"]):
         evidence["masked_in"] = [call["module"] for table in tables_ for call in table["forward"]][:4]
-    lines = [(table.get("loss") or {}).get("expression") or table.get("loss_line") for table in tables_]
-    lines = [line for line in lines if line]
-    line = lines[0] if lines else None
-    return Verdict(code="NUM302", ranks=ranks, subject=("loss",), phase=phase, location=line, evidence=evidence)
+    line = next((entry["location"] for entry in found if entry.get("location")), None)
+    whole = next((entry["expression"] for entry in found if entry.get("expression")), None)
+    how = evidence.pop("line_found")
+    evidence |= {"loss_at": whole if line and whole != line else None, "line_found": how}
+    return Verdict(
+        code="NUM302", ranks=ranks, subject=("loss",), phase=phase, location=line or whole, evidence=evidence
+    )
+
+
+def _is_spoilt_by_loss(table: Table) -> bool:
+    return (table.get("entry") or {}).get("finite") is False or bool(table.get("loss_backward"))
 
 
 def _local(step: Step, known: Mapping[int, Table]) -> Verdict | None:
@@ -253,9 +306,9 @@ def _local(step: Step, known: Mapping[int, Table]) -> Verdict | None:
     entry = next((e["range"] for rank in ranks if (e := known.get(rank, {}).get("entry"))), None)
     evidence = {
         "first_parameter": names[0] if names else None,
-        "parameters": {str(rank): len(found) for rank, found in own.items()},
         "gradient_from_loss": entry,
         "loss": {str(rank): step.rows[rank].loss for rank in ranks},
+        "nonfinite_gradients": {str(rank): len(found) for rank, found in own.items()},
         "masked_in": calls[:4],
         "observed": None if phase else "only the reduced gradients were looked at in this step",
     }

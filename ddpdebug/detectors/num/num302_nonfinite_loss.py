@@ -12,6 +12,7 @@ from ddpdebug.observations import Flag
 _LOSS: dict[str, Any] = {"value": math.inf, "micro_batch": 0, "backward": "train.py:60", "expression": "train.py:58"}
 _ODD: dict[int, Any] = {1: {"flags": Flag.LOSS_NONFINITE}}
 _BACKWARD: dict[int, Any] = {1: {"flags": Flag.LOCAL_GRADS_NONFINITE | Flag.GRADS_NONFINITE}}
+_ROOT = {"operation": "SqrtBackward0", "value": "nan", "operands": [], "location": "loss.py:12"}
 _ENTRY = {"finite": False, "range": [-math.inf, 0.0]}
 
 
@@ -33,6 +34,8 @@ class NonfiniteLoss(NonfiniteRule):
     - `torch.log` of a probability that is exactly 0
     - a loss computed in float16: exp, a square or a sum over many elements overflows
     - a division by a count, a norm or a weight sum that is 0; std of a single element
+    - the derivative at 0 of sqrt, of a hand-written norm, or of a power below 1 (phase `loss-backward`)
+    - nan in labels, weights or whatever else meets the model's output without passing through the model
     - two infinities of opposite sign that meet: `inf - inf`, `0 * inf` in a masked term
 
     Remedy:
@@ -40,6 +43,8 @@ class NonfiniteLoss(NonfiniteRule):
     - use `reduction="sum"` and divide by `count.clamp(min=1)`; a batch without targets then contributes a zero that
       still has a gradient, so that DDP's ranks stay together
     - compute the loss with `logits.float()`
+    - drop or repair what has no valid labels, weights or targets in the dataset
+    - put an eps under the root, or use `torch.linalg.vector_norm`, whose gradient at 0 is 0
     - select before the computation instead of multiplying by a mask afterwards
     """
 
@@ -49,6 +54,7 @@ class NonfiniteLoss(NonfiniteRule):
     fires_on = (
         (step_at(7, odd=_ODD, numerics={1: seen(loss=_LOSS)}),),
         (step_at(7, odd=_BACKWARD, numerics={1: seen(entry=_ENTRY, local=["head.weight"])}),),
+        (step_at(7, odd=_BACKWARD, numerics={1: seen(entry=None, loss_backward=_ROOT, local=["head.weight"])}),),
         (step_at(7, odd=_ODD),),
     )
     silent_on = (
