@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.ranks
+pytestmark = pytest.mark.jobs
 _SCRIPT = Path(__file__).parent / "scripts" / "python_api.py"
 
 
