@@ -164,16 +164,16 @@ class Pool:
         script = Path(__file__).with_name("zygote.py")
         command = [sys.executable, str(script), str(theirs.fileno()), str(os.getpid())]
         environ = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
-        self._zygote = subprocess.Popen(  # noqa: S603 - our own words
-            command,
-            stdin=subprocess.PIPE,
-            stderr=None if self._live else (self._directory / "zygote.err").open("wb"),
-            pass_fds=[theirs.fileno()],
-            env=environ,
-            cwd=self._config.invocation_params.dir,
-            start_new_session=True,
-        )
-        theirs.close()
+        with theirs, (self._directory / "zygote.err").open("wb") as errors:
+            self._zygote = subprocess.Popen(  # noqa: S603 - our own words
+                command,
+                stdin=subprocess.PIPE,
+                stderr=None if self._live else errors,
+                pass_fds=[theirs.fileno()],
+                env=environ,
+                cwd=self._config.invocation_params.dir,
+                start_new_session=True,
+            )
         self._control = ours
         assert self._zygote.stdin is not None
         with self._zygote.stdin as pipe:

@@ -306,7 +306,7 @@ def test_the_marked_process_loads_no_torch(session: Session) -> None:
     text = text.replace("import pytest, torch.distributed as dist\n", "import pytest\n")
     text = text.replace("    assert dist.get", "    import torch.distributed as dist\n    assert dist.get")
     text = text.replace("    dist.barrier()", "    assert 'torch' in sys.modules")
-    run = session(test_it=text + "    assert 'torch' not in sys.modules\n")
+    run = session("-W", "error", test_it=text + "    assert 'torch' not in sys.modules\n")
     assert run.code == 0, run.output
 
 
