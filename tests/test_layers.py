@@ -32,6 +32,7 @@ _LAYERS = (
     ("attach",),
     ("wrapper",),
     ("commands",),
+    ("testing",),
     ("documentation",),
     ("pytest_plugin",),
     ("__main__",),
@@ -68,7 +69,17 @@ _PURE = (
 )
 #: Modules that may name torch.distributed. The launcher starts processes, the plugin gives a test its group, the others
 #: talk, hook or look; in a job only exchange communicates, over what torch_internals gives it.
-_DISTRIBUTED = ("exchange", "torch_internals", "probes", "monitor", "attach", "wrapper", "launcher", "pytest_plugin")
+_DISTRIBUTED = (
+    "exchange",
+    "torch_internals",
+    "probes",
+    "monitor",
+    "attach",
+    "wrapper",
+    "launcher",
+    "pytest_plugin",
+    "testing",
+)
 _HEAVY = {"torch", "numpy", "rich", "click", "prometheus_client"}
 
 
