@@ -32,6 +32,7 @@ _LAYERS = (
     ("attach",),
     ("wrapper",),
     ("commands",),
+    ("equivalence",),
     ("testing",),
     ("documentation",),
     ("pytest_plugin",),
@@ -79,6 +80,7 @@ _DISTRIBUTED = (
     "launcher",
     "pytest_plugin",
     "testing",
+    "equivalence",
 )
 _HEAVY = {"torch", "numpy", "rich", "click", "prometheus_client"}
 
