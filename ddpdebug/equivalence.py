@@ -110,6 +110,14 @@ def measure(build: Build, *, steps: int = 3, device: torch.device | None = None)
     return facts
 
 
+def measure_job(build: Build, *, steps: int, device: torch.device) -> list[Finding]:
+    """Form the group of a job whose ranks a launcher has started, and judge what all of them measure."""
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    facts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(facts, measure(build, steps=steps, device=device))
+    return judge(dict(enumerate(facts)))
+
+
 # --- one run ----------------------------------------------------------------------------------------------------------
 
 

@@ -245,7 +245,8 @@ def test_a_common_factor_is_named(build: Callable[[], Made], ratio: float, readi
     assert found is not None
     assert (found.code, found.severity, found.step) == ("SYNC209", Severity.ERROR, 0)
     assert found.evidence["reading"] == reading
-    assert found.evidence["parameters"] == "4 of 4"
+    assert found.evidence["differing"] == "4 of 4 gradients"
+    assert "remove the manual reduction or scaling" in found.actions[0]
     assert list(found.evidence["ratio"].values()) == pytest.approx([ratio] * 3)
 
 
@@ -275,7 +276,7 @@ def test_a_single_parameter_is_named() -> None:
     found = finding(one_layer_not_reduced)
     assert found is not None
     assert found.subject == ("2.weight",)
-    assert found.evidence["parameters"] == "1 of 4"
+    assert found.evidence["differing"] == "1 of 4 gradients"
     assert "what the ranks do to the gradients" in found.evidence["reading"]
 
 

@@ -81,16 +81,23 @@ class NotEquivalent(Detector):
             ranks=tuple(first) if len(first) < len(facts) else (),
             subject=tuple(off[:MAX_NAMES]),
             causes=causes,
+            actions=self._remedies(causes[0]),
             evidence={
                 "reading": reading,
                 "ratio": {name: fact["off"][name][0] for name in off[:3]},
                 "difference": fact["off"][off[0]][2],
                 "bound": fact["bound"],
-                "quantity": fact["quantity"],
-                "parameters": f"{len(off)} of {fact['compared']}",
+                "differing": f"{len(off)} of {fact['compared']} {fact['quantity']}s",
                 "dtype": fact["dtype"],
             },
         )
+
+    def _remedies(self, cause: str) -> Sequence[str]:
+        """Return the remedies, first the one for `cause`."""
+        tokens, reduction, norm = self.finding().actions
+        known = self.finding().causes
+        first = {known[0]: tokens, known[-1]: norm}.get(cause, reduction)
+        return [first, *(remedy for remedy in (tokens, reduction, norm) if remedy != first)]
 
     def _explain(self, fact: Mapping[str, Any]) -> tuple[Sequence[str], str]:
         """Return the causes with the likeliest first, and what the numbers say in words."""
