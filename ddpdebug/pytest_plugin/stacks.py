@@ -27,7 +27,7 @@ class Frame(NamedTuple):
         return f"{self.file}:{self.line} in {self.function}"
 
 
-def test_stack(text: str) -> list[Frame]:
+def stack_of_test(text: str) -> list[Frame]:
     """Return the frames of the thread that runs the test, innermost first, without those of pytest."""
     threads: list[list[Frame]] = [[]]
     for line in text.splitlines():
@@ -43,12 +43,12 @@ def test_stack(text: str) -> list[Frame]:
 
 def waits_for_peers(text: str) -> bool:
     """Tell whether the rank was waiting for others, so that the cause lies with them."""
-    return any(_WAITING.search(frame.file) for frame in test_stack(text))
+    return any(_WAITING.search(frame.file) for frame in stack_of_test(text))
 
 
 def place(text: str, root: str) -> str:
     """Return where the user's code was, and in what it was waiting there."""
-    frames = test_stack(text)
+    frames = stack_of_test(text)
     users = [frame for frame in frames if not frame.file.startswith(_NOT_USERS)]
     if not users:
         return frames[-1].function if frames else "a place that it could not tell"
@@ -61,4 +61,4 @@ def place(text: str, root: str) -> str:
 
 def text_of(text: str) -> str:
     """Return the test's stack as a section of a report, outermost first as Python shows it."""
-    return "\n".join(f'  File "{f.file}", line {f.line}, in {f.function}' for f in reversed(test_stack(text)))
+    return "\n".join(f'  File "{f.file}", line {f.line}, in {f.function}' for f in reversed(stack_of_test(text)))
