@@ -46,7 +46,7 @@ test-harm: $(STAMP) ## training is the same with and without ddpdebug, whatever 
 	$(PYTHON) -m pytest -q tests/harm
 
 test-dist: $(STAMP) ## only the tests that start several ranks
-	$(PYTHON) -m pytest -q -m ranks
+	$(PYTHON) -m pytest -q -m "jobs or ranks"
 
 detection: $(STAMP) ## run the corpus of faults and healthy scripts, print the score, write docs/detection.md
 	$(PYTHON) tests/detection/score.py --require 0.95 --write docs/detection.md

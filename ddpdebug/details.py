@@ -73,6 +73,9 @@ Announcements (topic -> JSON of one rank), compared once all ranks have spoken:
                  sent again at the start of each epoch over the k-th DataLoader
 `precision:<k>`  {"step": int, "autocast": dtype | null, "matmul": precision | null} at the k-th DDP's first training
                  forward
+`equivalence`    {"world": int, "step": int | null, "quantity": "gradient" | "parameter", "off": {name: [ratio, rest,
+                 difference]}, "bound": float, "compared": int, "dtype": str, "batch_norm": bool, "without_batch_norm":
+                 "agree" | "differ", "shards": "ranks" | "batch"} by `ddpdebug equivalence` only, see equivalence.py
 `alone:failure`  {"reason": "...", "step": int, "missing": [name, ...]} by a rank that ends with an exception; judged at
                  once, because the others may never speak
 `alone:memory`   what an out-of-memory summary holds (forensics/oom.py): {"failed": bool, "step": int, "phase": str,

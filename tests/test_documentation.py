@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import re
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 import ddpdebug
 from ddpdebug import run_files
-from ddpdebug.commands import COMMANDS, replay
+from ddpdebug.commands import COMMANDS
 from ddpdebug.commands.explain import pages
 from ddpdebug.config import Config, options
 from ddpdebug.documentation import PAGES, main
@@ -84,8 +85,10 @@ def test_every_option_is_documented() -> None:
 def test_only_options_and_commands_that_exist_are_documented() -> None:
     """A page does not promise what the program refuses."""
     known = {option.flag for option in options()} | {f"--no-{o.flag[2:]}" for o in options() if o.switch}
-    known |= {name for parameter in replay.command.params for name in parameter.opts}
-    foreign = {"--lr", "--standalone"}
+    for command in COMMANDS:
+        params = importlib.import_module(f"ddpdebug.commands.{command}").command.params
+        known |= {name for parameter in params for name in (*parameter.opts, *parameter.secondary_opts)}
+    foreign = {"--lr", "--standalone", "--pdb"}
     for path in TEXTS:
         text = path.read_text(encoding="utf-8")
         if path.name in {"findings.md", "detection.md"}:  # runbooks name the options of other programs
@@ -98,7 +101,7 @@ def test_only_options_and_commands_that_exist_are_documented() -> None:
 def test_changelog_fragments_are_named_after_issues() -> None:
     """So that a release can sort them."""
     names = [path.name for path in (ROOT / "changelog").iterdir() if path.name != "README.md"]
-    assert [name for name in names if not re.fullmatch(r"\d+\.(feature|bugfix|doc)\.md", name)] == []
+    assert [name for name in names if not re.fullmatch(r"\d+(\.[a-z]+)?\.(feature|bugfix|doc)\.md", name)] == []
 
 
 def test_make_targets_that_are_named_exist() -> None:

@@ -31,8 +31,11 @@ _LAYERS = (
     ("monitor",),
     ("attach",),
     ("wrapper",),
+    ("equivalence",),
     ("commands",),
+    ("testing",),
     ("documentation",),
+    ("pytest_plugin",),
     ("__main__",),
 )
 #: Facts about a run that its readers and its writer share.
@@ -59,10 +62,27 @@ _PURE = (
     "verdict_files",
     "runner",
     "supervisor",
+    "pytest_plugin.causes",
+    "pytest_plugin.stacks",
+    "pytest_plugin.results",
+    "pytest_plugin.following",
+    "pytest_plugin.pool",
+    "pytest_plugin.protocol",
 )
-#: Modules that may name torch.distributed. The launcher starts processes, the others talk, hook or look; only
-#: exchange communicates, over what torch_internals gives it.
-_DISTRIBUTED = ("exchange", "torch_internals", "probes", "monitor", "attach", "wrapper", "launcher")
+#: Modules that may name torch.distributed. The launcher starts processes, the plugin gives a test its group, the others
+#: talk, hook or look; in a job only exchange communicates, over what torch_internals gives it.
+_DISTRIBUTED = (
+    "exchange",
+    "torch_internals",
+    "probes",
+    "monitor",
+    "attach",
+    "wrapper",
+    "launcher",
+    "pytest_plugin",
+    "testing",
+    "equivalence",
+)
 _HEAVY = {"torch", "numpy", "rich", "click", "prometheus_client"}
 
 

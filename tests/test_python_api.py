@@ -2,55 +2,106 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-pytestmark = pytest.mark.ranks
-_SCRIPT = Path(__file__).parent / "scripts" / "python_api.py"
+import ddpdebug
 
-
-def seen_by_ranks(way: str, folder: Path) -> list[dict[str, Any]]:
-    """Run the script on two ranks; return what each wrote."""
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(_SCRIPT), way, str(folder)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "DDPDEBUG_METRICS": "off", "DDPDEBUG_QUIET": "1"}
-    done = subprocess.run(
-        [sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=110, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+pytestmark = pytest.mark.ranks(2)
 
 
-def test_debug_ddp_is_watched_from_its_construction_on(tmp_path: Path) -> None:
+class Scaled(nn.Module):
+    """A layer whose factor is no parameter, so that ranks may disagree about it unseen."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.layer, self.factor = nn.Linear(4, 3), factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.factor * self.layer(x)
+
+
+@pytest.fixture(autouse=True)
+def settings(monkeypatch: pytest.MonkeyPatch, shared_tmp_path: Path) -> None:
+    for name, value in (("OUT", shared_tmp_path / "run"), ("METRICS", "off"), ("QUIET", 1)):
+        monkeypatch.setenv(f"DDPDEBUG_{name}", str(value))
+    torch.manual_seed(3)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, each: Callable[[int], None] | None = None):
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(steps):
+        loss = model(torch.randn(6, 4, generator=generator)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if each is not None:
+            each(step)
+
+
+def found(monitor: ddpdebug.Monitor) -> list[tuple[object, ...]]:
+    return [(f.code, f.step, f.ranks, f.subject) for f in monitor.findings]
+
+
+def test_debug_ddp_is_watched_from_its_construction_on(rank: int) -> None:
     """Both ranks know the finding, which names both because two cannot tell."""
-    for seen in seen_by_ranks("wrapper", tmp_path):
-        assert seen["findings"] == [["RANK104", 0, [0, 1], ["param_groups[0].lr"]]]
+    model = ddpdebug.DebugDDP(Scaled(1.0))
+    monitor = model.monitor
+    assert monitor is not None
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1 if rank == 0 else 0.2), 12)
+    monitor.close()
+    monitor.close()
+    assert found(monitor) == [("RANK104", 0, (0, 1), ("param_groups[0].lr",))]
 
 
-def test_watch_finds_a_named_replica_that_differs(tmp_path: Path) -> None:
+def test_watch_finds_a_named_replica_that_differs(rank: int) -> None:
     """The context manager closes the monitor; what it found stays."""
-    for seen in seen_by_ranks("watch", tmp_path):
-        ((code, _, ranks, subject),) = seen["findings"]
-        assert (code, ranks) == ("RANK113", [0, 1])
-        assert any("average" in name for name in subject)
+    model = DistributedDataParallel(Scaled(1.0))
+    copy = Scaled(1.0)
+    with ddpdebug.watch(model) as monitor:
+        monitor.watch_replica("average", copy)
+
+        def each(step: int) -> None:
+            with torch.no_grad():
+                copy.layer.bias.fill_(step + 10.0 * rank)
+
+        train(model, torch.optim.AdamW(model.parameters(), lr=0.01), 12, each)
+    ((code, _, ranks, subject),) = found(monitor)
+    assert (code, ranks) == ("RANK113", (0, 1))
+    assert any("average" in name for name in subject)
 
 
-def test_the_agreement_probe_leaves_no_trace(tmp_path: Path) -> None:
+def test_the_agreement_probe_leaves_no_trace(rank: int) -> None:
     """One batch through both ranks' modules shows that they compute different functions."""
-    for seen in seen_by_ranks("agree", tmp_path):
-        assert [finding[0] for finding in seen["findings"]] == ["RANK107"]
-        assert seen["rng_untouched"]
-        assert seen["training"]
+    model = DistributedDataParallel(Scaled(1.0 + rank))
+    monitor = ddpdebug.watch(model)
+    before = torch.get_rng_state()
+    monitor.agree(torch.ones(2, 4))
+    train(model, torch.optim.SGD(model.parameters(), lr=0.01), 30)
+    assert torch.equal(before, torch.get_rng_state())
+    assert model.module.training
+    monitor.close()
+    assert [finding.code for finding in monitor.findings] == ["RANK107"]
 
 
-def test_raise_ends_all_ranks_at_the_same_step_with_the_same_words(tmp_path: Path) -> None:
+@pytest.mark.ranks(2, timeout=20)
+def test_raise_ends_all_ranks_at_the_same_step_with_the_same_words(rank: int) -> None:
     """No rank is left waiting for one that has stopped."""
-    first, second = seen_by_ranks("raise", tmp_path)
-    assert first["error"] == second["error"]
-    assert first["error"].startswith("RANK104 optimizer settings differ between ranks at step 0")
-    assert first["steps"] == second["steps"] < 4000
+    model = DistributedDataParallel(Scaled(1.0))
+    monitor = ddpdebug.watch(model, on_finding="raise")
+    taken: list[int] = []
+    with pytest.raises(
+        ddpdebug.FindingError, match="RANK104 optimizer settings differ between ranks at step 0"
+    ) as error:
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1 + rank), 4000, taken.append)
+    monitor.close()
+    told: list[tuple[str, int]] = [("", 0), ("", 0)]
+    dist.all_gather_object(told, (str(error.value), len(taken)))
+    assert told[0] == told[1]
+    assert len(taken) < 4000

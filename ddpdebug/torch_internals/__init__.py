@@ -8,8 +8,8 @@ import inspect
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -56,6 +56,7 @@ _PROBES: tuple[tuple[str, Any, str], ...] = (
     ("DDP forward stages", DistributedDataParallel, PRE_FORWARD),
     ("DDP join state", DistributedDataParallel, "join"),
     ("default store", dist.distributed_c10d, "_get_default_store"),
+    ("default group", dist.distributed_c10d, "_update_default_pg"),
 )
 
 
@@ -260,3 +261,28 @@ def is_sharded(optimizer: object) -> bool:
 def is_local_sgd_state(state: object) -> bool:
     """Tell whether a comm hook's state declares local SGD."""
     return inherits(type(state), ("PostLocalSGDState",))
+
+
+# --- a world of one ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def alone() -> Iterator[Any]:
+    """Give a process group of this process only."""
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
+
+
+@contextmanager
+def as_world(group: Any) -> Iterator[None]:
+    """Make `group` the default group: who asks for rank, world size or a collective gets those of `group`."""
+    c10d: Any = dist.distributed_c10d
+    before = c10d._get_default_group()
+    c10d._update_default_pg(group)
+    try:
+        yield
+    finally:
+        c10d._update_default_pg(before)

@@ -13,7 +13,7 @@ import pytest
 
 from ddpdebug.findings import Finding, Severity
 
-pytestmark = pytest.mark.ranks
+pytestmark = pytest.mark.jobs
 SCRIPT = Path(__file__).parent.parent / "scripts" / "train.py"
 Command = Callable[..., subprocess.CompletedProcess[str]]
 

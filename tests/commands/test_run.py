@@ -15,7 +15,7 @@ import pytest
 
 from ddpdebug.run_files import read_findings, read_outcomes
 
-pytestmark = pytest.mark.ranks
+pytestmark = pytest.mark.jobs
 SCRIPT = Path(__file__).parent.parent / "scripts" / "train.py"
 Command = Callable[..., subprocess.CompletedProcess[str]]
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)

@@ -22,6 +22,7 @@ PROMISED = {
     **dict.fromkeys([f"SYNC20{i}" for i in (1, 2, 3, 4, 5, 8)], Severity.CRITICAL),
     "SYNC211": Severity.CRITICAL,
     "SYNC206": Severity.ERROR,
+    "SYNC209": Severity.ERROR,
     "SYNC210": Severity.ERROR,
     "SYNC207": Severity.WARNING,
     "DATA901": Severity.ERROR,

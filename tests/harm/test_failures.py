@@ -178,7 +178,7 @@ def broken(run_jobs: Callable[..., Any], selected: set[tuple[Any, ...]]) -> dict
     return {"plain": done[0], **dict(zip(names, done[1:], strict=True))}
 
 
-@pytest.mark.ranks
+@pytest.mark.jobs
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] if n in _SLOW_BROKEN else []) for n in BROKEN]
@@ -188,7 +188,7 @@ def test_broken_part(name: str, broken: dict[str, Any], compare: Callable[..., l
     assert compare(broken["plain"], broken[name]) == []
 
 
-@pytest.mark.ranks
+@pytest.mark.jobs
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "name, says",
@@ -234,7 +234,7 @@ def ends(run_jobs: Callable[..., Any], selected: set[tuple[Any, ...]]) -> dict[s
     return {name: (next(done), next(done)) for name in names}
 
 
-@pytest.mark.ranks
+@pytest.mark.jobs
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in _SLOW_ENDS else []) for n in ENDS])
 def test_same_end(name: str, ends: dict[str, Any], compare: Callable[..., list[str]]) -> None:
@@ -249,7 +249,7 @@ def _findings(folder: Path) -> list[str]:
     return [json.loads(line)["code"] for line in file.read_text().splitlines()]
 
 
-@pytest.mark.ranks
+@pytest.mark.jobs
 @pytest.mark.timeout(120)
 def test_stopped_rank(run_jobs: Callable[..., Any], tmp_path: Path) -> None:
     """A rank that is stopped for 8 s and goes on is not lost: the job finishes, and a later fault is found."""
@@ -261,7 +261,7 @@ def test_stopped_rank(run_jobs: Callable[..., Any], tmp_path: Path) -> None:
     assert "RANK101" in _findings(tmp_path)
 
 
-@pytest.mark.ranks
+@pytest.mark.jobs
 @pytest.mark.timeout(120)
 def test_places_that_cannot_be_written(
     run_jobs: Callable[..., Any], compare: Callable[..., list[str]], tmp_path: Path
@@ -290,7 +290,7 @@ def test_places_that_cannot_be_written(
         assert "sink:run_directory has switched itself off" in full[1][0]["err"], full[1][0]["err"]
 
 
-@pytest.mark.ranks
+@pytest.mark.jobs
 @pytest.mark.timeout(120)
 def test_taken_port(run_jobs: Callable[..., Any], compare: Callable[..., list[str]]) -> None:
     """A metrics port that somebody else has moves on to the next one, which is announced."""
@@ -353,7 +353,7 @@ def _ranks(launcher: int) -> list[int]:
     return [pid for _, pid in sorted(found)]
 
 
-@pytest.mark.ranks
+@pytest.mark.jobs
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def results(
     return {key: (job["cwd"], result) for key, job, result in zip(keys, jobs, done, strict=True)}
 
 
-@pytest.mark.ranks
+@pytest.mark.jobs
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name, mode", _cases())
 def test_same(name: str, mode: str, results: dict[tuple[str, str], Any], compare: Callable[..., list[str]]) -> None:
@@ -86,7 +86,7 @@ def _was_watched(result: tuple[str, Any]) -> None:
     assert list(Path(folder).glob("ddpdebug-runs/*/run.json"))
 
 
-@pytest.mark.ranks
+@pytest.mark.jobs
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name, mode", [("EMA by deepcopy, whole modules pickled", "every step")])
 def test_pickles_need_no_ddpdebug(
@@ -117,7 +117,7 @@ _HARMS = {
 }
 
 
-@pytest.mark.ranks
+@pytest.mark.jobs
 @pytest.mark.timeout(120)
 def test_sees_harm(run_jobs: Callable[..., Any], compare: Callable[..., list[str]]) -> None:
     """The comparison is not blind: one random number drawn, or one bit flipped, is seen on every rank."""

@@ -1,0 +1,190 @@
+"""`ddpdebug equivalence`: do several ranks train like one process on the same global batch?"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ddpdebug.commands._launch import RUN_ID, ranks_environment, torchrun_words
+from ddpdebug.errors import TargetError, UsageError
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.sinks.text import clean, parts
+from ddpdebug.supervisor import supervise
+from ddpdebug.verdict import Outcome, Verdict, Word, judge
+from ddpdebug.verdict_files import to_json
+
+_TEXT = """Compare N ranks, each on its part of a global batch, with one process on the whole batch (SYNC209).
+
+FACTORY is `package.module:build` or `file.py:build`, a function without arguments that returns `model, loss_fn, batch`:
+a module, a function of (model, batch) that returns the loss, and the global batch, whose tensors count samples in their
+first dimension. For clipping and accumulation loss_fn does the whole step up to the optimizer itself and returns None.
+
+Exit codes: 0 clean, 1 not equivalent, 2 wrong usage, 3 the factory or the step failed, 4 hang or lost rank.
+"""
+
+
+@click.command("equivalence", help=_TEXT)
+@click.argument("factory")
+@click.option("--nproc-per-node", type=click.IntRange(2), default=2, show_default=True, help="How many ranks.")
+@click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="How many optimizer steps.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to run.")
+@click.option("--timeout", type=click.FloatRange(0, min_open=True), default=600.0, show_default=True, help="Seconds.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the verdict as JSON.")
+@click.option("--result", type=click.Path(path_type=Path), hidden=True)
+def command(result: Path | None, **options: Any) -> Callable[[], int]:
+    """Check the line; run later, outside of click."""
+    path, name = _split(options["factory"])
+    if result is not None or ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
+        return lambda: _as_rank(path, name, result, options)
+    return lambda: _from_outside(options)
+
+
+# --- started by a person or a CI job ----------------------------------------------------------------------------------
+
+
+def _from_outside(options: Mapping[str, Any]) -> int:
+    world = options["nproc_per_node"]
+    with tempfile.TemporaryDirectory(prefix="ddpdebug-") as scratch:
+        results, failures = Path(scratch) / "results", Path(scratch) / "failures.json"
+        results.mkdir()
+        words = ["equivalence", options["factory"], "--result", str(results)]
+        words += ["--steps", str(options["steps"]), "--device", options["device"]]
+        command = torchrun_words(world, words, ("ddpdebug.launcher", str(failures)))
+        environ = {"TORCH_CPP_LOG_LEVEL": "ERROR", **ranks_environment()}  # DDP warns about what is on purpose here
+        status = supervise(command, environ, options["timeout"], RUN_ID)
+        told = {rank: _read(results / f"{rank}.json") for rank in range(world)}
+        statuses = {rank: int(code) for rank, code in _read(failures).items()} if status else {}
+    usage = next((fact["usage"] for fact in told.values() if "usage" in fact), None)
+    if usage is not None:
+        raise TargetError(usage)
+    findings = next(([Finding.from_json(line) for line in f["findings"]] for f in told.values() if "findings" in f), [])
+    outcomes = {
+        rank: Outcome(rank=rank, reason=fact.get("failed", "finished"), exit_code=3 if "failed" in fact else 0)
+        for rank, fact in told.items()
+        if fact
+    }
+    verdict = judge(findings, outcomes, world=world, timed_out=status is None, statuses=_known(statuses))
+    return _conclude(verdict, options)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _known(statuses: Mapping[Any, int]) -> dict[int, int]:
+    return {int(rank): code for rank, code in statuses.items()}
+
+
+def _conclude(verdict: Verdict, options: Mapping[str, Any]) -> int:
+    if options["json_file"] is not None:
+        try:
+            options["json_file"].write_text(to_json(verdict, None), encoding="utf-8")
+        except OSError as error:
+            print(f"ddpdebug: could not write {str(options['json_file'])!r}: {error.strerror}", file=sys.stderr)
+    world = options["nproc_per_node"]
+    equal = f"{world} ranks train like one process in {options['steps']} steps"
+    word = f"equivalent: {equal}" if verdict.word is Word.CLEAN else verdict.word.value
+    print(f"ddpdebug: verdict: {word} (exit {verdict.exit_code})", file=sys.stderr)
+    for finding in (*verdict.failing, *verdict.others):
+        print(f"  {finding.code} {finding.severity.label}: {clean(finding.title)}", file=sys.stderr)
+        for label, lines in parts(finding, world):
+            for line in lines:
+                print(f"    {label:9}{line}", file=sys.stderr)
+    for rank in verdict.blamed:
+        print(f"  rank {rank}: {clean(verdict.ranks[rank])}", file=sys.stderr)
+    return verdict.exit_code
+
+
+# --- one rank ---------------------------------------------------------------------------------------------------------
+
+
+def _as_rank(path: str, name: str, result: Path | None, options: Mapping[str, Any]) -> int:
+    """Measure with the other ranks and leave the result; under torchrun rank 0 prints the verdict."""
+    import torch  # noqa: PLC0415 - not before a rank runs
+
+    from ddpdebug import equivalence  # noqa: PLC0415
+
+    rank, record = int(os.environ["RANK"]), dict[str, Any]()
+    try:
+        build = _load(path, name)
+        device = torch.device(options["device"])
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+            torch.cuda.set_device(device)
+        findings = equivalence.measure_job(build, steps=options["steps"], device=device)
+        record["findings"] = [finding.to_json() for finding in findings]
+    except UsageError as error:
+        record["usage"] = str(error)
+    except Exception as error:  # noqa: BLE001 - the user's code failed, which is a verdict
+        traceback.print_exc()
+        record["failed"] = f"exception: {type(error).__name__}: {error}"
+    if result is not None:
+        (result / f"{rank}.json").write_text(json.dumps(record), encoding="utf-8")
+        code = 3 if "failed" in record else 0  # all ranks come to a wrong usage alike; nobody needs to be ended
+    else:
+        code = _tell(record, rank, {**options, "nproc_per_node": int(os.environ["WORLD_SIZE"])})
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # torch may abort while the interpreter ends
+
+
+def _tell(record: Mapping[str, Any], rank: int, options: Mapping[str, Any]) -> int:
+    if "usage" in record:
+        print(f"ddpdebug: error: {record['usage']}", file=sys.stderr)
+        return UsageError.exit_code
+    if "failed" in record:
+        return Word.FAILED.exit_code
+    findings = [Finding.from_json(line) for line in record["findings"]]
+    if rank == 0:
+        world = options["nproc_per_node"]
+        done = {other: Outcome(rank=other, reason="finished", exit_code=0) for other in range(world)}
+        return _conclude(judge(findings, done, world=world), options)
+    return int(any(finding.severity >= Severity.ERROR for finding in findings))
+
+
+def _split(factory: str) -> tuple[str, str]:
+    """Return the file or module and the name in it; raise UsageError before anything is started."""
+    path, colon, name = factory.rpartition(":")
+    if not colon or not path or not name.isidentifier():
+        raise UsageError(f"{factory!r} names no factory; write package.module:build or file.py:build")
+    if path.endswith(".py") and not Path(path).is_file():
+        raise UsageError(f"no such file: {path!r}")
+    return path, name
+
+
+def _load(path: str, name: str) -> Callable[..., Any]:
+    if path.endswith(".py"):
+        sys.path.insert(0, str(Path(path).resolve().parent))  # as Python does for a script
+        spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    else:
+        sys.path.insert(0, str(Path.cwd()))
+        try:
+            module = importlib.import_module(path)
+        except ModuleNotFoundError as error:
+            if error.name and (path == error.name or path.startswith(f"{error.name}.")):
+                raise UsageError(f"no module named {path!r} (looked in {Path.cwd()} and in sys.path)") from None
+            raise
+    build = getattr(module, name, None)
+    if not callable(build):
+        raise UsageError(f"{path} has no function {name!r}")
+    found: Callable[..., Any] = build
+    return found

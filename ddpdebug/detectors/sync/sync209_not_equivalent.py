@@ -1,0 +1,142 @@
+"""SYNC209: several ranks do not train like one process on the same global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.comparison import MAX_NAMES
+from ddpdebug.findings import Finding, Severity
+
+#: Ratios that are closer to each other, or to a number that explains them, are the same.
+_SAME = 1e-3
+
+
+def _facts(ratio: float, world: int = 4, *, residual: float = 0.0, **more: Any) -> dict[str, Any]:
+    """Return what a rank measures; for the examples."""
+    off = {"w": [ratio, residual, abs(ratio - 1) + residual], "b": [ratio, residual, abs(ratio - 1) + residual]}
+    base = {"world": world, "step": 0, "quantity": "gradient", "bound": 1e-11, "dtype": "float64", "compared": 2}
+    return {**base, "off": off, **more}
+
+
+_AGREES: dict[str, Any] = {"world": 2, "step": None, "bound": 1e-11, "dtype": "float64", "compared": 2, "off": {}}
+
+
+class NotEquivalent(Detector):
+    """The gradient that the ranks agreed on differs from the gradient of one process that sees the whole global batch.
+
+    `ddpdebug equivalence` and `assert_equivalent` measure it; a watched run does not, because it has no second process
+    to compare with.
+
+    Impact: the result depends on the number of ranks: a change of world size silently changes the loss, the effective
+    learning rate or the weight of single samples and tokens.
+
+    Diagnosis: read the ratio first. World size, or one over it: a scaling or a second reduction. A ratio near 1 that
+    changes with the batch: averaging over unequal counts. Only some parameters: a module that normalises over its local
+    batch. Print the number of tokens or samples that enter the loss on each rank in the named step.
+
+    Causes:
+    - the loss is a mean over local tokens or samples and the ranks hold different numbers of them
+    - the loss is multiplied or divided by the world size although DDP already averages
+    - gradients are reduced twice: by DDP and again by a manual `all_reduce` with SUM
+    - gradients are clipped or changed on each rank before they are reduced
+    - BatchNorm or a contrastive loss sees only the local batch
+
+    Remedy:
+    - for token averages sum the loss, all-reduce the token count without gradient, and use
+      `loss_sum * world_size / global_tokens`: DDP's division by the world size then cancels
+    - remove the manual reduction or scaling, or use a plain module with it; clip after `backward()`, once
+    - convert with `torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)` where the batch statistics matter
+    """
+
+    code = "SYNC209"
+    severity = Severity.ERROR
+    title = "several ranks do not train like one process on the same global batch"
+    topics = ("equivalence",)
+    fires_on = (
+        (Facts(topic="equivalence", values=dict.fromkeys(range(4), _facts(4.0))),),
+        (Facts(topic="equivalence", values=dict.fromkeys(range(2), _facts(0.97, 2, residual=0.2))),),
+        (Facts(topic="equivalence", values={0: _facts(0.5, 2), 1: _AGREES}),),
+        (Facts(topic="equivalence", values=dict.fromkeys(range(2), _facts(1, 2, residual=0.1, batch_norm=True))),),
+    )
+    silent_on = (
+        (Facts(topic="equivalence", values=dict.fromkeys(range(2), _AGREES)),),
+        (Facts(topic="equivalence", values={0: _AGREES}),),
+    )
+
+    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
+        differing = {rank: fact for rank, fact in sorted(facts.items()) if fact["off"]}
+        if not differing:
+            return
+        step = min(fact["step"] for fact in differing.values())
+        first = {rank: fact for rank, fact in differing.items() if fact["step"] == step}
+        fact = max(first.values(), key=_worst)
+        off = sorted(fact["off"], key=lambda name: -fact["off"][name][2])
+        causes, reading = self._explain(fact)
+        only_batch_norm = fact.get("without_batch_norm") == "agree"
+        yield self.finding(
+            severity=Severity.INFO if only_batch_norm else self.severity,
+            step=step,
+            ranks=tuple(first) if len(first) < len(facts) else (),
+            subject=tuple(off[:MAX_NAMES]),
+            causes=causes,
+            actions=self._remedies(causes[0]),
+            evidence={
+                "reading": reading,
+                "ratio": {name: fact["off"][name][0] for name in off[:3]},
+                "difference": fact["off"][off[0]][2],
+                "bound": fact["bound"],
+                "differing": f"{len(off)} of {fact['compared']} {fact['quantity']}s",
+                "dtype": fact["dtype"],
+            },
+        )
+
+    def _remedies(self, cause: str) -> Sequence[str]:
+        """Return the remedies, first the one for `cause`."""
+        tokens, reduction, norm = self.finding().actions
+        known = self.finding().causes
+        first = {known[0]: tokens, known[-1]: norm}.get(cause, reduction)
+        return [first, *(remedy for remedy in (tokens, reduction, norm) if remedy != first)]
+
+    def _explain(self, fact: Mapping[str, Any]) -> tuple[Sequence[str], str]:
+        """Return the causes with the likeliest first, and what the numbers say in words."""
+        causes: list[str] = list(self.finding().causes)
+        tokens, scaling, twice, clipping, local = causes
+        if fact.get("without_batch_norm") == "agree":
+            reading = (
+                "only BatchNorm: with its statistics fixed the ranks and one process agree; each rank normalises over "
+                "its part of the batch, which is how DDP is meant to work"
+            )
+            return [local], reading
+        ratio = _common_ratio(fact)
+        world = fact["world"]
+        if ratio is None or _near(ratio, 1):
+            if fact.get("shards") == "batch":
+                return [clipping, twice, scaling, tokens, local], (
+                    "no common ratio, and the average of the parts' losses is the loss of the whole batch: what the "
+                    "ranks do to the gradients makes the difference"
+                )
+            return [tokens, local, clipping, twice, scaling], (
+                "no common ratio: the parts of the batch do not weigh the same on the ranks as in one process"
+            )
+        for factor, words in ((world, "the world size"), (1 / world, "1 / world size"), (world**2, "world size ** 2")):
+            if _near(ratio, factor):
+                return [scaling, twice, tokens, clipping, local], f"all gradients are {words} times as large"
+        return causes, f"all gradients are {ratio:.4g} times as large"
+
+
+def _worst(fact: Mapping[str, Any]) -> float:
+    return float(max(entry[2] for entry in fact["off"].values()))
+
+
+def _common_ratio(fact: Mapping[str, Any]) -> float | None:
+    """Return the one factor between the ranks' gradients and those of one process, None where it is not one factor."""
+    ratios = [ratio for ratio, residual, _ in fact["off"].values() if residual < _SAME]
+    if len(ratios) < len(fact["off"]) or not all(_near(ratio, ratios[0]) for ratio in ratios):
+        return None
+    return float(ratios[0])
+
+
+def _near(value: float, other: float) -> bool:
+    return abs(value - other) <= _SAME * abs(other)

@@ -1,0 +1,385 @@
+"""The ranks, seen from the pytest that the user started: started when needed, used again, replaced when damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpdebug.pytest_plugin.following import START_SECONDS, Outcome, Run, Task
+from ddpdebug.pytest_plugin.results import RankResult
+from ddpdebug.pytest_plugin.zygote import descendants
+
+#: How long a rank has to say where it is, and the pool to end in order.
+_LAST_WORDS_SECONDS = 1.0
+_END_SECONDS = 5.0
+#: This much of a rank's output is shown from its beginning, and as much from its end.
+_OUTPUT_BYTES = 1 << 15
+#: As in `worker`, which needs torch.
+_WHERE_ARE_YOU = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 7
+#: Options of the session that are its own business, or that a rank must not act on.
+_RANK_OPTIONS: Mapping[str, Any] = {
+    "maxfail": 0,
+    "usepdb": False,
+    "trace": False,
+    "pyargs": False,
+    "lf": False,
+    "failedfirst": False,
+    "newfirst": False,
+    "stepwise": False,
+    "xmlpath": None,
+    "log_file": os.devnull,
+    "pastebin": None,
+    "cacheclear": False,
+    "no_cov": True,
+    "looponfail": False,
+    "dist": "no",
+    "tx": [],
+    "numprocesses": None,
+    "maxprocesses": None,
+    "capture": "no",
+}
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One process of the pool."""
+
+    number: int
+    connection: Connection
+    spool: Path | None
+    stacks: Path
+    pid: int | None = None
+    ready: bool = False
+    status: int | None = None
+
+
+class Pool:
+    """Processes that wait for tests. Nothing is started before the first test."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._live = config.getoption("capture") == "no"  # output goes where ours goes
+        self._zygote: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._directory = Path(tempfile.mkdtemp(prefix="ddpdebug-ranks-"))
+        self._ranks: list[_Rank] = []
+        self._processes = itertools.count()
+        self._tests = itertools.count()
+
+    def run(self, task: Task) -> Outcome:
+        """Run a test in the first `task.world` ranks; whatever it does, this returns."""
+        number = next(self._tests)
+        try:
+            outcome = Outcome([RankResult(rank) for rank in range(task.world)])
+            outcome.trouble = self._start(task.world)
+            if outcome.trouble is None:
+                self._send(task, number)
+                Run(self, task, outcome).follow()
+                self._collect_output(outcome.ranks)
+                (self._directory / f"{number}.store").unlink(missing_ok=True)
+                damage = self._damage(outcome)
+            else:
+                self._collect_output(outcome.ranks[: len(self._ranks)])
+                outcome.trouble += self._last_words()
+                damage = True
+        except BaseException:
+            self.discard()
+            raise
+        if damage:
+            self.discard()
+        return outcome
+
+    def close(self) -> None:
+        """Let the ranks' sessions finish, then end everything."""
+        for rank in self._ranks:
+            with contextlib.suppress(OSError):
+                rank.connection.send_bytes(json.dumps({"kind": "end"}).encode())
+        deadline = time.monotonic() + _END_SECONDS
+        while any(rank.status is None for rank in self._ranks) and time.monotonic() < deadline:
+            self.look(0.05)
+        self.discard()
+        if self._control is not None:
+            self._control.close()
+        if self._zygote is not None:
+            _wait_or_kill(self._zygote)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def discard(self) -> None:
+        """End all ranks and what they have started; the next test gets new ones."""
+        if self._control is not None and self._ranks:
+            try:
+                self._control.send(json.dumps({"kind": "sweep"}).encode())
+                self._await("swept", _END_SECONDS)
+            except (OSError, TimeoutError):
+                self._abandon()
+        for rank in self._ranks:
+            rank.connection.close()
+            for file in (rank.spool, rank.stacks):
+                if file is not None:
+                    file.unlink(missing_ok=True)
+        self._ranks.clear()
+
+    # --- starting -----------------------------------------------------------------------------------------------------
+
+    def _start(self, world: int) -> str | None:
+        """See to it that there are `world` ranks that are ready; return what went wrong."""
+        deadline = time.monotonic() + START_SECONDS
+        try:
+            if self._zygote is None or self._zygote.poll() is not None:
+                self._ranks.clear()
+                self._start_zygote()
+            while len(self._ranks) < world:
+                self._fork()
+            while not all(rank.ready for rank in self._ranks):
+                self.look(max(0.0, deadline - time.monotonic()))
+                lost = [rank for rank in self._ranks if rank.status is not None]
+                if lost:
+                    return f"rank {lost[0].number} ended with {_status(lost[0].status)} before it was ready"
+                if time.monotonic() > deadline:
+                    return f"the ranks were not ready after {START_SECONDS:.0f} s"
+        except OSError as error:
+            self._abandon()
+            return f"the process that makes the ranks is gone ({error}); is torch installed for {sys.executable}?"
+        return None
+
+    def _start_zygote(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        script = Path(__file__).with_name("zygote.py")
+        command = [sys.executable, str(script), str(theirs.fileno()), str(os.getpid())]
+        environ = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
+        with theirs, (self._directory / "zygote.err").open("wb") as errors:
+            self._zygote = subprocess.Popen(  # noqa: S603 - our own words
+                command,
+                stdin=subprocess.PIPE,
+                stderr=None if self._live else errors,
+                pass_fds=[theirs.fileno()],
+                env=environ,
+                cwd=self._config.invocation_params.dir,
+                start_new_session=True,
+            )
+        self._control = ours
+        assert self._zygote.stdin is not None
+        with self._zygote.stdin as pipe:
+            pickle.dump(self._setup(), pipe)
+
+    def _setup(self) -> dict[str, Any]:
+        """Return what makes the ranks' sessions like ours."""
+        config = self._config
+        options = {key: value for key, value in vars(config.option).items() if _is_plain(value)}
+        options.pop("file_or_dir", None)  # they are the arguments
+        ours = {key: value for key, value in _RANK_OPTIONS.items() if key in options}
+        options |= ours | {"rootdir": str(config.rootpath), "plugins": [*config.option.plugins, "no:terminal"]}
+        if config.inipath is not None:
+            options["inifilename"] = str(config.inipath)
+        return {
+            "path": sys.path,
+            "options": pickle.dumps(options),
+            "args": config.args,
+            "workerinput": {
+                "workercount": 1,
+                "testrunuid": f"{os.getpid():x}",
+                "mainargv": sys.argv,
+                **getattr(config, "workerinput", {}),
+            },
+        }
+
+    def _fork(self) -> None:
+        """Ask for one more process."""
+        number, serial = len(self._ranks), next(self._processes)
+        ours, theirs = socket.socketpair()
+        rank = _Rank(
+            number=number,
+            connection=Connection(ours.detach()),
+            spool=None if self._live else self._directory / f"{serial}.out",
+            stacks=self._directory / f"{serial}.stacks",
+        )
+        worker = getattr(self._config, "workerinput", {}).get("workerid")
+        command = {
+            "kind": "fork",
+            "number": number,
+            "name": f"{worker}-rank{number}" if worker else f"rank{number}",
+            "spool": None if self._live else str(rank.spool),
+            "stacks": str(rank.stacks),
+            "basetemp": str(self._temporary() / f"ranks-{serial}"),
+        }
+        self._ranks.append(rank)
+        with theirs:
+            assert self._control is not None
+            socket.send_fds(self._control, [json.dumps(command).encode()], [theirs.fileno()])
+        self._await("forked", START_SECONDS)
+
+    def _temporary(self) -> Path:
+        factory: pytest.TempPathFactory | None = getattr(self._config, "_tmp_path_factory", None)
+        return self._directory if factory is None else factory.getbasetemp()
+
+    def _abandon(self) -> None:
+        """Give up a process that does not answer; with it go the ranks."""
+        if self._zygote is not None:
+            for pid in [*descendants(self._zygote.pid), self._zygote.pid]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._zygote.wait()
+        if self._control is not None:
+            self._control.close()
+        self._zygote = self._control = None
+
+    def _last_words(self) -> str:
+        try:
+            said = (self._directory / "zygote.err").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+        return f"\n{said[-_OUTPUT_BYTES:]}"
+
+    # --- talking ------------------------------------------------------------------------------------------------------
+
+    def _send(self, task: Task, number: int) -> None:
+        for rank in self._ranks[: task.world]:
+            command = {
+                "kind": "run",
+                "nodeid": task.nodeid,
+                "path": task.path,
+                "rank": rank.number,
+                "world": task.world,
+                "timeout": task.timeout,
+                "device": task.device,
+                "group": task.group,
+                "number": number,
+                "store": str(self._directory / f"{number}.store"),
+                "shared": str(self._temporary() / f"shared-{number}"),
+            }
+            with contextlib.suppress(OSError):  # it has gone; that is noticed below
+                rank.connection.send_bytes(json.dumps(command).encode())
+
+    def look(self, seconds: float) -> list[tuple[int, dict[str, Any]]]:
+        """Wait for something to happen; return what ranks said."""
+        assert self._control is not None
+        talking = {rank.connection: rank for rank in self._ranks if not rank.connection.closed}
+        said = []
+        for source in wait([self._control, *talking], seconds):
+            if source is self._control:
+                self._hear()
+                continue
+            rank = talking[source]  # type: ignore[index]
+            try:
+                message = json.loads(rank.connection.recv_bytes())
+            except (EOFError, OSError):
+                rank.connection.close()  # its end is told by the one who made it
+                continue
+            rank.ready = rank.ready or message["kind"] == "ready"
+            said.append((rank.number, message))
+        return said
+
+    def _hear(self) -> str:
+        """Read one message about processes and return its kind."""
+        assert self._control is not None
+        data = self._control.recv(1 << 16)
+        if not data:
+            raise ConnectionResetError("it ended")
+        message = json.loads(data)
+        if message["kind"] == "forked":
+            self._ranks[message["number"]].pid = message["pid"]
+        elif message["kind"] == "exited":
+            for rank in self._ranks:
+                if rank.pid == message["pid"]:
+                    rank.status = message["status"]
+        return str(message["kind"])
+
+    def _await(self, kind: str, seconds: float) -> None:
+        assert self._control is not None
+        deadline = time.monotonic() + seconds
+        while wait([self._control], max(0.0, deadline - time.monotonic())):
+            if self._hear() == kind:
+                return
+        raise TimeoutError(f"no answer to {kind!r} after {seconds:.0f} s")
+
+    # --- after a test -------------------------------------------------------------------------------------------------
+
+    def statuses(self) -> dict[int, int]:
+        """Return the exit statuses of the ranks that have ended."""
+        return {rank.number: rank.status for rank in self._ranks if rank.status is not None}
+
+    def ask_where(self, numbers: Sequence[int]) -> dict[int, str]:
+        """Return the stacks of ranks that are still running."""
+        asked = [rank for rank in self._ranks if rank.number in numbers and rank.pid is not None]
+        for rank in asked:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.pid or 0, _WHERE_ARE_YOU)
+        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        while time.monotonic() < deadline and not all(_size(rank.stacks) for rank in asked):
+            time.sleep(0.02)
+        time.sleep(0.05)  # the rest of what is being written
+        return {rank.number: rank.stacks.read_text(encoding="utf-8", errors="replace") for rank in asked}
+
+    def _collect_output(self, results: Sequence[RankResult]) -> None:
+        for result in results:
+            spool = self._ranks[result.rank].spool
+            if spool is not None:
+                result.output = _ends(spool)
+                os.truncate(spool, 0)
+
+    def _damage(self, outcome: Outcome) -> bool:
+        """Tell whether the ranks are not fit for another test."""
+        if self.statuses() or any(not rank.sound for rank in outcome.ranks):
+            return True
+        known = {rank.pid for rank in self._ranks}
+        assert self._zygote is not None
+        return bool(set(descendants(self._zygote.pid)) - known)
+
+
+def _is_plain(value: object) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:  # noqa: BLE001 - whatever a plugin has put there
+        return False
+    return True
+
+
+def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _status(status: int | None) -> str:
+    return f"signal {-status}" if status is not None and status < 0 else f"exit status {status}"
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _ends(path: Path) -> str:
+    """Return a file's text, without its middle when it is long."""
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            head = file.read(2 * _OUTPUT_BYTES if size <= 2 * _OUTPUT_BYTES else _OUTPUT_BYTES)
+            if size > 2 * _OUTPUT_BYTES:
+                file.seek(size - _OUTPUT_BYTES)
+                left_out = f"\n[... {size - 2 * _OUTPUT_BYTES} bytes left out ...]\n"
+                head += left_out.encode() + file.read(_OUTPUT_BYTES)
+    except OSError:
+        return ""
+    return head.decode("utf-8", "replace")
