@@ -103,6 +103,7 @@ def judge(
     fail_on: Severity = Severity.ERROR,
     timed_out: bool = False,
     statuses: Mapping[int, int] | None = None,
+    places: Mapping[int, str] | None = None,
 ) -> Verdict:
     """Judge a run that has ended.
 
@@ -112,6 +113,7 @@ def judge(
     Args:
         outcomes: by rank; a rank that could not write one is absent.
         statuses: exit statuses that the launcher saw, negative for a signal; ranks that it ended itself are absent.
+        places: where the ranks were when the time was over, in words.
     """
     statuses = statuses or {}
     ends = _ends(outcomes, statuses, world)
@@ -124,9 +126,12 @@ def judge(
         word=word,
         failing=tuple(counting),
         others=tuple(finding for finding in findings if finding not in counting),
-        ranks={rank: _words(ends[rank], outcomes.get(rank), statuses.get(rank)) for rank in range(world)}
-        if not timed_out
-        else {rank: outcomes[rank].reason if rank in outcomes else "did not end in time" for rank in range(world)},
+        ranks={
+            rank: _late(outcomes.get(rank), (places or {}).get(rank))
+            if timed_out
+            else _words(ends[rank], outcomes.get(rank), statuses.get(rank))
+            for rank in range(world)
+        },
         outcomes=outcomes,
         blamed=tuple(blamed),
         notes=tuple(_notes(ends, outcomes, statuses)),
@@ -191,6 +196,12 @@ def _words(end: _End, outcome: Outcome | None, status: int | None) -> str:
     if status < 0:
         return f"died by {_signal_name(-status)}"
     return f"left with exit status {status} past the exit handlers"
+
+
+def _late(outcome: Outcome | None, place: str | None) -> str:
+    if outcome is not None:
+        return outcome.reason
+    return "did not end in time" + (f": {place}" if place else ", and nobody knows where it was")
 
 
 def _notes(ends: Mapping[int, _End], outcomes: Mapping[int, Outcome], statuses: Mapping[int, int]) -> list[str]:

@@ -150,6 +150,8 @@ def test_one_name_everywhere() -> None:
         "fail_on",
         "junit",
         "json",
+        "markdown",
+        "codequality",
         "timeout",
     }
 

@@ -7,6 +7,7 @@ import sys
 
 import click
 
+from ddpdebug import stacks
 from ddpdebug.commands._launch import rank_words, ranks_environment, torchrun_words
 from ddpdebug.commands._target import Request, target_command
 from ddpdebug.runner import Attached, end_hard, run_script
@@ -58,6 +59,7 @@ def _act(request: Request, *, as_check: bool) -> int:
     if not as_check:
         run_script(request.target, before=lambda: attach(request))
         return 0
+    stacks.arm(os.environ)
     ending = Ending(None)
     end_hard(lambda: ending.exit_code)
 

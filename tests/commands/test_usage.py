@@ -68,7 +68,9 @@ def test_wrong_line_of_check(line: str, capfd: pytest.CaptureFixture[str]) -> No
 def test_unknown_command(capfd: pytest.CaptureFixture[str]) -> None:
     """An unknown command lists the valid ones."""
     assert main(["chekc", "train.py"]) == 2
-    assert "unknown command 'chekc'; did you mean check? valid are run, check, explain" in capfd.readouterr().err
+    assert (
+        "unknown command 'chekc'; did you mean check? valid are run, check, verdict, explain" in capfd.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("variable", ["DDPDEBUG_BUGDET", "DDPDEBUG_BUDGET"])
