@@ -13,7 +13,7 @@ from ddpdebug.errors import UsageError, did_you_mean
 
 ENVIRONMENT_PREFIX = "DDPDEBUG_"
 #: Variables that ddpdebug passes to its own ranks; not settings.
-INTERNAL_VARIABLES = frozenset({"DDPDEBUG_RUN_ID", "DDPDEBUG_DEADLINE"})
+INTERNAL_VARIABLES = frozenset({"DDPDEBUG_RUN_ID", "DDPDEBUG_DEADLINE", "DDPDEBUG_FAULT"})
 
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
 _Parse = Callable[[Any], Any]
@@ -246,6 +246,14 @@ class Config:
         _number(0, above=True),
         "seconds above 0",
         "A run that lasts longer counts as a hang and is ended.",
+        commands=("check",),
+    )
+
+    self_test: bool = _option(
+        False,
+        _switch,
+        "true or false",
+        "Prove the rules: run the script briefly with each of several known faults in it and see that they are found.",
         commands=("check",),
     )
 

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 from ddpdebug.findings import Finding, Severity
+from ddpdebug.selftest import Proof
 
 
 class Word(Enum):
@@ -61,6 +62,7 @@ class Verdict:
         outcomes: the ranks' own accounts, where they could give one.
         blamed: the ranks that failed, were lost or hang.
         notes: what else a reader should know.
+        proofs: what `--self-test` has shown.
     """
 
     word: Word
@@ -70,11 +72,12 @@ class Verdict:
     outcomes: Mapping[int, Outcome] = field(default_factory=dict)
     blamed: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
+    proofs: tuple[Proof, ...] = ()
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the command."""
-        return self.word.exit_code
+        """The exit code of the command; rules that miss a known fault count like a finding."""
+        return max(self.word.exit_code, int(not all(proof.verified for proof in self.proofs)))
 
 
 #: What a rank says that lost its peer: the cause lies elsewhere.

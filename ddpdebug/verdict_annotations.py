@@ -36,7 +36,7 @@ _GITLAB_SEVERITY = {
 
 def to_markdown(verdict: Verdict, run: str | None) -> str:
     """Return a summary: the verdict, a table of findings, what each rank did, the findings in full."""
-    sign = "✅" if verdict.word is Word.CLEAN else "❌"
+    sign = "✅" if verdict.exit_code == 0 else "❌"
     lines = [f"## {sign} ddpdebug: {verdict.word.value}", "", _counts(verdict), ""]
     shown = [*verdict.failing, *verdict.others][:_MAX_FINDINGS]
     if shown:
@@ -47,6 +47,9 @@ def to_markdown(verdict: Verdict, run: str | None) -> str:
     if verdict.blamed:
         lines += [f"- rank {rank}: {_markdown(verdict.ranks[rank])}" for rank in verdict.blamed] + [""]
     lines += [f"- {_markdown(note)}" for note in verdict.notes] + ([""] if verdict.notes else [])
+    if verdict.proofs:
+        lines += [f"### {_proved(verdict)}", "", "| fault | |", "| --- | --- |"]
+        lines += [f"| {_markdown(proof.fault.meaning)} | {_markdown(proof.words)} |" for proof in verdict.proofs] + [""]
     for finding in verdict.failing[:_MAX_FINDINGS]:
         text = html.escape(describe(finding)[:_MAX_TEXT])
         lines += [f"<details><summary>{html.escape(clean(finding.code, 40))}</summary>", "", f"<pre>{text}</pre>", ""]
@@ -129,6 +132,11 @@ def _counts(verdict: Verdict) -> str:
         f"exit code {verdict.exit_code} · {len(verdict.ranks)} ranks · {len(verdict.failing)} findings that count, "
         f"{len(verdict.others)} below the threshold"
     )
+
+
+def _proved(verdict: Verdict) -> str:
+    missed = sum(not proof.verified for proof in verdict.proofs)
+    return f"{missed} of {len(verdict.proofs)} known faults were missed" if missed else "detectors verified"
 
 
 def _row(finding: Finding) -> str:

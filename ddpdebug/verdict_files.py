@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 from xml.etree import ElementTree as ET
 
 from ddpdebug.detectors.catalog import catalog
 from ddpdebug.findings import Finding
+from ddpdebug.selftest import Proof
 from ddpdebug.sinks.text import clean, parts
 from ddpdebug.verdict import Verdict, Word
 
@@ -28,6 +30,10 @@ def to_json(verdict: Verdict, run: str | None) -> str:
         "ranks": {str(rank): _rank(verdict, rank) for rank in verdict.ranks},
         "blamed": list(verdict.blamed),
         "notes": list(verdict.notes),
+        "self_test": [
+            {"fault": p.fault.name, "expected": list(p.fault.expected), "found": list(p.found), "verified": p.verified}
+            for p in verdict.proofs
+        ],
         "run": run,
     }
     return json.dumps(record, indent=1, ensure_ascii=False) + "\n"
@@ -44,8 +50,8 @@ def to_junit(verdict: Verdict, run: str | None, *, time: str = _EPOCH) -> str:
     """
     root = ET.Element("testsuites")
     rules = {rule.code.rstrip("0123456789") for rule in catalog()}
-    for number, name in enumerate(("script", *FAMILIES)):
-        case = ET.Element("testcase", classname="ddpdebug", name=name, time="0")
+    for name in ("script", *FAMILIES):
+        case = _case(name)
         properties, output = ET.Element("properties"), ""
         if name == "script":
             _script_case(case, properties, verdict, run)
@@ -53,15 +59,35 @@ def to_junit(verdict: Verdict, run: str | None, *, time: str = _EPOCH) -> str:
             output = _family_case(case, properties, verdict, name)
             if name not in rules and not len(case) and not output:
                 ET.SubElement(case, "skipped", message="no rule of this family exists yet")
-        suite = ET.SubElement(root, "testsuite", id=str(number), name=name, package="ddpdebug", hostname="localhost")
-        suite.attrib.update(timestamp=time, time="0", tests="1")
-        for count, kind in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
-            suite.set(count, str(len(case.findall(kind))))
-        suite.extend((properties, case))
-        ET.SubElement(suite, "system-out").text = _clean(output)
-        ET.SubElement(suite, "system-err")
+        _suite(root, name, time, properties, [case], output)
+    if verdict.proofs:
+        _suite(root, "self-test", time, ET.Element("properties"), list(map(_proof_case, verdict.proofs)), "")
     ET.indent(root)
     return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _suite(
+    root: ET.Element, name: str, time: str, properties: ET.Element, cases: Sequence[ET.Element], output: str
+) -> None:
+    suite = ET.SubElement(root, "testsuite", id=str(len(root)), name=name, package="ddpdebug", hostname="localhost")
+    suite.attrib.update(timestamp=time, time="0", tests=str(len(cases)))
+    for count, kind in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+        suite.set(count, str(sum(case.find(kind) is not None for case in cases)))
+    suite.extend((properties, *cases))
+    ET.SubElement(suite, "system-out").text = _clean(output)
+    ET.SubElement(suite, "system-err")
+
+
+def _case(name: str) -> ET.Element:
+    return ET.Element("testcase", classname="ddpdebug", name=name, time="0")
+
+
+def _proof_case(proof: Proof) -> ET.Element:
+    case = _case(proof.fault.name)
+    if not proof.verified:
+        words = _clean(proof.words)
+        ET.SubElement(case, "failure", type="self-test", message=words).text = f"{proof.fault.meaning}: {words}"
+    return case
 
 
 def _family_case(case: ET.Element, properties: ET.Element, verdict: Verdict, name: str) -> str:

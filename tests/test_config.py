@@ -153,6 +153,7 @@ def test_one_name_everywhere() -> None:
         "markdown",
         "codequality",
         "timeout",
+        "self_test",
     }
 
 

@@ -15,7 +15,7 @@ _PACKAGE = Path(__file__).parent.parent / "ddpdebug"
 #: From the first layer to the last; a module may import from its own entry's left, and from its own folder.
 _LAYERS = (
     ("errors", "observations", "findings"),
-    ("steps", "details", "config", "numeric_guard"),
+    ("steps", "details", "config", "numeric_guard", "selftest"),
     ("detectors.base", "detectors.comparison", "detectors.examples"),
     ("detectors",),
     ("causes", "diagnosis", "assembly", "schedule"),
@@ -30,7 +30,7 @@ _LAYERS = (
     ("reporting",),
     ("rejudge",),
     ("monitor",),
-    ("attach",),
+    ("attach", "faults"),
     ("wrapper",),
     ("commands",),
     ("documentation",),
@@ -60,6 +60,7 @@ _PURE = (
     "verdict_files",
     "verdict_annotations",
     "stacks",
+    "selftest",
     "runner",
     "supervisor",
 )

@@ -16,7 +16,7 @@ from ddpdebug.config import Config
 from ddpdebug.findings import Severity
 from ddpdebug.run_files import CHECK, read_check, read_ends, read_findings, read_outcomes, read_run
 from ddpdebug.sinks.text import clean, subjects, where
-from ddpdebug.verdict import Outcome, Verdict, Word, judge
+from ddpdebug.verdict import Outcome, Verdict, judge
 from ddpdebug.verdict_annotations import to_codequality, to_github, to_markdown
 from ddpdebug.verdict_files import to_json, to_junit
 
@@ -145,7 +145,7 @@ def _print(verdict: Verdict, run: str | None, config: Config) -> None:
 
     width = None if sys.stderr.isatty() else max(200, shutil.get_terminal_size().columns)
     console = Console(stderr=True, highlight=False, soft_wrap=True, width=width)
-    style = "bold green" if verdict.word is Word.CLEAN else "bold red"
+    style = "bold green" if verdict.exit_code == 0 else "bold red"
     line = Text.assemble(("ddpdebug: verdict: ", "bold"), (verdict.word.value, style))
     line.append(_detail(verdict, config.fail_on))
     console.print(line)
@@ -155,6 +155,10 @@ def _print(verdict: Verdict, run: str | None, config: Config) -> None:
         console.print(Text(f"  {summary}"))
     for rank in verdict.blamed:
         console.print(Text(f"  rank {rank}: {clean(verdict.ranks[rank])}"))
+    for proof in verdict.proofs:
+        console.print(Text(f"  self-test: {proof.fault.meaning}: {proof.words}"))
+    if verdict.proofs and all(proof.verified for proof in verdict.proofs):
+        console.print(Text("  detectors verified"))
     for note in verdict.notes:
         console.print(Text(f"  note: {note}"))
     if run is not None:

@@ -16,11 +16,12 @@ from pathlib import Path
 
 from ddpdebug import stacks
 from ddpdebug.commands._launch import RUN_ID, rank_words, ranks_environment, torchrun_words
+from ddpdebug.commands._selftest import prove_detectors
 from ddpdebug.commands._target import Request, target_command
 from ddpdebug.commands._verdict import Witness, judge_directory, publish, reported
 from ddpdebug.commands.run import Ending, attach
 from ddpdebug.config import Config, run_directory
-from ddpdebug.errors import UsageError
+from ddpdebug.errors import TargetError, UsageError
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.run_files import CHECK, RANKS, STACKS
 from ddpdebug.runner import Attached, end_hard, run_script
@@ -42,6 +43,8 @@ _PUBLISHING_SECONDS = 1.0
 
 
 def _act(request: Request) -> int:
+    if request.in_rank and request.config.self_test:
+        raise TargetError("--self-test starts its own ranks; run it outside of torchrun and srun")
     return _as_rank(request) if request.in_rank else _from_outside(request)
 
 
@@ -51,8 +54,10 @@ def _act(request: Request) -> int:
 def _from_outside(request: Request) -> int:
     config, run_id = request.config, secrets.token_hex(3)
     directory = _directory(config, run_id)
-    witness = run_ranks(request, directory, run_id)
-    verdict = judge_directory(directory, witness, config.fail_on)
+    if config.self_test:
+        verdict = prove_detectors(request, directory, run_ranks)
+    else:
+        verdict = judge_directory(directory, run_ranks(request, directory, run_id), config.fail_on)
     publish(verdict, config, directory, request.target.name)
     return verdict.exit_code
 

@@ -11,6 +11,7 @@ from ddpdebug import stacks
 from ddpdebug.commands._launch import rank_words, ranks_environment, torchrun_words
 from ddpdebug.commands._target import Request, target_command
 from ddpdebug.runner import Attached, end_hard, run_script
+from ddpdebug.selftest import FAULT
 
 _TEXT = """Run a training script with ddpdebug attached; the script needs no change.
 
@@ -64,6 +65,10 @@ def _act(request: Request, *, as_check: bool) -> int:
     end_hard(lambda: ending.exit_code)
 
     def before() -> Attached:
+        if os.environ.get(FAULT):
+            from ddpdebug.faults import install  # noqa: PLC0415 - loads torch
+
+            install(os.environ)
         ending.monitor = attach(request, strict=True)
         return ending
 
