@@ -13,7 +13,7 @@ from ddpdebug.errors import UsageError, did_you_mean
 
 ENVIRONMENT_PREFIX = "DDPDEBUG_"
 #: Variables that ddpdebug passes to its own ranks; not settings.
-INTERNAL_VARIABLES = frozenset({"DDPDEBUG_RUN_ID", "DDPDEBUG_DEADLINE", "DDPDEBUG_FAULT"})
+INTERNAL_VARIABLES = frozenset({"DDPDEBUG_RUN_ID", "DDPDEBUG_DEADLINE", "DDPDEBUG_FAULT", "DDPDEBUG_TRAJECTORY"})
 
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
 _Parse = Callable[[Any], Any]
@@ -254,6 +254,21 @@ class Config:
         _switch,
         "true or false",
         "Prove the rules: run the script briefly with each of several known faults in it and see that they are found.",
+        commands=("check",),
+    )
+
+    record: Path | None = _option(
+        None,
+        _path,
+        "a file",
+        "Record the path that training takes: loss, gradient norm, parameters after every step; three runs.",
+        commands=("check",),
+    )
+    golden: Path | None = _option(
+        None,
+        _path,
+        "a file",
+        "Fail where training leaves the path that --record wrote, and name the first step and parameter.",
         commands=("check",),
     )
 

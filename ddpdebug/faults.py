@@ -75,7 +75,7 @@ def _skipped_reduction(clock: _Clock, _: bool, __: Path) -> None:  # noqa: FBT00
         wrapped.append(ddp)
         ddp.register_forward_pre_hook(before)
 
-    _on_wrapping(watch)
+    on_wrapping(watch)
     register_optimizer_step_post_hook(after)
 
 
@@ -97,14 +97,14 @@ def _nan(clock: _Clock, culprit: bool, _: Path) -> None:  # noqa: FBT001
         if culprit and first is not None:
             first.register_hook(spoil)
 
-    _on_wrapping(watch)
+    on_wrapping(watch)
 
 
 def _same_data(_: _Clock, __: bool, folder: Path) -> None:  # noqa: FBT001
     def forward(_: Any, args: Any, kwargs: Any) -> None:
         _take_over(folder, "forward", (args, kwargs))
 
-    _on_wrapping(lambda ddp: ddp.register_forward_pre_hook(forward, with_kwargs=True))
+    on_wrapping(lambda ddp: ddp.register_forward_pre_hook(forward, with_kwargs=True))
     iterator: Any = internals.LoaderIterator
     original = iterator.__next__
 
@@ -126,7 +126,7 @@ _FAULTS: dict[str, Callable[[_Clock, bool, Path], None]] = {
 }
 
 
-def _on_wrapping(act: Callable[[Any], Any]) -> None:
+def on_wrapping(act: Callable[[Any], Any]) -> None:
     """Call `act` with every DDP that is made from now on."""
     kind: Any = DistributedDataParallel
     original = kind.__init__

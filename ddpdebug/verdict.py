@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 from ddpdebug.findings import Finding, Severity
+from ddpdebug.golden import Comparison
 from ddpdebug.selftest import Proof
 
 
@@ -18,6 +19,8 @@ class Word(Enum):
 
     CLEAN = "clean"
     FINDINGS = "findings"
+    MISSED = "known faults missed"
+    DEPARTED = "left the recorded path"
     FAILED = "script failed"
     HANG = "hang"
     LOST = "lost rank"
@@ -25,7 +28,9 @@ class Word(Enum):
     @property
     def exit_code(self) -> int:
         """The exit code of the command (2 is wrong usage)."""
-        return {"clean": 0, "findings": 1, "script failed": 3}.get(self.value, 4)
+        if self in {Word.FINDINGS, Word.MISSED, Word.DEPARTED}:
+            return 1
+        return {Word.CLEAN: 0, Word.FAILED: 3}.get(self, 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +68,7 @@ class Verdict:
         blamed: the ranks that failed, were lost or hang.
         notes: what else a reader should know.
         proofs: what `--self-test` has shown.
+        golden: what came of comparing with a recorded path.
     """
 
     word: Word
@@ -73,11 +79,12 @@ class Verdict:
     blamed: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
     proofs: tuple[Proof, ...] = ()
+    golden: Comparison | None = None
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the command; rules that miss a known fault count like a finding."""
-        return max(self.word.exit_code, int(not all(proof.verified for proof in self.proofs)))
+        """The exit code of the command."""
+        return self.word.exit_code
 
 
 #: What a rank says that lost its peer: the cause lies elsewhere.

@@ -50,6 +50,8 @@ def to_markdown(verdict: Verdict, run: str | None) -> str:
     if verdict.proofs:
         lines += [f"### {_proved(verdict)}", "", "| fault | |", "| --- | --- |"]
         lines += [f"| {_markdown(proof.fault.meaning)} | {_markdown(proof.words)} |" for proof in verdict.proofs] + [""]
+    if verdict.golden is not None:
+        lines += [f"- golden run: {_markdown(verdict.golden.words)}", ""]
     for finding in verdict.failing[:_MAX_FINDINGS]:
         text = html.escape(describe(finding)[:_MAX_TEXT])
         lines += [f"<details><summary>{html.escape(clean(finding.code, 40))}</summary>", "", f"<pre>{text}</pre>", ""]
@@ -69,6 +71,9 @@ def to_github(verdict: Verdict, root: str | None = None) -> list[str]:
     if verdict.word in {Word.FAILED, Word.HANG, Word.LOST}:
         who = "; ".join(f"rank {rank}: {clean(verdict.ranks[rank], 400)}" for rank in verdict.blamed)
         lines.append(f"::error title={_property(f'ddpdebug: {verdict.word.value}')}::{_message(who)}")
+    if verdict.golden is not None and verdict.golden.what is not None:
+        lines.append(f"::error title=ddpdebug%3A golden run::{_message(clean(verdict.golden.words))}")
+    lines += [f"::error title=ddpdebug%3A self-test::{_message(p.words)}" for p in verdict.proofs if not p.verified]
     for finding in verdict.failing:
         file, line = _location(finding, root)
         title = f"{clean(finding.code, 40)} {clean(finding.title, 200)}"

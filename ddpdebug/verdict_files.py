@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 from xml.etree import ElementTree as ET
 
 from ddpdebug.detectors.catalog import catalog
 from ddpdebug.findings import Finding
+from ddpdebug.golden import Comparison
 from ddpdebug.selftest import Proof
 from ddpdebug.sinks.text import clean, parts
 from ddpdebug.verdict import Verdict, Word
@@ -34,6 +36,7 @@ def to_json(verdict: Verdict, run: str | None) -> str:
             {"fault": p.fault.name, "expected": list(p.fault.expected), "found": list(p.found), "verified": p.verified}
             for p in verdict.proofs
         ],
+        "golden": None if verdict.golden is None else asdict(verdict.golden),
         "run": run,
     }
     return json.dumps(record, indent=1, ensure_ascii=False) + "\n"
@@ -62,6 +65,10 @@ def to_junit(verdict: Verdict, run: str | None, *, time: str = _EPOCH) -> str:
         _suite(root, name, time, properties, [case], output)
     if verdict.proofs:
         _suite(root, "self-test", time, ET.Element("properties"), list(map(_proof_case, verdict.proofs)), "")
+    if verdict.golden is not None:
+        case, properties = _case("golden"), ET.Element("properties")
+        _golden_case(case, properties, verdict.golden)
+        _suite(root, "golden", time, properties, [case], "")
     ET.indent(root)
     return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
@@ -88,6 +95,14 @@ def _proof_case(proof: Proof) -> ET.Element:
         words = _clean(proof.words)
         ET.SubElement(case, "failure", type="self-test", message=words).text = f"{proof.fault.meaning}: {words}"
     return case
+
+
+def _golden_case(case: ET.Element, properties: ET.Element, found: Comparison) -> None:
+    if found.what is not None:
+        _property(properties, "step", "" if found.step is None else str(found.step))
+        _property(properties, "parameter", found.parameter or "")
+        words = _clean(clean(found.words))
+        ET.SubElement(case, "failure", type="golden", message=words).text = words
 
 
 def _family_case(case: ET.Element, properties: ET.Element, verdict: Verdict, name: str) -> str:

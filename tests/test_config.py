@@ -154,6 +154,8 @@ def test_one_name_everywhere() -> None:
         "codequality",
         "timeout",
         "self_test",
+        "record",
+        "golden",
     }
 
 

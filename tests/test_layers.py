@@ -21,6 +21,7 @@ _LAYERS = (
     ("causes", "diagnosis", "assembly", "schedule"),
     ("sinks",),
     ("run_files",),
+    ("golden",),
     ("verdict", "runner", "supervisor", "stacks"),
     ("verdict_files", "launcher"),
     ("verdict_annotations",),
@@ -31,6 +32,7 @@ _LAYERS = (
     ("rejudge",),
     ("monitor",),
     ("attach", "faults"),
+    ("trajectory",),
     ("wrapper",),
     ("commands",),
     ("documentation",),
@@ -61,6 +63,7 @@ _PURE = (
     "verdict_annotations",
     "stacks",
     "selftest",
+    "golden",
     "runner",
     "supervisor",
 )

@@ -33,7 +33,8 @@ def prove_detectors(request: Request, directory: Path, start: Start) -> Verdict:
         if verdict.word not in {Word.CLEAN, Word.FINDINGS}:
             return replace(verdict, notes=(*verdict.notes, "the script does not run as it is: nothing was proved"))
         proofs = tuple(_prove(short, fault, healthy, directory, start, Path(scratch)) for fault in FAULTS)
-    return replace(verdict, proofs=proofs)
+    missed = verdict.word is Word.CLEAN and not all(proof.verified for proof in proofs)
+    return replace(verdict, proofs=proofs, word=Word.MISSED if missed else verdict.word)
 
 
 def _prove(

@@ -159,6 +159,8 @@ def _print(verdict: Verdict, run: str | None, config: Config) -> None:
         console.print(Text(f"  self-test: {proof.fault.meaning}: {proof.words}"))
     if verdict.proofs and all(proof.verified for proof in verdict.proofs):
         console.print(Text("  detectors verified"))
+    if verdict.golden is not None:
+        console.print(Text(f"  golden run: {clean(verdict.golden.words)}"))
     for note in verdict.notes:
         console.print(Text(f"  note: {note}"))
     if run is not None:

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ddpdebug import stacks
+from ddpdebug.commands._golden import follow_path, record_path
 from ddpdebug.commands._launch import RUN_ID, rank_words, ranks_environment, torchrun_words
 from ddpdebug.commands._selftest import prove_detectors
 from ddpdebug.commands._target import Request, target_command
@@ -43,8 +44,12 @@ _PUBLISHING_SECONDS = 1.0
 
 
 def _act(request: Request) -> int:
-    if request.in_rank and request.config.self_test:
-        raise TargetError("--self-test starts its own ranks; run it outside of torchrun and srun")
+    config = request.config
+    modes = [f"--{name.replace('_', '-')}" for name in ("self_test", "record", "golden") if getattr(config, name)]
+    if len(modes) > 1:
+        raise TargetError(f"{modes[0]} and {modes[1]} do different things; give one of them")
+    if request.in_rank and modes:
+        raise TargetError(f"{modes[0]} starts its own ranks; run it outside of torchrun and srun")
     return _as_rank(request) if request.in_rank else _from_outside(request)
 
 
@@ -56,6 +61,10 @@ def _from_outside(request: Request) -> int:
     directory = _directory(config, run_id)
     if config.self_test:
         verdict = prove_detectors(request, directory, run_ranks)
+    elif config.record is not None:
+        verdict = record_path(request, directory, run_ranks)
+    elif config.golden is not None:
+        verdict = follow_path(request, directory, run_ranks)
     else:
         verdict = judge_directory(directory, run_ranks(request, directory, run_id), config.fail_on)
     publish(verdict, config, directory, request.target.name)

@@ -10,6 +10,7 @@ import click
 from ddpdebug import stacks
 from ddpdebug.commands._launch import rank_words, ranks_environment, torchrun_words
 from ddpdebug.commands._target import Request, target_command
+from ddpdebug.golden import TRAJECTORY
 from ddpdebug.runner import Attached, end_hard, run_script
 from ddpdebug.selftest import FAULT
 
@@ -65,10 +66,11 @@ def _act(request: Request, *, as_check: bool) -> int:
     end_hard(lambda: ending.exit_code)
 
     def before() -> Attached:
-        if os.environ.get(FAULT):
-            from ddpdebug.faults import install  # noqa: PLC0415 - loads torch
+        if os.environ.get(FAULT) or os.environ.get(TRAJECTORY):
+            from ddpdebug import faults, trajectory  # noqa: PLC0415 - they load torch
 
-            install(os.environ)
+            faults.install(os.environ)
+            trajectory.install(os.environ)
         ending.monitor = attach(request, strict=True)
         return ending
 

@@ -13,7 +13,7 @@ import pytest
 
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.selftest import FAULTS, prove
-from ddpdebug.verdict import Outcome, judge
+from ddpdebug.verdict import Outcome, Word, judge
 from ddpdebug.verdict_annotations import to_markdown
 from ddpdebug.verdict_files import to_junit
 
@@ -63,7 +63,7 @@ def test_a_missed_fault_fails_the_check() -> None:
     proofs = tuple(prove(fault, [_finding(fault.expected[0].replace("*", "301"))], ()) for fault in FAULTS)
     assert replace(healthy, proofs=proofs).exit_code == 0
     assert "detectors verified" in to_markdown(replace(healthy, proofs=proofs), None)
-    missed = replace(healthy, proofs=(*proofs[:-1], prove(FAULTS[-1], [], ())))
+    missed = replace(healthy, proofs=(*proofs[:-1], prove(FAULTS[-1], [], ())), word=Word.MISSED)
     assert missed.exit_code == 1
     assert "1 of 5 known faults were missed" in to_markdown(missed, None)
     suite = ET.fromstring(to_junit(missed, None).split("\n", 1)[1]).find("testsuite[@name='self-test']")
