@@ -59,7 +59,7 @@ def target_command(name: str, act: Callable[..., int], text: str, *extra: click.
 def prepare(given: Mapping[str, Any], words: Sequence[str], command: str) -> Request:
     """Check everything that can be wrong before torch is loaded or a rank started; raise UsageError."""
     config = Config.load(given, os.environ, Path.cwd(), flags=True)
-    target = _target(words, command)
+    target = target_of(words, command)
     target.check()
     in_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if in_rank and "nproc_per_node" in given:
@@ -95,7 +95,8 @@ def _own_part(args: Sequence[str], switches: set[str]) -> int:
     return len(args)
 
 
-def _target(words: Sequence[str], command: str) -> Target:
+def target_of(words: Sequence[str], command: str) -> Target:
+    """Return the script or module at the end of a line; raise TargetError where there is none."""
     words = words[1:] if words[:1] == ["--"] else words
     usage = f"usage: ddpdebug {command} [options] script.py [args], or -m package.module [args]"
     if not words:

@@ -69,7 +69,8 @@ def test_unknown_command(capfd: pytest.CaptureFixture[str]) -> None:
     """An unknown command lists the valid ones."""
     assert main(["chekc", "train.py"]) == 2
     assert (
-        "unknown command 'chekc'; did you mean check? valid are run, check, verdict, explain" in capfd.readouterr().err
+        "unknown command 'chekc'; did you mean check? valid are run, check, verdict, bisect, explain"
+        in capfd.readouterr().err
     )
 
 
