@@ -12,7 +12,7 @@ import pytest
 
 import ddpdebug
 from ddpdebug import run_files
-from ddpdebug.commands import COMMANDS, replay
+from ddpdebug.commands import COMMANDS, bisect, replay
 from ddpdebug.commands.explain import pages
 from ddpdebug.config import Config, options
 from ddpdebug.documentation import PAGES, main
@@ -84,8 +84,8 @@ def test_every_option_is_documented() -> None:
 def test_only_options_and_commands_that_exist_are_documented() -> None:
     """A page does not promise what the program refuses."""
     known = {option.flag for option in options()} | {f"--no-{o.flag[2:]}" for o in options() if o.switch}
-    known |= {name for parameter in replay.command.params for name in parameter.opts}
-    foreign = {"--lr", "--standalone"}
+    known |= {name for command in (replay, bisect) for parameter in command.command.params for name in parameter.opts}
+    foreign = {"--lr", "--standalone", "--wait"}
     for path in TEXTS:
         text = path.read_text(encoding="utf-8")
         if path.name in {"findings.md", "detection.md"}:  # runbooks name the options of other programs
