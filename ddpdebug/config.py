@@ -13,7 +13,7 @@ from ddpdebug.errors import UsageError, did_you_mean
 
 ENVIRONMENT_PREFIX = "DDPDEBUG_"
 #: Variables that ddpdebug passes to its own ranks; not settings.
-INTERNAL_VARIABLES = frozenset({"DDPDEBUG_RUN_ID"})
+INTERNAL_VARIABLES = frozenset({"DDPDEBUG_RUN_ID", "DDPDEBUG_DEADLINE", "DDPDEBUG_FAULT", "DDPDEBUG_TRAJECTORY"})
 
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
 _Parse = Callable[[Any], Any]
@@ -223,27 +223,64 @@ class Config:
         _one_of("warning", "error", "critical"),
         "'warning', 'error' or 'critical'",
         "Least severity that fails the check.",
-        commands=("check",),
+        commands=("check", "verdict"),
     )
     junit: Path | None = _option(
         None,
         _path,
         "a file",
         "Write the verdict as JUnit XML.",
-        commands=("check",),
+        commands=("check", "verdict"),
     )
     json: Path | None = _option(
         None,
         _path,
         "a file",
         "Write the verdict as JSON.",
-        commands=("check",),
+        commands=("check", "verdict"),
+    )
+    markdown: Path | None = _option(
+        None,
+        _path,
+        "a file",
+        "Write the verdict as Markdown; where $GITHUB_STEP_SUMMARY is set it is added to that file as well.",
+        commands=("check", "verdict"),
+    )
+    codequality: Path | None = _option(
+        None,
+        _path,
+        "a file",
+        "Write the verdict as a code quality report of GitLab.",
+        commands=("check", "verdict"),
     )
     timeout: float = _option(
         1800.0,
         _number(0, above=True),
         "seconds above 0",
         "A run that lasts longer counts as a hang and is ended.",
+        commands=("check",),
+    )
+
+    self_test: bool = _option(
+        False,
+        _switch,
+        "true or false",
+        "Prove the rules: run the script briefly with each of several known faults in it and see that they are found.",
+        commands=("check",),
+    )
+
+    record: Path | None = _option(
+        None,
+        _path,
+        "a file",
+        "Record the path that training takes: loss, gradient norm, parameters after every step; three runs.",
+        commands=("check",),
+    )
+    golden: Path | None = _option(
+        None,
+        _path,
+        "a file",
+        "Fail where training leaves the path that --record wrote, and name the first step and parameter.",
         commands=("check",),
     )
 

@@ -10,7 +10,9 @@ cut off or malformed, check every type, and never read beyond fixed bounds. This
 | `steps.bin`, `steps.00001.bin`, ... | rank 0 | per file a header, then rows as `observations.encode` makes them |
 | `observations.jsonl`, `observations.00001.jsonl`, ... | rank 0 | details and facts, with their place among the rows |
 | `ranks/<rank>/outcome.json` | each rank | how this rank ended |
+| `ranks/<rank>/stacks.txt` | `check` | where the rank's threads were when the time was over |
 | `ranks/<rank>/trouble.jsonl` | each rank | parts of ddpdebug that failed |
+| `check.json` | `check` | what the one who started the ranks saw: exit statuses, whether the time was over |
 | `bundles/*/`, `ranks/<rank>/bundles/*/` | rank 0, each other rank | replay bundles; `docs/replay.md` |
 | `ranks/<rank>/memory/` | each rank | summaries of failed allocations, see `forensics/oom.py` |
 
@@ -40,6 +42,8 @@ RANKS = "ranks"
 BUNDLES = "bundles"
 OUTCOME = "outcome.json"
 TROUBLE = "trouble.jsonl"
+CHECK = "check.json"
+STACKS = "stacks.txt"
 
 CAP_BYTES = 64 << 20
 _MAX_DOCUMENT = 16 << 20
@@ -87,6 +91,28 @@ def read_outcomes(directory: Path) -> dict[int, dict[str, Any]]:
         if outcome is not None and outcome.get("run") == run and isinstance(outcome.get("reason"), str):
             outcomes[int(folder.name)] = outcome
     return dict(sorted(outcomes.items()))
+
+
+def read_ends(directory: Path) -> dict[int, dict[str, Any]]:
+    """Return what ranks told the others when they ended: all there is of a rank whose node has other disks."""
+    ends = {}
+    for observed in read_observations(directory):
+        payload = observed.payload
+        rank, value = payload.get("rank"), payload.get("value")
+        if observed.kind == "fact" and payload.get("topic") == "end" and _is_count(rank) and isinstance(value, dict):
+            reason, steps = value.get("reason"), value.get("steps")
+            if isinstance(reason, str) and isinstance(steps, dict):
+                ends[int(str(rank))] = {"reason": reason, "steps": steps}
+    return ends
+
+
+def read_check(directory: Path) -> dict[str, Any] | None:
+    """Return the content of `check.json`, unless there is none or it is from another run than `run.json`."""
+    check = _document(directory / CHECK)
+    if check is None or not isinstance(check.get("run"), str):
+        return None
+    run = _document(directory / RUN)
+    return check if run is None or run.get("run") == check["run"] else None
 
 
 def read_rows(directory: Path) -> Iterator[Row]:

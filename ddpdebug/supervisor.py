@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -21,7 +21,14 @@ class _Signalled(BaseException):
     """This process was asked to end."""
 
 
-def supervise(command: Sequence[str], environ: Mapping[str, str], timeout: float, mark: str) -> int | None:
+def supervise(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    timeout: float,
+    mark: str,
+    *,
+    late: Callable[[], None] | None = None,
+) -> int | None:
     """Run `command` to its end and return its exit status, or None after ending it because of `timeout` seconds.
 
     When this process is interrupted or told to end, the command's processes end first.
@@ -29,6 +36,7 @@ def supervise(command: Sequence[str], environ: Mapping[str, str], timeout: float
     Args:
         mark: the name of a variable in `environ` whose value no other run has; processes that carry it belong to this
             run, whatever session they moved to.
+        late: called when the time is over, before anything is ended.
     """
     token = f"{mark}={environ[mark]}".encode()
     with _end_on_signal():
@@ -36,9 +44,11 @@ def supervise(command: Sequence[str], environ: Mapping[str, str], timeout: float
         try:
             return process.wait(timeout)
         except subprocess.TimeoutExpired:
+            if late is not None:
+                late()
             return None
         finally:
-            if process.poll() is None:
+            if _family(process, token):  # also what an ended command has left behind
                 _end_all(process, token)
 
 

@@ -10,6 +10,8 @@ from enum import Enum
 from typing import Any
 
 from ddpdebug.findings import Finding, Severity
+from ddpdebug.golden import Comparison
+from ddpdebug.selftest import Proof
 
 
 class Word(Enum):
@@ -17,6 +19,8 @@ class Word(Enum):
 
     CLEAN = "clean"
     FINDINGS = "findings"
+    MISSED = "known faults missed"
+    DEPARTED = "left the recorded path"
     FAILED = "script failed"
     HANG = "hang"
     LOST = "lost rank"
@@ -24,7 +28,9 @@ class Word(Enum):
     @property
     def exit_code(self) -> int:
         """The exit code of the command (2 is wrong usage)."""
-        return {"clean": 0, "findings": 1, "script failed": 3}.get(self.value, 4)
+        if self in {Word.FINDINGS, Word.MISSED, Word.DEPARTED}:
+            return 1
+        return {Word.CLEAN: 0, Word.FAILED: 3}.get(self, 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +67,8 @@ class Verdict:
         outcomes: the ranks' own accounts, where they could give one.
         blamed: the ranks that failed, were lost or hang.
         notes: what else a reader should know.
+        proofs: what `--self-test` has shown.
+        golden: what came of comparing with a recorded path.
     """
 
     word: Word
@@ -70,6 +78,8 @@ class Verdict:
     outcomes: Mapping[int, Outcome] = field(default_factory=dict)
     blamed: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
+    proofs: tuple[Proof, ...] = ()
+    golden: Comparison | None = None
 
     @property
     def exit_code(self) -> int:
@@ -103,6 +113,7 @@ def judge(
     fail_on: Severity = Severity.ERROR,
     timed_out: bool = False,
     statuses: Mapping[int, int] | None = None,
+    places: Mapping[int, str] | None = None,
 ) -> Verdict:
     """Judge a run that has ended.
 
@@ -112,6 +123,7 @@ def judge(
     Args:
         outcomes: by rank; a rank that could not write one is absent.
         statuses: exit statuses that the launcher saw, negative for a signal; ranks that it ended itself are absent.
+        places: where the ranks were when the time was over, in words.
     """
     statuses = statuses or {}
     ends = _ends(outcomes, statuses, world)
@@ -124,9 +136,12 @@ def judge(
         word=word,
         failing=tuple(counting),
         others=tuple(finding for finding in findings if finding not in counting),
-        ranks={rank: _words(ends[rank], outcomes.get(rank), statuses.get(rank)) for rank in range(world)}
-        if not timed_out
-        else {rank: outcomes[rank].reason if rank in outcomes else "did not end in time" for rank in range(world)},
+        ranks={
+            rank: _late(outcomes.get(rank), (places or {}).get(rank))
+            if timed_out
+            else _words(ends[rank], outcomes.get(rank), statuses.get(rank))
+            for rank in range(world)
+        },
         outcomes=outcomes,
         blamed=tuple(blamed),
         notes=tuple(_notes(ends, outcomes, statuses)),
@@ -191,6 +206,12 @@ def _words(end: _End, outcome: Outcome | None, status: int | None) -> str:
     if status < 0:
         return f"died by {_signal_name(-status)}"
     return f"left with exit status {status} past the exit handlers"
+
+
+def _late(outcome: Outcome | None, place: str | None) -> str:
+    if outcome is not None:
+        return outcome.reason
+    return "did not end in time" + (f": {place}" if place else ", and nobody knows where it was")
 
 
 def _notes(ends: Mapping[int, _End], outcomes: Mapping[int, Outcome], statuses: Mapping[int, int]) -> list[str]:

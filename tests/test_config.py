@@ -150,7 +150,12 @@ def test_one_name_everywhere() -> None:
         "fail_on",
         "junit",
         "json",
+        "markdown",
+        "codequality",
         "timeout",
+        "self_test",
+        "record",
+        "golden",
     }
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from xml.etree import ElementTree as ET
 
 import pytest
 
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.verdict import Outcome, Word, judge
-from ddpdebug.verdict_files import FAMILIES, to_json, to_junit
+from ddpdebug.verdict_files import to_json
 
 _PEER = "exception: RuntimeError: gloo/transport/tcp/pair.cc:547 Connection closed by peer [127.0.0.1]:40"
 _ABORT, _KILL, _TERM, _SEGV = -6, -9, -15, -11
@@ -140,30 +139,6 @@ def test_json() -> None:
     assert record["ranks"]["0"]["steps"] == {"0": 5}
 
 
-def test_junit() -> None:
-    """One test case for each family and one for the script; a failure carries the finding; control characters go."""
-    warning = _finding("DATA902", Severity.WARNING)
-    suite = ET.fromstring(to_junit(judge([_finding(), warning], BOTH, world=2), "runs/x").split("\n", 1)[1])
-    assert [case.get("name") for case in suite] == ["script", *FAMILIES]
-    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == (str(1 + len(FAMILIES)), "1", "0")
-    failure = suite.find("testcase[@name='RANK']/failure")
-    assert failure is not None
-    assert failure.text is not None
-    assert "step 3" in failure.text
-    properties = {p.get("name"): p.get("value") for p in suite.iterfind("testcase[@name='RANK']/properties/property")}
-    assert properties == {"step": "3", "rank": "1", "subject": "w?"}
-    assert suite.find("testcase[@name='DATA']/failure") is None
-    assert "DATA902" in (suite.findtext("testcase[@name='DATA']/system-out") or "")
-
-
-def test_junit_of_a_lost_rank() -> None:
-    """A script that did not run to its end is an error of the test case `script`."""
-    suite = ET.fromstring(to_junit(judge([], {}, world=2, timed_out=True), None).split("\n", 1)[1])
-    error = suite.find("testcase[@name='script']/error")
-    assert error is not None
-    assert (error.get("type"), suite.get("errors")) == ("hang", "1")
-
-
 def test_outcome_file() -> None:
     """An outcome is read with its types."""
     outcome = Outcome.from_json({"rank": 1, "reason": "stopped", "exit_code": 0, "steps": {"0": 5}, "time": "x"})
@@ -171,9 +146,9 @@ def test_outcome_file() -> None:
     assert Outcome.from_json({"rank": 1, "reason": "x"}).exit_code is None
 
 
-def test_families_without_rules_are_skipped_not_passed() -> None:
-    """A green case must mean that something was looked at."""
-    suite = ET.fromstring(to_junit(judge([], BOTH, world=2), None).split("\n", 1)[1])
-    cases = {case.get("name"): case for case in suite.iter("testcase")}
-    assert cases["RANK"].find("skipped") is None
-    assert cases["HANG"].find("skipped") is not None
+def test_places() -> None:
+    """A hang says where each rank was that has not ended."""
+    verdict = judge([], {0: _done(0)}, world=3, timed_out=True, places={1: "in train.py:3 (main)"})
+    assert verdict.ranks[0] == "finished"
+    assert verdict.ranks[1] == "did not end in time: in train.py:3 (main)"
+    assert "nobody knows" in verdict.ranks[2]

@@ -52,14 +52,14 @@ def target_command(name: str, act: Callable[..., int], text: str, *extra: click.
         marks = {str(key): values[str(key)] for key in hidden}
         return lambda: act(request, **marks)
 
-    parameters = [_click_option(option) for option in options(name)]
+    parameters = [click_option(option) for option in options(name)]
     return TargetCommand(name, callback=callback, params=[*parameters, *extra], help=text)
 
 
 def prepare(given: Mapping[str, Any], words: Sequence[str], command: str) -> Request:
     """Check everything that can be wrong before torch is loaded or a rank started; raise UsageError."""
     config = Config.load(given, os.environ, Path.cwd(), flags=True)
-    target = _target(words, command)
+    target = target_of(words, command)
     target.check()
     in_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if in_rank and "nproc_per_node" in given:
@@ -69,10 +69,17 @@ def prepare(given: Mapping[str, Any], words: Sequence[str], command: str) -> Req
     if os.environ.get("RANK", "0") == "0":
         if config.out is not None:
             _check_directory(config.out, "--out")
-        for file, flag in ((config.junit, "--junit"), (config.json, "--json")):
-            if file is not None and command == "check":
-                _check_file(file, flag)
+        if command == "check":
+            check_outputs(config)
     return Request(config=config, given=given, target=target, in_rank=in_rank)
+
+
+def check_outputs(config: Config) -> None:
+    """Raise UsageError for a file of the verdict that cannot be written."""
+    for name in ("junit", "json", "markdown", "codequality"):
+        file = getattr(config, name)
+        if file is not None:
+            _check_file(file, f"--{name}")
 
 
 def _own_part(args: Sequence[str], switches: set[str]) -> int:
@@ -88,7 +95,8 @@ def _own_part(args: Sequence[str], switches: set[str]) -> int:
     return len(args)
 
 
-def _target(words: Sequence[str], command: str) -> Target:
+def target_of(words: Sequence[str], command: str) -> Target:
+    """Return the script or module at the end of a line; raise TargetError where there is none."""
     words = words[1:] if words[:1] == ["--"] else words
     usage = f"usage: ddpdebug {command} [options] script.py [args], or -m package.module [args]"
     if not words:
@@ -100,7 +108,8 @@ def _target(words: Sequence[str], command: str) -> Target:
     return Target(name=words[1], args=tuple(words[2:]), module=True)
 
 
-def _click_option(option: Option) -> click.Option:
+def click_option(option: Option) -> click.Option:
+    """Return a setting as an option of the command line."""
     default = Config.__dataclass_fields__[option.name].default
     note = f"default {default}" if default is not None else "no default"
     if option.switch:

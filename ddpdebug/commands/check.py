@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
-import shutil
 import sys
 import tempfile
 import threading
@@ -14,24 +14,28 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from ddpdebug import stacks
+from ddpdebug.commands._golden import follow_path, record_path
 from ddpdebug.commands._launch import RUN_ID, rank_words, ranks_environment, torchrun_words
+from ddpdebug.commands._selftest import prove_detectors
 from ddpdebug.commands._target import Request, target_command
+from ddpdebug.commands._verdict import Witness, judge_directory, publish, reported
 from ddpdebug.commands.run import Ending, attach
 from ddpdebug.config import Config, run_directory
-from ddpdebug.errors import UsageError
+from ddpdebug.errors import TargetError, UsageError
 from ddpdebug.findings import Finding, Severity
-from ddpdebug.run_files import read_findings, read_outcomes, read_run
+from ddpdebug.run_files import CHECK, RANKS, STACKS
 from ddpdebug.runner import Attached, end_hard, run_script
-from ddpdebug.sinks.text import clean, subjects, where
 from ddpdebug.supervisor import supervise
 from ddpdebug.verdict import Outcome, Verdict, Word, judge
-from ddpdebug.verdict_files import to_json, to_junit
 
 _TEXT = """Run a training script like `ddpdebug run`, print a verdict and exit with it.
 
 Exit codes: 0 clean, 1 findings at or above --fail-on, 2 wrong usage, 3 the script failed, 4 hang or lost rank.
 """
-#: How long rank 0 waits under torchrun for the others to say how they ended.
+#: How long rank 0 waits under torchrun and srun for the others to say how they ended; who is silent then is lost.
+_REPORT_SECONDS = 60.0
+#: How long another rank that fails leaves rank 0 the first word.
 _PEERS_SECONDS = 3.0
 #: How long a rank with findings waits for a rank 0 that is still at work, for example writing a checkpoint.
 _SLOW_SECONDS = 60.0
@@ -40,6 +44,12 @@ _PUBLISHING_SECONDS = 1.0
 
 
 def _act(request: Request) -> int:
+    config = request.config
+    modes = [f"--{name.replace('_', '-')}" for name in ("self_test", "record", "golden") if getattr(config, name)]
+    if len(modes) > 1:
+        raise TargetError(f"{modes[0]} and {modes[1]} do different things; give one of them")
+    if request.in_rank and modes:
+        raise TargetError(f"{modes[0]} starts its own ranks; run it outside of torchrun and srun")
     return _as_rank(request) if request.in_rank else _from_outside(request)
 
 
@@ -48,47 +58,73 @@ def _act(request: Request) -> int:
 
 def _from_outside(request: Request) -> int:
     config, run_id = request.config, secrets.token_hex(3)
-    directory = config.out or Path.cwd() / run_directory(run_id, datetime.now(UTC))
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot make {str(directory)!r}: {error.strerror}; name another with --out") from None
-    world = config.nproc_per_node or 1
+    directory = _directory(config, run_id)
+    if config.self_test:
+        verdict = prove_detectors(request, directory, run_ranks)
+    elif config.record is not None:
+        verdict = record_path(request, directory, run_ranks)
+    elif config.golden is not None:
+        verdict = follow_path(request, directory, run_ranks)
+    else:
+        verdict = judge_directory(directory, run_ranks(request, directory, run_id), config.fail_on)
+    publish(verdict, config, directory, request.target.name)
+    return verdict.exit_code
+
+
+def run_ranks(request: Request, directory: Path, run_id: str, environ: Mapping[str, str] | None = None) -> Witness:
+    """Start the ranks, wait for their end at most as long as `--timeout` says, and return what was seen of them."""
+    config = request.config
+    world, found = config.nproc_per_node or 1, dict[int, str]()
     with tempfile.TemporaryDirectory(prefix="ddpdebug-") as scratch:
-        failures = Path(scratch) / "failures.json"
+        failures, folder = Path(scratch) / "failures.json", Path(scratch) / "stacks"
+        folder.mkdir()
         words = rank_words(request, out=directory, as_check=True)
         if config.nproc_per_node is None:
             command = [sys.executable, "-m", "ddpdebug", *words]
         else:
             command = torchrun_words(world, words, ("ddpdebug.launcher", str(failures)))
-        status = supervise(command, ranks_environment(run_id), config.timeout, RUN_ID)
+        status = supervise(
+            command,
+            {
+                **ranks_environment(run_id),
+                **(environ or {}),
+                stacks.DEADLINE: stacks.deadline(config.timeout, folder),
+            },
+            config.timeout,
+            RUN_ID,
+            late=lambda: found.update(stacks.collect(folder, range(world))),
+        )
         statuses = _statuses(status, failures, world, launched=config.nproc_per_node is not None)
-    written = _run_id(directory) == run_id  # otherwise what lies there is from another run
-    verdict = judge(
-        read_findings(directory) if written else (),
-        _outcomes(directory) if written else {},
+    for rank, text in found.items():
+        _keep(directory / RANKS / str(rank) / STACKS, text)
+    witness = Witness(
+        run=run_id,
         world=world,
-        fail_on=Severity.parse(config.fail_on),
         timed_out=status is None,
         statuses=statuses,
+        places={rank: stacks.place(text) for rank, text in found.items()},
     )
-    _publish(verdict, config, directory)
-    return verdict.exit_code
+    witness.save(directory)
+    return witness
 
 
-def _run_id(directory: Path) -> str | None:
+def _directory(config: Config, run_id: str) -> Path:
+    """Make the run directory; where nobody named one and none can be made here, it is a temporary one."""
+    directory = config.out or Path.cwd() / run_directory(run_id, datetime.now(UTC))
     try:
-        return str(read_run(directory)["run"])
-    except (OSError, ValueError):
-        return None
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / CHECK).unlink(missing_ok=True)  # of an earlier run
+    except OSError as error:
+        if config.out is None:
+            return Path(tempfile.mkdtemp(prefix=f"ddpdebug-{run_id}-"))
+        raise UsageError(f"cannot make {str(directory)!r}: {error.strerror}; name another with --out") from None
+    return directory
 
 
-def _outcomes(directory: Path) -> dict[int, Outcome]:
-    try:
-        records = read_outcomes(directory)
-    except (OSError, ValueError):
-        return {}
-    return {rank: Outcome.from_json({**record, "rank": rank}) for rank, record in records.items()}
+def _keep(file: Path, text: str) -> None:
+    with contextlib.suppress(OSError):  # the verdict says the essence of it
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
 
 
 def _statuses(status: int | None, failures: Path, world: int, *, launched: bool) -> dict[int, int]:
@@ -107,60 +143,84 @@ def _statuses(status: int | None, failures: Path, world: int, *, launched: bool)
 
 
 def _as_rank(request: Request) -> int:
-    config, rank = request.config, int(os.environ["RANK"])
+    rank = int(os.environ["RANK"])
     ending = Ending(None)
-    deadline = threading.Timer(config.timeout, _give_up, (ending, config, rank))
+    deadline = threading.Timer(request.config.timeout, _give_up, (ending, request, rank))
     deadline.daemon = True
 
     def before() -> Attached:
-        ending.monitor = attach(request, strict=True)
         deadline.start()
+        ending.monitor = attach(request, strict=True)
         return ending
 
     def conclude() -> int | None:
         deadline.cancel()
         if ending.exit_code is None:
             return None
-        return _conclude(ending, config, rank)
+        return _conclude(ending, request, rank)
 
     end_hard(conclude)  # the last thing that happens: the script's traceback stands above the verdict
     run_script(request.target, before=before)
     return 0
 
 
-def _give_up(ending: Ending, config: Config, rank: int) -> None:
-    code = _conclude(ending, config, rank, timed_out=True)
+def _give_up(ending: Ending, request: Request, rank: int) -> None:
+    code = _conclude(ending, request, rank, timed_out=True)
     sys.stderr.flush()
     os._exit(code)
 
 
-def _conclude(ending: Ending, config: Config, rank: int, *, timed_out: bool = False) -> int:
+def _conclude(ending: Ending, request: Request, rank: int, *, timed_out: bool = False) -> int:
     """Judge by what this rank knows, see to it that one rank publishes a verdict, and return the exit code."""
+    config, world = request.config, int(os.environ["WORLD_SIZE"])
     findings: Sequence[Finding] = getattr(ending.monitor, "findings", ())
     directory: Path | None = getattr(ending.monitor, "directory", None)
-    world = int(os.environ["WORLD_SIZE"])
-    outcomes = {} if directory is None else _outcomes(directory)
-    if rank == 0 and directory is not None and not timed_out:
-        deadline = time.monotonic() + _PEERS_SECONDS
-        while len(outcomes) < world and time.monotonic() < deadline:
+    run_id = str(getattr(ending.monitor, "run_id", ""))
+    places = _places(directory, rank, world) if timed_out else {}
+    outcomes = {} if directory is None else reported(directory)
+    if rank == 0 and directory is not None and not timed_out and ending.exit_code == 0:
+        deadline = time.monotonic() + _REPORT_SECONDS
+        while len(outcomes) < world and time.monotonic() < deadline and not _is_bad(outcomes):
             time.sleep(0.05)
-            outcomes = _outcomes(directory)
+            outcomes = reported(directory)
     if ending.reason is not None:
         steps = outcomes[rank].steps if rank in outcomes else {}
         outcomes[rank] = Outcome(rank=rank, reason=ending.reason, exit_code=ending.exit_code, steps=steps)
+    # only rank 0 has waited for all: to another one, a rank that has said nothing may be at work or on another node
+    unknown = timed_out or rank == 0
     verdict = judge(
         findings,
         outcomes,
         world=world,
         fail_on=Severity.parse(config.fail_on),
         timed_out=timed_out,
-        # a rank that has said nothing may be on another node, or may still be at work: no verdict about it
-        statuses={} if timed_out else dict.fromkeys(range(world), 0),
+        statuses={} if unknown else dict.fromkeys(range(world), 0),
+        places=places,
     )
-    claim = None if directory is None else directory / f".verdict-{getattr(ending.monitor, 'run_id', '')}"
+    claim = None if directory is None else directory / f".verdict-{run_id}"
     if _publishes(verdict, claim, rank):
-        _publish(verdict, config, directory)
+        if directory is not None:
+            Witness(run=run_id, world=world, timed_out=timed_out, places=places).save(directory)
+        publish(verdict, config, directory, request.target.name)
     return verdict.exit_code
+
+
+def _is_bad(outcomes: Mapping[int, Outcome]) -> bool:
+    """Tell whether a rank has failed: the launcher ends the silent ones then, nobody need wait for them."""
+    return any(outcome.exit_code not in {0, None} for outcome in outcomes.values())
+
+
+def _places(directory: Path | None, rank: int, world: int) -> dict[int, str]:
+    """Write this rank's stacks and read those of the others, which write theirs at the same moment."""
+    folder = (directory or Path(tempfile.mkdtemp(prefix="ddpdebug-"))) / RANKS
+    found = {rank: stacks.place(stacks.write_now(folder / str(rank) / STACKS))}
+    print(f"ddpdebug: rank {rank} did not end in time: {found[rank]}", file=sys.stderr, flush=True)
+    if directory is not None:
+        time.sleep(stacks.PATIENCE_SECONDS)
+        for other in set(range(world)) - {rank}:
+            with contextlib.suppress(OSError):
+                found[other] = stacks.place((folder / str(other) / STACKS).read_text(encoding="utf-8"))
+    return found
 
 
 def _publishes(verdict: Verdict, claim: Path | None, rank: int) -> bool:
@@ -182,47 +242,6 @@ def _publishes(verdict: Verdict, claim: Path | None, rank: int) -> bool:
     except OSError:
         return rank == 0
     return True
-
-
-# --- the verdict ----------------------------------------------------------------------------------------------------
-
-
-def _publish(verdict: Verdict, config: Config, directory: Path | None) -> None:
-    run = None if directory is None else str(directory)
-    for file, text in ((config.json, to_json(verdict, run)), (config.junit, to_junit(verdict, run))):
-        if file is not None:
-            try:
-                file.write_text(text, encoding="utf-8")
-            except OSError as error:
-                print(f"ddpdebug: could not write {str(file)!r}: {error.strerror}", file=sys.stderr)
-    _print(verdict, run, config)
-
-
-def _print(verdict: Verdict, run: str | None, config: Config) -> None:
-    from rich.console import Console  # noqa: PLC0415 - not before it is needed
-    from rich.text import Text  # noqa: PLC0415
-
-    width = None if sys.stderr.isatty() else max(200, shutil.get_terminal_size().columns)
-    console = Console(stderr=True, highlight=False, soft_wrap=True, width=width)
-    style = "bold green" if verdict.word is Word.CLEAN else "bold red"
-    line = Text.assemble(("ddpdebug: verdict: ", "bold"), (verdict.word.value, style))
-    line.append(_detail(verdict, config.fail_on))
-    console.print(line)
-    for finding in verdict.failing:
-        place = [part for part in (where(finding), ", ".join(subjects(finding))) if part]
-        summary = " · ".join([f"{finding.code} {finding.severity.label}: {clean(finding.title)}", *place])
-        console.print(Text(f"  {summary}"))
-    for rank in verdict.blamed:
-        console.print(Text(f"  rank {rank}: {clean(verdict.ranks[rank])}"))
-    for note in verdict.notes:
-        console.print(Text(f"  note: {note}"))
-    if run is not None:
-        console.print(Text(f"  run directory: {run}"))
-
-
-def _detail(verdict: Verdict, fail_on: str) -> str:
-    counts = f"{len(verdict.failing)} findings at {fail_on} or above, {len(verdict.others)} below"
-    return f" (exit {verdict.exit_code}) · {counts}"
 
 
 command = target_command("check", _act, _TEXT)

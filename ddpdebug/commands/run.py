@@ -7,9 +7,12 @@ import sys
 
 import click
 
+from ddpdebug import stacks
 from ddpdebug.commands._launch import rank_words, ranks_environment, torchrun_words
 from ddpdebug.commands._target import Request, target_command
+from ddpdebug.golden import TRAJECTORY
 from ddpdebug.runner import Attached, end_hard, run_script
+from ddpdebug.selftest import FAULT
 
 _TEXT = """Run a training script with ddpdebug attached; the script needs no change.
 
@@ -58,10 +61,16 @@ def _act(request: Request, *, as_check: bool) -> int:
     if not as_check:
         run_script(request.target, before=lambda: attach(request))
         return 0
+    stacks.arm(os.environ)
     ending = Ending(None)
     end_hard(lambda: ending.exit_code)
 
     def before() -> Attached:
+        if os.environ.get(FAULT) or os.environ.get(TRAJECTORY):
+            from ddpdebug import faults, trajectory  # noqa: PLC0415 - they load torch
+
+            faults.install(os.environ)
+            trajectory.install(os.environ)
         ending.monitor = attach(request, strict=True)
         return ending
 

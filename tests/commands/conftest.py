@@ -20,14 +20,14 @@ def command(tmp_path: Path) -> Command:
     environ = {key: value for key, value in os.environ.items() if key not in {"RANK", "WORLD_SIZE"}}
     environ.update(DDPDEBUG_METRICS="off", OMP_NUM_THREADS="1")
 
-    def run(*words: object, **more: str) -> subprocess.CompletedProcess[str]:
+    def run(*words: object, within: float = 110, cwd: Path = tmp_path, **more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, *map(str, words)],
-            cwd=tmp_path,
+            cwd=cwd,
             env={**environ, **more},
             capture_output=True,
             text=True,
-            timeout=110,
+            timeout=within,
             check=False,
         )
 

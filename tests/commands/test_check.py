@@ -50,12 +50,17 @@ def test_hang(command: Command, tmp_path: Path) -> None:
     """A job that does not end in time is ended with all its processes."""
     started = time.monotonic()
     done = command(
-        "-m", "ddpdebug", "check", "--nproc-per-node", 2, "--timeout", 6, "--json", "v.json", SCRIPT, "hang", 8
+        *("-m", "ddpdebug", "check", "--nproc-per-node", 2, "--timeout", 25, "--json", "v.json", "--out", "o"),
+        *(SCRIPT, "hang", 8),
     )
     assert done.returncode == 4, done.stderr
     assert "verdict: hang" in done.stderr
-    assert time.monotonic() - started < 40
-    assert json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))["verdict"] == "hang"
+    assert time.monotonic() - started < 80
+    record = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))
+    assert record["verdict"] == "hang"
+    assert "train.py:38 (<module>)" in record["ranks"]["1"]["reason"]
+    assert "backward" in (tmp_path / "o" / "ranks" / "0" / "stacks.txt").read_text(encoding="utf-8")
+    assert command("-m", "ddpdebug", "verdict", "o").returncode == 4
 
 
 def test_single_process(command: Command) -> None:

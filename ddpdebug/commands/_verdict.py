@@ -1,0 +1,172 @@
+"""What `check` and `verdict` share: judging a run directory, and telling the verdict to people and CI services."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ddpdebug.config import Config
+from ddpdebug.findings import Severity
+from ddpdebug.run_files import CHECK, read_check, read_ends, read_findings, read_outcomes, read_run
+from ddpdebug.sinks.text import clean, subjects, where
+from ddpdebug.verdict import Outcome, Verdict, judge
+from ddpdebug.verdict_annotations import to_codequality, to_github, to_markdown
+from ddpdebug.verdict_files import to_json, to_junit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Witness:
+    """What the process that started the ranks saw of them; kept as `check.json`."""
+
+    run: str
+    world: int
+    timed_out: bool = False
+    statuses: Mapping[int, int] = field(default_factory=dict)
+    places: Mapping[int, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, directory: Path) -> Witness | None:
+        """Read a run directory's account; None where there is none, or it is no account."""
+        record = read_check(directory)
+        if record is None:
+            return None
+        try:
+            return cls(
+                run=str(record["run"]),
+                world=max(1, int(record["world"])),
+                timed_out=record["timed_out"] is True,
+                statuses={int(rank): int(status) for rank, status in dict(record["statuses"]).items()},
+                places={int(rank): clean(place) for rank, place in dict(record["places"]).items()},
+            )
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def save(self, directory: Path) -> None:
+        """Keep the account for `ddpdebug verdict`; a directory that does not take it is no reason to fail."""
+        try:
+            (directory / CHECK).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+        except OSError as error:
+            print(f"ddpdebug: could not write {CHECK}: {error.strerror}", file=sys.stderr)
+
+
+def judge_directory(directory: Path, witness: Witness | None, fail_on: str) -> Verdict:
+    """Judge by what the ranks left in a directory and by what was seen of them from outside.
+
+    Raises:
+        ValueError: nothing says which run this is, or how many ranks it had.
+    """
+    known = run_of(directory)
+    world = witness.world if witness is not None else read_run(directory).get("world")
+    if not isinstance(world, int) or world < 1:
+        raise ValueError(f"the run in {str(directory)!r} does not say how many ranks it had")
+    written = known is not None and (witness is None or known == witness.run)  # else it is from another run
+    return judge(
+        read_findings(directory) if written else (),
+        reported(directory) if written else {},
+        world=world,
+        fail_on=Severity.parse(fail_on),
+        timed_out=witness is not None and witness.timed_out,
+        statuses={} if witness is None else witness.statuses,
+        places=None if witness is None else witness.places,
+    )
+
+
+def run_of(directory: Path) -> str | None:
+    """Return the identity of the run whose files lie in a directory."""
+    try:
+        return str(read_run(directory)["run"])
+    except (OSError, ValueError):
+        return None
+
+
+def reported(directory: Path) -> dict[int, Outcome]:
+    """Return how the ranks ended by their own account: from their files, else from what they told rank 0."""
+    try:
+        records = read_outcomes(directory)
+        ends = read_ends(directory)
+    except (OSError, ValueError):
+        return {}
+    outcomes = {}
+    for rank, end in ends.items():
+        fine = end["reason"] in {"finished", "stopped"}
+        outcomes[rank] = _outcome({**end, "rank": rank, "exit_code": 0 if fine else 1})
+    for rank, record in records.items():
+        outcomes[rank] = _outcome({**record, "rank": rank}) or outcomes.get(rank)
+    return {rank: outcome for rank, outcome in sorted(outcomes.items()) if outcome is not None}
+
+
+def _outcome(record: Mapping[str, Any]) -> Outcome | None:
+    try:
+        return Outcome.from_json(record)
+    except (KeyError, TypeError, ValueError):
+        return None  # an incomplete report is none
+
+
+# --- telling --------------------------------------------------------------------------------------------------------
+
+
+def publish(verdict: Verdict, config: Config, directory: Path | None, script: str) -> None:
+    """Write the files that were asked for, annotate where a CI service listens, and print the verdict."""
+    run = None if directory is None else str(directory)
+    root = os.environ.get("GITHUB_WORKSPACE") or os.environ.get("CI_PROJECT_DIR") or str(Path.cwd())
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S")
+    _write(config.json, to_json(verdict, run))
+    _write(config.junit, to_junit(verdict, run, time=now))
+    _write(config.markdown, to_markdown(verdict, run))
+    _write(config.codequality, to_codequality(verdict, script, root))
+    if os.environ.get("GITHUB_STEP_SUMMARY"):
+        _write(Path(os.environ["GITHUB_STEP_SUMMARY"]), to_markdown(verdict, run), add=True)
+    if os.environ.get("GITHUB_ACTIONS") == "true":
+        for line in to_github(verdict, root):
+            print(line, flush=True)
+    _print(verdict, run, config)
+
+
+def _write(file: Path | None, text: str, *, add: bool = False) -> None:
+    if file is None:
+        return
+    try:
+        with file.open("a" if add else "w", encoding="utf-8", errors="backslashreplace") as opened:
+            opened.write(text)
+    except OSError as error:
+        print(f"ddpdebug: could not write {str(file)!r}: {error.strerror}", file=sys.stderr)
+
+
+def _print(verdict: Verdict, run: str | None, config: Config) -> None:
+    from rich.console import Console  # noqa: PLC0415 - not before it is needed
+    from rich.text import Text  # noqa: PLC0415
+
+    width = None if sys.stderr.isatty() else max(200, shutil.get_terminal_size().columns)
+    console = Console(stderr=True, highlight=False, soft_wrap=True, width=width)
+    style = "bold green" if verdict.exit_code == 0 else "bold red"
+    line = Text.assemble(("ddpdebug: verdict: ", "bold"), (verdict.word.value, style))
+    line.append(_detail(verdict, config.fail_on))
+    console.print(line)
+    for finding in verdict.failing:
+        place = [part for part in (where(finding), ", ".join(subjects(finding))) if part]
+        summary = " · ".join([f"{finding.code} {finding.severity.label}: {clean(finding.title)}", *place])
+        console.print(Text(f"  {summary}"))
+    for rank in verdict.blamed:
+        console.print(Text(f"  rank {rank}: {clean(verdict.ranks[rank])}"))
+    for proof in verdict.proofs:
+        console.print(Text(f"  self-test: {proof.fault.meaning}: {proof.words}"))
+    if verdict.proofs and all(proof.verified for proof in verdict.proofs):
+        console.print(Text("  detectors verified"))
+    if verdict.golden is not None:
+        console.print(Text(f"  golden run: {clean(verdict.golden.words)}"))
+    for note in verdict.notes:
+        console.print(Text(f"  note: {note}"))
+    if run is not None:
+        console.print(Text(f"  run directory: {run}"))
+
+
+def _detail(verdict: Verdict, fail_on: str) -> str:
+    counts = f"{len(verdict.failing)} findings at {fail_on} or above, {len(verdict.others)} below"
+    return f" (exit {verdict.exit_code}) · {counts}"

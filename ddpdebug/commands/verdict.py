@@ -1,0 +1,58 @@
+"""`ddpdebug verdict`: the verdict of a run that has ended, from its run directory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ddpdebug.commands._target import check_outputs, click_option
+from ddpdebug.commands._verdict import Witness, judge_directory, publish, run_of
+from ddpdebug.config import Config, options
+from ddpdebug.errors import TargetError, UsageError
+from ddpdebug.run_files import RANKS, read_run
+from ddpdebug.verdict import judge
+
+_TEXT = """Print the verdict of the run in RUN_DIR and exit with it.
+
+Launchers (torchrun, srun) flatten exit codes; this gives those of `check` back: 0 clean, 1 findings at or above
+--fail-on, 2 wrong usage, 3 the script failed, 4 hang or lost rank. A rank without a report counts as lost.
+"""
+
+
+@click.command("verdict", help=_TEXT, params=[click_option(option) for option in options("verdict")])
+@click.argument("run_dir", type=click.Path(path_type=Path))
+def command(run_dir: Path, **given: Any) -> Callable[[], int]:
+    """Return the action for a line that is right."""
+    config = Config.load(given, os.environ, Path.cwd(), flags=True)
+    if not run_dir.is_dir():
+        raise UsageError(f"{str(run_dir)!r} is no directory; give the run directory, which `--out` named")
+    check_outputs(config)
+    return lambda: _act(run_dir, config)
+
+
+def _act(directory: Path, config: Config) -> int:
+    witness = Witness.of(directory)
+    try:
+        verdict = judge_directory(directory, witness, config.fail_on)
+    except ValueError as error:
+        if not _is_begun(directory):
+            raise TargetError(str(error)) from None
+        verdict = judge((), {}, world=1)  # somebody began here, and nobody said how it ended
+    publish(verdict, config, directory, _script(directory))
+    return verdict.exit_code
+
+
+def _is_begun(directory: Path) -> bool:
+    """Tell a run directory without reports from any other folder: it is empty, or has ranks in it."""
+    names = {path.name for path in directory.iterdir()}
+    return not names or RANKS in names
+
+
+def _script(directory: Path) -> str:
+    words = read_run(directory).get("command") if run_of(directory) is not None else None
+    first = words[0] if isinstance(words, list) and words else ""
+    return str(first) or "script"

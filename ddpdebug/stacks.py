@@ -1,0 +1,100 @@
+"""Where a process is when its time is over: asked for beforehand, answered even by one that hangs in C. Torch-free.
+
+Python's `faulthandler` writes the stacks from a thread of its own at a moment that is set in advance. It needs no
+signal, which the job may use itself, and not the interpreter's lock, which a hanging call may hold.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO
+
+#: `<seconds of the monotonic clock> <folder>`: when the ranks write their stacks, and where to.
+DEADLINE = "DDPDEBUG_DEADLINE"
+#: How long the stacks may take after the deadline.
+PATIENCE_SECONDS = 2.0
+_MAX_BYTES = 1 << 20
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>[0-9]+) in (?P<name>.*)$', re.MULTILINE)
+_OWN = str(Path(__file__).parent)
+_FILES: list[IO[str]] = []  # faulthandler keeps the number of a file, not the file
+
+
+def deadline(timeout: float, folder: Path) -> str:
+    """Return the value of `DEADLINE` for ranks that start now."""
+    return f"{time.monotonic() + timeout} {folder}"
+
+
+def arm(environ: Mapping[str, str]) -> None:
+    """Have this rank's stacks written when the time is over; does nothing without a deadline."""
+    when, _, folder = environ.get(DEADLINE, "").partition(" ")
+    try:
+        left = float(when) - time.monotonic()
+        file = (Path(folder) / environ.get("RANK", "0")).open("w", encoding="utf-8")
+    except (OSError, ValueError):
+        return
+    _FILES.append(file)
+    faulthandler.dump_traceback_later(max(left, 0.01), file=file)
+
+
+def collect(folder: Path, ranks: Iterable[int]) -> dict[int, str]:
+    """Return the stacks of the ranks that wrote them, after waiting a little for all that have begun."""
+    until = time.monotonic() + PATIENCE_SECONDS
+    started = [rank for rank in ranks if (folder / str(rank)).is_file()]
+    while time.monotonic() < until and not all((folder / str(rank)).stat().st_size for rank in started):
+        time.sleep(0.05)
+    time.sleep(0.05)  # the rest of a stack follows its first line at once
+    texts = {rank: _read(folder / str(rank)) for rank in started}
+    return {rank: text for rank, text in texts.items() if text}
+
+
+def place(text: str) -> str:
+    """Return where the main thread was, in words: the user's line, and what it waits in."""
+    main = text.rstrip().rpartition("\n\n")[2]
+    frames = [(found["file"], int(found["line"]), found["name"]) for found in _FRAME.finditer(main)]
+    if not frames:
+        return ""
+    users = next((frame for frame in frames if _is_users(frame[0])), None)
+    inner = _words(frames[0])
+    if users is None:
+        begun = any(file.startswith(_OWN) and name == "_execute" for file, _, name in frames)
+        return f"in {inner}" if begun else f"before the first line of the script, in {inner}"
+    return f"in {_words(users)}" + ("" if users == frames[0] else f", which waits in {inner}")
+
+
+def _words(frame: tuple[str, int, str]) -> str:
+    file, line, name = frame
+    parts = Path(file).parts
+    shown = file if _is_users(file) else "/".join(parts[-2:])
+    return f"{shown}:{line} ({name})"
+
+
+def _is_users(file: str) -> bool:
+    libraries = (_OWN, "<", sys.base_prefix + "/lib/python", sys.prefix + "/lib/python")
+    return not (file.startswith(libraries) or "/site-packages/" in file or "/dist-packages/" in file)
+
+
+def _read(file: Path) -> str:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(_MAX_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def write_now(file: Path) -> str:
+    """Write the stacks of this process to a file and return them."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("w", encoding="utf-8") as opened:
+            faulthandler.dump_traceback(file=opened, all_threads=True)
+            opened.flush()
+            os.fsync(opened.fileno())
+    except OSError:
+        return ""
+    return _read(file)

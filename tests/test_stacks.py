@@ -1,0 +1,58 @@
+"""Where a process is when its time is over."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddpdebug import stacks
+
+_HANGS = {
+    "in Python": "import time\ndef wait():\n    time.sleep(600)\nwait()",
+    "in C, with the interpreter's lock": "def wait():\n    (9 ** 99_999_999)\nwait()",
+    "in C, in another thread": "import threading\ndef wait():\n    threading.Event().wait()\nwait()",
+}
+
+
+@pytest.mark.parametrize("name", _HANGS)
+def test_stacks_come_at_the_deadline(name: str, tmp_path: Path) -> None:
+    """Whatever holds the process, its stacks are written, and the user's line is named."""
+    (tmp_path / "train.py").write_text(_HANGS[name], encoding="utf-8")
+    code = "import os, runpy; from ddpdebug import stacks; stacks.arm(os.environ); runpy.run_path('train.py')"
+    environ = {**os.environ, "RANK": "3", stacks.DEADLINE: stacks.deadline(1.0, tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", code], env=environ, cwd=tmp_path) as process:
+        try:
+            process.wait(3)
+        except subprocess.TimeoutExpired:
+            found = stacks.collect(tmp_path, range(4))
+        finally:
+            process.kill()
+    assert list(found) == [3]
+    assert stacks.place(found[3]).startswith("in train.py:3 (wait)" if "Python" in name or "other" in name else "in ")
+    assert "train.py" in stacks.place(found[3])
+
+
+def test_nothing_without_a_deadline(tmp_path: Path) -> None:
+    """A rank that nobody gave a deadline, or a broken one, writes nothing and does not fail."""
+    for environ in ({}, {stacks.DEADLINE: "x"}, {stacks.DEADLINE: f"1 {tmp_path / 'no'}"}):
+        stacks.arm(environ)
+    assert stacks.collect(tmp_path, [0, 1]) == {}
+
+
+def test_place_before_the_script() -> None:
+    """Stacks that hold no line of the user say so."""
+    frame = f'  File "{sys.base_prefix}/lib/python3.11/site-packages/torch/__init__.py", line 5 in <module>'
+    assert stacks.place(f"Timeout (0:00:01)!\nThread 0x1 (most recent call first):\n{frame}\n") == (
+        "before the first line of the script, in torch/__init__.py:5 (<module>)"
+    )
+    assert stacks.place("garbage") == ""
+
+
+def test_own_stacks(tmp_path: Path) -> None:
+    """A process can write its stacks itself; a folder that cannot be written is no failure."""
+    assert "test_own_stacks" in stacks.write_now(tmp_path / "a" / "stacks.txt")
+    assert stacks.write_now(Path("/proc/no/such")) == ""
