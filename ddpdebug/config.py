@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from ddpdebug.errors import UsageError, did_you_mean
 
 ENVIRONMENT_PREFIX = "DDPDEBUG_"
-#: Variables that ddpdebug passes to its own ranks; not settings.
-INTERNAL_VARIABLES = frozenset({"DDPDEBUG_RUN_ID"})
+#: Variables that ddpdebug passes to its own ranks, or its tests to themselves; not settings.
+INTERNAL_VARIABLES = frozenset({"DDPDEBUG_RUN_ID", "DDPDEBUG_REQUIRE_PROMETHEUS"})
 
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
 _Parse = Callable[[Any], Any]
@@ -105,6 +105,10 @@ def _path(value: Any) -> Path:
     return Path(value).expanduser()
 
 
+def _file(value: Any) -> Path:
+    return _path(value)
+
+
 def _guard(value: Any) -> str:
     if value in {"stop", "skip"}:
         raise UsageError(f"{value!r} is not there yet; give 'off' or 'observe'")
@@ -150,6 +154,21 @@ class Config:
         _integer(0, 65535),
         "a port from 0 to 65535",
         "Port of the metrics endpoint of local rank 0, the next ranks count up; 0 takes any free port.",
+    )
+    metrics_tls_cert: Path | None = _option(
+        None, _file, "a PEM file", "Serve the metrics over TLS with this certificate chain."
+    )
+    metrics_tls_key: Path | None = _option(
+        None, _file, "a PEM file", "Private key of the certificate, where it is in a file of its own."
+    )
+    metrics_client_ca: Path | None = _option(
+        None, _file, "a PEM file", "Serve only clients with a certificate that this authority signed (needs TLS)."
+    )
+    metrics_password_file: Path | None = _option(
+        None, _file, "a file", "Serve only who gives the name:password on the first line of this file (basic auth)."
+    )
+    sd_dir: Path | None = _option(
+        None, _path, "a directory", "Keep a file per rank here by which Prometheus finds it (file_sd_configs)."
     )
     on_finding: str = _option(
         "report",
@@ -261,6 +280,9 @@ class Config:
                 continue  # as if not given
             flag = "--" + name.replace("_", "-")
             values[name] = _parsed(name, value, flag if flags else name, cwd, shown=flag if flags else name)
+        alone = {"metrics_tls_key", "metrics_client_ca"} & values.keys()
+        if alone and values.get("metrics_tls_cert") is None:
+            raise UsageError(f"{min(alone)} needs a certificate; give metrics_tls_cert too")
         return cls(**values)
 
     def as_dict(self) -> dict[str, Any]:
@@ -311,7 +333,10 @@ def _parsed(name: str, value: Any, source: str, base: Path, *, shown: str) -> An
     except (TypeError, ValueError):
         raise UsageError(f"{source}: {value!r} is not valid; give {entry.metadata['valid']}") from None
     # a script may change its directory: fix relative paths now, those of a pyproject.toml from where it lies
-    return base / parsed if isinstance(parsed, Path) else parsed
+    parsed = base / parsed if isinstance(parsed, Path) else parsed
+    if entry.metadata["parse"] is _file and not parsed.is_file():
+        raise UsageError(f"{source}: there is no file {str(parsed)!r}; give {entry.metadata['valid']}")
+    return parsed
 
 
 def _near(shown: str) -> str:

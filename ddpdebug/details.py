@@ -41,6 +41,8 @@ Announcements (topic -> JSON of one rank), compared once all ranks have spoken:
                  sent again at the start of each epoch over the k-th DataLoader
 `precision:<k>`  {"step": int, "autocast": dtype | null, "matmul": precision | null} at the k-th DDP's first training
                  forward
+`place`          {"node": str, "local_rank": int, "metrics": url | null} at the start, {"gpu_uuid": str} with the first
+                 step on a GPU; nothing is judged by it
 `alone:failure`  {"reason": "...", "step": int, "missing": [name, ...]} by a rank that ends with an exception; judged at
                  once, because the others may never speak
 `end`            {"steps": {optimizer: int}, "reason": "finished" | "exception: ..." | "signal ..."}

@@ -64,7 +64,8 @@ def test_the_catalogue_is_complete_and_its_anchors_are_unique() -> None:
 def test_metrics_are_complete() -> None:
     """Every metric of the endpoint has a line with its labels."""
     text = PAGES["metrics.md"]()
-    source = (ROOT / "ddpdebug" / "sinks" / "prometheus.py").read_text(encoding="utf-8")
+    files = (ROOT / "ddpdebug" / "sinks" / "prometheus").glob("*.py")
+    source = "".join(file.read_text(encoding="utf-8") for file in files)
     families = set(re.findall(r'"(ddpdebug_[a-z_]+)"', source))
     assert len(families) > 8
     missing = [family for family in families if not re.search(rf"`{family}(_total|_bucket|_sum)?`", text)]
