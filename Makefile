@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help format lint types test test-harm test-dist detection bench demo docs size check
+.PHONY: help format lint types test test-harm test-dist detection bench demo docs dashboards size check
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -57,6 +57,9 @@ demo: $(STAMP) ## train on 4 CPU ranks, break two things, see them found (under 
 
 docs: $(STAMP) ## regenerate the reference pages in docs/ (findings, metrics, options)
 	$(PYTHON) -m ddpdebug.documentation docs/findings.md docs/metrics.md docs/options.md
+
+dashboards: $(STAMP) ## make the Grafana dashboards in dashboards/ from their code
+	$(PYTHON) -m ddpdebug dashboards build --from-code dashboards
 
 size: $(STAMP) ## check the size of functions, files and the core
 	$(PYTHON) -m pytest -q -rP tests/test_size.py

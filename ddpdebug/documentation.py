@@ -98,6 +98,12 @@ def metrics_page() -> str:
     return f"{_METRICS_HEAD}\n\n{_table(('metric', 'type', 'labels', 'meaning'), rows)}\n"
 
 
+def metric_names() -> set[str]:
+    """Return the name of every series that the endpoint can serve."""
+    suffixes = {**_SUFFIXES, "gauge": ("",)}
+    return {f"{metric.name}{suffix}" for metric in _example_sink().collect() for suffix in suffixes[metric.type]}
+
+
 def options_page() -> str:
     """Return docs/options.md: every option with its values and default."""
     rows = []

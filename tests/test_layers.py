@@ -31,6 +31,7 @@ _LAYERS = (
     ("monitor",),
     ("attach",),
     ("wrapper",),
+    ("dashboards",),
     ("commands",),
     ("documentation",),
     ("__main__",),
@@ -58,6 +59,7 @@ _PURE = (
     "verdict_files",
     "runner",
     "supervisor",
+    "dashboards",
 )
 #: Modules that may name torch.distributed. The launcher starts processes, the others talk, hook or look; only
 #: exchange communicates, over what torch_internals gives it.
