@@ -54,29 +54,11 @@ def board() -> Board:
         width=6,
         height=4,
     )
-    made.row("Run by run")
-    made.add(
-        _runs(),
-        "All runs",
-        "One row for each run; those with most findings first. Click on a run to open its overview.",
-        width=24,
-        height=9,
-    )
-    made.add(
-        states([(by_run("ddpdebug_ranks_disagreeing"), "{{run_id}}")], words=_STATE, missing="no runs"),
-        "Agreement by run",
-        "When the ranks of a run parted. Several runs at once: a shared cause, as a new library or a bad node.",
-    )
-    rate = by_run("rate(ddpdebug_steps_total[$__rate_interval])")
-    made.add(
-        lines([(f"topk(20, {rate})", "{{run_id}}")], unit="ops", zero=True),
-        "Steps per second",
-        "Speed of the runs (the 20 fastest). Zero: stalled. A drop on all at once: shared storage or network.",
-    )
+    _runs(made)
     return made
 
 
-def _runs() -> Any:
+def _table() -> Any:
     worlds = "max by (run_id, world_size, torch, ddpdebug) (ddpdebug_run_info)"
     queries = [
         f"{by_run('ddpdebug_ranks_disagreeing')} * on (run_id) group_left (world_size, torch, ddpdebug) {worlds}",
@@ -99,3 +81,25 @@ def _runs() -> Any:
     units = {"Last step ago": "s", "Step": "none", "Overhead": "percentunit"}
     panel = listing(queries, names=columns, units=units, sort="Findings", missing="no run is scraped")
     return opens(worded(panel, "State", _STATE), "Run", "ddpdebug-overview")
+
+
+def _runs(made: Board) -> None:
+    made.row("Run by run")
+    made.add(
+        _table(),
+        "All runs",
+        "One row for each run; those with most findings first. Click on a run to open its overview.",
+        width=24,
+        height=9,
+    )
+    made.add(
+        states([(by_run("ddpdebug_ranks_disagreeing"), "{{run_id}}")], words=_STATE, missing="no runs"),
+        "Agreement by run",
+        "When the ranks of a run parted. Several runs at once: a shared cause, as a new library or a bad node.",
+    )
+    rate = by_run("rate(ddpdebug_steps_total[$__rate_interval])")
+    made.add(
+        lines([(f"topk(20, {rate})", "{{run_id}}")], unit="ops", zero=True),
+        "Steps per second",
+        "Speed of the runs (the 20 fastest). Zero: stalled. A drop on all at once: shared storage or network.",
+    )

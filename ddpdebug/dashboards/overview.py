@@ -18,6 +18,7 @@ def board() -> Board:
     )
     _agreement_tiles(made)
     _health_tiles(made)
+    _progress_tiles(made)
     made.row("Training")
     loss = q.by_rank(f"ddpdebug_loss{{{q.RANKS}}}")
     made.add(
@@ -132,6 +133,9 @@ def _health_tiles(made: Board) -> None:
         width=3,
         height=4,
     )
+
+
+def _progress_tiles(made: Board) -> None:
     made.add(
         tile(
             q.shared("ddpdebug_overhead_ratio"),

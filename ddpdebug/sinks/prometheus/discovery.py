@@ -21,11 +21,12 @@ from ddpdebug.sinks.scraping import PATTERN
 _TOUCH_SECONDS = 60.0
 _SWEEP_SECONDS = 300.0
 STALE_SECONDS = 900.0
+_MAX_BYTES = 10_000
 
 
-def target(address: str, run_id: str, scheme: str = "http") -> dict[str, object]:
+def target(address: str, run_id: str, scheme: str = "http", **labels: str) -> dict[str, object]:
     """Return one entry of a list of targets, with the labels that every series of it gets."""
-    labels = {"run_id": run_id}
+    labels = {"run_id": run_id, **labels}
     if scheme != "http":
         labels["__scheme__"] = scheme
     return {"targets": [address], "labels": labels}
@@ -51,7 +52,7 @@ class TargetFile:
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._clock, self._owner = clock, os.getpid()
-        self._text = json.dumps([entry]) + "\n"
+        self._text, self._targets = json.dumps([entry]) + "\n", entry["targets"]
         self.path = directory / f"ddpdebug-{re.sub(r'[^A-Za-z0-9._-]', '_', name)}.json"
         self._write()
         self._touched = self._swept = clock()
@@ -86,8 +87,16 @@ class TargetFile:
             here = self.path.stat().st_mtime  # a shared file system's clock, not this machine's
             for other in [*self.path.parent.glob(PATTERN), *self.path.parent.glob(f".{PATTERN}.*")]:
                 with suppress(OSError):
-                    if here - other.stat().st_mtime > STALE_SECONDS:
+                    if here - other.stat().st_mtime > STALE_SECONDS or self._replaces(other):
                         other.unlink()
+
+    def _replaces(self, other: Path) -> bool:
+        """Tell whether another file names this rank's address: its process is gone, since this one has the port."""
+        if other == self.path or other.name.startswith("."):
+            return False
+        with suppress(ValueError, TypeError, LookupError):
+            return bool(json.loads(other.read_bytes()[:_MAX_BYTES])[0]["targets"] == self._targets)
+        return False
 
     def remove(self) -> None:
         """Take the rank off the list; a forked child leaves it."""
@@ -107,7 +116,8 @@ class Discovery:
         match record:
             case RunStarted(metrics_url=str(url)):
                 scheme, _, rest = url.partition("://")
-                entry = target(rest.partition("/")[0], record.run_id, scheme)
+                # a file goes with its run: a target of a file that is down has died, which the rules look at
+                entry = target(rest.partition("/")[0], record.run_id, scheme, sd="file")
                 self._file = TargetFile(self._directory, f"{record.run_id}-{record.rank}", entry)
             case RunEnded():
                 self.close()
