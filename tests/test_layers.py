@@ -21,7 +21,7 @@ _LAYERS = (
     ("causes", "diagnosis", "assembly", "schedule"),
     ("sinks",),
     ("run_files",),
-    ("verdict", "runner", "supervisor"),
+    ("report", "top", "verdict", "runner", "supervisor"),
     ("verdict_files", "launcher"),
     ("torch_internals", "exchange"),
     ("fingerprint",),
@@ -60,6 +60,8 @@ _PURE = (
     "runner",
     "supervisor",
     "dashboards",
+    "report",
+    "top",
 )
 #: Modules that may name torch.distributed. The launcher starts processes, the others talk, hook or look; only
 #: exchange communicates, over what torch_internals gives it.

@@ -11,7 +11,7 @@ import click
 from ddpdebug import __version__
 from ddpdebug.errors import TargetError, UsageError, did_you_mean
 
-COMMANDS = ("run", "check", "explain", "dashboards")
+COMMANDS = ("run", "check", "explain", "report", "top", "dashboards")
 
 #: What a command does once its line is right; called outside of click, which would catch what a script raises.
 Action = Callable[[], int]
