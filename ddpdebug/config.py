@@ -170,6 +170,10 @@ class Config:
     sd_dir: Path | None = _option(
         None, _path, "a directory", "Keep a file per rank here by which Prometheus finds it (file_sd_configs)."
     )
+    grafana_url: str | None = _option(
+        None, _text, "an address", "Send each finding to this Grafana as an annotation; the token is GRAFANA_TOKEN's."
+    )
+    grafana_token_file: Path | None = _option(None, _file, "a file", "Read Grafana's token from this file instead.")
     on_finding: str = _option(
         "report",
         _one_of("report", "raise"),

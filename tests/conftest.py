@@ -22,3 +22,8 @@ def need() -> Callable[[str], str]:
         pytest.skip(f"{program} is not installed")
 
     return find
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add what tests against a running server need."""
+    parser.addoption("--grafana-url", default="", help="a Grafana to try the dashboards in; token in GRAFANA_TOKEN")

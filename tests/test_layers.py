@@ -19,6 +19,7 @@ _LAYERS = (
     ("detectors.base", "detectors.comparison", "detectors.examples"),
     ("detectors",),
     ("causes", "diagnosis", "assembly", "schedule"),
+    ("grafana",),
     ("sinks",),
     ("run_files",),
     ("report", "top", "verdict", "runner", "supervisor"),
@@ -62,6 +63,7 @@ _PURE = (
     "dashboards",
     "report",
     "top",
+    "grafana",
 )
 #: Modules that may name torch.distributed. The launcher starts processes, the others talk, hook or look; only
 #: exchange communicates, over what torch_internals gives it.

@@ -56,3 +56,34 @@ def _anew() -> dict[str, str]:
     except ImportError:
         message = "making dashboards needs the kit they are written with; pip install grafana-foundation-sdk==0.0.21"
         raise UsageError(message) from None
+
+
+_PUSH = """Save the dashboards in the Grafana at URL.
+
+The token comes from the variable GRAFANA_TOKEN or from a file. A dashboard of the same uid that ddpdebug did not make,
+or that comes from a file of that Grafana, is left alone.
+"""
+
+
+@command.command("push", help=_PUSH)
+@click.option("--url", required=True, help="Address of the Grafana, http://host:port.")
+@click.option("--token-file", type=click.Path(path_type=Path), help="File that holds the token.")
+@click.option("--force", is_flag=True, help="Overwrite what is there, whoever made it.")
+def push(url: str, token_file: Path | None, *, force: bool) -> Callable[[], int]:
+    """Check address and token, then push."""
+    from ddpdebug.dashboards import shipped  # noqa: PLC0415 - not before it is needed
+    from ddpdebug.grafana import Grafana, GrafanaError, read_token  # noqa: PLC0415
+
+    grafana = Grafana(url, read_token(token_file))
+
+    def act() -> int:
+        failed = 0
+        for dashboard in shipped().values():
+            try:
+                print(f"{dashboard['title']}: {url.rstrip('/')}{grafana.push(dashboard, force=force)}")
+            except GrafanaError as error:
+                print(f"ddpdebug: error: {error}", file=sys.stderr)
+                failed = 1
+        return failed
+
+    return act

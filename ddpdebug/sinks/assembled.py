@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import asdict
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 from ddpdebug import __version__
 from ddpdebug.config import Config
 from ddpdebug.detectors.catalog import catalog
+from ddpdebug.grafana import Grafana, read_token
 from ddpdebug.sinks import RunStarted, Sink
+from ddpdebug.sinks.annotations import Annotations
 from ddpdebug.sinks.fanout import Fanout
 from ddpdebug.sinks.prometheus import PrometheusSink
 from ddpdebug.sinks.prometheus.discovery import Discovery
@@ -43,9 +46,15 @@ def build_sinks(config: Config, directory: Path, rank: int, local_rank: int) -> 
         )
         url = prometheus.url
         sinks += [prometheus] if discovery is None else [prometheus, discovery]
+    if rank == 0 and config.grafana_url is not None:
+        sinks.append(Annotations(partial(_grafana, config.grafana_url, config.grafana_token_file)))
     if rank == 0 and not config.quiet:
         sinks.append(Terminal(rank, status=config.status))
     return Fanout(sinks), url
+
+
+def _grafana(url: str, token_file: Path | None) -> Grafana:
+    return Grafana(url, read_token(token_file), timeout=2.0)
 
 
 def open_sinks(

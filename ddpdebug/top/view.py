@@ -66,7 +66,7 @@ def _verdicts(snapshot: Snapshot) -> Text:
 
 def _tile(good: str, bad: str, fine: bool, *, known: bool = True) -> tuple[str, str]:  # noqa: FBT001 - the verdict
     if not known:
-        return f"{good.split()[0]} not compared yet", _DIM
+        return f"{good.split(maxsplit=1)[0]} not compared yet", _DIM
     return (good, _GOOD) if fine else (bad, _BAD)
 
 
