@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help format lint types test test-harm test-dist detection bench demo docs dashboards size check
+.PHONY: help format lint types test test-harm test-dist detection bench demo docs dashboards rules up down size check
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -65,3 +65,15 @@ size: $(STAMP) ## check the size of functions, files and the core
 	$(PYTHON) -m pytest -q -rP tests/test_size.py
 
 check: lint size test ## what must pass before a change goes in
+
+rules: ## copy the alerts into the PrometheusRule for Kubernetes
+	{ printf '%s\n' '# Made by `make rules` from deploy/prometheus/rules/ddpdebug.yml.' \
+	  'apiVersion: monitoring.coreos.com/v1' 'kind: PrometheusRule' 'metadata:' '  name: ddpdebug' 'spec:'; \
+	  sed -n '/^groups:/,$$p' deploy/prometheus/rules/ddpdebug.yml | sed 's/^./  &/'; \
+	} > deploy/kubernetes/base/prometheusrule.yaml
+
+up: ## start Prometheus, Alertmanager, Grafana and the demo job in containers (http://127.0.0.1:3000)
+	docker compose -f deploy/compose/compose.yaml up --detach --build
+
+down: ## stop them; the data stays
+	docker compose -f deploy/compose/compose.yaml down
