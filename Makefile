@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help format lint types test test-harm test-dist detection bench demo docs dashboards rules up down size check
+.PHONY: help format lint types test test-harm test-dist test-monitoring detection bench demo docs dashboards rules up down size check
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -44,6 +44,9 @@ test-harm: $(STAMP) ## training is the same with and without ddpdebug, whatever 
 
 test-dist: $(STAMP) ## only the tests that start several ranks
 	$(PYTHON) -m pytest -q -m ranks
+
+test-monitoring: $(STAMP) ## a real job against a real Prometheus and Alertmanager, where they are installed
+	$(PYTHON) -m pytest -q tests/monitoring tests/report tests/grafana
 
 detection: $(STAMP) ## run the corpus of faults and healthy scripts, print the score, write docs/detection.md
 	$(PYTHON) tests/detection/score.py --require 0.95 --write docs/detection.md

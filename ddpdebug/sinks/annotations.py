@@ -1,7 +1,7 @@
 """Sends each new finding to Grafana as an annotation, from a thread of its own. Torch-free.
 
-Nothing waits for Grafana: a finding that cannot be sent is dropped and counted. When Grafana refuses or is silent three
-times in a row, the sink gives up; that is said once, by the fan-out.
+Nothing waits for Grafana: a finding that cannot be sent in three tries is dropped and counted, and so is what comes
+after it, for the sink gives up then; that is said once, by the fan-out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from ddpdebug.sinks import FindingRaised, Record, RunEnded, RunStarted
 from ddpdebug.sinks.text import clean, where
 
 _WAITING = 100
-_PATIENCE = 3
+_TRIES = 3
+_PAUSE_SECONDS = 0.5
 _CLOSE_SECONDS = 5.0
 _MAX_RANKS = 8
 
@@ -40,15 +41,17 @@ class Annotations:
         self._connect, self._clock = connect, clock
         self._run_id, self._world = "", 1
         self._queue: queue.Queue[tuple[Finding, int] | None] = queue.Queue(_WAITING)
-        self._failures = 0  # in a row
+        self._given_up = False
+        self._closing = threading.Event()
         self._error = ""
+        self._grafana: Annotator | None = None
         self.dropped = 0
         self._thread = threading.Thread(target=self._send_all, name="ddpdebug-annotations", daemon=True)
         self._thread.start()
 
     def write(self, record: Record) -> None:
         """Queue a new finding; raise OSError once Grafana is given up."""
-        if self._failures >= _PATIENCE:
+        if self._given_up:
             raise OSError(f"{self.dropped} annotations were not sent: {self._error}")
         match record:
             case RunStarted():
@@ -65,6 +68,7 @@ class Annotations:
 
     def close(self) -> None:
         """Give what is queued a few seconds."""
+        self._closing.set()
         if self._thread.is_alive():
             try:
                 self._queue.put_nowait(None)
@@ -73,17 +77,20 @@ class Annotations:
             self._thread.join(_CLOSE_SECONDS)
 
     def _send_all(self) -> None:
-        grafana = None
-        while (entry := self._queue.get()) is not None and self._failures < _PATIENCE:
-            try:
-                grafana = grafana or self._connect()
-                self._send(grafana, *entry)
-                self._failures = 0
-            except Exception as error:  # noqa: BLE001 - whatever Grafana does must not reach the training
-                self._error = clean(f"{type(error).__name__}: {error}", 300)
-                self.dropped += 1
-                self._failures += 1
-        self.dropped += sum(1 for rest in tuple(self._queue.queue) if rest is not None)
+        while (entry := self._queue.get()) is not None and not self._given_up:
+            if not any(self._try(*entry) for _ in range(_TRIES)):  # sent twice is kept once
+                self._given_up = True
+                self.dropped += 1 + sum(1 for rest in tuple(self._queue.queue) if rest is not None)
+
+    def _try(self, finding: Finding, milliseconds: int) -> bool:
+        try:
+            self._grafana = self._grafana or self._connect()
+            self._send(self._grafana, finding, milliseconds)
+        except Exception as error:  # noqa: BLE001 - whatever Grafana does must not reach the training
+            self._error = clean(f"{type(error).__name__}: {error}", 300)
+            self._closing.wait(_PAUSE_SECONDS)
+            return False
+        return True
 
     def _send(self, grafana: Annotator, finding: Finding, milliseconds: int) -> None:
         name = finding.id or f"{finding.code}@{finding.step}"

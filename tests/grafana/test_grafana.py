@@ -202,11 +202,11 @@ def test_a_grafana_that_fails_is_given_up_with_one_line(fake: FakeGrafana, fault
     assert trouble.part == "sink:annotations"
     assert "annotations were not sent" in trouble.message
     assert "wrong-secret" not in trouble.message
-    assert sink.dropped >= 3
+    assert sink.dropped >= 1
 
 
 def test_what_could_not_be_sent_is_said_at_the_end(fake: FakeGrafana) -> None:
-    """Also when Grafana failed only once."""
+    """A run may end before the tries are over."""
     fake.status = 500
     sink = Annotations(lambda: Grafana(fake.url, TOKEN))
     sink.write(STARTED)
