@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ _DEVICE = ("ddpdebug_host_memory_limit_bytes", "ddpdebug_device_memory_limit_byt
 
 
 class Job:
-    """The ill job, in a process group of its own."""
+    """The ill job: the launcher and its ranks."""
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.targets = folder / "targets"
@@ -48,14 +49,17 @@ class Job:
         words += ["--grafana-url", "http://127.0.0.1:1", str(HERE / "scripts" / "ill.py"), str(steps)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GRAFANA_TOKEN": "none"}
         with (folder / "log").open("wb") as log:
-            self.process = subprocess.Popen(
-                words, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+            self.process = subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
     def kill(self) -> None:
-        """End all its processes at once."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+        """End all its processes at once; torch's launcher gives each rank a session of its own."""
+        ours = [self.process.pid]
+        for pid in ours:  # grows while it is read
+            for task in Path(f"/proc/{pid}/task").glob("*/children"):
+                ours += map(int, task.read_text().split())
+        for pid in ours if self.process.poll() is None else ():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.wait(30)
 
 
