@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help format lint types test test-harm test-dist retest detection bench demo docs size check
+.PHONY: help format lint types test test-harm test-dist test-monitoring retest detection bench demo docs dashboards rules up down size check
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -48,6 +48,9 @@ test-harm: $(STAMP) ## training is the same with and without ddpdebug, whatever 
 test-dist: $(STAMP) ## only the tests that start several ranks
 	$(PYTHON) -m pytest -q -m "jobs or ranks"
 
+test-monitoring: $(STAMP) ## a real job against a real Prometheus and Alertmanager, where they are installed
+	$(PYTHON) -m pytest -q tests/monitoring tests/report tests/grafana
+
 detection: $(STAMP) ## run the corpus of faults and healthy scripts, print the score, write docs/detection.md
 	$(PYTHON) tests/detection/score.py --require 0.95 --write docs/detection.md
 
@@ -61,7 +64,22 @@ demo: $(STAMP) ## train on 4 CPU ranks, break two things, see them found (under 
 docs: $(STAMP) ## regenerate the reference pages in docs/ (findings, metrics, options)
 	$(PYTHON) -m ddpdebug.documentation docs/findings.md docs/metrics.md docs/options.md
 
+dashboards: $(STAMP) ## make the Grafana dashboards in dashboards/ from their code
+	$(PYTHON) -m ddpdebug dashboards build --from-code dashboards
+
 size: $(STAMP) ## check the size of functions, files and the core
 	$(PYTHON) -m pytest -q -rP tests/test_size.py
 
 check: lint size test ## what must pass before a change goes in
+
+rules: ## copy the alerts into the PrometheusRule for Kubernetes
+	{ printf '%s\n' '# Made by `make rules` from deploy/prometheus/rules/ddpdebug.yml.' \
+	  'apiVersion: monitoring.coreos.com/v1' 'kind: PrometheusRule' 'metadata:' '  name: ddpdebug' 'spec:'; \
+	  sed -n '/^groups:/,$$p' deploy/prometheus/rules/ddpdebug.yml | sed 's/^./  &/'; \
+	} > deploy/kubernetes/base/prometheusrule.yaml
+
+up: ## start Prometheus, Alertmanager, Grafana and the demo job in containers (http://127.0.0.1:3000)
+	docker compose -f deploy/compose/compose.yaml up --detach --build
+
+down: ## stop them; the data stays
+	docker compose -f deploy/compose/compose.yaml down

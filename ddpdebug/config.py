@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ddpdebug import parsing
 from ddpdebug.errors import UsageError, did_you_mean
 
 ENVIRONMENT_PREFIX = "DDPDEBUG_"
-#: Variables that ddpdebug passes to its own ranks; not settings.
-INTERNAL_VARIABLES = frozenset({"DDPDEBUG_RUN_ID", "DDPDEBUG_DEADLINE", "DDPDEBUG_FAULT", "DDPDEBUG_TRAJECTORY"})
-
-_TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
-_Parse = Callable[[Any], Any]
+#: Variables that ddpdebug passes to its own ranks, or its tests to themselves; not settings.
+INTERNAL_VARIABLES = frozenset(
+    {
+        "DDPDEBUG_RUN_ID",
+        "DDPDEBUG_DEADLINE",
+        "DDPDEBUG_FAULT",
+        "DDPDEBUG_TRAJECTORY",
+        "DDPDEBUG_REQUIRE_PROMETHEUS",
+    }
+)
 
 
 class Option(NamedTuple):
@@ -41,7 +47,7 @@ class Option(NamedTuple):
 
 def _option(
     default: Any,
-    parse: _Parse,
+    parse: parsing.Parse,
     valid: str,
     text: str,
     *,
@@ -51,211 +57,187 @@ def _option(
     return field(default=default, metadata=metadata)
 
 
-def _switch(value: Any) -> bool:
-    text = str(value).lower()
-    if text in _TRUE:
-        return True
-    if text in _FALSE:
-        return False
-    raise ValueError
-
-
-def _number(low: float, high: float = float("inf"), *, above: bool = False) -> _Parse:
-    def parse(value: Any) -> float:
-        if isinstance(value, bool):
-            raise ValueError  # noqa: TRY004 - one kind of refusal for all sources
-        number = float(value)
-        if not low <= number <= high or (above and number == low) or number == float("inf"):
-            raise ValueError
-        return number
-
-    return parse
-
-
-def _integer(low: int, high: int | None = None) -> _Parse:
-    def parse(value: Any) -> int:
-        if isinstance(value, bool | float):
-            raise ValueError  # noqa: TRY004 - one kind of refusal for all sources
-        number = int(value)
-        if number < low or (high is not None and number > high):
-            raise ValueError
-        return number
-
-    return parse
-
-
-def _one_of(*valid: str) -> _Parse:
-    def parse(value: Any) -> str:
-        if value not in valid:
-            raise ValueError
-        return str(value)
-
-    return parse
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError
-    return value
-
-
-def _path(value: Any) -> Path:
-    if not isinstance(value, str | Path) or not str(value).strip():
-        raise ValueError
-    return Path(value).expanduser()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """The settings of one run, all valid. Strongest first: argument, environment, pyproject.toml, default."""
 
     out: Path | None = _option(
         None,
-        _path,
+        parsing.path,
         "a directory",
         "Run directory; the default is ddpdebug-runs/<UTC time>-<run id>.",
     )
     budget: float = _option(
         0.01,
-        _number(0, 1),
+        parsing.number(0, 1),
         "a number from 0 to 1",
         "Share of the run's time that the sampled checks may cost.",
     )
     every_step: bool = _option(
         False,
-        _switch,
+        parsing.switch,
         "true or false",
         "Run every check in every step, whatever it costs.",
     )
     metrics: str = _option(
         "per-rank",
-        _one_of("per-rank", "rank0", "off"),
+        parsing.one_of("per-rank", "rank0", "off"),
         "'per-rank', 'rank0' or 'off'",
         "Prometheus endpoints: one for each rank, only on rank 0, or none.",
     )
     metrics_host: str = _option(
         "127.0.0.1",
-        _text,
+        parsing.text,
         "an address to bind",
         "Address of the metrics endpoint; 0.0.0.0 opens it to the network.",
     )
     metrics_port: int = _option(
         9400,
-        _integer(0, 65535),
+        parsing.integer(0, 65535),
         "a port from 0 to 65535",
         "Port of the metrics endpoint of local rank 0, the next ranks count up; 0 takes any free port.",
     )
+    metrics_tls_cert: Path | None = _option(
+        None, parsing.path, "a PEM file", "Serve the metrics over TLS with this certificate chain."
+    )
+    metrics_tls_key: Path | None = _option(
+        None, parsing.path, "a PEM file", "Private key of the certificate, where it is in a file of its own."
+    )
+    metrics_client_ca: Path | None = _option(
+        None,
+        parsing.path,
+        "a PEM file",
+        "Serve only clients with a certificate that this authority signed (needs TLS).",
+    )
+    metrics_password_file: Path | None = _option(
+        None,
+        parsing.path,
+        "a file",
+        "Serve only who gives the name:password on the first line of this file (basic auth).",
+    )
+    sd_dir: Path | None = _option(
+        None, parsing.path, "a directory", "Keep a file per rank here by which Prometheus finds it (file_sd_configs)."
+    )
+    grafana_url: str | None = _option(
+        None,
+        parsing.text,
+        "an address",
+        "Send each finding to this Grafana as an annotation; the token is GRAFANA_TOKEN's.",
+    )
+    grafana_token_file: Path | None = _option(
+        None, parsing.path, "a file", "Read Grafana's token from this file instead."
+    )
     on_finding: str = _option(
         "report",
-        _one_of("report", "raise"),
+        parsing.one_of("report", "raise"),
         "'report' or 'raise'",
         "What a finding at error or above does: only report, or end the run on all ranks at the same step.",
     )
     tolerance: float | None = _option(
         None,
-        _number(0),
+        parsing.number(0),
         "a number from 0 up",
         "Relative difference between ranks that is no finding; the default compares bit by bit.",
     )
     guard: str = _option(
         "observe",
-        _one_of("off", "observe", "stop", "skip"),
+        parsing.one_of("off", "observe", "stop", "skip"),
         "'off', 'observe', 'stop' or 'skip'",
         "What a NaN or Inf before the optimizer step does: it is not looked for, is reported, ends the run on all "
         "ranks, or makes all skip the step. With 'stop' and 'skip' the ranks wait for each other in every step.",
     )
     max_skips: int = _option(
         10,
-        _integer(0),
+        parsing.integer(0),
         "an integer from 0 up",
         "With the guard at 'skip': end the run when more steps than this, of the last 1000, would be skipped.",
     )
     probe_every: int = _option(
         0,
-        _integer(0),
+        parsing.integer(0),
         "an integer from 0 up",
         "Feed one batch to all ranks every so many steps and compare (agreement probe); 0 is never.",
     )
     status: bool = _option(
         True,
-        _switch,
+        parsing.switch,
         "true or false",
         "Show the current step in the title of the terminal's window.",
     )
     bundle_limit: int = _option(
         2048,
-        _integer(0),
+        parsing.integer(0),
         "an integer from 0 up",
         "Largest replay bundle in MiB; what does not fit is left out of it, and 0 writes none.",
     )
     memory_history: str = _option(
         "off",
-        _one_of("off", "light", "full"),
+        parsing.one_of("off", "light", "full"),
         "'off', 'light' or 'full'",
         "Record CUDA's allocations for the snapshot at an out-of-memory error: what is allocated, or every event.",
     )
     memory_limit: int = _option(
         0,
-        _integer(0),
+        parsing.integer(0),
         "bytes from 0 up",
         "Raise an out-of-memory error where CPU tensors exceed so many bytes, as a small device would; 0 is never.",
     )
     quiet: bool = _option(
         False,
-        _switch,
+        parsing.switch,
         "true or false",
         "Print nothing; the run directory and the metrics stay.",
     )
     nproc_per_node: int | None = _option(
         None,
-        _integer(1),
+        parsing.integer(1),
         "an integer from 1 up",
         "Start so many ranks on this machine with torch's own launcher.",
     )
     steps: int | None = _option(
         None,
-        _integer(1),
+        parsing.integer(1),
         "an integer from 1 up",
         "Stop the script after so many optimizer steps.",
     )
     fail_on: str = _option(
         "error",
-        _one_of("warning", "error", "critical"),
+        parsing.one_of("warning", "error", "critical"),
         "'warning', 'error' or 'critical'",
         "Least severity that fails the check.",
         commands=("check", "verdict"),
     )
     junit: Path | None = _option(
         None,
-        _path,
+        parsing.path,
         "a file",
         "Write the verdict as JUnit XML.",
         commands=("check", "verdict"),
     )
     json: Path | None = _option(
         None,
-        _path,
+        parsing.path,
         "a file",
         "Write the verdict as JSON.",
         commands=("check", "verdict"),
     )
     markdown: Path | None = _option(
         None,
-        _path,
+        parsing.path,
         "a file",
         "Write the verdict as Markdown; where $GITHUB_STEP_SUMMARY is set it is added to that file as well.",
         commands=("check", "verdict"),
     )
     codequality: Path | None = _option(
         None,
-        _path,
+        parsing.path,
         "a file",
         "Write the verdict as a code quality report of GitLab.",
         commands=("check", "verdict"),
     )
     timeout: float = _option(
         1800.0,
-        _number(0, above=True),
+        parsing.number(0, above=True),
         "seconds above 0",
         "A run that lasts longer counts as a hang and is ended.",
         commands=("check",),
@@ -263,7 +245,7 @@ class Config:
 
     self_test: bool = _option(
         False,
-        _switch,
+        parsing.switch,
         "true or false",
         "Prove the rules: run the script briefly with each of several known faults in it and see that they are found.",
         commands=("check",),
@@ -271,14 +253,14 @@ class Config:
 
     record: Path | None = _option(
         None,
-        _path,
+        parsing.path,
         "a file",
         "Record the path that training takes: loss, gradient norm, parameters after every step; three runs.",
         commands=("check",),
     )
     golden: Path | None = _option(
         None,
-        _path,
+        parsing.path,
         "a file",
         "Fail where training leaves the path that --record wrote, and name the first step and parameter.",
         commands=("check",),
@@ -317,6 +299,9 @@ class Config:
                 continue  # as if not given
             flag = "--" + name.replace("_", "-")
             values[name] = _parsed(name, value, flag if flags else name, cwd, shown=flag if flags else name)
+        alone = {"metrics_tls_key", "metrics_client_ca"} & values.keys()
+        if alone and values.get("metrics_tls_cert") is None:
+            raise UsageError(f"{min(alone)} needs a certificate; give metrics_tls_cert too")
         return cls(**values)
 
     def as_dict(self) -> dict[str, Any]:
@@ -335,7 +320,7 @@ def options(command: str | None = None) -> list[Option]:
     for entry in fields(Config):
         about = entry.metadata
         if command is None or command in about["commands"]:
-            switch = about["parse"] is _switch
+            switch = about["parse"] is parsing.switch
             result.append(Option(entry.name, about["help"], about["valid"], about["commands"], switch))
     return result
 
@@ -348,7 +333,7 @@ def to_flags(given: Mapping[str, Any], command: str) -> list[str]:
         if value is None:
             continue
         if option.switch:
-            line.append(option.flag if _switch(value) else option.flag.replace("--", "--no-", 1))
+            line.append(option.flag if parsing.switch(value) else option.flag.replace("--", "--no-", 1))
         else:
             line.append(f"{option.flag}={value}")
     return line
@@ -367,7 +352,10 @@ def _parsed(name: str, value: Any, source: str, base: Path, *, shown: str) -> An
     except (TypeError, ValueError):
         raise UsageError(f"{source}: {value!r} is not valid; give {entry.metadata['valid']}") from None
     # a script may change its directory: fix relative paths now, those of a pyproject.toml from where it lies
-    return base / parsed if isinstance(parsed, Path) else parsed
+    parsed = base / parsed if isinstance(parsed, Path) else parsed
+    if entry.metadata["parse"] is parsing.path and not parsed.is_file():
+        raise UsageError(f"{source}: there is no file {str(parsed)!r}; give {entry.metadata['valid']}")
+    return parsed
 
 
 def _near(shown: str) -> str:

@@ -76,6 +76,8 @@ Announcements (topic -> JSON of one rank), compared once all ranks have spoken:
 `equivalence`    {"world": int, "step": int | null, "quantity": "gradient" | "parameter", "off": {name: [ratio, rest,
                  difference]}, "bound": float, "compared": int, "dtype": str, "batch_norm": bool, "without_batch_norm":
                  "agree" | "differ", "shards": "ranks" | "batch"} by `ddpdebug equivalence` only, see equivalence.py
+`place`          {"node": str, "local_rank": int, "metrics": url | null} at the start, {"gpu_uuid": str} with the first
+                 step on a GPU; nothing is judged by it
 `alone:failure`  {"reason": "...", "step": int, "missing": [name, ...]} by a rank that ends with an exception; judged at
                  once, because the others may never speak
 `alone:memory`   what an out-of-memory summary holds (forensics/oom.py): {"failed": bool, "step": int, "phase": str,

@@ -13,9 +13,9 @@ from pathlib import Path
 from ddpdebug.commands.explain import Page, pages
 from ddpdebug.config import Config, options
 from ddpdebug.errors import UsageError
-from ddpdebug.findings import Severity
+from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Row
-from ddpdebug.sinks import RunStarted, StepJudged
+from ddpdebug.sinks import FindingRaised, RunStarted, StepJudged
 from ddpdebug.sinks.prometheus import PrometheusSink
 from ddpdebug.steps import Step
 
@@ -54,7 +54,12 @@ What the Prometheus endpoint serves (`--metrics`, see [options.md](options.md)).
 
 `rank` is the rank that reports. What all ranks know alike (findings, disagreement, check interval) is reported by every
 rank that serves: aggregate it with `max`, not with `sum`. With several optimizers, loss, norms, rates and times are
-those of the one that has stepped most. The number of series does not depend on the model."""
+those of the one that has stepped most.
+
+The number of series does not depend on the model: at most 100 per rank, and on rank 0 one more for each finding code
+(on the other ranks the counter of a code appears with its first finding). Layer names stand only in the five newest
+incidents. `run_id` is a label of `ddpdebug_run_info` and of targets that were found by service discovery;
+[monitoring.md](monitoring.md) shows how to join it, and how to join `gpu_uuid` with the GPU's own metrics."""
 
 _OPTIONS_HEAD = """\
 # Options
@@ -91,6 +96,12 @@ def metrics_page() -> str:
         shown = [f"`{name}` ({', '.join(values[name])})" if name in _LISTED_LABELS else f"`{name}`" for name in labels]
         rows.append((names, metric.type, ", ".join(shown), metric.documentation))
     return f"{_METRICS_HEAD}\n\n{_table(('metric', 'type', 'labels', 'meaning'), rows)}\n"
+
+
+def metric_names() -> set[str]:
+    """Return the name of every series that the endpoint can serve."""
+    suffixes = {**_SUFFIXES, "gauge": ("",)}
+    return {f"{metric.name}{suffix}" for metric in _example_sink().collect() for suffix in suffixes[metric.type]}
 
 
 def options_page() -> str:
@@ -152,7 +163,8 @@ def _cell(text: str) -> str:
 
 def _example_sink() -> PrometheusSink:
     """Return a sink that has seen enough to show every metric, and serves nothing."""
-    sink = PrometheusSink(1, "", 0, mode="rank0", codes={"RANK101": Severity.CRITICAL})
+    sink = PrometheusSink(1, "", 0, mode="rank0")
+    sink.write(FindingRaised(finding=Finding(code="RANK101", severity=Severity.CRITICAL, title="")))
     sink.write(RunStarted(run_id="", rank=1, world=2, directory=None, config={}, versions={}))
     sink.write(StepJudged(step=Step(step=0, optimizer=0, world=2, rows={1: Row(rank=1)})))
     return sink

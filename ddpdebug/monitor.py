@@ -38,6 +38,7 @@ from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.loaders import Loaders
 from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.patches import Patches
+from ddpdebug.probes.place import gpu_uuid, place
 from ddpdebug.probes.record import StepRecord, encode_row
 from ddpdebug.probes.recorder import Recorder
 from ddpdebug.reporting import Reporter, key_of, unravel, utc
@@ -236,17 +237,11 @@ class Monitor:
 
     def _open_sinks(self, directory: Path) -> None:
         self.directory, self.reporter.run_id = directory, self.run_id
-        self.fanout, started = open_sinks(
-            self.config,
-            directory,
-            rank=self.rank,
-            world=self.world,
-            run_id=self.run_id,
-            command=self.command,
-            time=utc(),
-        )
+        who: dict[str, Any] = {"rank": self.rank, "world": self.world, "run_id": self.run_id}
+        self.fanout, started = open_sinks(self.config, directory, **who, command=self.command, time=utc())
         self._write(started)
         self.memory.flush()
+        self._announce("place", place(started))
         while self._troubles:
             self._write(self._troubles.pop(0))
 
@@ -258,6 +253,8 @@ class Monitor:
         if self._exchange is None:
             self._begin()
         assert self._exchange is not None
+        if not self._steps and (gpu := self.guard.run("probe:place", gpu_uuid)):
+            self._announce("place", {"gpu_uuid": gpu})
         self._ring.append(record)
         self._steps[record.optimizer] = record.step + 1
         self._exchange.progress = max(self._exchange.progress, record.step + 1)

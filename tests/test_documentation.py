@@ -65,7 +65,8 @@ def test_the_catalogue_is_complete_and_its_anchors_are_unique() -> None:
 def test_metrics_are_complete() -> None:
     """Every metric of the endpoint has a line with its labels."""
     text = PAGES["metrics.md"]()
-    source = (ROOT / "ddpdebug" / "sinks" / "prometheus.py").read_text(encoding="utf-8")
+    files = (ROOT / "ddpdebug" / "sinks" / "prometheus").glob("*.py")
+    source = "".join(file.read_text(encoding="utf-8") for file in files)
     families = set(re.findall(r'"(ddpdebug_[a-z_]+)"', source))
     assert len(families) > 8
     missing = [family for family in families if not re.search(rf"`{family}(_total|_bucket|_sum)?`", text)]
@@ -88,7 +89,7 @@ def test_only_options_and_commands_that_exist_are_documented() -> None:
     for command in COMMANDS:
         params = importlib.import_module(f"ddpdebug.commands.{command}").command.params
         known |= {name for parameter in params for name in (*parameter.opts, *parameter.secondary_opts)}
-    foreign = {"--lr", "--standalone", "--pdb", "--wait"}
+    foreign = {"--lr", "--standalone", "--pdb", "--wait", "--url"}
     for path in TEXTS:
         text = path.read_text(encoding="utf-8")
         if path.name in {"findings.md", "detection.md"}:  # runbooks name the options of other programs

@@ -11,7 +11,19 @@ import click
 from ddpdebug import __version__
 from ddpdebug.errors import TargetError, UsageError, did_you_mean
 
-COMMANDS = ("run", "check", "verdict", "bisect", "equivalence", "explain", "replay", "memory")
+COMMANDS = (
+    "run",
+    "check",
+    "verdict",
+    "bisect",
+    "equivalence",
+    "explain",
+    "replay",
+    "memory",
+    "report",
+    "top",
+    "dashboards",
+)
 
 #: What a command does once its line is right; called outside of click, which would catch what a script raises.
 Action = Callable[[], int]

@@ -28,15 +28,20 @@ _INTENDED = {
 }
 
 
-def disagreeing(step: Step) -> dict[str, int]:
-    """Return what was compared in this step -> how many ranks were outvoted (all, where there is no majority)."""
-    counts: dict[str, int] = {}
+def dissenters(step: Step) -> dict[str, frozenset[int]]:
+    """Return what was compared in this step -> the ranks that were outvoted (all, where there is no majority)."""
+    found: dict[str, frozenset[int]] = {}
     for what, names in COMPARED.items():
         if what in _INTENDED and step.any(_INTENDED[what]):
             continue
         for name in names:
             if name in step.differing:
-                counts[what] = max(counts.get(what, 0), len(step.minority(name)))
-            elif sum(1 for row in step.rows.values() if getattr(row, name)) > 1:
-                counts.setdefault(what, 0)
-    return counts
+                found[what] = found.get(what, frozenset()) | {*step.minority(name)}
+            elif sum(map(bool, step.columns[name])) > 1:
+                found.setdefault(what, frozenset())
+    return found
+
+
+def disagreeing(step: Step) -> dict[str, int]:
+    """Return what was compared in this step -> how many ranks were outvoted (all, where there is no majority)."""
+    return {what: len(ranks) for what, ranks in dissenters(step).items()}

@@ -5,15 +5,20 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import asdict
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 from ddpdebug import __version__
 from ddpdebug.config import Config
 from ddpdebug.detectors.catalog import catalog
+from ddpdebug.grafana import Grafana, read_token
 from ddpdebug.sinks import RunStarted, Sink
+from ddpdebug.sinks.annotations import Annotations
 from ddpdebug.sinks.fanout import Fanout
 from ddpdebug.sinks.prometheus import PrometheusSink
+from ddpdebug.sinks.prometheus.discovery import Discovery
+from ddpdebug.sinks.prometheus.endpoint import Serving
 from ddpdebug.sinks.run_directory import RunDirectory
 from ddpdebug.sinks.terminal import Terminal
 
@@ -23,6 +28,7 @@ def build_sinks(config: Config, directory: Path, rank: int, local_rank: int) -> 
     sinks: list[Sink] = [RunDirectory(directory, rank)]
     url = None
     if config.metrics == "per-rank" or (config.metrics == "rank0" and rank == 0):
+        discovery = None if config.sd_dir is None else Discovery(config.sd_dir)
         prometheus = PrometheusSink(
             rank,
             config.metrics_host,
@@ -30,12 +36,25 @@ def build_sinks(config: Config, directory: Path, rank: int, local_rank: int) -> 
             mode=config.metrics,
             local_rank=local_rank,
             codes={rule.code: rule.severity for rule in catalog()},
+            serving=Serving(
+                certificate=config.metrics_tls_cert,
+                key=config.metrics_tls_key,
+                client_ca=config.metrics_client_ca,
+                password_file=config.metrics_password_file,
+                every=(lambda: None) if discovery is None else discovery.keep,
+            ),
         )
         url = prometheus.url
-        sinks.append(prometheus)
+        sinks += [prometheus] if discovery is None else [prometheus, discovery]
+    if rank == 0 and config.grafana_url is not None:
+        sinks.append(Annotations(partial(_grafana, config.grafana_url, config.grafana_token_file)))
     if rank == 0 and not config.quiet:
         sinks.append(Terminal(rank, status=config.status))
     return Fanout(sinks), url
+
+
+def _grafana(url: str, token_file: Path | None) -> Grafana:
+    return Grafana(url, read_token(token_file), timeout=2.0)
 
 
 def open_sinks(

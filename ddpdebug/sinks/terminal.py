@@ -22,6 +22,7 @@ from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
 from ddpdebug.sinks import FindingRaised, Record, RunEnded, RunStarted, StepJudged, Trouble
 from ddpdebug.sinks.agreement import disagreeing
+from ddpdebug.sinks.scraping import scrape_snippet
 from ddpdebug.sinks.text import SEPARATOR, Part, clean, counted, evidence_lines, number, parts, percent
 
 _CLEAR_LINE = "\r\x1b[K"
@@ -93,7 +94,10 @@ class Terminal:
         self._world = record.world
         self._directory = clean(record.directory) if record.directory is not None else ""
         items = [f"watching {counted(record.world, 'rank')}", self._directory, clean(record.metrics_url or "")]
-        self._print(f"ddpdebug: {SEPARATOR.join(filter(None, items))}\n")
+        lines = [SEPARATOR.join(filter(None, items))]
+        if record.metrics_url is not None:
+            lines.append(f"for prometheus.yml: {clean(scrape_snippet(record))}")
+        self._print("".join(f"ddpdebug: {line}\n" for line in lines))
 
     def _finding(self, finding: Finding, *, new: bool) -> None:
         # ranks and subjects of a cause may grow; these stay

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
-import shutil
 import socket
 import subprocess
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from ddpdebug.commands.explain import pages
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Digest, Flag, Row
-from ddpdebug.sinks import FindingRaised, RunEnded, RunStarted, StepJudged, Trouble
+from ddpdebug.sinks import FindingRaised, RunEnded, RunStarted, Saved, StepJudged, Trouble
 from ddpdebug.sinks.prometheus import PrometheusSink
 from ddpdebug.steps import Step
 
@@ -25,7 +27,7 @@ STARTED = RunStarted(
     rank=0,
     world=2,
     directory=None,
-    config={},
+    config={"budget": 0.01},
     versions={"torch": "2.13.0", "ddpdebug": "0.1"},
     node="n1",
     local_rank=0,
@@ -93,9 +95,124 @@ def test_a_step_shows_in_the_next_scrape(sink: PrometheusSink) -> None:
         ("ddpdebug_internal_errors_total", "0"): 0,
         ("ddpdebug_findings_total", "RANK101", "0", "critical"): 0,
         ("ddpdebug_run_info", "0.1", "r1", "2.13.0", "2"): 1,
-        ("ddpdebug_rank_info", "0", "n1", "0"): 1,
+        ("ddpdebug_rank_info", "", "0", "n1", "0"): 1,
+        ("ddpdebug_rank_up", "0"): 1,
+        ("ddpdebug_world_size", "0"): 2,
+        ("ddpdebug_overhead_budget_ratio", "0"): 0.01,
     }
     assert {key: found.get(key) for key in expected} == expected
+
+
+def test_events_are_counted_per_rank_and_exist_before_the_first(sink: PrometheusSink) -> None:
+    """An increase over time then sees the first one too."""
+    names = ["skipped_steps", "clipped_steps", "unsynchronised_steps", "checked_steps", "steps"]
+    before = samples(sink)
+    assert {before[f"ddpdebug_{name}_total", "0"] for name in names} == {0}
+    assert before["ddpdebug_nonfinite_steps_total", "0", "local_gradients"] == 0
+    flags = Flag.SKIPPED | Flag.BYPASS | Flag.CHECKED | Flag.LOCAL_GRADS_NONFINITE
+    sink.write(judged(0, flags=flags, clip_norm=3.0, clip_max=1.0))
+    sink.write(judged(1, clip_norm=0.5, clip_max=1.0))
+    found = samples(sink)
+    assert [found[f"ddpdebug_{name}_total", "0"] for name in names] == [1, 1, 1, 1, 2]
+    assert found["ddpdebug_nonfinite_steps_total", "0", "local_gradients"] == 1
+    assert found["ddpdebug_nonfinite_steps_total", "0", "loss"] == 0
+
+
+def test_the_outvoted_rank_is_marked_on_its_own_series() -> None:
+    """Each rank shows its own part, so that a timeline has one row per rank."""
+    rows = {rank: Row(rank=rank, params_after_digest=Digest(9 if rank == 2 else 5)) for rank in range(4)}
+    step = StepJudged(step=Step(step=0, optimizer=0, world=4, rows=rows))
+    for rank in (1, 2):
+        sink = PrometheusSink(rank, "127.0.0.1", 0)
+        sink.write(step)
+        found = samples(sink)
+        assert found["ddpdebug_rank_outvoted", str(rank), "parameters"] == (rank == 2)
+        assert found["ddpdebug_ranks_disagreeing", str(rank), "parameters"] == 1
+        assert found["ddpdebug_disagreements_total", str(rank), "parameters"] == 1
+        sink.close()
+
+
+def test_the_newest_incidents_have_names_and_old_ones_make_room(sink: PrometheusSink) -> None:
+    """Names of parameters never add up: five incidents are shown, with what and who."""
+    for i in range(9):
+        subject = (f"layer.{i}",)
+        sink.write(FindingRaised(finding=Finding(code="C", severity=Severity.ERROR, title="", step=i, subject=subject,
+                                                 ranks=(0, 1, 2, 5), id=f"C-{i}")))  # fmt: skip
+    found = {key: value for key, value in samples(sink).items() if key[0] == "ddpdebug_incident_step"}
+    assert list(found.values()) == [4, 5, 6, 7, 8]
+    assert ("ddpdebug_incident_step", "C", "0-2,5", "C-8", "0", "error", "layer.8") in found
+
+
+def full_of_everything(rank: int, mode: str = "per-rank", world: int = 4) -> PrometheusSink:
+    """Make a sink that has seen all that there is, with every code known."""
+    known = {page.code: page.severity for page in pages().values()}
+    sink = PrometheusSink(rank, "127.0.0.1", 0, mode=mode, codes=known)
+    sink.write(replace(STARTED, rank=rank, world=world))
+    place = {"node": "n", "local_rank": 0, "metrics": "http://127.0.0.1:1/metrics"}
+    for each in range(world):
+        sink.write(Saved(kind="fact", payload={"rank": each, "topic": "place", "value": place}))
+    rows = {r: Row(rank=r, step=1, loss=0.5, step_seconds=0.1) for r in range(world)}
+    sink.write(StepJudged(step=Step(step=1, optimizer=0, world=world, rows=rows)))
+    for i in range(10):
+        sink.write(FindingRaised(finding=Finding(code="RANK101", severity=Severity.ERROR, title="", step=i, id=str(i))))
+    return sink
+
+
+def test_the_number_of_series_is_bounded_and_does_not_grow() -> None:
+    """At most 100 per rank and, on rank 0, one more for each code: 150 on the average of two ranks."""
+    counts = []
+    for rank in (0, 1):
+        sink = full_of_everything(rank)
+        counts.append(len(samples(sink)))
+        for step in range(2, 50):
+            sink.write(judged(step, loss=1.0, flags=Flag.LOSS_NONFINITE))
+        assert len(samples(sink)) == counts[-1]
+        sink.close()
+    print(counts)
+    assert counts[1] <= 100
+    assert counts[0] <= counts[1] + len(pages())
+    assert sum(counts) / 2 <= 150
+
+
+def test_rank_0_lists_all_ranks_for_service_discovery() -> None:
+    """As they announced themselves, with the run as a label; other ranks have no list."""
+    sink = PrometheusSink(0, "127.0.0.1", 0)
+    sink.write(replace(STARTED, metrics_url=sink.url))
+    value = {"node": "n2", "local_rank": 0, "metrics": "https://n2:9400/metrics"}
+    sink.write(Saved(kind="fact", payload={"kind": "fact", "rank": 1, "topic": "place", "value": value}))
+    sink.write(Saved(kind="fact", payload={"rank": 1, "topic": "place", "value": {"gpu_uuid": "GPU-1"}}))
+    sink.write(Saved(kind="fact", payload={"rank": "x", "topic": "place", "value": 3}))
+    assert sink.url is not None
+    with urllib.request.urlopen(sink.url.replace("/metrics", "/sd"), timeout=10) as answer:
+        assert answer.headers["Content-Type"] == "application/json"
+        listed = json.load(answer)
+    own = sink.url.split("/")[2]
+    assert listed == [
+        {"targets": [own], "labels": {"run_id": "r1"}},
+        {"targets": ["n2:9400"], "labels": {"run_id": "r1", "__scheme__": "https"}},
+    ]
+    sink.close()
+
+
+def test_the_gpu_and_the_node_of_every_rank_are_known_to_rank_0() -> None:
+    """In the mode in which it speaks for all."""
+    sink = PrometheusSink(0, "127.0.0.1", 0, mode="rank0")
+    sink.write(STARTED)
+    for value in ({"node": "n2", "local_rank": 3, "metrics": None}, {"gpu_uuid": "GPU-7"}):
+        sink.write(Saved(kind="fact", payload={"rank": 3, "topic": "place", "value": value}))
+    assert samples(sink)["ddpdebug_rank_info", "GPU-7", "3", "n2", "3"] == 1
+    sink.close()
+
+
+def test_a_rank_that_left_is_down_where_rank_0_speaks_for_it() -> None:
+    """Its last values stay, so that they can be read."""
+    sink = PrometheusSink(0, "127.0.0.1", 0, mode="rank0")
+    sink.write(judged(0))
+    alone = Step(step=1, optimizer=0, world=2, rows={0: Row(rank=0, step=1)})
+    sink.write(StepJudged(step=alone))
+    found = samples(sink)
+    assert (found["ddpdebug_rank_up", "0"], found["ddpdebug_rank_up", "1"], found["ddpdebug_step", "1"]) == (1, 0, 0)
+    sink.close()
 
 
 def test_only_the_own_rank_is_served_in_the_mode_per_rank(sink: PrometheusSink) -> None:
@@ -222,12 +339,10 @@ def test_it_stops_promptly_and_leaves_no_thread() -> None:
         text_of(sink)
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
-def test_promtool_finds_nothing_to_complain_about(sink: PrometheusSink) -> None:
+def test_promtool_finds_nothing_to_complain_about(need: Callable[[str], str]) -> None:
     """Names, types and help texts follow Prometheus's conventions."""
-    sink.write(STARTED)
-    sink.write(judged(0, step_seconds=0.2))
-    result = subprocess.run(
-        ["promtool", "check", "metrics"], input=text_of(sink), capture_output=True, text=True, check=False
-    )
+    sink = full_of_everything(0, "rank0")
+    words = [need("promtool"), "check", "metrics"]
+    result = subprocess.run(words, input=text_of(sink), capture_output=True, text=True, check=False)
+    sink.close()
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")

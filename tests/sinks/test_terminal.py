@@ -86,6 +86,8 @@ def test_a_log_gets_plain_lines() -> None:
         terminal.write(record)
     assert stream.getvalue() == (
         "ddpdebug: watching 4 ranks · ddpdebug-runs/r1 · http://127.0.0.1:9400/metrics\n"
+        "ddpdebug: for prometheus.yml: "
+        '- {job_name: ddpdebug, http_sd_configs: [{url: "http://127.0.0.1:9400/sd"}]}\n'
         "ddpdebug: critical RANK101: parameters differ between ranks\n"
         "  where     step 57 · rank 2 · outside-optimizer · train.py:88\n"
         "  what      layers.3.fc.weight\n"

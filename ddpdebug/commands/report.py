@@ -1,0 +1,41 @@
+"""`ddpdebug report`: one page about a run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from ddpdebug.errors import UsageError
+
+_TEXT = """Write a page about the run in RUN_DIR: verdicts, findings with their evidence, loss, norms, times, memory.
+
+The page is one HTML file that opens offline and loads nothing. The run may still be going on, or have been killed.
+"""
+
+
+@click.command("report", help=_TEXT)
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--output", type=click.Path(path_type=Path), help="File to write. [default RUN_DIR/report.html]")
+def command(run_dir: Path, output: Path | None) -> Callable[[], int]:
+    """Read the run; write the page later, outside of click."""
+    from ddpdebug.report import report  # noqa: PLC0415 - not before it is needed
+
+    try:
+        text = report(run_dir)
+    except (OSError, ValueError) as error:
+        raise UsageError(str(error)) from None
+    file = output or run_dir / "report.html"
+
+    def act() -> int:
+        try:
+            file.write_text(text, encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            print(f"ddpdebug: error: cannot write {str(file)!r}: {error.strerror}", file=sys.stderr)
+            return UsageError.exit_code
+        print(file)
+        return 0
+
+    return act

@@ -1,0 +1,102 @@
+"""The only module that talks to Grafana: wraps grafana-api, its errors and its gaps. Torch-free.
+
+grafana-api leaks the errors of its HTTP library, does not encode query strings and knows no dashboard uids; what it
+lacks goes through its session. grafana-client from version 4 on must not take its place: it replaces urllib3 for the
+whole environment.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
+
+from ddpdebug.errors import DdpdebugError, UsageError
+
+TAG = "ddpdebug"
+#: Where the token comes from, if no file is named; never from the command line, where others can read it.
+TOKEN_VARIABLE = "GRAFANA_TOKEN"  # noqa: S105 - the name of a variable
+_NOT_FOUND = 404
+
+
+class GrafanaError(DdpdebugError):
+    """Grafana did not do what it was asked for; the message never holds the token."""
+
+
+def read_token(file: Path | None) -> str:
+    """Return the token from the file, or from the environment; raise UsageError when there is none."""
+    if file is None:
+        token = os.environ.get(TOKEN_VARIABLE, "")
+        if not token.strip():
+            raise UsageError(f"no token for Grafana; set {TOKEN_VARIABLE} or name a file with --token-file")
+        return token.strip()
+    try:
+        token = file.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read the token from {str(file)!r}: {error}") from None
+    if not token:
+        raise UsageError(f"{str(file)!r} is empty; it should hold a token for Grafana")
+    return token
+
+
+class Grafana:
+    """One Grafana server.
+
+    Raises:
+        UsageError: the address is none, or grafana-api is not installed.
+    """
+
+    def __init__(self, url: str, token: str, *, timeout: float = 5.0) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.username is not None:
+            raise UsageError(f"{url!r} is not the address of a Grafana; give http://host:port without a password")
+        try:
+            from grafana_api.grafana_face import GrafanaFace  # noqa: PLC0415 - an optional dependency
+        except ImportError:
+            raise UsageError("grafana-api is not installed; pip install 'ddpdebug[grafana]'") from None
+        prefix = f"{parts.path.strip('/')}/" if parts.path.strip("/") else ""
+        host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+        self._token = token
+        self._api = GrafanaFace(
+            auth=token, host=host, port=parts.port, url_path_prefix=prefix, protocol=parts.scheme, timeout=timeout
+        ).api
+
+    def push(self, dashboard: Mapping[str, Any], *, force: bool = False) -> str:
+        """Save a dashboard under its uid and return its address; refuse to overwrite what ddpdebug did not make."""
+        uid = str(dashboard["uid"])
+        known = self._call("GET", f"/dashboards/uid/{quote(uid)}", missing_is_none=True)
+        if known is not None and not force:
+            if TAG not in (known.get("dashboard", {}).get("tags") or ()):
+                raise GrafanaError(f"a dashboard {uid!r} that ddpdebug did not make is there; --force overwrites it")
+            if known.get("meta", {}).get("provisioned"):
+                raise GrafanaError(f"dashboard {uid!r} comes from a file of that Grafana; change it there, or --force")
+        body = {"dashboard": {**dashboard, "id": None}, "overwrite": known is not None, "message": "ddpdebug"}
+        return str(self._call("POST", "/dashboards/db", body).get("url", ""))
+
+    def annotate(self, incident: str, text: str, tags: Sequence[str], milliseconds: int) -> bool:
+        """Add an annotation unless one with this incident's tag is there; tell whether it was added."""
+        mark = f"incident:{incident}"
+        query = urlencode([("tags", TAG), ("tags", mark), ("type", "annotation"), ("limit", "1")])
+        if self._call("GET", f"/annotations?{query}"):
+            return False
+        self._call("POST", "/annotations", {"text": text, "tags": [TAG, *tags, mark], "time": milliseconds})
+        return True
+
+    def _call(self, method: str, path: str, body: Any = None, *, missing_is_none: bool = False) -> Any:
+        from grafana_api.grafana_api import GrafanaException  # noqa: PLC0415 - an optional dependency
+        from requests import RequestException  # noqa: PLC0415 - as above
+
+        try:
+            return getattr(self._api, method)(path, json=body)
+        except GrafanaException as error:
+            if missing_is_none and error.status_code == _NOT_FOUND:
+                return None
+            raise GrafanaError(self._clean(f"Grafana refused {method} {path}: {error.message}")) from None
+        except (RequestException, ValueError, TypeError) as error:
+            kind = type(error).__name__
+            raise GrafanaError(self._clean(f"Grafana did not answer {method} {path}: {kind}: {error}")) from None
+
+    def _clean(self, text: str) -> str:
+        return text.replace(self._token, "***")[:500]

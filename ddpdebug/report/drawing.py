@@ -1,0 +1,147 @@
+"""Draws series as SVG: no library, no script, the same colours as the dashboards. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from itertools import pairwise
+
+from ddpdebug.sinks.text import number
+
+Points = Sequence[tuple[int, float]]
+
+COLORS = {
+    "highest rank": "#D55E00",
+    "median rank": "#0072B2",
+    "lowest rank": "#56B4E9",
+    "data": "#CC79A7",
+    "forward": "#56B4E9",
+    "backward": "#0072B2",
+    "optimizer": "#E69F00",
+    "host": "#009E73",
+    "device reserved": "#0072B2",
+    "device allocated": "#56B4E9",
+}
+_GOOD, _BAD = "#009E73", "#D55E00"
+_WIDTH, _HEIGHT = 900, 220
+_LEFT, _RIGHT, _TOP, _BOTTOM = 110, 12, 10, 26
+_ROW = 22
+#: Values that are further apart than this are drawn in powers of ten.
+_WIDE = 50
+
+
+def lines(series: Mapping[str, Points], steps: tuple[int, int], marks: Mapping[int, str], unit: str = "") -> str:
+    """Return a chart of lines; gaps stay gaps. Marks are steps with a text."""
+    values = [value for points in series.values() for _, value in points if math.isfinite(value)]
+    if not values:
+        return '<p class="none">nothing was recorded</p>'
+    scale = _Scale(min(values), max(values))
+    parts = [_frame(scale, steps, unit), _marks(steps, marks, _HEIGHT - _BOTTOM)]
+    for name, points in series.items():
+        drawn = _path([(_x(step, steps), scale.y(value)) for step, value in points])
+        parts.append(f'<path d="{drawn}" fill="none" stroke="{COLORS[name]}" stroke-width="1.5"/>')
+    legend = "".join(f'<span><i style="background:{COLORS[name]}"></i>{escape(name)}</span>' for name in series)
+    return f'{_svg(_HEIGHT, parts)}<p class="legend">{legend}</p>'
+
+
+def timeline(rows: Mapping[str, Points], steps: tuple[int, int], marks: Mapping[int, str]) -> str:
+    """Return a row for each thing that is compared: green where the ranks agree, red and hatched where they differ."""
+    height = _TOP + _ROW * len(rows) + _BOTTOM
+    parts = [_marks(steps, marks, height - _BOTTOM)]
+    for i, (name, points) in enumerate(rows.items()):
+        y = _TOP + _ROW * i
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 15}" text-anchor="end">{escape(name)}</text>')
+        known = [(step, value > 0) for step, value in points if math.isfinite(value)]
+        for begin, end, differs in _runs(known, steps[1]):
+            x, width = _x(begin, steps), max(1.5, _x(end, steps) - _x(begin, steps))
+            color, word = (_BAD, "differ") if differs else (_GOOD, "agree")
+            place = f'x="{x:.1f}" y="{y + (2 if differs else 6)}" width="{width:.1f}" height="{18 if differs else 10}"'
+            parts.append(f'<rect {place} fill="{color}"><title>{word} from step {begin}</title></rect>')
+    parts.append(_ticks(steps, height))
+    return _svg(height, parts)
+
+
+def _runs(known: Sequence[tuple[int, bool]], last: int) -> list[tuple[int, int, bool]]:
+    """Join neighbours of the same kind: (first step, step after, differs)."""
+    starts = [point for i, point in enumerate(known) if i == 0 or known[i - 1][1] != point[1]]
+    return [(step, after, differs) for (step, differs), (after, _) in pairwise([*starts, (last + 1, False)])]
+
+
+def _svg(height: int, parts: Sequence[str]) -> str:
+    return f'<svg viewBox="0 0 {_WIDTH} {height}" role="img">{"".join(parts)}</svg>'
+
+
+def _x(step: float, steps: tuple[int, int]) -> float:
+    return _LEFT + (step - steps[0]) / max(1, steps[1] - steps[0]) * (_WIDTH - _LEFT - _RIGHT)
+
+
+class _Scale:
+    """Values to heights: from zero where that wastes little, in powers of ten where the largest would flatten all."""
+
+    def __init__(self, low: float, high: float) -> None:
+        self.log = low > 0 and high / low > _WIDE
+        low = min(low, 0.0) if not self.log and 0 <= low < 0.5 * high else low
+        if low == high:
+            low, high = low - abs(low) / 10 - 1e-9, high + abs(high) / 10 + 1e-9
+        self._low, self._high = self._position(low), self._position(high)
+
+    def _position(self, value: float) -> float:
+        if not self.log:
+            return value
+        return math.log10(value) if value > 0 else math.nan
+
+    def y(self, value: float) -> float:
+        share = (self._high - self._position(value)) / (self._high - self._low)
+        return _TOP + share * (_HEIGHT - _TOP - _BOTTOM)
+
+    def ticks(self) -> list[float]:
+        places = [self._low + (self._high - self._low) * i / 4 for i in range(5)]
+        return [10**place for place in places] if self.log else places
+
+
+def _path(places: Sequence[tuple[float, float]]) -> str:
+    words, pen = [], "M"
+    for x, y in places:
+        if not math.isfinite(y):
+            pen = "M"
+            continue
+        words.append(f"{pen}{x:.1f} {y:.1f}")
+        words += ["h0.1"] if pen == "M" else []  # a lone point shows
+        pen = "L"
+    return "".join(words)
+
+
+def _frame(scale: _Scale, steps: tuple[int, int], unit: str) -> str:
+    parts = []
+    for value in scale.ticks():
+        y = scale.y(value)
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(_shown(value, unit))}</text>')
+    return "".join([*parts, _ticks(steps, _HEIGHT)])
+
+
+def _ticks(steps: tuple[int, int], height: int) -> str:
+    places = sorted({steps[0] + round((steps[1] - steps[0]) * i / 6) for i in range(7)})
+    texts = (f'<text x="{_x(s, steps):.1f}" y="{height - 8}" text-anchor="middle">{s}</text>' for s in places)
+    return "".join(texts)
+
+
+def _marks(steps: tuple[int, int], marks: Mapping[int, str], bottom: int) -> str:
+    parts = []
+    for step, text in marks.items():
+        if steps[0] <= step <= steps[1]:
+            x = _x(step, steps)
+            line = f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{bottom}">'
+            parts.append(f"{line}<title>{escape(text)}</title></line>")
+    return "".join(parts)
+
+
+def _shown(value: float, unit: str) -> str:
+    if unit == "bytes":
+        for name, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+            if abs(value) >= size:
+                return f"{number(value / size, 3)} {name}"
+    if unit == "s" and 0 < abs(value) < 0.1:
+        return f"{number(1000 * value, 3)} ms"
+    return f"{number(value, 3)} {unit}".rstrip()

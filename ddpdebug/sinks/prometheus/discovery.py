@@ -1,0 +1,134 @@
+"""How Prometheus finds the ranks: a file per rank for `file_sd_configs`, the list for `http_sd_configs`. Torch-free.
+
+A file is written atomically, touched every minute while the process lives (also while training hangs), and removed at
+the end. One that nobody touched for a quarter of an hour belongs to a rank that was killed: whoever shares the
+directory removes it. Until then Prometheus sees that rank as down, which is the alarm.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from ddpdebug.sinks import Record, RunEnded, RunStarted
+from ddpdebug.sinks.scraping import PATTERN
+
+_TOUCH_SECONDS = 60.0
+_SWEEP_SECONDS = 300.0
+STALE_SECONDS = 900.0
+_MAX_BYTES = 10_000
+
+
+def target(address: str, run_id: str, scheme: str = "http", **labels: str) -> dict[str, object]:
+    """Return one entry of a list of targets, with the labels that every series of it gets."""
+    labels = {"run_id": run_id, **labels}
+    if scheme != "http":
+        labels["__scheme__"] = scheme
+    return {"targets": [address], "labels": labels}
+
+
+class TargetFile:
+    """The file by which Prometheus finds one rank.
+
+    Args:
+        directory: `--sd-dir`, shared by the ranks and by Prometheus.
+        name: tells this rank from all others in the directory.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        entry: Mapping[str, object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._clock, self._owner = clock, os.getpid()
+        self._text, self._targets = json.dumps([entry]) + "\n", entry["targets"]
+        self.path = directory / f"ddpdebug-{re.sub(r'[^A-Za-z0-9._-]', '_', name)}.json"
+        self._write()
+        self._touched = self._swept = clock()
+        self.sweep()
+
+    def _write(self) -> None:
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        try:
+            temporary.write_text(self._text, encoding="utf-8")
+            temporary.replace(self.path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+    def keep(self) -> None:
+        """Show that this process lives, and remove the files of those that do not; call it often, it is cheap."""
+        now = self._clock()
+        if now - self._touched >= _TOUCH_SECONDS:
+            self._touched = now
+            with suppress(OSError):
+                try:
+                    os.utime(self.path)
+                except FileNotFoundError:  # swept while this process was suspended
+                    self._write()
+        if now - self._swept >= _SWEEP_SECONDS:
+            self._swept = now
+            self.sweep()
+
+    def sweep(self) -> None:
+        """Remove files that nobody has touched for long, measured by the directory's own clock."""
+        with suppress(OSError):
+            here = self.path.stat().st_mtime  # a shared file system's clock, not this machine's
+            for other in [*self.path.parent.glob(PATTERN), *self.path.parent.glob(f".{PATTERN}.*")]:
+                with suppress(OSError):
+                    if here - other.stat().st_mtime > STALE_SECONDS or self._replaces(other):
+                        other.unlink()
+
+    def _replaces(self, other: Path) -> bool:
+        """Tell whether another file names this rank's address: its process is gone, since this one has the port."""
+        if other == self.path or other.name.startswith("."):
+            return False
+        with suppress(ValueError, TypeError, LookupError):
+            return bool(json.loads(other.read_bytes()[:_MAX_BYTES])[0]["targets"] == self._targets)
+        return False
+
+    def remove(self) -> None:
+        """Take the rank off the list; a forked child leaves it."""
+        if os.getpid() == self._owner:
+            self.path.unlink(missing_ok=True)
+
+
+class Discovery:
+    """The sink that keeps this rank's file; `keep` shows that the process lives, also when nothing is written."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._file: TargetFile | None = None
+
+    def write(self, record: Record) -> None:
+        """Write the file when the rank serves metrics, remove it when it ends."""
+        match record:
+            case RunStarted(metrics_url=str(url)):
+                scheme, _, rest = url.partition("://")
+                # a file goes with its run: a target of a file that is down has died, which the rules look at
+                entry = target(rest.partition("/")[0], record.run_id, scheme, sd="file")
+                self._file = TargetFile(self._directory, f"{record.run_id}-{record.rank}", entry)
+            case RunEnded():
+                self.close()
+
+    def keep(self) -> None:
+        """Show that this process lives."""
+        if (file := self._file) is not None:
+            file.keep()
+
+    def close(self) -> None:
+        """Take the rank off the list."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.remove()

@@ -1,0 +1,234 @@
+"""Dashboards and annotations in a Grafana: a small one of our own, and a real one behind --grafana-url."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+pytest.importorskip("grafana_api")
+
+from ddpdebug.commands import main
+from ddpdebug.dashboards import NAMES, shipped
+from ddpdebug.errors import UsageError
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.grafana import Grafana, GrafanaError
+from ddpdebug.sinks import FindingRaised, RunEnded, RunStarted
+from ddpdebug.sinks.annotations import Annotations
+from ddpdebug.sinks.fanout import Fanout
+
+TOKEN = "glsa_secret"
+FINDING = Finding(
+    code="RANK101",
+    severity=Severity.CRITICAL,
+    title="parameters differ",
+    step=3,
+    ranks=(2,),
+    subject=("layers.0 & more=#?",),
+    id="RANK101-1",
+)
+STARTED = RunStarted(run_id="r 1&x", rank=0, world=4, directory=None, config={}, versions={})
+ENDED = RunEnded(reason="finished", exit_code=0, steps={})
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers as Grafana does, below a path."""
+
+    fake: FakeGrafana
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def answer(self, status: int, value: Any) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def refused(self) -> bool:
+        if self.headers["Authorization"] != f"Bearer {TOKEN}":
+            self.answer(401, {"message": f"Unauthorized {self.headers['Authorization']}"})
+        elif self.fake.status:
+            self.answer(self.fake.status, {"message": "no"})
+        else:
+            return False
+        return True
+
+    def do_GET(self) -> None:
+        if self.refused():
+            return
+        parts = urlsplit(self.path)
+        if parts.path.startswith("/sub/api/dashboards/uid/"):
+            found = self.fake.dashboards.get(parts.path.rpartition("/")[2])
+            self.answer(*((404, {"message": "not found"}) if found is None else (200, found)))
+        else:
+            wanted = set(parse_qs(parts.query)["tags"])
+            self.answer(200, [a for a in self.fake.annotations if wanted <= set(a["tags"])])
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.refused():
+            return
+        if self.path == "/sub/api/annotations":
+            self.fake.annotations.append(body)
+            self.answer(200, {"id": len(self.fake.annotations)})
+        else:
+            board = body["dashboard"]
+            self.fake.dashboards[board["uid"]] = {"dashboard": board, "meta": {}}
+            self.answer(200, {"url": f"/d/{board['uid']}"})
+
+
+class FakeGrafana:
+    """Keeps dashboards and annotations as Grafana does."""
+
+    def __init__(self) -> None:
+        self.dashboards: dict[str, dict[str, Any]] = {}
+        self.annotations: list[dict[str, Any]] = []
+        self.status = 0  # answer everything with this
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("_Handler", (Handler,), {"fake": self}))
+        self.url = f"http://127.0.0.1:{self.server.server_port}/sub/"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeGrafana]:
+    """Serve on any port, below a path."""
+    made = FakeGrafana()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+def test_dashboards_are_pushed_and_pushed_again(
+    fake: FakeGrafana, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All six, under their uids, without a numeric id."""
+    monkeypatch.setenv("GRAFANA_TOKEN", TOKEN)
+    for _ in range(2):
+        assert main(["dashboards", "push", "--url", fake.url]) == 0
+    assert set(fake.dashboards) == {f"ddpdebug-{name}" for name in NAMES}
+    assert all(entry["dashboard"]["id"] is None for entry in fake.dashboards.values())
+    assert "/d/ddpdebug-overview" in capsys.readouterr().out
+
+
+def test_what_others_made_is_left_alone_unless_forced(
+    fake: FakeGrafana, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also what that Grafana reads from files; the rest is pushed all the same."""
+    file = tmp_path / "token"
+    file.write_text(f"{TOKEN}\n")
+    foreign = {"dashboard": {"title": "mine", "tags": None}, "meta": {}}
+    fake.dashboards["ddpdebug-overview"] = foreign
+    fake.dashboards["ddpdebug-fleet"] = {"dashboard": {"tags": ["ddpdebug"]}, "meta": {"provisioned": True}}
+    words = ["dashboards", "push", "--url", fake.url, "--token-file", str(file)]
+    assert main(words) == 1
+    message = capsys.readouterr().err
+    assert "did not make" in message
+    assert "comes from a file" in message
+    assert fake.dashboards["ddpdebug-overview"] is foreign
+    assert "title" in fake.dashboards["ddpdebug-ranks"]["dashboard"]
+    assert main([*words, "--force"]) == 0
+    assert fake.dashboards["ddpdebug-overview"] is not foreign
+
+
+def test_the_token_is_never_shown_and_never_on_the_command_line(
+    fake: FakeGrafana, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not even when Grafana repeats it."""
+    monkeypatch.setenv("GRAFANA_TOKEN", "wrong-secret")
+    assert main(["dashboards", "push", "--url", fake.url]) == 1
+    shown = capsys.readouterr()
+    assert "refused" in shown.err
+    assert "wrong-secret" not in shown.err + shown.out
+    monkeypatch.delenv("GRAFANA_TOKEN")
+    assert main(["dashboards", "push", "--url", fake.url]) == 2
+    assert main(["dashboards", "push", "--url", fake.url, "--token", "x"]) == 2
+
+
+@pytest.mark.parametrize("url", ["grafana:3000", "ftp://x", "http://", "http://user:secret@host"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    """Before anything is sent."""
+    with pytest.raises(UsageError):
+        Grafana(url, TOKEN)
+
+
+def test_a_finding_becomes_one_annotation_however_often_it_is_sent(fake: FakeGrafana) -> None:
+    """Two monitors, a restart: the incident's tag is looked up first; odd names survive the query string."""
+    for _ in range(2):
+        sink = Annotations(lambda: Grafana(fake.url, TOKEN), clock=lambda: 1000.5)
+        for record in (STARTED, FindingRaised(finding=FINDING), FindingRaised(finding=FINDING, new=False), ENDED):
+            sink.write(record)
+    (annotation,) = fake.annotations
+    assert annotation["time"] == 1_000_500
+    assert set(annotation["tags"]) == {
+        "ddpdebug", "run:r 1&x", "code:RANK101", "severity:critical", "rank:2", "incident:r 1&x/RANK101-1",
+    }  # fmt: skip
+    assert "layers.0 & more=#?" in annotation["text"]
+
+
+@pytest.mark.parametrize("fault", ["down", "wrong token", "server error", "not installed"])
+def test_a_grafana_that_fails_is_given_up_with_one_line(fake: FakeGrafana, fault: str) -> None:
+    """What is written never waits and never reaches the job; what was dropped is counted."""
+    url, token = fake.url, TOKEN
+    if fault == "down":
+        fake.server.shutdown()
+        fake.server.server_close()
+    elif fault == "wrong token":
+        token = "wrong-secret"
+    elif fault == "server error":
+        fake.status = 503
+
+    def connect() -> Grafana:
+        if fault == "not installed":
+            raise UsageError("grafana-api is not installed")
+        return Grafana(url, token, timeout=1)
+
+    sink, troubles = Annotations(connect), []
+    fanout = Fanout([sink], troubles.append)
+    fanout.write(STARTED)
+    deadline = time.monotonic() + 30
+    while not troubles and time.monotonic() < deadline:
+        fanout.write(FindingRaised(finding=FINDING))
+        time.sleep(0.02)
+    (trouble,) = troubles
+    assert trouble.part == "sink:annotations"
+    assert "annotations were not sent" in trouble.message
+    assert "wrong-secret" not in trouble.message
+    assert sink.dropped >= 1
+
+
+def test_what_could_not_be_sent_is_said_at_the_end(fake: FakeGrafana) -> None:
+    """A run may end before the tries are over."""
+    fake.status = 500
+    sink = Annotations(lambda: Grafana(fake.url, TOKEN))
+    sink.write(STARTED)
+    sink.write(FindingRaised(finding=FINDING))
+    with pytest.raises(OSError, match="1 annotations were not sent: GrafanaError"):
+        sink.write(ENDED)
+
+
+def test_a_real_grafana_takes_all_and_gives_it_back(request: pytest.FixtureRequest) -> None:
+    """Behind --grafana-url; the token is that of GRAFANA_TOKEN."""
+    url = request.config.getoption("--grafana-url")
+    if not url:
+        pytest.skip("no --grafana-url")
+    import os
+
+    grafana = Grafana(url, os.environ["GRAFANA_TOKEN"])
+    for name, dashboard in shipped().items():
+        grafana.push(dashboard)
+        back = grafana._call("GET", f"/dashboards/uid/ddpdebug-{name}")["dashboard"]
+        assert [panel["title"] for panel in back["panels"]] == [panel["title"] for panel in dashboard["panels"]]
+    incident = f"test-{time.time_ns()}"
+    assert grafana.annotate(incident, "a test", ["run:test"], time.time_ns() // 1_000_000)
+    assert not grafana.annotate(incident, "a test", ["run:test"], time.time_ns() // 1_000_000)
+    with pytest.raises(GrafanaError):
+        Grafana(url, "wrong").push(shipped()["fleet"])

@@ -1,0 +1,228 @@
+"""A real Prometheus, and ranks for it to scrape."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpdebug.commands.explain import pages
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.observations import Digest, Flag, Row
+from ddpdebug.sinks import FindingRaised, RunStarted, Saved, StepJudged
+from ddpdebug.sinks.prometheus import PrometheusSink
+from ddpdebug.steps import Step
+
+WORLD = 4
+
+
+def free_port() -> int:
+    """Return a port that nobody has at the moment."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+class Server:
+    """A program with an HTTP interface, ready to be asked."""
+
+    def __init__(self, words: list[str], url: str, ready: str, log: Path) -> None:
+        self.url = url
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT)
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                with urllib.request.urlopen(url + ready, timeout=5):
+                    return
+            except OSError:
+                time.sleep(0.1)
+        pytest.fail(log.read_text())
+
+    def get(self, path: str, **parameters: str | float) -> Any:
+        """Fetch JSON."""
+        query = urllib.parse.urlencode(parameters)
+        try:
+            with urllib.request.urlopen(f"{self.url}{path}?{query}", timeout=30) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            with error:
+                return json.loads(error.read())
+
+    def stop(self) -> None:
+        """End the program that this object started."""
+        self.process.terminate()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(20)
+
+
+class Prometheus(Server):
+    """Prometheus, asked in PromQL."""
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        """Return the series of an instant query; fail on an expression that it does not accept."""
+        answer = self.get("/api/v1/query", query=expression)
+        assert answer["status"] == "success", f"{answer.get('error')} in {expression}"
+        found = answer["data"]["result"]
+        return list(found) if answer["data"]["resultType"] == "vector" else [{"value": found}]
+
+    def range(self, expression: str, seconds: float = 60, step: float = 1) -> list[dict[str, Any]]:
+        """Return the series of a range query over the last seconds."""
+        now = time.time()
+        answer = self.get("/api/v1/query_range", query=expression, start=now - seconds, end=now, step=step)
+        assert answer["status"] == "success", f"{answer.get('error')} in {expression}"
+        return list(answer["data"]["result"])
+
+    def wait_for(self, expression: str, seconds: float = 60) -> list[dict[str, Any]]:
+        """Wait until the expression returns something, and return it."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if found := self.query(expression):
+                return found
+            time.sleep(0.2)
+        pytest.fail(f"nothing within {seconds} s: {expression}")
+
+
+@pytest.fixture(scope="session")
+def start_prometheus(
+    need: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Prometheus]]:
+    """Start a Prometheus with this configuration; it ends with the tests."""
+    with ExitStack() as stack:
+
+        def start(configuration: str) -> Prometheus:
+            program = need("prometheus")
+            folder = tmp_path_factory.mktemp("prometheus")
+            (folder / "prometheus.yml").write_text(configuration)
+            address = f"127.0.0.1:{free_port()}"
+            words = [program, f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
+            words += [f"--web.listen-address={address}", "--web.enable-lifecycle", "--log.level=warn"]
+            server = Prometheus(words, f"http://{address}", "/-/ready", folder / "log")
+            stack.callback(server.stop)
+            return server
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def start_alertmanager(
+    need: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[], Server]]:
+    """Start an Alertmanager that keeps what it gets."""
+    with ExitStack() as stack:
+
+        def start() -> Server:
+            program = need("prometheus-alertmanager")
+            folder = tmp_path_factory.mktemp("alertmanager")
+            (folder / "alertmanager.yml").write_text("route: {receiver: none}\nreceivers: [{name: none}]\n")
+            address = f"127.0.0.1:{free_port()}"
+            words = [program, f"--config.file={folder / 'alertmanager.yml'}", f"--storage.path={folder / 'data'}"]
+            words += [f"--web.listen-address={address}", "--cluster.listen-address="]
+            server = Server(words, f"http://{address}", "/-/ready", folder / "log")
+            stack.callback(server.stop)
+            return server
+
+        yield start
+
+
+class Ranks:
+    """Four ranks that step five times a second without training: what they export is all that there is to export."""
+
+    def __init__(self) -> None:
+        codes = {page.code: page.severity for page in pages().values()}
+        self.sinks = [PrometheusSink(rank, "127.0.0.1", 0, codes=codes) for rank in range(WORLD)]
+        self.step = 0
+        self._stop = threading.Event()
+        for rank, sink in enumerate(self.sinks):
+            started = RunStarted(
+                run_id="r1", rank=rank, world=WORLD, directory=None, config={"budget": 0.01}, node=f"node{rank // 2}",
+                local_rank=rank % 2, versions={"torch": "2.13.0", "ddpdebug": "0.1"}, metrics_url=sink.url,
+            )  # fmt: skip
+            sink.write(started)
+            for each, other in enumerate(self.sinks):
+                place = {"node": f"node{each // 2}", "local_rank": each % 2, "metrics": other.url}
+                for value in (place, {"gpu_uuid": f"GPU-{each}"}):
+                    sink.write(Saved(kind="fact", payload={"rank": each, "topic": "place", "value": value}))
+        self._thread = threading.Thread(target=self._go, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the steps and the endpoints."""
+        self._stop.set()
+        self._thread.join()
+        for sink in self.sinks:
+            sink.close()
+
+    def _go(self) -> None:
+        while not self._stop.wait(0.2):
+            record = StepJudged(step=self._next(), interval=4, overhead_ratio=0.012)
+            for sink in self.sinks:
+                sink.write(record)
+                if self.step in {20, 24}:
+                    sink.write(FindingRaised(finding=_finding(self.step)))
+            self.step += 1
+
+    def _next(self) -> Step:
+        sick = self.step >= 20
+        rows = {}
+        known = Row._fields
+        extra = {"host_limit_bytes": 16 << 30, "device_limit_bytes": 80 << 30, "host_private_bytes": 1 << 30}
+        for rank in range(WORLD):
+            bad = sick and rank == 2
+            flags = Flag.CHECKED | (Flag.LOCAL_GRADS_NONFINITE | Flag.SKIPPED | Flag.UNSYNCED_BACKWARD if bad else 0)
+            digest = Digest(7 + bad)
+            rows[rank] = Row(
+                rank=rank, step=self.step, flags=int(flags), loss=2.0 + 0.1 * rank, lr=1e-3, loss_scale=1024.0,
+                local_grad_norm=2.0 + rank, grad_norm=1.5, clip_norm=1.5, clip_max=1.0, step_seconds=0.2,
+                data_seconds=0.01, forward_seconds=0.05 * (1 + bad), backward_seconds=0.1, optimizer_seconds=0.01,
+                host_bytes=(1 << 30) + self.step * 1000, device_allocated_bytes=20 << 30, without_grad=1,
+                device_reserved_bytes=30 << 30, device_peak_bytes=25 << 30, params_after_digest=digest,
+                grads_digest=Digest(5), hyper_digest=Digest(5), buffers_digest=Digest(5), state_digest=digest,
+                **{name: value for name, value in extra.items() if name in known},
+            )  # fmt: skip
+        return Step(step=self.step, optimizer=0, world=WORLD, rows=rows)
+
+
+def _finding(step: int) -> Finding:
+    return Finding(
+        code="RANK101", severity=Severity.CRITICAL, title="t", step=step, ranks=(2,), id=f"RANK101-{step}",
+        subject=('layers.3."quoted"\\n<b>',),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def ranks(need: Callable[[str], str]) -> Iterator[Ranks]:
+    """Four ranks to scrape; rank 2 is ill from step 20 on."""
+    need("prometheus")
+    made = Ranks()
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="session")
+def scraped(ranks: Ranks, start_prometheus: Callable[..., Prometheus]) -> Prometheus:
+    """Prometheus that has found the ranks on its own and scraped them for a while."""
+    assert ranks.sinks[0].url is not None
+    discovery = ranks.sinks[0].url.replace("/metrics", "/sd")
+    server = start_prometheus(
+        "global: {scrape_interval: 1s}\n"
+        "scrape_configs:\n"
+        f'- {{job_name: ddpdebug, http_sd_configs: [{{url: "{discovery}", refresh_interval: 1s}}]}}\n'
+    )
+    server.wait_for(f"count(ddpdebug_rank_outvoted{{what='parameters'}}) == {WORLD} and on () "
+                    "count_over_time(ddpdebug_incident_step{rank='0', incident='RANK101-24'}[1m]) >= 8")  # fmt: skip
+    return server

@@ -1,0 +1,159 @@
+"""A real job on four ranks, a real Prometheus that finds it, a real Alertmanager that hears of its illnesses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpdebug.dashboards import shipped
+from ddpdebug.observations import Row
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+HERE = Path(__file__).parent
+RULES = HERE.parent.parent / "deploy" / "prometheus" / "rules" / "ddpdebug.yml"
+#: Minutes become seconds, so that an alert that takes an hour shows in a test.
+_HASTE = {
+    r"\[(?:5|15)m\]": "[15s]",
+    r"\[30m\]": "[15s]",
+    r"offset 15m": "offset 20s",
+    r"for: \d+m": "for: 1s",
+    r"min > 300": "min > 5",
+    r"> 20 \*": "> 8 *",
+}
+_MEMORY = {"DdpdebugMemoryExhaustion"}  # a job that fills the machine's memory would end the tests, too
+#: Depend on what is found in this job, by severity; `critical` is.
+_CHANCE = {"DdpdebugFindingWarning", "DdpdebugFindingError"}
+_DEVICE = ("ddpdebug_host_memory_limit_bytes", "ddpdebug_device_memory_limit_bytes")
+
+
+class Job:
+    """The ill job: the launcher and its ranks."""
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        self.targets = folder / "targets"
+        words = [sys.executable, "-m", "ddpdebug", "run", "--nproc-per-node", "4", "--every-step", "--quiet"]
+        words += ["--metrics-port", "19500", "--sd-dir", str(self.targets), "--out", str(folder / "run")]
+        words += ["--grafana-url", "http://127.0.0.1:1", str(HERE / "scripts" / "ill.py"), str(steps)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GRAFANA_TOKEN": "none"}
+        with (folder / "log").open("wb") as log:
+            self.process = subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+    def kill(self) -> None:
+        """End all its processes at once; torch's launcher gives each rank a session of its own."""
+        ours = [self.process.pid]
+        for pid in ours:  # grows while it is read
+            for task in Path(f"/proc/{pid}/task").glob("*/children"):
+                ours += map(int, task.read_text().split())
+        for pid in ours if self.process.poll() is None else ():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(30)
+
+
+@pytest.fixture
+def job(tmp_path: Path, need: Callable[[str], str]) -> Iterator[Job]:
+    """Start the job; end it with the test."""
+    need("prometheus")
+    need("prometheus-alertmanager")
+    made = Job(tmp_path, 100_000)
+    yield made
+    made.kill()
+
+
+@pytest.mark.timeout(580)
+def test_every_alert_fires_and_resolves_and_every_panel_has_data(
+    job: Job, start_prometheus: Callable[..., Any], start_alertmanager: Callable[[], Any], tmp_path: Path
+) -> None:
+    """From the fault in the script to the alert with its runbook, and back."""
+    alertmanager = start_alertmanager()
+    rules = RULES.read_text()
+    for pattern, shorter in _HASTE.items():
+        rules, count = re.subn(pattern, shorter, rules)
+        assert count, pattern
+    (tmp_path / "rules.yml").write_text(rules)
+    prometheus = start_prometheus(
+        "global: {scrape_interval: 1s, evaluation_interval: 1s, external_labels: {ddpdebug_docs: 'http://docs/'}}\n"
+        f"rule_files: [{tmp_path / 'rules.yml'}]\n"
+        f"alerting: {{alertmanagers: [{{static_configs: [{{targets: ['{alertmanager.url[7:]}']}}]}}]}}\n"
+        "scrape_configs:\n- job_name: ddpdebug\n  file_sd_configs:\n"
+        f"  - {{files: ['{job.targets}/ddpdebug-*.json'], refresh_interval: 1s}}\n"
+    )
+    wanted = set(re.findall(r"alert: (\w+)", rules)) - _MEMORY - _CHANCE
+    fired: dict[str, dict[str, Any]] = {}
+    resolved: set[str] = set()
+
+    def look() -> None:
+        active = {alert["labels"]["alertname"]: alert for alert in alertmanager.get("/api/v2/alerts", active="true")}
+        resolved.update({name for name in fired if name not in active})
+        fired.update(active)
+
+    def until(done: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not done() and time.monotonic() < deadline:
+            assert job.process.poll() is None, (tmp_path / "log").read_text()[-3000:]
+            look()
+            time.sleep(0.5)
+
+    prometheus.wait_for("count(ddpdebug_step) == 4", 120)
+    until(lambda: wanted - {"DdpdebugRanksMissing"} <= {*fired}, 300)
+    assert wanted - {*fired} == {"DdpdebugRanksMissing"}
+    empty = _empty_panels(prometheus)
+    job.kill()
+    deadline = time.monotonic() + 60
+    while "DdpdebugRanksMissing" not in fired and time.monotonic() < deadline:
+        look()
+        time.sleep(0.5)
+    assert wanted <= {*fired}
+    shutil.rmtree(job.targets)  # as the next run's sweep would
+    while wanted - resolved and time.monotonic() < deadline + 60:
+        look()
+        time.sleep(0.5)
+    assert wanted - resolved == set()
+    for name in wanted:
+        notes = fired[name]["annotations"]
+        assert notes["runbook_url"] == f"http://docs/docs/runbooks/{name}.md"
+        assert fired[name]["labels"]["run_id"] in notes["summary"]
+        assert "<no value>" not in str(notes)
+    assert empty == []
+
+
+def _empty_panels(prometheus: Any) -> list[tuple[str, str]]:
+    run = prometheus.query("ddpdebug_run_info")[0]["metric"]["run_id"]
+    values = {"$__rate_interval": "10s", "$__range": "5m", "$__interval": "5s", "$run": run, "$rank": ".+"}
+    empty = []
+    for name, board in shipped().items():
+        for panel in board["panels"]:
+            for target in panel.get("targets", ()):
+                query = target["expr"]
+                if any(metric in query for metric in _DEVICE) and "host_limit_bytes" not in Row._fields:
+                    continue
+                for variable, value in values.items():
+                    query = query.replace(variable, value)
+                found = prometheus.query(query) if target.get("instant") else prometheus.range(query, 300)
+                if not found:
+                    empty.append((name, panel["title"]))
+    return empty
+
+
+def test_a_run_that_ends_leaves_no_target(tmp_path: Path) -> None:
+    """Nothing is left to be scraped; the verdicts stay in the run directory."""
+    job = Job(tmp_path, 20)
+    try:
+        assert job.process.wait(100) == 0, (tmp_path / "log").read_text()
+    finally:
+        job.kill()
+    assert list(job.targets.iterdir()) == []
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["outcome"]["reason"] == "finished"

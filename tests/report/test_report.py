@@ -1,0 +1,174 @@
+"""The page about a run: complete, harmless, readable offline; looked at in a real browser where there is one."""
+
+from __future__ import annotations
+
+import html.parser
+import math
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ddpdebug.commands import main
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.observations import Digest, Flag, Row
+from ddpdebug.report import report
+from ddpdebug.report.drawing import lines, timeline
+from ddpdebug.report.reading import POINTS, Thinned, read_history
+from ddpdebug.sinks import FindingRaised, RunEnded, RunStarted, StepJudged
+from ddpdebug.sinks.run_directory import RunDirectory
+from ddpdebug.steps import Step
+
+EVIL = '"><script>document.title="taken"</script><img src="http://198.51.100.1/x.png" onerror="alert(1)">\n\x1b[2J'
+WORLD = 3
+
+
+def write_run(directory: Path, *, steps: int = 40, ended: bool = True, evil: str = "layers.0.weight") -> None:
+    """Write the directory of a run whose rank 2 is ill from step 20 on."""
+    sink = RunDirectory(directory, 0)
+    sink.write(RunStarted(run_id="r1", rank=0, world=WORLD, directory=directory, config={}, versions={evil: evil},
+                          command=("train.py", evil), time="2026-11-21T08:00:00Z", node=evil))  # fmt: skip
+    for step in range(steps):
+        rows = {}
+        for rank in range(WORLD):
+            sick = rank == 2 and step >= 20
+            rows[rank] = Row(
+                rank=rank, step=step, flags=int(Flag.LOSS_NONFINITE) if sick and step == 30 else 0,
+                loss=math.nan if step == 30 else 2.0 / (step + 1), grad_norm=1.0 if step % 4 == 0 else math.nan,
+                step_seconds=0.2, data_seconds=0.01, forward_seconds=0.05, backward_seconds=0.1,
+                optimizer_seconds=0.01, host_bytes=1 << 30, params_after_digest=Digest(5 + sick),
+            )  # fmt: skip
+        sink.write(StepJudged(step=Step(step=step, optimizer=0, world=WORLD, rows=rows)))
+    sink.write(FindingRaised(finding=Finding(
+        code="RANK101", severity=Severity.CRITICAL, title=f"parameters differ {evil}", step=20, last_step=39, count=20,
+        ranks=(2,), subject=(evil, "b"), phase=evil, location=evil, evidence={evil: {"0": evil, "2": 1.5}},
+        causes=[evil, "a cause"], actions=["do this"],
+    )))  # fmt: skip
+    if ended:
+        sink.write(RunEnded(reason=evil if "<" in evil else "finished", exit_code=0, steps={0: steps}))
+    sink.close()
+
+
+class Elements(html.parser.HTMLParser):
+    """Collects the elements of a page, and everything that might load or run something."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.loaded: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        self.loaded += [value or "" for name, value in attrs if name in {"src", "href", "action", "data", "srcset"}]
+        if tag not in {"meta", "link", "br"}:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_has_verdicts_findings_and_charts(tmp_path: Path) -> None:
+    """What was found stands above what was measured."""
+    write_run(tmp_path)
+    text = report(tmp_path)
+    for part in ("differ", "1, 1 severe", "finished", "RANK101 · critical", "layers.0.weight", "a cause", "do this"):
+        assert part in text
+    assert text.count("<svg") == 5
+    assert "differ from step 20" in text
+    assert "<td>2</td><td>no outcome: killed, or still running</td><td>20 steps</td>" in text
+
+
+def test_hostile_names_stay_text_and_nothing_is_loaded(tmp_path: Path) -> None:
+    """Every text from the job is escaped; the page has no element that could load or run anything."""
+    write_run(tmp_path, evil=EVIL)
+    text = report(tmp_path)
+    found = Elements(text)
+    assert found.open == []
+    assert not found.tags & {"script", "img", "iframe", "object", "embed", "video", "audio", "base", "form", "a"}
+    assert not {name for name in found.attributes if name.startswith("on")}
+    assert found.loaded == ["data:,"]
+    assert "http://198" in text  # as text
+    assert "\x1b" not in text
+    assert "default-src 'none'" in text
+    assert not re.search(r"url\(|@import", text)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_run_that_was_killed_has_a_page(tmp_path: Path, steps: int) -> None:
+    """Even before its first step."""
+    write_run(tmp_path, steps=steps, ended=False)
+    text = report(tmp_path)
+    assert "still running, or killed" in text
+    assert Elements(text).open == []
+
+
+def test_a_long_run_has_a_page_of_bounded_size() -> None:
+    """Spikes survive the thinning."""
+    thinned = Thinned("max")
+    for step in range(100_000):
+        thinned.add(step, 1000.0 if step == 77_777 else 1.0)
+    points = thinned.finish()
+    assert POINTS / 2 <= len(points) <= 2 * POINTS
+    assert max(value for _, value in points) == 1000
+    assert points[0][0] == 0
+    assert points[-1][0] > 99_000
+
+
+def test_what_was_not_computed_joins_and_what_was_not_finite_is_a_gap(tmp_path: Path) -> None:
+    """A norm of every fourth step is a line; a NaN loss interrupts it."""
+    write_run(tmp_path)
+    history = read_history(tmp_path)
+    assert [step for step, value in history.series["norm highest rank"] if not math.isnan(value)][:3] == [0, 4, 8]
+    loss = dict(history.series["loss highest rank"])
+    assert math.isnan(loss[30])
+    path = lines({"highest rank": history.series["loss highest rank"]}, (0, 39), {})
+    assert path.count("M") == 2
+
+
+def test_a_timeline_shows_when_the_ranks_parted() -> None:
+    """Green, red, green again; nothing where nothing was compared."""
+    drawn = timeline({"x": [(0, 0.0), (5, 1.0), (8, 0.0)], "y": [(0, math.nan)]}, (0, 10), {})
+    assert re.findall(r"<title>(\w+) from step (\d+)", drawn) == [("agree", "0"), ("differ", "5"), ("agree", "8")]
+
+
+def test_the_command_writes_beside_the_run_or_where_it_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And says what is wrong with a directory that holds no run."""
+    write_run(tmp_path / "run")
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert (tmp_path / "run" / "report.html").read_text().startswith("<!doctype html>")
+    assert main(["report", str(tmp_path / "run"), "--output", str(tmp_path / "x.html")]) == 0
+    assert (tmp_path / "x.html").exists()
+    assert main(["report", str(tmp_path)]) == 2
+    assert "is not a run directory" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "run"), "--output", str(tmp_path)]) == 2
+
+
+def test_a_real_browser_shows_it_and_asks_for_nothing(tmp_path: Path, need: Callable[[str], str]) -> None:
+    """Hostile names stay text, no error on the console, no request to anywhere."""
+    browser = need("chromium")
+    write_run(tmp_path / "run", evil=EVIL)
+    assert main(["report", str(tmp_path / "run")]) == 0
+    log = tmp_path / "net.json"
+    words = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    words += ["--disable-background-networking", "--disable-component-update", "--no-first-run", "--disable-sync"]
+    words += ["--enable-logging=stderr", f"--log-net-log={log}", f"--screenshot={tmp_path / 'page.png'}", "--dump-dom"]
+    words.append((tmp_path / "run" / "report.html").as_uri())
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "<title>ddpdebug: run r1</title>" in done.stdout
+    assert "RANK101" in done.stdout
+    assert "CONSOLE" not in done.stderr
+    assert "198.51.100.1" not in log.read_text(errors="replace").replace("%22", '"')
+    assert (tmp_path / "page.png").stat().st_size > 10_000

@@ -1,0 +1,220 @@
+"""The server of the metrics against scrapers that are slow, silent, malformed, or not allowed in."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from ddpdebug.sinks.prometheus import PrometheusSink
+from ddpdebug.sinks.prometheus.endpoint import Endpoint, Serving, json_app
+from ddpdebug.sinks.prometheus.frugal import Frugal
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a certificate for 127.0.0.1 that signs itself, with its key in the same file."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    folder = tmp_path_factory.mktemp("tls")
+    words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    words += ["-days", "2", "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*words, "-keyout", folder / "key", "-out", folder / "cert"], check=True, capture_output=True)
+    both = folder / "both.pem"
+    both.write_bytes((folder / "cert").read_bytes() + (folder / "key").read_bytes())
+    return both
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """Close what a test opens."""
+    with ExitStack() as made:
+        yield made
+
+
+def served(stack: ExitStack, **serving: Path | None) -> PrometheusSink:
+    """Serve on any free port."""
+    sink = PrometheusSink(0, "127.0.0.1", 0, serving=Serving(**serving))  # type: ignore[arg-type]
+    stack.callback(sink.close)
+    return sink
+
+
+def get(url: str | None, **options: object) -> str:
+    """Fetch."""
+    assert url is not None
+    with urllib.request.urlopen(url, timeout=10, **options) as answer:  # type: ignore[arg-type]
+        return str(answer.read().decode())
+
+
+def place_of(sink: PrometheusSink) -> tuple[str, int]:
+    """Return host and port."""
+    assert sink.url is not None
+    host, _, port = sink.url.split("/")[2].partition(":")
+    return host, int(port)
+
+
+def test_tls_is_served_to_those_who_trust_the_certificate(stack: ExitStack, certificate: Path) -> None:
+    """And a client that speaks no TLS gets nothing."""
+    sink = served(stack, certificate=certificate)
+    assert sink.url is not None
+    assert sink.url.startswith("https://")
+    assert "ddpdebug_" in get(sink.url, context=ssl.create_default_context(cafile=str(certificate)))
+    with pytest.raises(OSError):
+        get(sink.url.replace("https", "http"))
+
+
+def test_a_client_certificate_can_be_demanded(stack: ExitStack, certificate: Path) -> None:
+    """Who has none is not served."""
+    sink = served(stack, certificate=certificate, client_ca=certificate)
+    context = ssl.create_default_context(cafile=str(certificate))
+    with pytest.raises(OSError):
+        get(sink.url, context=context)
+    context.load_cert_chain(certificate)
+    assert "ddpdebug_" in get(sink.url, context=context)
+
+
+def test_a_client_that_never_finishes_its_handshake_stops_nobody(stack: ExitStack, certificate: Path) -> None:
+    """The handshake happens in the client's own thread."""
+    sink = served(stack, certificate=certificate)
+    silent = [stack.enter_context(socket.create_connection(place_of(sink))) for _ in range(3)]
+    assert silent
+    assert "ddpdebug_" in get(sink.url, context=ssl.create_default_context(cafile=str(certificate)))
+
+
+def test_a_password_is_asked_for(stack: ExitStack, tmp_path: Path) -> None:
+    """For the metrics and for the list of targets; wrong and broken ones are refused."""
+    file = tmp_path / "password"
+    file.write_text("prometheus:geheim:ü\nignored\n", encoding="utf-8")
+    sink = served(stack, password_file=file)
+    assert sink.url is not None
+    right = base64.b64encode("prometheus:geheim:ü".encode()).decode()
+    for path in ("metrics", "sd"):
+        url = sink.url.replace("metrics", path)
+        for header in (None, "Basic", "Basic !", "Basic cHJvbWV0aGV1czp4", f"Bearer {right}"):
+            request = urllib.request.Request(url, headers={} if header is None else {"Authorization": header})
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                get(request)  # type: ignore[arg-type]
+            assert refused.value.code == 401
+            refused.value.close()
+        assert get(urllib.request.Request(url, headers={"Authorization": f"Basic {right}"}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("content", ["", "\n", "name", "name:"])
+def test_a_password_file_without_a_password_is_reported_and_nothing_is_served(tmp_path: Path, content: str) -> None:
+    """Never fall back to serving everybody."""
+    file = tmp_path / "password"
+    file.write_text(content)
+    sink = PrometheusSink(0, "127.0.0.1", 0, serving=Serving(password_file=file))
+    assert sink.url is None
+    with pytest.raises(OSError, match="name:password"):
+        sink.write(None)  # type: ignore[arg-type]
+
+
+_NONSENSE = (
+    b"\x00\xff\r\n\r\n",
+    b"GET\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"POST /metrics HTTP/1.1\r\n\r\n",
+    b"GET /" + b"x" * 100_000,
+    b"GET /metrics HTTP/1.1\r\nA: " + b"y" * 70_000 + b"\r\n\r\n",
+)
+
+
+@pytest.mark.parametrize("sent", _NONSENSE)
+def test_nonsense_is_survived_in_silence(stack: ExitStack, sent: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+    """The next scraper is served, and the job's terminal shows nothing."""
+    sink = served(stack)
+    with socket.create_connection(place_of(sink), timeout=10) as client:
+        try:
+            client.sendall(sent)
+            client.shutdown(socket.SHUT_WR)
+            while client.recv(65536):
+                pass
+        except OSError:
+            pass  # it hung up, which is right
+    assert "ddpdebug_" in get(sink.url)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_scrapers_that_hang_cannot_use_up_the_process(stack: ExitStack) -> None:
+    """There is a limit on connections, and a place is free again when one goes."""
+    sink = served(stack)
+    before = threading.active_count()
+    hanging = []
+    for _ in range(80):
+        client = socket.create_connection(place_of(sink), timeout=10)
+        stack.callback(client.close)
+        client.sendall(b"GET /metrics HT")
+        hanging.append(client)
+    assert threading.active_count() - before <= 40
+    for client in hanging:
+        client.close()
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            assert "ddpdebug_" in get(sink.url)
+            return
+        except OSError:
+            time.sleep(0.1)
+    pytest.fail("it did not serve again")
+
+
+def test_unknown_paths_are_told_what_there_is(stack: ExitStack) -> None:
+    """For who opens the address in a browser."""
+    sink = served(stack)
+    assert sink.url is not None
+    with pytest.raises(urllib.error.HTTPError) as error:
+        get(sink.url.replace("metrics", "nothing"))
+    assert error.value.code == 404
+    assert error.value.read() == b"there is /metrics, /sd\n"
+    error.value.close()
+
+
+def test_what_is_called_regularly_may_fail(stack: ExitStack) -> None:
+    """The server goes on."""
+    called = threading.Event()
+
+    def fails() -> None:
+        called.set()
+        raise ValueError
+
+    endpoint = Endpoint({"/x": json_app(lambda: [1])}, "127.0.0.1", 0, Serving(every=fails))
+    stack.callback(endpoint.close)
+    assert called.wait(10)
+    assert json.loads(get(f"http://{endpoint.address}/x")) == [1]
+
+
+def test_rendering_has_a_budget_however_often_somebody_asks() -> None:
+    """A hundred scrapes a second get the last answer; in the long run 2 % of the time go into rendering."""
+    now, spent, rendered = [0.0], [0.0], [0]
+
+    def app(environ: dict[str, object], start_response: object) -> list[bytes]:
+        rendered[0] += 1
+        spent[0] += 0.1
+        start_response("200 OK", [])  # type: ignore[operator]
+        return [str(rendered[0]).encode()]
+
+    frugal = Frugal(app, clock=lambda: now[0], spent=lambda: spent[0])
+    answers = []
+    for _ in range(100 * 60):
+        now[0] += 0.01
+        answers.append(b"".join(frugal({"QUERY_STRING": "a"}, lambda status, headers: None)))
+    assert answers[9] == b"10"  # at first every answer is new
+    assert 20 <= rendered[0] <= 23  # one second at once, then 1.2 s of a minute
+    refused: list[str] = []
+    frugal({"QUERY_STRING": "never asked before"}, lambda status, headers: refused.append(status))
+    assert refused == ["503 Service Unavailable"]
+    now[0] += 60
+    assert b"".join(frugal({"QUERY_STRING": "b"}, lambda status, headers: None)) == str(rendered[0]).encode()

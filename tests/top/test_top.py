@@ -1,0 +1,151 @@
+"""The live view, from a run directory and from endpoints."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ddpdebug.commands import main
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.observations import Digest, Flag, Row
+from ddpdebug.sinks import FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged
+from ddpdebug.sinks.prometheus import PrometheusSink
+from ddpdebug.sinks.run_directory import RunDirectory
+from ddpdebug.steps import Step
+from ddpdebug.top.snapshot import RankView, Snapshot, from_directory, from_url
+from ddpdebug.top.view import view
+
+WORLD = 4
+EVIL = "[red]w\x1b[2J\n"
+STARTED = RunStarted(run_id="r1", rank=0, world=WORLD, directory=None, config={}, versions={})
+
+
+def records() -> Iterator[Record]:
+    """Yield what a run says whose rank 2 is outvoted and slow, and whose rank 1 had a NaN."""
+    for step in range(5):
+        rows = {}
+        for rank in range(WORLD):
+            bad = rank == 2
+            rows[rank] = Row(
+                rank=rank, step=step, loss=2.0 + rank, grad_norm=1.5 if step == 3 else math.nan, step_seconds=0.2,
+                flags=int(Flag.LOSS_NONFINITE) if rank == 1 else 0, data_seconds=0.0, host_bytes=2 << 30,
+                forward_seconds=0.09 if bad else 0.03, overhead_seconds=0.002, params_after_digest=Digest(5 + bad),
+            )  # fmt: skip
+        step_record = StepJudged(step=Step(step=step, optimizer=0, world=WORLD, rows=rows), overhead_ratio=0.01)
+        yield step_record
+    finding = Finding(code="RANK101", severity=Severity.CRITICAL, title="t", step=3, ranks=(2,), subject=(EVIL,))
+    yield FindingRaised(finding=finding)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Write the run."""
+    sink = RunDirectory(tmp_path / "run", 0)
+    for record in (STARTED, *records()):
+        sink.write(record)
+    sink.close()
+    return tmp_path / "run"
+
+
+def shown(snapshot: Snapshot, height: int = 40) -> str:
+    """Return what the terminal shows."""
+    console = Console(file=io.StringIO(), width=160, highlight=False, markup=False, emoji=False)
+    console.print(view(snapshot, height))
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_a_run_directory_says_who_is_ill(directory: Path) -> None:
+    """The ill ranks come first, values that the newest step lacks come from an earlier one."""
+    snapshot = from_directory(directory)
+    assert snapshot.differing["parameters"] == 1
+    assert [rank.outvoted for rank in snapshot.ranks] == [(), (), ("parameters",), ()]
+    assert snapshot.ranks[0].norm == 1.5
+    assert snapshot.straggler == (2, pytest.approx(2.0))
+    assert snapshot.overhead == pytest.approx(0.01)
+    text = shown(snapshot)
+    for part in ("ranks differ: parameters", "gradients not compared yet", "NaN or Inf", "rank 2 +200 %",
+                 "overhead 1 %", "all up", "outvoted: parameters"):  # fmt: skip
+        assert part in text
+    rows = [line.split()[0] for line in text.splitlines() if line.strip()[:1].isdecimal()]
+    assert rows == ["2", "1", "0", "3"]
+
+
+def test_the_endpoints_say_the_same() -> None:
+    """Rank 0 knows where the others are."""
+    with ExitStack() as stack:
+        sinks = [PrometheusSink(rank, "127.0.0.1", 0) for rank in range(WORLD)]
+        for rank, sink in enumerate(sinks):
+            stack.callback(sink.close)
+            sink.write(replace(STARTED, rank=rank, metrics_url=sink.url))
+            for record in records():
+                sink.write(record)
+        for rank, sink in enumerate(sinks):
+            place = {"rank": rank, "topic": "place", "value": {"metrics": sink.url}}
+            sinks[0].write(Saved(kind="fact", payload=place))
+        snapshot = from_url(str(sinks[0].url))
+    assert (snapshot.world, snapshot.missing) == (WORLD, 0)
+    assert [rank.step for rank in snapshot.ranks] == [4, 4, 4, 4]
+    assert [rank.outvoted for rank in snapshot.ranks] == [(), (), ("parameters",), ()]
+    assert snapshot.straggler == (2, pytest.approx(2.0))
+    assert snapshot.incidents[0][:2] == ("RANK101", "critical")
+    assert "ranks differ: parameters" in shown(snapshot)
+
+
+def test_one_endpoint_may_speak_for_all_ranks() -> None:
+    """And says who has left."""
+    sink = PrometheusSink(0, "127.0.0.1", 0, mode="rank0")
+    sink.write(STARTED)
+    for record in records():
+        sink.write(record)
+    sink.write(StepJudged(step=Step(step=5, optimizer=0, world=WORLD, rows={0: Row(rank=0, step=5)})))
+    snapshot = from_url(str(sink.url))
+    sink.close()
+    assert snapshot.missing == 3
+    assert "3 ranks missing" in shown(snapshot)
+
+
+def test_hundreds_of_ranks_fit_on_the_screen_and_the_ill_ones_are_on_it() -> None:
+    """The rest is counted."""
+    ranks = [RankView(rank=rank, step=1, own_seconds=0.1) for rank in range(512)]
+    ranks[300].outvoted = ("parameters",)
+    text = shown(Snapshot(title="t", world=512, ranks=ranks, differing={"parameters": 1}), height=24)
+    assert len(text.splitlines()) <= 24
+    assert "300" in text
+    assert "more ranks, none of them worse" in text
+
+
+def test_names_from_the_job_cannot_control_the_terminal(directory: Path) -> None:
+    """They are text."""
+    assert "\x1b[2J" not in shown(from_directory(directory))
+    assert r"[red]w\x1b[2J\n" in shown(from_directory(directory))
+
+
+def test_the_command_finds_the_newest_run(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Or says that there is none; a run that ended says so."""
+    home = directory.parent
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["top", "--once"]) == 2
+    assert "there is no run" in capsys.readouterr().err
+    (home / "ddpdebug-runs").mkdir()
+    directory.rename(home / "ddpdebug-runs" / "run")
+    assert main(["top", "--once"]) == 0
+    assert "outvoted: parameters" in capsys.readouterr().out
+    for rank in range(WORLD):
+        sink = RunDirectory(home / "ddpdebug-runs" / "run", rank)
+        if rank:
+            sink.write(replace(STARTED, rank=rank))
+            sink.write(RunEnded(reason="finished", exit_code=0, steps={0: 5}))
+    assert main(["top", "--once", "ddpdebug-runs/run"]) == 0
+    assert "finished" in capsys.readouterr().out
+    assert main(["top", "--once", "http://127.0.0.1:1"]) == 2
+    assert "nobody answers" in capsys.readouterr().err
