@@ -164,3 +164,19 @@ def test_template(
         assert "RANK104" in [finding["code"] for finding in record["findings"]]
     if code > 1:
         assert record["blamed"] == [1]
+
+
+@pytest.mark.parametrize(
+    "mode, code, word", [("clean", 0, "clean"), ("lr", 1, "findings"), ("raise", 3, "script failed")]
+)
+def test_ranks_started_by_srun(mode: str, code: int, word: str, slurm: dict[str, str], tmp_path: Path) -> None:
+    """Without torchrun the ranks' own exit codes come through srun, and one of them writes the verdict."""
+    (port,) = _free_ports(1)
+    variables = "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID MASTER_ADDR=127.0.0.1"
+    check = f"{sys.executable} -m ddpdebug check --quiet --out run --json v.json --timeout 150 {_SCRIPT} {mode} 8"
+    environ = {**slurm, "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "DDPDEBUG_METRICS": "off"}
+    words = ["srun", "--nodes=1", "--ntasks=2", "--overcommit", "bash", "-c", f"{variables} exec {check}"]
+    done = subprocess.run(words, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == code, f"{done.stdout}{done.stderr}"
+    assert json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))["verdict"] == word
+    assert done.stderr.count("ddpdebug: verdict:") == 1

@@ -181,7 +181,7 @@ def _conclude(ending: Ending, request: Request, rank: int, *, timed_out: bool = 
     if rank == 0 and directory is not None and not timed_out and ending.exit_code == 0:
         deadline = time.monotonic() + _REPORT_SECONDS
         while len(outcomes) < world and time.monotonic() < deadline and not _is_bad(outcomes):
-            time.sleep(0.05)
+            time.sleep(0.2)
             outcomes = reported(directory)
     if ending.reason is not None:
         steps = outcomes[rank].steps if rank in outcomes else {}
