@@ -20,6 +20,7 @@ from ddpdebug.sinks.text import SEPARATOR, clean, tensor_text
 _WIDTH = 120
 _LABEL = 10
 _MAX_SUBSETS = 8
+_MAX_MASKED = 4
 _MAX_SAMPLES = 16
 _KINDS = {
     "input": "the input was bad already",
@@ -46,6 +47,9 @@ def show(request: Request, bundle: Bundle, trace: Trace, shrunk: Shrunk | None, 
     )
     if trace.culprit is not None:
         _culprit(console, trace, trace.culprit)
+    for origin in trace.masked[:_MAX_MASKED]:
+        text = f"{clean(origin.name, 100)} makes {origin.value}, {clean(origin.ended_at, 100)} hides it"
+        _line(console, "masked", SEPARATOR.join([text, *(clean(line, 300) for line in origin.stack[:1])]))
     if trace.culprit is None or trace.culprit.kind == "output-gradient":
         _loss(console, facts.get("loss"))
     if trace.calls:
@@ -79,7 +83,7 @@ def _verdict(request: Request, bundle: Bundle, trace: Trace) -> str:
         return f"it survives in {request.dtype}: nothing non-finite came out"
     if not request.amp and bundle.autocast.enabled:
         return "it survives without autocast: nothing non-finite came out"
-    return "nothing non-finite came out"
+    return f"nothing non-finite came out{': what arose was masked' if trace.masked else ''}"
 
 
 def _culprit(console: Console, trace: Trace, origin: Origin) -> None:

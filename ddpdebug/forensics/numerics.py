@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ddpdebug.forensics.bundle import LIMIT, BundleError, plain, write_bundle
+from ddpdebug.forensics.lines import line_of
 from ddpdebug.forensics.loss_graph import explain_loss, watch_backward
 from ddpdebug.forensics.loss_source import place_of
 from ddpdebug.forensics.replay import SECONDS, Trace, replay
@@ -155,9 +156,10 @@ def _loss_alone(looks: Looks) -> dict[str, Any] | None:
 
 
 def suggested_code(trace: Trace, facts: Mapping[str, Any]) -> str:
-    """Return the code of the finding that a replay speaks for; `NUM` when it shows nothing and the loss is none."""
+    """Return the code of the finding that a replay speaks for; `NUM` when it shows nothing."""
     if trace.culprit is None:
-        return "NUM302" if trace.complete and facts.get("loss") else "NUM"
+        other = "NUM308" if trace.masked else "NUM"
+        return "NUM302" if trace.complete and facts.get("loss") else other
     known = {"input": "NUM305", "parameter": "NUM304", "output-gradient": "NUM302"}
     return known.get(trace.culprit.kind, "NUM301" if trace.culprit.phase == "forward" else "NUM303")
 
@@ -175,7 +177,13 @@ def compact(trace: Trace) -> dict[str, Any]:
     if culprit is None:
         if trace.masked:
             first = trace.masked[0]
-            found["masked"] = {"op": first.name, "module": first.module, "stack": first.stack[:1]}
+            found["masked"] = {
+                "op": first.name,
+                "module": first.module,
+                "location": line_of(first.stack[0]) if first.stack else None,
+                "operands": first.operands[:_MAX_OPERANDS],
+                "ended_at": first.ended_at,
+            }
         return found
     return found | {
         "kind": culprit.kind,

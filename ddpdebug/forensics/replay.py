@@ -258,7 +258,7 @@ class _Replay:
         trace.masked = [
             o for o in tracer.origins if id(o) not in chain and not o.intended and not o.weak and o.ended_at
         ]
-        if trace.complete and culprit is None:
+        if trace.complete and culprit is None and not trace.masked:
             trace.notes.append(f"not reproduced: everything was finite; likely reasons are {_REASONS}")
 
 

@@ -37,6 +37,12 @@ class Net(nn.Module):
         return torch.log(x[:, 0].abs())
 
 
+class Masks(Net):
+    def score(self, x):
+        ratio = x[:, 0] / x[:, 0]
+        return ratio.nan_to_num(0.0)
+
+
 class NeedsSize(Net):
     def __init__(self, size):
         super().__init__(size)
@@ -169,6 +175,19 @@ def test_gradients_of_a_bad_forward_are_left_out(case: Case, capsys: pytest.Capt
         (bundle / JSON_FILE).write_text(json.dumps(document))
         assert main(["replay", str(bundle), "--model", "net.py:build", "--dtype", "float64"]) == code
         assert ("it survives in float64" in capsys.readouterr().out) is (code == 0)
+
+
+def test_what_is_masked_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Nothing comes out, and the operation that made it is named with the one that hides it."""
+    monkeypatch.chdir(tmp_path)
+    case, x = Case(tmp_path, kind="Masks"), _batch()
+    x[1, 0] = 0
+    assert main(["replay", case.bundle(x), "--script", "net.py"]) == 0
+    text = capsys.readouterr().out
+    assert "nothing non-finite came out: what arose was masked" in text
+    assert "aten.div.Tensor makes nan, aten.nan_to_num.default hides it" in text
+    assert f"net.py:{case.line('ratio = x')}" in text
+    assert "not reproduced" not in text
 
 
 def test_the_loss_of_the_run_is_told(case: Case, capsys: pytest.CaptureFixture[str]) -> None:

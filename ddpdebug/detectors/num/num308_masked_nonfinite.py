@@ -18,6 +18,7 @@ from ddpdebug.steps import Step
 # that is given NaN-coded missing values handles them on purpose.
 _ON_PURPOSE = Flag.INPUT_NONFINITE | Flag.SKIPPED
 _ODD: dict[int, Any] = {1: {"flags": Flag.FORWARD_NONFINITE}}
+_MASKED = {"op": "aten.div.Tensor", "location": "model.py:30", "operands": [], "ended_at": "aten.nan_to_num.default"}
 _SEEN = {1: seen(forward=[call(), call("blocks.1", 4, input_nonfinite=True)])}
 
 
@@ -53,6 +54,7 @@ class MaskedNonfinite(Detector):
     stage = 70
     fires_on = (
         (step_at(7, odd=_ODD, numerics=_SEEN),),
+        (step_at(7, odd=_ODD, numerics={1: seen(forward=[call()], replay={"masked": _MASKED, "bundle": "b"})}),),
         (step_at(7, odd=_ODD, numerics=_SEEN), step_at(8, odd=_ODD, numerics=_SEEN)),
     )
     silent_on = (
@@ -80,11 +82,16 @@ class MaskedNonfinite(Detector):
             return
         first = next(iter(calls.values()))
         names = dict.fromkeys(maker(found) for found in calls.values())
-        evidence = {name: value for name, value in about(first).items() if value is not None}
+        replay: dict[str, Any] = next((found for rank in calls if (found := known[rank].get("replay"))), {})
+        masked = replay.get("masked") or {}
+        evidence = {"operation": masked.get("op"), "masked_by": masked.get("ended_at")}
+        evidence |= {"operands": masked.get("operands"), **about(first)}
+        evidence |= {"loss": {str(rank): step.rows[rank].loss for rank in calls}, "bundle": replay.get("bundle")}
         yield self.finding(
             step=step.step,
             ranks=tuple(sorted(calls)),
             subject=tuple(names)[:MAX_NAMES],
             phase="forward",
-            evidence={**evidence, "loss": {str(rank): step.rows[rank].loss for rank in calls}},
+            location=masked.get("location"),
+            evidence={name: value for name, value in evidence.items() if value not in (None, [])},
         )
