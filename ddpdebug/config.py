@@ -98,20 +98,20 @@ class Config:
         "Port of the metrics endpoint of local rank 0, the next ranks count up; 0 takes any free port.",
     )
     metrics_tls_cert: Path | None = _option(
-        None, parsing.path, "a PEM file", "Serve the metrics over TLS with this certificate chain."
+        None, parsing.existing_file, "a PEM file", "Serve the metrics over TLS with this certificate chain."
     )
     metrics_tls_key: Path | None = _option(
-        None, parsing.path, "a PEM file", "Private key of the certificate, where it is in a file of its own."
+        None, parsing.existing_file, "a PEM file", "Private key of the certificate, where it is in a file of its own."
     )
     metrics_client_ca: Path | None = _option(
         None,
-        parsing.path,
+        parsing.existing_file,
         "a PEM file",
         "Serve only clients with a certificate that this authority signed (needs TLS).",
     )
     metrics_password_file: Path | None = _option(
         None,
-        parsing.path,
+        parsing.existing_file,
         "a file",
         "Serve only who gives the name:password on the first line of this file (basic auth).",
     )
@@ -125,7 +125,7 @@ class Config:
         "Send each finding to this Grafana as an annotation; the token is GRAFANA_TOKEN's.",
     )
     grafana_token_file: Path | None = _option(
-        None, parsing.path, "a file", "Read Grafana's token from this file instead."
+        None, parsing.existing_file, "a file", "Read Grafana's token from this file instead."
     )
     on_finding: str = _option(
         "report",
@@ -353,7 +353,7 @@ def _parsed(name: str, value: Any, source: str, base: Path, *, shown: str) -> An
         raise UsageError(f"{source}: {value!r} is not valid; give {entry.metadata['valid']}") from None
     # a script may change its directory: fix relative paths now, those of a pyproject.toml from where it lies
     parsed = base / parsed if isinstance(parsed, Path) else parsed
-    if entry.metadata["parse"] is parsing.path and not parsed.is_file():
+    if entry.metadata["parse"] is parsing.existing_file and not parsed.is_file():
         raise UsageError(f"{source}: there is no file {str(parsed)!r}; give {entry.metadata['valid']}")
     return parsed
 

@@ -71,3 +71,8 @@ def path(value: Any) -> Path:
     if not isinstance(value, str | Path) or not str(value).strip():
         raise ValueError
     return Path(value).expanduser()
+
+
+def existing_file(value: Any) -> Path:
+    """Read the path of a file that must be there, which the caller tests once it knows from where."""
+    return path(value)
