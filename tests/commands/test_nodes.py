@@ -23,7 +23,7 @@ def _can_mount() -> bool:
     return subprocess.run(words, capture_output=True, check=False).returncode == 0
 
 
-@pytest.mark.ranks
+@pytest.mark.jobs
 @pytest.mark.skipif(not _can_mount(), reason="needs to be root and to mount a disk for one process")
 @pytest.mark.parametrize("mode, code, words", [("clean", 0, "clean"), ("raise", 3, "rank 1: exception: ValueError")])
 def test_reports_come_over_the_network(

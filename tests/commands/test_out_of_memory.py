@@ -34,7 +34,7 @@ for step in range(12):
 """
 
 
-@pytest.mark.ranks
+@pytest.mark.jobs
 def test_every_rank_leaves_a_summary(command: Command, tmp_path: Path) -> None:
     """The job ends with its own error; the finding names rank, step, phase and cause, every rank its batch."""
     script = tmp_path / "train.py"
@@ -54,7 +54,7 @@ def test_every_rank_leaves_a_summary(command: Command, tmp_path: Path) -> None:
         assert summary["shapes"] == [[60_000 if rank == 3 else 64, 64]]
 
 
-@pytest.mark.ranks
+@pytest.mark.jobs
 def test_a_limit_that_is_not_reached_changes_nothing(command: Command, tmp_path: Path) -> None:
     """The counting mode stays out of the way of DDP, the optimizer and ddpdebug itself."""
     script = tmp_path / "train.py"

@@ -71,7 +71,7 @@ def test_a_missed_fault_fails_the_check() -> None:
     assert (suite.get("tests"), suite.get("failures")) == ("5", "1")
 
 
-@pytest.mark.ranks
+@pytest.mark.jobs
 @pytest.mark.timeout(330)
 def test_faults_are_found_in_a_script(command: Command, tmp_path: Path) -> None:
     """All five faults are put into an ordinary script with a DataLoader and are found."""
@@ -85,7 +85,7 @@ def test_faults_are_found_in_a_script(command: Command, tmp_path: Path) -> None:
     assert all(proof["verified"] for proof in proofs)
 
 
-@pytest.mark.ranks
+@pytest.mark.jobs
 def test_nothing_is_proved_where_nothing_runs(command: Command, tmp_path: Path) -> None:
     """A script that fails as it is proves nothing, and one rank has nobody to be compared with."""
     (tmp_path / "train.py").write_text("raise SystemExit(3)", encoding="utf-8")

@@ -20,7 +20,7 @@ import pytest
 from ddpdebug.dashboards import shipped
 from ddpdebug.observations import Row
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.jobs, pytest.mark.slow]
 
 HERE = Path(__file__).parent
 RULES = HERE.parent.parent / "deploy" / "prometheus" / "rules" / "ddpdebug.yml"
