@@ -105,7 +105,7 @@ class Investigator:
             step=record.step,
             rank=rank,
             directory=directory if self._limit else None,
-            facts={**self._facts, "loss_scale": scale, "loss": _loss_alone(record.window.looks)},
+            facts={**self._facts, "loss_scale": scale, "loss": _loss_alone(record)},
             limit=self._limit or LIMIT,
             guard=self._recorder.guard,
         )
@@ -146,9 +146,10 @@ def bundle_directory(directory: Path, rank: int) -> Path:
     return directory / BUNDLES if rank == 0 else directory / RANKS / str(rank) / BUNDLES
 
 
-def _loss_alone(looks: Looks) -> dict[str, Any] | None:
+def _loss_alone(record: StepRecord) -> dict[str, Any] | None:
     """Return what was found of a loss that is to blame itself: the model has given it finite numbers."""
-    if looks.output_finite is False:
+    looks = record.window.looks
+    if False in {looks.output_finite, record.numerics.get("output_finite")}:
         return None
     if looks.loss_backward is not None:
         return {"expression": looks.loss_line, **looks.loss_backward}
