@@ -92,9 +92,10 @@ class Pool:
             if outcome.trouble is None:
                 self._send(task, number)
                 Run(self, task, outcome).follow()
+                damage = not all(rank.sound for rank in outcome.ranks) or not self._leave(task.world)
                 self._collect_output(outcome.ranks)
                 (self._directory / f"{number}.store").unlink(missing_ok=True)
-                damage = self._damage(outcome)
+                damage = damage or self._are_strays()
             else:
                 self._collect_output(outcome.ranks[: len(self._ranks)])
                 outcome.trouble += self._last_words()
@@ -145,6 +146,9 @@ class Pool:
             if self._zygote is None or self._zygote.poll() is not None:
                 self._ranks.clear()
                 self._start_zygote()
+            self.look(0.0)
+            if self.statuses():  # killed while it waited
+                self.discard()
             while len(self._ranks) < world:
                 self._fork()
             while not all(rank.ready for rank in self._ranks):
@@ -190,6 +194,7 @@ class Pool:
             options["inifilename"] = str(config.inipath)
         return {
             "path": sys.path,
+            "directory": str(self._directory),
             "options": pickle.dumps(options),
             "args": config.args,
             "workerinput": {
@@ -334,13 +339,24 @@ class Pool:
                 result.output = _ends(spool)
                 os.truncate(spool, 0)
 
-    def _damage(self, outcome: Outcome) -> bool:
-        """Tell whether the ranks are not fit for another test."""
-        if self.statuses() or any(not rank.sound for rank in outcome.ranks):
-            return True
-        known = {rank.pid for rank in self._ranks}
+    def _leave(self, world: int) -> bool:
+        """Let the ranks leave their group, now that all have finished; tell whether they did."""
+        waiting = set(range(world))
+        for rank in self._ranks[:world]:
+            with contextlib.suppress(OSError):
+                rank.connection.send_bytes(json.dumps({"kind": "leave"}).encode())
+        deadline = time.monotonic() + _END_SECONDS
+        while waiting and not self.statuses() and time.monotonic() < deadline:
+            for number, message in self.look(max(0.0, deadline - time.monotonic())):
+                if message["kind"] == "left":
+                    waiting.discard(number)
+        return not waiting
+
+    def _are_strays(self) -> bool:
+        """Tell whether something runs that a test has left behind, or a rank has gone."""
         assert self._zygote is not None
-        return bool(set(descendants(self._zygote.pid)) - known)
+        known = {rank.pid for rank in self._ranks}
+        return bool(self.statuses()) or bool(set(descendants(self._zygote.pid)) - known)
 
 
 def _is_plain(value: object) -> bool:
