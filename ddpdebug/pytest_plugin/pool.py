@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from ddpdebug.pytest_plugin.following import START_SECONDS, Outcome, Run, Task
+from ddpdebug.pytest_plugin.rank_setup import rank_setup
 from ddpdebug.pytest_plugin.results import RankResult
 from ddpdebug.pytest_plugin.zygote import descendants
 
@@ -33,28 +34,6 @@ _END_SECONDS = 5.0
 _OUTPUT_BYTES = 1 << 15
 #: As in `worker`, which needs torch.
 _WHERE_ARE_YOU = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 7
-#: Options of the session that are its own business, or that a rank must not act on.
-_RANK_OPTIONS: Mapping[str, Any] = {
-    "maxfail": 0,
-    "usepdb": False,
-    "trace": False,
-    "pyargs": False,
-    "lf": False,
-    "failedfirst": False,
-    "newfirst": False,
-    "stepwise": False,
-    "xmlpath": None,
-    "log_file": os.devnull,
-    "pastebin": None,
-    "cacheclear": False,
-    "no_cov": True,
-    "looponfail": False,
-    "dist": "no",
-    "tx": [],
-    "numprocesses": None,
-    "maxprocesses": None,
-    "capture": "no",
-}
 
 
 @dataclass(slots=True)
@@ -181,29 +160,7 @@ class Pool:
         self._control = ours
         assert self._zygote.stdin is not None
         with self._zygote.stdin as pipe:
-            pickle.dump(self._setup(), pipe)
-
-    def _setup(self) -> dict[str, Any]:
-        """Return what makes the ranks' sessions like ours."""
-        config = self._config
-        options = {key: value for key, value in vars(config.option).items() if _is_plain(value)}
-        options.pop("file_or_dir", None)  # they are the arguments
-        ours = {key: value for key, value in _RANK_OPTIONS.items() if key in options}
-        options |= ours | {"rootdir": str(config.rootpath), "plugins": [*config.option.plugins, "no:terminal"]}
-        if config.inipath is not None:
-            options["inifilename"] = str(config.inipath)
-        return {
-            "path": sys.path,
-            "directory": str(self._directory),
-            "options": pickle.dumps(options),
-            "args": config.args,
-            "workerinput": {
-                "workercount": 1,
-                "testrunuid": f"{os.getpid():x}",
-                "mainargv": sys.argv,
-                **getattr(config, "workerinput", {}),
-            },
-        }
+            pickle.dump(rank_setup(self._config, self._directory), pipe)
 
     def _fork(self) -> None:
         """Ask for one more process."""
@@ -357,14 +314,6 @@ class Pool:
         assert self._zygote is not None
         known = {rank.pid for rank in self._ranks}
         return bool(self.statuses()) or bool(set(descendants(self._zygote.pid)) - known)
-
-
-def _is_plain(value: object) -> bool:
-    try:
-        pickle.dumps(value)
-    except Exception:  # noqa: BLE001 - whatever a plugin has put there
-        return False
-    return True
 
 
 def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
