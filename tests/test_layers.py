@@ -78,6 +78,7 @@ _PURE = (
     "pytest_plugin.causes",
     "pytest_plugin.stacks",
     "pytest_plugin.results",
+    "pytest_plugin.rank_setup",
     "pytest_plugin.following",
     "pytest_plugin.pool",
     "pytest_plugin.protocol",

@@ -96,8 +96,8 @@ class Run:
             self._outcome.warnings.append(message)
         elif kind == "stop":
             self._outcome.stop = message["reason"]
-        elif kind == "done":
-            rank.done = True
+        elif kind == "finished":
+            rank.finished = True
 
     def _note_deaths(self) -> None:
         for number, status in self._pool.statuses().items():

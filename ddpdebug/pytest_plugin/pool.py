@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from ddpdebug.pytest_plugin.following import START_SECONDS, Outcome, Run, Task
+from ddpdebug.pytest_plugin.rank_setup import rank_setup
 from ddpdebug.pytest_plugin.results import RankResult
 from ddpdebug.pytest_plugin.zygote import descendants
 
@@ -33,28 +34,6 @@ _END_SECONDS = 5.0
 _OUTPUT_BYTES = 1 << 15
 #: As in `worker`, which needs torch.
 _WHERE_ARE_YOU = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 7
-#: Options of the session that are its own business, or that a rank must not act on.
-_RANK_OPTIONS: Mapping[str, Any] = {
-    "maxfail": 0,
-    "usepdb": False,
-    "trace": False,
-    "pyargs": False,
-    "lf": False,
-    "failedfirst": False,
-    "newfirst": False,
-    "stepwise": False,
-    "xmlpath": None,
-    "log_file": os.devnull,
-    "pastebin": None,
-    "cacheclear": False,
-    "no_cov": True,
-    "looponfail": False,
-    "dist": "no",
-    "tx": [],
-    "numprocesses": None,
-    "maxprocesses": None,
-    "capture": "no",
-}
 
 
 @dataclass(slots=True)
@@ -92,9 +71,10 @@ class Pool:
             if outcome.trouble is None:
                 self._send(task, number)
                 Run(self, task, outcome).follow()
+                damage = not all(rank.sound for rank in outcome.ranks) or not self._leave(task.world)
                 self._collect_output(outcome.ranks)
                 (self._directory / f"{number}.store").unlink(missing_ok=True)
-                damage = self._damage(outcome)
+                damage = damage or self._are_strays()
             else:
                 self._collect_output(outcome.ranks[: len(self._ranks)])
                 outcome.trouble += self._last_words()
@@ -145,6 +125,9 @@ class Pool:
             if self._zygote is None or self._zygote.poll() is not None:
                 self._ranks.clear()
                 self._start_zygote()
+            self.look(0.0)
+            if self.statuses():  # killed while it waited
+                self.discard()
             while len(self._ranks) < world:
                 self._fork()
             while not all(rank.ready for rank in self._ranks):
@@ -177,28 +160,7 @@ class Pool:
         self._control = ours
         assert self._zygote.stdin is not None
         with self._zygote.stdin as pipe:
-            pickle.dump(self._setup(), pipe)
-
-    def _setup(self) -> dict[str, Any]:
-        """Return what makes the ranks' sessions like ours."""
-        config = self._config
-        options = {key: value for key, value in vars(config.option).items() if _is_plain(value)}
-        options.pop("file_or_dir", None)  # they are the arguments
-        ours = {key: value for key, value in _RANK_OPTIONS.items() if key in options}
-        options |= ours | {"rootdir": str(config.rootpath), "plugins": [*config.option.plugins, "no:terminal"]}
-        if config.inipath is not None:
-            options["inifilename"] = str(config.inipath)
-        return {
-            "path": sys.path,
-            "options": pickle.dumps(options),
-            "args": config.args,
-            "workerinput": {
-                "workercount": 1,
-                "testrunuid": f"{os.getpid():x}",
-                "mainargv": sys.argv,
-                **getattr(config, "workerinput", {}),
-            },
-        }
+            pickle.dump(rank_setup(self._config, self._directory), pipe)
 
     def _fork(self) -> None:
         """Ask for one more process."""
@@ -334,21 +296,24 @@ class Pool:
                 result.output = _ends(spool)
                 os.truncate(spool, 0)
 
-    def _damage(self, outcome: Outcome) -> bool:
-        """Tell whether the ranks are not fit for another test."""
-        if self.statuses() or any(not rank.sound for rank in outcome.ranks):
-            return True
-        known = {rank.pid for rank in self._ranks}
+    def _leave(self, world: int) -> bool:
+        """Let the ranks leave their group, now that all have finished; tell whether they did."""
+        waiting = set(range(world))
+        for rank in self._ranks[:world]:
+            with contextlib.suppress(OSError):
+                rank.connection.send_bytes(json.dumps({"kind": "leave"}).encode())
+        deadline = time.monotonic() + _END_SECONDS
+        while waiting and not self.statuses() and time.monotonic() < deadline:
+            for number, message in self.look(max(0.0, deadline - time.monotonic())):
+                if message["kind"] == "left":
+                    waiting.discard(number)
+        return not waiting
+
+    def _are_strays(self) -> bool:
+        """Tell whether something runs that a test has left behind, or a rank has gone."""
         assert self._zygote is not None
-        return bool(set(descendants(self._zygote.pid)) - known)
-
-
-def _is_plain(value: object) -> bool:
-    try:
-        pickle.dumps(value)
-    except Exception:  # noqa: BLE001 - whatever a plugin has put there
-        return False
-    return True
+        known = {rank.pid for rank in self._ranks}
+        return bool(self.statuses()) or bool(set(descendants(self._zygote.pid)) - known)
 
 
 def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:

@@ -22,10 +22,10 @@ class RankResult:
     rank: int
     reports: list[dict[str, Any]] = field(default_factory=list)  # serialised, in order
     started: bool = False
-    done: bool = False
+    finished: bool = False  # it has reported everything
     lacking: str | None = None  # why it has no such test
     lacking_time: float = 0.0
-    status: int | None = None  # it ended before it was done; negative for a signal
+    status: int | None = None  # it ended before it was finished; negative for a signal
     end_time: float = 0.0
     at_deadline: bool | None = None  # ended by us: at the deadline, or some time after another's failure
     stack: str = ""
@@ -34,13 +34,13 @@ class RankResult:
     @property
     def over(self) -> bool:
         """Tell whether nothing more is to come."""
-        return self.done or self.status is not None or self.at_deadline is not None
+        return self.finished or self.status is not None or self.at_deadline is not None
 
     @property
     def sound(self) -> bool:
         """Tell whether its process can run another test."""
         fine = all(r["outcome"] == "passed" or (r["outcome"], r["when"]) == ("skipped", "setup") for r in self.reports)
-        return self.done and fine and self.lacking is None
+        return self.finished and fine and self.lacking is None
 
     def failed_by_itself(self) -> bool:
         """Tell whether something went wrong here that is not the loss of a peer."""
@@ -113,7 +113,7 @@ class Merger:
                     yield Failure(facts["lost_peer"], facts["time"], result.rank, what, report)
             if result.lacking is not None:
                 yield Failure(echo=False, time=result.lacking_time, rank=result.rank, what=result.lacking)
-            elif result.status is not None and not result.done:
+            elif result.status is not None and not result.finished:
                 yield Failure(echo=False, time=result.end_time, rank=result.rank, what=_death(result.status))
             elif result.at_deadline:
                 where = place(result.stack, self._root)

@@ -29,6 +29,7 @@ from ddpdebug.pytest_plugin.causes import is_lost_peer
 
 #: Asks a rank where it is; one of the signals that nothing else uses.
 WHERE_ARE_YOU = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 7
+_POLL_SECONDS = 0.001
 #: The group waits longer than the test may take: where everybody was is then seen before anybody gives up.
 _GROUP_MARGIN = datetime.timedelta(seconds=60)
 
@@ -63,17 +64,18 @@ class RankSession:
         """Run the tests that are named, until the end is."""
         faulthandler.register(WHERE_ARE_YOU, file=self._stacks, all_threads=True)
         self._say("ready")
-        while (command := self._next_command()) is not None:
+        while (command := self._hear("run")) is not None:
             self.current = command
             self._run(session, command)
         return True
 
-    def _next_command(self) -> dict[str, Any] | None:
+    def _hear(self, kind: str) -> dict[str, Any] | None:
+        """Return the next command if it is of this kind."""
         try:
             command: dict[str, Any] = json.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
             return None
-        return command if command["kind"] == "run" else None
+        return command if command["kind"] == kind else None
 
     def _run(self, session: pytest.Session, command: Mapping[str, Any]) -> None:
         self._sound = True
@@ -88,9 +90,10 @@ class RankSession:
             self._say("stop", reason=str(leave))
         if os.getpid() != self._pid:
             os._exit(0)  # the test forked, and this is the child
-        if self._sound:
+        self._say("finished")
+        if self._sound and self._hear("leave") is not None:  # a peer may still need what we have sent
             self._leave_group()
-        self._say("done")
+            self._say("left")
         if not self._sound:
             os._exit(0)  # the connections close: no peer waits for us in vain
 
@@ -135,8 +138,16 @@ class RankSession:
             backend = "gloo" if self.current["device"] == "cpu" else "nccl"
             timeout = datetime.timedelta(seconds=self.current["timeout"]) + _GROUP_MARGIN
             dist.init_process_group(backend, store=self._store, rank=rank, world_size=world, timeout=timeout)
+            self._await_peers(rank, world)
         else:
             self._serve_port(rank)
+
+    def _await_peers(self, rank: int, world: int) -> None:
+        """Wait until all have connected: a test that is over at once must not leave a peer in the middle of that."""
+        self._store.set(f"formed/{rank}", "1")
+        keys = [f"formed/{other}" for other in range(world)]
+        while not self._store.check(keys):  # the pytest that watches us has the deadline
+            time.sleep(_POLL_SECONDS)
 
     def _serve_port(self, rank: int) -> None:
         """Let the test form the group itself, from the environment: it finds the store that torchrun's agent has."""

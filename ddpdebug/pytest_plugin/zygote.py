@@ -14,6 +14,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 import signal
 import socket
 import sys
@@ -65,6 +66,7 @@ def main() -> None:
         _say(control, {"kind": "forked", "pid": pid, "number": command["number"]})
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _sweep(forked)
+    shutil.rmtree(setup["directory"], ignore_errors=True)  # pytest may have been killed
 
 
 def _warm_up() -> None:

@@ -326,7 +326,8 @@ def test_it(rank):
 def test_nothing_outlives_pytest(tmp_path: Path, number: signal.Signals) -> None:
     """However it ends, its ranks end, and what they have started."""
     (tmp_path / "test_it.py").write_text(_LONG)
-    environ = {**os.environ, TOKEN: str(tmp_path)}
+    (tmp_path / "tmp").mkdir()
+    environ = {**os.environ, TOKEN: str(tmp_path), "TMPDIR": str(tmp_path / "tmp")}
     words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
     process = subprocess.Popen(words, cwd=tmp_path, env=environ, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
@@ -338,3 +339,4 @@ def test_nothing_outlives_pytest(tmp_path: Path, number: signal.Signals) -> None
     while left(str(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert left(str(tmp_path)) == []
+    assert list((tmp_path / "tmp").glob("ddpdebug-*")) == []

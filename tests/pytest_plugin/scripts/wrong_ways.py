@@ -124,6 +124,20 @@ def test_ignores_sigterm_and_hangs(rank):
         time.sleep(1)
 
 
+def test_ranks_are_killed_between_tests():
+    session = os.environ["RANKS_TEST_SESSION"].encode()
+    mine = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if session in read(path)]
+    oldest = sorted(mine)[:2]  # this process, and the one that makes the ranks
+    for pid in set(mine) - set(oldest):
+        os.kill(pid, signal.SIGKILL)
+    time.sleep(0.2)
+
+
+@pytest.mark.ranks(2)
+def test_after_ranks_are_killed_between_tests(rank):
+    assert sum_of_ranks(rank) == 1
+
+
 @pytest.mark.ranks(2)
 def test_changes_the_surroundings(rank):
     os.environ["LEFT_BEHIND"] = "1"
