@@ -134,7 +134,11 @@ def _with_replay(verdict: Verdict, replay: Mapping[str, Any]) -> Verdict:
         forward = replay.get("forward_op")
         evidence["backward_of"] = f"{forward} ({node})" if forward else node
     last = {"replay": replay.get("reason"), "bundle": replay.get("bundle")}
-    changes: dict[str, Any] = {"evidence": {**evidence, **verdict.evidence, **last}}
+    own = dict(verdict.evidence)
+    if verdict.code in {"NUM301", "NUM303"} and evidence["operation"]:
+        # where the modules could not be looked at, the loss was: what it names only handed the bad numbers on
+        own = {name: value for name, value in own.items() if name not in {"operation", "operands"}}
+    changes: dict[str, Any] = {"evidence": {**evidence, **own, **last}}
     if verdict.code in {"NUM301", "NUM303"}:
         changes["location"] = replay.get("location") or verdict.location
         if module := replay.get("module"):
