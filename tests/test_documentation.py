@@ -90,6 +90,7 @@ def test_only_options_and_commands_that_exist_are_documented() -> None:
         params = importlib.import_module(f"ddpdebug.commands.{command}").command.params
         known |= {name for parameter in params for name in (*parameter.opts, *parameter.secondary_opts)}
     foreign = {"--lr", "--standalone", "--pdb", "--wait", "--url"}
+    foreign |= {"--rounds", "--block", "--learn", "--ways"}  # of the benchmark
     for path in TEXTS:
         text = path.read_text(encoding="utf-8")
         if path.name in {"findings.md", "detection.md"}:  # runbooks name the options of other programs
