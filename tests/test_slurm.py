@@ -61,7 +61,7 @@ def slurm() -> Iterator[dict[str, str]]:
     """Start munge and Slurm and return the environment in which jobs are submitted."""
     missing = [name for name in _PROGRAMS if shutil.which(name, path=_PATH) is None]
     if missing or os.geteuid() != 0:
-        if os.environ.get("REQUIRE_SLURM") == "1":
+        if os.environ.get("DDPDEBUG_REQUIRE_SLURM") == "1":
             pytest.fail(f"Slurm was asked for; missing: {missing}, user id {os.geteuid()} (must be root)")
         pytest.skip("needs slurm-wlm and munge, and to be root")
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))

@@ -81,9 +81,9 @@ def run(case: Case, *, fault: bool) -> Result:
             [sys.executable, "-m", "ddpdebug", "run", *words, str(case.path)],
             env=env, cwd=scratch, capture_output=True, text=True, timeout=_TIMEOUT, check=False,
         )  # fmt: skip
-        log = done.stderr
+        status, log = done.returncode, done.stderr
     except subprocess.TimeoutExpired:
-        timed_out, log = True, ""
+        timed_out, status, log = True, None, ""
     findings = list(read_findings(scratch / "run")) if (scratch / "run" / "findings.jsonl").exists() else []
     result = Result(case, fault, findings, time.monotonic() - started)
     if fault and case.codes:
@@ -92,6 +92,11 @@ def run(case: Case, *, fault: bool) -> Result:
         result.problems = judge_clean(findings)
     if timed_out:
         result.problems.append("timed out")
+    elif not (scratch / "run" / "run.json").exists():
+        # a run that never began is no clean run, and no missed fault either
+        result.problems = [f"did not run, exit status {status}: {log.strip()[:300] or 'nothing printed'}"]
+    elif status != 0 and not fault:
+        result.problems.append(f"ended with exit status {status}")
     result.problems += [line.strip() for line in log.splitlines() if "switched off" in line][:2]
     shutil.rmtree(scratch, ignore_errors=True)
     return result
