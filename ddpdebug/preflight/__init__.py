@@ -1,0 +1,1 @@
+"""The checks that people keep in their heads, run before training on copies of what the script trains."""

@@ -1,0 +1,98 @@
+"""What a check of the preflight says: a status, what was measured, and a picture where people would rather look. Pure.
+
+Everything in it is a JSON value (numbers, texts, lists, dictionaries), so that it is printed, saved and drawn alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Status(StrEnum):
+    """How a check ended."""
+
+    PASS = "pass"  # noqa: S105 - not a password
+    WARN = "warn"  # looks wrong, a person should look
+    FAIL = "fail"  # wrong
+    INFO = "info"  # worth knowing, never fails
+    SKIPPED = "skipped"  # could not be done; the summary says why
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """Points of one line of a plot."""
+
+    name: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plot:
+    """Lines over a common axis.
+
+    Args:
+        title: what is shown.
+        x_label: what the axis means, with its unit.
+        y_label: likewise.
+        series: the lines.
+        log_x: whether the axis is logarithmic; values that are not positive are left out there.
+        log_y: likewise.
+        marks: places on the x axis with a text.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    series: tuple[Series, ...]
+    log_x: bool = False
+    log_y: bool = False
+    marks: tuple[tuple[float, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A raw sample: `pixels` are rows of columns of channels (1 or 3), 0 to 255; or a text."""
+
+    title: str
+    pixels: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows of cells under a head; cells are texts or numbers."""
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One question that the preflight asked, and its answer.
+
+    Args:
+        group: the step of the preflight (`data`, `parameters`, `initial loss`, `initialisation`, `gradient flow`,
+            `overfit`, `learning rate`, `determinism`, `throughput`).
+        name: what was asked, in a few words; unique within the group.
+        status: the answer.
+        summary: one sentence with what was measured and against what.
+        code: the finding's code in the catalogue when the status is warn or fail and one fits (`RCP801`), else "".
+        evidence: the numbers.
+        hypotheses: what may be behind it, the likeliest first.
+        actions: what to do next.
+    """
+
+    group: str
+    name: str
+    status: Status
+    summary: str
+    code: str = ""
+    evidence: dict[str, Any] = field(default_factory=dict)
+    hypotheses: tuple[str, ...] = ()
+    actions: tuple[str, ...] = ()
+    plots: tuple[Plot, ...] = ()
+    tables: tuple[Table, ...] = ()
+    pictures: tuple[Picture, ...] = ()

@@ -1,0 +1,39 @@
+"""What is examined: copies of a model and its optimizer, a way to compute the loss, and some batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+#: Computes the loss of a batch with a model: (scalar loss, what the model returned). Draws only from torch's generators.
+LossOf = Callable[[torch.nn.Module, Any], tuple[torch.Tensor, Any]]
+#: Makes an optimizer of the script's kind and settings, without state, for a copy of the model.
+OptimizerFor = Callable[[torch.nn.Module], torch.optim.Optimizer]
+
+
+@dataclass(slots=True, kw_only=True)
+class Subject:
+    """The caller's training, to be worked on without changing it: every check takes copies of the model.
+
+    Args:
+        model: as it was before the first optimizer step, without any DDP wrapper.
+        loss_of: the caller's loss.
+        optimizer_for: None when there is no optimizer.
+        batches: the first batches in the order of training; what they are is up to `loss_of`.
+        micro_batches: per optimizer step.
+        val_batches: of the validation data, where they are known.
+        make_batches: starts the caller's input pipeline anew where that is possible (an iterable of batches).
+        facts: what the capture saw of the script besides (seeds, loaders, call sites), JSON values.
+    """
+
+    model: torch.nn.Module
+    loss_of: LossOf
+    optimizer_for: OptimizerFor | None
+    batches: Sequence[Any]
+    micro_batches: int = 1
+    val_batches: Sequence[Any] = ()
+    make_batches: Callable[[], Any] | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
