@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-#: Computes the loss of a batch with a model: (scalar loss, what the model returned). Draws only from torch's generators.
+#: Computes the loss of a batch with a model: (scalar loss, what the model returned).
 LossOf = Callable[[torch.nn.Module, Any], tuple[torch.Tensor, Any]]
 #: Makes an optimizer of the script's kind and settings, without state, for a copy of the model.
 OptimizerFor = Callable[[torch.nn.Module], torch.optim.Optimizer]
