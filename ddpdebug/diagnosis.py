@@ -214,6 +214,8 @@ class Diagnosis:
             self._outbox.append(Request(optimizer=step.optimizer, step=step.step, kind=kind))
 
     def _curious(self, rule: Detector, step: Step) -> bool:
+        if rule.samples:
+            return rule.suspects(step)
         reading, _ = self._read(rule, step)
         if reading is Reading.KNOWN or reading is Reading.WAITING:
             return False
@@ -268,7 +270,7 @@ class Diagnosis:
             elif fresh:
                 group.quiet = group.misses = group.wait = 0
                 admitted += fresh
-            elif asked.intersection(r.code for r in rules):
+            elif asked.intersection(r.code for r in rules if not r.samples):
                 group.missed()
             else:
                 group.wait = max(0, group.wait - 1)
