@@ -155,6 +155,13 @@ THRESHOLDS: tuple[Threshold, ...] = (
         ("HLTH711",),
     ),
     Threshold(
+        "oscillation_update",
+        0.01,
+        "update norm / weight norm from which on a loss that swings from step to step swings because of the updates",
+        "ten times the 1e-3 of Karpathy's CS231n notes; two tasks in turn swing as well, at any rate",
+        ("HLTH711",),
+    ),
+    Threshold(
         "overfit_evaluations",
         3,
         "evaluations in a row above the best validation loss",
@@ -206,10 +213,10 @@ THRESHOLDS: tuple[Threshold, ...] = (
     ),
     Threshold(
         "update_large",
-        0.1,
+        0.3,
         "median over the weights of update norm / weight norm, from which on updates are too large",
-        "a hundred times the 1e-3 of Karpathy's CS231n notes; SageMaker's WeightUpdateRatio takes 10",
-        ("HLTH705", "HLTH711"),
+        "300 times the 1e-3 of Karpathy's CS231n notes; SageMaker's WeightUpdateRatio takes 10",
+        ("HLTH705",),
     ),
     Threshold(
         "update_small",
