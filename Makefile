@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help format lint types test test-harm test-dist test-monitoring retest detection bench demo docs dashboards rules up down size check
+.PHONY: help format lint types test test-slow test-harm test-dist test-monitoring retest detection bench demo docs dashboards rules up down size check
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -36,13 +36,16 @@ lint: $(STAMP) types ## ruff (all rules, reasons in pyproject.toml), formatting 
 types: $(STAMP) ## mypy, strict
 	$(PYTHON) -m mypy
 
-test: $(STAMP) ## all tests but the detection corpus and the slow ones
+test: $(STAMP) ## the tests (8 minutes on two cores)
 	$(PYTHON) -m pytest -q -m "not slow"
 
-retest: $(STAMP) ## run the tests again that failed last time, and nothing when none did
-	$(PYTHON) -m pytest -q -m "not slow" --last-failed --last-failed-no-failures none
+test-slow: $(STAMP) ## the slow ones: whatever breaks, Slurm, bisect, self-test, a job against a real Prometheus
+	$(PYTHON) -m pytest -q -m slow
 
-test-harm: $(STAMP) ## training is the same with and without ddpdebug, whatever breaks; slow tests too
+retest: $(STAMP) ## run the tests again that failed last time, and nothing when none did
+	$(PYTHON) -m pytest -q --last-failed --last-failed-no-failures none
+
+test-harm: $(STAMP) ## training is the same with and without ddpdebug, whatever breaks
 	$(PYTHON) -m pytest -q tests/harm
 
 test-dist: $(STAMP) ## only the tests that start several ranks
@@ -57,6 +60,8 @@ detection: $(STAMP) ## run the corpus of faults and healthy scripts, print the s
 bench: $(STAMP) ## what ddpdebug costs, against plain DDP and the naive methods
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/overhead.py
 	$(PYTHON) benchmarks/scaling.py
+	$(PYTHON) benchmarks/check.py
+	$(PYTHON) benchmarks/scrapes.py
 
 demo: $(STAMP) ## train on 4 CPU ranks, break two things, see them found (under 90 s)
 	$(PYTHON) demo/demo.py

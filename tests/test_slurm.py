@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.jobs, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.jobs, pytest.mark.slow, pytest.mark.timeout(400)]
 _ROOT = Path(__file__).parent.parent
 _SCRIPT = _ROOT / "tests" / "scripts" / "train.py"
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "sinfo")

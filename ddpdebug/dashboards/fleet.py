@@ -43,9 +43,10 @@ def board() -> Board:
         width=6,
         height=4,
     )
-    critical = (
-        "sum(max by (run_id, code) (increase(ddpdebug_findings_total"
-        '{severity="critical"}[1h]) * on (job, instance) group_left (run_id) ddpdebug_run_info))'
+    found = 'ddpdebug_findings_total{severity="critical"}'
+    critical = (  # a code's counter appears with its first finding, which is no increase
+        f"sum(max by (run_id, code) ((increase({found}[1h]) > 0 or ({found} unless {found} offset 1h))"
+        " * on (job, instance) group_left (run_id) ddpdebug_run_info))"
     )
     made.add(
         tile(f"ceil({critical})", words=[(0, "none", GOOD)], steps=((None, GOOD), (1, BAD))),

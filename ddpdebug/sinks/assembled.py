@@ -11,7 +11,6 @@ from pathlib import Path
 
 from ddpdebug import __version__
 from ddpdebug.config import Config
-from ddpdebug.detectors.catalog import catalog
 from ddpdebug.grafana import Grafana, read_token
 from ddpdebug.sinks import RunStarted, Sink
 from ddpdebug.sinks.annotations import Annotations
@@ -35,7 +34,6 @@ def build_sinks(config: Config, directory: Path, rank: int, local_rank: int) -> 
             config.metrics_port,
             mode=config.metrics,
             local_rank=local_rank,
-            codes={rule.code: rule.severity for rule in catalog()},
             serving=Serving(
                 certificate=config.metrics_tls_cert,
                 key=config.metrics_tls_key,

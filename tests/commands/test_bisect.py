@@ -82,6 +82,7 @@ def _state(folder: Path) -> tuple[str, ...]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_planted_commit_is_found(command: Command, repository: tuple[Path, list[str]], tmp_path: Path) -> None:
     """Through a merge, commits that do not build and a flaky one, without a trace in the user's repository."""
@@ -99,6 +100,7 @@ def test_planted_commit_is_found(command: Command, repository: tuple[Path, list[
     assert not (folder / "hook-ran").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_untestable_commits_are_named(command: Command, repository: tuple[Path, list[str]]) -> None:
     """Where the culprit may hide behind a commit that does not build, all that remain are named."""

@@ -46,6 +46,7 @@ def test_verdict(
     assert ("RANK104" in [finding["code"] for finding in record["findings"]]) is (mode == "lr")
 
 
+@pytest.mark.slow
 def test_hang(command: Command, tmp_path: Path) -> None:
     """A job that does not end in time is ended with all its processes."""
     started = time.monotonic()
@@ -72,6 +73,7 @@ def test_single_process(command: Command) -> None:
     assert "no optimizer step was seen" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode, word, limit", [("lr", "findings", 100), ("raise", "script failed", 100), ("hang", "hang", 25)]
 )

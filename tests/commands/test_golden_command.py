@@ -14,6 +14,7 @@ SCRIPT = Path(__file__).parent.parent / "scripts" / "train.py"
 
 
 @pytest.mark.jobs
+@pytest.mark.slow
 @pytest.mark.timeout(330)
 def test_record_and_follow(command: Command, tmp_path: Path) -> None:
     """The same script keeps to its path bit by bit; one with another learning rate leaves it where the rate changes."""

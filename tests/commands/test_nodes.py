@@ -24,6 +24,7 @@ def _can_mount() -> bool:
 
 
 @pytest.mark.jobs
+@pytest.mark.slow
 @pytest.mark.skipif(not _can_mount(), reason="needs to be root and to mount a disk for one process")
 @pytest.mark.parametrize("mode, code, words", [("clean", 0, "clean"), ("raise", 3, "rank 1: exception: ValueError")])
 def test_reports_come_over_the_network(

@@ -35,6 +35,7 @@ for step in range(12):
 
 
 @pytest.mark.jobs
+@pytest.mark.slow
 def test_every_rank_leaves_a_summary(command: Command, tmp_path: Path) -> None:
     """The job ends with its own error; the finding names rank, step, phase and cause, every rank its batch."""
     script = tmp_path / "train.py"

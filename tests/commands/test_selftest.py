@@ -72,6 +72,7 @@ def test_a_missed_fault_fails_the_check() -> None:
 
 
 @pytest.mark.jobs
+@pytest.mark.slow
 @pytest.mark.timeout(330)
 def test_faults_are_found_in_a_script(command: Command, tmp_path: Path) -> None:
     """All five faults are put into an ordinary script with a DataLoader and are found."""

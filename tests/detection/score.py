@@ -196,7 +196,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=_CORPUS)
     args = parser.parse_args()
     wanted = tuple(part for part in args.only.split(",") if part)
-    cases = [load(path) for path in sorted(args.folder.glob("*.py"))]
+    cases = [load(path) for path in sorted(args.folder.resolve().glob("*.py"))]
     cases = [case for case in cases if not wanted or case.path.name.startswith(wanted)]
     jobs = [(case, fault) for case in cases for fault in ((True, False) if case.codes else (False,))]
     results: list[Result] = []

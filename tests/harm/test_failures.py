@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = [pytest.mark.jobs, pytest.mark.slow]
+
 _SCRIPTS = Path(__file__).resolve().parent / "scripts"
 
 _PROBES = """
@@ -156,14 +158,6 @@ BROKEN: dict[str, tuple[str, tuple[str, ...]]] = {
     "attaching on one rank": (_INSTALL, _ONE),
     "the end": (_CLOSE, _BOTH),
 }
-_SLOW_BROKEN = {
-    "the diagnosis on one rank",
-    "the disk is full later",
-    "the terminal",
-    "the side group on one rank",
-    "the side group does not connect on one rank",
-    "no store on one rank",
-}
 _STEADY = {"script": "steady.py", "args": ["16", "-"]}
 
 
@@ -178,17 +172,13 @@ def broken(run_jobs: Callable[..., Any], selected: set[tuple[Any, ...]]) -> dict
     return {"plain": done[0], **dict(zip(names, done[1:], strict=True))}
 
 
-@pytest.mark.jobs
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in _SLOW_BROKEN else []) for n in BROKEN]
-)
+@pytest.mark.parametrize("name", BROKEN)
 def test_broken_part(name: str, broken: dict[str, Any], compare: Callable[..., list[str]]) -> None:
     """A part of ddpdebug that fails leaves the job's results, status and duration as they are."""
     assert compare(broken["plain"], broken[name]) == []
 
 
-@pytest.mark.jobs
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "name, says",
@@ -222,9 +212,6 @@ ENDS: dict[str, tuple[dict[str, Any], Any]] = {
 }
 
 
-_SLOW_ENDS = {"rank 0 is killed", "a rank is terminated", "only rank 1 is watched"}
-
-
 @pytest.fixture(scope="module")
 def ends(run_jobs: Callable[..., Any], selected: set[tuple[Any, ...]]) -> dict[str, Any]:
     """Run each job plain and watched."""
@@ -234,9 +221,8 @@ def ends(run_jobs: Callable[..., Any], selected: set[tuple[Any, ...]]) -> dict[s
     return {name: (next(done), next(done)) for name in names}
 
 
-@pytest.mark.jobs
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in _SLOW_ENDS else []) for n in ENDS])
+@pytest.mark.parametrize("name", ENDS)
 def test_same_end(name: str, ends: dict[str, Any], compare: Callable[..., list[str]]) -> None:
     """The job ends as it would have ended: status, output, and at most 5 s later."""
     plain, watched = ends[name]
@@ -249,7 +235,6 @@ def _findings(folder: Path) -> list[str]:
     return [json.loads(line)["code"] for line in file.read_text().splitlines()]
 
 
-@pytest.mark.jobs
 @pytest.mark.timeout(120)
 def test_stopped_rank(run_jobs: Callable[..., Any], tmp_path: Path) -> None:
     """A rank that is stopped for 8 s and goes on is not lost: the job finishes, and a later fault is found."""
@@ -261,7 +246,6 @@ def test_stopped_rank(run_jobs: Callable[..., Any], tmp_path: Path) -> None:
     assert "RANK101" in _findings(tmp_path)
 
 
-@pytest.mark.jobs
 @pytest.mark.timeout(120)
 def test_places_that_cannot_be_written(
     run_jobs: Callable[..., Any], compare: Callable[..., list[str]], tmp_path: Path
@@ -290,7 +274,6 @@ def test_places_that_cannot_be_written(
         assert "sink:run_directory has switched itself off" in full[1][0]["err"], full[1][0]["err"]
 
 
-@pytest.mark.jobs
 @pytest.mark.timeout(120)
 def test_taken_port(run_jobs: Callable[..., Any], compare: Callable[..., list[str]]) -> None:
     """A metrics port that somebody else has moves on to the next one, which is announced."""
@@ -353,8 +336,6 @@ def _ranks(launcher: int) -> list[int]:
     return [pid for _, pid in sorted(found)]
 
 
-@pytest.mark.jobs
-@pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "number, rank",

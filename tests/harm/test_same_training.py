@@ -31,7 +31,15 @@ SCRIPTS: dict[str, tuple[str, list[str], int]] = {
 }
 #: Also with sampling, which in runs as short as these differs little from checking every step.
 _SAMPLED = {"convolutions, BatchNorm, dropout, clipping, scheduler", "GAN with a gradient penalty", "unused parameters"}
-_SLOW = {"a script that starts its own ranks"}
+#: What `make test` has of these; the others are `make test-slow`.
+_ALWAYS = {
+    "convolutions, BatchNorm, dropout, clipping, scheduler",
+    "transformer with autocast and GradScaler",
+    "accumulation with no_sync, gradients as bucket views",
+    "GAN with a gradient penalty",
+    "unused parameters",
+}
+_UNWATCHED = {"a script that starts its own ranks"}
 _MODES: dict[str, list[str] | None] = {
     "plain": None,
     "default": [],
@@ -41,7 +49,7 @@ _MODES: dict[str, list[str] | None] = {
 
 def _cases() -> list[Any]:
     slow = [pytest.mark.slow]
-    cases = [pytest.param(name, "every step", marks=slow if name in _SLOW else []) for name in SCRIPTS]
+    cases = [pytest.param(name, "every step", marks=[] if name in _ALWAYS else slow) for name in SCRIPTS]
     return cases + [pytest.param(name, "default", marks=slow) for name in sorted(_SAMPLED)]
 
 
@@ -73,7 +81,7 @@ def test_same(name: str, mode: str, results: dict[tuple[str, str], Any], compare
     _, watched = results[name, mode]
     assert all(rank["status"] == 0 and rank["out"] for rank in plain), plain
     assert compare(plain, watched) == []
-    if name not in _SLOW:
+    if name not in _UNWATCHED:
         _was_watched(results[name, mode])
 
 
@@ -87,6 +95,7 @@ def _was_watched(result: tuple[str, Any]) -> None:
 
 
 @pytest.mark.jobs
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name, mode", [("EMA by deepcopy, whole modules pickled", "every step")])
 def test_pickles_need_no_ddpdebug(

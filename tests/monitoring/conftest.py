@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from ddpdebug.commands.explain import pages
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Digest, Flag, Row
 from ddpdebug.sinks import FindingRaised, RunStarted, Saved, StepJudged
@@ -143,8 +142,7 @@ class Ranks:
     """Four ranks that step five times a second without training: what they export is all that there is to export."""
 
     def __init__(self) -> None:
-        codes = {page.code: page.severity for page in pages().values()}
-        self.sinks = [PrometheusSink(rank, "127.0.0.1", 0, codes=codes) for rank in range(WORLD)]
+        self.sinks = [PrometheusSink(rank, "127.0.0.1", 0) for rank in range(WORLD)]
         self.step = 0
         self._stop = threading.Event()
         for rank, sink in enumerate(self.sinks):

@@ -12,7 +12,6 @@ import pytest
 
 from ddpdebug.dashboards import NAMES, built, shipped
 from ddpdebug.documentation import metric_names
-from ddpdebug.observations import Row
 
 ROOT = Path(__file__).parent.parent.parent
 DASHBOARDS = shipped()
@@ -21,12 +20,7 @@ _TYPES = {"timeseries", "stat", "table", "heatmap", "state-timeline"}
 _COLORS = {"#009E73", "#E69F00", "#D55E00", "#999999", "#0072B2", "#56B4E9", "#CC79A7"}
 _EXEMPLARS = {"color": "rgba(255,0,255,0.7)"}  # the kit's default for heatmaps; there are no exemplars
 #: Counters that are read as they are: what was found so far is the number that people ask for.
-_ABSOLUTE = {"Findings so far", "All runs"}
-#: Metric -> field of the row that this version may not have yet; without it the metric has no data.
-_DEPENDS = {
-    "ddpdebug_host_memory_limit_bytes": "host_limit_bytes",
-    "ddpdebug_device_memory_limit_bytes": "device_limit_bytes",
-}
+_ABSOLUTE = {"Findings so far", "All runs", "Critical findings, last hour"}
 
 
 def panels(board: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -138,8 +132,7 @@ def test_only_metrics_that_exist_are_drawn() -> None:
     """By the names that the exporter serves; and nearly all that it serves are drawn."""
     known = metric_names()
     drawn = {name for _, _, query, _ in queries() for name in re.findall(r"\bddpdebug_\w+", query)}
-    absent = set() if "host_limit_bytes" in Row._fields else set(_DEPENDS)
-    assert drawn - known - absent == set()
+    assert drawn - known == set()
     assert {"ddpdebug_loss", "ddpdebug_rank_outvoted", "ddpdebug_nonfinite_steps_total"} <= drawn
 
 
@@ -175,9 +168,6 @@ def test_every_query_of_every_dashboard_returns_data(scraped: Any, fill: Any) ->
     """From a real Prometheus that scrapes the project's own exporter; what no row of this version can tell is left."""
     empty = []
     for name, title, query, instant in queries():
-        needs = {field for metric, field in _DEPENDS.items() if metric in query}
-        if needs and not needs & {*Row._fields}:
-            continue
         found = scraped.query(fill(query)) if instant else scraped.range(fill(query), 30)
         if not found:
             empty.append((name, title, query))

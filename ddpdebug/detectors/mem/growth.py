@@ -20,6 +20,8 @@ WARM_UP = 8
 #: A trend is judged on the minima of so many blocks in a row. The minimum of a block knows nothing of evaluations, of
 #: long batches and of what the allocator caches in between; growth that ends, or comes in jumps, is not steady.
 BLOCKS = 6
+#: After so many of the shortest blocks it is worth asking who holds the memory: a short run ends before there are six.
+EARLY_BLOCKS = 4
 #: Steps in a block: short ones for what fills memory within minutes, long ones for slow leaks.
 BLOCK_STEPS = (8, 64, 512)
 #: Every block must bring at least this share of the mean block's growth, all of them together this much, and this
@@ -67,17 +69,18 @@ class _Scale:
         self.lowest = None
         return True
 
-    def trend(self) -> Trend | None:
+    def trend(self, blocks: int = BLOCKS) -> Trend | None:
         """Return the trend of the last blocks, if they show one."""
-        if len(self.minima) < BLOCKS:
+        if len(self.minima) < blocks:
             return None
-        values = [value for _, value in self.minima]
+        minima = list(self.minima)[-blocks:]
+        values = [value for _, value in minima]
         rises = [after - before for before, after in pairwise(values)]
         grown = values[-1] - values[0]
         mean = grown / len(rises)  # not the median: it forgets a warm-up that brought most of the growth
         if grown < max(self.least, _MIN_SHARE * values[-1]) or min(rises) < _STEADY * mean:
             return None
-        return Trend(per_step=mean / self.size, grown=grown, since=self.minima[0][0])
+        return Trend(per_step=mean / self.size, grown=grown, since=minima[0][0])
 
     def stopped(self, trend: Trend) -> bool:
         """Tell whether the last two blocks no longer follow a trend."""
@@ -100,6 +103,11 @@ class Growth:
     def trend(self) -> Trend | None:
         """The trend that goes on, if there is one."""
         return None if self._found is None else self._found[0]
+
+    @property
+    def suspicion(self) -> Trend | None:
+        """The trend, or what looks like the beginning of one: reason to ask who holds, not to say that it grows."""
+        return self.trend or self._scales[0].trend(EARLY_BLOCKS)
 
     def add(self, step: int, value: int, declared: int = 0) -> None:
         """Take in a step's bytes, of which `declared` may be growth that the user wants."""

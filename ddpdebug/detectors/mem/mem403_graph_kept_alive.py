@@ -61,6 +61,7 @@ class GraphKeptAlive(Detector):
         growing("live_graphs", lambda step: step, 30, holders=holders("losses", graphs=30)),
         growing("live_graphs", lambda step: step, 60),
         growing("host_private_bytes", lambda step: 300 * MIB + 3 * MIB * step, 70, holders=holders("val", graphs=60)),
+        growing("host_private_bytes", lambda step: 300 * MIB + 3 * MIB * step, 44, holders=holders("val", graphs=30)),
     )
     silent_on = (
         growing("live_graphs", lambda step: min(step, 2), 60),
@@ -125,16 +126,17 @@ class GraphKeptAlive(Detector):
         return count - low
 
     def _growing(self, step: Step) -> tuple[int, ...]:
-        return tuple(rank for rank in step.rows if self._growth[rank].trend is not None)
+        return tuple(rank for rank in step.rows if self._growth[rank].suspicion is not None)
 
     def _report(self, step: Step, ranks: tuple[int, ...], holder: Mapping[str, Any] | None) -> Finding:
-        trends = [trend for rank in ranks if (trend := self._growth[rank].trend) is not None]
+        trends = [trend for rank in ranks if (trend := self._growth[rank].suspicion) is not None]
         first = min((self._counts[rank][2] for rank in ranks if self._gained(rank) >= KEPT), default=None)
         first = min((trend.since for trend in trends), default=0) if first is None else first
         graphs = max((self._gained(rank) for rank in ranks), default=0)
         evidence: dict[str, Any] = {"graphs": graphs} if graphs else {}
         if holder is not None:
             graphs = max(graphs, int(holder["graphs"]))
+            first = min(first, max(0, step.step + 1 - graphs))  # growth shows late, the graphs go back to the first
             evidence["graphs"] = graphs
             evidence["holder"] = f"{holder_text(holder)} keeps the graphs of {graphs} steps"
         if trends:

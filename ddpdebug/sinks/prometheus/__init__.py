@@ -4,9 +4,9 @@ A step costs storing references and counting: everything else happens when someb
 server's own, also while the training thread hangs in a collective. Training code is never called from there.
 
 Labels are `rank` (who reports) and few fixed values, so that the number of series does not depend on the model: at most
-100 per rank, and on rank 0 one more for each finding code. What all ranks know alike (findings, disagreement, interval)
-is reported by every rank that serves: aggregate with `max`, not with `sum`. With several optimizers, loss, norms, rates
-and times are those of the one that has stepped most, the first of equals.
+150 per rank, 100 of them from the start and one more for each code that has been found. What all ranks know alike
+(findings, disagreement, interval) is reported by every rank that serves: aggregate with `max`, not with `sum`. With
+several optimizers, loss, norms, rates and times are those of the one that has stepped most, the first of equals.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from ddpdebug.sinks.text import clean, ranks_text
 
 #: So many of the newest findings are shown with their names.
 INCIDENTS = 5
+#: So many codes are counted apart, further ones together as `other`.
+_CODES = 45
 
 
 class PrometheusSink(Collector):
@@ -43,11 +45,10 @@ class PrometheusSink(Collector):
     Args:
         port: of local rank 0; 0 takes any free port.
         mode: `per-rank` (each rank serves its own series) or `rank0` (rank 0 serves those of all ranks).
-        codes: the findings that can be raised, so that their counters exist before the first one.
         serving: TLS, passwords and the like.
     """
 
-    def __init__(  # noqa: PLR0913 - what an exporter can be told, by name
+    def __init__(
         self,
         rank: int,
         host: str,
@@ -55,7 +56,6 @@ class PrometheusSink(Collector):
         *,
         mode: str = "per-rank",
         local_rank: int = 0,
-        codes: Mapping[str, Severity] | None = None,
         clock: Callable[[], float] = time.time,
         serving: Serving | None = None,
     ) -> None:
@@ -63,8 +63,8 @@ class PrometheusSink(Collector):
         self._everyone = mode == "rank0"
         self._clock = clock
         self._ranks: dict[int, RankState] = {rank: RankState()}
-        known = (codes or {}).items() if rank == 0 else ()  # elsewhere they appear when they occur
-        self._findings = Counter({(code, severity.label): 0 for code, severity in known})
+        # a zero of each severity, so that sums exist before the first finding; an empty label is one that is not there
+        self._findings = Counter({("", severity.label): 0 for severity in Severity})
         self._incidents: deque[tuple[Finding, float]] = deque(maxlen=INCIDENTS)
         self._outvoted: dict[str, dict[int, frozenset[int]]] = {what: {} for what in COMPARED}
         self._disagreements = dict.fromkeys(COMPARED, 0)
@@ -134,7 +134,8 @@ class PrometheusSink(Collector):
     def _finding(self, record: FindingRaised) -> None:
         finding = record.finding
         if record.new:
-            self._findings[finding.code, finding.severity.label] += 1
+            known = finding.code in {code for code, _ in self._findings} or len(self._findings) < _CODES + len(Severity)
+            self._findings[finding.code if known else "other", finding.severity.label] += 1
             self._incidents.append((finding, self._clock()))
 
     def _place(self, rank: int, place: Mapping[str, Any]) -> None:
@@ -185,7 +186,7 @@ class PrometheusSink(Collector):
 
     def _shared_metrics(self) -> Iterator[Metric]:
         own = str(self._rank)
-        text = "Findings raised, each once however often it occurs."
+        text = "Findings raised, each once however often it occurs; without a code, a zero of each severity."
         findings = CounterMetricFamily("ddpdebug_findings", text, labels=("rank", "code", "severity"))
         for (code, severity), count in sorted(self._findings.copy().items()):
             findings.add_metric([own, code, severity], count)

@@ -23,42 +23,30 @@ GAUGES = {
     "learning_rate": ("lr", "Learning rate of the first parameter group."),
     "clip_threshold": ("clip_max", "Norm to which gradients are clipped."),
 }
-#: What was not finite -> the flag that says so. Flags that this version's rows do not have are left out.
+#: What was not finite -> the flag that says so.
 NONFINITE = {
-    what: Flag[name]
-    for what, name in {
-        "loss": "LOSS_NONFINITE",
-        "local_gradients": "LOCAL_GRADS_NONFINITE",
-        "gradients": "GRADS_NONFINITE",
-        "inputs": "INPUT_NONFINITE",
-        "outputs": "FORWARD_NONFINITE",
-        "parameters": "PARAMS_NONFINITE",
-    }.items()
-    if name in Flag.__members__
+    "loss": Flag.LOSS_NONFINITE,
+    "local_gradients": Flag.LOCAL_GRADS_NONFINITE,
+    "gradients": Flag.GRADS_NONFINITE,
+    "inputs": Flag.INPUT_NONFINITE,
+    "outputs": Flag.FORWARD_NONFINITE,
+    "parameters": Flag.PARAMS_NONFINITE,
 }
-#: Kind -> field of the row, bytes. Those that this version's rows lack are left out, here and below.
+#: Kind -> field of the row, bytes.
 DEVICE_MEMORY = {
-    kind: field
-    for kind, field in {
-        "allocated": "device_allocated_bytes",
-        "reserved": "device_reserved_bytes",
-        "peak": "device_peak_bytes",
-        "inactive": "device_inactive_bytes",
-    }.items()
-    if field in Row._fields
+    "allocated": "device_allocated_bytes",
+    "reserved": "device_reserved_bytes",
+    "peak": "device_peak_bytes",
+    "inactive": "device_inactive_bytes",
 }
 #: Metric -> field of the newest row of any optimizer, help; 0 where the system does not tell.
 MEMORY = {
-    name: about
-    for name, about in {
-        "host_memory_bytes": ("host_bytes", "Resident memory of the process."),
-        "host_private_memory_bytes": ("host_private_bytes", "Of these, neither backed by a file nor shared."),
-        "host_memory_limit_bytes": ("host_limit_bytes", "Memory limit of the control group, or of the machine."),
-        "loader_memory_bytes": ("workers_bytes", "Private memory of the DataLoader's workers."),
-        "device_memory_limit_bytes": ("device_limit_bytes", "Memory of the device."),
-        "allocation_retries": ("device_retries", "Allocations that succeeded only after the cache was emptied."),
-    }.items()
-    if about[0] in Row._fields
+    "host_memory_bytes": ("host_bytes", "Resident memory of the process."),
+    "host_private_memory_bytes": ("host_private_bytes", "Of these, neither backed by a file nor shared."),
+    "host_memory_limit_bytes": ("host_limit_bytes", "Memory limit of the control group, or of the machine."),
+    "loader_memory_bytes": ("workers_bytes", "Private memory of the DataLoader's workers."),
+    "device_memory_limit_bytes": ("device_limit_bytes", "Memory of the device."),
+    "allocation_retries": ("device_retries", "Allocations that succeeded only after the cache was emptied."),
 }
 
 _GAUGE_VALUES = attrgetter(*(field for field, _ in GAUGES.values()))

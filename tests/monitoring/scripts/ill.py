@@ -38,6 +38,7 @@ def heal() -> None:
             dist.broadcast(tensor, 0)
 
 
+kept_for_ever = []
 for step in range(END):
     Slow.seconds = 0.3 if 150 <= step < 200 and rank == 3 else 0.0
     inputs = torch.randn(8, 16, generator=generator)
@@ -69,6 +70,9 @@ for step in range(END):
         optimizer.state.clear()
     if step == 290:
         time.sleep(15)
+    if 300 <= step < 400:
+        kept_for_ever.append(torch.zeros(250_000))
+    model.train(not (rank == 1 and 320 <= step < 330))
 del model
 gc.collect()
 dist.destroy_process_group()
