@@ -203,7 +203,7 @@ class Diagnosis:
         others = [q for q in self._queue if q is not queued and q.step.optimizer == step.optimizer]
         pending = {code for other in others for code in other.rules} if queued is not self._queue[0] else set()
         for rule in list(self._rules):
-            if not rule.wants or rule.code in rules or rule.code in pending:
+            if not rule.wants or rule.code in rules or (rule.code in pending and not rule.samples):
                 continue
             if self._run(rule, False, self._curious, rule, step):
                 rules.add(rule.code)

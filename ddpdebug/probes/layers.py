@@ -146,7 +146,7 @@ class Layers:
         self.sampling = is_due(self._count)
         if not self.sampling or window.looks.forwards:
             return False
-        self._forget()
+        self.forget()
         self._notes = Notes()
         rank = dist.get_rank() if dist.is_initialized() else 0
         leaves = sum(not any(True for _ in module.children()) for module in root.modules())
@@ -218,7 +218,7 @@ class Layers:
             hidden = before and memory not in given
             self._notes.calls.append({"path": path, **about, **units, "hidden": hidden})
         self._notes.numbers = device.numbers(self._numbers)
-        self._forget()
+        self.forget()
 
     def _fired(self, path: str, inputs: int, fired: torch.Tensor) -> dict[str, Any]:
         """Return the share of units that no input of the last samples made fire, and how many inputs that were."""
@@ -231,7 +231,8 @@ class Layers:
         any_time = torch.stack([own for _, own in past]).any(0)
         return {"zero_units": self._keep(1 - any_time.float().mean()), "inputs": sum(n for n, _ in past)}
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Let go of a forward that is over, or that raised."""
         self._calls, self._numbers = [], []
         self._seen.clear()
         self._times.clear()

@@ -124,6 +124,7 @@ class Numerics:
         """Stop watching a forward that raised."""
         self.inside = False
         self._probe.abort()
+        self.layers.forget()
 
     # --- backward -----------------------------------------------------------------------------------------------------
 

@@ -208,16 +208,20 @@ def classify(steps: Sequence[int], losses: Sequence[float], config: Mapping[str,
     if swings and period(window, limit("oscillation")) is not None:
         return Shape("oscillating", steps[-len(window)], steps[-1])
     change, z = trend(losses)
-    if abs(z) < 2 and abs(change) < 0.02 * level:
+    if _is_flat(change, z, level):
         return Shape("flat", steps[0], steps[-1])
     return _settled(steps, losses, change, limit("spike_height"))
+
+
+def _is_flat(change: float, errors: float, level: float) -> bool:
+    return abs(change) < 0.02 * level and (abs(errors) < 3 or abs(change) < 0.005 * level)
 
 
 def _settled(steps: Sequence[int], losses: Sequence[float], change: float, height: float) -> Shape:
     tail = list(losses[len(losses) // 3 :])
     level = abs(statistics.median(tail)) or 1e-12
     later, z = trend(tail)
-    if change < 0 and abs(z) < 2 and abs(later) < 0.02 * level:
+    if change < 0 and _is_flat(later, z, level):
         return Shape("plateau", steps[len(losses) // 3], steps[-1])
     highest = max(range(len(losses)), key=lambda i: losses[i])
     around = [*losses[max(0, highest - 20) : highest], *losses[highest + 1 : highest + 21]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 from ddpdebug.detectors.hlth.samples import BROKEN, SampledRule, parameters, sampled, sites, weight
@@ -13,8 +14,9 @@ _MIN_SAMPLES, _MIN_STEPS = 6, 16
 
 
 class ZeroGradient(SampledRule):
-    """The parameter takes part in backward and its gradient is exactly 0, or 0 up to rounding, in every step of the
-    window. A gradient that is `None` is SYNC207.
+    """The parameter takes part in backward and its gradient is exactly 0 in every sampled step.
+
+    A gradient that is `None` is SYNC207.
 
     Impact: the parameter only decays or stays as initialised.
 
@@ -92,7 +94,7 @@ def _before_a_norm(step: Step, table: Mapping[str, Any]) -> set[str]:
     """Return the biases that the normalisation after them removes."""
     classes = {path: seen[0]["class"] for path, seen in sites(step).items()}
     owners = list(dict.fromkeys(name.rpartition(".")[0] for name in table))
-    followers = dict(zip(owners, owners[1:], strict=False))
+    followers = dict(pairwise(owners))
     return {
         name
         for name in table

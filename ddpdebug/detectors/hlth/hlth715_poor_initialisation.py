@@ -24,8 +24,7 @@ def _deep(factor: float) -> Mapping[str, Any]:
 
 
 class PoorInitialisation(SampledRule):
-    """On the first batch the variance of the activations grows or shrinks by a large factor with depth, or units of a
-    layer start with identical weights.
+    """On the first batch the activations explode or die with depth, or units of a layer start as copies of each other.
 
     Impact: training starts slowly, or not at all, and needs a small learning rate; symmetric units receive identical
     gradients and stay copies of each other.

@@ -1,4 +1,4 @@
-"""What the rules about layers share: how sampled statistics are asked for, read and imitated in examples. Torch-free."""
+"""What the rules about layers share: how sampled statistics are asked for, read and imitated. Torch-free."""
 
 from __future__ import annotations
 
