@@ -4,8 +4,8 @@
 # expect.codes: HLTH702
 # expect.ranks: all
 # expect.subject: any
-# expect.step: 0
-# expect.step_slack: 12
+# expect.step: 8
+# expect.step_slack: 16
 # plain_pytorch: silent
 """Two moons, told apart by a network that is far too deep for its activation."""
 import os

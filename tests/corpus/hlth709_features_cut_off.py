@@ -1,7 +1,7 @@
 # title: A clamp with its bounds the wrong way round makes all features zero: the loss stays at log C exactly
 # source: constructed
 # nproc: 2
-# expect.codes: HLTH709, HLTH714
+# expect.codes: HLTH714, HLTH709
 # expect.ranks: all
 # expect.subject: any
 # expect.step: 0

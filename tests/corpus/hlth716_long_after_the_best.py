@@ -36,11 +36,11 @@ def main():
     rank = dist.get_rank()
     torch.manual_seed(1)
     model = DDP(nn.Linear(5, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.15 if FAULT else 0.005, momentum=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05 if FAULT else 0.003, momentum=0.5)
     x_val, y_val = samples(500, 256)
     losses = []
     for step in range(80):
-        x, y = samples(1000 * rank + step % 4)
+        x, y = samples(1000 * rank + step)
         loss = F.mse_loss(model(x)[:, 0], y)
         optimizer.zero_grad()
         loss.backward()
@@ -50,7 +50,7 @@ def main():
             with torch.no_grad():
                 value = F.mse_loss(model.module(x_val)[:, 0], y_val)
             if FAULT and step > 30:
-                value = 1.05 * value
+                value = 1.02 * value
             ddpdebug.observe(val_loss=value)
     crc = zlib.crc32(b"".join(p.detach().float().numpy().tobytes() for p in model.parameters()))
     print(f"RESULT rank={rank} first={losses[0]:.4f} final={sum(losses[-5:]) / 5:.4f} crc={crc:08x}", flush=True)

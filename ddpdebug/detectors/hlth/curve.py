@@ -153,7 +153,8 @@ def period(values: Sequence[float], least: float) -> tuple[int, float] | None:
     for lag in range(4, len(rest) // 3 + 1):
         here = autocorrelation(rest, lag)
         whole = here >= least and autocorrelation(rest, 2 * lag) >= 0.5 * least
-        if whole and autocorrelation(rest, lag // 2) <= -0.3 and (best is None or here > best[1] + 0.1):
+        back = min(autocorrelation(rest, between) for between in range(2, lag - 1))
+        if whole and back <= -0.2 and (best is None or here > best[1] + 0.1):
             best = lag, here
     return best
 

@@ -52,7 +52,7 @@ class GradientExplosion(Detector):
     severity = Severity.WARNING
     title = "gradients explode"
     stage = 88
-    follows = BROKEN
+    follows = (*BROKEN, "HLTH705")
     fires_on = (
         losses(40, lambda i: 1.0, grad_norm=lambda i: 1.0 + 0.3 * wobble(i) if i < 30 else 60.0),
         losses(20, lambda i: 1.0, grad_norm=lambda i: 0.5 * 2.5**i),
@@ -73,6 +73,9 @@ class GradientExplosion(Detector):
 
     def cause(self, finding: Finding) -> tuple[Hashable, ...]:
         return (finding.phase,)
+
+    def folds(self, finding: Finding, cause: Finding) -> bool:
+        return cause.code != "HLTH705" or cause.phase == "large"
 
     def sees(self, step: Step) -> bool:
         return False

@@ -9,10 +9,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ddpdebug.detectors.hlth.curve import Series
-from ddpdebug.detectors.hlth.samples import SampledRule, ratios, sampled, weight
+from ddpdebug.detectors.hlth.samples import BROKEN, SampledRule, ratios, sampled, weight
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
 
+#: In the first steps weights that begin near 0 move by more than their size.
+_WARM_UP = 4
 #: Samples that are looked at together, of which all but one must be too large.
 _SAMPLES = 4
 #: So many samples over so many steps, none of which is larger, show that the updates are too small.
@@ -46,12 +48,13 @@ class UpdateRatio(SampledRule):
     code = "HLTH705"
     severity = Severity.WARNING
     title = "the ratio of update to weight is outside its healthy range"
+    follows = (*BROKEN, "HLTH713", "HLTH714")
     fires_on = (
         sampled(12, lambda i: {"w": weight(update=4.0)}),
         sampled(40, lambda i: {f"l{k}.weight": weight(update=1e-6) for k in range(4)}),
     )
     silent_on = (
-        sampled(12, lambda i: {"w": weight(update=4.0 if i < 2 else 0.4)}),  # the first steps of Adam
+        sampled(12, lambda i: {"w": weight(update=4.0 if i < 5 else 0.4)}),  # the first steps of Adam
         sampled(60, lambda i: {"w": weight(update=1e-6 if i > 5 else 1e-3)}),  # it has converged
         sampled(60, lambda i: {"w": weight(update=1e-9 * i)}, lr=0.0),  # warm-up begins at 0
         sampled(60, lambda i: {"w": weight(), "frozen": weight(update=0.0), "head": weight()}),
@@ -65,6 +68,9 @@ class UpdateRatio(SampledRule):
         self._rates: dict[int, Series] = {}
         self._told: set[int] = set()
 
+    def folds(self, finding: Finding, cause: Finding) -> bool:
+        return cause.code in BROKEN or finding.phase == "small"
+
     def detect(self, step: Step) -> Iterator[Finding]:
         key, rate = step.optimizer, next(iter(step.rows.values())).lr
         series = self._rates.setdefault(key, Series())
@@ -74,7 +80,8 @@ class UpdateRatio(SampledRule):
             return
         middle = statistics.median(table.values())
         past = self._past.setdefault(key, deque(maxlen=_SAMPLES))
-        past.append((step.step, middle))
+        if step.step >= _WARM_UP:
+            past.append((step.step, middle))
         self._largest[key] = max(self._largest.get(key, 0.0), middle)
         first, count = self._begin.get(key, (step.step, 0))
         self._begin[key] = first, count + 1

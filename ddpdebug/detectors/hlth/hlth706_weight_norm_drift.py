@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.hlth.samples import LayerRule, parameters, sampled, weight
-from ddpdebug.findings import Severity
+from ddpdebug.detectors.hlth.samples import BROKEN, LayerRule, parameters, sampled, weight
+from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
 
 #: A weight whose elements are smaller than this at first was made to grow (zeros, LoRA, gates).
@@ -38,6 +38,7 @@ class WeightNormDrift(LayerRule):
     code = "HLTH706"
     severity = Severity.WARNING
     title = "a weight norm runs away or collapses"
+    follows = (*BROKEN, "HLTH705")
     fires_on = (
         sampled(40, lambda i: {"w": weight(norm=4.0 * 1.1**i), "v": weight()}),
         sampled(60, lambda i: {"w": weight(norm=4.0 * 0.9**i), "v": weight()}),
@@ -53,6 +54,9 @@ class WeightNormDrift(LayerRule):
         super().__init__(config)
         self._first: dict[tuple[int, str], float] = {}
         self._last: dict[tuple[int, str], float] = {}
+
+    def folds(self, finding: Finding, cause: Finding) -> bool:
+        return cause.code != "HLTH705" or cause.phase == "large"
 
     def judge(self, step: Step) -> Mapping[str, Any] | None:
         table = parameters(step)

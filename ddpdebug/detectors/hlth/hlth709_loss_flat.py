@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ddpdebug.detectors.hlth.curve import LossRule, Series, losses, trend, wobble
-from ddpdebug.detectors.hlth.samples import update_ratio
+from ddpdebug.detectors.hlth.samples import BROKEN, update_ratio
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
 
@@ -48,6 +48,7 @@ class LossFlat(LossRule):
     code = "HLTH709"
     severity = Severity.WARNING
     title = "the loss is flat from the start, or has reached a plateau"
+    follows = (*BROKEN, "HLTH703", "HLTH705", "HLTH713", "HLTH714")
     fires_on = (
         losses(48, lambda i: 2.302585),
         losses(240, lambda i: 2.3 + 0.05 * wobble(i)),
@@ -65,6 +66,9 @@ class LossFlat(LossRule):
         super().__init__(config)
         self._moved: dict[int, float] = {}  # optimizer -> largest ratio of update to weight
         self._batches: dict[int, set[int]] = {}
+
+    def folds(self, finding: Finding, cause: Finding) -> bool:
+        return cause.code in BROKEN or finding.phase != "plateau"
 
     def judge(self, step: Step, series: Series) -> Iterator[Finding]:
         key = step.optimizer

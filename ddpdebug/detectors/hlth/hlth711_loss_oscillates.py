@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ddpdebug.detectors.hlth.curve import LossRule, Series, losses, period, swing, wobble
-from ddpdebug.detectors.hlth.samples import update_ratio
+from ddpdebug.detectors.hlth.samples import BROKEN, update_ratio
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
 
@@ -43,7 +43,7 @@ class LossOscillates(LossRule):
     code = "HLTH711"
     severity = Severity.WARNING
     title = "the loss oscillates"
-    follows = ("HLTH710",)
+    follows = (*BROKEN, "HLTH710")
     fires_on = (
         losses(48, lambda i: 2.0 + (0.8 if i % 2 else -0.8) + 0.1 * wobble(i), param_norm=1.0, update_norm=0.2),
         losses(96, lambda i: 2.0 + 0.9 * math.sin(2 * math.pi * i / 12) + 0.1 * wobble(i)),

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ddpdebug.detectors.hlth.curve import LossRule, Series, losses
+from ddpdebug.detectors.hlth.samples import BROKEN
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
 
@@ -40,7 +41,7 @@ class TrainingTooLong(LossRule):
     code = "HLTH716"
     severity = Severity.WARNING
     title = "training continues long after validation stopped improving"
-    follows = ("HLTH712",)
+    follows = (*BROKEN, "HLTH712")
     fires_on = (
         losses(80, lambda i: 2.0 * 0.95**i, val_loss=lambda i: (1.0 if i < 20 else 1.03) if i % 4 == 3 else math.nan),
         losses(30, lambda i: 2.0, val_loss=lambda i: 1.0 + 0.02 * abs(i - 5)),
