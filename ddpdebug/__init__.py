@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddpdebug.attach import expect_growth, watch
+    from ddpdebug.attach import expect_growth, observe, watch
     from ddpdebug.errors import DdpdebugError, FindingError, UsageError
     from ddpdebug.findings import Finding, Severity
     from ddpdebug.monitor import Monitor
@@ -26,6 +26,7 @@ _HOMES = {
     "Severity": "ddpdebug.findings",
     "UsageError": "ddpdebug.errors",
     "expect_growth": "ddpdebug.attach",
+    "observe": "ddpdebug.attach",
     "watch": "ddpdebug.attach",
 }
 
@@ -38,6 +39,7 @@ __all__ = [
     "Severity",
     "UsageError",
     "expect_growth",
+    "observe",
     "watch",
 ]
 

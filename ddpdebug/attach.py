@@ -59,6 +59,13 @@ def watch(
     return monitor
 
 
+def observe(**values: Any) -> None:
+    """Tell `loss` or `val_loss`, as `Monitor.observe`; does nothing where no monitor is attached."""
+    monitor = current()
+    if monitor is not None:
+        monitor.observe(**values)
+
+
 def expect_growth(what: str, size: int | None = None) -> None:
     """Declare memory that grows on purpose, as `Monitor.expect_growth`; does nothing where no monitor is attached."""
     monitor = current()

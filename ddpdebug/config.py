@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddpdebug import parsing
+from ddpdebug.detectors.thresholds import assignments
 from ddpdebug.errors import UsageError, did_you_mean
 
 ENVIRONMENT_PREFIX = "DDPDEBUG_"
@@ -34,6 +35,7 @@ class Option(NamedTuple):
     valid: str  # the values that are accepted, for messages and help
     commands: tuple[str, ...]
     switch: bool  # takes no value on the command line
+    repeated: bool  # may be given several times
 
     @property
     def flag(self) -> str:
@@ -139,6 +141,12 @@ class Config:
         parsing.number(0),
         "a number from 0 up",
         "Relative difference between ranks that is no finding; the default compares bit by bit.",
+    )
+    threshold: Mapping[str, float] | None = _option(
+        None,
+        assignments,
+        "NAME=VALUE, several separated by commas",
+        "Adjust a threshold of the rules about the health of training (docs/thresholds.md); may be repeated.",
     )
     guard: str = _option(
         "observe",
@@ -299,7 +307,8 @@ class Config:
             if value is None:
                 continue  # as if not given
             flag = "--" + name.replace("_", "-")
-            values[name] = _parsed(name, value, flag if flags else name, cwd, shown=flag if flags else name)
+            parsed = _parsed(name, value, flag if flags else name, cwd, shown=flag if flags else name)
+            values[name] = {**values.get(name, {}), **parsed} if isinstance(parsed, dict) else parsed
         alone = {"metrics_tls_key", "metrics_client_ca"} & values.keys()
         if alone and values.get("metrics_tls_cert") is None:
             raise UsageError(f"{min(alone)} needs a certificate; give metrics_tls_cert too")
@@ -322,7 +331,8 @@ def options(command: str | None = None) -> list[Option]:
         about = entry.metadata
         if command is None or command in about["commands"]:
             switch = about["parse"] is parsing.switch
-            result.append(Option(entry.name, about["help"], about["valid"], about["commands"], switch))
+            repeated = about["parse"] is assignments
+            result.append(Option(entry.name, about["help"], about["valid"], about["commands"], switch, repeated))
     return result
 
 
@@ -333,7 +343,9 @@ def to_flags(given: Mapping[str, Any], command: str) -> list[str]:
         value = given.get(option.name)
         if value is None:
             continue
-        if option.switch:
+        if option.repeated:
+            line += [f"{option.flag}={word}" for word in value]
+        elif option.switch:
             line.append(option.flag if parsing.switch(value) else option.flag.replace("--", "--no-", 1))
         else:
             line.append(f"{option.flag}={value}")

@@ -60,6 +60,16 @@ Details of one step (kind -> JSON of one rank):
 `holders`     {"holders": [{"name": "losses", "kind": "list", "entries": int | null, "function": "train" | null,
               "location": "train.py:58", "graphs": int, "tensors": int, "bytes": int}], "visits": int} of the one rank
               that searched (forensics/holders.py); `graphs`: steps whose autograd graphs hang there
+`layers`      statistics of a sampled step, of a bounded number of modules and parameters; {} elsewhere:
+              {"modules": {path: {"class": str, "role": "output" | "input" (of a module whose input is a functional
+                       activation), "call": int, "kind": "relu" | "sigmoid" | "tanh" | "softmax" | null, "leaf": int
+                       (place in the forward), "mean": float, "std": float, "hidden": bool (other weights follow),
+                       "zero": share, "zero_units": share of units that were 0 for all inputs of the last samples,
+                       "inputs": int (how many those were), "saturated": share}},
+               "parameters": {name: {"norm": float, "grad_norm": float | null, "update": norm of the change,
+                       "digest": hex before the step, "numel": int, "dim": int, "lr": float | null,
+                       "symmetric": bool (first sample only)}}  of rank 0 only,
+               "order": [name, ...] from the first layer to the last}
 `element`     {"name": str, "index": [int, ...], "value": float, "step": int} see forensics/elements.py
 
 Announcements (topic -> JSON of one rank), compared once all ranks have spoken:
@@ -103,6 +113,7 @@ KINDS = (
     "structure",
     "replicas",
     "numerics",
+    "layers",
     "holders",
 )
 

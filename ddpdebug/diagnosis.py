@@ -203,7 +203,7 @@ class Diagnosis:
         others = [q for q in self._queue if q is not queued and q.step.optimizer == step.optimizer]
         pending = {code for other in others for code in other.rules} if queued is not self._queue[0] else set()
         for rule in list(self._rules):
-            if not rule.wants or rule.code in rules or rule.code in pending:
+            if not rule.wants or rule.code in rules or (rule.code in pending and not rule.samples):
                 continue
             if self._run(rule, False, self._curious, rule, step):
                 rules.add(rule.code)
@@ -214,6 +214,8 @@ class Diagnosis:
             self._outbox.append(Request(optimizer=step.optimizer, step=step.step, kind=kind))
 
     def _curious(self, rule: Detector, step: Step) -> bool:
+        if rule.samples:
+            return rule.suspects(step)
         reading, _ = self._read(rule, step)
         if reading is Reading.KNOWN or reading is Reading.WAITING:
             return False
@@ -268,7 +270,7 @@ class Diagnosis:
             elif fresh:
                 group.quiet = group.misses = group.wait = 0
                 admitted += fresh
-            elif asked.intersection(r.code for r in rules):
+            elif asked.intersection(r.code for r in rules if not r.samples):
                 group.missed()
             else:
                 group.wait = max(0, group.wait - 1)

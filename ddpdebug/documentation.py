@@ -1,6 +1,7 @@
 """Writes the reference pages of `docs/` from the code, so that they cannot say anything else. Torch-free.
 
-`make docs` calls it as `python -m ddpdebug.documentation docs/findings.md docs/metrics.md docs/options.md`.
+`make docs` calls it as `python -m ddpdebug.documentation docs/findings.md docs/metrics.md docs/options.md
+docs/thresholds.md`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from ddpdebug.commands.explain import Page, pages
 from ddpdebug.config import Config, options
+from ddpdebug.detectors.thresholds import THRESHOLDS
 from ddpdebug.errors import UsageError
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Row
@@ -72,6 +74,21 @@ value is an error before any training starts. Switches have an opposite: `--no-e
 This page is made from the code by `make docs`."""
 
 
+_THRESHOLDS_HEAD = """\
+# Thresholds
+
+Every number that the rules about the health and the recipe of training compare with. Adjust one with
+`--threshold NAME=VALUE`, which may be repeated, or in pyproject.toml:
+
+```toml
+[tool.ddpdebug.threshold]
+dead_share = 0.7
+```
+
+A name that is not in the table is an error before any training starts. This page is made from the code by `make docs`;
+[health.md](health.md) says what is measured."""
+
+
 def findings_page() -> str:
     """Return docs/findings.md: every code by family, with its runbook where a rule detects it."""
     known = list(pages().values())
@@ -114,11 +131,18 @@ def options_page() -> str:
     return f"{_OPTIONS_HEAD}\n\n{_table(('option', 'values', 'default', 'commands', 'meaning'), rows)}\n"
 
 
+def thresholds_page() -> str:
+    """Return docs/thresholds.md: every threshold with its source."""
+    rows = [(f"`{t.name}`", f"{t.value:g}", t.meaning, t.source, ", ".join(t.codes)) for t in THRESHOLDS]
+    return f"{_THRESHOLDS_HEAD}\n\n{_table(('threshold', 'default', 'meaning', 'source', 'codes'), rows)}\n"
+
+
 #: Each page by the name of its file.
 PAGES: Mapping[str, Callable[[], str]] = {
     "findings.md": findings_page,
     "metrics.md": metrics_page,
     "options.md": options_page,
+    "thresholds.md": thresholds_page,
 }
 
 

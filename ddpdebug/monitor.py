@@ -118,8 +118,9 @@ class Monitor:
         unknown = sorted(values.keys() - {"loss", "val_loss"})
         if unknown:
             raise ValueError(f"observe() got {unknown[0]!r}; valid are 'loss' and 'val_loss'")
-        if (loss := values.get("loss")) is not None:
-            self.guard.run("probe:observe", self.recorder.events.observed, loss)
+        for name, value in values.items():
+            if value is not None:
+                self.guard.run("probe:observe", self.recorder.events.observed, name, value)
 
     @property
     def findings(self) -> list[Finding]:

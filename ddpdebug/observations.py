@@ -96,6 +96,9 @@ class Row(NamedTuple):
     grad_norm: float = float("nan")  # 2-norm after the reduction, before clipping
     clip_norm: float = float("nan")  # total norm that the clipping saw
     clip_max: float = float("nan")
+    param_norm: float = float("nan")  # in sampled steps: 2-norm of the weights before the step, and of their change,
+    update_norm: float = float("nan")  # estimated from a part of each; on rank 0 only
+    val_loss: float = float("nan")  # as told by `observe(val_loss=...)` since the previous step
     # linear checksums: sum of the elements of the gradients in a slot, before and after the reduction
     local_sum_0: float = float("nan")
     local_sum_1: float = float("nan")

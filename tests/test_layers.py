@@ -15,6 +15,7 @@ _PACKAGE = Path(__file__).parent.parent / "ddpdebug"
 #: From the first layer to the last; a module may import from its own entry's left, and from its own folder.
 _LAYERS = (
     ("errors", "observations", "findings", "parsing"),
+    ("detectors.thresholds",),
     ("steps", "details", "config", "numeric_guard", "selftest"),
     ("detectors.base", "detectors.comparison", "detectors.examples"),
     ("detectors",),

@@ -47,7 +47,7 @@ def target_command(name: str, act: Callable[..., int], text: str, *extra: click.
     @click.pass_context
     def callback(ctx: click.Context, /, **values: Any) -> Callable[[], int]:
         hidden = {option.name for option in extra}
-        given = {key: value for key, value in values.items() if value is not None and key not in hidden}
+        given = {key: value for key, value in values.items() if value not in (None, ()) and key not in hidden}
         request = prepare(given, ctx.obj, name)
         marks = {str(key): values[str(key)] for key in hidden}
         return lambda: act(request, **marks)
@@ -115,7 +115,8 @@ def click_option(option: Option) -> click.Option:
     if option.switch:
         names, about = f"{option.flag}/{option.flag.replace('--', '--no-', 1)}", f"[{note}]"
         return click.Option([names], default=None, help=f"{option.help} {about}")
-    return click.Option([option.flag], metavar="VALUE", default=None, help=f"{option.help} [{option.valid}; {note}]")
+    about = f"{option.help} [{option.valid}; {note}]"
+    return click.Option([option.flag], metavar="VALUE", default=None, multiple=option.repeated, help=about)
 
 
 def _check_directory(directory: Path, flag: str) -> None:

@@ -92,6 +92,35 @@ def _health(made: Board) -> None:
         "Learning rate of the first parameter group. Compare with where the loss turns.",
     )
     made.add(
+        lines([(q.shared("ddpdebug_val_loss"), "validation loss")], missing="monitor.observe(val_loss=...) tells it"),
+        "Validation loss",
+        "As the script told it. Rising while the loss falls: the model learns its data by heart (HLTH712).",
+    )
+    ratio = f"{q.shared('ddpdebug_update_norm')} / {q.shared('ddpdebug_param_norm')}"
+    made.add(
+        lines([(ratio, "all weights"), (_layers("update_ratio"), "{{layer}}")], zero=True),
+        "Update over weight",
+        "Norm of a sampled step's change over the norm of the weights: of all, and of the two layers that change most. "
+        "Around 1e-3 is usual; far above it the model forgets, far below it hardly trains (HLTH705).",
+    )
+    made.add(
+        lines([(_layers("grad_norm"), "{{layer}}")], zero=True),
+        "Layers with the largest gradients",
+        "The two largest gradient norms of single weights in the sampled steps. One layer far above the rest: look at "
+        "its input and its initialisation (HLTH701, HLTH702).",
+    )
+    made.add(
+        lines(
+            [(_layers("dead_units"), "dead: {{layer}}"), (_layers("saturation"), "saturated: {{layer}}")],
+            unit="percentunit",
+            missing="no ReLU, sigmoid, tanh or softmax was sampled",
+            zero=True,
+        ),
+        "Dead and saturated units",
+        "Share of the units that no input made fire, and of the values at the end of their range: the two worst "
+        "activations. Near 100 %: that layer no longer learns (HLTH703, HLTH704).",
+    )
+    made.add(
         lines([(q.shared("ddpdebug_parameters_without_gradient"), "parameters")], zero=True),
         "Parameters without a gradient",
         "Trainable parameters that got no gradient in the last step: a dead branch, or a head that this batch does "
@@ -104,3 +133,7 @@ def _health(made: Board) -> None:
         "Largest norm of a rank's own gradients over the norm of their mean. Near the square root of the number of "
         "ranks: mostly noise, a larger batch would help. Near 1: all ranks say the same.",
     )
+
+
+def _layers(what: str) -> str:
+    return q.shared(f"ddpdebug_layer_{what}", "layer")

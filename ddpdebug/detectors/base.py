@@ -44,6 +44,8 @@ class Detector:
     title: ClassVar[str]
     #: Detail kinds to collect from every rank before `detect` is called.
     wants: ClassVar[tuple[str, ...]] = ()
+    #: The details describe some steps whatever happens in them: they are wanted of each, also while a cause is open.
+    samples: ClassVar[bool] = False
     #: Topics of announcements (see `details.py`, without `:<k>`) for which `compare` is called when all have spoken.
     topics: ClassVar[tuple[str, ...]] = ()
     #: Codes that explain this one: while one of them is open, this finding folds into it as evidence.

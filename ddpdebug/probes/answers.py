@@ -166,5 +166,6 @@ _BUILDERS: dict[str, Callable[[StepRecord, Recorder], Any]] = {
     "structure": _structure,
     "replicas": lambda record, recorder: dict(record.replicas),
     "numerics": lambda record, recorder: record.numerics,
+    "layers": lambda record, recorder: {} if record.layers is None else record.layers.detail(record),
     "holders": lambda record, recorder: recorder.memory.holders(),
 }

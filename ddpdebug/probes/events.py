@@ -34,10 +34,14 @@ class Events:
         value = float(norm) if norm.device.type == "cpu" else float("nan")
         recorder.window.clips.append({"norm": value, "max": float(limit), "before_sync": local, "location": location})
 
-    def observed(self, loss: Any) -> None:
-        """Take the loss from the user instead of the one given to backward."""
+    def observed(self, name: str, loss: Any) -> None:
+        """Take a loss from the user: `loss` instead of the one given to backward, or `val_loss`."""
         value = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss))
-        self._recorder.window.losses = [loss_reader(value, None)]
+        window, reader = self._recorder.window, loss_reader(value, None)
+        if name == "loss":
+            window.losses = [reader]
+        else:
+            window.val_losses.append(reader)
 
     def note_scale(self, scale: torch.Tensor) -> None:
         """Note the loss scale in force; the tensor is changed in place later, so it is read or copied now."""

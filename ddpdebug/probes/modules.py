@@ -46,6 +46,9 @@ class ForwardProbe:
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
+        self.also: Callable[[torch.nn.Module, Any, Any], None] | None = (
+            None  # who wants to see this forward's calls too
+        )
         self._handle: Any = None
         self._thread = 0
         self._looks = Looks()
@@ -110,6 +113,8 @@ class ForwardProbe:
     def _on_call(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if threading.get_ident() == self._thread and not torch.compiler.is_compiling():
             self._guard.run("probe:modules", self._look, module, args, output)
+            if self.also is not None:
+                self._guard.run("probe:layers", self.also, module, args, output)
 
     def _look(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         key = id(module)

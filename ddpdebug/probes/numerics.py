@@ -21,6 +21,7 @@ from ddpdebug.observations import Flag
 from ddpdebug.probes import inputs, loss_line, ranges
 from ddpdebug.probes.entry import watch_entry
 from ddpdebug.probes.guard import location, user_frame
+from ddpdebug.probes.layers import Layers
 from ddpdebug.probes.looks import Looks
 from ddpdebug.probes.modules import ForwardProbe
 from ddpdebug.probes.numeric_detail import complete, is_bad_call, summary
@@ -53,6 +54,7 @@ class Numerics:
         self.inside = False  # a forward that is looked at is running
         self.every_step = False  # the guard wants to know of every step
         self._recorder = recorder
+        self.layers = Layers()
         self._probe = ForwardProbe(recorder.guard)
         self._habits: dict[str, set[str]] = {}  # module -> kinds of non-finite output that healthy steps have too
         self._clean: dict[int, int] = {}  # optimizer -> last step whose gradients were seen to be finite
@@ -80,6 +82,8 @@ class Numerics:
             looks.inputs = inputs.bad(inner, args, kwargs)
         if (later := inputs.bad_later(inner, args, kwargs)) is not None:
             looks.later_inputs.append(later)
+        wanted = recorder.guard.run("probe:layers", self.layers.begin, recorder.window, inner)
+        self._probe.also = self.layers.look if wanted else None
         self._compiled = self._compiled or internals.anything_compiled()  # a reset of the compiler forgets it
         if self._compiled:
             looks.compiled = True
@@ -96,6 +100,9 @@ class Numerics:
         root = looks.module()
         if root is not None:
             self._probe.end(root, looks.prefix)
+            if self._probe.also is not None:
+                self._probe.also = None
+                self._recorder.guard.run("probe:layers", self.layers.end, root, looks.prefix, output)
         looks.forwards += 1
         tensors = list(tensors_in(output))[:_MAX_OUTPUTS]
         looks.outputs = [weakref.ref(tensor) for tensor in tensors]
@@ -117,6 +124,7 @@ class Numerics:
         """Stop watching a forward that raised."""
         self.inside = False
         self._probe.abort()
+        self.layers.forget()
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
@@ -176,6 +184,7 @@ class Numerics:
         """Judge the step that the optimizer is about to take; nothing has been changed yet."""
         if not self.on:
             return
+        self._recorder.guard.run("probe:layers", self.layers.before, watch, record)
         looks = record.window.looks
         record.loss_scale = self._recorder.events.last_loss_scale
         if self._is_scaler_skipping(watch):
@@ -300,6 +309,7 @@ class Numerics:
         tensors: Sequence[torch.Tensor],
     ) -> None:
         """Look at what a step with finite gradients has left behind; `keys` and `tensors` are the state."""
+        self._recorder.guard.run("probe:layers", self.layers.after, watch, record)
         if not self.on or not record.judged or record.flags & (Flag.GRADS_NONFINITE | Flag.SKIPPED):
             return
         rows: list[tuple[tuple[str, ...], torch.Tensor]] = [

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from ddpdebug import fingerprint
 from ddpdebug.observations import CHECKSUM_SLOTS, Digest, Flag, Row
 from ddpdebug.probes.device import Later, LaterFloats
+from ddpdebug.probes.layers import Notes
 from ddpdebug.probes.looks import Looks
 
 NO_FLAGS = Flag(0)
@@ -48,6 +49,7 @@ class Window:
     buffers: list[tuple[list[str], Later]] = field(default_factory=list)
     local: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # id(parameter) -> (sum, norm), before reduction
     reduced: dict[int, Reduced] = field(default_factory=dict)  # after it
+    val_losses: list[Callable[[], float]] = field(default_factory=list)
     gathered: list[dict[str, Any]] = field(default_factory=list)
     clips: list[dict[str, Any]] = field(default_factory=list)
     loads: list[dict[str, Any]] = field(default_factory=list)
@@ -97,6 +99,7 @@ class StepRecord:
     numerics: dict[str, Any] = field(default_factory=dict)  # the detail of that name
     numerics_later: Callable[[], Flag] | None = None  # completes it with what was still on a device
     judged: bool = False  # the flags about gradients are certain: a norm that overflowed was confirmed or cleared
+    layers: Notes | None = None  # of a sampled step
     fields: dict[str, Any] = field(default_factory=dict)  # numbers that go into the row as they are
     row: Row | None = None
 
@@ -131,6 +134,7 @@ def encode_row(record: StepRecord, rank: int) -> Row:
         fields["loss"] = math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.nan
         if not math.isfinite(fields["loss"]):
             flags |= Flag.LOSS_NONFINITE
+    fields |= _health_fields(record)
     if flags & Flag.CHECKED:
         flags |= _checked_fields(record, fields)
     if record.numerics_later is not None:
@@ -155,6 +159,13 @@ def encode_row(record: StepRecord, rank: int) -> Row:
     _freeze(record)
     record.row = Row(rank=rank, step=record.step, optimizer=record.optimizer, flags=int(flags), **fields)
     return record.row
+
+
+def _health_fields(record: StepRecord) -> dict[str, float]:
+    fields = {} if record.layers is None else record.layers.row()
+    if losses := record.window.val_losses:
+        fields["val_loss"] = math.fsum(read() for read in losses) / len(losses)
+    return fields
 
 
 def _freeze(record: StepRecord) -> None:

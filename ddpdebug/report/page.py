@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from html import escape
 
+from ddpdebug.detectors.hlth.curve import classify
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.report.drawing import Points, lines, timeline
 from ddpdebug.report.reading import PHASES, History
@@ -74,6 +75,7 @@ def page(history: History) -> str:
         "<p>Green: compared and equal. Red: some rank was outvoted. Nothing: not compared then.</p>",
         "<h2>Loss</h2>",
         chart(ranks),
+        _shape(series["loss median rank"], history.run.get("config")),
         "<h2>Gradient norm, after the reduction</h2>",
         chart(norms),
         "<h2>Step time by phase, mean over the ranks</h2>",
@@ -87,6 +89,16 @@ def page(history: History) -> str:
         "</body></html>\n",
     ]
     return "\n".join(parts)
+
+
+def _shape(points: Points, config: object) -> str:
+    """Return in words what the loss curve looks like."""
+    known = [(step, value) for step, value in points if math.isfinite(value)]
+    settings = config if isinstance(config, dict) else {}
+    shape = classify([step for step, _ in known], [value for _, value in known], settings)
+    if shape is None:
+        return ""
+    return f"<p>Shape of the curve: <b>{shape.kind}</b>, steps {shape.since} to {shape.until}.</p>"
 
 
 def _text(value: object, limit: int = 300) -> str:

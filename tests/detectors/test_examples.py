@@ -30,6 +30,8 @@ PROMISED = {
     "DATA902": Severity.WARNING,
     **dict.fromkeys([f"NUM30{i}" for i in (1, 2, 3, 4, 5, 9)], Severity.CRITICAL),
     **dict.fromkeys(["NUM306", "NUM307", "NUM308"], Severity.WARNING),
+    **dict.fromkeys([f"HLTH7{i:02}" for i in range(1, 17)], Severity.WARNING),
+    **dict.fromkeys(["HLTH710", "HLTH713"], Severity.ERROR),
     "MEM401": Severity.CRITICAL,
     "MEM403": Severity.ERROR,
     **dict.fromkeys([f"MEM40{i}" for i in (2, 4, 5, 6)], Severity.WARNING),

@@ -170,6 +170,7 @@ class Ranks:
             record = StepJudged(step=self._next(), interval=4, overhead_ratio=0.012)
             for sink in self.sinks:
                 sink.write(record)
+                sink.write(Saved(kind="detail", payload=_layers(self.sinks.index(sink))))
                 if self.step in {20, 24}:
                     sink.write(FindingRaised(finding=_finding(self.step)))
             self.step += 1
@@ -185,6 +186,7 @@ class Ranks:
             digest = Digest(7 + bad)
             rows[rank] = Row(
                 rank=rank, step=self.step, flags=int(flags), loss=2.0 + 0.1 * rank, lr=1e-3, loss_scale=1024.0,
+                param_norm=9.0, update_norm=0.01, val_loss=2.2,
                 local_grad_norm=2.0 + rank, grad_norm=1.5, clip_norm=1.5, clip_max=1.0, step_seconds=0.2,
                 data_seconds=0.01, forward_seconds=0.05 * (1 + bad), backward_seconds=0.1, optimizer_seconds=0.01,
                 host_bytes=(1 << 30) + self.step * 1000, device_allocated_bytes=20 << 30, without_grad=1,
@@ -193,6 +195,13 @@ class Ranks:
                 **{name: value for name, value in extra.items() if name in known},
             )  # fmt: skip
         return Step(step=self.step, optimizer=0, world=WORLD, rows=rows)
+
+
+def _layers(rank: int) -> dict[str, Any]:
+    weights = {f"blocks.{i}.weight": {"norm": 4.0, "update": 0.01 * i, "grad_norm": 0.1, "dim": 2} for i in range(3)}
+    seen = {"blocks.0.relu": {"kind": "relu", "zero_units": 0.3}, "gate": {"kind": "sigmoid", "saturated": 0.2}}
+    value = {"modules": seen, "parameters": weights, "order": list(weights)}
+    return {"rank": rank, "optimizer": 0, "step": 1, "detail": "layers", "value": value}
 
 
 def _finding(step: int) -> Finding:

@@ -85,6 +85,7 @@ def test_the_page_has_verdicts_findings_and_charts(tmp_path: Path) -> None:
         assert part in text
     assert text.count("<svg") == 5
     assert "differ from step 20" in text
+    assert "Shape of the curve: <b>healthy</b>, steps 0 to 39." in text
     assert "<td>2</td><td>no outcome: killed, or still running</td><td>20 steps</td>" in text
 
 

@@ -152,6 +152,10 @@ def full_of_everything(rank: int, mode: str = "per-rank", world: int = 4) -> Pro
         sink.write(Saved(kind="fact", payload={"rank": each, "topic": "place", "value": place}))
     rows = {r: Row(rank=r, step=1, loss=0.5, step_seconds=0.1) for r in range(world)}
     sink.write(StepJudged(step=Step(step=1, optimizer=0, world=world, rows=rows)))
+    table = {f"w{i}": {"norm": 1.0, "update": 0.1, "grad_norm": 0.1, "dim": 2} for i in range(9)}
+    seen = {f"m{i}": {"zero_units": 0.1, "saturated": 0.1} for i in range(9)}
+    value = {"modules": seen, "parameters": table}
+    sink.write(Saved(kind="detail", payload={"rank": rank, "detail": "layers", "value": value}))
     for i, page in enumerate(pages().values()):
         sink.write(FindingRaised(finding=Finding(code=page.code, severity=page.severity, title="", step=i, id=str(i))))
     return sink
@@ -341,3 +345,23 @@ def test_promtool_finds_nothing_to_complain_about(need: Callable[[str], str]) ->
     result = subprocess.run(words, input=text_of(sink), capture_output=True, text=True, check=False)
     sink.close()
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_the_layers_that_stand_out_have_fixed_slots() -> None:
+    """The two largest of each kind; a bias, what is not known and what another rank says do not count."""
+    sink = PrometheusSink(0, "127.0.0.1", 0)
+    weights = {f"w{i}": {"norm": 2.0, "update": 0.1 * i, "grad_norm": None, "dim": 2} for i in range(4)}
+    weights["bias"] = {"norm": 0.1, "update": 9.0, "grad_norm": 9.0, "dim": 1}
+    modules = {"relu": {"zero_units": 0.25}, "gate": {"saturated": 0.5}, "odd": {"saturated": "x"}}
+    detail = {"detail": "layers", "value": {"modules": modules, "parameters": weights}}
+    sink.write(Saved(kind="detail", payload={"rank": 0, **detail}))
+    sink.write(Saved(kind="detail", payload={"rank": 1, "detail": "layers", "value": {"modules": {"x": 1}}}))
+    sink.write(Saved(kind="detail", payload={"rank": 0, "detail": "layers", "value": {}}))
+    found = {key: value for key, value in samples(sink).items() if key[0].startswith("ddpdebug_layer_")}
+    sink.close()
+    assert found == {
+        ("ddpdebug_layer_update_ratio", "w3", "0", "1"): pytest.approx(0.15),
+        ("ddpdebug_layer_update_ratio", "w2", "0", "2"): pytest.approx(0.1),
+        ("ddpdebug_layer_dead_units", "relu", "0", "1"): 0.25,
+        ("ddpdebug_layer_saturation", "gate", "0", "1"): 0.5,
+    }

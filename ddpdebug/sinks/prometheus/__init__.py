@@ -4,7 +4,7 @@ A step costs storing references and counting: everything else happens when someb
 server's own, also while the training thread hangs in a collective. Training code is never called from there.
 
 Labels are `rank` (who reports) and few fixed values, so that the number of series does not depend on the model: at most
-150 per rank, 100 of them from the start and one more for each code that has been found. What all ranks know alike
+150 per rank, 115 of them from the start and one more for each code that has been found. What all ranks know alike
 (findings, disagreement, interval) is reported by every rank that serves: aggregate with `max`, not with `sum`. With
 several optimizers, loss, norms, rates and times are those of the one that has stepped most, the first of equals.
 """
@@ -27,13 +27,14 @@ from ddpdebug.sinks.prometheus.discovery import target
 from ddpdebug.sinks.prometheus.endpoint import App, Endpoint, Serving, json_app
 from ddpdebug.sinks.prometheus.families import rank_metrics
 from ddpdebug.sinks.prometheus.frugal import Frugal
+from ddpdebug.sinks.prometheus.layers import Layers
 from ddpdebug.sinks.prometheus.state import RankState
 from ddpdebug.sinks.text import clean, ranks_text
 
 #: So many of the newest findings are shown with their names.
 INCIDENTS = 5
 #: So many codes are counted apart, further ones together as `other`.
-_CODES = 45
+_CODES = 35
 
 
 class PrometheusSink(Collector):
@@ -68,6 +69,7 @@ class PrometheusSink(Collector):
         self._incidents: deque[tuple[Finding, float]] = deque(maxlen=INCIDENTS)
         self._outvoted: dict[str, dict[int, frozenset[int]]] = {what: {} for what in COMPARED}
         self._disagreements = dict.fromkeys(COMPARED, 0)
+        self._layers = Layers()
         self._errors = 0
         self._last: StepJudged | None = None
         self._started: RunStarted | None = None
@@ -101,6 +103,8 @@ class PrometheusSink(Collector):
                 self._errors += 1
             case Saved(kind="fact", payload={"topic": "place", "rank": int(rank), "value": dict(place)}):
                 self._place(rank, place)
+            case Saved(kind="detail", payload={"detail": "layers", "rank": self._rank, "value": dict(detail)}):
+                self._layers.take(detail)
             case RunStarted():
                 self._started = record
                 own = {"node": record.node, "local_rank": record.local_rank, "metrics": record.metrics_url}
@@ -170,6 +174,7 @@ class PrometheusSink(Collector):
         ranks = [(str(rank), state) for rank, state in sorted(self._ranks.copy().items())]
         outvoted = {what: frozenset().union(*found.copy().values()) for what, found in self._outvoted.items()}
         yield from rank_metrics(ranks, outvoted)
+        yield from self._layers.metrics(str(self._rank))
 
     def _run_metrics(self) -> Iterator[Metric]:
         text = "The run that is watched; always 1."

@@ -22,6 +22,9 @@ GAUGES = {
     "loss_scale": ("loss_scale", "Scale of the gradient scaler."),
     "learning_rate": ("lr", "Learning rate of the first parameter group."),
     "clip_threshold": ("clip_max", "Norm to which gradients are clipped."),
+    "param_norm": ("param_norm", "2-norm of the weights in the last sampled step; rank 0 only."),
+    "update_norm": ("update_norm", "2-norm of their change in that step; rank 0 only."),
+    "val_loss": ("val_loss", "Validation loss, as the script told it by observe()."),
 }
 #: What was not finite -> the flag that says so.
 NONFINITE = {
@@ -53,6 +56,8 @@ _GAUGE_VALUES = attrgetter(*(field for field, _ in GAUGES.values()))
 _PHASE_VALUES = attrgetter(*(f"{phase}_seconds" for phase in PHASES))
 #: In such a step NaN is a value or says that there is none.
 _CERTAIN = int(Flag.CHECKED | Flag.LOSS_NONFINITE | Flag.LOCAL_GRADS_NONFINITE | Flag.GRADS_NONFINITE)
+#: So many gauges are known in every step that is certain; those after them rarely.
+_OFTEN = list(GAUGES).index("param_norm")
 _NONFINITE = {what: int(flag) for what, flag in NONFINITE.items()}
 _ANY_NONFINITE = sum(_NONFINITE.values())
 _SKIPPED, _CHECKED = int(Flag.SKIPPED), int(Flag.CHECKED)
@@ -94,7 +99,7 @@ class RankState:
         self.row = row
         certain = flags & _CERTAIN
         for i, value in enumerate(_GAUGE_VALUES(row)):
-            if value == value or certain:  # noqa: PLR0124 - NaN: keep the last known value
+            if value == value or (certain and i < _OFTEN):  # noqa: PLR0124 - NaN: keep the last known value
                 self.values[i] = value
         if row.step_seconds >= 0:  # not when unknown, which is NaN
             self.buckets[bisect_left(BUCKETS, row.step_seconds)] += 1

@@ -1,4 +1,4 @@
-"""Trains on the CPU and falls ill in many ways, one after the other. Plain torch."""
+"""Trains on the CPU and falls ill in many ways, one after the other."""
 
 import contextlib
 import gc
@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+import ddpdebug
 
 END = int(sys.argv[1])
 torch.set_num_threads(1)
@@ -26,7 +28,7 @@ class Slow(nn.Module):
         return inputs
 
 
-model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), Slow(), nn.Tanh(), nn.Linear(32, 4)))
+model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), Slow(), nn.Tanh(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 4)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 scaler = torch.amp.GradScaler("cpu", init_scale=0.5, growth_interval=10_000)
 generator = torch.Generator().manual_seed(rank)
@@ -68,6 +70,8 @@ for step in range(END):
     if step in (120, 270):
         heal()
         optimizer.state.clear()
+    if step % 10 == 0:
+        ddpdebug.observe(val_loss=loss.detach())
     if step == 290:
         time.sleep(15)
     if 300 <= step < 400:

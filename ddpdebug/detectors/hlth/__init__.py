@@ -1,0 +1,1 @@
+"""Rules about the signals of training: losses, gradients, weights and activations over time. Torch-free."""

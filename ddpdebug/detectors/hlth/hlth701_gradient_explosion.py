@@ -1,0 +1,118 @@
+"""HLTH701: gradients explode."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Hashable, Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+from ddpdebug.detectors.base import Detector
+from ddpdebug.detectors.hlth.curve import losses, wobble
+from ddpdebug.detectors.hlth.samples import BROKEN
+from ddpdebug.detectors.thresholds import threshold
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.observations import Flag
+from ddpdebug.steps import Step
+
+#: Norms that are remembered, how many must be known before any is judged, and how many are judged together.
+_KEPT, _WARM_UP, _NEWEST = 37, 12, 5
+#: Growth from step to step: nearly all of so many steps rise, by this factor in all.
+_GROWING, _RISING, _GROWN = 12, 10, 1e3
+
+
+class GradientExplosion(Detector):
+    """The gradient norm is far above its own recent history, or grows geometrically over the window.
+
+    Impact: single updates throw the weights away from what was learned; what follows is a loss spike, divergence or
+    overflow.
+
+    Diagnosis: look at the norm per layer: growth towards the input is depth, one layer alone is local, all layers at
+    once is the loss or the batch. Compare the ranks: one rank alone points to its batch. Check the norm before
+    clipping, the learning rate at that step, and weight and logit norms (HLTH706).
+
+    Causes:
+    - learning rate too high, or a warm-up that is missing or too short
+    - an outlier batch: corrupt sample, huge target, a tiny denominator in the loss
+    - no normalisation or bad initialisation in a deep or recurrent model
+    - a sum where a mean was meant, over tokens, micro-batches or loss terms
+    - Adam's second moment too slow for the change (beta2=0.999 with noisy gradients)
+
+    Remedy:
+    - clip with `torch.nn.utils.clip_grad_norm_(params, 1.0)` and log the returned norm
+    - warm up over hundreds to thousands of steps, lower the peak rate, try `betas=(0.9, 0.95)`
+    - normalise the loss by its number of elements
+    - scale residual branches at initialisation, use pre-norm
+    - if one batch did it, look at the batch
+    """
+
+    code = "HLTH701"
+    severity = Severity.WARNING
+    title = "gradients explode"
+    stage = 88
+    follows = (*BROKEN, "HLTH705")
+    fires_on = (
+        losses(40, lambda i: 1.0, grad_norm=lambda i: 1.0 + 0.3 * wobble(i) if i < 30 else 60.0),
+        losses(20, lambda i: 1.0, grad_norm=lambda i: 0.5 * 2.5**i),
+    )
+    silent_on = (
+        losses(60, lambda i: 1.0, grad_norm=lambda i: 90.0 if i == 40 else 1.0 + 0.5 * wobble(i)),  # one batch
+        losses(60, lambda i: 1.0, grad_norm=lambda i: 1.0 + 0.1 * i),  # grows slowly
+        losses(60, lambda i: 1.0, grad_norm=lambda i: math.exp(2 * wobble(i))),  # heavy tails
+        losses(
+            60, lambda i: 1.0, grad_norm=lambda i: 2.0 ** (10 + i // 12), loss_scale=lambda i: 2.0 ** (10 + i // 12)
+        ),
+    )
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._norms: dict[int, deque[tuple[int, float]]] = {}
+        self._told: set[tuple[int, str]] = set()
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return (finding.phase,)
+
+    def folds(self, finding: Finding, cause: Finding) -> bool:
+        return cause.code != "HLTH705" or cause.phase == "large"
+
+    def sees(self, step: Step) -> bool:
+        return False
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        norm = _norm(step)
+        if norm is None:
+            return
+        past = self._norms.setdefault(step.optimizer, deque(maxlen=_KEPT))
+        past.append((step.step, norm))
+        if len(past) < _WARM_UP:
+            return
+        values = [value for _, value in past]
+        usual = statistics.median(values[:-_NEWEST])
+        high = [at for at, value in list(past)[-_NEWEST:] if value > threshold(self.config, "gradient_jump") * usual]
+        rises = sum(after > before for before, after in pairwise(values[-_GROWING:]))
+        phase, since = None, past[-min(_GROWING, len(past))][0]
+        if rises >= _RISING and values[-1] > _GROWN * values[-_GROWING]:
+            phase = "growth"
+        elif usual > 0 and len(high) >= threshold(self.config, "gradient_steps"):
+            phase, since = "jump", high[0]
+        if phase is not None and not any((step.optimizer, p) in self._told for p in ("growth", "jump")):
+            self._told.add((step.optimizer, phase))
+            yield self.finding(
+                step=since,
+                last_step=step.step,
+                ranks=tuple(step.rows),
+                subject=("gradients",),
+                phase=phase,
+                evidence={"norm": norm, "median_before": usual, "newest": [f"step {a}: {v:.4g}" for a, v in past][-8:]},
+            )
+
+
+def _norm(step: Step) -> float | None:
+    """Return the norm of the reduced gradients without the loss scale."""
+    if step.any(Flag.SKIPPED | Flag.GRADS_NONFINITE):
+        return None
+    row = next(iter(step.rows.values()))
+    scale = row.loss_scale if math.isfinite(row.loss_scale) and row.loss_scale > 0 else 1.0
+    return row.grad_norm / scale if math.isfinite(row.grad_norm) else None

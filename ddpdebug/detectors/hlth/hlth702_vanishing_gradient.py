@@ -1,0 +1,76 @@
+"""HLTH702: gradients vanish with depth."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from ddpdebug.detectors.hlth.samples import LayerRule, parameters, sampled, sites, weight
+from ddpdebug.findings import Severity
+from ddpdebug.steps import Step
+
+#: A profile needs so many weights; rows of an embedding that the batch does not use bring its ratio down.
+_WEIGHTS = 4
+_NO_PART = ("Embedding", "Norm")
+
+
+class VanishingGradient(LayerRule):
+    """Gradient norms fall by orders of magnitude from the last layers to the first, over a window.
+
+    Impact: early layers hardly train; the model behaves like a shallow one on random features.
+
+    Diagnosis: read the per-layer profile and find where it bends: a steady fall is depth, a step is one module.
+    Relate each gradient to its weight's norm before judging. Look at the activations on that stretch: saturation
+    (HLTH704), dead units (HLTH703), a tiny output scale. In float16 check whether small gradients underflow to 0.
+
+    Causes:
+    - saturating activations (sigmoid, tanh) stacked deep, or in a recurrent model over many steps
+    - weights initialised too small, so that the signal dies with depth (HLTH715)
+    - no residual connections, or residual branches multiplied by a very small gate
+    - underflow in float16 without loss scaling
+    - a bottleneck that lets little through: averaging over many positions, a hard mask, a near-detached branch
+
+    Remedy:
+    - residual connections with pre-norm; ReLU or GELU instead of sigmoid between layers; gain-aware initialisation
+      (`torch.nn.init.kaiming_normal_`, `xavier_uniform_` with `calculate_gain`); gated units with forget bias 1 for
+      sequences; `torch.amp.GradScaler` or bfloat16
+    - Adam hides part of the effect; the ratio of update to weight (HLTH705) tells whether it matters
+    """
+
+    code = "HLTH702"
+    severity = Severity.WARNING
+    title = "gradients vanish with depth"
+    fires_on = (
+        sampled(8, lambda i: {f"l{k}.weight": weight(grad_norm=10.0 ** (k - 9)) for k in range(8)}),
+        sampled(8, lambda i: {f"l{k}.weight": weight(grad_norm=1e-8 if k < 2 else 0.1) for k in range(6)}),
+    )
+    silent_on = (
+        sampled(8, lambda i: {f"l{k}.weight": weight(grad_norm=0.5 * 0.5 ** (8 - k)) for k in range(8)}),
+        sampled(8, lambda i: {f"l{k}.weight": weight(grad_norm=0.0 if k < 3 else 0.1) for k in range(8)}),  # HLTH714
+        sampled(8, lambda i: {f"l{k}.weight": weight(grad_norm=10.0 ** (k - 9 if i == 2 else -2)) for k in range(8)}),
+        sampled(8, lambda i: {f"l{k}.weight": weight(grad_norm=10.0 ** (-6 * k)) for k in range(3)}),  # too few
+    )
+
+    def judge(self, step: Step) -> Mapping[str, Any] | None:
+        table = parameters(step)
+        if not table:
+            return None
+        classes = {path: seen[0]["class"] for path, seen in sites(step).items()}
+        profile = {
+            name: about["grad_norm"] / about["norm"]
+            for name, about in table.items()
+            if about["dim"] > 1
+            and about["norm"]
+            and about["grad_norm"]
+            and not any(word in classes.get(name.rpartition(".")[0], "") for word in _NO_PART)
+        }
+        if len(profile) < _WEIGHTS:
+            return {}
+        names, share = list(profile), max(1, len(profile) // 4)
+        tail = statistics.median(profile[name] for name in names[-share:])
+        head = statistics.median(profile[name] for name in names[:share])
+        if head >= self.limit("vanishing") * tail:
+            return {}
+        shown = {name: f"{value:.3g}" for name, value in profile.items()}
+        return {names[0]: {"gradient_over_weight": shown, "first_over_last": head / tail}}

@@ -1,0 +1,66 @@
+"""HLTH703: units of a ReLU-like activation are zero for nearly all inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ddpdebug.detectors.hlth.samples import LayerRule, activation, sampled, sites
+from ddpdebug.findings import Severity
+from ddpdebug.steps import Step
+
+
+class DeadUnits(LayerRule):
+    """Over the window these units gave 0 for nearly every input, so that no gradient passes through them.
+
+    Impact: the layer has less capacity than its width; fully dead units rarely recover on their own, since their
+    incoming weights receive no gradient.
+
+    Diagnosis: look at the share of dead units per layer and at when it rose: from step 0 it is initialisation or
+    input scale, suddenly after a step it is one large update. Print mean and std of the pre-activation; a bias far
+    below 0 shows. Sparse activation on most inputs, with different units for different inputs, is healthy.
+
+    Causes:
+    - one step that was too large pushed biases far below 0: learning rate, missing warm-up or clipping
+    - inputs that are not centred or far too large
+    - initialisation with negative biases or wrong gain
+    - weight decay or a loss term that pushes the pre-activations down
+
+    Remedy:
+    - lower the learning rate or warm it up, clip gradients, normalise before the activation (BatchNorm, LayerNorm),
+      or use `nn.LeakyReLU`, `nn.GELU` or `nn.SiLU`
+    - units that are dead now need new weights: initialise their rows again, or restart from before the large step
+    """
+
+    code = "HLTH703"
+    severity = Severity.WARNING
+    title = "units of a ReLU-like activation are zero for nearly all inputs"
+    stage = 86
+    fires_on = (
+        sampled(6, modules=lambda i: {"act": activation("relu", zero=0.95, zero_units=0.9)}),
+        sampled(9, modules=lambda i: {"fc2 (input)": activation("relu", zero_units=1.0 if i > 3 else 0.1)}),
+    )
+    silent_on = (
+        sampled(9, modules=lambda i: {"act": activation("relu", zero=0.9, zero_units=0.3)}),  # sparse, not dead
+        sampled(9, modules=lambda i: {"act": activation("relu", zero_units=0.8, inputs=32)}),  # too few inputs
+        sampled(9, modules=lambda i: {"act": activation("relu", zero_units=0.8 if i % 3 == 0 else 0.1)}),
+    )
+
+    def judge(self, step: Step) -> Mapping[str, Any] | None:
+        found = {}
+        seen = sites(step)
+        for path, ranks in seen.items():
+            shares = [about.get("zero_units") for about in ranks]
+            known = [share for share in shares if share is not None]
+            inputs = sum(about.get("inputs", 0) for about in ranks)
+            if len(known) < len(ranks) or not known or inputs < self.limit("dead_inputs"):
+                continue
+            if min(known) >= self.limit("dead_share"):
+                about = ranks[0]
+                found[path] = {
+                    "dead_units": min(known),
+                    "inputs": inputs,
+                    "zeros": about["zero"],
+                    "mean": about["mean"],
+                }
+        return found if seen else None

@@ -1,0 +1,64 @@
+"""HLTH704: activations are saturated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ddpdebug.detectors.hlth.samples import LayerRule, activation, sampled, sites
+from ddpdebug.findings import Severity
+from ddpdebug.steps import Step
+
+
+class SaturatedActivation(LayerRule):
+    """Most outputs of this sigmoid, tanh or softmax sit at the ends of their range over a window.
+
+    Impact: the derivative there is close to 0, so that little gradient reaches what lies before it; a saturated
+    attention softmax looks at one position only.
+
+    Diagnosis: print mean and std of the pre-activation: beyond about 5 for sigmoid and 3 for tanh little gradient is
+    left. For softmax compare the entropy of its rows with log of their length, at the start and now. A confident
+    classifier at the end of training is saturated by success; hidden layers are what counts.
+
+    Causes:
+    - pre-activations too large: inputs not normalised, initial weights too large
+    - attention scores without 1/sqrt(d), or queries and keys whose norms grow
+    - weights that grew through a high learning rate
+    - sigmoid or softmax in the middle of the network where no probability is needed
+
+    Remedy:
+    - normalise in front of the activation, use `xavier_uniform_` with `calculate_gain("tanh")`, scale attention or
+      use `F.scaled_dot_product_attention`, normalise queries and keys
+    - prefer ReLU-like units in hidden layers
+    - lower the learning rate of the group whose weights grow
+    """
+
+    code = "HLTH704"
+    severity = Severity.WARNING
+    title = "activations are saturated"
+    stage = 86
+    fires_on = (
+        sampled(6, modules=lambda i: {"act": activation("sigmoid", saturated=0.95)}),
+        sampled(9, modules=lambda i: {"attention (input)": activation("softmax", saturated=0.99)}),
+    )
+    silent_on = (
+        sampled(9, modules=lambda i: {"head": activation("sigmoid", saturated=0.95, hidden=False)}),
+        sampled(9, modules=lambda i: {"act": activation("tanh", saturated=0.5)}),
+        sampled(9, modules=lambda i: {"act": activation("tanh", saturated=0.9 if i < 2 else 0.4)}),
+    )
+
+    def judge(self, step: Step) -> Mapping[str, Any] | None:
+        seen = sites(step)
+        found = {}
+        for path, ranks in seen.items():
+            shares = [about.get("saturated") for about in ranks if about["hidden"]]
+            known = [share for share in shares if share is not None]
+            if known and len(known) == len(ranks) and min(known) >= self.limit("saturated_share"):
+                about = ranks[0]
+                found[path] = {
+                    "kind": about["kind"],
+                    "saturated": min(known),
+                    "mean": about["mean"],
+                    "std": about["std"],
+                }
+        return found if seen else None

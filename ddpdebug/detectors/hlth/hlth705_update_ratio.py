@@ -1,0 +1,111 @@
+"""HLTH705: the ratio of update to weight is outside its healthy range."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ddpdebug.detectors.hlth.curve import Series
+from ddpdebug.detectors.hlth.samples import BROKEN, SampledRule, ratios, sampled, weight
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.steps import Step
+
+#: In the first steps weights that begin near 0 move by more than their size.
+_WARM_UP = 4
+#: Samples that are looked at together, of which all but one must be too large.
+_SAMPLES = 4
+#: So many samples over so many steps, none of which is larger, show that the updates are too small.
+_MIN_SAMPLES, _MIN_STEPS = 5, 32
+
+
+class UpdateRatio(SampledRule):
+    """The ratio of the weights' update to their norm stays outside its usual band; a rule of thumb is 1e-3.
+
+    Impact: far above, the layer forgets and the run becomes unstable; far below, it hardly trains.
+
+    Diagnosis: see whether all parameters are off (learning rate) or single ones (their gradient, group or scale).
+    Small by design are layers with a reduced rate; large by design are parameters near 0, such as biases and gates
+    just after initialisation: look at the weight's norm as well. Print the parameter group that holds it.
+
+    Causes:
+    - learning rate too high or too low for this optimizer: a value for SGD given to Adam, or the reverse
+    - the parameter is in a group with another rate or decay than intended
+    - its gradient is tiny or huge: vanishing, exploding, a badly scaled loss term
+    - weights initialised far too large or too small
+    - half-precision weights, whose rounding swallows small updates
+
+    Remedy:
+    - change the rate of the group, not of the whole model, where single layers are off
+    - run a learning-rate range test
+    - correct initial scales
+    - keep the weights in float32 and autocast the computation
+    - use warm-up when the ratio is high only in the first steps
+    """
+
+    code = "HLTH705"
+    severity = Severity.WARNING
+    title = "the ratio of update to weight is outside its healthy range"
+    follows = (*BROKEN, "HLTH713", "HLTH714")
+    fires_on = (
+        sampled(12, lambda i: {"w": weight(update=4.0)}),
+        sampled(40, lambda i: {f"l{k}.weight": weight(update=1e-6) for k in range(4)}),
+    )
+    silent_on = (
+        sampled(12, lambda i: {"w": weight(update=4.0 if i < 5 else 0.4)}),  # the first steps of Adam
+        sampled(60, lambda i: {"w": weight(update=1e-6 if i > 5 else 1e-3)}),  # it has converged
+        sampled(60, lambda i: {"w": weight(update=1e-9 * i)}, lr=0.0),  # warm-up begins at 0
+        sampled(60, lambda i: {"w": weight(), "frozen": weight(update=0.0), "head": weight()}),
+    )
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._past: dict[int, deque[tuple[int, float]]] = {}
+        self._largest: dict[int, float] = {}
+        self._begin: dict[int, tuple[int, int]] = {}
+        self._rates: dict[int, Series] = {}
+        self._told: set[int] = set()
+
+    def folds(self, finding: Finding, cause: Finding) -> bool:
+        return cause.code in BROKEN or finding.phase == "small"
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        key, rate = step.optimizer, next(iter(step.rows.values())).lr
+        series = self._rates.setdefault(key, Series())
+        series.add(step.step, 0.0, rate)
+        table = ratios(step)
+        if not table or key in self._told:
+            return
+        middle = statistics.median(table.values())
+        past = self._past.setdefault(key, deque(maxlen=_SAMPLES))
+        if step.step >= _WARM_UP:
+            past.append((step.step, middle))
+        self._largest[key] = max(self._largest.get(key, 0.0), middle)
+        first, count = self._begin.get(key, (step.step, 0))
+        self._begin[key] = first, count + 1
+        large = sum(ratio >= self.limit("update_large") for _, ratio in past)
+        phase = None
+        if len(past) == _SAMPLES and large >= _SAMPLES - 1:
+            phase = "large"
+        elif count + 1 >= _MIN_SAMPLES and step.step - first >= _MIN_STEPS and math.isfinite(rate) and rate > 0:
+            small = self._largest[key] < self.limit("update_small")
+            phase = "small" if small and not series.restarted(_MIN_STEPS) else None
+        if phase is None:
+            return
+        self._told.add(key)
+        worst = sorted(table, key=lambda name: table[name], reverse=phase == "large")
+        yield self.finding(
+            step=past[0][0] if phase == "large" else first,
+            last_step=step.step,
+            ranks=tuple(step.rows),
+            subject=tuple(worst[:5]),
+            phase=phase,
+            evidence={
+                "median_ratio": middle,
+                "ratios": {name: f"{table[name]:.3g}" for name in worst[:10]},
+                "samples": [f"step {at}: {ratio:.3g}" for at, ratio in past],
+                "lr": rate,
+            },
+        )

@@ -1,0 +1,89 @@
+"""HLTH708: the loss spiked and recovered."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+from ddpdebug.detectors.hlth.curve import LossRule, Series, losses, wobble
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.steps import Step
+
+#: Steps before a spike that say what is usual, how many there must be, and how soon it must be over.
+_BEFORE, _WARM_UP, _OVER = 20, 12, 10
+
+
+class LossSpike(LossRule):
+    """The loss rose far above its recent spread for a few steps and came back.
+
+    Impact: usually harmless alone; repeated spikes cost progress and often precede divergence.
+
+    Diagnosis: look at the gradient norm one to three steps before the loss rose: a high norm first means that an
+    update did it, a high loss first means that the batch did. Compare ranks: one rank alone is a batch. Look for
+    events at that step: epoch border, resumed checkpoint, change of rate, change of data source.
+
+    Causes:
+    - an outlier batch: corrupt, repeated, very long or mislabelled samples
+    - learning rate near the edge of stability; Adam's second moment too old for the new gradients
+    - a resume without optimizer, scheduler or scaler state
+    - a change of data: epoch border, next shard, next curriculum stage
+
+    Remedy:
+    - inspect the batch of the named step
+    - clip gradients, lower beta2 to 0.95 or the peak rate, lengthen warm-up
+    - on resume load `optimizer`, `scheduler`, `scaler` and sampler position
+    - for repeated spikes restart from an earlier checkpoint and skip the batches around the spike, on all ranks alike
+    """
+
+    code = "HLTH708"
+    severity = Severity.WARNING
+    title = "the loss spiked and recovered"
+    fires_on = (
+        losses(50, lambda i: (2.0 - 0.02 * i + 0.05 * wobble(i)) * (4.0 if i == 30 else 1.0)),
+        losses(50, lambda i: 2.0 - 0.02 * i + 0.05 * wobble(i) + {30: 6.0, 31: 3.0, 32: 1.5}.get(i, 0.0)),
+    )
+    silent_on = (
+        losses(60, lambda i: 2.0 - 0.02 * i + 0.4 * wobble(i)),
+        losses(60, lambda i: 0.01 + 2.0 * 0.8**i + (0.05 if i == 50 else 0.0)),  # small beside what it has learned
+        losses(60, lambda i: 1.0 if i < 30 else 9.0),  # does not recover: HLTH710
+        losses(60, lambda i: 2.0 - 0.02 * i + (3.0 if i == 30 else 0.0), lr=lambda i: 0.01 if i < 29 else 0.1),
+    )
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._open: dict[int, tuple[int, float, float, float]] = {}  # optimizer -> (step, peak, median, spread)
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return ()
+
+    def judge(self, step: Step, series: Series) -> Iterator[Finding]:
+        key, loss = step.optimizer, series.losses[-1]
+        if key in self._open:
+            at, peak, middle, spread = self._open[key]
+            self._open[key] = at, max(peak, loss), middle, spread
+            if loss <= middle + spread:
+                del self._open[key]
+                yield self._report(step, at, max(peak, loss), middle)
+            elif series.count and step.step - at > _OVER:
+                del self._open[key]
+            return
+        before = list(series.losses)[-_BEFORE - 1 : -1]
+        if len(before) < _WARM_UP or series.restarted(_BEFORE):
+            return
+        middle, spread = statistics.median(before), max(before) - min(before)
+        height = loss - middle
+        fallen = max(series.first - min(before), 0.0)
+        if height > self.limit("spike_height") * spread and height > max(
+            self.limit("spike_progress") * fallen, 0.5 * abs(middle)
+        ):
+            self._open[key] = step.step, loss, middle, spread
+
+    def _report(self, step: Step, at: int, peak: float, middle: float) -> Finding:
+        return self.finding(
+            step=at,
+            last_step=step.step,
+            ranks=tuple(step.rows),
+            subject=("loss",),
+            evidence={"peak": peak, "median_before": middle, "steps": step.step - at},
+        )

@@ -1,0 +1,124 @@
+"""HLTH709: the loss is flat from the start, or has reached a plateau."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ddpdebug.detectors.hlth.curve import LossRule, Series, losses, trend, wobble
+from ddpdebug.detectors.hlth.samples import BROKEN, update_ratio
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.steps import Step
+
+#: The series is judged every so many steps.
+_EVERY = 8
+#: A trend of fewer standard errors, and of less of the level, is none.
+_ERRORS, _SHARE = 2.0, 0.02
+#: A loss that has fallen to this share of its first level has learned what there was.
+_DONE = 0.05
+
+
+class LossFlat(LossRule):
+    """Over the window the loss shows no trend that stands out from its noise: since the first step, or after it fell.
+
+    A plateau after the loss fell is an `info`.
+
+    Impact: the run consumes time without learning.
+
+    Diagnosis: flat from the start: compare the value with log C (RCP801). At log C the model predicts uniformly, so
+    look whether anything changes: learning rate (RCP807), gradients (HLTH714), parameters (HLTH713), train mode,
+    optimizer contents (RCP803). Try to overfit one batch. A plateau: look at the schedule, at gradient noise, and at
+    validation loss; it may simply be the end.
+
+    Causes:
+    - learning rate 0, far too low, or so high that the model jumped into a flat region at once
+    - the optimizer does not hold the model's parameters, or the loss is detached from them
+    - labels without relation to the inputs: shuffled apart, wrong file, off by one
+    - constant outputs: dead units, saturation, inputs that are all alike
+    - a plateau: the rate is too high to go lower, or the model has reached its capacity
+
+    Remedy:
+    - overfit a single batch with regularisation off: success means data or schedule, failure means wiring
+    - sweep the learning rate over decades
+    - follow RCP801, RCP803, RCP807 and RCP810 before touching the architecture
+    - on a plateau lower the rate, and see whether the loss moves within a few hundred steps
+    """
+
+    code = "HLTH709"
+    severity = Severity.WARNING
+    title = "the loss is flat from the start, or has reached a plateau"
+    follows = (*BROKEN, "HLTH703", "HLTH705", "HLTH713", "HLTH714")
+    fires_on = (
+        losses(48, lambda i: 2.302585),
+        losses(240, lambda i: 2.3 + 0.05 * wobble(i)),
+        losses(48, lambda i: 2.3 + 0.05 * wobble(i), param_norm=4.0, update_norm=1e-6),
+    )
+    silent_on = (
+        losses(120, lambda i: 2.3 + 0.05 * wobble(i)),  # may still begin to learn
+        losses(400, lambda i: 2.3 - 0.001 * i + 0.05 * wobble(i)),
+        losses(400, lambda i: 2.0 * 0.9**i + 0.01 + 0.002 * wobble(i)),  # it has learned
+        losses(48, lambda i: 2.3, batch_digest=7),  # the same batch again and again
+        losses(48, lambda i: 2.3 + 0.05 * wobble(i), param_norm=4.0, update_norm=1e-6, lr=lambda i: 1e-6 * i),
+    )
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._moved: dict[int, float] = {}  # optimizer -> largest ratio of update to weight
+        self._batches: dict[int, set[int]] = {}
+
+    def folds(self, finding: Finding, cause: Finding) -> bool:
+        return cause.code in BROKEN or finding.phase != "plateau"
+
+    def judge(self, step: Step, series: Series) -> Iterator[Finding]:
+        key = step.optimizer
+        if (ratio := update_ratio(step)) is not None:
+            self._moved[key] = max(self._moved.get(key, 0.0), ratio)
+        seen = self._batches.setdefault(key, set())
+        if len(seen) < 4:
+            seen.add(next(iter(step.rows.values())).batch_digest)
+        if series.count % _EVERY:
+            return
+        phase = self._phase(key, series, len(seen) > 1)
+        if phase is None or not self.once(step, "flat" if phase == "still" else phase):
+            return
+        values = list(series.losses)
+        yield self.finding(
+            step=series.steps[0] if phase != "plateau" else series.steps[-int(self.limit("plateau_steps"))],
+            last_step=step.step,
+            ranks=tuple(step.rows),
+            subject=("loss",),
+            phase=phase,
+            severity=Severity.INFO if phase == "plateau" else self.severity,
+            evidence={
+                "level": statistics.median(values[-16:]),
+                "first_level": series.first,
+                "steps": len(values),
+                "largest_update_over_weight": self._moved.get(key),
+            },
+        )
+
+    def _phase(self, key: int, series: Series, batches_differ: bool) -> str | None:  # noqa: FBT001 - one caller
+        values = list(series.losses)
+        level = abs(statistics.median(values)) or 1e-12
+        if series.count > len(values) or series.restarted(len(values)):
+            return None if series.count <= len(values) else self._plateau(series, values)
+        still_steps = self.limit("flat_steps_still")
+        constant = max(values) - min(values) <= self.limit("flat_constant") * level
+        if series.count >= still_steps and constant and batches_differ and level > 1e-9:
+            return "still"
+        change, errors = trend(values)
+        flat = change > -_SHARE * level and abs(errors) < _ERRORS
+        still = key in self._moved and self._moved[key] < self.limit("update_small")
+        if flat and series.count >= (still_steps if still else self.limit("flat_steps")):
+            return "still" if still else "flat"
+        return self._plateau(series, values)
+
+    def _plateau(self, series: Series, values: list[float]) -> str | None:
+        steps = int(self.limit("plateau_steps"))
+        if len(values) < steps or series.count < 2 * steps or not series.best < 0.95 * series.first:
+            return None
+        change, errors = trend(values[-steps:])
+        level = statistics.median(values[-steps:])
+        done = abs(level) < _DONE * abs(series.first)
+        return "plateau" if abs(errors) < _ERRORS and abs(change) < _SHARE * abs(level) and not done else None

@@ -1,0 +1,77 @@
+"""HLTH710: the loss diverges."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+from ddpdebug.detectors.hlth.curve import LossRule, Series, diverged, losses, wobble
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.steps import Step
+
+
+class LossDiverges(LossRule):
+    """The loss has left its earlier level upwards and keeps rising, without recovery over the window.
+
+    A rise by less than two orders of magnitude may be a target that moves and is a `warning`.
+
+    Impact: the weights get worse with every step; checkpoints written since then are of no use.
+
+    Diagnosis: find the first quantity that moved: learning rate, gradient norm, weight or logit norm, one rank's
+    loss, data. Order them by step. If ranks disagree (RANK101, SYNC201), diverging replicas are the likelier story.
+
+    Causes:
+    - learning rate too high for this batch size, or a warm-up that ends too early
+    - gradients not cleared, not averaged, or clipped wrongly (RCP808, RCP809, RCP813)
+    - numerics: float16 overflow, an eps that is too small, a loss without protection near 0
+    - a wrong sign, a loss term without lower bound, an adversarial pair out of balance
+    - a resume that lost optimizer state or changed the data order
+
+    Remedy:
+    - return to the last checkpoint before the first deviation, lower the peak rate by a factor of 2 to 10, clip to a
+      norm near the healthy median, and use bfloat16 or float32 for the suspicious part
+    - if it diverges at the same step again, look at the batch; if at another step, at the rate
+    """
+
+    code = "HLTH710"
+    severity = Severity.ERROR
+    title = "the loss diverges"
+    stage = 89
+    fires_on = (
+        losses(40, lambda i: 2.0 - 0.05 * i + 0.05 * wobble(i) if i < 20 else 1.5 * 1.6 ** (i - 20)),
+        losses(40, lambda i: 1.0 * 1.5**i),
+    )
+    silent_on = (
+        losses(60, lambda i: 2.0 - 0.03 * i + (5.0 if i == 30 else 0.0)),  # a spike
+        losses(90, lambda i: 0.7 + 0.01 * i + 0.1 * wobble(i)),  # a generator whose opponent learns
+        losses(90, lambda i: 2.0 - 0.02 * (i % 45) + 0.02 * wobble(i)),  # warm restarts
+        losses(60, lambda i: 0.5 * wobble(i)),  # a policy gradient
+        losses(60, lambda i: 3.0 * 0.9**i if i < 30 else 0.4),
+    )
+
+    def judge(self, step: Step, series: Series) -> Iterator[Finding]:
+        count = int(self.limit("diverged_steps"))
+        if series.count % 2 or not diverged(series, self.limit("diverged_factor"), count):
+            return
+        values = list(series.losses)
+        level = statistics.median(values[-count:])
+        reference = max(abs(series.first), abs(series.best))
+        certain = level >= self.limit("diverged_explosion") * reference
+        if not self.once(step, "explosion" if certain else "rise"):
+            return
+        started = len(values) - 1
+        while started > 0 and values[started - 1] > series.best + abs(series.best):
+            started -= 1
+        yield self.finding(
+            step=series.steps[started],
+            last_step=step.step,
+            ranks=tuple(step.rows),
+            subject=("loss",),
+            severity=self.severity if certain else Severity.WARNING,
+            evidence={
+                "level": level,
+                "best_level": series.best,
+                "first_level": series.first,
+                "newest": [f"step {at}: {v:.4g}" for at, v in zip(series.steps, values, strict=True)][-count:],
+            },
+        )

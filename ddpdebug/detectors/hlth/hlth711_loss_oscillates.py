@@ -1,0 +1,91 @@
+"""HLTH711: the loss oscillates."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ddpdebug.detectors.hlth.curve import LossRule, Series, losses, period, swing, wobble
+from ddpdebug.detectors.hlth.samples import BROKEN, update_ratio
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.steps import Step
+
+#: Steps that are judged together, how many there must be, and how often they are judged.
+_WINDOW, _LEAST, _EVERY = 96, 32, 16
+
+
+class LossOscillates(LossRule):
+    """The loss swings up and down with a persistent amplitude or period that is larger than its earlier noise.
+
+    Impact: progress is slow and the result depends on where the run happens to stop.
+
+    Diagnosis: determine the period. One epoch: the data order repeats or is sorted. The accumulation length or the
+    logging interval: an artefact of averaging. The schedule's cycle: the schedule. No period: rate or batch size.
+    Smooth over one epoch and see whether a trend is left. Compare with the smoothed loss over all ranks, not rank 0's
+    alone.
+
+    Causes:
+    - learning rate too high, or momentum too high for it
+    - batches too small or too uniform: sorted data, one class or one source at a time
+    - a cyclic schedule, or a scheduler stepped at the wrong interval (RCP806)
+    - two objectives or two optimizers that pull against each other
+    - a shuffle that repeats each epoch (DATA902)
+
+    Remedy:
+    - lower the rate or decay it, enlarge the effective batch by accumulation, shuffle over the whole data set with
+      `sampler.set_epoch(epoch)`, mix sources inside a batch
+    - weigh the loss terms by their gradient norms
+    - an average of weights (`torch.optim.swa_utils.AveragedModel`) smooths the result, not the cause
+    """
+
+    code = "HLTH711"
+    severity = Severity.WARNING
+    title = "the loss oscillates"
+    follows = (*BROKEN, "HLTH710")
+    fires_on = (
+        losses(48, lambda i: 2.0 + (0.8 if i % 2 else -0.8) + 0.1 * wobble(i), param_norm=1.0, update_norm=0.2),
+        losses(96, lambda i: 2.0 + 0.9 * math.sin(2 * math.pi * i / 12) + 0.1 * wobble(i)),
+    )
+    silent_on = (
+        losses(96, lambda i: 2.0 + 0.8 * wobble(i)),  # noise
+        losses(96, lambda i: 4.0 * 0.95**i + 0.1 * wobble(i)),
+        losses(96, lambda i: 2.0 + (0.8 if i % 2 else -0.8), param_norm=1.0, update_norm=1e-3),  # two tasks in turn
+        losses(96, lambda i: 2.0 + math.sin(2 * math.pi * i / 12), lr=lambda i: 0.1 + 0.09 * math.sin(math.pi * i / 6)),
+        losses(96, lambda i: 2.0 + 0.1 * math.sin(2 * math.pi * i / 12) + 0.02 * wobble(i)),  # small
+    )
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._ratio: dict[int, float] = {}
+
+    def judge(self, step: Step, series: Series) -> Iterator[Finding]:
+        if (ratio := update_ratio(step)) is not None:
+            self._ratio[step.optimizer] = ratio
+        if series.count < _LEAST or series.count % _EVERY:
+            return
+        values = list(series.losses)[-_WINDOW:]
+        level = abs(statistics.median(values)) or 1e-12
+        if swing(values) < self.limit("oscillation_amplitude") * level or series.restarted(len(values)):
+            return
+        found = period(values, self.limit("oscillation"))
+        if found is None:
+            return
+        steps, strength = found
+        if steps == 2 and self._ratio.get(step.optimizer, 0.0) < self.limit("oscillation_update"):
+            return
+        if self.once(step, ""):
+            yield self.finding(
+                step=list(series.steps)[-len(values)],
+                last_step=step.step,
+                ranks=tuple(step.rows),
+                subject=("loss",),
+                evidence={
+                    "period": f"{steps} steps",
+                    "autocorrelation": strength,
+                    "swing": swing(values),
+                    "level": level,
+                    "update_over_weight": self._ratio.get(step.optimizer),
+                },
+            )

@@ -1,0 +1,87 @@
+"""HLTH712: validation loss rises while training loss falls."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ddpdebug.detectors.hlth.curve import LossRule, Series, losses, wobble
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.steps import Step
+
+
+class Overfitting(LossRule):
+    """Over the window training loss keeps falling and validation loss has a persistent upward trend.
+
+    Impact: the model memorises the training data; the best checkpoint lies behind.
+
+    Diagnosis: compare losses that are comparable: training loss is measured under dropout and augmentation, and
+    before the update. Look at accuracy as well: loss that rises while accuracy holds is overconfidence. Check that
+    evaluation runs in eval mode (RCP805), with the same preprocessing, on a split that does not change.
+
+    Causes:
+    - capacity or epochs too large for the amount of data
+    - too little regularisation: decay, dropout, augmentation
+    - validation data from another distribution, or preprocessed differently
+    - duplicates in the training data, or a curriculum that moved away from the validation set
+
+    Remedy:
+    - stop at the best checkpoint; add data, augmentation, weight decay, dropout or label smoothing
+      (`F.cross_entropy(label_smoothing=0.1)`); use a smaller model or fewer epochs
+    - calibrate with a temperature if only the loss suffers
+    - correct the split first if it is at fault
+    """
+
+    code = "HLTH712"
+    severity = Severity.WARNING
+    title = "validation loss rises while training loss falls"
+    fires_on = (
+        losses(60, lambda i: 2.0 * 0.95**i, val_loss=lambda i: 1.0 + 0.02 * abs(i - 20) if i % 5 == 4 else math.nan),
+        losses(20, lambda i: 2.0 - 0.1 * i, val_loss=lambda i: 1.0 + 0.1 * abs(i - 4)),
+    )
+    silent_on = (
+        losses(60, lambda i: 2.0 * 0.95**i, val_loss=lambda i: 1.0 + 0.02 * wobble(i) if i % 5 == 4 else math.nan),
+        losses(60, lambda i: 2.0, val_loss=lambda i: 1.0 + 0.02 * i if i % 5 == 4 else math.nan),  # training as well
+        losses(60, lambda i: 2.0 * 0.95**i, val_loss=lambda i: 1.2 * 0.95**i + (0.5 if i == 44 else 0.0)),
+        losses(60, lambda i: 2.0 * 0.95**i),
+    )
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._history: dict[int, list[tuple[int, float, float]]] = {}  # (step, validation, training loss)
+
+    def judge(self, step: Step, series: Series) -> Iterator[Finding]:
+        values = [row.val_loss for row in step.rows.values() if math.isfinite(row.val_loss)]
+        if not values:
+            return
+        history = self._history.setdefault(step.optimizer, [])
+        since = history[-1][0] if history else -1
+        between = [loss for at, loss in zip(series.steps, series.losses, strict=True) if at > since]
+        history.append((step.step, statistics.fmean(values), statistics.median(between)))
+        yield from self._evaluate(step, history)
+
+    def _evaluate(self, step: Step, history: list[tuple[int, float, float]]) -> Iterator[Finding]:
+        strips = int(self.limit("overfit_evaluations"))
+        if len(history) < strips + 2:
+            return
+        best = min(range(len(history)), key=lambda i: history[i][1])
+        last = [value for _, value, _ in history[-strips:]]
+        at, lowest, training = history[best]
+        above = lowest + self.limit("overfit_rise") * abs(lowest)
+        rises = min(last) > above and last[-1] == max(last) and best < len(history) - strips
+        if rises and history[-1][2] < training and self.once(step, ""):
+            yield self.finding(
+                step=at,
+                last_step=step.step,
+                ranks=tuple(step.rows),
+                subject=("val_loss",),
+                evidence={
+                    "best": lowest,
+                    "now": last[-1],
+                    "training_then": training,
+                    "training_now": history[-1][2],
+                    "evaluations_since": len(history) - 1 - best,
+                },
+            )

@@ -1,0 +1,101 @@
+"""HLTH713: a parameter has gradients but never changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ddpdebug.detectors.hlth.samples import SampledRule, parameters, sampled, weight
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.observations import Flag
+from ddpdebug.steps import Step
+
+_MIN_SAMPLES = 4
+
+
+class FrozenWithGradient(SampledRule):
+    """Over the window the parameter's gradient is not zero and its value stays bitwise the same.
+
+    Where its group has a learning rate of 0, which is a way to freeze, this is a `warning`.
+
+    Impact: this part of the model does not train; the loss may still fall because the rest does.
+
+    Diagnosis: find the parameter by identity in the optimizer (`any(q is p for g in optimizer.param_groups for q in
+    g["params"])`) and print its group's lr. If it is there and lr is positive, compare lr times the update with the
+    spacing of the dtype at the weight's size: bfloat16 swallows a relative change below about 0.2 to 0.4 percent.
+    Then look for code that writes the parameter back.
+
+    Causes:
+    - the optimizer does not hold this object: built before the module was replaced, or only given some groups
+    - bfloat16 or float16 weights that round the update away
+    - its group has learning rate 0 or a schedule that never raises it
+    - the value is restored every step: a copy from an EMA, a tied source, a projection or a clamp
+    - every step is skipped by the gradient scaler
+
+    Remedy:
+    - build the optimizer after the model is final; add late parameters with `optimizer.add_param_group`
+    - keep float32 weights and use `torch.autocast`, or an optimizer with float32 master weights or stochastic
+      rounding
+    - set `requires_grad_(False)` where freezing was meant, which also saves the gradient and its reduction
+    """
+
+    code = "HLTH713"
+    severity = Severity.ERROR
+    title = "a parameter has gradients but never changes"
+    stage = 84
+    fires_on = (
+        sampled(24, lambda i: {"w": weight(digest="a"), "v": weight(digest=f"{i}")}),
+        sampled(24, lambda i: {"norm.weight": weight(digest="a", update=0.0, dim=1), "v": weight(digest=f"{i}")}),
+    )
+    silent_on = (
+        sampled(24, lambda i: {"w": weight(digest="a" if i < 10 else f"{i}")}),  # a warm-up that begins at 0
+        sampled(24, lambda i: {"w": weight(digest="a", grad_norm=0.0)}),  # HLTH714
+        sampled(40, lambda i: {"w": weight(digest=f"{min(i, 8)}")}),  # it has converged
+        sampled(24, lambda i: {"w": weight(digest="a")}, flags=Flag.SKIPPED),
+    )
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._first: dict[tuple[int, str], tuple[int, str, int]] = {}  # -> (step, digest, samples)
+        self._changed: set[tuple[int, str]] = set()
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        found: dict[bool, list[str]] = {True: [], False: []}
+        table = parameters(step)
+        if not table or step.any(Flag.SKIPPED | Flag.GUARD_SKIPPED | Flag.LOCAL_ONLY):
+            return
+        for name, about in table.items():
+            key = (step.optimizer, name)
+            if key in self._changed or not about["digest"]:
+                continue
+            first, digest, samples = self._first.get(key, (step.step, about["digest"], 0))
+            if digest != about["digest"] or not about["grad_norm"]:
+                self._changed.add(key)
+                continue
+            self._first[key] = first, digest, samples + 1
+            if samples + 1 >= _MIN_SAMPLES and step.step - first >= self.limit("never_changed_steps"):
+                self._changed.add(key)
+                found[about["lr"] == 0].append(name)
+        for without_rate, names in found.items():
+            if names:
+                yield self._report(step, names, table, without_rate=without_rate)
+
+    def _report(
+        self, step: Step, names: list[str], table: Mapping[str, Mapping[str, Any]], *, without_rate: bool
+    ) -> Finding:
+        about = table[names[0]]
+        return self.finding(
+            step=min(self._first[step.optimizer, name][0] for name in names),
+            last_step=step.step,
+            ranks=tuple(step.rows),
+            subject=tuple(names[:20]),
+            phase="rate" if without_rate else None,
+            severity=Severity.WARNING if without_rate else self.severity,
+            evidence={
+                "lr": about["lr"],
+                "gradient_norm": about["grad_norm"],
+                "weight_norm": about["norm"],
+                "update_by_the_optimizer": about["update"],
+                "parameters": len(names),
+            },
+        )

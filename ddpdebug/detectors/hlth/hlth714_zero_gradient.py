@@ -1,0 +1,102 @@
+"""HLTH714: a trainable parameter's gradient is always zero."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+from ddpdebug.detectors.hlth.samples import BROKEN, SampledRule, parameters, sampled, sites, weight
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.steps import Step
+
+_MIN_SAMPLES, _MIN_STEPS = 6, 16
+
+
+class ZeroGradient(SampledRule):
+    """The parameter takes part in backward and its gradient is exactly 0 in every sampled step.
+
+    A gradient that is `None` is SYNC207.
+
+    Impact: the parameter only decays or stays as initialised.
+
+    Diagnosis: some zeros follow from the algebra: a bias in front of BatchNorm, the bias of attention's keys, the row
+    of `padding_idx`, an embedding of unused tokens. Otherwise walk from the parameter to the loss with
+    `tensor.register_hook(print)` and find the first module whose output gradient is not zero: the zero arises behind
+    it.
+
+    Causes:
+    - a factor of 0: loss weight, gate, mask or residual scale initialised to 0 on both sides of a product
+    - dead or clamped units between the parameter and the loss
+    - an operation that is flat: round, argmax, sign, a comparison, softmax over one element
+    - algebra: a bias that the following normalisation removes
+    - underflow in float16 without loss scaling
+
+    Remedy:
+    - remove what is redundant (`bias=False` before BatchNorm)
+    - initialise only one factor of a product to 0
+    - replace flat operations by a straight-through estimator or a soft version
+    - cross entropy over a single logit is constant: use `F.binary_cross_entropy_with_logits`
+    - use `torch.amp.GradScaler` or bfloat16 against underflow
+    """
+
+    code = "HLTH714"
+    severity = Severity.WARNING
+    title = "a trainable parameter's gradient is always zero"
+    follows = (*BROKEN, "HLTH703")
+    fires_on = (
+        sampled(24, lambda i: {"w": weight(grad_norm=0.0), "v": weight()}),
+        sampled(24, lambda i: {"gate": weight(grad_norm=0.0, dim=1), "v": weight()}),
+    )
+    silent_on = (
+        sampled(24, lambda i: {"lora_a": weight(grad_norm=0.0 if i == 0 else 0.1), "v": weight()}),
+        sampled(24, lambda i: {"expert": weight(grad_norm=0.0 if i % 7 else 0.1), "v": weight()}),
+        sampled(
+            24,
+            lambda i: {"conv.weight": weight(), "conv.bias": weight(grad_norm=0.0, dim=1), "bn.weight": weight(dim=1)},
+            lambda i: {"bn": {"class": "BatchNorm2d"}},
+        ),
+        sampled(24, lambda i: {"w": weight(grad_norm=None), "v": weight()}),  # SYNC207
+    )
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._zero: dict[tuple[int, str], tuple[int, int]] = {}  # -> (first step, samples)
+        self._done: set[tuple[int, str]] = set()
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        table = parameters(step)
+        new = []
+        normalised = _before_a_norm(step, table)
+        for name, about in table.items():
+            key = (step.optimizer, name)
+            if key in self._done:
+                continue
+            if about["grad_norm"] != 0 or name in normalised:
+                self._done.add(key)
+                continue
+            first, samples = self._zero.get(key, (step.step, 0))
+            self._zero[key] = first, samples + 1
+            if samples + 1 >= _MIN_SAMPLES and step.step - first >= _MIN_STEPS:
+                self._done.add(key)
+                new.append(name)
+        if new:
+            yield self.finding(
+                step=min(self._zero[step.optimizer, name][0] for name in new),
+                last_step=step.step,
+                ranks=tuple(step.rows),
+                subject=tuple(new[:20]),
+                evidence={"parameters": f"{len(new)} of {len(table)}", "samples": _MIN_SAMPLES},
+            )
+
+
+def _before_a_norm(step: Step, table: Mapping[str, Any]) -> set[str]:
+    """Return the biases that the normalisation after them removes."""
+    classes = {path: seen[0]["class"] for path, seen in sites(step).items()}
+    owners = list(dict.fromkeys(name.rpartition(".")[0] for name in table))
+    followers = dict(pairwise(owners))
+    return {
+        name
+        for name in table
+        if name.endswith("bias") and "Norm" in classes.get(followers.get(name.rpartition(".")[0], ""), "")
+    }

@@ -1,0 +1,111 @@
+"""HLTH715: initialisation lets the activations explode or die with depth, or is symmetric."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ddpdebug.detectors.hlth.samples import SampledRule, activation, parameters, sampled, sites, weight
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.observations import Flag
+from ddpdebug.steps import Step
+
+#: A profile needs so many layers; a signal explodes only where it is large by itself as well.
+_LAYERS, _LARGE = 4, 10.0
+_KINDS = ("Linear", "Conv")
+
+
+def _linear(std: float, leaf: int) -> Mapping[str, Any]:
+    return {**activation(std=std, leaf=leaf), "class": "Linear"}
+
+
+def _deep(factor: float) -> Mapping[str, Any]:
+    return {f"l{k}": _linear(factor**k, k) for k in range(6)}
+
+
+class PoorInitialisation(SampledRule):
+    """On the first batch the activations explode or die with depth, or units of a layer start as copies of each other.
+
+    Impact: training starts slowly, or not at all, and needs a small learning rate; symmetric units receive identical
+    gradients and stay copies of each other.
+
+    Diagnosis: print the std of each layer's output for the first batch and find the first layer that departs from
+    order 1. For symmetric weights look for rows that are bitwise equal. Check that the initialiser reached the layer:
+    `model.apply(init)` sees modules, not bare parameters, and a later `load_state_dict(strict=False)` may have loaded
+    less than expected.
+
+    Causes:
+    - an initialiser that does not match: plain normal weights, wrong fan or gain, embeddings of std 1 tied to the
+      head
+    - a constant initialiser for a weight matrix, such as zeros or ones
+    - depth without normalisation or without scaling of residual branches
+    - inputs that are not normalised (DATA908)
+
+    Remedy:
+    - `torch.nn.init.kaiming_normal_(w, nonlinearity="relu")` or `xavier_uniform_`; std 0.02 for embeddings and
+      transformer weights, residual output projections divided by `sqrt(2 * layers)`; zeros only for biases and for
+      the last layer of a residual branch
+    - the default of `nn.Linear` has variance 1/(3 fan_in), which shrinks the signal in deep stacks without
+      normalisation
+    """
+
+    code = "HLTH715"
+    severity = Severity.WARNING
+    title = "initialisation lets the activations explode or die with depth, or is symmetric"
+    fires_on = (
+        sampled(3, modules=lambda i: _deep(6.0)),
+        sampled(3, modules=lambda i: _deep(0.2)),
+        sampled(3, lambda i: {"w": weight(symmetric=True)} if i == 0 else {"w": weight()}),
+    )
+    silent_on = (
+        sampled(3, modules=lambda i: _deep(0.6)),
+        sampled(3, modules=lambda i: _deep(2.0)),
+        sampled(3, modules=lambda i: {**_deep(1.0), "out": {**_linear(1e-6, 9), "hidden": False}}),
+        sampled(9, modules=lambda i: _deep(6.0 if i > 4 else 1.0)),  # not the first batch
+        sampled(3, lambda i: {"w": weight(symmetric=False)}),
+    )
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._seen: set[int] = set()
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        if step.optimizer in self._seen or not step.details.get("layers"):
+            return
+        self._seen.add(step.optimizer)
+        table = parameters(step)
+        alike = [name for name, about in table.items() if about.get("symmetric")]
+        if alike:
+            evidence: dict[str, Any] = {"parameters": len(alike)}
+            yield self._report(step, alike, "symmetric", evidence)
+        if step.step == 0 and not step.any(Flag.LOADED):
+            yield from self._profile(step)
+
+    def _profile(self, step: Step) -> Iterator[Finding]:
+        seen = [
+            (about[0]["leaf"], path, about[0]["std"])
+            for path, about in sites(step).items()
+            if about[0]["role"] == "output"
+            and about[0].get("hidden")
+            and about[0]["std"]
+            and any(word in about[0]["class"] for word in _KINDS)
+        ]
+        seen.sort()
+        if len(seen) < _LAYERS:
+            return
+        first, last = seen[0][2], seen[-1][2]
+        grown = last / first
+        explodes = grown >= self.limit("init_explode") and last >= _LARGE
+        if explodes or grown <= self.limit("init_vanish"):
+            profile = {path: f"{std:.3g}" for _, path, std in seen}
+            evidence = {"std_by_depth": profile, "last_over_first": grown}
+            yield self._report(step, [seen[-1][1]], "explodes" if explodes else "dies", evidence)
+
+    def _report(self, step: Step, names: list[str], phase: str, evidence: dict[str, Any]) -> Finding:
+        return self.finding(
+            step=step.step,
+            ranks=tuple(step.rows),
+            subject=tuple(names[:20]),
+            phase=phase,
+            evidence=evidence,
+        )

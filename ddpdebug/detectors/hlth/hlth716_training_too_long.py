@@ -1,0 +1,80 @@
+"""HLTH716: training continues long after validation stopped improving."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ddpdebug.detectors.hlth.curve import LossRule, Series, losses
+from ddpdebug.detectors.hlth.samples import BROKEN
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.steps import Step
+
+#: A later value this near to the best one is nearly an improvement, and resets the patience.
+_NEAR = 0.01
+
+
+class TrainingTooLong(LossRule):
+    """The best validation value is many evaluations old and none since came near an improvement.
+
+    Impact: time and money; and the last checkpoint is worse than the best one.
+
+    Diagnosis: compare the age of the best value with the noise between evaluations; look at where the schedule
+    stands, since many gains come in the final decay. Check that the metric watched is the one that matters and that
+    the evaluation still runs on current weights.
+
+    Causes:
+    - convergence: the model has learned what it can at this learning rate
+    - overfitting (HLTH712)
+    - a learning rate that decayed to about 0 too early, or never decayed
+    - an evaluation that measures a stale copy of the weights (EMA that is not updated, a cached model)
+
+    Remedy:
+    - keep the best checkpoint, not the last
+    - stop early with a patience in evaluations, decided on one rank and broadcast, or all-reduced, so that no rank
+      stops alone
+    - if the schedule has not decayed yet, decay now and see whether the value moves
+    """
+
+    code = "HLTH716"
+    severity = Severity.WARNING
+    title = "training continues long after validation stopped improving"
+    follows = (*BROKEN, "HLTH712")
+    fires_on = (
+        losses(80, lambda i: 2.0 * 0.95**i, val_loss=lambda i: (1.0 if i < 20 else 1.03) if i % 4 == 3 else math.nan),
+        losses(30, lambda i: 2.0, val_loss=lambda i: 1.0 + 0.02 * abs(i - 5)),
+    )
+    silent_on = (
+        losses(80, lambda i: 2.0, val_loss=lambda i: 1.0 / (1 + 0.01 * i) if i % 4 == 3 else math.nan),
+        losses(80, lambda i: 2.0, val_loss=lambda i: 1.0 if i in {11, 51} else 1.2 if i % 4 == 3 else math.nan),
+        losses(80, lambda i: 2.0),
+    )
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._history: dict[int, list[tuple[int, float, float]]] = {}  # (step, validation, training loss)
+
+    def judge(self, step: Step, series: Series) -> Iterator[Finding]:
+        values = [row.val_loss for row in step.rows.values() if math.isfinite(row.val_loss)]
+        if not values:
+            return
+        history = self._history.setdefault(step.optimizer, [])
+        since = history[-1][0] if history else -1
+        between = [loss for at, loss in zip(series.steps, series.losses, strict=True) if at > since]
+        history.append((step.step, statistics.fmean(values), statistics.median(between)))
+        yield from self._evaluate(step, history)
+
+    def _evaluate(self, step: Step, history: list[tuple[int, float, float]]) -> Iterator[Finding]:
+        lowest = min(value for _, value, _ in history)
+        near = [i for i, (_, value, _) in enumerate(history) if value <= lowest + _NEAR * abs(lowest)]
+        since = len(history) - 1 - near[-1]
+        if since >= self.limit("too_long_evaluations") and 2 * since >= len(history) and self.once(step, ""):
+            yield self.finding(
+                step=history[near[-1]][0],
+                last_step=step.step,
+                ranks=tuple(step.rows),
+                subject=("val_loss",),
+                evidence={"best": lowest, "now": history[-1][1], "evaluations_since": since},
+            )

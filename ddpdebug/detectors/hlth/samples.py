@@ -1,0 +1,149 @@
+"""What the rules about layers share: how sampled statistics are asked for, read and imitated. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from ddpdebug.detectors.base import Detector
+from ddpdebug.detectors.examples import step_at
+from ddpdebug.detectors.thresholds import threshold
+from ddpdebug.findings import Finding
+from ddpdebug.steps import Step
+
+#: After these the numbers of training mean nothing: what is broken there is the finding.
+BROKEN: tuple[str, ...] = (
+    *("RANK101", "RANK103", "RANK104", "RANK105", "RANK106", "RANK107", "RANK112"),
+    *("SYNC201", "SYNC202", "SYNC203", "SYNC204", "SYNC205", "SYNC206", "SYNC208", "SYNC210", "SYNC211"),
+    *("NUM301", "NUM302", "NUM303", "NUM304", "NUM305", "NUM307", "NUM309"),
+)
+#: A layer must look bad in so many samples in a row.
+IN_A_ROW = 3
+_MAX_SUBJECTS = 20
+
+
+class SampledRule(Detector):
+    """A rule about the per-layer statistics of sampled steps."""
+
+    wants = ("layers",)
+    samples: ClassVar[bool] = True
+    follows = BROKEN
+    stage = 90
+
+    def limit(self, name: str) -> float:
+        """Return a threshold."""
+        return threshold(self.config, name)
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return (finding.phase,)
+
+    def sees(self, step: Step) -> bool:
+        return False  # said once: what is wrong with a layer does not come and go
+
+    def suspects(self, step: Step) -> bool:
+        return any(math.isfinite(row.update_norm) for row in step.rows.values())
+
+
+class LayerRule(SampledRule):
+    """A rule that speaks when a layer looks bad in several samples in a row."""
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._bad: dict[tuple[int, str], tuple[int, int]] = {}  # (optimizer, name) -> (first step, samples in a row)
+        self._told: set[tuple[int, str]] = set()
+
+    def judge(self, step: Step) -> Mapping[str, Any] | None:
+        """Return the names that look bad in a sample, with the evidence; None where nothing was sampled."""
+        return None
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        found = self.judge(step)
+        if found is None:
+            return
+        for key in [key for key in self._bad if key[0] == step.optimizer and key[1] not in found]:
+            del self._bad[key]
+        for name in found:
+            first, count = self._bad.get((step.optimizer, name), (step.step, 0))
+            self._bad[step.optimizer, name] = first, count + 1
+        ready = [name for name in found if self._bad[step.optimizer, name][1] >= IN_A_ROW]
+        new = [name for name in ready if (step.optimizer, name) not in self._told]
+        if new:
+            self._told.update((step.optimizer, name) for name in new)
+            yield self.finding(
+                step=min(self._bad[step.optimizer, name][0] for name in new),
+                last_step=step.step,
+                ranks=tuple(step.rows),
+                subject=tuple(new[:_MAX_SUBJECTS]),
+                evidence={"layers": {name: found[name] for name in new[:_MAX_SUBJECTS]}, "samples": IN_A_ROW},
+            )
+
+
+def parameters(step: Step) -> Mapping[str, Mapping[str, Any]]:
+    """Return the parameters of a sample, from the first layer to the last; {} where there is none."""
+    for answer in step.details.get("layers", {}).values():
+        table = (answer or {}).get("parameters") or {}
+        if table:
+            return {name: table[name] for name in answer["order"]}
+    return {}
+
+
+def sites(step: Step) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+    """Return what the ranks saw of each activation that all of those saw which tell of any."""
+    tables = [t for a in step.details.get("layers", {}).values() if (t := (a or {}).get("modules"))]
+    if not tables:
+        return {}
+    return {path: [table[path] for table in tables] for path in tables[0] if all(path in table for table in tables)}
+
+
+def update_ratio(step: Step) -> float | None:
+    """Return the norm of a step's update over that of the weights, where the step was sampled."""
+    for row in step.rows.values():
+        if math.isfinite(row.update_norm) and row.param_norm > 0:
+            return row.update_norm / row.param_norm
+    return None
+
+
+def ratios(step: Step) -> dict[str, float]:
+    """Return the ratio of update to weight of every weight matrix of a sample."""
+    return {
+        name: about["update"] / about["norm"]
+        for name, about in parameters(step).items()
+        if about["dim"] > 1 and about["norm"] and about["update"] is not None
+    }
+
+
+# --- examples ---------------------------------------------------------------------------------------------------------
+
+
+def weight(**fields: Any) -> dict[str, Any]:
+    """Return what is sampled of a healthy weight, with what the example says put in."""
+    usual = {"norm": 4.0, "grad_norm": 0.1, "update": 0.004, "numel": 1024, "dim": 2, "lr": 0.1, "digest": "a"}
+    return {**usual, **fields}
+
+
+def activation(kind: str | None = None, **fields: Any) -> dict[str, Any]:
+    """Return what is sampled of a healthy activation."""
+    usual = {"class": "ReLU", "role": "output", "call": 0, "kind": kind, "leaf": 2, "mean": 0.4, "std": 0.6}
+    own = {"relu": {"zero": 0.5, "zero_units": 0.05, "inputs": 1024}}.get(str(kind), {"saturated": 0.02})
+    return {**usual, "hidden": True, **own, **fields}
+
+
+def sampled(
+    count: int,
+    parameters: Callable[[int], Mapping[str, Any]] | None = None,
+    modules: Callable[[int], Mapping[str, Any]] | None = None,
+    **fields: Any,
+) -> tuple[Step, ...]:
+    """Return steps of two ranks, all sampled; `parameters` and `modules` give the tables of a step."""
+    found = []
+    for number in range(count):
+        table = dict(parameters(number)) if parameters is not None else {"w": weight(digest=f"{number}")}
+        seen = dict(modules(number)) if modules is not None else {}
+        details = {
+            0: {"modules": seen, "parameters": table, "order": list(table)},
+            1: {"modules": seen, "parameters": {}, "order": []},
+        }
+        rows = {0: {"param_norm": 4.0, "update_norm": 0.004}}
+        found.append(step_at(number, world=2, odd=rows, layers=details, **fields))
+    return tuple(found)

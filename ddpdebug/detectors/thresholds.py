@@ -1,0 +1,286 @@
+"""Every number that a rule about the health of training compares with, once: value, meaning, source. Torch-free.
+
+Rules read it through `threshold`; users adjust it with `--threshold NAME=VALUE`. docs/thresholds.md is made from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ddpdebug.errors import UsageError, did_you_mean
+
+
+@dataclass(frozen=True, slots=True)
+class Threshold:
+    """One number, and where it comes from."""
+
+    name: str
+    value: float
+    meaning: str  # with its unit
+    source: str
+    codes: tuple[str, ...]
+
+
+_CORPUS = "measured on the healthy scripts of the corpus"
+_SAGEMAKER = "Amazon SageMaker Debugger's built-in rule"
+
+#: Sorted by name. A rule's warm-up and window are thresholds like its limits.
+THRESHOLDS: tuple[Threshold, ...] = (
+    Threshold(
+        "clip_ratio",
+        5.0,
+        "the median norm of the window, as a multiple of the clipping threshold",
+        f"{_CORPUS}: recipes that clip in most steps by design stay below 4",
+        ("HLTH707",),
+    ),
+    Threshold(
+        "clip_share",
+        0.9,
+        "share of the window's steps whose norm exceeds the clipping threshold",
+        f"{_CORPUS}; Pascanu, Mikolov, Bengio 2013 mean clipping for rare large norms",
+        ("HLTH707",),
+    ),
+    Threshold(
+        "clip_window",
+        32,
+        "steps with clipping that are looked at together, after a warm-up of as many halves",
+        "constant clipping is common in the first steps",
+        ("HLTH707",),
+    ),
+    Threshold(
+        "dead_inputs",
+        256,
+        "inputs (samples times positions) for which a unit must have been zero",
+        "a unit that fires for 2 % of the inputs is silent for 256 of them in 0.6 % of cases",
+        ("HLTH703",),
+    ),
+    Threshold(
+        "dead_share",
+        0.5,
+        "share of a layer's units that were zero for all inputs",
+        f"{_SAGEMAKER} DeadRelu: threshold_layer 50 %",
+        ("HLTH703",),
+    ),
+    Threshold(
+        "diverged_explosion",
+        100.0,
+        "from this multiple of the first level on a divergence is certain (`error`), below it is a `warning`",
+        "gradient descent beyond its stable rate grows geometrically; a moving target does not",
+        ("HLTH710",),
+    ),
+    Threshold(
+        "diverged_factor",
+        3.0,
+        "rise of the loss over its best level, as a multiple of all the progress before and of the best level's noise",
+        f"{_CORPUS}: warm restarts and adversarial losses stay below",
+        ("HLTH710",),
+    ),
+    Threshold(
+        "diverged_steps",
+        8,
+        "steps in a row that must lie above the earlier level",
+        f"{_CORPUS}: spikes recover within less",
+        ("HLTH710",),
+    ),
+    Threshold(
+        "flat_constant",
+        1e-5,
+        "relative spread of a loss that does not move although the batches change",
+        f"{_SAGEMAKER} UnchangedTensor: rtol 1e-5",
+        ("HLTH709",),
+    ),
+    Threshold(
+        "flat_steps",
+        200,
+        "steps without a trend after which a loss is flat from the start, whatever else is known",
+        f"{_CORPUS}: noisy healthy losses show their trend earlier",
+        ("HLTH709",),
+    ),
+    Threshold(
+        "flat_steps_still",
+        32,
+        "the same where the weights hardly move (see `update_small`) or the loss is constant",
+        _CORPUS,
+        ("HLTH709",),
+    ),
+    Threshold(
+        "gradient_jump",
+        20.0,
+        "gradient norm as a multiple of the median of its history",
+        f"{_CORPUS}: heavy-tailed norms of healthy recurrent and adversarial training stay below 10",
+        ("HLTH701",),
+    ),
+    Threshold(
+        "gradient_steps",
+        3,
+        "steps out of the last five whose norm must be that far up",
+        "one outlier alone is a batch; clipping is made for it (Pascanu, Mikolov, Bengio 2013)",
+        ("HLTH701",),
+    ),
+    Threshold(
+        "init_explode",
+        100.0,
+        "growth of the activations' standard deviation from the first to the last hidden layer on the first batch",
+        "Glorot, Bengio 2010 and He et al. 2015 ask for a factor near 1",
+        ("HLTH715",),
+    ),
+    Threshold(
+        "init_vanish",
+        1e-3,
+        "the same, shrinking",
+        "Glorot, Bengio 2010; default initialisation of nn.Linear loses about half per layer, which ten layers survive",
+        ("HLTH715",),
+    ),
+    Threshold(
+        "never_changed_steps",
+        16,
+        "steps over which a parameter with gradients keeps all its bits",
+        f"{_SAGEMAKER} UnchangedTensor waits for 3 steps; longer, because of warm-ups that begin at 0",
+        ("HLTH713",),
+    ),
+    Threshold(
+        "oscillation",
+        0.6,
+        "autocorrelation of the detrended loss at its period (at a period of two: its negative at one step)",
+        "white noise of 32 steps exceeds 0.6 by chance in less than one of 1,000 windows (standard error 1/sqrt(n))",
+        ("HLTH711",),
+    ),
+    Threshold(
+        "oscillation_amplitude",
+        0.25,
+        "spread of the detrended loss (10th to 90th percentile) as a share of its level",
+        _CORPUS,
+        ("HLTH711",),
+    ),
+    Threshold(
+        "oscillation_update",
+        0.01,
+        "update norm / weight norm from which on a loss that swings from step to step swings because of the updates",
+        "ten times the 1e-3 of Karpathy's CS231n notes; two tasks in turn swing as well, at any rate",
+        ("HLTH711",),
+    ),
+    Threshold(
+        "overfit_evaluations",
+        3,
+        "evaluations in a row above the best validation loss",
+        "Prechelt 1998, Early Stopping - But When?: criterion UP with several successive strips",
+        ("HLTH712",),
+    ),
+    Threshold(
+        "overfit_rise",
+        0.05,
+        "rise of the validation loss over its best value, relative",
+        "Prechelt 1998: generalisation loss GL of 5 %",
+        ("HLTH712",),
+    ),
+    Threshold(
+        "plateau_steps",
+        300,
+        "steps without a trend, after the loss fell, that are a plateau (`info`)",
+        "schedules plateau for shorter times between their drops",
+        ("HLTH709",),
+    ),
+    Threshold(
+        "saturated_share",
+        0.8,
+        "share of a hidden layer's outputs at the ends of their range: sigmoid and tanh within 0.01 of a limit, "
+        "softmax rows with an entry above 0.99",
+        f"{_SAGEMAKER} SaturatedActivation: threshold_layer 50 %; higher, because gates saturate partly by design",
+        ("HLTH704",),
+    ),
+    Threshold(
+        "spike_height",
+        3.0,
+        "height of a spike over the median, as a multiple of the spread (largest minus smallest) of the window before",
+        f"{_CORPUS}; wider than the usual 3.5 robust standard deviations (Iglewicz, Hoaglin 1993), for heavy tails",
+        ("HLTH708",),
+    ),
+    Threshold(
+        "spike_progress",
+        0.2,
+        "height of a spike as a share of what the loss has fallen since the start, at least",
+        "the noise of a converged loss is small and its spikes harmless",
+        ("HLTH708",),
+    ),
+    Threshold(
+        "too_long_evaluations",
+        10,
+        "evaluations since the best validation loss, which is also at least half of all",
+        f"{_SAGEMAKER} Overtraining: patience_validation 10",
+        ("HLTH716",),
+    ),
+    Threshold(
+        "update_large",
+        0.3,
+        "median over the weights of update norm / weight norm, from which on updates are too large",
+        "300 times the 1e-3 of Karpathy's CS231n notes; SageMaker's WeightUpdateRatio takes 10",
+        ("HLTH705",),
+    ),
+    Threshold(
+        "update_small",
+        1e-6,
+        "the same, below which the weights hardly move",
+        "a thousandth of the 1e-3 of Karpathy's CS231n notes; SageMaker's WeightUpdateRatio takes 1e-8",
+        ("HLTH705", "HLTH709"),
+    ),
+    Threshold(
+        "vanishing",
+        1e-4,
+        "gradient norm / weight norm of the first layers' weights, as a multiple of that of the last ones",
+        "Glorot, Bengio 2010: healthy profiles stay within one to two orders of magnitude",
+        ("HLTH702",),
+    ),
+    Threshold(
+        "weight_collapse",
+        0.05,
+        "a weight's norm as a multiple of its first one",
+        _CORPUS,
+        ("HLTH706",),
+    ),
+    Threshold(
+        "weight_growth",
+        10.0,
+        "a weight's norm as a multiple of its first one, still growing",
+        f"{_CORPUS}: Adam at 1e-2 moves small weights by up to 5 times in 80 steps",
+        ("HLTH706",),
+    ),
+)
+
+_DEFAULTS = {entry.name: entry.value for entry in THRESHOLDS}
+
+
+def threshold(config: Mapping[str, Any], name: str) -> float:
+    """Return a threshold as the run's settings have it."""
+    own: Mapping[str, float] = config.get("threshold") or {}
+    return float(own.get(name, _DEFAULTS[name]))
+
+
+def assignments(value: Any) -> dict[str, float]:
+    """Read thresholds: a table, texts NAME=VALUE, or one text with commas between them.
+
+    Raises:
+        UsageError: there is no threshold of that name.
+        ValueError: something is no NAME=VALUE with a finite number.
+    """
+    if isinstance(value, Mapping):
+        pairs = list(value.items())
+    else:
+        words: Iterable[Any] = value.split(",") if isinstance(value, str) else value
+        pairs = [_pair(word) for word in words]
+    found = {}
+    for name, number in pairs:
+        if name not in _DEFAULTS:
+            raise UsageError(f"there is no threshold {name!r}; {did_you_mean(str(name), _DEFAULTS)}")
+        if isinstance(number, bool) or not abs(float(number)) < float("inf"):
+            raise ValueError
+        found[str(name)] = float(number)
+    return found
+
+
+def _pair(word: Any) -> tuple[str, str]:
+    name, equals, number = str(word).partition("=")
+    if not equals:
+        raise ValueError
+    return name.strip(), number

@@ -1,0 +1,69 @@
+"""The table of thresholds: complete, adjustable from every source, and wrong names are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpdebug.commands.explain import pages
+from ddpdebug.config import Config, to_flags
+from ddpdebug.detectors.thresholds import THRESHOLDS, assignments, threshold
+from ddpdebug.errors import UsageError
+
+
+def test_the_table_is_sorted_and_names_known_codes() -> None:
+    """Every entry says what it is, where it comes from, and who uses it."""
+    names = [entry.name for entry in THRESHOLDS]
+    assert names == sorted(set(names))
+    for entry in THRESHOLDS:
+        assert entry.meaning
+        assert entry.source
+        assert entry.codes
+        assert set(entry.codes) <= pages().keys()
+
+
+def test_defaults_and_settings() -> None:
+    """A rule gets the table's value unless the run's settings have another."""
+    assert threshold({}, "dead_share") == 0.5
+    assert threshold({"threshold": None}, "dead_share") == 0.5
+    assert threshold({"threshold": {"dead_share": 0.7}}, "dead_share") == 0.7
+    assert threshold({"threshold": {"dead_share": 0.7}}, "clip_ratio") == 5.0
+
+
+@pytest.mark.parametrize(
+    "given", [{"dead_share": 0.7, "clip_ratio": 2}, ["dead_share=0.7", "clip_ratio=2"], "dead_share=0.7, clip_ratio=2"]
+)
+def test_forms(given: Any) -> None:
+    """A table, a list of texts and one text mean the same."""
+    assert assignments(given) == {"dead_share": 0.7, "clip_ratio": 2.0}
+
+
+def test_sources_are_merged(tmp_path: Path) -> None:
+    """A threshold of the command line leaves the others of pyproject.toml in place."""
+    (tmp_path / "pyproject.toml").write_text("[tool.ddpdebug.threshold]\ndead_share = 0.7\nclip_ratio = 3\n")
+    config = Config.load({"threshold": ("clip_ratio=4",)}, {}, tmp_path, flags=True)
+    assert config.threshold == {"dead_share": 0.7, "clip_ratio": 4.0}
+    assert to_flags({"threshold": ("clip_ratio=4", "dead_share=1")}, "run") == [
+        "--threshold=clip_ratio=4",
+        "--threshold=dead_share=1",
+    ]
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (("dead_shar=1",), ["--threshold", "no threshold 'dead_shar'", "did you mean dead_share?", "valid are"]),
+        (("dead_share",), ["--threshold", "NAME=VALUE"]),
+        (("dead_share=x",), ["NAME=VALUE"]),
+        (("dead_share=inf",), ["NAME=VALUE"]),
+        (("dead_share=nan",), ["NAME=VALUE"]),
+    ],
+)
+def test_wrong_ones_are_refused(given: Any, words: list[str], tmp_path: Path) -> None:
+    """With a near name, before anything runs."""
+    with pytest.raises(UsageError) as error:
+        Config.load({"threshold": given}, {}, tmp_path, flags=True)
+    for word in words:
+        assert word in str(error.value)

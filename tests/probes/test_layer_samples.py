@@ -1,0 +1,164 @@
+"""Per-layer statistics: what is taken, of which steps, and that it is bounded and disturbs nothing."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ddpdebug.observations import Flag
+from ddpdebug.probes.layers import MAX_CALLS, MAX_ELEMENTS, MAX_PARAMETERS, Layers, is_due
+from ddpdebug.probes.optimizers import OptimizerWatch
+from ddpdebug.probes.record import StepRecord, Window, encode_row
+
+
+class Net(nn.Module):
+    """A network with activations as modules and as functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+        self.gate = nn.Sigmoid()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Use both kinds."""
+        found: torch.Tensor = self.third(self.gate(self.second(torch.relu(self.first(x)))))
+        return found
+
+
+def sample(net: nn.Module, layers: Layers, x: torch.Tensor, *, step: int = 0, lr: float = 0.1) -> StepRecord:
+    """Train one step under the probe, as the recorder does."""
+    window = Window(number=step)
+    assert layers.begin(window, net) is layers.sampling
+    hook = torch.nn.modules.module.register_module_forward_hook(layers.look)
+    output = net(x)
+    hook.remove()
+    layers.end(net, "", output)
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+    functional.mse_loss(output, torch.ones_like(output)).backward()
+    watch = OptimizerWatch(optimizer, 0)
+    watch.refresh([])
+    record = StepRecord(0, step, Flag.CHECKED, window)
+    record.names, record.owned = watch.names, watch.owned
+    record.ids, record.slots = [id(p) for p in watch.params], watch.slots
+    layers.before(watch, record)
+    optimizer.step()
+    layers.after(watch, record)
+    return record
+
+
+def detail(record: StepRecord) -> dict[str, Any]:
+    """Return the answer to a request."""
+    assert record.layers is not None
+    return record.layers.detail(record)
+
+
+def test_samples_grow_rare() -> None:
+    """Often at first, then one of 64 checked steps; never none."""
+    due = [count for count in range(2000) if is_due(count)]
+    assert due[:12] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14]
+    assert [b - a for a, b in pairwise(due)][-5:] == [64] * 5
+    assert sum(count < 80 for count in due) < 25
+
+
+def test_activations_of_modules_and_functions_are_described() -> None:
+    """Kind, spread and dead units; the last layer's output is not hidden."""
+    torch.manual_seed(0)
+    net = Net()
+    with torch.no_grad():
+        net.first.bias[:3] = -100.0
+    found = detail(sample(net, Layers(), torch.randn(32, 4)))["modules"]
+    relu = found["second (input)"]
+    assert relu["kind"] == "relu"
+    assert relu["zero_units"] == 0.5
+    assert relu["inputs"] == 32
+    assert 0.5 <= relu["zero"] < 1
+    assert found["gate"]["kind"] == "sigmoid"
+    assert found["gate"]["saturated"] == 0.0
+    assert found["gate"]["hidden"]
+    assert not found["third"]["hidden"]
+    assert found["first"]["class"] == "Linear"
+    assert found["first"]["std"] == pytest.approx(float(net.first.weight.new_tensor(found["first"]["std"])))
+
+
+def test_updates_are_measured() -> None:
+    """The norm of the change over the step, of every parameter and of all, and the order of the layers."""
+    torch.manual_seed(0)
+    net = Net()
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    record = sample(net, Layers(), torch.randn(32, 4))
+    table = detail(record)["parameters"]
+    for name, parameter in net.named_parameters():
+        assert table[name]["update"] == pytest.approx(float((parameter.detach() - before[name]).norm()), rel=1e-3)
+        assert table[name]["norm"] == pytest.approx(float(before[name].norm()), rel=1e-3)
+        assert table[name]["lr"] == 0.1
+    row = encode_row(record, 0)
+    change = sum(float((p.detach() - before[n]).square().sum()) for n, p in net.named_parameters()) ** 0.5
+    assert row.update_norm == pytest.approx(change, rel=1e-3)
+    assert row.param_norm > 0
+
+
+def test_units_that_fired_once_are_alive() -> None:
+    """A unit is dead only if none of the last samples made it fire."""
+    layers, net = Layers(), nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
+    with torch.no_grad():
+        net[0].weight.copy_(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
+        net[0].bias.zero_()
+    right, left = torch.tensor([[1.0, 0.0]] * 4), torch.tensor([[-1.0, 0.0]] * 4)
+    shares = []
+    for step, x in enumerate((right, left, right, right, right, right)):
+        shares.append(detail(sample(net, layers, x, step=step, lr=0.0))["modules"]["1"]["zero_units"])
+    assert shares == [0.5, 0.0, 0.0, 0.0, 0.0, 0.5]
+
+
+def test_equal_rows_are_noticed_in_the_first_sample() -> None:
+    """Zeros are a way to initialise, other constants are not."""
+    net = Net()
+    nn.init.constant_(net.first.weight, 0.5)
+    nn.init.zeros_(net.second.weight)
+    table = detail(sample(net, Layers(), torch.randn(8, 4)))["parameters"]
+    assert [table[f"{n}.weight"]["symmetric"] for n in ("first", "second", "third")] == [True, False, False]
+
+
+def test_everything_is_bounded() -> None:
+    """A deep and wide model yields so many entries, from everywhere in its depth."""
+    net = nn.Sequential(*[nn.Linear(3, 3) for _ in range(300)], nn.Linear(3, 2 * MAX_ELEMENTS))
+    answer = detail(sample(net, Layers(), torch.randn(4, 3)))
+    assert MAX_CALLS // 2 < len(answer["modules"]) <= MAX_CALLS
+    assert MAX_PARAMETERS // 2 < len(answer["parameters"]) <= MAX_PARAMETERS
+    assert max(int(path) for path in answer["modules"]) > 250
+
+
+def test_a_step_that_did_not_happen_has_no_update() -> None:
+    """The row of a step that was kept from the optimizer is made all the same."""
+    net, layers = Net(), Layers()
+    record = sample(net, layers, torch.randn(8, 4))
+    watch = OptimizerWatch(torch.optim.SGD(net.parameters(), lr=0.1), 0)
+    watch.refresh([])
+    layers.begin(Window(number=1), net)
+    kept = StepRecord(0, 1, Flag.CHECKED, Window(number=1))
+    layers.before(watch, kept)
+    row = encode_row(kept, 0)
+    assert row.update_norm != row.update_norm
+    assert detail(kept)["parameters"] == {}
+    assert detail(record)["parameters"]
+
+
+def test_training_is_not_disturbed() -> None:
+    """Parameters and random state are the same, bit for bit, with and without the probe."""
+    results = []
+    for watched in (True, False):
+        torch.manual_seed(3)
+        net, x = Net(), torch.randn(16, 4)
+        if watched:
+            sample(net, Layers(), x)
+        else:
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            functional.mse_loss(net(x), torch.ones(16, 2)).backward()
+            optimizer.step()
+        results.append([*(p.detach().clone() for p in net.parameters()), torch.get_rng_state()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
