@@ -68,7 +68,7 @@ class LossSpike(LossRule):
             elif series.count and step.step - at > _OVER:
                 del self._open[key]
             return
-        before = list(series.losses)[-_BEFORE - 1 : -1]
+        before = series.last(_BEFORE + 1)[:-1]
         if len(before) < _WARM_UP or series.restarted(_BEFORE):
             return
         middle, spread = statistics.median(before), max(before) - min(before)
