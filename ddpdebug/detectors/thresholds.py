@@ -200,7 +200,7 @@ THRESHOLDS: tuple[Threshold, ...] = (
     Threshold(
         "spike_height",
         3.0,
-        "height of a spike over the median, as a multiple of the spread (largest minus smallest) of the 64 steps before",
+        "height of a spike over the median, as a multiple of the range of the 64 steps before",
         f"{_CORPUS}: 1.2; wider than 3.5 deviations (Iglewicz, Hoaglin 1993): heavy tails",
         ("HLTH708",),
     ),
