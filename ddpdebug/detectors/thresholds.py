@@ -23,23 +23,23 @@ class Threshold:
     codes: tuple[str, ...]
 
 
-_CORPUS = "measured on the healthy scripts of the corpus"
+_CORPUS = "largest seen in healthy scripts of the corpus"
 _SAGEMAKER = "Amazon SageMaker Debugger's built-in rule"
 
 #: Sorted by name. A rule's warm-up and window are thresholds like its limits.
 THRESHOLDS: tuple[Threshold, ...] = (
     Threshold(
         "clip_ratio",
-        5.0,
+        10.0,
         "the median norm of the window, as a multiple of the clipping threshold",
-        f"{_CORPUS}: recipes that clip in most steps by design stay below 4",
+        f"{_CORPUS}: 7.6 (an actor-critic)",
         ("HLTH707",),
     ),
     Threshold(
         "clip_share",
         0.9,
         "share of the window's steps whose norm exceeds the clipping threshold",
-        f"{_CORPUS}; Pascanu, Mikolov, Bengio 2013 mean clipping for rare large norms",
+        "Pascanu, Mikolov, Bengio 2013 mean clipping for rare large norms",
         ("HLTH707",),
     ),
     Threshold(
@@ -58,9 +58,9 @@ THRESHOLDS: tuple[Threshold, ...] = (
     ),
     Threshold(
         "dead_share",
-        0.5,
+        0.6,
         "share of a layer's units that were zero for all inputs",
-        f"{_SAGEMAKER} DeadRelu: threshold_layer 50 %",
+        f"{_SAGEMAKER} DeadRelu: threshold_layer 50 %; {_CORPUS}: 0.46 (deep and narrow)",
         ("HLTH703",),
     ),
     Threshold(
@@ -74,14 +74,21 @@ THRESHOLDS: tuple[Threshold, ...] = (
         "diverged_factor",
         3.0,
         "rise of the loss over its best level, as a multiple of all the progress before and of the best level's noise",
-        f"{_CORPUS}: warm restarts and adversarial losses stay below",
+        "1 is a loss that is back where it began, as after a warm restart",
         ("HLTH710",),
     ),
     Threshold(
         "diverged_steps",
         8,
         "steps in a row that must lie above the earlier level",
-        f"{_CORPUS}: spikes recover within less",
+        "spikes recover within less",
+        ("HLTH710",),
+    ),
+    Threshold(
+        "diverged_update",
+        0.05,
+        "update norm / weight norm from which on a divergence that is not certain is told",
+        "50 times the 1e-3 of Karpathy's CS231n notes; a loss that follows a moving target rises at any rate",
         ("HLTH710",),
     ),
     Threshold(
@@ -95,21 +102,21 @@ THRESHOLDS: tuple[Threshold, ...] = (
         "flat_steps",
         200,
         "steps without a trend after which a loss is flat from the start, whatever else is known",
-        f"{_CORPUS}: noisy healthy losses show their trend earlier",
+        "in so many steps a fall of 3 % stands out of noise of 5 % by 2.7 standard errors",
         ("HLTH709",),
     ),
     Threshold(
         "flat_steps_still",
         32,
         "the same where the weights hardly move (see `update_small`) or the loss is constant",
-        _CORPUS,
+        "longer than a warm-up that begins at 0 takes to move the weights",
         ("HLTH709",),
     ),
     Threshold(
         "gradient_jump",
         20.0,
         "gradient norm as a multiple of the median of its history",
-        f"{_CORPUS}: heavy-tailed norms of healthy recurrent and adversarial training stay below 10",
+        f"{_CORPUS}: 5.8",
         ("HLTH701",),
     ),
     Threshold(
@@ -123,14 +130,14 @@ THRESHOLDS: tuple[Threshold, ...] = (
         "init_explode",
         100.0,
         "growth of the activations' standard deviation from the first to the last hidden layer on the first batch",
-        "Glorot, Bengio 2010 and He et al. 2015 ask for a factor near 1",
+        f"Glorot, Bengio 2010 and He et al. 2015 ask for a factor near 1; {_CORPUS}: 0.4",
         ("HLTH715",),
     ),
     Threshold(
         "init_vanish",
         1e-3,
         "the same, shrinking",
-        "Glorot, Bengio 2010; default initialisation of nn.Linear loses about half per layer, which ten layers survive",
+        "Glorot, Bengio 2010; smallest seen in healthy scripts of the corpus: 0.17",
         ("HLTH715",),
     ),
     Threshold(
@@ -151,7 +158,7 @@ THRESHOLDS: tuple[Threshold, ...] = (
         "oscillation_amplitude",
         0.25,
         "spread of the detrended loss (10th to 90th percentile) as a share of its level",
-        _CORPUS,
+        "a swing that is smaller than this hides no progress",
         ("HLTH711",),
     ),
     Threshold(
@@ -187,14 +194,14 @@ THRESHOLDS: tuple[Threshold, ...] = (
         0.8,
         "share of a hidden layer's outputs at the ends of their range: sigmoid and tanh within 0.01 of a limit, "
         "softmax rows with an entry above 0.99",
-        f"{_SAGEMAKER} SaturatedActivation: threshold_layer 50 %; higher, because gates saturate partly by design",
+        f"{_SAGEMAKER} SaturatedActivation: 50 %; {_CORPUS}: 0.20",
         ("HLTH704",),
     ),
     Threshold(
         "spike_height",
         3.0,
-        "height of a spike over the median, as a multiple of the spread (largest minus smallest) of the window before",
-        f"{_CORPUS}; wider than the usual 3.5 robust standard deviations (Iglewicz, Hoaglin 1993), for heavy tails",
+        "height of a spike over the median, as a multiple of the range of the 64 steps before",
+        f"{_CORPUS}: 1.2; wider than 3.5 deviations (Iglewicz, Hoaglin 1993): heavy tails",
         ("HLTH708",),
     ),
     Threshold(
@@ -215,7 +222,7 @@ THRESHOLDS: tuple[Threshold, ...] = (
         "update_large",
         0.3,
         "median over the weights of update norm / weight norm, from which on updates are too large",
-        "300 times the 1e-3 of Karpathy's CS231n notes; SageMaker's WeightUpdateRatio takes 10",
+        f"300 times the 1e-3 of Karpathy's CS231n notes; {_CORPUS}, after the first steps: 0.12",
         ("HLTH705",),
     ),
     Threshold(
@@ -229,21 +236,21 @@ THRESHOLDS: tuple[Threshold, ...] = (
         "vanishing",
         1e-4,
         "gradient norm / weight norm of the first layers' weights, as a multiple of that of the last ones",
-        "Glorot, Bengio 2010: healthy profiles stay within one to two orders of magnitude",
+        "Glorot, Bengio 2010; smallest seen in healthy scripts of the corpus: 2.4e-3 (a recurrent network)",
         ("HLTH702",),
     ),
     Threshold(
         "weight_collapse",
         0.05,
         "a weight's norm as a multiple of its first one",
-        _CORPUS,
+        "smallest seen in healthy scripts of the corpus: 0.80",
         ("HLTH706",),
     ),
     Threshold(
         "weight_growth",
-        10.0,
+        20.0,
         "a weight's norm as a multiple of its first one, still growing",
-        f"{_CORPUS}: Adam at 1e-2 moves small weights by up to 5 times in 80 steps",
+        f"{_CORPUS}: 9.4 (the last layer of a regression on large targets)",
         ("HLTH706",),
     ),
 )

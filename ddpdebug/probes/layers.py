@@ -75,11 +75,13 @@ class Notes:
             updates = [v * s for v, s in zip(values[count : 2 * count], scale, strict=True)]
             for fact, value in zip(self.facts, values[2 * count :], strict=False):
                 fact["symmetric"] = bool(value)
-            self._tables = weights, updates
+            self._tables, self.norms = (weights, updates), list
         return self._tables
 
     def row(self) -> dict[str, float]:
-        """Return the fields of the row."""
+        """Return the fields of the row; from here on numbers are kept, and no tensors."""
+        values = self.numbers()
+        self.numbers = lambda: values
         weights, updates = self.read()
         return {"param_norm": math.hypot(*weights), "update_norm": math.hypot(*updates)} if weights else {}
 
@@ -164,10 +166,10 @@ class Layers:
         if self._leaves % self._stride or len(self._calls) >= MAX_CALLS:
             return
         with torch.no_grad():
-            if own:  # an activation that is no module shows as the input of the next one
-                for value in tensors_in(args)[:1]:
-                    if value.grad_fn is not None and value.grad_fn.name() in _KINDS:
-                        self._take(module, value, "input")
+            for value in tensors_in(args)[:1]:  # an activation that is no module shows as the input of the next one
+                if value.grad_fn is not None and value.grad_fn.name() in _KINDS:
+                    self._take(module, value, "input")
+            if own:
                 self._convolution = type(module).__name__.startswith("Conv")
             for value in tensors_in(output)[:1]:
                 self._take(module, value, "output")

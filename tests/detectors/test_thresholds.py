@@ -26,10 +26,10 @@ def test_the_table_is_sorted_and_names_known_codes() -> None:
 
 def test_defaults_and_settings() -> None:
     """A rule gets the table's value unless the run's settings have another."""
-    assert threshold({}, "dead_share") == 0.5
-    assert threshold({"threshold": None}, "dead_share") == 0.5
+    assert threshold({}, "dead_share") == 0.6
+    assert threshold({"threshold": None}, "dead_share") == 0.6
     assert threshold({"threshold": {"dead_share": 0.7}}, "dead_share") == 0.7
-    assert threshold({"threshold": {"dead_share": 0.7}}, "clip_ratio") == 5.0
+    assert threshold({"threshold": {"dead_share": 0.7}}, "clip_ratio") == 10.0
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,7 @@ def test_activations_of_modules_and_functions_are_described() -> None:
     found = detail(sample(net, Layers(), torch.randn(32, 4)))["modules"]
     relu = found["second (input)"]
     assert relu["kind"] == "relu"
+    assert relu["hidden"]
     assert relu["zero_units"] == 0.5
     assert relu["inputs"] == 32
     assert 0.5 <= relu["zero"] < 1

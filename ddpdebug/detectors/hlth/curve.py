@@ -7,7 +7,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 from ddpdebug.detectors.base import Detector
@@ -20,6 +20,7 @@ from ddpdebug.steps import Step
 
 #: Losses that are kept; the best level is remembered for longer.
 KEPT = 512
+_NOT_TAKEN = Flag.SKIPPED | Flag.GUARD_SKIPPED
 _MAD = 1.4826  # a normal distribution's standard deviation / median absolute deviation
 _BLOCK = 4
 #: A learning rate that rises by this factor begins something new (warm restart, warm-up, cycle).
@@ -32,42 +33,49 @@ class Series:
 
     steps: deque[int] = field(default_factory=lambda: deque(maxlen=KEPT))
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
-    rates: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     count: int = 0
     first: float = math.nan  # level of the first steps
     best: float = math.inf  # lowest level of a block so far, without the newest
     best_spread: float = 0.0
+    newest: deque[float] = field(default_factory=lambda: deque(maxlen=3 * _BLOCK))
+    low: float = math.inf  # lowest learning rate since it has risen
+    risen: int = 0  # the count at which it did
 
     def add(self, step: int, loss: float, rate: float) -> None:
         """Take in a step."""
         self.steps.append(step)
         self.losses.append(loss)
-        self.rates.append(rate)
+        self.newest.append(loss)
         self.count += 1
-        recent = list(self.losses)[-3 * _BLOCK : -2 * _BLOCK]
+        if math.isfinite(rate):
+            if rate > _RESTART * self.low:
+                self.low, self.risen = rate, self.count
+            self.low = min(self.low, rate)
         if self.count <= _BLOCK:
             self.first = statistics.median(self.losses)
-        if len(recent) == _BLOCK and (level := statistics.median(recent)) < self.best:
-            around = list(self.losses)[-3 * _BLOCK :][: 2 * _BLOCK]
-            self.best, self.best_spread = level, max(around) - min(around)
+        if len(self.newest) == 3 * _BLOCK:
+            recent = list(self.newest)
+            if (level := statistics.median(recent[:_BLOCK])) < self.best:
+                around = recent[: 2 * _BLOCK]
+                self.best, self.best_spread = level, max(around) - min(around)
 
     def restarted(self, window: int) -> bool:
         """Tell whether the learning rate has risen within the last steps."""
-        rates = [r for r in list(self.rates)[-window:] if math.isfinite(r)]
-        lowest = math.inf
-        for rate in rates:
-            if rate > _RESTART * lowest:
-                return True
-            lowest = min(lowest, rate)
-        return False
+        return bool(self.risen) and self.count - self.risen < window
+
+    def last(self, count: int) -> list[float]:
+        """Return the newest losses, the oldest of them first."""
+        return list(islice(reversed(self.losses), count))[::-1]
 
 
 def loss_of(step: Step) -> float | None:
     """Return the mean over the ranks; None where some rank has no finite loss."""
-    losses = step.columns["loss"]
-    if not losses or not all(map(math.isfinite, losses)) or step.any(Flag.SKIPPED | Flag.GUARD_SKIPPED):
-        return None
-    return math.fsum(losses) / len(losses)
+    if "mean loss" not in step.memo:
+        losses = step.columns["loss"]
+        known = losses and all(map(math.isfinite, losses)) and not step.any(_NOT_TAKEN)
+        step.memo["mean loss"] = math.fsum(losses) / len(losses) if known else None
+    loss: float | None = step.memo["mean loss"]
+    return loss
 
 
 class LossRule(Detector):

@@ -17,6 +17,7 @@ from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
 from ddpdebug.steps import Step
 
+_NO_NORM = Flag.SKIPPED | Flag.GRADS_NONFINITE
 #: Norms that are remembered, how many must be known before any is judged, and how many are judged together.
 _KEPT, _WARM_UP, _NEWEST = 37, 12, 5
 #: Growth from step to step: nearly all of so many steps rise, by this factor in all.
@@ -89,8 +90,11 @@ class GradientExplosion(Detector):
         if len(past) < _WARM_UP:
             return
         values = [value for _, value in past]
+        jump = threshold(self.config, "gradient_jump")
+        if norm <= jump * min(values):
+            return
         usual = statistics.median(values[:-_NEWEST])
-        high = [at for at, value in list(past)[-_NEWEST:] if value > threshold(self.config, "gradient_jump") * usual]
+        high = [at for at, value in list(past)[-_NEWEST:] if value > jump * usual]
         rises = sum(after > before for before, after in pairwise(values[-_GROWING:]))
         phase, since = None, past[-min(_GROWING, len(past))][0]
         if rises >= _RISING and values[-1] > _GROWN * values[-_GROWING]:
@@ -111,7 +115,7 @@ class GradientExplosion(Detector):
 
 def _norm(step: Step) -> float | None:
     """Return the norm of the reduced gradients without the loss scale."""
-    if step.any(Flag.SKIPPED | Flag.GRADS_NONFINITE):
+    if step.any(_NO_NORM):
         return None
     row = next(iter(step.rows.values()))
     scale = row.loss_scale if math.isfinite(row.loss_scale) and row.loss_scale > 0 else 1.0

@@ -13,8 +13,8 @@ from ddpdebug.detectors.hlth.samples import BROKEN, SampledRule, ratios, sampled
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
 
-#: In the first steps weights that begin near 0 move by more than their size.
-_WARM_UP = 4
+#: In the first steps a weight that begins near 0 may move by more than its size. Then not: where most weights do.
+_WARM_UP, _FIRST = 4, 1.0
 #: Samples that are looked at together, of which all but one must be too large.
 _SAMPLES = 4
 #: So many samples over so many steps, none of which is larger, show that the updates are too small.
@@ -54,7 +54,7 @@ class UpdateRatio(SampledRule):
         sampled(40, lambda i: {f"l{k}.weight": weight(update=1e-6) for k in range(4)}),
     )
     silent_on = (
-        sampled(12, lambda i: {"w": weight(update=4.0 if i < 5 else 0.4)}),  # the first steps of Adam
+        sampled(12, lambda i: {"w": weight(update=4.0 if i < 6 else 0.4)}),  # the first steps of Adam
         sampled(60, lambda i: {"w": weight(update=1e-6 if i > 5 else 1e-3)}),  # it has converged
         sampled(60, lambda i: {"w": weight(update=1e-9 * i)}, lr=0.0),  # warm-up begins at 0
         sampled(60, lambda i: {"w": weight(), "frozen": weight(update=0.0), "head": weight()}),
@@ -80,14 +80,14 @@ class UpdateRatio(SampledRule):
             return
         middle = statistics.median(table.values())
         past = self._past.setdefault(key, deque(maxlen=_SAMPLES))
-        if step.step >= _WARM_UP:
-            past.append((step.step, middle))
+        past.append((step.step, middle))
         self._largest[key] = max(self._largest.get(key, 0.0), middle)
         first, count = self._begin.get(key, (step.step, 0))
         self._begin[key] = first, count + 1
         large = sum(ratio >= self.limit("update_large") for _, ratio in past)
         phase = None
-        if len(past) == _SAMPLES and large >= _SAMPLES - 1:
+        settled = past[0][0] >= _WARM_UP or (past[0][1] >= _FIRST and len(table) > 1)
+        if len(past) == _SAMPLES and large >= _SAMPLES - 1 and settled:
             phase = "large"
         elif count + 1 >= _MIN_SAMPLES and step.step - first >= _MIN_STEPS and math.isfinite(rate) and rate > 0:
             small = self._largest[key] < self.limit("update_small")

@@ -12,6 +12,8 @@ from ddpdebug.steps import Step
 
 #: Steps before a spike that say what is usual, how many there must be, and how soon it must be over.
 _BEFORE, _WARM_UP, _OVER = 20, 12, 10
+#: The spread is that of more steps: heavy tails show it only now and then.
+_SPREAD = 64
 
 
 class LossSpike(LossRule):
@@ -68,10 +70,11 @@ class LossSpike(LossRule):
             elif series.count and step.step - at > _OVER:
                 del self._open[key]
             return
-        before = list(series.losses)[-_BEFORE - 1 : -1]
+        before = series.last(_BEFORE + 1)[:-1]
         if len(before) < _WARM_UP or series.restarted(_BEFORE):
             return
-        middle, spread = statistics.median(before), max(before) - min(before)
+        longer = series.last(_SPREAD + 1)[:-1]
+        middle, spread = statistics.median(before), max(longer) - min(longer)
         height = loss - middle
         fallen = max(series.first - min(before), 0.0)
         if height > self.limit("spike_height") * spread and height > max(

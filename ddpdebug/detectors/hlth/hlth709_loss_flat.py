@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.hlth.curve import LossRule, Series, losses, trend, wobble
+from ddpdebug.detectors.hlth.curve import LossRule, Series, losses, noise, trend, wobble
 from ddpdebug.detectors.hlth.samples import BROKEN, update_ratio
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
@@ -15,6 +15,8 @@ from ddpdebug.steps import Step
 _EVERY = 8
 #: A trend of fewer standard errors, and of less of the level, is none.
 _ERRORS, _SHARE = 2.0, 0.02
+#: The level of a loss whose noise is larger than this share of it says nothing (policy gradients).
+_NOISE = 0.25
 #: A loss that has fallen to this share of its first level has learned what there was.
 _DONE = 0.05
 
@@ -57,6 +59,7 @@ class LossFlat(LossRule):
     silent_on = (
         losses(120, lambda i: 2.3 + 0.05 * wobble(i)),  # may still begin to learn
         losses(400, lambda i: 2.3 - 0.001 * i + 0.05 * wobble(i)),
+        losses(400, lambda i: 0.1 + wobble(i)),  # a policy gradient
         losses(400, lambda i: 2.0 * 0.9**i + 0.01 + 0.002 * wobble(i)),  # it has learned
         losses(48, lambda i: 2.3, batch_digest=7),  # the same batch again and again
         losses(48, lambda i: 2.3 + 0.05 * wobble(i), param_norm=4.0, update_norm=1e-6, lr=lambda i: 1e-6 * i),
@@ -108,7 +111,7 @@ class LossFlat(LossRule):
         if series.count >= still_steps and constant and batches_differ and level > 1e-9:
             return "still"
         change, errors = trend(values)
-        flat = change > -_SHARE * level and abs(errors) < _ERRORS
+        flat = change > -_SHARE * level and abs(errors) < _ERRORS and noise(values) < _NOISE * level
         still = key in self._moved and self._moved[key] < self.limit("update_small")
         if flat and series.count >= (still_steps if still else self.limit("flat_steps")):
             return "still" if still else "flat"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from ddpdebug.detectors.hlth.curve import LossRule, Series, diverged, losses, wobble
+from ddpdebug.detectors.hlth.samples import update_ratio
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
 
@@ -38,7 +40,12 @@ class LossDiverges(LossRule):
     title = "the loss diverges"
     stage = 89
     fires_on = (
-        losses(40, lambda i: 2.0 - 0.05 * i + 0.05 * wobble(i) if i < 20 else 1.5 * 1.6 ** (i - 20)),
+        losses(
+            40,
+            lambda i: 2.0 - 0.05 * i + 0.05 * wobble(i) if i < 20 else 1.5 * 1.3 ** (i - 20),
+            param_norm=1.0,
+            update_norm=0.2,
+        ),
         losses(40, lambda i: 1.0 * 1.5**i),
     )
     silent_on = (
@@ -46,18 +53,27 @@ class LossDiverges(LossRule):
         losses(90, lambda i: 0.7 + 0.01 * i + 0.1 * wobble(i)),  # a generator whose opponent learns
         losses(90, lambda i: 2.0 - 0.02 * (i % 45) + 0.02 * wobble(i)),  # warm restarts
         losses(60, lambda i: 0.5 * wobble(i)),  # a policy gradient
+        losses(60, lambda i: 0.1 + (i / 40) ** 2, param_norm=1.0, update_norm=0.01),  # returns that grow
         losses(60, lambda i: 3.0 * 0.9**i if i < 30 else 0.4),
     )
 
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._ratio: dict[int, float] = {}
+
     def judge(self, step: Step, series: Series) -> Iterator[Finding]:
+        if (ratio := update_ratio(step)) is not None:
+            self._ratio[step.optimizer] = max(ratio, 0.5 * self._ratio.get(step.optimizer, 0.0))
         count = int(self.limit("diverged_steps"))
         if series.count % 2 or not diverged(series, self.limit("diverged_factor"), count):
             return
         values = list(series.losses)
         level = statistics.median(values[-count:])
         reference = max(abs(series.first), abs(series.best))
-        certain = level >= self.limit("diverged_explosion") * reference
-        if not self.once(step, "explosion" if certain else "rise"):
+        unstable = self._ratio.get(step.optimizer, 0.0) >= self.limit("diverged_update")
+        explodes = unstable or abs(level) > 2 * abs(statistics.median(values[-2 * count : -count]))
+        certain = explodes and level >= self.limit("diverged_explosion") * reference
+        if not (certain or unstable) or not self.once(step, "explosion" if certain else "rise"):
             return
         started = len(values) - 1
         while started > 0 and values[started - 1] > series.best + abs(series.best):
@@ -72,6 +88,7 @@ class LossDiverges(LossRule):
                 "level": level,
                 "best_level": series.best,
                 "first_level": series.first,
+                "update_over_weight": self._ratio.get(step.optimizer),
                 "newest": [f"step {at}: {v:.4g}" for at, v in zip(series.steps, values, strict=True)][-count:],
             },
         )

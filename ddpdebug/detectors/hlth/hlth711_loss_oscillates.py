@@ -12,8 +12,8 @@ from ddpdebug.detectors.hlth.samples import BROKEN, update_ratio
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
 
-#: Steps that are judged together, how many there must be, and how often they are judged.
-_WINDOW, _LEAST, _EVERY = 96, 32, 16
+#: Steps that are judged together, how many there must be, and how often they are judged, early and later.
+_WINDOW, _LEAST, _EVERY, _EARLY = 64, 32, 16, 64
 
 
 class LossOscillates(LossRule):
@@ -63,9 +63,9 @@ class LossOscillates(LossRule):
     def judge(self, step: Step, series: Series) -> Iterator[Finding]:
         if (ratio := update_ratio(step)) is not None:
             self._ratio[step.optimizer] = ratio
-        if series.count < _LEAST or series.count % _EVERY:
+        if series.count < _LEAST or series.count % (_EVERY if series.count <= _EARLY else _EARLY):
             return
-        values = list(series.losses)[-_WINDOW:]
+        values = series.last(_WINDOW)
         level = abs(statistics.median(values)) or 1e-12
         if swing(values) < self.limit("oscillation_amplitude") * level or series.restarted(len(values)):
             return

@@ -1,0 +1,53 @@
+"""Losses that the user tells reach the row of the step that they belong to."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import ddpdebug
+from ddpdebug.observations import Flag
+from ddpdebug.probes.events import Events
+from ddpdebug.probes.record import StepRecord, Window, encode_row
+
+
+def observed(*told: tuple[str, Any]) -> Any:
+    """Return the row of a step in which the user told these losses."""
+    window = Window()
+    recorder: Any = SimpleNamespace(window=window)
+    events = Events(recorder, lambda topic, value: None)
+    for name, value in told:
+        events.observed(name, value)
+    return encode_row(StepRecord(0, 0, Flag(0), window), 0)
+
+
+def test_validation_losses_are_averaged() -> None:
+    """Numbers and tensors, as many as were told since the last step; the training loss is another field."""
+    row = observed(("val_loss", 1.0), ("val_loss", torch.tensor(3.0, requires_grad=True)), ("loss", 7.0))
+    assert row.val_loss == 2.0
+    assert row.loss == 7.0
+
+
+def test_nothing_told_is_unknown() -> None:
+    """NaN, as for every number that was not measured."""
+    assert math.isnan(observed().val_loss)
+    assert math.isnan(observed(("loss", 7.0)).val_loss)
+
+
+def test_telling_without_a_monitor_does_nothing() -> None:
+    """A script may tell whether or not it is watched."""
+    ddpdebug.observe(val_loss=1.0)
+    assert "observe" in ddpdebug.__all__
+
+
+def test_unknown_names_are_refused() -> None:
+    """With the valid ones."""
+    from ddpdebug.config import Config
+    from ddpdebug.monitor import Monitor
+
+    with pytest.raises(ValueError, match="'loss' and 'val_loss'"):
+        Monitor(Config()).observe(validation=1.0)
