@@ -60,6 +60,15 @@ Details of one step (kind -> JSON of one rank):
 `holders`     {"holders": [{"name": "losses", "kind": "list", "entries": int | null, "function": "train" | null,
               "location": "train.py:58", "graphs": int, "tensors": int, "bytes": int}], "visits": int} of the one rank
               that searched (forensics/holders.py); `graphs`: steps whose autograd graphs hang there
+`recipe`      what the training loop did around this step, with the keys that a flag of the step asks for:
+              {"modes": {"modules": [path, ...], "location": "train.py:40"} of the forwards in eval mode,
+               "carried": {"location": "train.py:70"} of the step with gradients that were not cleared,
+               "discarded": {"kind": "all" | "micro-batches", "count": int, "location": "train.py:61" | null},
+               "twice": {"other": class name, "names": [name, ...]} of the optimizer that stepped before,
+               "clip": {"location": ..., "scale": float}, "scheduler": {"class": str, "calls": int, "micro_batches":
+               int, "location": ...}, "elsewhere": {"kind": "scheduler" | "attribute", "class": str, "location": ...},
+               "accumulation": {"micro_batches": int, "location": ..., "loss": "MseLoss"},
+               "label": int the only class among the labels of this step, "lr": [float, ...] of the groups}
 `element`     {"name": str, "index": [int, ...], "value": float, "step": int} see forensics/elements.py
 
 Announcements (topic -> JSON of one rank), compared once all ranks have spoken:
@@ -82,6 +91,14 @@ Announcements (topic -> JSON of one rank), compared once all ranks have spoken:
                  once, because the others may never speak
 `alone:memory`   what an out-of-memory summary holds (forensics/oom.py): {"failed": bool, "step": int, "phase": str,
                  ...} by the rank whose allocation failed, and then by the others, with `failed` false
+`alone:loss`     {"kind": "double-softmax" | "broadcast" | "range" | "initial" | "labels", "step": int, ...} what the
+                 autograd graph of a loss shows, see probes/recipe/losses.py
+`alone:audit`    {"step": int, "missing": [name, ...], "share": float, "orphans": [name, ...], "unregistered": [name,
+                 ...], "frozen": float, ...} see probes/recipe/audit.py
+`alone:validation`  {"step": int, "forwards": int, "since": int, "location": "train.py:88"} forwards without gradients
+                 that ran in train mode
+`inputs`         {"step": int, "argument": int, "mean": float, "std": float, "min": float, "max": float, "kind": str}
+                 of the model's first floating-point input over its first training forwards
 `growth`         [{"what": str, "bytes": int | null}, ...] growth that the user has declared (`expect_growth`)
 `end`            {"steps": {optimizer: int}, "reason": "finished" | "exception: ..." | "signal ..."}
 """
@@ -104,6 +121,7 @@ KINDS = (
     "replicas",
     "numerics",
     "holders",
+    "recipe",
 )
 
 

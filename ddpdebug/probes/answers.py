@@ -167,4 +167,5 @@ _BUILDERS: dict[str, Callable[[StepRecord, Recorder], Any]] = {
     "replicas": lambda record, recorder: dict(record.replicas),
     "numerics": lambda record, recorder: record.numerics,
     "holders": lambda record, recorder: recorder.memory.holders(),
+    "recipe": lambda record, recorder: {**record.window.recipe, "lr": [group.get("lr") for group in record.hyper]},
 }

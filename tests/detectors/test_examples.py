@@ -28,6 +28,8 @@ PROMISED = {
     "DATA901": Severity.ERROR,
     "DATA910": Severity.ERROR,
     "DATA902": Severity.WARNING,
+    **dict.fromkeys([f"RCP8{i}" for i in ("02", "03", "04", "06", "08", "11", "13", "16", "17", "19")], Severity.ERROR),
+    **dict.fromkeys([f"RCP8{i}" for i in ("01", "05", "07", "09", "12")], Severity.WARNING),
     **dict.fromkeys([f"NUM30{i}" for i in (1, 2, 3, 4, 5, 9)], Severity.CRITICAL),
     **dict.fromkeys(["NUM306", "NUM307", "NUM308"], Severity.WARNING),
     "MEM401": Severity.CRITICAL,
