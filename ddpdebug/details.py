@@ -78,7 +78,7 @@ Announcements (topic -> JSON of one rank), compared once all ranks have spoken:
 `loader:<k>`     {"sampler": class name, "distributed": bool, "replicas": int, "rank": int, "seed": int, "epoch": int,
                  "shuffle": bool, "drop_last": bool, "length": int, "batch_size": int, "iterations": int,
                  "attributes": {attribute path: hex}, "indices": {"digest": hex, "length": int} | null,
-                 "step": int, "workers": int, "dataset": "Pairs at data.py:12" | null}
+                 "batches": int | null, "step": int, "workers": int, "dataset": "Pairs at data.py:12" | null}
                  sent again at the start of each epoch over the k-th DataLoader
 `precision:<k>`  {"step": int, "autocast": dtype | null, "matmul": precision | null} at the k-th DDP's first training
                  forward

@@ -80,6 +80,7 @@ def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
         "distributed": distributed,
         "length": _length(loader.dataset),
         "batch_size": loader.batch_size,
+        "batches": _length(loader),
         "indices": _indices(loader.dataset),
         "workers": loader.num_workers,
         "dataset": _source(loader.dataset),

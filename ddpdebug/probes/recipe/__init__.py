@@ -20,6 +20,7 @@ from ddpdebug.observations import Flag
 from ddpdebug.probes.guard import user_location
 from ddpdebug.probes.recipe.audit import Audit, held_by, unregistered
 from ddpdebug.probes.recipe.clearing import Clearing
+from ddpdebug.probes.recipe.cuts import Cuts
 from ddpdebug.probes.recipe.inputs import Inputs
 from ddpdebug.probes.recipe.labels import Labels
 from ddpdebug.probes.recipe.losses import facts, is_mean, name_of, terms
@@ -34,6 +35,8 @@ _MAX_FACTS = 3
 _MAX_NAMES = 20
 #: A schedule that nothing has moved after so many steps of its optimizer is forgotten.
 _NEVER = 40
+#: After so many steps of the first optimizer parameters without a gradient are looked after.
+_CUTS = 2
 
 
 @dataclass(slots=True)
@@ -67,6 +70,7 @@ class Recipe:
         self._passes: dict[str | None, int] = {}
         self._told: dict[str, int] = {}
         self._inputs: dict[int, Inputs] = {}
+        self._cuts: dict[int, Cuts] = {}
         self._forwards: dict[int, int] = {}  # of each wrapper, with gradients
         self._stepping: list[int] = []
         self._last: tuple[weakref.ref[torch.optim.Optimizer], int] | None = None  # who stepped, after how many passes
@@ -102,12 +106,16 @@ class Recipe:
         if inputs is None:
             inputs = self._inputs[key] = Inputs(lambda fact: self._announce(f"inputs:{key}", self._at(fact)))
         inputs.begin()
+        if key in self._cuts:
+            self._cuts[key].begin(list(tensors_in((args, kwargs))))
 
     def output(self, ddp: DistributedDataParallel, args: Any, kwargs: Any, output: Any) -> None:
         """Look at a DDP forward that has ended."""
         key = self._recorder.wrapped(ddp).index
         if key in self._inputs:
             self._inputs[key].end()
+        if key in self._cuts and (cut := self._cuts.pop(key).end()) is not None:
+            self._tell("audit", {"kind": "detached", **cut})
         if torch.is_grad_enabled() and self._forwards.get(key) == 2:
             modules = [m for w in self._recorder.wrappers if (m := w.module()) is not None]
             known = {id(p) for module in modules for p in module.parameters()}
@@ -251,6 +259,9 @@ class Recipe:
             return
         fact = self.audit.at_step(self._steps, self._recorder.wrappers)
         self._steps += 1
+        if self._steps == _CUTS:
+            pairs = [(w, module) for w in self._recorder.wrappers if (module := w.module()) is not None]
+            self._cuts = {w.index: Cuts(m, lacking) for w, m in pairs if (lacking := self.audit.lacking(w))}
         if fact is not None:
             self._announce("alone:audit", fact)
 

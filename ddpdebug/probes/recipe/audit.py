@@ -15,7 +15,7 @@ from ddpdebug.probes.wrappers import Wrapper
 from ddpdebug.torch_internals.graph import leaf_of
 
 #: Steps of the first optimizer: candidates are noted, judged, and frozen parts judged again.
-MARK, JUDGE, LATER = 3, 8, 32
+MARK, JUDGE, LATER = 1, 3, 32
 _MAX_NAMES = 20
 _MAX_NODES = 20_000
 _MAX_DEPTH = 2
@@ -45,6 +45,11 @@ class Audit:
         if step == LATER and self._frozen and (share := self._frozen_share()) is not None:
             return {"step": step, "kind": "frozen", "share": share}
         return None
+
+    def lacking(self, wrapper: Wrapper) -> list[torch.Tensor]:
+        """Return the parameters of a model that optimizers hold and that have no gradient."""
+        held = {id(p) for p in _params(self._optimizers)}
+        return [p for _, p in _named(wrapper) if id(p) in held and p.requires_grad and p.grad is None]
 
     def _judge(self, step: int, wrappers: Sequence[Wrapper]) -> dict[str, Any] | None:
         def untouched(p: torch.Tensor) -> bool:
