@@ -4,7 +4,7 @@
 # expect.codes: RCP803
 # expect.ranks: all
 # expect.subject: readout
-# expect.step: 8
+# expect.step: 3
 # plain_pytorch: silent
 """Weight decay groups by name; in the fault the filters do not cover the readout."""
 import os

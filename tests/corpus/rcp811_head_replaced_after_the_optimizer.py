@@ -4,7 +4,7 @@
 # expect.codes: RCP811
 # expect.ranks: all
 # expect.subject: head
-# expect.step: 8
+# expect.step: 3
 # plain_pytorch: silent
 """Transfer to a task with other classes; the fault builds the optimizer first."""
 import os

@@ -37,6 +37,7 @@ _MAX_NAMES = 20
 _NEVER = 40
 #: After so many steps of the first optimizer parameters without a gradient are looked after.
 _CUTS = 2
+_MAX_OPTIMIZERS = 16
 
 
 @dataclass(slots=True)
@@ -78,6 +79,12 @@ class Recipe:
         self._steps = 0  # of the first optimizer
         self._first: weakref.ref[torch.optim.Optimizer] | None = None
         self._evaluation: dict[str, Any] = {"forwards": 0, "location": None, "since": 0}
+
+    def built(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note a new optimizer; one for each parameter (optimizers that step inside backward) are not followed."""
+        self.audit.built(optimizer)
+        if self.clearing.number() < _MAX_OPTIMIZERS:
+            self.clearing.of(optimizer)
 
     # --- forward ------------------------------------------------------------------------------------------------------
 

@@ -123,7 +123,7 @@ def unregistered(
         leaf = leaf_of(node)
         if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
             found.append(leaf)
-    return [_place(root, leaf) for leaf in found][:_MAX_NAMES]
+    return sorted(_place(root, leaf) for leaf in found)[:_MAX_NAMES]
 
 
 def held_by(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:

@@ -80,6 +80,10 @@ class Clearing:
             known.marks = known.look()
         return known
 
+    def number(self) -> int:
+        """Return how many optimizers are followed."""
+        return len(self._living())
+
     def begin_backward(self) -> None:
         """See which gradients were cleared since the last backward or step."""
         for fed in self._living():

@@ -27,7 +27,7 @@ def doors(recipe: Recipe, run: Run) -> Iterator[tuple[Any, str, Make]]:
 def _built(recipe: Recipe, run: Run, original: Any) -> Any:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original(self, *args, **kwargs)
-        run("probe:recipe", recipe.audit.built, self)
+        run("probe:recipe", recipe.built, self)
 
     return __init__
 
