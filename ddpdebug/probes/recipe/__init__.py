@@ -128,6 +128,7 @@ class Recipe:
             known = {id(p) for module in modules for p in module.parameters()}
             known |= held_by(o for watch in self._recorder.watches for o in watch.optimizers())
             tensors = list(tensors_in((args, kwargs)))
+            known |= self.audit.held() | {id(t) for t in tensors}
             names = unregistered(list(tensors_in(output)), tensors, internals.unwrap_compiled(ddp.module), known)
             if names:
                 self._tell("audit", {"kind": "unregistered", "names": names})
@@ -205,7 +206,7 @@ class Recipe:
         self._stepping.append(id(optimizer))
         if self._recorder.in_backward or len(self._stepping) > 1:
             return
-        closure = bool(args and callable(args[0])) or callable(kwargs.get("closure"))
+        closure = any(map(callable, args)) or callable(kwargs.get("closure"))  # torch passes itself among `args`
         flags, detail, loop = Flag(0), self._recorder.window.recipe, self._loop
         if loop.in_eval and loop.in_eval == loop.trained and loop.lines:
             flags |= Flag.EVAL_MODE
@@ -264,7 +265,7 @@ class Recipe:
             self._first = weakref.ref(optimizer)
         if self._first() is not optimizer:
             return
-        fact = self.audit.at_step(self._steps, self._recorder.wrappers)
+        fact = self.audit.at_step(self._steps, optimizer, self._recorder.wrappers)
         self._steps += 1
         if self._steps == _CUTS:
             pairs = [(w, module) for w in self._recorder.wrappers if (module := w.module()) is not None]

@@ -35,20 +35,26 @@ class Audit:
         self._optimizers.add(optimizer)
         self._held[id(optimizer)] = _elements(p for p in _params([optimizer]) if p.requires_grad)
 
-    def at_step(self, step: int, wrappers: Sequence[Wrapper]) -> dict[str, Any] | None:
-        """Look around before a step; return what is to be announced."""
+    def held(self) -> set[int]:
+        """Return the ids of the parameters that an optimizer has."""
+        return held_by(self._optimizers)
+
+    def at_step(
+        self, step: int, optimizer: torch.optim.Optimizer, wrappers: Sequence[Wrapper]
+    ) -> dict[str, Any] | None:
+        """Look around before a step of an optimizer; return what is to be announced."""
         if step == MARK:
             self._marked = {id(p): (weakref.ref(p), internals.version_of(p)) for _, p in self._missing(wrappers)}
-            self._frozen = self._frozen_share() is not None
+            self._frozen = self._frozen_share(optimizer) is not None
         if step == JUDGE:
             return self._judge(step, wrappers)
-        if step == LATER and self._frozen and (share := self._frozen_share()) is not None:
+        if step == LATER and self._frozen and (share := self._frozen_share(optimizer)) is not None:
             return {"step": step, "kind": "frozen", "share": share}
         return None
 
     def lacking(self, wrapper: Wrapper) -> list[torch.Tensor]:
         """Return the parameters of a model that optimizers hold and that have no gradient."""
-        held = {id(p) for p in _params(self._optimizers)}
+        held = self.held()
         return [p for _, p in _named(wrapper) if id(p) in held and p.requires_grad and p.grad is None]
 
     def _judge(self, step: int, wrappers: Sequence[Wrapper]) -> dict[str, Any] | None:
@@ -59,7 +65,7 @@ class Audit:
         missing = [(name, p) for name, p in self._missing(wrappers) if untouched(p)]
         if missing:
             self._find_others()
-            held = {id(p) for p in _params(self._optimizers)}
+            held = self.held()
             missing = [(name, p) for name, p in missing if id(p) not in held]
         if not missing:
             return None
@@ -75,7 +81,7 @@ class Audit:
 
     def _missing(self, wrappers: Sequence[Wrapper]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the parameters that get gradients and that no known optimizer holds."""
-        held = {id(p) for p in _params(self._optimizers)}
+        held = self.held()
         for wrapper in wrappers:
             prefix = f"ddp{wrapper.index}." if len(wrappers) > 1 else ""
             for name, p in _named(wrapper):
@@ -95,14 +101,11 @@ class Audit:
             if issubclass(type(thing), torch.optim.Optimizer):
                 self._optimizers.add(thing)
 
-    def _frozen_share(self) -> float | None:
-        """Return how much of what an optimizer was built to train is frozen by now, if it is the larger part."""
-        for optimizer in self._optimizers:
-            before = self._held.get(id(optimizer), 0)
-            now = _elements(p for p in _params([optimizer]) if p.requires_grad)
-            if before and 2 * now < before:
-                return 1 - now / before
-        return None
+    def _frozen_share(self, optimizer: torch.optim.Optimizer) -> float | None:
+        """Return how much of what an optimizer was built to train is frozen as it steps, if it is the larger part."""
+        before = self._held.get(id(optimizer), 0)
+        now = _elements(p for p in _params([optimizer]) if p.requires_grad)
+        return 1 - now / before if before and 2 * now < before else None
 
 
 def unregistered(

@@ -44,16 +44,15 @@ class Cuts:
         paths = {id(module): path for path, module in self._root.named_modules()}
         names = {id(p): name for name, p in self._root.named_parameters()}
         found: dict[str, Any] = {}
+        behind: dict[str, None] = {}  # what ran up to here without ever getting a gradient
         for i, (module, _, outputs) in enumerate(calls):
-            behind = [names[id(p)] for p in module.parameters(recurse=False) if id(p) in self._lacking]
-            if not behind or not any(t.requires_grad for t in outputs):
+            own = [names[id(p)] for p in module.parameters(recurse=False) if id(p) in self._lacking]
+            behind.update(dict.fromkeys(own))
+            if not own or not any(t.requires_grad for t in outputs):
                 continue
             target = next((path for call in calls[i + 1 :] if (path := self._cut(outputs, call, paths))), None)
             if target is not None:
-                found.setdefault("names", []).extend(behind)
-                found.update({"after": paths.get(id(module), "?"), "before": target})
-        if found:
-            found["names"] = found["names"][:_MAX_NAMES]
+                found = {"names": list(behind)[:_MAX_NAMES], "after": paths.get(id(module), "?"), "before": target}
         return found or None
 
     def _cut(self, outputs: Sequence[torch.Tensor], call: _Call, paths: dict[int, str]) -> str | None:

@@ -153,7 +153,8 @@ def _broadcast(node: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Return the shapes of a prediction of N values and of the N x N table that the loss averages over."""
     if node.name() in _ELEMENTWISE:
         made = node.next_functions[0][0]
-        spread = made is not None and made.name() == "ExpandBackward0"
+        target = graph.saved_tensor(node, "target")
+        spread = made is not None and made.name() == "ExpandBackward0" and target is not None and 0 in target.stride()
         return _table(made, made.next_functions[0][0]) if spread else None
     if node.name() not in _MEANS:
         return None
@@ -169,7 +170,11 @@ def _broadcast(node: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
             return None
         operands = [below for below, _ in made.next_functions]
     known = [below for below in operands if below is not None]
-    return _table(made, known[0]) if len(known) == 1 and len(operands) > 1 else None
+    found = _table(made, known[0]) if len(known) == 1 and len(operands) > 1 else None
+    if found is not None and made.name() == "MulBackward0":  # the factor must have been spread as well
+        factors = [t for name in ("self", "other") if (t := graph.saved_tensor(made, name)) is not None]
+        return found if any(t.numel() == found[1][0] for t in factors) else None
+    return found
 
 
 def _table(made: Any, prediction: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

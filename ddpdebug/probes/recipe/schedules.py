@@ -52,6 +52,10 @@ class Schedules:
         if calls.pending != 1 or calls.location is None:
             calls.location = user_location(sys._getframe(depth))  # noqa: SLF001 - as above
 
+    def moved(self, scheduler: Any) -> None:
+        """Note a call with an argument, an epoch or a metric: how often it is made says nothing."""
+        self._of(scheduler).inner += 2
+
     def before_step(self, optimizer: torch.optim.Optimizer, micro_batches: int) -> dict[str, Any]:
         """Return the entries `scheduler` and `elsewhere` of the step's details, as far as there is something."""
         ref, number = self._steps.get(id(optimizer), (None, 0))
