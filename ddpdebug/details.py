@@ -70,6 +70,15 @@ Details of one step (kind -> JSON of one rank):
                        "digest": hex before the step, "numel": int, "dim": int, "lr": float | null,
                        "symmetric": bool (first sample only)}}  of rank 0 only,
                "order": [name, ...] from the first layer to the last}
+`recipe`      what the training loop did around this step, with the keys that a flag of the step asks for:
+              {"modes": {"modules": [path, ...], "location": "train.py:40"} of the forwards in eval mode,
+               "carried": {"location": "train.py:70"} of the step with gradients that were not cleared,
+               "discarded": {"kind": "all" | "micro-batches", "count": int, "location": "train.py:61" | null},
+               "twice": {"other": class name, "names": [name, ...]} of the optimizer that stepped before,
+               "clip": {"location": ..., "scale": float}, "scheduler": {"class": str, "calls": int, "micro_batches":
+               int, "location": ...}, "elsewhere": {"kind": "scheduler" | "attribute", "class": str, "location": ...},
+               "accumulation": {"micro_batches": int, "location": ..., "loss": "MseLoss"},
+               "label": int the only class among the labels of this step, "lr": [float, ...] of the groups}
 `element`     {"name": str, "index": [int, ...], "value": float, "step": int} see forensics/elements.py
 
 Announcements (topic -> JSON of one rank), compared once all ranks have spoken:
@@ -79,7 +88,7 @@ Announcements (topic -> JSON of one rank), compared once all ranks have spoken:
 `loader:<k>`     {"sampler": class name, "distributed": bool, "replicas": int, "rank": int, "seed": int, "epoch": int,
                  "shuffle": bool, "drop_last": bool, "length": int, "batch_size": int, "iterations": int,
                  "attributes": {attribute path: hex}, "indices": {"digest": hex, "length": int} | null,
-                 "step": int, "workers": int, "dataset": "Pairs at data.py:12" | null}
+                 "batches": int | null, "step": int, "workers": int, "dataset": "Pairs at data.py:12" | null}
                  sent again at the start of each epoch over the k-th DataLoader
 `precision:<k>`  {"step": int, "autocast": dtype | null, "matmul": precision | null} at the k-th DDP's first training
                  forward
@@ -92,6 +101,14 @@ Announcements (topic -> JSON of one rank), compared once all ranks have spoken:
                  once, because the others may never speak
 `alone:memory`   what an out-of-memory summary holds (forensics/oom.py): {"failed": bool, "step": int, "phase": str,
                  ...} by the rank whose allocation failed, and then by the others, with `failed` false
+`alone:loss`     {"kind": "double-softmax" | "broadcast" | "range" | "initial" | "labels", "step": int, ...} what the
+                 autograd graph of a loss shows, see probes/recipe/losses.py
+`alone:audit`    {"step": int, "missing": [name, ...], "share": float, "orphans": [name, ...], "unregistered": [name,
+                 ...], "frozen": float, ...} see probes/recipe/audit.py
+`alone:validation`  {"step": int, "forwards": int, "since": int, "location": "train.py:88"} forwards without gradients
+                 that ran in train mode
+`inputs`         {"step": int, "argument": int, "mean": float, "std": float, "min": float, "max": float, "kind": str}
+                 of the model's first floating-point input over its first training forwards
 `growth`         [{"what": str, "bytes": int | null}, ...] growth that the user has declared (`expect_growth`)
 `end`            {"steps": {optimizer: int}, "reason": "finished" | "exception: ..." | "signal ..."}
 """
@@ -115,6 +132,7 @@ KINDS = (
     "numerics",
     "layers",
     "holders",
+    "recipe",
 )
 
 

@@ -53,6 +53,15 @@ class Flag(IntFlag):
     STEP_NONFINITE = 1 << 27  # parameters or state are NaN or Inf after a step with finite gradients
     NEAR_OVERFLOW = 1 << 28  # a 16-bit output or gradient above half of what its dtype can hold
     GUARD_SKIPPED = 1 << 29  # the numeric guard did not let this step happen
+    EVAL_MODE = 1 << 30  # every forward that trained ran in eval mode, and that matters to the model
+    GRADS_CARRIED = 1 << 31  # gradients of this step were added to those that its optimizer had used before
+    GRADS_DISCARDED = 1 << 32  # gradients of a backward were cleared before any optimizer had stepped
+    STEPPED_TWICE = 1 << 33  # another optimizer has used the same gradients of the same parameters before
+    CLIPPED_SCALED = 1 << 34  # clipping saw gradients that still carried the loss scale
+    SCHEDULED_OFTEN = 1 << 35  # one scheduler was stepped several times since the optimizer step before
+    SCHEDULED_ELSEWHERE = 1 << 36  # the learning rate was set where this optimizer does not read it
+    UNSCALED_ACCUMULATION = 1 << 37  # one line added up gradients of several mean losses, and nothing divides them
+    SINGLE_CLASS = 1 << 38  # all class labels of the step's losses were the same
 
 
 class Row(NamedTuple):

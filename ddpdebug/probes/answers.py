@@ -168,4 +168,5 @@ _BUILDERS: dict[str, Callable[[StepRecord, Recorder], Any]] = {
     "numerics": lambda record, recorder: record.numerics,
     "layers": lambda record, recorder: {} if record.layers is None else record.layers.detail(record),
     "holders": lambda record, recorder: recorder.memory.holders(),
+    "recipe": lambda record, recorder: {**record.window.recipe, "lr": [group.get("lr") for group in record.hyper]},
 }

@@ -62,6 +62,16 @@ class Events:
         scale, self._scaled_by = self._scaled_by, None
         return scale
 
+    @property
+    def is_scaled(self) -> bool:
+        """Tell whether the loss that is given to backward next was scaled."""
+        return self._scaled_by is not None
+
+    def known_scale(self) -> float:
+        """Return the loss scale in force, NaN where it is on a device."""
+        scale = self._scaled_by
+        return float(scale) if scale is not None and scale.device.type == "cpu" else float("nan")
+
     def loaded(self, what: str, location: str | None) -> None:
         """Note a load_state_dict."""
         self._recorder.window.loads.append({"what": what, "location": location})

@@ -25,7 +25,7 @@ class Loaders:
     """Watches every DataLoader of the process, numbered in order of first use."""
 
     def __init__(self, recorder: Recorder, announce: Callable[[str, Any], None]) -> None:
-        self._recorder, self._announce = recorder, announce
+        self._recorder, self.announce = recorder, announce
         self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
         self._known: weakref.WeakKeyDictionary[DataLoader[Any], dict[str, Any]] = weakref.WeakKeyDictionary()
 
@@ -38,7 +38,7 @@ class Loaders:
         known["iterations"] += 1
         self._recorder.memory.workers = self.workers
         step = self._recorder.next_step()
-        self._announce(f"loader:{known['index']}", {**_settings(loader), **_shared(known), "step": step})
+        self.announce(f"loader:{known['index']}", {**_settings(loader), **_shared(known), "step": step})
 
     def began(self, iterator: Any) -> None:
         """Note the iterator of an epoch: it has the workers."""
@@ -80,6 +80,7 @@ def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
         "distributed": distributed,
         "length": _length(loader.dataset),
         "batch_size": loader.batch_size,
+        "batches": _length(loader),
         "indices": _indices(loader.dataset),
         "workers": loader.num_workers,
         "dataset": _source(loader.dataset),

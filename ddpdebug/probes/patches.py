@@ -26,6 +26,7 @@ from ddpdebug.probes.guard import Guard, user_location
 from ddpdebug.probes.hooks import on_gradient
 from ddpdebug.probes.loaders import Loaders
 from ddpdebug.probes.optimizers import roots
+from ddpdebug.probes.recipe import Recipe, patches as recipe_patches
 from ddpdebug.probes.recorder import Recorder
 from ddpdebug.probes.wrappers import classify_hook
 
@@ -35,6 +36,7 @@ class Patches:
 
     def __init__(self, recorder: Recorder, loaders: Loaders, on_group: Callable[[], None]) -> None:
         self.recorder, self.loaders, self.on_group = recorder, loaders, on_group
+        self.recipe = Recipe(recorder, loaders.announce)
         self._undo: list[Callable[[], None]] = []
         self._modules: list[weakref.ref[torch.nn.Module]] = []
         self._kinds: set[type] = set()
@@ -45,11 +47,13 @@ class Patches:
 
         def before(optimizer: Any, args: Any, kwargs: Any) -> None:
             if not torch.compiler.is_compiling():
+                run("probe:recipe", self.recipe.before_step, optimizer, args, kwargs)
                 run_step(run, rec, optimizer, args, kwargs)
 
         def after(optimizer: Any, *_: Any) -> None:
             if not torch.compiler.is_compiling():
                 run("probe:optimizer", rec.post_step, optimizer)
+                run("probe:recipe", self.recipe.after_step, optimizer)
 
         for function in (before, after, Guard.run, on_gradient):
             internals.leave_uncompiled(function)
@@ -69,6 +73,8 @@ class Patches:
         self._wrap(dist, "init_process_group", _init_process_group)
         self._wrap(DataLoader, "__iter__", _loader_iter)
         self._wrap(internals.LoaderIterator, "__next__", _loader_next)
+        for owner, name, make in recipe_patches.doors(self.recipe, run):
+            self._wrap(owner, name, make)
         averagers = sys.modules.get("torch.distributed.algorithms.model_averaging.averagers")
         if averagers is None:
             with contextlib.suppress(ImportError):
@@ -96,6 +102,7 @@ class Patches:
 
     def remove(self) -> None:
         """Restore the originals."""
+        self.recorder.guard.run("probe:recipe", self.recipe.close)
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
@@ -140,6 +147,7 @@ def _forward(patches: Patches, original: Any) -> Any:
         recorder.stop_here()
         run("probe:broadcast", recorder.buffers.before_forward, self)
         started = run("probe:forward", recorder.begin_forward, self, args, kwargs) or 0.0
+        run("probe:recipe", patches.recipe.forward, self, args, kwargs)
         run("probe:numerics", recorder.begin_numerics, self, args, kwargs)
         try:
             output = original(self, *args, **kwargs)
@@ -150,6 +158,7 @@ def _forward(patches: Patches, original: Any) -> Any:
             raise
         run("probe:numerics", recorder.numerics.end, output)
         run("probe:forward", recorder.end_forward, self, output, started)
+        run("probe:recipe", patches.recipe.output, self, args, kwargs, output)
         run("probe:scene", recorder.scenes.end, internals.unwrap_compiled(self.module), output)
         return output
 
@@ -223,6 +232,7 @@ def _backward(patches: Patches, original: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(tensors, *args, **kwargs)
         run, recorder = patches.recorder.guard.run, patches.recorder
+        run("probe:recipe", patches.recipe.begin_backward, tensors)
         started = run("probe:backward", recorder.begin_backward, tensors) or time.perf_counter()
         try:
             return original(tensors, *args, **kwargs)
@@ -231,17 +241,21 @@ def _backward(patches: Patches, original: Any) -> Any:
             raise
         finally:
             run("probe:backward", recorder.end_backward, started)
+            run("probe:recipe", patches.recipe.end_backward)
 
     return backward
 
 
 def _scaler_step(patches: Patches, original: Any) -> Any:
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        recorder = patches.recorder
+        recorder, recipe = patches.recorder, patches.recipe
         steps = recorder.pre_steps
+        if self.is_enabled():
+            recorder.guard.run("probe:recipe", recipe.scaler_steps)
         result = original(self, optimizer, *args, **kwargs)
         if recorder.pre_steps == steps and self.is_enabled():
             recorder.guard.run("probe:scaler", recorder.skipped, optimizer)
+            recorder.guard.run("probe:recipe", recipe.skipped, optimizer)
         return result
 
     return step
@@ -271,6 +285,7 @@ def _clip(patches: Patches, original: Any) -> Any:
             return result
         recorder = patches.recorder
         recorder.guard.run("probe:clip", lambda: recorder.events.clipped(result, float(max_norm), user_location()))
+        recorder.guard.run("probe:recipe", lambda: patches.recipe.clipped(user_location()))
         return result
 
     return clip_grad_norm_

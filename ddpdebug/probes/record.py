@@ -54,6 +54,7 @@ class Window:
     clips: list[dict[str, Any]] = field(default_factory=list)
     loads: list[dict[str, Any]] = field(default_factory=list)
     looks: Looks = field(default_factory=Looks)
+    recipe: dict[str, Any] = field(default_factory=dict)  # the detail of that name
 
     def is_summed(self, key: int) -> bool:
         """Tell whether a parameter's gradient was summed, as far as it was looked at."""

@@ -46,7 +46,7 @@ class StepCountsDiffer(Detector):
     severity = Severity.ERROR
     title = "ranks are at different optimizer steps"
     topics = ("end",)
-    follows = ("SYNC202", "SYNC205", "SYNC208", "SYNC211")
+    follows = ("DATA905", "SYNC202", "SYNC205", "SYNC208", "SYNC211")
     stage = 0
     fires_on = (
         (step_at(0), step_at(1), step_at(2, odd={1: {"syncs": 4, "backwards": 4}})),

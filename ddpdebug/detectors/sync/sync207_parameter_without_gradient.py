@@ -46,7 +46,7 @@ class ParameterWithoutGradient(Detector):
     title = "a trainable parameter receives no gradient"
     wants = ("gradients", "contract")
     topics = ("alone",)
-    follows = ("RANK105", "RANK112", "SYNC202", "SYNC208")
+    follows = ("RANK105", "RANK112", "RCP810", "RCP811", "RCP816", "SYNC202", "SYNC208")
     fires_on = (
         (
             Facts(

@@ -1,0 +1,94 @@
+"""DATA903: labels are out of range or of the wrong dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.examples import steps
+from ddpdebug.detectors.rcp.streak import told
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.steps import Step
+
+#: What torch's losses raise about labels.
+MESSAGES = (
+    "is out of bounds.",
+    "expected scalar type Long but found",
+    "Expected floating point type for target with class probabilities",
+    "multi-target not supported",
+    "all elements of target should be between 0 and 1",
+    "Class values must be",
+    "target class id",
+    "nll_loss_out_frame",
+    "nll_loss2d_forward_out_frame",
+)
+_FACT = {
+    "kind": "range",
+    "step": 0,
+    "loss": "BinaryCrossEntropyWithLogits",
+    "low": -1.0,
+    "high": 1.0,
+    "location": "train.py:58",
+}
+
+
+class InvalidLabels(Detector):
+    """Labels lie outside what the loss defines, or their dtype selects another meaning of the loss.
+
+    Impact: on cuda an index out of range ends in a device-side assert that leaves the process's cuda context
+    unusable; binary cross entropy with logits accepts any target and has no lower bound; float targets of the
+    logits' shape are taken as class probabilities.
+
+    Diagnosis: print `labels.dtype, labels.min(), labels.max(), labels.unique()` beside `logits.shape`, on the CPU
+    or with `CUDA_LAUNCH_BLOCKING=1`, since the assert is reported later than it occurs. Map the value back to its
+    sample. Compare the label map with the size of the last layer.
+
+    Causes:
+    - labels that start at 1, or an extra class (background, unknown) that the head lacks
+    - an ignore value other than -100, such as 255 in segmentation maps, without `ignore_index=255`
+    - a tokenizer with more entries than the embedding or the head
+    - targets 0 and 255, or -1 and 1, for a binary loss; label maps resized with interpolation
+    - a label column of strings or floats that was converted carelessly
+
+    Remedy:
+    - remap labels in the dataset and convert with `.long()`; pass `ignore_index`; resize label maps with
+      `mode="nearest"`; call the model's resize function for its embeddings after tokens were added
+    - assert the range in collate, where the sample's id is still known
+    """
+
+    code = "DATA903"
+    severity = Severity.ERROR
+    title = "labels are out of range or of the wrong dtype"
+    topics = ("alone",)
+    fires_on = (
+        (Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),),
+        (Facts(topic="alone:failure", values={1: {"reason": "exception: IndexError: Target 10 is out of bounds."}}),),
+    )
+    silent_on = (
+        steps(3),
+        (Facts(topic="alone:loss", values={0: {**_FACT, "kind": "broadcast"}}),),
+        (Facts(topic="alone:failure", values={1: {"reason": "exception: IndexError: list index out of range"}}),),
+    )
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return ()
+
+    def sees(self, step: Step) -> bool:
+        return False
+
+    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
+        for rank, fact in told(topic, facts, "loss", "range"):
+            yield self.finding(
+                step=fact.get("step"),
+                ranks=(rank,),
+                subject=(str(fact.get("loss")),),
+                location=fact.get("location"),
+                evidence={"labels_from": fact.get("low"), "labels_to": fact.get("high"), "allowed": [0, 1]},
+            )
+        for rank, fact in told(topic, facts, "failure"):
+            reason = str(fact.get("reason"))
+            if any(message in reason for message in MESSAGES):
+                yield self.finding(
+                    step=fact.get("step"), ranks=(rank,), subject=("labels",), evidence={"ended_with": reason[:200]}
+                )

@@ -1,0 +1,86 @@
+"""DATA904: batches hold a single class."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+from ddpdebug.detectors.base import Detector
+from ddpdebug.detectors.examples import step_at, steps
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.observations import Flag
+from ddpdebug.steps import Step
+
+#: Steps in a row of one class each; the class is asked for now and then.
+WINDOW, EVERY = 16, 4
+
+
+def _label(number: int) -> dict[int, Any]:
+    return {r: {"label": number} for r in range(4)}
+
+
+class SingleClassBatches(Detector):
+    """The batches of this window hold one class each, and the class changes from time to time.
+
+    Impact: gradients point to one class after the other, the loss oscillates, and BatchNorm's statistics depend on
+    the class; training accuracy can look high because the last class is always right.
+
+    Diagnosis: print `labels.unique(return_counts=True)` for some consecutive batches on every rank, and the first
+    labels of the data set in order. Check the sampler in use: `type(loader.sampler)` and its `shuffle`. With a
+    shuffle buffer compare its size with the length of the runs of one class.
+
+    Causes:
+    - `shuffle=False` (also in `DistributedSampler`) on data that are sorted by class
+    - one folder or shard per class, read in sequence, with a shuffle buffer that is too small
+    - contiguous shards per rank: each rank sees some classes only
+    - a batch sampler that groups by class on purpose (metric learning)
+
+    Remedy:
+    - `DistributedSampler(shuffle=True)` with `set_epoch(epoch)`
+    - for streams shuffle once when writing the shards, mix several shards, and make the buffer many times larger
+      than a class's run
+    - shard by stride instead of by block
+    """
+
+    code = "DATA904"
+    severity = Severity.WARNING
+    title = "batches hold a single class"
+    wants = ("recipe",)
+    fires_on = (
+        (
+            *steps(12, flags=Flag.SINGLE_CLASS, recipe=_label(0)),
+            *steps(12, start=12, flags=Flag.SINGLE_CLASS, recipe=_label(1)),
+        ),
+        tuple(step_at(n, flags=Flag.SINGLE_CLASS, recipe=_label(n % 3)) for n in range(WINDOW)),
+    )
+    silent_on = (
+        steps(WINDOW + 5),
+        steps(WINDOW + 5, flags=Flag.SINGLE_CLASS, recipe=_label(0)),  # the positive pair stands in column 0
+        tuple(step_at(n, flags=Flag.SINGLE_CLASS if n % 2 else 0, recipe=_label(n % 3)) for n in range(WINDOW + 5)),
+    )
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._runs: dict[int, tuple[int, int]] = {}  # optimizer -> (first step, steps)
+        self._seen: dict[int, set[int]] = {}  # optimizer -> classes
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return ()
+
+    def suspects(self, step: Step) -> bool:
+        number = self._runs.get(step.optimizer, (0, 0))[1]
+        return step.all(Flag.SINGLE_CLASS) and number % EVERY == EVERY - 1
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        first, number = self._runs.get(step.optimizer, (step.step, 0))
+        if not step.all(Flag.SINGLE_CLASS):
+            self._runs.pop(step.optimizer, None)
+            self._seen.pop(step.optimizer, None)
+            return
+        self._runs[step.optimizer] = (first, number + 1)
+        seen = self._seen.setdefault(step.optimizer, set())
+        details = step.details.get("recipe", {})
+        seen.update(own["label"] for own in details.values() if own and isinstance(own.get("label"), int))
+        if number + 1 >= WINDOW and len(seen) > 1:
+            evidence = {"steps_of_one_class_each": number + 1, "classes_seen": sorted(seen)[:20]}
+            yield self.finding(step=first, last_step=step.step, ranks=tuple(step.rows), evidence=evidence)

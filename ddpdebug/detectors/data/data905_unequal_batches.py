@@ -1,0 +1,115 @@
+"""DATA905: ranks have different numbers of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.examples import step_at, steps
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.observations import Flag
+from ddpdebug.steps import Step
+
+#: What a rank ends with when another one has no more work.
+LEFT_ALONE = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Timed out waiting",
+    "timed out",
+    "Socket closed",
+)
+#: What the loaders of all ranks have in common when they are the same one.
+_SAME = ("batch_size", "iterations", "dataset", "workers")
+_CLOSED = "exception: RuntimeError: Connection closed by peer [127.0.0.1]:4321"
+
+
+def _pass(number: int, *starts: int, batches: tuple[int, int] = (10, 12)) -> Facts:
+    shared = {"batch_size": 4, "iterations": number, "dataset": None, "workers": 0}
+    return Facts(
+        topic="loader:0",
+        values={rank: {**shared, "step": starts[rank], "batches": batches[rank]} for rank in range(2)},
+    )
+
+
+class UnequalBatches(Detector):
+    """The ranks' loaders yield different numbers of batches in the same epoch.
+
+    Impact: the rank that ends first leaves the others waiting in a collective (HANG503), or is one step ahead, and
+    evaluation and training run against each other.
+
+    Diagnosis: compare `len(loader)` and the counted batches of every rank. For iterable data sets the length is
+    what the stream gives: count, do not trust `len`. Look for filters and dropped samples that depend on content.
+
+    Causes:
+    - shards of unequal size without a sampler that evens them out
+    - an `IterableDataset` split by files or by hash
+    - bucketing or packing by length, or a token budget per batch, whose batch count depends on content
+    - samples filtered or skipped in collate on some ranks
+    - `drop_last` or batch size that differs between ranks
+
+    Remedy:
+    - `DistributedSampler` evens out by repetition, or with `drop_last=True` by dropping
+    - For streams agree on the smallest count (an all-reduce with MIN) or on a fixed number of steps, and repeat the
+      short ones
+    - Where uneven input is wanted train under `with model.join():`; it covers DDP's own collectives, not those of
+      SyncBatchNorm or of your code
+    """
+
+    code = "DATA905"
+    severity = Severity.ERROR
+    title = "ranks have different numbers of batches"
+    topics = ("loader", "alone")
+    fires_on = (
+        (_pass(1, 0, 0), *steps(3, world=2), _pass(2, 10, 12)),
+        (_pass(1, 0, 0), *steps(3, world=2), Facts(topic="alone:failure", values={1: {"reason": _CLOSED, "step": 10}})),
+    )
+    silent_on = (
+        (_pass(1, 0, 0), *steps(3, world=2), _pass(2, 10, 10)),  # ended together all the same
+        (_pass(1, 0, 0), step_at(0, world=2, flags=Flag.IN_JOIN), _pass(2, 10, 12)),
+        (_pass(1, 0, 0), Facts(topic="alone:failure", values={1: {"reason": "exception: KeyError: 3"}})),
+        (_pass(1, 0, 0, batches=(10, 10)), Facts(topic="alone:failure", values={1: {"reason": _CLOSED}})),
+    )
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._batches: dict[str, dict[int, Any]] = {}
+        self._loose = False
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return ()
+
+    def sees(self, step: Step) -> bool:
+        return False
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        self._loose = self._loose or step.any(Flag.IN_JOIN | Flag.LOCAL_ONLY | Flag.NO_DDP)
+        yield from ()
+
+    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
+        if topic.startswith("loader"):
+            told = {rank: fact for rank, fact in sorted(facts.items()) if isinstance(fact, Mapping)}
+            alike = {tuple(repr(fact.get(key)) for key in _SAME) for fact in told.values()}
+            if len(told) < 2 or len(alike) > 1:
+                return
+            self._batches[topic] = {rank: fact.get("batches") for rank, fact in told.items()}
+            starts = {rank: int(fact.get("step") or 0) for rank, fact in told.items()}
+            uneven = min(starts.values()) > 0 and len(set(starts.values())) > 1
+            if uneven and next(iter(told.values())).get("iterations") == 2 and not self._loose:
+                yield self._report(topic, min(starts.values()), {"steps_before_the_second_pass": starts})
+            return
+        failure: Mapping[str, Any] = next(iter(facts.values()), {})
+        reason = str(failure.get("reason"))
+        if topic == "alone:failure" and any(message in reason for message in LEFT_ALONE) and not self._loose:
+            for name, batches in self._batches.items():
+                if None not in batches.values() and len(set(batches.values())) > 1:
+                    yield self._report(name, failure.get("step"), {"ended_with": reason[:200]})
+
+    def _report(self, topic: str, step: int | None, more: Mapping[str, Any]) -> Finding:
+        batches = self._batches[topic]
+        known = {rank: number for rank, number in batches.items() if isinstance(number, int)}
+        ranks = (
+            tuple(rank for rank in known if known[rank] == min(known.values())) if len(set(known.values())) > 1 else ()
+        )
+        evidence = {"batches": {str(rank): number for rank, number in batches.items()}, **more}
+        return self.finding(step=step, ranks=ranks or tuple(batches), subject=(topic,), evidence=evidence)

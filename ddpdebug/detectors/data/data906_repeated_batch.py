@@ -1,0 +1,82 @@
+"""DATA906: the same batch comes again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+from ddpdebug.detectors.base import Detector
+from ddpdebug.detectors.examples import digest, step_at, steps
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.observations import Flag
+from ddpdebug.steps import Step
+
+#: So many steps in a row get the same records from the DataLoader.
+IN_A_ROW = 12
+_OWN = {rank: {"record_digest": digest(90, rank)} for rank in range(4)}
+
+
+def _again(number: int) -> Step:
+    return step_at(number, odd=_OWN)
+
+
+class RepeatedBatch(Detector):
+    """A rank was given bitwise the same batch step after step.
+
+    Impact: the model memorises a few samples: training loss falls fast, validation does not follow.
+
+    Diagnosis: print the sample indices of consecutive batches. See whether the iterator is made inside the loop,
+    and whether a debug option that limits the data is still on. Compare `len(dataset)` with the expectation. A
+    single-batch overfit test is of course intended.
+
+    Causes:
+    - `next(iter(loader))` inside the training loop, which starts from the beginning every time
+    - a debug setting left on: overfit one batch, limited samples
+    - a data set that is much smaller than believed: a wrong path, a filter, a cached subset
+    - a stream that starts again from the same position in each worker or after each resume
+    - an index bug in `__getitem__` or in a cache key
+
+    Remedy:
+    - create the iterator once per epoch and loop over it
+    - in an `IterableDataset` split by `get_worker_info()` as well as by rank
+    - assert the number of samples at the start
+    - save the position of the stream in the checkpoint
+    """
+
+    code = "DATA906"
+    severity = Severity.WARNING
+    title = "the same batch comes again and again"
+    fires_on = (
+        tuple(_again(n) for n in range(IN_A_ROW)),
+        (*steps(3), *(_again(n) for n in range(3, 3 + IN_A_ROW))),
+    )
+    silent_on = (
+        steps(IN_A_ROW),
+        tuple(_again(n) for n in range(IN_A_ROW - 1)),
+        tuple(step_at(n, batch_digest=digest(5)) for n in range(IN_A_ROW)),  # a constant input, other labels
+        tuple(step_at(n, batch_digest=digest(5), record_digest=0) for n in range(IN_A_ROW)),  # all data at once
+        tuple(step_at(n, odd=_OWN, flags=Flag.CLOSURE) for n in range(IN_A_ROW)),
+    )
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._runs: dict[tuple[int, int], tuple[int, int, int]] = {}  # (optimizer, rank) -> (digest, first step, steps)
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return ()
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        if step.any(Flag.CLOSURE):
+            return
+        again = {}
+        for rank, row in step.rows.items():
+            key, value = (step.optimizer, rank), int(row.record_digest)
+            before, first, number = self._runs.get(key, (0, step.step, 0))
+            same = value != 0 and value == before
+            self._runs[key] = (value, first if same else step.step, number + 1 if same else 1)
+            if same and number + 1 >= IN_A_ROW:
+                again[rank] = self._runs[key]
+        if again:
+            first = min(first for _, first, _ in again.values())
+            evidence = {"steps_with_the_same_batch": max(number for _, _, number in again.values())}
+            yield self.finding(step=first, last_step=step.step, ranks=tuple(again), evidence=evidence)

@@ -1,0 +1,85 @@
+"""DATA907: the classes that the ranks have seen are strongly imbalanced."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.examples import steps
+from ddpdebug.detectors.rcp.streak import told
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.steps import Step
+
+#: So many labels, and so much of them in one class.
+LABELS, SHARE = 500, 0.95
+_FACT = {
+    "kind": "labels",
+    "step": 60,
+    "classes": 2,
+    "seen": 1920,
+    "present": 2,
+    "largest": 0,
+    "share": 0.97,
+    "weighted": False,
+}
+
+
+class ClassImbalance(Detector):
+    """One class makes up nearly all the labels that the losses of this rank have seen.
+
+    Impact: the model may predict the frequent class and still show a good accuracy and a low loss; rare classes are
+    not learned.
+
+    Diagnosis: compare the seen counts with the data set's own: equal means that the data are imbalanced, unequal
+    means that sampling is. Compare the ranks with each other. Watch metrics per class (recall, balanced accuracy)
+    and not the total. Next token prediction is imbalanced by nature.
+
+    Causes:
+    - the data are imbalanced
+    - unshuffled or partial reading: the window has not reached the other classes yet
+    - a filter, a broken label map or a failing loader that removes classes
+    - shards by class, so that ranks see different classes
+
+    Remedy:
+    - if the data are so: report metrics per class, start the output bias at the log frequencies, and consider
+      `weight=` in `F.cross_entropy`, `pos_weight=` in `F.binary_cross_entropy_with_logits`, or a sampler by class
+    - `WeightedRandomSampler` does not shard by rank: give each rank its own generator, or wrap it
+    - recalibrate probabilities after reweighting
+    """
+
+    code = "DATA907"
+    severity = Severity.WARNING
+    title = "the classes that the ranks have seen are strongly imbalanced"
+    topics = ("alone",)
+    fires_on = (
+        (Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),),
+        (*steps(2), Facts(topic="alone:loss", values={1: {**_FACT, "share": 0.99, "classes": 20}})),
+    )
+    silent_on = (
+        steps(3),
+        (Facts(topic="alone:loss", values={0: {**_FACT, "share": 0.8}}),),
+        (Facts(topic="alone:loss", values={0: {**_FACT, "weighted": True}}),),  # known, and dealt with
+        (Facts(topic="alone:loss", values={0: {**_FACT, "present": 1, "share": 1.0}}),),  # the first column is right
+        (Facts(topic="alone:loss", values={0: {**_FACT, "seen": 100}}),),
+    )
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return ()
+
+    def sees(self, step: Step) -> bool:
+        return False
+
+    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
+        for rank, fact in told(topic, facts, "loss", "labels"):
+            seen, share = int(fact.get("seen") or 0), float(fact.get("share") or 0.0)
+            if fact.get("weighted") or int(fact.get("present") or 0) < 2 or seen < LABELS or share < SHARE:
+                continue
+            evidence = {"share": round(share, 4), "labels": seen, "classes": fact.get("classes")}
+            yield self.finding(
+                step=0,
+                last_step=fact.get("step"),
+                ranks=(rank,),
+                subject=(f"class {fact.get('largest')}",),
+                evidence=evidence,
+            )

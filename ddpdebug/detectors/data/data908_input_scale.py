@@ -1,0 +1,110 @@
+"""DATA908: inputs are far from normalised, or differently on different ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.examples import steps
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.steps import Step
+
+#: Standardised inputs have a standard deviation near 1; bytes of images have about 60.
+HUGE = 20.0
+#: Ranks whose inputs differ so much in scale, or in mean by so many standard deviations, are not prepared alike.
+TIMES, SHIFT = 8.0, 5.0
+_USUAL = {"layer": "Conv2d", "mean": 0.0, "std": 1.0, "min": -3.0, "max": 3.0, "twice": 0.0, "step": 4}
+
+
+class InputScale(Detector):
+    """The input of the first layer with weights is constant, huge, tiny, or differs strongly between ranks.
+
+    Impact: training is slow or unstable, first layers saturate, and a pretrained model gets inputs that it has
+    never seen; ranks that preprocess differently pull against each other.
+
+    Diagnosis: print min, max, mean and std per channel of one batch on each rank, after all transforms. Typical
+    signs: 0 to 255 is not scaled; a maximum near 0.004 is divided by 255 twice; std near 0 is a constant input; a
+    mean near -2 with a tiny std is an image scaled twice and then standardised. Compare with the statistics that
+    the pretrained model expects.
+
+    Causes:
+    - a missing, doubled or wrongly ordered normalisation (divided by 255 twice, standardised before scaling)
+    - statistics of another data set, or computed per rank from its own shard
+    - raw physical units or unbounded features given directly
+    - decoding failures that yield constant images or silence
+    - another library version or another preprocessing file on some nodes
+
+    Remedy:
+    - normalise in one place, with fixed statistics from the training split that all ranks load from the same file
+    - check one decoded batch by eye
+    - for heavy-tailed features use log or quantiles
+    - for a pretrained model use the transform that belongs to its weights
+    """
+
+    code = "DATA908"
+    severity = Severity.WARNING
+    title = "inputs are far from normalised, or differently on different ranks"
+    topics = ("inputs",)
+    fires_on = (
+        (Facts(topic="inputs:0", values={0: {**_USUAL, "mean": 110.0, "std": 62.0, "max": 255.0}, 1: _USUAL}),),
+        (Facts(topic="inputs:0", values={0: {**_USUAL, "std": 0.0, "min": 0.0, "max": 0.0}, 1: _USUAL}),),
+        (
+            Facts(
+                topic="inputs:0",
+                values={0: {**_USUAL, "std": 0.001, "min": 0.0, "max": 0.0039, "twice": 1.0}, 1: _USUAL},
+            ),
+        ),
+        (Facts(topic="inputs:0", values={0: _USUAL, 1: {**_USUAL, "std": 25.0, "min": -70.0, "max": 75.0}}),),
+    )
+    silent_on = (
+        steps(3),
+        (Facts(topic="inputs:0", values={0: _USUAL, 1: {**_USUAL, "std": 1.3, "mean": 0.2}}),),
+        (Facts(topic="inputs:0", values={0: {**_USUAL, "mean": 0.13, "std": 0.3, "min": 0.0, "max": 1.0}, 1: _USUAL}),),
+    )
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return (finding.phase,)
+
+    def sees(self, step: Step) -> bool:
+        return False
+
+    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
+        told = {rank: fact for rank, fact in sorted(facts.items()) if isinstance(fact, Mapping)}
+        found: dict[str, list[int]] = {}
+        for rank, fact in told.items():
+            if (what := _unusual(fact)) is not None:
+                found.setdefault(what, []).append(rank)
+        if not found and (odd := _apart(told)):
+            found["differs between ranks"] = odd
+        for what, ranks in found.items():
+            about = {str(rank): {key: told[rank].get(key) for key in ("mean", "std", "min", "max")} for rank in told}
+            layer = str(told[ranks[0]].get("layer"))
+            yield self.finding(
+                step=0,
+                last_step=told[ranks[0]].get("step"),
+                ranks=tuple(ranks),
+                subject=(f"input of the first {layer}",),
+                phase=what,
+                evidence={"observed": what, "inputs": about},
+            )
+
+
+def _unusual(fact: Mapping[str, Any]) -> str | None:
+    """Say what is wrong with the inputs of one rank."""
+    std, low, high = (float(fact.get(key) or 0.0) for key in ("std", "min", "max"))
+    if low == high:
+        return "constant"
+    if fact.get("twice"):
+        return "divided by 255 twice"
+    return "far from normalised" if std > HUGE else None
+
+
+def _apart(told: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    """Return the ranks when their inputs cannot come from the same preparation."""
+    stds = [float(fact.get("std") or 0.0) for fact in told.values()]
+    means = [float(fact.get("mean") or 0.0) for fact in told.values()]
+    if len(stds) < 2 or min(stds) <= 0:
+        return []
+    apart = max(stds) > TIMES * min(stds) or max(means) - min(means) > SHIFT * max(stds)
+    return list(told) if apart else []

@@ -1,0 +1,84 @@
+"""RANK110: ranks draw the same random numbers where they should differ, or the reverse."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+from ddpdebug.detectors.base import Detector
+from ddpdebug.detectors.examples import digest, step_at, steps
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.observations import Flag
+from ddpdebug.steps import Step
+
+#: Checked steps in a row in which all ranks drew alike.
+IN_A_ROW = 16
+
+
+def _alike(number: int, **fields: Any) -> Step:
+    return step_at(number, flags=Flag.RNG_USED_IN_FORWARD, rng_digest=digest(7, number), **fields)
+
+
+class RandomStreams(Detector):
+    """Several ranks draw the same random numbers in their forwards, for different batches.
+
+    Impact: identical streams correlate the noise of the ranks, so that averaging over ranks removes less of it than
+    the world size suggests; nothing fails. Draws that must be shared and are not (the same sub-network, the same
+    negatives, a shuffle of one common list) make the ranks compute different things.
+
+    Diagnosis: on every rank print `torch.initial_seed()` and the sum of one dropout mask in the named step, then
+    `torch.utils.data.get_worker_info().seed` from inside `__getitem__`. Equal values at equal worker ids mean that
+    the loaders took their base seed from identically seeded generators. Compare the seeding lines with the place
+    where rank is first known.
+
+    Causes:
+    - one `torch.manual_seed(seed)` for all ranks, needed for equal initial weights and never changed afterwards
+    - a loader whose `generator` carries the same seed on every rank, so that workers of equal id augment alike
+    - a checkpoint that restores rank 0's generator state on all ranks
+    - the reverse: a decision that all ranks must share (layer drop, sampled shapes) drawn from a per-rank seed
+
+    Remedy:
+    - build the model under the common seed, then call `torch.manual_seed(seed + rank)` and seed `random` and numpy
+      the same way
+    - leave `DistributedSampler(seed=...)` equal on all ranks: it shuffles a common list
+    - draw what must be shared from a `torch.Generator` of its own with the common seed, and save generator states
+      per rank
+    """
+
+    code = "RANK110"
+    severity = Severity.WARNING
+    title = "ranks draw the same random numbers where they should differ, or the reverse"
+    follows = ("DATA901",)
+    fires_on = (
+        tuple(_alike(n) for n in range(IN_A_ROW)),
+        (*steps(3), *(_alike(n) for n in range(3, 3 + IN_A_ROW))),
+    )
+    silent_on = (
+        steps(IN_A_ROW, flags=Flag.RNG_USED_IN_FORWARD),
+        tuple(_alike(n) for n in range(IN_A_ROW - 1)),
+        tuple(step_at(n, rng_digest=digest(7, n)) for n in range(IN_A_ROW)),  # nothing is drawn in forward
+        tuple(_alike(n, batch_digest=digest(8, n)) for n in range(IN_A_ROW)),  # stages that share their batch
+    )
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._runs: dict[int, tuple[int, int]] = {}  # optimizer -> (first step, steps)
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return ()
+
+    def sees(self, step: Step) -> bool:
+        return step.known("rng_digest")
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        if len(step.rows) < 2 or not self.sees(step):
+            return
+        alike = step.agrees("rng_digest") and step.all(Flag.RNG_USED_IN_FORWARD) and "batch_digest" in step.differing
+        first, number = self._runs.get(step.optimizer, (step.step, 0))
+        self._runs[step.optimizer] = (first if number else step.step, number + 1) if alike else (step.step, 0)
+        if alike and number + 1 >= IN_A_ROW:
+            evidence = {"observed": "the ranks' generators were in the same state before forwards that draw from them"}
+            # the masks of dropout are averaged over many steps as well: worth knowing, seldom worth a change
+            yield self.finding(
+                severity=Severity.INFO, step=first, last_step=step.step, ranks=tuple(step.rows), evidence=evidence
+            )

@@ -1,0 +1,1 @@
+"""The training loop: what it calls, in which order, with what."""

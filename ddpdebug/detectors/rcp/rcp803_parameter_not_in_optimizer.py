@@ -1,0 +1,83 @@
+"""RCP803: a trainable parameter is in no optimizer, or is held twice."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+from ddpdebug.detectors.base import Facts
+from ddpdebug.detectors.comparison import MAX_NAMES
+from ddpdebug.detectors.examples import steps
+from ddpdebug.detectors.rcp.streak import Streak, told
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.observations import Flag
+from ddpdebug.steps import Step
+
+#: Where more than this share of a model is in no optimizer, training a part only may be meant.
+MOST = 0.5
+_MISSING = {"kind": "missing", "step": 8, "missing": ["head.weight"], "number": 1, "share": 0.1, "orphans": []}
+_TWICE: dict[int, Any] = {r: {"twice": {"other": "SGD", "names": ["head.weight"]}} for r in range(4)}
+
+
+class ParameterNotInOptimizer(Streak):
+    """A trainable parameter that gets gradients is in no optimizer, or is stepped twice.
+
+    Impact: missing: that part stays as initialised while its gradient is computed and reduced. Twice: it moves
+    about twice as fast, with two sets of moments and decay.
+
+    Diagnosis: compare by identity: `ids = [id(p) for o in optimizers for g in o.param_groups for p in g["params"]]`
+    against `model.named_parameters()`; repeated ids are held twice. Find where the optimizer is built relative to
+    the last change of the model, and read the name filters that build the groups.
+
+    Causes:
+    - a module added or replaced after the optimizer was built
+    - name filters for decay and no decay that leave some parameters out
+    - only a part of the model was given (`model.head.parameters()`)
+    - two optimizers that overlap, or one built from model and submodule both
+    - a learnable loss or temperature outside the model that nobody added
+
+    Remedy:
+    - build the optimizer last, from `model.named_parameters()`, and assert that the groups together hold each
+      trainable parameter exactly once. torch refuses a parameter in two groups of one optimizer, but only warns
+      inside one group and knows nothing of a second optimizer
+    - freeze with `requires_grad_(False)` what is not meant to train
+    """
+
+    code = "RCP803"
+    severity = Severity.ERROR
+    title = "a trainable parameter is in no optimizer, or is held twice"
+    topics = ("alone",)
+    flag = Flag.STEPPED_TWICE
+    key = "twice"
+    fires_on = (
+        (Facts(topic="alone:audit", values={0: _MISSING, 1: _MISSING}),),
+        steps(3, optimizer=1, flags=Flag.STEPPED_TWICE, recipe=_TWICE),
+    )
+    silent_on = (
+        steps(5),
+        steps(2, optimizer=1, flags=Flag.STEPPED_TWICE, recipe=_TWICE),
+        (Facts(topic="alone:audit", values={0: {**_MISSING, "orphans": ["head.weight"]}}),),  # RCP811
+    )
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return (finding.phase,)
+
+    def describe(self, about: Any, step: Step) -> dict[str, Any] | None:
+        evidence = {"held": "by two optimizers that step with the same gradients", "other": about.get("other")}
+        return {"subject": tuple(about.get("names", ()))[:MAX_NAMES], "phase": "twice", "evidence": evidence}
+
+    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
+        for rank, fact in told(topic, facts, "audit", "missing"):
+            if fact.get("orphans"):
+                continue
+            share = float(fact.get("share") or 0.0)
+            # an optimizer that was given a small part of the model only may be meant so
+            severity = Severity.WARNING if share > MOST else self.severity
+            yield self.finding(
+                severity=severity,
+                step=fact.get("step"),
+                ranks=(rank,),
+                subject=tuple(fact.get("missing", ()))[:MAX_NAMES],
+                phase="missing",
+                evidence={"parameters_in_no_optimizer": fact.get("number"), "share_of_the_model": round(share, 4)},
+            )

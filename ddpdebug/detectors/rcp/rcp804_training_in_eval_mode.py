@@ -1,0 +1,59 @@
+"""RCP804: a training forward runs in eval mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddpdebug.detectors.comparison import MAX_NAMES
+from ddpdebug.detectors.examples import step_at, steps
+from ddpdebug.detectors.rcp.streak import Streak
+from ddpdebug.findings import Severity
+from ddpdebug.observations import Flag
+from ddpdebug.steps import Step
+
+_EVAL: dict[int, Any] = {r: {"modes": {"modules": ["drop", "bn1"], "location": "train.py:40"}} for r in range(4)}
+
+
+class TrainingInEvalMode(Streak):
+    """The forwards that train ran in eval mode, although the model holds modules whose behaviour depends on it.
+
+    Impact: dropout is off and BatchNorm uses and no longer updates its running statistics: regularisation is
+    missing and statistics go stale.
+
+    Diagnosis: list `[n for n, m in model.named_modules() if not m.training]` at the named step and see since when:
+    from step 0, or from the first evaluation on. A frozen backbone held in eval mode on purpose, with no trainable
+    parameter inside, is fine.
+
+    Causes:
+    - `model.eval()` in the evaluation function without `model.train()` afterwards
+    - `train()` called once before the epoch loop while evaluation runs inside it
+    - a pretrained model that its loading function returns in eval mode
+    - `train()` called on another object than the one that is trained (a copy, a submodule)
+
+    Remedy:
+    - call `model.train()` at the start of each training phase and after each evaluation, or let the evaluation
+      restore the mode it found
+    - freeze BatchNorm explicitly, per module, if that is what was wanted, and repeat it after each `train()`, which
+      resets all submodules
+    """
+
+    code = "RCP804"
+    severity = Severity.ERROR
+    title = "a training forward runs in eval mode"
+    follows = ("RANK106",)
+    flag = Flag.EVAL_MODE
+    key = "modes"
+    fires_on = (
+        steps(3, flags=Flag.EVAL_MODE, recipe=_EVAL),
+        (*steps(4), *steps(3, start=4, flags=Flag.EVAL_MODE, recipe=_EVAL)),
+    )
+    silent_on = (
+        steps(6),
+        steps(2, flags=Flag.EVAL_MODE, recipe=_EVAL),
+        (step_at(0, flags=Flag.EVAL_MODE), step_at(1), *steps(2, start=2, flags=Flag.EVAL_MODE), step_at(4)),
+    )
+
+    def describe(self, about: Any, step: Step) -> dict[str, Any] | None:
+        modules = list(about.get("modules", ()))
+        evidence = {"modules_in_eval_mode": len(modules)}
+        return {"subject": tuple(modules)[:MAX_NAMES], "location": about.get("location"), "evidence": evidence}

@@ -1,0 +1,68 @@
+"""RCP805: a validation forward runs in train mode."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.examples import steps
+from ddpdebug.detectors.rcp.streak import told
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.steps import Step
+
+#: Evaluations lie so many steps apart; what happens more often is a part of the training step.
+APART = 5
+_FACT = {"step": 20, "forwards": 8, "since": 20, "location": "train.py:88"}
+
+
+class ValidationInTrainMode(Detector):
+    """A forward without gradient, or one reported as validation, ran while the model was in train mode.
+
+    Impact: the metric is measured with dropout and batch statistics, depends on batch size and composition, and
+    BatchNorm's running statistics absorb validation data.
+
+    Diagnosis: print `model.training` at the start of the evaluation loop, and whether `torch.is_grad_enabled()` is
+    false. `torch.no_grad()` does not change the mode. Evaluate the same batch twice: different results mean active
+    dropout. Forwards without gradient inside training (a target network, Monte Carlo dropout, a warm-up of
+    statistics) may be intended.
+
+    Causes:
+    - `model.eval()` is missing, `no_grad` was thought to be enough
+    - `eval()` was called on another object, or only on a submodule
+    - a callback or a sampling function calls `train()` in the middle of evaluation
+    - dropout or batch statistics in evaluation on purpose
+
+    Remedy:
+    - `model.eval()` with `torch.no_grad()` or `torch.inference_mode()` around evaluation, `model.train()` after it
+    - evaluate every rank on its shard and all-reduce sums and counts rather than means
+    """
+
+    code = "RCP805"
+    severity = Severity.WARNING
+    title = "a validation forward runs in train mode"
+    topics = ("alone",)
+    fires_on = (
+        (Facts(topic="alone:validation", values={0: _FACT, 1: _FACT}),),
+        (*steps(2), Facts(topic="alone:validation", values={1: {**_FACT, "forwards": 40}})),
+    )
+    silent_on = (
+        steps(3),
+        (Facts(topic="alone:validation", values={0: {**_FACT, "since": 1}}),),  # a part of each step
+    )
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return ()
+
+    def sees(self, step: Step) -> bool:
+        return False
+
+    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
+        for rank, fact in told(topic, facts, "validation"):
+            if int(fact.get("since") or 0) >= APART:
+                yield self.finding(
+                    step=fact.get("step"),
+                    ranks=(rank,),
+                    location=fact.get("location"),
+                    evidence={"forwards_without_gradient_in_train_mode": fact.get("forwards")},
+                )

@@ -1,0 +1,78 @@
+"""RCP806: the scheduler is out of step with the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ddpdebug.detectors.base import Facts
+from ddpdebug.detectors.examples import steps
+from ddpdebug.detectors.rcp.streak import Streak, told
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.observations import Flag
+from ddpdebug.steps import Step
+
+_OFTEN: dict[int, Any] = {
+    r: {"scheduler": {"class": "OneCycleLR", "calls": 4, "micro_batches": 4, "location": "train.py:66"}}
+    for r in range(4)
+}
+
+
+class SchedulerOutOfStep(Streak):
+    """The learning-rate scheduler advanced more often than the optimizer, once per micro-batch say, or never.
+
+    Impact: the learning rate decays too early or too late by a factor: a warm-up that ends after a fraction of its
+    length, a rate near 0 for most of the run, or a schedule that never moves.
+
+    Diagnosis: print `scheduler.last_epoch` beside the number of optimizer steps, and plot the lr in the optimizer
+    over steps. Compare their ratio with accumulation steps, with world size and with steps per epoch: it is usually
+    exactly one of them. Compare `T_max` or `total_steps` with the optimizer steps that will really happen.
+
+    Causes:
+    - `scheduler.step()` inside the micro-batch loop under accumulation
+    - `T_max` or `total_steps` counted in batches or epochs while the scheduler steps in the other unit
+    - a wrapper that advances the scheduler once per process, or a user call on top of the trainer's own
+    - a scheduler stepped although the gradient scaler skipped the optimizer step
+    - a resume that restored the optimizer and not the scheduler
+
+    Remedy:
+    - call `scheduler.step()` right after `optimizer.step()`, once, under the same condition
+    - compute the total as `epochs * ceil(len(loader) / accumulation)` on the sharded loader
+    - save and load `scheduler.state_dict()`
+    - with a gradient scaler skip the scheduler when the scale went down
+    """
+
+    code = "RCP806"
+    severity = Severity.ERROR
+    title = "the scheduler is out of step with the optimizer"
+    topics = ("alone",)
+    flag = Flag.SCHEDULED_OFTEN
+    key = "scheduler"
+    in_a_row = 4
+    fires_on = (
+        steps(4, flags=Flag.SCHEDULED_OFTEN, micro_batches=4, recipe=_OFTEN),
+        (Facts(topic="alone:schedule", values={0: {"class": "CosineAnnealingLR", "step": 80}}),),
+    )
+    silent_on = (
+        steps(6),
+        steps(3, flags=Flag.SCHEDULED_OFTEN, recipe=_OFTEN),
+        (*steps(1, flags=Flag.SCHEDULED_OFTEN, recipe=_OFTEN), *steps(5, start=1)),  # wound forward after a resume
+    )
+
+    def describe(self, about: Any, step: Step) -> dict[str, Any] | None:
+        calls, micro = about.get("calls"), about.get("micro_batches")
+        what = "per micro-batch" if calls == micro else f"{calls} times per optimizer step"
+        evidence = {"stepped": what, "calls": calls, "micro_batches": micro}
+        return {"subject": (str(about.get("class")),), "location": about.get("location"), "evidence": evidence}
+
+    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
+        for rank, fact in told(topic, facts, "schedule"):
+            yield self.finding(
+                severity=Severity.WARNING,
+                title="the scheduler was never stepped",
+                step=0,
+                last_step=fact.get("step"),
+                ranks=(rank,),
+                subject=(str(fact.get("class")),),
+                evidence={"stepped": "never", "optimizer_steps": fact.get("step")},
+            )

@@ -1,0 +1,120 @@
+"""RCP807: the learning rate is zero or never reaches the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+from ddpdebug.detectors.base import Detector
+from ddpdebug.detectors.examples import step_at, steps
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.observations import Flag
+from ddpdebug.steps import Step
+
+#: So many steps in a row with a rate of 0, or beside a schedule that moves nothing.
+IN_A_ROW = 5
+#: So many steps in a row with less than `SMALL` of the largest rate so far: the schedule is over and training goes on.
+FADED = 20
+SMALL = 1e-6
+LENGTHS = {"zero": IN_A_ROW, "faded": FADED, "elsewhere": IN_A_ROW}
+_ZERO: dict[int, Any] = {r: {"lr": [0.0]} for r in range(4)}
+_ELSEWHERE: dict[int, Any] = {
+    r: {"elsewhere": {"kind": "scheduler", "class": "StepLR", "location": "train.py:70"}} for r in range(4)
+}
+
+
+class LearningRateZero(Detector):
+    """The lr in the optimizer is 0 over a window, or the schedule moves a value that the optimizer does not read.
+
+    Impact: parameters do not change although everything else works; momentum and moments fill up meanwhile.
+
+    Diagnosis: print `[g["lr"] for g in optimizer.param_groups]` just before `step()` and `scheduler.optimizer is
+    optimizer`. A warm-up by `LambdaLR` with factor `step / warmup` has lr 0 in its first step only: harmless.
+    Compare the step count with the schedule's total.
+
+    Causes:
+    - the schedule has reached its end: its total is too small (RCP806)
+    - the scheduler was built for an optimizer that has since been replaced or wrapped
+    - `optimizer.lr = x` or `optimizer.defaults["lr"] = x`, which nothing reads
+    - a warm-up that starts at 0 and is never advanced, or integer division in its factor
+    - a group added later whose lr the schedule does not cover
+
+    Remedy:
+    - set `group["lr"] = x` for each group, or build the scheduler after the final optimizer
+    - use `(step + 1) / warmup`
+    - give the schedule the real number of steps and a floor (`eta_min`)
+    - after `load_state_dict` print the groups: the checkpoint's lr replaces the new one
+    """
+
+    code = "RCP807"
+    severity = Severity.WARNING
+    title = "the learning rate is zero or never reaches the optimizer"
+    wants = ("recipe",)
+    follows = ("RCP806",)
+    fires_on = (
+        steps(IN_A_ROW, lr=0.0, recipe=_ZERO),
+        steps(IN_A_ROW, flags=Flag.SCHEDULED_ELSEWHERE, recipe=_ELSEWHERE),
+        (*steps(5), *steps(FADED, start=5, lr=1e-9, recipe=_ZERO)),
+    )
+    silent_on = (
+        steps(IN_A_ROW + 1),
+        (step_at(0, lr=0.0), *steps(5, start=1)),  # a warm-up that starts at zero
+        steps(IN_A_ROW, lr=0.0, recipe={r: {"lr": [0.0, 0.1]} for r in range(4)}),
+        (*steps(5), *steps(IN_A_ROW, start=5, lr=1e-9)),  # the end of a cosine
+    )
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._runs: dict[tuple[int, str], tuple[int, int]] = {}  # (optimizer, what) -> (first step, steps)
+        self._peak: dict[int, float] = {}
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return (finding.phase,)
+
+    def suspects(self, step: Step) -> bool:
+        return any(self._run(step, what)[1] == LENGTHS[what] for what in self._shown(step))
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        shown = self._shown(step)
+        for what, length in LENGTHS.items():
+            run = self._runs[step.optimizer, what] = self._run(step, what) if what in shown else (step.step, 0)
+            if what in shown and run[1] >= length:
+                yield from self._report(step, what, run[0])
+                break
+        rates = [row.lr for row in step.rows.values() if row.lr > 0]
+        self._peak[step.optimizer] = max([self._peak.get(step.optimizer, 0.0), *rates])
+
+    def _shown(self, step: Step) -> list[str]:
+        rates = step.columns["lr"]
+        if step.any(Flag.SCHEDULED_ELSEWHERE):
+            return ["elsewhere"]
+        if not rates or not all(rate >= 0 for rate in rates):  # also when it is not known
+            return []
+        if max(rates) == 0:
+            return ["zero"]
+        return ["faded"] if max(rates) < SMALL * self._peak.get(step.optimizer, 0.0) else []
+
+    def _run(self, step: Step, what: str) -> tuple[int, int]:
+        first, number = self._runs.get((step.optimizer, what), (step.step, 0))
+        return (first if number else step.step), number + 1
+
+    def _report(self, step: Step, what: str, first: int) -> Iterator[Finding]:
+        details = step.details.get("recipe", {})
+        rates = [rate for own in details.values() if own for rate in own.get("lr", ()) if isinstance(rate, int | float)]
+        limit = SMALL * self._peak.get(step.optimizer, 0.0)
+        if what != "elsewhere" and any(rate > limit for rate in rates):
+            self._runs[step.optimizer, what] = (first, -(10**9))  # another group of this optimizer learns
+            return
+        about: Mapping[str, Any] = next(
+            (own["elsewhere"] for own in details.values() if own and "elsewhere" in own), {}
+        )
+        evidence = {"lr": step.columns["lr"][0], "peak": self._peak.get(step.optimizer) or None, "observed": what}
+        yield self.finding(
+            step=first,
+            last_step=step.step,
+            ranks=tuple(step.rows),
+            subject=(str(about["class"]),) if about else (),
+            phase=what,
+            location=about.get("location"),
+            evidence=evidence,
+        )

@@ -1,0 +1,53 @@
+"""RCP809: gradient accumulation is not scaled."""
+
+from __future__ import annotations
+
+from ddpdebug.detectors.examples import step_at, steps
+from ddpdebug.detectors.rcp.streak import Streak
+from ddpdebug.findings import Severity
+from ddpdebug.observations import Flag
+
+
+class AccumulationNotScaled(Streak):
+    """The gradient at the step is the sum over micro-batches of mean losses, and nothing divides it.
+
+    Impact: a sum over K micro-batches is K times the mean: SGD takes K times the step, clipping acts always; Adam
+    hides the factor except through eps and clipping. A mean of means gives tokens in short micro-batches too much
+    weight.
+
+    Diagnosis: compare the gradient norm at the step with that after the first micro-batch: about K times for
+    aligned gradients, or about sqrt(K) when noise dominates, means a sum. Print the number of valid tokens per
+    micro-batch. Check whether a trainer already divides before dividing as well.
+
+    Causes:
+    - `loss.backward()` without `loss / accumulation_steps`
+    - a division by K although the last window of the epoch holds fewer micro-batches
+    - a mean over the tokens of each micro-batch where the batch's mean over tokens was meant
+    - division twice: in the loop and in the framework
+
+    Remedy:
+    - divide by the number of micro-batches in this window
+    - for variable length use `reduction="sum"` and divide by the tokens of the whole window over all ranks; since
+      DDP averages, multiply by the world size
+    - step and clear at the end of the epoch's last, shorter window as well, or drop it
+    """
+
+    code = "RCP809"
+    severity = Severity.WARNING
+    title = "gradient accumulation is not scaled"
+    follows = ("RCP808", "RCP816")
+    flag = Flag.UNSCALED_ACCUMULATION
+    key = "accumulation"
+    in_a_row = 4
+    fires_on = (
+        steps(
+            4,
+            flags=Flag.UNSCALED_ACCUMULATION,
+            recipe={r: {"accumulation": {"micro_batches": 8, "location": "train.py:50"}} for r in range(4)},
+        ),
+        (step_at(0), *steps(4, start=1, flags=Flag.UNSCALED_ACCUMULATION)),
+    )
+    silent_on = (
+        steps(6, micro_batches=8),
+        steps(3, flags=Flag.UNSCALED_ACCUMULATION),
+    )

@@ -1,0 +1,68 @@
+"""RCP810: the loss is detached from part of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.comparison import MAX_NAMES
+from ddpdebug.detectors.examples import steps
+from ddpdebug.detectors.rcp.streak import told
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.steps import Step
+
+_FACT = {"kind": "detached", "step": 2, "names": ["encoder.weight"], "after": "encoder", "before": "decoder"}
+
+
+class LossDetached(Detector):
+    """Modules that ran and hold trainable parameters get no gradient, and the forward cuts the graph on the way.
+
+    Impact: they receive no gradient and do not train; with DDP the next forward may fail over unused parameters, or
+    silently train the rest.
+
+    Diagnosis: check `requires_grad` and `grad_fn` of the output of each module on the way to the loss: the first
+    that has none marks the cut. Search for `detach`, `.data`, `.item()`, `.numpy()`, `torch.tensor(...)`, `argmax`,
+    `no_grad` and `inference_mode` between the named module and the loss.
+
+    Causes:
+    - `detach()`, `.data` or a round trip through numpy or Python numbers on the path
+    - `torch.no_grad()` or `inference_mode()` around more than was meant
+    - `torch.tensor(values)` around existing tensors instead of `torch.stack(values)`
+    - a discrete operation: argmax, sampling, rounding
+    - `checkpoint(..., use_reentrant=True)` with inputs that do not require grad
+
+    Remedy:
+    - keep tensors as tensors (`torch.stack`, `torch.cat`); move `no_grad` to the teacher only; use `checkpoint(...,
+      use_reentrant=False)`; use a straight-through estimator or Gumbel softmax for discrete choices
+    - freeze the part with `requires_grad_(False)` before DDP wraps the model if the cut was intended
+    """
+
+    code = "RCP810"
+    severity = Severity.ERROR
+    title = "the loss is detached from part of the model"
+    topics = ("alone",)
+    fires_on = (
+        (Facts(topic="alone:audit", values={0: _FACT, 1: _FACT}),),
+        (*steps(2), Facts(topic="alone:audit", values={1: {**_FACT, "after": "encoder.3", "before": "head"}})),
+    )
+    silent_on = (
+        steps(3),
+        (Facts(topic="alone:audit", values={0: {**_FACT, "kind": "unregistered"}}),),
+    )
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return ()
+
+    def sees(self, step: Step) -> bool:
+        return False
+
+    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
+        for rank, fact in told(topic, facts, "audit", "detached"):
+            yield self.finding(
+                step=0,
+                last_step=fact.get("step"),
+                ranks=(rank,),
+                subject=tuple(str(name) for name in fact.get("names", ()))[:MAX_NAMES],
+                evidence={"cut_between": [fact.get("after"), fact.get("before")]},
+            )

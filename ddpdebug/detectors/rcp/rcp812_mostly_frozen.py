@@ -1,0 +1,62 @@
+"""RCP812: a large part of the model is frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.examples import steps
+from ddpdebug.detectors.rcp.streak import told
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.steps import Step
+
+_FACT = {"kind": "frozen", "step": 32, "share": 0.9}
+
+
+class MostlyFrozen(Detector):
+    """The larger part of what the optimizer was built to train has been frozen since.
+
+    Impact: if it was not intended, only a small part learns and the result stays far below what the model can do.
+
+    Diagnosis: print the number of trainable parameters per top-level module. Compare with the intention: linear
+    probe, adapter, fine-tuning in stages. Look at whether a planned unfreezing has happened, and whether it came
+    after the wrapping with DDP, in which case the unfrozen part is not synchronised (SYNC203).
+
+    Causes:
+    - intended: linear probe, LoRA, a frozen teacher or backbone inside the module
+    - a stage that should have been unfrozen by now and was not
+    - a name filter in the freezing code that matches too much
+    - a loader or quantisation tool that freezes by default
+
+    Remedy:
+    - if intended, nothing: run a frozen backbone under `torch.no_grad()` where nothing in front of it trains, and
+      leave it out of the optimizer
+    - if not, set `requires_grad_(True)` by explicit module, before DDP and optimizer are built; when stages change,
+      build both anew
+    """
+
+    code = "RCP812"
+    severity = Severity.WARNING
+    title = "a large part of the model is frozen"
+    topics = ("alone",)
+    fires_on = (
+        (Facts(topic="alone:audit", values={0: _FACT, 1: _FACT}),),
+        (*steps(2), Facts(topic="alone:audit", values={1: {**_FACT, "share": 1.0}})),
+    )
+    silent_on = (
+        steps(3),
+        (Facts(topic="alone:audit", values={0: {**_FACT, "kind": "missing", "orphans": []}}),),
+    )
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return ()
+
+    def sees(self, step: Step) -> bool:
+        return False
+
+    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
+        for rank, fact in told(topic, facts, "audit", "frozen"):
+            share = round(float(fact.get("share") or 0.0), 4)
+            evidence = {"frozen_since_the_optimizer_was_built": share}
+            yield self.finding(step=fact.get("step"), ranks=(rank,), evidence=evidence)

@@ -1,0 +1,49 @@
+"""RCP813: gradients are clipped before they are unscaled."""
+
+from __future__ import annotations
+
+from ddpdebug.detectors.examples import steps
+from ddpdebug.detectors.rcp.streak import Streak
+from ddpdebug.findings import Severity
+from ddpdebug.observations import Flag
+
+
+class ClipBeforeUnscale(Streak):
+    """Clipping ran on gradients that still carried the loss scale; they were unscaled later.
+
+    Impact: with a scale of 65536 nearly every gradient exceeds the threshold, so that after unscaling its norm is
+    at most max_norm / scale: SGD hardly moves, in Adam eps takes over, and the step length depends on the loss
+    scale.
+
+    Diagnosis: read the order of the calls: backward, unscale, clip, step, update. Print the norm that
+    `clip_grad_norm_` returns: values of 1e4 and more that follow `scaler.get_scale()` confirm it.
+
+    Causes:
+    - `clip_grad_norm_` without `scaler.unscale_(optimizer)` before it
+    - `unscale_` called on another optimizer than the one whose gradients are clipped
+    - a framework's clipping option combined with a hand-written scaler
+
+    Remedy:
+    - `scaler.scale(loss).backward(); scaler.unscale_(optimizer); clip_grad_norm_(params, max_norm);
+      scaler.step(optimizer); scaler.update()`
+    - call `unscale_` once per optimizer and step, after the last micro-batch of an accumulation
+    - the same order holds for anything that reads gradient values: noise, logging, manual decay
+    """
+
+    code = "RCP813"
+    severity = Severity.ERROR
+    title = "gradients are clipped before they are unscaled"
+    flag = Flag.CLIPPED_SCALED
+    key = "clip"
+    fires_on = (
+        steps(
+            3,
+            flags=Flag.CLIPPED_SCALED,
+            recipe={r: {"clip": {"location": "train.py:70", "scale": 65536.0}} for r in range(4)},
+        ),
+        steps(3, flags=Flag.CLIPPED_SCALED | Flag.SKIPPED),
+    )
+    silent_on = (
+        steps(5, flags=Flag.CLIPPED),
+        steps(2, flags=Flag.CLIPPED_SCALED),
+    )

@@ -1,0 +1,56 @@
+"""RCP816: gradients are cleared between backward and the step that should use them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddpdebug.detectors.examples import step_at, steps
+from ddpdebug.detectors.rcp.streak import Streak
+from ddpdebug.findings import Severity
+from ddpdebug.observations import Flag
+from ddpdebug.steps import Step
+
+_GONE: dict[int, Any] = {r: {"discarded": {"kind": "all", "count": 1, "location": "train.py:61"}} for r in range(4)}
+
+
+class GradientsThrownAway(Streak):
+    """Gradients that a backward produced were cleared or set to `None` before any optimizer step had used them.
+
+    Impact: the step does nothing, or uses only the last micro-batch: work of backward and reduction is thrown away.
+
+    Diagnosis: write down the order of forward, backward, `zero_grad` and `step` for one iteration and one
+    accumulation window. Look for a second object that clears the same parameters: a metric, a second optimizer, a
+    gradient penalty, an adversarial step. A clearing on purpose (a skipped batch, a generator's gradients in the
+    discriminator) is visible in the code.
+
+    Causes:
+    - `zero_grad()` placed between `backward()` and `step()`
+    - `zero_grad()` in every micro-batch of an accumulation window
+    - `model.zero_grad()` of one optimizer's loop clearing what another still needs
+    - a clearing after an evaluation or a gradient probe in the middle of a window
+
+    Remedy:
+    - clear right after the step, and only there
+    - under accumulation clear when the window ends
+    - for probes and penalties use `torch.autograd.grad(loss, params)`, which does not touch `.grad`
+    - with two optimizers clear by optimizer, not by model, and run each one's backward and step together
+    """
+
+    code = "RCP816"
+    severity = Severity.ERROR
+    title = "gradients are cleared between backward and the step that should use them"
+    flag = Flag.GRADS_DISCARDED
+    key = "discarded"
+    fires_on = (
+        steps(3, flags=Flag.GRADS_DISCARDED, recipe=_GONE),
+        (*steps(2), *steps(3, start=2, flags=Flag.GRADS_DISCARDED)),
+    )
+    silent_on = (
+        steps(5),
+        steps(2, flags=Flag.GRADS_DISCARDED, recipe=_GONE),
+        (step_at(0, flags=Flag.GRADS_DISCARDED), step_at(1), step_at(2, flags=Flag.GRADS_DISCARDED)),  # skipped batches
+    )
+
+    def describe(self, about: Any, step: Step) -> dict[str, Any] | None:
+        evidence = {"cleared": about.get("kind"), "backwards_lost": about.get("count")}
+        return {"location": about.get("location"), "evidence": evidence}

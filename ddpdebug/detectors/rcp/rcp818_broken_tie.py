@@ -1,0 +1,108 @@
+"""RCP818: two parameters that look tied are separate objects and have drifted apart."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.examples import step_at, steps
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.steps import Step
+
+#: The step at which the two are compared.
+LOOK = 6
+#: Only the pair that is usually tied is looked at: copies of whole networks start equal on purpose.
+EMBEDDING = re.compile(r"emb|wte|tok|vocab|lookup", re.IGNORECASE)
+OUTPUT = re.compile(r"head|out|proj|decoder|logit|lm_|classif|predict|unembed", re.IGNORECASE)
+
+
+def _known(embedding: str, output: str, name: str = "head.weight") -> tuple[Facts, Facts]:
+    entries = [["parameter", n, [50, 16], "float32", True] for n in ("emb.weight", name)]
+    structure = {r: {"entries": entries} for r in range(4)}
+    initial = {r: {"digests": {"emb.weight": embedding, name: output}} for r in range(4)}
+    return Facts(topic="structure:0", values=structure), Facts(topic="init:0", values=initial)
+
+
+def _after(embedding: str, output: str) -> dict[int, Any]:
+    return {r: {"after": {"emb.weight": embedding, "head.weight": output}} for r in range(4)}
+
+
+class BrokenTie(Detector):
+    """An embedding and an output layer started bitwise equal and differ after training steps.
+
+    Impact: the model trains two separate weights: more parameters than intended, and whatever saves only one of
+    them loses the other.
+
+    Diagnosis: `model.head.weight is model.embed.weight` at construction, after loading, after wrapping, after
+    moving: the first place where it turns false is the cause. Equal values at the start can be chance for constants
+    (norm weights of 1, biases of 0), which is nothing to look at.
+
+    Causes:
+    - tied by copy: `nn.Parameter(w.clone())` or `data.copy_` instead of sharing the object
+    - `load_state_dict(assign=True)`, which assigns two Parameters for the two names
+    - a deep copy, a conversion or a surgery on one side only
+    - not meant to be tied: initialised from each other on purpose
+
+    Remedy:
+    - tie by object, `self.head.weight = self.embed.weight`, and tie again after `assign=True`, conversion or
+      surgery, before DDP and the optimizer see the model
+    - do not tie by copying values every step
+    """
+
+    code = "RCP818"
+    severity = Severity.WARNING
+    title = "two parameters that look tied are separate objects and have drifted apart"
+    topics = ("structure", "init")
+    wants = ("parameters",)
+    fires_on = (
+        (*_known("a1", "a1"), step_at(LOOK, parameters=_after("b1", "c1"))),
+        (*_known("a1", "a1"), *steps(2), step_at(LOOK, parameters=_after("b1", "c2"))),
+    )
+    silent_on = (
+        (*_known("a1", "a2"), step_at(LOOK, parameters=_after("b1", "c1"))),
+        (*_known("a1", "a1"), step_at(LOOK, parameters=_after("b1", "b1"))),
+        (*_known("a1", "a1", "target.emb.weight"), step_at(LOOK, parameters=_after("b1", "c1"))),
+    )
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._shapes: dict[str, Any] = {}
+        self._pairs: list[tuple[str, str]] = []
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return finding.subject
+
+    def sees(self, step: Step) -> bool:
+        return False
+
+    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
+        fact = facts.get(min(facts), {})
+        if topic.startswith("structure"):
+            entries = [entry for entry in fact.get("entries", ()) if entry[0] == "parameter" and entry[4]]
+            self._shapes = {str(name): tuple(shape) for _, name, shape, _, _ in entries}
+            return
+        known = [
+            (name, value) for name, value in fact.get("digests", {}).items() if len(self._shapes.get(name, ())) == 2
+        ]
+        for name, value in known:
+            for other, same in known:
+                alike = value == same and self._shapes[name] == self._shapes[other]
+                if alike and name != other and EMBEDDING.search(name) and OUTPUT.search(other):
+                    self._pairs.append((name, other))
+        yield from ()
+
+    def suspects(self, step: Step) -> bool:
+        return step.step == LOOK and step.optimizer == 0 and bool(self._pairs)
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        details = step.details.get("parameters", {})
+        if not self.suspects(step) or not details:
+            return
+        after = next(iter(details.values()), None) or {}
+        for name, other in self._pairs:
+            values = [after.get("after", {}).get(key) for key in (name, other)]
+            if None not in values and values[0] != values[1]:
+                evidence = {"equal_at": "construction", "differ_after_steps": step.step + 1}
+                yield self.finding(step=0, last_step=step.step, subject=(name, other), evidence=evidence)

@@ -1,0 +1,73 @@
+"""RCP819: prediction and target broadcast against each other in the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.examples import steps
+from ddpdebug.detectors.rcp.streak import told
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.steps import Step
+
+_FACT = {
+    "kind": "broadcast",
+    "step": 0,
+    "loss": "MseLoss",
+    "prediction": [32, 1],
+    "result": [32, 32],
+    "location": "train.py:58",
+}
+
+
+class LossBroadcast(Detector):
+    """Prediction and target broadcast, such as (N, 1) against (N,), so that the loss averages over an N x N table.
+
+    Impact: every prediction is compared with every target: a squared loss then pulls all outputs to the mean of the
+    batch, and the loss stops near the targets' variance.
+
+    Diagnosis: print both shapes just before the loss. `F.mse_loss`, `F.l1_loss`, `F.smooth_l1_loss` and
+    `F.huber_loss` warn about it (look for a UserWarning about the target size, often filtered out), a hand-written
+    `(pred - target) ** 2` says nothing; the binary cross entropies raise.
+
+    Causes:
+    - a regression head of one output that keeps its last dimension
+    - a `squeeze()` that removes too much, or only at batch size 1
+    - targets collated as (N,) in one loader and (N, 1) in another
+    - a mask or weight of another rank that multiplies the loss per element
+
+    Remedy:
+    - `pred.squeeze(-1)` or `target.unsqueeze(-1)` with the dimension named, and `assert pred.shape == target.shape`
+      in front of each elementwise loss
+    - turn the warning into an error: `warnings.filterwarnings("error", message="Using a target size")`
+    """
+
+    code = "RCP819"
+    severity = Severity.ERROR
+    title = "prediction and target broadcast against each other in the loss"
+    topics = ("alone",)
+    fires_on = (
+        (Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),),
+        (*steps(2), Facts(topic="alone:loss", values={1: {**_FACT, "prediction": [32]}})),
+    )
+    silent_on = (
+        steps(3),
+        (Facts(topic="alone:loss", values={0: {**_FACT, "kind": "range"}}),),
+    )
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return ()
+
+    def sees(self, step: Step) -> bool:
+        return False
+
+    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
+        for rank, fact in told(topic, facts, "loss", "broadcast"):
+            yield self.finding(
+                step=fact.get("step"),
+                ranks=(rank,),
+                subject=(str(fact.get("loss")),),
+                location=fact.get("location"),
+                evidence={"prediction": fact.get("prediction"), "averaged_over": fact.get("result")},
+            )

@@ -1,0 +1,68 @@
+"""What rules about the loop share: a flag that ranks set in so many steps in a row is a habit and no accident."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any, ClassVar
+
+from ddpdebug.detectors.base import Detector
+from ddpdebug.findings import Finding
+from ddpdebug.observations import Flag
+from ddpdebug.steps import Step
+
+
+class Streak(Detector):
+    """A rule about one flag; `describe` makes fields of the finding of what the `recipe` details say."""
+
+    flag: ClassVar[Flag]
+    key: ClassVar[str]  # of the details
+    in_a_row: ClassVar[int] = 3
+    wants = ("recipe",)
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._since: dict[int, tuple[int, int]] = {}  # optimizer -> (first step, number of steps)
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return ()
+
+    def shows(self, step: Step) -> bool:
+        """Tell whether the step is one of the streak."""
+        return step.any(self.flag)
+
+    def suspects(self, step: Step) -> bool:
+        return self._next(step)[1] == self.in_a_row
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        if step.any(Flag.SKIPPED) and not self.shows(step):
+            return
+        first, number = self._since[step.optimizer] = self._next(step)
+        if number < self.in_a_row:
+            return
+        details = step.details.get("recipe", {})
+        told = {rank: own for rank, known in sorted(details.items()) if (own := (known or {}).get(self.key))}
+        about = next(iter(told.values()), None)
+        fields = self.describe(about, step) if about is not None else {}
+        if fields is not None:
+            ranks = step.ranks_with(self.flag)
+            yield self.finding(**{"step": first, "last_step": step.step, "ranks": ranks, **fields})
+
+    def describe(self, about: Any, step: Step) -> dict[str, Any] | None:
+        """Return fields of the finding; None: nothing is wrong."""
+        del step
+        return {"location": about.get("location"), "evidence": {k: v for k, v in about.items() if k != "location"}}
+
+    def _next(self, step: Step) -> tuple[int, int]:
+        first, number = self._since.get(step.optimizer, (step.step, 0))
+        if not self.shows(step):
+            return step.step + 1, 0
+        return (first if number else step.step), number + 1
+
+
+def told(
+    topic: str, facts: Mapping[int, Any], name: str, kind: str | None = None
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield rank and value of announcements of one topic, and of one kind of it."""
+    for rank, fact in sorted(facts.items()):
+        if topic == f"alone:{name}" and isinstance(fact, Mapping) and kind in {None, fact.get("kind")}:
+            yield rank, fact

@@ -1,0 +1,312 @@
+"""How the training loop uses its parts: modes, clearing, scheduling, clipping, losses, who holds which parameter.
+
+Called by the wrappers in `probes/patches.py`, on the training thread and inside the guard. What a step shows goes into
+the window's flags and its `recipe` detail, what is seen once is announced; the rules judge.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpdebug import torch_internals as internals
+from ddpdebug.observations import Flag
+from ddpdebug.probes.guard import user_location
+from ddpdebug.probes.recipe.audit import Audit, held_by, unregistered
+from ddpdebug.probes.recipe.clearing import Clearing
+from ddpdebug.probes.recipe.cuts import Cuts
+from ddpdebug.probes.recipe.inputs import Inputs
+from ddpdebug.probes.recipe.labels import Labels
+from ddpdebug.probes.recipe.losses import facts, is_mean, name_of, terms
+from ddpdebug.probes.recipe.modes import EVALUATION, Modes, has_input_with_gradient
+from ddpdebug.probes.recipe.schedules import Schedules
+from ddpdebug.probes.recorder import Recorder
+from ddpdebug.probes.values import tensors_in
+
+#: Of each line that calls backward so many passes are looked at in any case.
+_FIRST_PASSES = 16
+_MAX_FACTS = 3
+_MAX_NAMES = 20
+#: A schedule that nothing has moved after so many steps of its optimizer is forgotten.
+_NEVER = 40
+#: After so many steps of the first optimizer parameters without a gradient are looked after.
+_CUTS = 2
+_MAX_OPTIMIZERS = 16
+
+
+@dataclass(slots=True)
+class _Loop:
+    """What the loop has done since the last optimizer step."""
+
+    trained: int = 0  # forwards with gradients
+    eval_modules: list[str] = field(default_factory=list)
+    in_eval: int = 0  # of these, in eval mode
+    location: str | None = None
+    input_gradient: bool = False
+    lines: list[str | None] = field(default_factory=list)  # that called backward
+    unscaled: list[str] = field(default_factory=list)  # losses whose mean went into backward as it was
+    scale: float | None = None  # that the gradients carry
+    clip: str | None = None  # the line that clipped scaled gradients
+    touched: bool = False  # gradients were clipped or unscaled
+
+
+class Recipe:
+    """One process's training loop.
+
+    Args:
+        announce: takes (topic, JSON value).
+    """
+
+    def __init__(self, recorder: Recorder, announce: Callable[[str, Any], None]) -> None:
+        self._recorder, self._announce = recorder, announce
+        self.audit, self.clearing, self.schedules = Audit(), Clearing(), Schedules()
+        self._modes, self._labels = Modes(), Labels()
+        self._loop = _Loop()
+        self._passes: dict[str | None, int] = {}
+        self._told: dict[str, int] = {}
+        self._inputs: dict[int, Inputs] = {}
+        self._cuts: dict[int, Cuts] = {}
+        self._forwards: dict[int, int] = {}  # of each wrapper, with gradients
+        self._stepping: list[int] = []
+        self._last: tuple[weakref.ref[torch.optim.Optimizer], int] | None = None  # who stepped, after how many passes
+        self._backwards = 0
+        self._steps = 0  # of the first optimizer
+        self._first: weakref.ref[torch.optim.Optimizer] | None = None
+        self._evaluation: dict[str, Any] = {"forwards": 0, "location": None, "since": 0}
+
+    def built(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note a new optimizer; one for each parameter (optimizers that step inside backward) are not followed."""
+        self.audit.built(optimizer)
+        if self.clearing.number() < _MAX_OPTIMIZERS:
+            self.clearing.of(optimizer)
+
+    # --- forward ------------------------------------------------------------------------------------------------------
+
+    def forward(self, ddp: DistributedDataParallel, args: Any, kwargs: Any) -> None:
+        """Look at a DDP forward that begins."""
+        root = internals.unwrap_compiled(ddp.module)
+        self._stepping.clear()
+        if not torch.is_grad_enabled():
+            if self._modes.evaluates_in_train(root):
+                self._evaluation["forwards"] += 1
+                self._evaluation["location"] = self._evaluation["location"] or user_location()
+            else:
+                self._evaluation["forwards"] = 0
+            return
+        self._end_evaluation()
+        loop = self._loop
+        loop.trained += 1
+        names = self._modes.trains_in_eval(root)
+        if names:
+            loop.in_eval += 1
+            loop.eval_modules, loop.location = names, user_location()
+        loop.input_gradient |= has_input_with_gradient(tensors_in((args, kwargs)))
+        key = self._recorder.wrapped(ddp).index
+        self._forwards[key] = self._forwards.get(key, 0) + 1
+        inputs = self._inputs.get(key)
+        if inputs is None:
+            inputs = self._inputs[key] = Inputs(lambda fact: self._announce(f"inputs:{key}", self._at(fact)))
+        inputs.begin()
+        if key in self._cuts:
+            self._cuts[key].begin(list(tensors_in((args, kwargs))))
+
+    def output(self, ddp: DistributedDataParallel, args: Any, kwargs: Any, output: Any) -> None:
+        """Look at a DDP forward that has ended."""
+        key = self._recorder.wrapped(ddp).index
+        if key in self._inputs:
+            self._inputs[key].end()
+        if key in self._cuts and (cut := self._cuts.pop(key).end()) is not None:
+            self._tell("audit", {"kind": "detached", **cut})
+        if torch.is_grad_enabled() and self._forwards.get(key) == 2:
+            modules = [m for w in self._recorder.wrappers if (m := w.module()) is not None]
+            known = {id(p) for module in modules for p in module.parameters()}
+            known |= held_by(o for watch in self._recorder.watches for o in watch.optimizers())
+            tensors = list(tensors_in((args, kwargs)))
+            known |= self.audit.held() | {id(t) for t in tensors}
+            names = unregistered(list(tensors_in(output)), tensors, internals.unwrap_compiled(ddp.module), known)
+            if names:
+                self._tell("audit", {"kind": "unregistered", "names": names})
+
+    def _end_evaluation(self) -> None:
+        seen = self._evaluation
+        if seen["forwards"] >= EVALUATION:
+            step = self._recorder.next_step()
+            self._tell("validation", {**seen, "since": step - int(seen["since"])})
+            self._evaluation = {"forwards": 0, "location": None, "since": step}
+        elif seen["forwards"]:
+            self._evaluation = {"forwards": 0, "location": None, "since": self._recorder.next_step()}
+
+    # --- backward -----------------------------------------------------------------------------------------------------
+
+    def begin_backward(self, tensors: Any) -> None:
+        """Look at the loss before backward frees its graph."""
+        recorder = self._recorder
+        if recorder.in_backward:
+            return
+        self.clearing.begin_backward()
+        loop = self._loop
+        scaled = recorder.events.is_scaled
+        loop.scale = recorder.events.known_scale() if scaled else None
+        line = user_location()
+        loop.lines.append(line)
+        number = self._passes[line] = self._passes.get(line, 0) + 1
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors or ())
+        if len(roots) != 1 or roots[0].numel() != 1 or not (number <= _FIRST_PASSES or recorder.checking):
+            return
+        found = terms(roots[0], by_scaler=scaled)
+        plain = [name_of(term) for term in found if not term.scaled and is_mean(term)]
+        loop.unscaled += plain[:1]
+        for term in found:
+            for fact in facts(term):
+                self._tell("loss", {**fact, "location": line})
+            self._labels.read(term)
+        if number == 1 and not recorder.next_step() and len(found) == 1:
+            first = self._labels.initial(found[0], roots[0], loop.scale)
+            if first is not None:
+                self._tell("loss", {**first, "location": line})
+
+    def end_backward(self) -> None:
+        """See which gradients have come."""
+        if not self._recorder.in_backward:
+            self._backwards += 1
+            self.clearing.end_backward()
+
+    # --- what stands between backward and step ------------------------------------------------------------------------
+
+    def clipped(self, location: str | None) -> None:
+        """Note a gradient clipping."""
+        loop = self._loop
+        if loop.scale is not None and loop.scale != 1.0:
+            loop.clip = loop.clip or location or "unknown"
+        loop.touched = True
+
+    def unscaled(self) -> None:
+        """Note that the gradients carry no loss scale any more."""
+        self._loop.scale, self._loop.touched = None, True
+
+    def scaler_steps(self) -> None:
+        """Note that GradScaler is about to step, and to unscale what was not unscaled before."""
+        loop = self._loop
+        if loop.clip is not None:
+            self._recorder.window.flags |= Flag.CLIPPED_SCALED
+            on_host = loop.scale is not None and not math.isnan(loop.scale)
+            self._recorder.window.recipe["clip"] = {"location": loop.clip, "scale": loop.scale if on_host else None}
+        self.unscaled()
+
+    # --- optimizer ----------------------------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Look at what led to an optimizer step."""
+        self._stepping.append(id(optimizer))
+        if self._recorder.in_backward or len(self._stepping) > 1:
+            return
+        closure = any(map(callable, args)) or callable(kwargs.get("closure"))  # torch passes itself among `args`
+        flags, detail, loop = Flag(0), self._recorder.window.recipe, self._loop
+        if loop.in_eval and loop.in_eval == loop.trained and loop.lines:
+            flags |= Flag.EVAL_MODE
+            detail["modes"] = {"modules": loop.eval_modules[:_MAX_NAMES], "location": loop.location}
+        if not closure:
+            flags |= self._gradients(optimizer, detail)
+        flags |= self._labels.take(detail)
+        found = self.schedules.before_step(optimizer, len(loop.lines))
+        detail.update(found)
+        flags |= Flag.SCHEDULED_OFTEN if "scheduler" in found else Flag(0)
+        flags |= Flag.SCHEDULED_ELSEWHERE if "elsewhere" in found else Flag(0)
+        self._recorder.window.flags |= flags
+        self._count(optimizer)
+
+    def _gradients(self, optimizer: torch.optim.Optimizer, detail: dict[str, Any]) -> Flag:
+        loop, flags = self._loop, Flag(0)
+        one_line = len(set(loop.lines)) == 1
+        carried, gone, discards = self.clearing.before_step(optimizer)
+        if carried:
+            flags |= Flag.GRADS_CARRIED
+            detail["carried"] = {"location": user_location()}
+        if (gone or (discards and one_line and loop.trained >= len(loop.lines))) and not loop.input_gradient:
+            flags |= Flag.GRADS_DISCARDED
+            kind = "all" if gone else "micro-batches"
+            detail["discarded"] = {"kind": kind, "count": discards + gone, "location": loop.lines[-1]}
+        elif self._accumulates(optimizer) and one_line and not discards and not carried:
+            flags |= Flag.UNSCALED_ACCUMULATION
+            about = {"micro_batches": len(loop.lines), "location": loop.lines[0], "loss": loop.unscaled[0]}
+            detail["accumulation"] = about
+        if (twice := self._twice(optimizer)) is not None:
+            flags |= Flag.STEPPED_TWICE
+            detail["twice"] = twice
+        return flags
+
+    def _accumulates(self, optimizer: torch.optim.Optimizer) -> bool:
+        loop = self._loop
+        number = len(loop.lines)
+        if number < 2 or len(loop.unscaled) != number or loop.trained < number:
+            return False
+        return loop.touched or self.clearing.of(optimizer).look() == self.clearing.of(optimizer).marks
+
+    def _twice(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+        """Say which parameters another optimizer has stepped with the same gradients."""
+        other = None if self._last is None or self._last[1] != self._backwards else self._last[0]()
+        if other is None or other is optimizer or not self._backwards:
+            return None
+        both = held_by([optimizer]) & held_by([other])
+        if not both:
+            return None
+        modules = [m for w in self._recorder.wrappers if (m := w.module()) is not None]
+        names = [n for m in modules for n, p in m.named_parameters() if id(p) in both and p.grad is not None]
+        return {"other": type(other).__name__, "names": names[:_MAX_NAMES]} if names else None
+
+    def _count(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._first is None or self._first() is None:
+            self._first = weakref.ref(optimizer)
+        if self._first() is not optimizer:
+            return
+        fact = self.audit.at_step(self._steps, optimizer, self._recorder.wrappers)
+        self._steps += 1
+        if self._steps == _CUTS:
+            pairs = [(w, module) for w in self._recorder.wrappers if (module := w.module()) is not None]
+            self._cuts = {w.index: Cuts(m, lacking) for w, m in pairs if (lacking := self.audit.lacking(w))}
+        if fact is not None:
+            self._announce("alone:audit", fact)
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begin the next step."""
+        if not self._stepping or self._stepping.pop() != id(optimizer) or self._stepping:
+            return
+        if self._recorder.in_backward:
+            return
+        self._end_evaluation()
+        self.clearing.after_step(optimizer)
+        self._last = (weakref.ref(optimizer), self._backwards)
+        self._loop = _Loop()
+
+    def skipped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begin the next step after one that GradScaler did not let happen."""
+        self.clearing.after_step(optimizer)
+        self.schedules.forgive()
+        self._labels.take({})
+        self._loop = _Loop()
+
+    def close(self) -> None:
+        """Announce what only the end shows."""
+        self._end_evaluation()
+        for name in self.schedules.never_called(_NEVER):
+            self._tell("schedule", {"class": name})
+        counts = self._labels.counts()
+        if counts is not None:
+            self._tell("loss", counts)
+
+    # --- announcements ------------------------------------------------------------------------------------------------
+
+    def _at(self, fact: dict[str, Any]) -> dict[str, Any]:
+        return {"step": self._recorder.next_step(), **fact}
+
+    def _tell(self, topic: str, fact: dict[str, Any]) -> None:
+        key = f"{topic}:{fact.get('kind', '')}"
+        self._told[key] = self._told.get(key, 0) + 1
+        if self._told[key] <= _MAX_FACTS:
+            self._announce(f"alone:{topic}", self._at(fact))

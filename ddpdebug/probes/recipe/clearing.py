@@ -1,0 +1,131 @@
+"""Follows the gradients of each optimizer through a step: cleared, fed by a backward, used by a step.
+
+Of each optimizer a few parameters stand for all. A gradient is known by its object and its version counter, so nothing
+is read from a device; what the counter cannot tell (an old-style `p.grad.data.zero_()`) is looked up in host memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ddpdebug import torch_internals as internals
+
+_SAMPLE = 4
+_GLANCE = 256
+
+#: A gradient's object and version; None without gradient.
+Mark = tuple[int, int] | None
+
+
+@dataclass(slots=True)
+class Fed:
+    """What is known of one optimizer's gradients."""
+
+    optimizer: weakref.ref[torch.optim.Optimizer]
+    params: Sequence[weakref.ref[torch.Tensor]] = ()
+    key: int = 0
+    marks: list[Mark] = field(default_factory=list)  # after the last backward or step
+    stale: bool = False  # they hold what a step has used
+    carried: bool = False  # ... and a backward has added to that
+    unused: bool = False  # a backward has fed them and no optimizer has stepped since
+    versions: list[int | None] = field(default_factory=list)  # of the parameters at that time
+    discards: int = 0  # times that they were cleared unused, in this step
+
+    def sample(self) -> list[torch.Tensor]:
+        """Return the parameters that stand for all."""
+        optimizer = self.optimizer()
+        groups = [] if optimizer is None else optimizer.param_groups
+        key = hash(tuple((id(group), len(group["params"])) for group in groups))
+        if key != self.key:
+            self.key = key
+            every = [p for group in groups for p in group["params"] if p.requires_grad]
+            chosen = every[:: max(1, len(every) // _SAMPLE)][:_SAMPLE]
+            self.params = [weakref.ref(p) for p in chosen]
+            self.stale = self.carried = self.unused = False
+            self.marks = []
+        return [p for ref in self.params if (p := ref()) is not None]
+
+    def look(self) -> list[Mark]:
+        """Return the marks of the gradients as they are now."""
+        found: list[Mark] = []
+        for p in self.sample():
+            grad = p.grad
+            version = None if grad is None else internals.version_of(grad)
+            found.append(None if grad is None or version is None else (id(grad), version))
+        return found
+
+    def is_zero(self) -> bool:
+        """Tell whether the gradients are zero, as far as can be told without waiting for a device."""
+        grads = [p.grad for p in self.sample() if p.grad is not None]
+        if any(grad.device.type != "cpu" or grad.is_sparse for grad in grads):
+            return False
+        return not any(bool(grad.detach().flatten()[:_GLANCE].any()) for grad in grads)
+
+
+class Clearing:
+    """All optimizers that have stepped."""
+
+    def __init__(self) -> None:
+        self._fed: dict[int, Fed] = {}
+
+    def of(self, optimizer: torch.optim.Optimizer) -> Fed:
+        """Return what is known of an optimizer."""
+        known = self._fed.get(id(optimizer))
+        if known is None or known.optimizer() is not optimizer:
+            known = self._fed[id(optimizer)] = Fed(weakref.ref(optimizer))
+            known.marks = known.look()
+        return known
+
+    def number(self) -> int:
+        """Return how many optimizers are followed."""
+        return len(self._living())
+
+    def begin_backward(self) -> None:
+        """See which gradients were cleared since the last backward or step."""
+        for fed in self._living():
+            now = fed.look()
+            cleared = now != fed.marks or not any(now)
+            if fed.stale and (cleared or fed.is_zero()):
+                fed.stale = fed.carried = False
+            if fed.unused and cleared and (not any(now) or fed.is_zero()):
+                fed.discards += fed.versions == _versions(fed)
+                fed.unused = False
+            fed.marks = now
+
+    def end_backward(self) -> None:
+        """See which gradients the backward has fed."""
+        for fed in self._living():
+            now = fed.look()
+            if now != fed.marks:
+                fed.carried = fed.carried or fed.stale
+                fed.unused, fed.versions = not fed.is_zero(), _versions(fed)
+            fed.marks = now
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> tuple[bool, bool, int]:
+        """Return whether old gradients were carried over, whether the new ones are gone, how often that was before."""
+        fed = self.of(optimizer)
+        now = fed.look()
+        gone = fed.unused and now != fed.marks and (not any(now) or fed.is_zero()) and fed.versions == _versions(fed)
+        return fed.carried and fed.stale and not gone, gone, fed.discards
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that a step has used the gradients."""
+        for other in self._living():
+            other.unused = False
+        fed = self.of(optimizer)
+        fed.marks = fed.look()
+        fed.stale, fed.carried, fed.discards = any(fed.marks), False, 0
+
+    def _living(self) -> list[Fed]:
+        gone = [key for key, fed in self._fed.items() if fed.optimizer() is None]
+        for key in gone:
+            del self._fed[key]
+        return list(self._fed.values())
+
+
+def _versions(fed: Fed) -> list[int | None]:
+    return [internals.version_of(p) for p in fed.sample()]

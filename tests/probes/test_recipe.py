@@ -1,0 +1,257 @@
+"""What is seen of the training loop, and what is let pass because people do it on purpose."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+from torch.utils.checkpoint import checkpoint
+
+from ddpdebug.probes.recipe.audit import unregistered
+from ddpdebug.probes.recipe.clearing import Clearing
+from ddpdebug.probes.recipe.labels import Labels
+from ddpdebug.probes.recipe.losses import facts, is_mean, terms
+from ddpdebug.probes.recipe.modes import Modes
+from ddpdebug.probes.recipe.schedules import Schedules
+
+
+def kinds(loss: torch.Tensor) -> list[str]:
+    return [fact["kind"] for term in terms(loss, by_scaler=False) for fact in facts(term)]
+
+
+def test_softmax_before_the_loss_is_seen_through_changes_of_form() -> None:
+    """A softmax or sigmoid under a loss on logits is named, and log_softmax before cross entropy is not."""
+    x = torch.randn(6, 5, 4, requires_grad=True)
+    y = torch.randint(0, 4, (30,))
+    assert kinds(functional.cross_entropy(x.softmax(-1).reshape(30, 4), y)) == ["double-softmax"]
+    assert kinds(functional.nll_loss(x.softmax(-1).reshape(30, 4), y)) == ["double-softmax"]
+    assert kinds(functional.binary_cross_entropy_with_logits(x.sigmoid(), torch.ones_like(x)) / 4) == ["double-softmax"]
+    assert kinds(functional.cross_entropy(x.reshape(30, 4), y)) == []
+    assert kinds(functional.cross_entropy(x.log_softmax(-1).reshape(30, 4), y)) == []
+    assert kinds(functional.nll_loss(x.log_softmax(-1).reshape(30, 4), y)) == []
+    assert kinds(functional.cross_entropy(torch.softmax(x, 1).mean(1) @ torch.randn(4, 4), y[:6])) == []  # attention
+
+
+def test_broadcast_in_the_loss() -> None:
+    """N predictions that meet N targets in a table are named, and a table that was asked for is not."""
+    p, t = torch.randn(8, 1, requires_grad=True) * 1, torch.randn(8)
+    with pytest.warns(UserWarning, match="target size"):
+        assert kinds(functional.smooth_l1_loss(p, t)) == ["broadcast"]
+    for loss in (((p - t) ** 2).mean(), (p - t).abs().mean(), (-(p * t)).mean()):
+        assert kinds(loss) == ["broadcast"]
+    square = p - t
+    assert kinds((square * square).mean()) == ["broadcast"]
+    flat = torch.randn(8, requires_grad=True) * 1
+    for loss in (
+        ((flat - t) ** 2).mean(),
+        ((p - t[:, None]) ** 2).mean(),
+        ((flat[:, None] - t) ** 2).mean(),  # all pairs, by an explicit dimension
+        ((flat[:, None] - flat[None]) ** 2).mean(),
+        ((torch.randn(8, 8, requires_grad=True) * t) ** 2).mean(),
+    ):
+        assert kinds(loss) == []
+
+
+def test_binary_targets_outside_of_0_and_1() -> None:
+    """Targets that binary cross entropy has no meaning for are named with their range."""
+    x = torch.randn(9, requires_grad=True)
+    loss = functional.binary_cross_entropy_with_logits(x, torch.where(x > 0, 1.0, -1.0))
+    assert [f["low"] for term in terms(loss, by_scaler=False) for f in facts(term)] == [-1]
+    assert kinds(functional.binary_cross_entropy_with_logits(x, torch.rand(9))) == []
+
+
+def test_division_of_the_loss_is_seen() -> None:
+    """A mean loss counts as scaled behind any factor, but not behind that of the loss scaler."""
+    x = torch.randn(4, 3, requires_grad=True)
+    y = torch.randint(0, 3, (4,))
+    plain, divided = functional.cross_entropy(x, y), functional.cross_entropy(x, y) / 4
+    assert [term.scaled for term in terms(plain, by_scaler=False)] == [False]
+    assert [term.scaled for term in terms(divided, by_scaler=False)] == [True]
+    assert [term.scaled for term in terms(plain * torch.tensor(1024.0), by_scaler=True)] == [False]
+    assert [term.scaled for term in terms(divided * torch.tensor(1024.0), by_scaler=True)] == [True]
+    assert [term.scaled for term in terms(plain + 0.1 * x.pow(2).mean(), by_scaler=False)] == [False, True]
+    assert not is_mean(terms(functional.cross_entropy(x, y, reduction="sum"), by_scaler=False)[0])
+
+
+def test_saved_tensors_of_the_user_are_not_unpacked() -> None:
+    """Hooks of the user on saved tensors are not run by looking at the graph."""
+    unpacked = []
+    x, y = torch.randn(4, 3, requires_grad=True), torch.randint(0, 3, (4,))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: unpacked.append(t) or t):
+        loss = functional.cross_entropy(x.softmax(1), y)
+    assert kinds(loss) == ["double-softmax"]
+    labels = Labels()
+    for term in terms(loss, by_scaler=False):
+        labels.read(term)
+    assert not unpacked
+    assert labels.counts() is None
+    assert kinds(functional.cross_entropy(checkpoint(nn.Linear(3, 3), x, use_reentrant=False), y)) == []
+
+
+def test_labels_that_are_ignored_do_not_count() -> None:
+    """Ignored labels are no class, and one class in all others is seen."""
+    labels = Labels()
+    x = torch.randn(8, 3, requires_grad=True)
+    y = torch.tensor([2, 2, -100, 2, 2, 2, -100, 2])
+    labels.read(terms(functional.cross_entropy(x, y), by_scaler=False)[0])
+    detail: dict[str, object] = {}
+    assert labels.take(detail)
+    assert detail == {"label": 2}
+    counts = labels.counts() or {}
+    assert (counts["seen"], counts["present"], counts["share"]) == (6, 1, 1.0)
+    labels.read(terms(functional.cross_entropy(x, torch.arange(8) % 3), by_scaler=False)[0])
+    assert not labels.take({})
+
+
+def write(model: nn.Module, change: str) -> None:
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad.data.zero_() if change == "old style" else p.grad.mul_(0.5)
+
+
+def uphill(model: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
+    """Move the parameters and clear, as sharpness-aware minimisation does."""
+    with torch.no_grad():
+        model.weight.add_(0.01)
+    optimizer.zero_grad()
+
+
+def loop(clear: str, steps: int = 4) -> list[tuple[bool, bool, int]]:
+    """Train with one way to clear gradients; return what was seen before each step."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    places = {
+        "before each backward": {"before backward": optimizer.zero_grad},
+        "before the step": {"before step": lambda: optimizer.zero_grad(set_to_none=False)},
+        "after": {"after step": optimizer.zero_grad},
+        "zeros": {"after step": lambda: optimizer.zero_grad(set_to_none=False)},
+        "old style": {"after step": lambda: write(model, "old style")},
+        "decay": {"after step": lambda: write(model, "decay")},
+        "perturb": {"after first backward": lambda: uphill(model, optimizer), "after step": optimizer.zero_grad},
+        "never": {},
+    }[clear]
+    clearing, seen = Clearing(), []
+
+    def come_to(place: str) -> None:
+        places.get(place, lambda: None)()
+
+    clearing.of(optimizer)
+    for _ in range(steps):
+        for micro in ("first", "second"):
+            come_to("before backward")
+            clearing.begin_backward()
+            model(torch.randn(4, 3)).pow(2).mean().backward()
+            clearing.end_backward()
+            come_to(f"after {micro} backward")
+        come_to("before step")
+        seen.append(clearing.before_step(optimizer))
+        optimizer.step()
+        clearing.after_step(optimizer)
+        come_to("after step")
+    return seen
+
+
+def test_gradients_that_are_cleared_in_any_way_are_not_carried_over() -> None:
+    """All ways to clear are seen, an accumulation is none, and only a loop without any carries gradients over."""
+    for clear in ("after", "zeros", "old style", "decay", "perturb"):
+        assert loop(clear) == [(False, False, 0)] * 4, clear
+    assert loop("never") == [(False, False, 0)] + [(True, False, 0)] * 3
+
+
+def test_gradients_that_are_thrown_away() -> None:
+    """Clearing between backward and step, and between micro-batches, is seen from the first step on."""
+    assert [gone for _, gone, _ in loop("before the step")] == [True] * 4
+    assert [discards for _, _, discards in loop("before each backward")] == [1] * 4
+
+
+def test_the_other_networks_gradients_may_be_cleared() -> None:
+    """In adversarial training each network gets gradients from the other's loss, and clears them before its own."""
+    one, two = nn.Linear(2, 2), nn.Linear(2, 1)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (one, two)]
+    clearing = Clearing()
+    for optimizer in optimizers:
+        clearing.of(optimizer)
+    for _ in range(3):
+        for optimizer, module in zip(optimizers, (one, two), strict=True):
+            optimizer.zero_grad()
+            x = torch.randn(4, 2)
+            fake = one(x) if module is one else one(x).detach()
+            clearing.begin_backward()
+            two(fake).mean().backward()
+            clearing.end_backward()
+            assert clearing.before_step(optimizer) == (False, False, 0)
+            optimizer.step()
+            clearing.after_step(optimizer)
+
+
+def test_schedulers_are_counted_where_the_user_calls_them() -> None:
+    """Constructors and the parts of a schedule do not count, two calls for one step do, a skipped step is forgiven."""
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    seen = Schedules()
+    schedule = SequentialLR(
+        optimizer, [LinearLR(optimizer, total_iters=2), CosineAnnealingLR(optimizer, 8)], milestones=[2]
+    )
+    for _ in range(4):
+        assert "scheduler" not in seen.before_step(optimizer, 1)
+        optimizer.step()
+        seen.called(schedule, depth=1)
+    seen.called(schedule, depth=1)
+    assert seen.before_step(optimizer, 2)["scheduler"]["calls"] == 2
+    seen.called(schedule, depth=1)
+    seen.called(schedule, depth=1)
+    seen.forgive()
+    assert "scheduler" not in seen.before_step(optimizer, 2)
+
+
+def test_a_rate_that_the_optimizer_does_not_read() -> None:
+    """A schedule of another optimizer and an attribute are in vain; one that shares its groups is not."""
+    weight = nn.Parameter(torch.ones(1))
+    old, new = torch.optim.SGD([weight], lr=1.0), torch.optim.SGD([weight], lr=1.0)
+    seen, schedule = Schedules(), CosineAnnealingLR(old, 10)
+    found = []
+    for _ in range(8):
+        found.append(seen.before_step(new, 1))
+        seen.called(schedule, depth=1)
+    assert ["elsewhere" in own for own in (found[0], found[-1])] == [False, True]
+    new.param_groups = old.param_groups
+    assert "elsewhere" not in seen.before_step(new, 1)
+    new.lr = 0.1
+    assert "elsewhere" not in seen.before_step(new, 1)
+    new.lr = 0.05
+    assert seen.before_step(new, 1)["elsewhere"]["kind"] == "attribute"
+
+
+def test_modes_matter_where_the_model_trains() -> None:
+    """A frozen body in eval mode and a choice among the modules are in order; all in eval mode is not."""
+    body, head = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Sequential(nn.Dropout(0.1), nn.Linear(4, 2))
+    model = nn.Sequential(body, head)
+    modes = Modes()
+    assert modes.trains_in_eval(model) == []
+    assert modes.trains_in_eval(model.eval()) == ["0.1", "1.0"]
+    head.train()
+    assert modes.trains_in_eval(model) == []
+    frozen = nn.Sequential(body.requires_grad_(False), nn.Linear(4, 2)).eval()
+    assert modes.trains_in_eval(frozen) == []
+    assert not any(modes.evaluates_in_train(other) for other in (frozen, nn.Linear(1, 1)))
+    assert modes.evaluates_in_train(model.train())
+
+
+def test_modules_in_a_plain_list_are_found_in_the_graph() -> None:
+    """Parameters that no module registers are named by their container, what an input brings along is not."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = [nn.Linear(3, 3, bias=False)]
+            self.out = nn.Linear(3, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(self.layers[0](x))
+
+    net, before = Net(), nn.Linear(3, 3)
+    x = before(torch.randn(2, 3))
+    known = {id(p) for p in net.parameters()}
+    assert unregistered([net(x)], [x], net, known) == ["layers[0].weight"]
+    assert unregistered([net(x)], [x], net, known | {id(net.layers[0].weight)}) == []
