@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ddpdebug.errors import DdpdebugError, FindingError, UsageError
     from ddpdebug.findings import Finding, Severity
     from ddpdebug.monitor import Monitor
+    from ddpdebug.preflight.api import preflight
     from ddpdebug.wrapper import DebugDDP
 
 __version__ = "0.1.0"
@@ -26,6 +27,7 @@ _HOMES = {
     "Severity": "ddpdebug.findings",
     "UsageError": "ddpdebug.errors",
     "expect_growth": "ddpdebug.attach",
+    "preflight": "ddpdebug.preflight.api",
     "watch": "ddpdebug.attach",
 }
 
@@ -38,6 +40,7 @@ __all__ = [
     "Severity",
     "UsageError",
     "expect_growth",
+    "preflight",
     "watch",
 ]
 
@@ -46,7 +49,8 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'ddpdebug' has no attribute {name!r}")
-    return getattr(importlib.import_module(home), name)
+    module = importlib.import_module(home)
+    return globals().get(name) or getattr(module, name)  # a package of that name is there now, and can be called
 
 
 def __dir__() -> list[str]:

@@ -1,0 +1,106 @@
+"""Copies of the caller's model, optimizer and data loader, which checks may do with as they please."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ddpdebug import torch_internals as internals
+from ddpdebug.preflight.subject import OptimizerFor
+
+
+class _LocalBatchNorm(nn.BatchNorm1d):
+    """Stands for SyncBatchNorm, which would wait for the other ranks."""
+
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - the parent's name
+        """Take any shape."""
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return what is inside DDP, DataParallel and `torch.compile`."""
+    while True:
+        inner = internals.unwrap_compiled(module)
+        if isinstance(inner, DistributedDataParallel | DataParallel):
+            inner = inner.module
+        if inner is module:
+            return module
+        module = inner
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """Return a deep copy without gradients, on which nothing communicates."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()  # deepcopy refuses what has a graph
+    twin = copy.deepcopy(model, memo)
+    for parameter in twin.parameters():
+        parameter.grad = None
+    for module in twin.modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            module.__class__ = _LocalBatchNorm  # type: ignore[assignment]  # the same state, computed alone
+    return twin
+
+
+def optimizer_maker(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> OptimizerFor | None:
+    """Return a function that makes an optimizer of the same kind and settings for a copy of the model.
+
+    Args:
+        optimizer: the caller's.
+        names: of the parameters, by the identity of the caller's.
+    """
+    kind: Any = type(getattr(optimizer, "optim", optimizer) if internals.is_sharded(optimizer) else optimizer)
+    groups = [_settings(group, names) for group in optimizer.param_groups]
+    if not any(group["params"] for group in groups):
+        return None
+    taken = inspect.signature(kind).parameters
+    keywords = {key: value for key, value in dict(optimizer.defaults).items() if key in taken and key != "params"}
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        known = dict(model.named_parameters(remove_duplicate=False))
+        own = [{**g, "params": [known[name] for name in g["params"] if name in known]} for g in groups]
+        single = len(own) == 1
+        made: torch.optim.Optimizer = kind(own[0]["params"] if single else own, **keywords)
+        for group, settings in zip(made.param_groups, own, strict=True):
+            group.update(settings)
+        return made
+
+    return make
+
+
+def _settings(group: dict[str, Any], names: dict[int, str]) -> dict[str, Any]:
+    """Return a group with names for its parameters and, under a schedule, its base learning rate."""
+    settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+    if "initial_lr" in settings:
+        settings["lr"] = settings["initial_lr"]
+    return {**settings, "params": [names[id(p)] for p in group["params"] if id(p) in names]}
+
+
+def loader_restorer(loader: Any) -> Callable[[], None]:
+    """Return a function that puts the generators of a loader back where they are now."""
+    holders = [loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))]
+    holders.append(getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+    found = {id(g): g for h in holders if isinstance(g := getattr(h, "generator", None), torch.Generator)}
+    states = [(generator, generator.get_state()) for generator in found.values()]
+
+    def restore() -> None:
+        for generator, state in states:
+            generator.set_state(state)
+
+    return restore
+
+
+def loader_twin(loader: Any) -> Any:
+    """Return a loader over the same data that may be iterated: persistent workers would stay with the caller's."""
+    if not isinstance(loader, torch.utils.data.DataLoader):
+        return loader
+    twin = copy.copy(loader)
+    vars(twin).update(persistent_workers=False)
+    return twin
