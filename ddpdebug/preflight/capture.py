@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import statistics
 import weakref
 from collections.abc import Callable
@@ -211,6 +212,7 @@ class Capture:
         self.facts["holdings"] = holdings([(o, id(o) in self._stepped) for o in alive], self._names())
         with self.recorder.inside(), torch.no_grad():
             self.samples.draw()
+            self.facts["world"] = int(os.environ.get("WORLD_SIZE", "1"))
             self.facts["ranks"] = ranks.share(_quiet(lambda: digests(self.tapes)))
         raise StopRun(self.steps)
 

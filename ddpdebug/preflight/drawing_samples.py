@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,8 +14,8 @@ from ddpdebug.preflight.copies import loader_restorer, loader_twin
 from ddpdebug.preflight.nested import cloned
 from ddpdebug.preflight.surroundings import preserved, time_limit
 
-#: Samples of each data set: enough to compare means and standard deviations of two splits to some percent.
-SAMPLES = 128
+#: Samples of each data set: enough for statistics to some percent and for a probe of labels and inputs.
+SAMPLES = 512
 #: Validation samples that are read twice; one that changes is proof.
 REPEATS = 8
 _SECONDS = 10.0
@@ -95,7 +97,19 @@ def _places(dataset: Any, count: int) -> Sequence[int]:
 
 
 def _spread(dataset: Any, count: int) -> list[Any]:
-    return [cloned(dataset[at]) for at in _places(dataset, count)]
+    """Read samples all over a data set, for as long as that is quick."""
+    samples: list[Any] = []
+    end = time.monotonic() + _SECONDS / 3
+    for at in _shuffled(_places(dataset, count)):
+        samples.append(cloned(dataset[at]))
+        if time.monotonic() > end:
+            break
+    return samples
+
+
+def _shuffled(places: Sequence[int]) -> list[int]:
+    """Return the places in another order, so that the first ones are from all over the data set."""
+    return random.Random(0).sample(list(places), len(places))  # noqa: S311 - an order, no secret
 
 
 def _twice(dataset: Any, at: int) -> tuple[Any, Any]:

@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ddpdebug.errors import UsageError
 from ddpdebug.preflight.copies import copied
 from ddpdebug.preflight.nested import tensors
 from ddpdebug.preflight.subject import Subject
 
+#: Batches that are looked at.
+BATCHES = 8
 #: Functions of torch that compare a prediction with a target.
 LOSSES = frozenset(
     {
@@ -49,7 +52,7 @@ class LossCall:
     prediction: Tensor
     target: Tensor
     settings: dict[str, Any]
-    value: Tensor
+    value: Tensor | None = None
     squashed: str | None = None
 
     @property
@@ -62,11 +65,19 @@ class LossCall:
 class Seen:
     """What passed."""
 
-    loss: Tensor
+    loss: Tensor | None
     output: Any
     calls: list[LossCall] = field(default_factory=list)
     inputs: list[Tensor] = field(default_factory=list)  # of the model's first call
     broadcasts: list[tuple[str, list[int], list[int]]] = field(default_factory=list)
+    error: Exception | None = None
+
+    @property
+    def scalar(self) -> Tensor:
+        """The loss, which has been computed."""
+        if self.loss is None:
+            raise self.error or UsageError("the loss function returned nothing")
+        return self.loss
 
 
 class _Watcher(TorchFunctionMode):
@@ -80,23 +91,25 @@ class _Watcher(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
         name = str(getattr(func, "__name__", ""))
-        if name in LOSSES:
-            self._loss(name, args, kwargs, result)
+        call = self._loss(name, args, kwargs) if name in LOSSES else None
+        result = func(*args, **kwargs)
+        if call is not None:
+            call.value = result
         elif isinstance(result, Tensor):
             self._follow(name, args, result)
         return result
 
-    def _loss(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
+    def _loss(self, name: str, args: Any, kwargs: Any) -> LossCall | None:
+        """Note a call before it is made: what it is given is worth knowing where it fails."""
         taken = dict(zip(("input", "target"), args, strict=False)) | kwargs
         prediction, target = taken.pop("input", None), taken.pop("target", None)
-        if isinstance(prediction, Tensor) and isinstance(target, Tensor) and isinstance(result, Tensor):
-            squashed = self._squashed.get(id(prediction), (None, None))[1]
-            call = LossCall(
-                name=name, prediction=prediction, target=target, settings=taken, value=result, squashed=squashed
-            )
-            self.calls.append(call)
+        if not isinstance(prediction, Tensor) or not isinstance(target, Tensor):
+            return None
+        squashed = self._squashed.get(id(prediction), (None, None))[1]
+        call = LossCall(name=name, prediction=prediction, target=target, settings=taken, squashed=squashed)
+        self.calls.append(call)
+        return call
 
     def _follow(self, name: str, args: Any, result: Tensor) -> None:
         if name in _SQUASHING:
@@ -110,12 +123,34 @@ class _Watcher(TorchFunctionMode):
 
 
 def observe(subject: Subject, batch: Any, model: nn.Module | None = None) -> Seen:
-    """Compute the loss of a batch, with a fresh copy of the subject's model unless another is given."""
+    """Compute the loss of a batch, with a fresh copy of the subject's model unless another is given.
+
+    What is raised on the way is in the result, beside what was seen until then.
+    """
     model = copied(subject.model) if model is None else model
     watcher = _Watcher()
+    loss, output, trouble = None, None, None
     with first_inputs(model) as inputs, watcher:
-        loss, output = subject.loss_of(model, batch)
-    return Seen(loss=loss, output=output, calls=watcher.calls, inputs=inputs, broadcasts=watcher.broadcasts)
+        try:
+            loss, output = subject.loss_of(model, batch)
+        except Exception as error:  # noqa: BLE001 - the caller's code
+            trouble = error
+    return Seen(
+        loss=loss if isinstance(loss, Tensor) else None,
+        output=output,
+        calls=watcher.calls,
+        inputs=inputs,
+        broadcasts=watcher.broadcasts,
+        error=trouble,
+    )
+
+
+def observe_all(subject: Subject) -> list[Seen]:
+    """Compute the losses of the batches without gradients."""
+    if not subject.batches:
+        raise UsageError(f"the loss could not be recorded: {subject.facts.get('not_recorded') or 'no batches'}")
+    with torch.no_grad():
+        return [observe(subject, batch) for batch in subject.batches[:BATCHES]]
 
 
 @contextmanager
