@@ -209,7 +209,10 @@ class Capture:
             self._keep()
         self.recorder.done = True
         alive = [optimizer for known in self._optimizers if (optimizer := known()) is not None]
-        self.facts["holdings"] = holdings([(o, id(o) in self._stepped) for o in alive], self._names())
+        names = self._names()
+        self.facts["holdings"] = holdings([(o, id(o) in self._stepped) for o in alive], names)
+        own = [] if self._optimizer is None else self._optimizer.param_groups
+        self.facts["trained"] = [names[id(p)] for group in own for p in group["params"] if id(p) in names]
         with self.recorder.inside(), torch.no_grad():
             self.samples.draw()
             self.facts["world"] = int(os.environ.get("WORLD_SIZE", "1"))

@@ -151,6 +151,9 @@ def _reached(
     if gradients is None:
         yield Check(group=GROUP, name="reached by the loss", status=Status.SKIPPED, summary=why)
         return
+    # of several optimizers each has its own loss; recorded was the one of the first that stepped
+    trained = set(subject.facts.get("trained") or gradients)
+    gradients = {name: value for name, value in gradients.items() if name in trained}
     none = [name for name, value in gradients.items() if value is None]
     zero = [name for name, value in gradients.items() if value == 0.0 and not _may_be_zero(subject.model, name)]
     cut, shielded = cut_off(subject, none) if none else ([], [])
