@@ -43,7 +43,8 @@ class Capture:
         self.tapes: list[Tape] = []
         self.micro_batches: list[int] = []
         self.samples = Samples()
-        self.facts: dict[str, Any] = {"schedulers": [], "backward": None}
+        self.facts: dict[str, Any] = {"schedulers": [], "backward": None, "loaded": False}
+        self.facts["evaluated_in_train_mode"] = None
         self._wanted = steps
         self._pending: list[Tape | None] = []
         self._backwards = 0
@@ -59,6 +60,7 @@ class Capture:
     def install(self) -> None:
         """Begin to look; the mode of the recorder is the outermost one, below the script's own."""
         self._wrap(nn.Module, "__call__", self._called)
+        self._wrap(nn.Module, "load_state_dict", self._loaded)
         self._wrap(torch.autograd, "backward", self._backward)
         self._wrap(torch.autograd.Function, "apply", self._applied, bound=True)
         self._wrap(torch.amp.GradScaler, "scale", self._scaled)
@@ -92,6 +94,8 @@ class Capture:
 
     def _called(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._depth or not torch.is_grad_enabled() or self.recorder.done:
+            if not torch.is_grad_enabled() and not self._depth and module.training:
+                self._evaluated(module)
             return original(module, *args, **kwargs)
         inner = unwrapped(module)
         if inner is not module:
@@ -106,6 +110,11 @@ class Capture:
             return self.recorder.call(*place, functools.partial(original, module), args, kwargs)
         finally:
             self._depth -= 1
+
+    def _evaluated(self, module: nn.Module) -> None:
+        """Note a forward without gradients of a model that trains, in train mode."""
+        if any(root.module is unwrapped(module) for root in self.recorder.roots):
+            self.facts["evaluated_in_train_mode"] = self.facts["evaluated_in_train_mode"] or user_location()
 
     def _place(self, module: nn.Module) -> tuple[int, str] | None:
         """Return where a module is: (number of its model, path); None for what has no parameters, such as losses."""
@@ -140,6 +149,10 @@ class Capture:
         if self._backwards >= _MAX_BACKWARDS and not self.steps:
             self._end()
         return result
+
+    def _loaded(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self.facts["loaded"] = True
+        return original(module, *args, **kwargs)
 
     def _applied(self, original: Any, kind: Any, *args: Any, **kwargs: Any) -> Any:
         return self.recorder.follow(functools.partial(original, kind), args, kwargs)

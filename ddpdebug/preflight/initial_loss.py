@@ -57,7 +57,7 @@ def _value(subject: Subject, seen: list[Seen]) -> Iterator[Check]:
     elif told is not None:
         yield _against(fmean(losses) * subject.micro_batches ** _divided(seen, subject), float(told), "the one told")
     else:
-        yield _against_chance(seen, losses)
+        yield _against_chance(seen, losses, loaded=bool(subject.facts.get("loaded")))
 
 
 def _divided(seen: list[Seen], subject: Subject) -> int:
@@ -69,7 +69,7 @@ def _divided(seen: list[Seen], subject: Subject) -> int:
     return int(abs(ratio - subject.micro_batches) < 1e-3 * subject.micro_batches)
 
 
-def _against_chance(seen: list[Seen], losses: list[float]) -> Check:
+def _against_chance(seen: list[Seen], losses: list[float], *, loaded: bool) -> Check:
     values, expected, floor, words = _expectation(seen)
     if not values:
         return Check(
@@ -82,6 +82,9 @@ def _against_chance(seen: list[Seen], losses: list[float]) -> Check:
     high = mean > expected + max(_ABOVE * expected, _ABOVE_NATS)
     low = mean < _BELOW * floor
     summary = f"the loss of the untrained model is {mean:.4g}, expected is {expected:.4g} ({words})"
+    if low and loaded:
+        summary += "; weights were loaded, which know something already"
+        return Check(group=GROUP, name="value", status=Status.INFO, summary=summary)
     if not (high or low):
         return Check(group=GROUP, name="value", status=Status.PASS, summary=summary)
     above = ("the last layer starts too large", "inputs of a huge scale", "reduction='sum', or a sum over positions")

@@ -60,7 +60,7 @@ class Node:
         """Compute as in the recording."""
         kind = self.autocast
         cast = contextlib.nullcontext() if kind is None else torch.autocast(kind[0], kind[1])
-        with torch.set_grad_enabled(self.grad), cast:
+        with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()), cast:
             yield
 
 
