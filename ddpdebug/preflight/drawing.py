@@ -27,10 +27,10 @@ def svg(plot: Plot) -> str:
     title = escape(clean(plot.title, _TITLE))
     if across.empty or up.empty:
         return f'<figure><figcaption>{title}</figcaption><p class="none">nothing that can be drawn</p></figure>'
-    marks = [(x, clean(text, 60)) for x, text in plot.marks if 0 <= across.place(x) <= 1][:_MAX_MARKS]
+    marks, left = _arranged(plot, across)
     top = _TOP + _MARK_ROW * len(marks)
     shown = plot.series[:_MAX_SERIES]
-    parts = [_frame(plot, across, up, top), *(_mark(across, mark, i) for i, mark in enumerate(marks))]
+    parts = [_frame(plot, across, up, top), *(_mark(across, mark, i, left=left) for i, mark in enumerate(marks))]
     # the first line is the one that matters: it is drawn last, above the others
     parts += [_line(shown[i], across, up, top, i) for i in reversed(range(len(shown)))]
     picture = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{title}">{"".join(parts)}</svg>'
@@ -64,10 +64,16 @@ def _frame(plot: Plot, across: Axis, up: Axis, top: int) -> str:
     return "".join(parts)
 
 
-def _mark(across: Axis, mark: tuple[float, str], row: int) -> str:
-    """Draw a vertical line, its text in a row of its own above the lines, on the side where there is room."""
+def _arranged(plot: Plot, across: Axis) -> tuple[list[tuple[float, str]], bool]:
+    """Return the marks by row, and whether their texts stand on the left: so that no text crosses another's line."""
+    marks = [(x, clean(text, 60)) for x, text in plot.marks if 0 <= across.place(x) <= 1][:_MAX_MARKS]
+    left = sum(across.place(x) for x, _ in marks) > len(marks) / 2
+    return sorted(marks, reverse=left), left
+
+
+def _mark(across: Axis, mark: tuple[float, str], row: int, *, left: bool) -> str:
+    """Draw a vertical line, its text beside its upper end."""
     x, y = _x(across, mark[0]), _TOP + _MARK_ROW * row
-    left = x > (_LEFT + _WIDTH - _RIGHT) / 2
     place = f'x="{x + (-5 if left else 5):.1f}" y="{y + 4}" text-anchor="{"end" if left else "start"}"'
     line = f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{y - 6}" y2="{_HEIGHT - _BOTTOM}"/>'
     return f'{line}<text class="marked" {place}>{escape(mark[1])} ({number(mark[0], 3)})</text>'

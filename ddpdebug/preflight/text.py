@@ -25,6 +25,7 @@ WORDS = {
 #: Groups whose picture is what people ask for, even when all is well.
 _DRAWN = ("overfit", "learning rate")
 _GRAVE = (Status.FAIL, Status.WARN)
+_MIN_WIDTH = 60
 _NAME_WIDTH = 30
 _LABEL_WIDTH = 12
 _PLOT_WIDTH = 90
@@ -40,8 +41,8 @@ def render(checks: Sequence[Check], width: int = 100) -> str:
 
 def report(checks: Sequence[Check], width: int, *, color: bool = False) -> list[Line]:
     """Return the lines with their styles."""
-    width = max(40, width)
-    lines = [summary(checks), []]
+    width = max(_MIN_WIDTH, width)
+    lines = [*summary(checks, width), []]
     room = min(_NAME_WIDTH, max((len(clean(check.name, 60)) for check in checks), default=0))
     for group, members in groupby(checks, lambda check: check.group):
         lines.append([(clean(group, 60), "bold")])
@@ -53,14 +54,17 @@ def report(checks: Sequence[Check], width: int, *, color: bool = False) -> list[
     return lines
 
 
-def summary(checks: Sequence[Check]) -> Line:
-    """Return one line with how many ended how."""
+def summary(checks: Sequence[Check], width: int) -> list[Line]:
+    """Return how many ended how, on one line where it is wide enough."""
     counts = Counter(check.status for check in checks)
-    line: Line = [(f"preflight: {counted(len(checks), 'check')}", "bold")]
+    lines: list[Line] = [[(f"preflight: {counted(len(checks), 'check')}", "bold")]]
     for status, word in WORDS.items():
         if counts[status]:
-            line += [("  ", ""), (f"{counts[status]} {word}", status.value if status in _GRAVE else "")]
-    return line
+            text = f"{counts[status]} {word}"
+            if sum(len(piece) for piece, _ in lines[-1]) + 2 + len(text) > width:
+                lines.append([])
+            lines[-1] += [("  ", ""), (text, status.value if status in _GRAVE else "")]
+    return lines
 
 
 def _row(check: Check, room: int, width: int) -> Iterator[Line]:
