@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ddpdebug.preflight.drawing import COLORS
 from ddpdebug.preflight.results import Check, Plot
+from ddpdebug.sinks.text import clean
 
 _STYLES = ("-", "--", ":", "-.")
 _DPI = 150
 _MAX_NAME = 60
+_MAX_TEXT = 80
 
 
 def save_figures(checks: Sequence[Check], directory: Path) -> list[Path]:
@@ -33,7 +36,9 @@ def save_figures(checks: Sequence[Check], directory: Path) -> list[Path]:
             words = re.sub(r"[^A-Za-z0-9]+", "-", f"{check.group} {check.name}").strip("-").lower()[:_MAX_NAME]
             for kind in ("png", "svg"):
                 file = directory / f"{number:02}-{words}-{place}.{kind}"
-                figure.savefig(file, dpi=_DPI)
+                with warnings.catch_warnings():  # a character that the font lacks is shown as a box
+                    warnings.simplefilter("ignore", UserWarning)
+                    figure.savefig(file, dpi=_DPI)
                 written.append(file)
     return written
 
@@ -60,4 +65,4 @@ def _draw(axes: Any, plot: Plot) -> None:
 
 def _plain(text: str) -> str:
     """Return a text that is not read as a formula."""
-    return text.replace("$", r"\$")
+    return clean(text, _MAX_TEXT).replace("$", r"\$")
