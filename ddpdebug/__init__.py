@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from ddpdebug.errors import DdpdebugError, FindingError, UsageError
     from ddpdebug.findings import Finding, Severity
     from ddpdebug.monitor import Monitor
+    from ddpdebug.preflight.lr_finder import find_lr
+    from ddpdebug.seeding import seed_everything
     from ddpdebug.wrapper import DebugDDP
 
 __version__ = "0.1.0"
@@ -26,6 +28,8 @@ _HOMES = {
     "Severity": "ddpdebug.findings",
     "UsageError": "ddpdebug.errors",
     "expect_growth": "ddpdebug.attach",
+    "find_lr": "ddpdebug.preflight.lr_finder",
+    "seed_everything": "ddpdebug.seeding",
     "watch": "ddpdebug.attach",
 }
 
@@ -38,6 +42,8 @@ __all__ = [
     "Severity",
     "UsageError",
     "expect_growth",
+    "find_lr",
+    "seed_everything",
     "watch",
 ]
 

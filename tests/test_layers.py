@@ -33,7 +33,7 @@ _LAYERS = (
     ("reporting",),
     ("rejudge",),
     ("monitor",),
-    ("attach", "faults"),
+    ("attach", "faults", "seeding"),
     ("trajectory",),
     ("wrapper",),
     ("equivalence",),
@@ -86,6 +86,8 @@ _PURE = (
     "preflight.png",
     "preflight.results",
     "preflight.styled",
+    "preflight.sweep",
+    "preflight.sweep_verdict",
     "preflight.terminal_plot",
     "preflight.text",
     "pytest_plugin.causes",
@@ -97,7 +99,8 @@ _PURE = (
     "pytest_plugin.protocol",
 )
 #: Modules that may name torch.distributed. The launcher starts processes, the plugin gives a test its group, the others
-#: talk, hook or look; in a job only exchange communicates, over what torch_internals gives it.
+#: talk, hook or look; in a job only exchange communicates, over what torch_internals gives it, and preflight.ranks
+#: where the user's program asks for a sweep on all ranks.
 _DISTRIBUTED = (
     "exchange",
     "torch_internals",
@@ -109,6 +112,7 @@ _DISTRIBUTED = (
     "pytest_plugin",
     "testing",
     "equivalence",
+    "preflight.ranks",
 )
 _HEAVY = {"torch", "numpy", "rich", "click", "prometheus_client"}
 
