@@ -99,7 +99,7 @@ _PURE = (
     "pytest_plugin.protocol",
 )
 #: Modules that may name torch.distributed. The launcher starts processes, the plugin gives a test its group, the others
-#: talk, hook or look; in a job only exchange communicates, over what torch_internals gives it, and preflight.ranks
+#: talk, hook or look; in a job only exchange communicates, over what torch_internals gives it, and preflight.in_step
 #: where the user's program asks for a sweep on all ranks.
 _DISTRIBUTED = (
     "exchange",
@@ -112,7 +112,7 @@ _DISTRIBUTED = (
     "pytest_plugin",
     "testing",
     "equivalence",
-    "preflight.ranks",
+    "preflight.in_step",
 )
 _HEAVY = {"torch", "numpy", "rich", "click", "prometheus_client"}
 

@@ -1,6 +1,6 @@
 """Looks for the learning rate by a sweep: one optimizer step per rate, from far too low to far too high.
 
-`examine` works on copies. `find_lr` is for the user's own program, also inside a DDP job: it trains the model that it
+`check` works on copies. `find_lr` is for the user's own program, also inside a DDP job: it trains the model that it
 is given and puts everything back, since a copy of a DDP would need a second set of process groups and buckets.
 """
 
@@ -18,13 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import attach
 from ddpdebug.errors import UsageError
-from ddpdebug.preflight.copies import attempt, copies, copy_of_batch, in_turn
-from ddpdebug.preflight.ranks import Ranks
+from ddpdebug.preflight.in_step import Ranks
 from ddpdebug.preflight.restoring import restored
 from ddpdebug.preflight.results import Check
 from ddpdebug.preflight.subject import LossOf, Subject
 from ddpdebug.preflight.sweep import End, Stop, Sweep, rates
 from ddpdebug.preflight.sweep_verdict import GROUP, NAME, skipped, verdict
+from ddpdebug.preflight.trials import attempt, copies, copy_of_batch, in_turn
 
 #: The range of fastai's finder: below nothing moves, above everything breaks.
 LOWEST, HIGHEST = 1e-7, 10.0
@@ -55,17 +55,17 @@ class TooSlow(Exception):  # noqa: N818 - the outcome of a sweep that was not be
     """The time is not enough for a sweep; the text says what it would take."""
 
 
-def examine(subject: Subject, *, seconds: float = SECONDS, scaler: Any = None) -> list[Check]:
+def check(subject: Subject, *, seconds: float = SECONDS, scaler: Any = None) -> list[Check]:
     """Sweep on copies of the model, the optimizer and the batches; compare the script's learning rate.
 
     Args:
         seconds: the sweep takes fewer steps where steps are slow, and is skipped where even those take longer.
         scaler: a GradScaler of the caller's kind, for this sweep only.
     """
-    return attempt(GROUP, NAME, lambda: _examine(subject, seconds, scaler))
+    return attempt(GROUP, NAME, lambda: _check(subject, seconds, scaler))
 
 
-def _examine(subject: Subject, seconds: float, scaler: Any) -> list[Check]:
+def _check(subject: Subject, seconds: float, scaler: Any) -> list[Check]:
     if subject.optimizer_for is None:
         return [skipped("there is no optimizer")]
     if not subject.batches:

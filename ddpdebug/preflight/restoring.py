@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ddpdebug import torch_internals as internals
-from ddpdebug.preflight.copies import kept_random_state
+from ddpdebug.preflight.trials import kept_random_state
 from ddpdebug.probes.values import tensors_in
 
 Restore = Callable[[], None]

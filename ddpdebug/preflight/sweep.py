@@ -50,6 +50,7 @@ class Stop:
     def __init__(self) -> None:
         self._average, self._steps = 0.0, 0
         self._first = self._best = math.nan
+        self._begin: list[float] = []
 
     def __call__(self, loss: float) -> bool:
         """Tell whether to stop after this loss."""
@@ -59,9 +60,13 @@ class Stop:
         if self._steps == 1:
             self._first = self._best = smoothed
         self._best = min(self._best, smoothed)
+        if self._steps <= SKIP_BEGIN:
+            self._begin.append(loss)
+            return False
         # For a positive loss this is "four times the minimum", unless the minimum is next to nothing: then a rise
-        # counts against the fall. Losses may be negative (likelihoods, rewards).
-        return smoothed - self._best > RISE * max(abs(self._best), self._first - self._best)
+        # counts against the fall, or against the noise. Losses may be negative (likelihoods, rewards).
+        noise = max(self._begin) - min(self._begin)
+        return smoothed - self._best > RISE * max(abs(self._best), self._first - self._best, noise)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
