@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from ddpdebug.findings import Finding, Severity
     from ddpdebug.monitor import Monitor
     from ddpdebug.preflight.api import preflight
+    from ddpdebug.preflight.lr_finder import find_lr
+    from ddpdebug.seeding import seed_everything
     from ddpdebug.wrapper import DebugDDP
 
 __version__ = "0.1.0"
@@ -27,7 +29,9 @@ _HOMES = {
     "Severity": "ddpdebug.findings",
     "UsageError": "ddpdebug.errors",
     "expect_growth": "ddpdebug.attach",
+    "find_lr": "ddpdebug.preflight.lr_finder",
     "preflight": "ddpdebug.preflight.api",
+    "seed_everything": "ddpdebug.seeding",
     "watch": "ddpdebug.attach",
 }
 
@@ -40,7 +44,9 @@ __all__ = [
     "Severity",
     "UsageError",
     "expect_growth",
+    "find_lr",
     "preflight",
+    "seed_everything",
     "watch",
 ]
 

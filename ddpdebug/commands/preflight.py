@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import sys
 import time
@@ -18,6 +19,7 @@ from ddpdebug.config import Config, options
 from ddpdebug.errors import TargetError, UsageError
 from ddpdebug.preflight.groups import chosen
 from ddpdebug.runner import Attached, end_hard, run_script
+from ddpdebug.sinks.text import clean
 
 _TEXT = """Check a training script before it trains: data, parameters, initial loss, gradients, and more.
 
@@ -165,19 +167,30 @@ def _from_factory(
 
 
 def _examine(subject: Any, config: Config, groups: Sequence[str] | None, note: str) -> int:
-    from ddpdebug.preflight.api import as_text, write  # noqa: PLC0415 - loads torch
-    from ddpdebug.preflight.examine import examine  # noqa: PLC0415
+    from ddpdebug.preflight.examine import examine  # noqa: PLC0415 - loads torch
+    from ddpdebug.preflight.files import write  # noqa: PLC0415
     from ddpdebug.preflight.results import Status  # noqa: PLC0415
 
     start = time.monotonic()
     checks = examine(subject, groups)
-    print(f"ddpdebug: preflight: {note}; examined in {time.monotonic() - start:.1f} s", flush=True)
-    print(as_text(checks), flush=True)
+    print(f"ddpdebug: preflight: {clean(note)}; examined in {time.monotonic() - start:.1f} s", flush=True)
+    print(_lines(checks), end="", flush=True)
     if config.out is not None:
         try:
-            write(checks, config.out)
-            print(f"ddpdebug: written to {config.out}", flush=True)
+            files = write(checks, config.out, f"preflight: {note}")
+            print(f"ddpdebug: written: {', '.join(map(str, files))}", flush=True)
         except OSError as error:
             print(f"ddpdebug: could not write {str(config.out)!r}: {error.strerror}", file=sys.stderr)
     bad = {Status.FAIL, Status.WARN} if config.fail_on == "warning" else {Status.FAIL}
     return int(any(check.status in bad for check in checks))
+
+
+def _lines(checks: Sequence[Any]) -> str:
+    width = shutil.get_terminal_size().columns
+    if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
+        from ddpdebug.preflight.styled import styled  # noqa: PLC0415 - loads rich
+
+        return styled(checks, width)
+    from ddpdebug.preflight.text import render  # noqa: PLC0415
+
+    return render(checks, max(100, width))

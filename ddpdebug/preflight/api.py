@@ -16,14 +16,17 @@ from ddpdebug.errors import UsageError
 from ddpdebug.preflight.copies import copied, loader_restorer, loader_twin, optimizer_maker, unwrapped
 from ddpdebug.preflight.drawing_samples import Samples
 from ddpdebug.preflight.examine import examine
+from ddpdebug.preflight.files import write
 from ddpdebug.preflight.holdings import holdings
 from ddpdebug.preflight.nested import cloned
 from ddpdebug.preflight.results import Check, Status
 from ddpdebug.preflight.subject import Subject
 from ddpdebug.preflight.surroundings import preserved
+from ddpdebug.preflight.text import render
 
 #: Batches that are taken of a loader.
 BATCHES = 8
+_SETTINGS = frozenset({"expect_loss", "causal", "with_model", "tokenizer"})
 _MODEL_NAMES = frozenset({"model", "net", "network", "module"})
 
 
@@ -44,11 +47,11 @@ class Preflight:
         return tuple(check for check in self.checks if check.status is Status.WARN)
 
     def __str__(self) -> str:
-        return as_text(self.checks)
+        return render(self.checks)
 
-    def write(self, directory: Path) -> None:
-        """Write JSON, JUnit and a page into a directory."""
-        write(self.checks, directory)
+    def write(self, directory: Path, title: str = "preflight") -> list[Path]:
+        """Write JSON, JUnit and a page into a directory; return the files."""
+        return write(self.checks, directory, title)
 
 
 def preflight(
@@ -72,7 +75,8 @@ def preflight(
         val_batches: of the validation data.
         only: the groups to run, for example `["data", "initial loss"]`; all by default.
         settings: `expect_loss=2.3` (the loss to expect at first), `causal=True` (the model must not see the future),
-            `with_model=True` (`loss_fn` takes the model, whatever its parameter is called).
+            `with_model=True` (`loss_fn` takes the model, whatever its parameter is called), `tokenizer=t` (with a
+            method `decode`, to show tokens as text).
 
     Raises:
         ddpdebug.UsageError: nothing can be checked with these arguments.
@@ -91,9 +95,9 @@ def subject_of(
     """Return copies of what the caller gave."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"preflight needs a torch.nn.Module as model, not {type(model).__name__}")
-    unknown = settings.keys() - {"expect_loss", "causal", "with_model"}
+    unknown = settings.keys() - _SETTINGS
     if unknown:
-        raise UsageError(f"unknown setting {min(unknown)!r}; valid are expect_loss, causal, with_model")
+        raise UsageError(f"unknown setting {min(unknown)!r}; valid are {', '.join(sorted(_SETTINGS))}")
     with_model = settings.pop("with_model", None)
     inner = unwrapped(model)
     names = {id(p): name for name, p in inner.named_parameters()}
@@ -154,18 +158,3 @@ def _loss_of(loss_fn: Callable[..., Any], with_model: bool) -> Callable[[nn.Modu
         return loss_fn(output, target), output
 
     return from_model if with_model else from_output
-
-
-# --- telling ----------------------------------------------------------------------------------------------------------
-
-
-def as_text(checks: Sequence[Check]) -> str:
-    """Return the checks as lines."""
-    return "\n".join(
-        f"{check.status.value:8}{check.group}: {check.name}: {check.summary}{f' [{check.code}]' if check.code else ''}"
-        for check in checks
-    )
-
-
-def write(checks: Sequence[Check], directory: Path) -> None:
-    """Write the files."""

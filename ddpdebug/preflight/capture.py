@@ -51,6 +51,8 @@ class Capture:
         self._optimizer: torch.optim.Optimizer | None = None
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._stepped: set[int] = set()
+        self._inner: set[int] = set()
+        self._stepping: list[torch.optim.Optimizer] = []
         self._maker: OptimizerFor | None = None
         self._undo: list[Callable[[], None]] = []
         self._depth = 0
@@ -187,6 +189,10 @@ class Capture:
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self.recorder.done:
             return
+        self._stepping.append(optimizer)
+        if len(self._stepping) > 1:
+            self._inner.add(id(optimizer))  # a part of another one, as in ZeroRedundancyOptimizer
+            return
         self._stepped.add(id(optimizer))
         if self._optimizer is None:
             self._optimizer = optimizer
@@ -195,6 +201,10 @@ class Capture:
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self.recorder.done:
+            return
+        while self._stepping and self._stepping.pop() is not optimizer:
+            continue  # of a step that raised
+        if self._stepping:
             return
         if optimizer is self._optimizer:
             self.steps += 1
@@ -221,7 +231,8 @@ class Capture:
             self.steps += 1
             self._keep()
         self.recorder.done = True
-        alive = [optimizer for known in self._optimizers if (optimizer := known()) is not None]
+        known = [optimizer for made in self._optimizers if (optimizer := made()) is not None]
+        alive = [optimizer for optimizer in known if id(optimizer) not in self._inner]
         names = self._names()
         self.facts["holdings"] = holdings([(o, id(o) in self._stepped) for o in alive], names)
         own = [] if self._optimizer is None else self._optimizer.param_groups

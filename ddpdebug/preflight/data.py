@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ddpdebug.preflight import duplicates, gallery, label_relation, labels, splits
 from ddpdebug.preflight.copies import copied
-from ddpdebug.preflight.observe import Seen, floating, observe_all
+from ddpdebug.preflight.observe import Seen, floating, observe, observe_all
 from ddpdebug.preflight.results import Check, Status, Table
 from ddpdebug.preflight.subject import Subject
 
@@ -164,7 +164,7 @@ def _first_layer_input(subject: Subject) -> tuple[str, Tensor] | None:
         if any(True for _ in module.parameters(recurse=False)):
             module.register_forward_pre_hook(lambda m, args, name=name: note(name, m, args))  # type: ignore[misc]
     with torch.no_grad():
-        subject.loss_of(model, subject.batches[0])
+        observe(subject, subject.batches[0], model)
     if not found or isinstance(found[0][1], _NORMS) or found[0][2] is None or not found[0][2].numel():
         return None
     values = found[0][2]

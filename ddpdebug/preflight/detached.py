@@ -29,7 +29,9 @@ def cut_off(subject: Subject, names: Sequence[str]) -> tuple[list[str], list[str
         parameter = dict(model.named_parameters())[name]
         with torch.no_grad():
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(_SEED))
-            parameter.add_(0.1 * (float(parameter.std()) if parameter.numel() > 1 else 1.0) * noise.to(parameter) + 1e-3)
+            parameter.add_(
+                0.1 * (float(parameter.std()) if parameter.numel() > 1 else 1.0) * noise.to(parameter) + 1e-3
+            )
         if _loss(subject, model) != base:
             (with_grad if enabled.get(name.rpartition(".")[0], True) else without).append(name)
     return with_grad, without

@@ -12,7 +12,7 @@ from ddpdebug.preflight.results import Check, Status
 from ddpdebug.preflight.subject import Subject
 
 GROUP = "data"
-#: A sample of fewer numbers may be met twice by chance.
+#: A sample of fewer numbers may be met twice by chance; 16 whole numbers count as one.
 _ELEMENTS = 4
 #: Share of samples that are there twice from which on it is no chance and no oversampling.
 _MANY = 0.5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import traceback
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +34,8 @@ def examine(subject: Subject, groups: Sequence[str] | None = None) -> list[Check
 def _guarded(group: str, subject: Subject) -> list[Check]:
     try:
         check = importlib.import_module(f"ddpdebug.preflight.{GROUPS[group]}").check
-        with preserved(), time_limit(_SECONDS):
+        with preserved(), time_limit(_SECONDS), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch warns about the script has said already, or is found here
             found: list[Check] = check(subject)
     except Exception as error:  # noqa: BLE001 - the caller's model, or ours: no preflight ends in a traceback
         return [Check(group=group, name="run", status=Status.SKIPPED, summary=_reason(error))]

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 
-def holdings(optimizers: Sequence[tuple[torch.optim.Optimizer, bool]], names: Mapping[int, str]) -> list[dict[str, Any]]:
+def holdings(
+    optimizers: Sequence[tuple[torch.optim.Optimizer, bool]], names: Mapping[int, str]
+) -> list[dict[str, Any]]:
     """Describe optimizers.
 
     Args:

@@ -17,9 +17,9 @@ from ddpdebug.preflight.subject import Subject
 
 GROUP = "initial loss"
 #: How far above log C the first loss may be, as a share of it. Logits of standard deviation s cost about s*s / 2 on top:
-#: those of an ordinary initialisation (s up to 1) cost 0.5, which is 1.5 times log 2 and 1.2 times log 10.
+#: those of an ordinary initialisation (s up to 1) cost 0.5; 1.5 is s = 1.7, where one layer meets large inputs.
 _ABOVE = 0.5
-_ABOVE_NATS = 0.75
+_ABOVE_NATS = 1.5
 #: Below it a model must know something. Labels that are not balanced are known by their frequencies alone.
 _BELOW = 0.8
 #: Logits of which an ordinary initialisation has about 0 to 1 as deviation.
@@ -43,6 +43,11 @@ def check(subject: Subject) -> list[Check]:
 
 
 def _value(subject: Subject, seen: list[Seen]) -> Iterator[Check]:
+    trouble = next((s.error for s in seen if s.error is not None), None)
+    if trouble is not None:
+        summary = f"the loss raises {type(trouble).__name__}: {trouble}"
+        yield Check(group=GROUP, name="value", status=Status.FAIL, summary=summary)
+        return
     losses = [float(s.scalar) for s in seen]
     told = subject.settings.get("expect_loss")
     if not all(map(math.isfinite, losses)):

@@ -22,8 +22,8 @@ _PER_CLASS = 30
 _MOST = 1024
 _FEATURES = 64
 _SHUFFLES = 99
-#: A pairing that shuffled ones beat so often is no better than they are; a real one comes first nearly always.
-_AS_GOOD = 0.2
+#: A pairing that shuffled ones match so often is no better than they are; a real one comes first nearly always.
+_AS_GOOD = 0.05
 _RIDGE = 1.0
 
 

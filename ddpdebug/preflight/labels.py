@@ -90,7 +90,9 @@ def _balance(seen: list[Seen]) -> Iterator[Check]:
     counts = torch.bincount(torch.cat(batches), minlength=classes).tolist()
     table = Table(head=("class", "labels"), rows=tuple(enumerate(counts)))
     single = [int(b[0]) for b in batches if b.numel() >= _LEAST_IN_BATCH and len(b.unique()) == 1]
-    least, most = min(counts), max(counts)
+    present = [count for count in counts if count]
+    least, most = min(present, default=0), max(counts)
+    absent = f", {classes - len(present)} classes have none" if len(present) < classes else ""
     if len(single) == len(batches) >= 3:
         yield Check(
             group=GROUP,
@@ -108,10 +110,10 @@ def _balance(seen: list[Seen]) -> Iterator[Check]:
             name="label balance",
             status=Status.WARN,
             code="DATA907",
-            summary=f"the largest class has {most} labels, the smallest {least}, of {sum(counts)}",
+            summary=f"the largest class has {most} labels, the smallest {least}, of {sum(counts)}{absent}",
             actions=("weight the loss or the sampler by class, and judge by a metric for each class",),
             tables=(table,),
         )
     else:
-        summary = f"{classes} classes with {least} to {most} labels each in {len(batches)} batches"
+        summary = f"{len(present)} classes with {least} to {most} labels each in {len(batches)} batches{absent}"
         yield Check(group=GROUP, name="label balance", status=Status.PASS, summary=summary, tables=(table,))

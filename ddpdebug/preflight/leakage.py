@@ -90,7 +90,8 @@ def check(subject: Subject) -> Iterator[Check]:
 
 def _batch(subject: Subject, call: _Call, base: list[Tensor], again: list[Tensor]) -> Check:
     size, why = _samples(subject, call)
-    outputs = [at for at, tensor in enumerate(base) if tensor.dim() and tensor.shape[0] == size and size > 1]
+    # (N, N) are similarities between the samples of the batch
+    outputs = [at for at, t in enumerate(base) if t.dim() and t.shape[0] == size > 1 and size not in t.shape[1:]]
     if any(_apart(a, b) for a, b in zip(base, again, strict=False)):
         why = "the outputs are not the same even from one seed"
     if why or not outputs:
@@ -121,12 +122,23 @@ def _samples(subject: Subject, call: _Call) -> tuple[int, str]:
     if len(sizes) != 1:
         return 0, "the inputs have different first dimensions (a graph?), which need not count samples"
     size = next(iter(sizes))
+    if _constant(subject):
+        return 0, "all batches are the same: the first dimension may be the nodes of one graph"
     sequence = any(getattr(module, "batch_first", True) is False for module in call.model.modules())
     single = call.target is not None and call.target.dim() == 1 and len(call.target) == size
     known = {loader["batch_size"] for loader in subject.facts.get("loaders", ()) if loader["trains"]}
     if sequence and not single and size not in known:
         return 0, "with batch_first=False the first dimension may be time"
     return size, ""
+
+
+def _constant(subject: Subject) -> bool:
+    """Tell whether the model is given the same in the first two batches."""
+    if len(subject.batches) < 2:
+        return False
+    with torch.no_grad():
+        one, other = (observe(subject, batch).inputs for batch in subject.batches[:2])
+    return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(one, other, strict=False))
 
 
 def _replace_first(tensor: Tensor, size: int) -> Tensor:
@@ -141,7 +153,9 @@ def _replace_first(tensor: Tensor, size: int) -> Tensor:
 
 def _future(call: _Call, base: list[Tensor]) -> Check:
     first = next((t for t in call.inputs if t.dim() >= 2 and t.shape[1] > 1), None)
-    outputs = [] if first is None else [at for at, t in enumerate(base) if t.dim() >= 2 and t.shape[:2] == first.shape[:2]]
+    outputs = (
+        [] if first is None else [at for at, t in enumerate(base) if t.dim() >= 2 and t.shape[:2] == first.shape[:2]]
+    )
     if first is None or not outputs:
         summary = "inputs and outputs do not have the same positions in their second dimension"
         return Check(group=GROUP, name="causal", status=Status.SKIPPED, summary=summary)

@@ -15,7 +15,9 @@ def tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
     """Yield the tensors in containers and plain objects (model outputs, distributions), always in the same order."""
     if isinstance(value, Tensor):
         yield value
-    elif depth > _DEPTH or value is None or isinstance(value, str | bytes | int | float | torch.Size | nn.Module | type):
+    elif (
+        depth > _DEPTH or value is None or isinstance(value, str | bytes | int | float | torch.Size | nn.Module | type)
+    ):
         return
     elif isinstance(value, Mapping):
         for item in value.values():

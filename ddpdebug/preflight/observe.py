@@ -186,4 +186,7 @@ def gradients_of(loss: Tensor, model: nn.Module) -> dict[str, Tensor | None]:
     if not loss.requires_grad:
         return dict.fromkeys((name for name, _ in named), None)
     found = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
-    return {name: None if g is None else g.to_dense() if g.is_sparse else g for (name, _), g in zip(named, found, strict=True)}
+    return {
+        name: None if g is None else g.to_dense() if g.is_sparse else g
+        for (name, _), g in zip(named, found, strict=True)
+    }

@@ -78,7 +78,9 @@ def _table(subject: Subject, held: _Held, gradients: Mapping[str, float | None] 
         gradient = "" if gradients is None or not p.requires_grad else gradients.get(name)
         settings = tuple("" if group.get(key) is None else group[key] for key in ("lr", "weight_decay"))
         shown = "none" if gradient is None else gradient
-        rows.append((name, " x ".join(map(str, p.shape)), kind, "yes" if p.requires_grad else "no", at, *settings, shown))
+        rows.append(
+            (name, " x ".join(map(str, p.shape)), kind, "yes" if p.requires_grad else "no", at, *settings, shown)
+        )
     own = list(subject.model.parameters())
     trained = sum(p.numel() for p in own if p.requires_grad)
     head = ("parameter", "shape", "dtype", "trainable", "group", "lr", "weight decay", "largest gradient")
@@ -145,9 +147,7 @@ def _foreign(subject: Subject, held: _Held, gradients: Mapping[str, float | None
     )
 
 
-def _reached(
-    subject: Subject, held: _Held, gradients: Mapping[str, float | None] | None, why: str
-) -> Iterator[Check]:
+def _reached(subject: Subject, held: _Held, gradients: Mapping[str, float | None] | None, why: str) -> Iterator[Check]:
     if gradients is None:
         yield Check(group=GROUP, name="reached by the loss", status=Status.SKIPPED, summary=why)
         return
@@ -167,7 +167,8 @@ def _reached(
             name="reached by the loss",
             status=Status.FAIL if whole or cut else Status.WARN,
             code="RCP810",
-            summary=(what if whole else part) + ("" if whole or cut else ": they run under no_grad, and are not frozen"),
+            summary=(what if whole else part)
+            + ("" if whole or cut else ": they run under no_grad, and are not frozen"),
             evidence={"not reached": none},
             hypotheses=("detach(), .data, .item(), numpy or no_grad between model and loss", "argmax or a cast to int"),
             actions=("follow `loss.grad_fn` back to where it ends; freeze what is not to be trained",),
@@ -258,7 +259,9 @@ def _decay(subject: Subject, held: _Held) -> Iterator[Check]:
     decayed = [
         name
         for name, p in subject.model.named_parameters()
-        if p.requires_grad and p.dim() <= 1 and any(group.get("weight_decay") for _, _, group in held.groups.get(name, ()))
+        if p.requires_grad
+        and p.dim() <= 1
+        and any(group.get("weight_decay") for _, _, group in held.groups.get(name, ()))
     ]
     if decayed:
         yield Check(
