@@ -196,8 +196,6 @@ class Capture:
         self._stepped.add(id(optimizer))
         if self._optimizer is None:
             self._optimizer = optimizer
-            names = self._names()
-            self._maker = _quiet(lambda: optimizer_maker(optimizer, names))
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self.recorder.done:
@@ -207,6 +205,9 @@ class Capture:
         if self._stepping:
             return
         if optimizer is self._optimizer:
+            if not self.steps:  # not before: a closure has called the model by now
+                names = self._names()
+                self._maker = _quiet(lambda: optimizer_maker(optimizer, names))
             self.steps += 1
             self._keep()
         self._pending.clear()  # of another optimizer

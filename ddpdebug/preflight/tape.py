@@ -94,6 +94,7 @@ class Tape:
         """Compute the loss with a model of the same structure; return it and what the model returned."""
         results: dict[int, list[Any]] = {}
         weights: dict[str, Tensor] = {}
+        copies: dict[int, Tensor] = {}  # of constants that are written into, or that a gradient goes to
         output: Any = None
         called = False
 
@@ -102,7 +103,9 @@ class Tape:
                 return results[item.node][item.place]
             if isinstance(item, Constant):
                 constant = self.constants[item.index]
-                return copy_of(constant) if own or constant.requires_grad else constant
+                if item.index not in copies and (own or constant.requires_grad):
+                    copies[item.index] = copy_of(constant)
+                return copies.get(item.index, constant)
             if isinstance(item, Weight):
                 if not weights:
                     weights.update(model.named_parameters(remove_duplicate=False))
