@@ -49,9 +49,13 @@ def report(checks: Sequence[Check], width: int, *, color: bool = False) -> list[
         for check in members:
             lines += _row(check, room, width)
     for check in checks:
-        if check.status in _GRAVE or (check.group in _DRAWN and check.plots):
+        if _needs_a_look(check) or (check.group in _DRAWN and check.plots):
             lines += [[], *_details(check, width, color=color)]
     return lines
+
+
+def _needs_a_look(check: Check) -> bool:
+    return check.status in _GRAVE or bool(check.code)
 
 
 def summary(checks: Sequence[Check], width: int) -> list[Line]:
@@ -83,7 +87,7 @@ def _row(check: Check, room: int, width: int) -> Iterator[Line]:
 def _details(check: Check, width: int, *, color: bool) -> Iterator[Line]:
     head = " ".join(part for part in (clean(check.code, 20), f"{check.group}: {check.name}") if part)
     yield [(f" {check.status.value} ", check.status.value), (f" {clean(head, 200)}", "bold")]
-    if check.status in _GRAVE:
+    if _needs_a_look(check):
         for label, texts in _parts(check):
             yield from _labelled(label, texts, width)
         for table in check.tables:
