@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -73,8 +74,9 @@ class Capture:
         self._wrap(torch.utils.data.DataLoader, "__iter__", self._loader_read)
         handles = [register_optimizer_step_pre_hook(self._before_step), register_optimizer_step_post_hook(self._after)]
         self._undo.extend(handle.remove for handle in handles)
-        self.recorder.__enter__()
-        self._undo.append(lambda: self.recorder.__exit__(None, None, None))
+        stack = contextlib.ExitStack()
+        stack.enter_context(self.recorder)
+        self._undo.append(stack.close)
 
     def close(self) -> None:
         """Leave the process as it was."""

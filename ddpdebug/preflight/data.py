@@ -42,7 +42,7 @@ def check(subject: Subject) -> list[Check]:
         *_inputs(seen),
         *labels.check(seen),
         *duplicates.check(subject, seen),
-        *_scale(subject, seen),
+        *_scale(subject),
         *splits.check(subject),
         *label_relation.check(subject, seen),
         *gallery.check(subject, seen),
@@ -87,7 +87,7 @@ def _row(number: int, tensor: Tensor, own: list[Tensor]) -> tuple[object, ...]:
     return (number, shape, kind, *numbers, values.numel() - finite.numel())
 
 
-def _scale(subject: Subject, seen: list[Seen]) -> Iterator[Check]:
+def _scale(subject: Subject) -> Iterator[Check]:
     """Judge what the first layer with weights gets: a model may normalise by itself."""
     first = _first_layer_input(subject)
     problem = None if first is None else _off_scale(*first)
@@ -133,7 +133,7 @@ def _between_ranks(subject: Subject) -> Iterator[Check]:
     if len(scales) < 2:
         return
     means, stds = [s[0] for s in scales.values()], [s[1] for s in scales.values()]
-    # between random shards of one data set they agree to some percent; a whole deviation apart they are scaled otherwise
+    # random shards of one data set agree to some percent; what is a whole deviation apart is scaled otherwise
     differ = max(means) - min(means) > max(stds) or max(stds) > 3 * max(min(stds), 1e-12)
     yield Check(
         group=GROUP,
@@ -162,7 +162,7 @@ def _first_layer_input(subject: Subject) -> tuple[str, Tensor] | None:
 
     for name, module in model.named_modules():
         if any(True for _ in module.parameters(recurse=False)):
-            module.register_forward_pre_hook(lambda m, args, name=name: note(name, m, args))  # type: ignore[misc]
+            module.register_forward_pre_hook(lambda m, args, name=name: note(name, m, args))
     with torch.no_grad():
         observe(subject, subject.batches[0], model)
     if not found or isinstance(found[0][1], _NORMS) or found[0][2] is None or not found[0][2].numel():

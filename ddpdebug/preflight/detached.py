@@ -23,7 +23,8 @@ def cut_off(subject: Subject, names: Sequence[str]) -> tuple[list[str], list[str
     enabled, base = _base(subject)
     if base is None or base != _loss(subject, copied(subject.model)):  # not deterministic even from one seed
         return [], []
-    with_grad, without = [], []
+    with_grad: list[str] = []
+    without: list[str] = []
     for name in _spread(names):
         model = copied(subject.model)
         parameter = dict(model.named_parameters())[name]
@@ -50,7 +51,7 @@ def _base(subject: Subject) -> tuple[dict[str, bool], float | None]:
         enabled[name] = enabled.get(name, False) or torch.is_grad_enabled()
 
     for name, module in model.named_modules():
-        module.register_forward_pre_hook(lambda _, __, name=name: note(name))  # type: ignore[misc]
+        module.register_forward_pre_hook(lambda _, __, name=name: note(name))
     return enabled, _loss(subject, model)
 
 

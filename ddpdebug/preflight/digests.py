@@ -1,4 +1,4 @@
-"""Fingerprints of recorded batches and of the samples in them: what is compared within and across ranks. JSON values."""
+"""Fingerprints of recorded batches and of their samples: what is compared within and across ranks. JSON values."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ def of_inputs(inputs: list[Tensor]) -> dict[str, Any]:
     size = next((t.shape[0] for t in inputs if t.dim()), 0)
     rows = [t for t in inputs if t.dim() and t.shape[0] == size]
     whole = fingerprint.fingerprint(torch.tensor([_digest(t) for t in inputs], dtype=torch.int64))
-    samples = []
-    for at in range(min(size, _SAMPLES)):
-        samples.append([_digest(t[at]) for t in rows])
+    samples = [[_digest(t[at]) for t in rows] for at in range(min(size, _SAMPLES))]
     # of whole numbers fewer are different: tokens of a small vocabulary, flags
     elements = sum(t[0].numel() / (1 if t.is_floating_point() else 16) for t in rows if t.shape[0])
     return {"batch": whole, "samples": [_joined(parts) for parts in samples], "elements": elements}

@@ -81,8 +81,8 @@ def _modes(subject: Subject) -> Iterator[Check]:
             name="train mode",
             status=Status.FAIL,
             code="RCP804",
-            summary=f"the training forward of {type(wrong[0]).__name__} runs in eval mode: dropout is off, and norms use "
-            "statistics that nobody updates",
+            summary=f"the training forward of {type(wrong[0]).__name__} runs in eval mode: dropout is off, and norms "
+            "use statistics that nobody updates",
             hypotheses=("`model.eval()` in an evaluation before training, without `model.train()` after it",),
             actions=("call `model.train()` at the start of each epoch",),
         )

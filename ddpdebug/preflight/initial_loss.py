@@ -1,4 +1,4 @@
-"""Point 3, the initial loss: is it what a model that knows nothing should have, and does the loss get what it expects?"""
+"""Point 3, the initial loss: is it that of a model that knows nothing, and does the loss get what it expects?"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddpdebug.preflight.results import Check, Status
 from ddpdebug.preflight.subject import Subject
 
 GROUP = "initial loss"
-#: How far above log C the first loss may be, as a share of it. Logits of standard deviation s cost about s*s / 2 on top:
+#: How far above log C the first loss may be, as a share of it. Logits of deviation s cost about s*s / 2 on top:
 #: those of an ordinary initialisation (s up to 1) cost 0.5; 1.5 is s = 1.7, where one layer meets large inputs.
 _ABOVE = 0.5
 _ABOVE_NATS = 1.5

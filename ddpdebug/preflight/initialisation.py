@@ -19,7 +19,7 @@ _DEEP = 4
 #: The deviation of the activations may change by so much from the first to the last hidden layer. Torch's default for
 #: Linear shrinks it by 0.41 for each ReLU layer (variance 1/3 of 1/fan_in, half of it cut off): 0.001 after 8 layers.
 _CHANGE = 1e3
-#: Share of a layer's units, as in the DeadRelu and SaturatedActivation rules of SageMaker Debugger (threshold_layer 50).
+#: Share of a layer's units, as in SageMaker Debugger's DeadRelu and SaturatedActivation rules (threshold_layer 50).
 _UNITS = 0.5
 #: How far beyond Xavier's, He's, torch's and 0.02 a weight's deviation is no scheme that people use.
 _FACTOR = 10.0

@@ -1,4 +1,4 @@
-"""What every layer puts out in one pass, in the order of the calls: activations, their gradients, and nonlinearities."""
+"""What every layer puts out in one pass, in the order of the calls: activations, gradients, and nonlinearities."""
 
 from __future__ import annotations
 
@@ -93,12 +93,12 @@ def one_pass(subject: Subject, batch: Any) -> Pass:
                 output.retain_grad()
 
     for name, module in model.named_modules():
-        module.register_forward_pre_hook(lambda _, __, name=name: enter(name))  # type: ignore[misc]
-        module.register_forward_hook(lambda m, _, output, name=name: leave(name, m, output))  # type: ignore[misc]
+        module.register_forward_pre_hook(lambda _, __, name=name: enter(name))
+        module.register_forward_hook(lambda m, _, output, name=name: leave(name, m, output))
     with mode:
         loss = subject.loss_of(model, batch)[0]
     if loss.requires_grad:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     for name, output in outputs.items():
         gradient = output.grad
         layer = Layer(name, _spread(output.detach()), 0.0 if gradient is None else _spread(gradient))
@@ -119,10 +119,8 @@ def _dead(values: Tensor) -> Tensor:
 
 
 def _saturated(values: Tensor, name: str) -> float:
-    if name == "sigmoid":
-        beyond = (values < _SIGMOID) | (values > 1 - _SIGMOID)
-    else:
-        beyond = values.abs() > _TANH
+    sigmoid = name == "sigmoid"
+    beyond = (values < _SIGMOID) | (values > 1 - _SIGMOID) if sigmoid else values.abs() > _TANH
     return float(beyond.double().mean())
 
 

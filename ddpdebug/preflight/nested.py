@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,22 +15,21 @@ def tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
     """Yield the tensors in containers and plain objects (model outputs, distributions), always in the same order."""
     if isinstance(value, Tensor):
         yield value
-    elif (
-        depth > _DEPTH or value is None or isinstance(value, str | bytes | int | float | torch.Size | nn.Module | type)
-    ):
-        return
-    elif isinstance(value, Mapping):
-        for item in value.values():
+    elif depth <= _DEPTH:
+        for item in _items(value):
             yield from tensors(item, depth + 1)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors(item, depth + 1)
-    elif isinstance(value, slice):
-        for item in (value.start, value.stop, value.step):
-            yield from tensors(item, depth + 1)
-    elif not callable(value) and hasattr(value, "__dict__"):
-        for item in vars(value).values():
-            yield from tensors(item, depth + 1)
+
+
+def _items(value: Any) -> Iterable[Any]:
+    if value is None or isinstance(value, str | bytes | int | float | torch.Size | nn.Module | type):
+        return ()
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, list | tuple):
+        return value
+    if isinstance(value, slice):
+        return (value.start, value.stop, value.step)
+    return vars(value).values() if hasattr(value, "__dict__") and not callable(value) else ()
 
 
 def mapped(value: Any, change: Callable[[Any], Any], depth: int = 0) -> Any:

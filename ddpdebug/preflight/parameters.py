@@ -127,7 +127,7 @@ def _optimized(subject: Subject, held: _Held, gradients: Mapping[str, float | No
 
 
 def _foreign(subject: Subject, held: _Held, gradients: Mapping[str, float | None] | None) -> Check:
-    """Judge parameters that an optimizer holds and no model has: where they take the place of missing ones it is one."""
+    """Judge what an optimizer holds and no model has: it is a mistake where it takes the place of what is missing."""
     foreign = [shape for o in held.optimizers if o["stepped"] for group in o["groups"] for shape in group["foreign"]]
     own = [list(p.shape) for n, p in subject.model.named_parameters() if p.requires_grad and n not in held.groups]
     replaced = [shape for shape in foreign if shape in own]

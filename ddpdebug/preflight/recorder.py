@@ -141,13 +141,12 @@ class Recorder(TorchFunctionMode):
         return entry is not None and entry[0] is tensor and not isinstance(entry[1], Constant)
 
     def _node(self, args: Any, kwargs: Any) -> Node | None:
-        node = None
         with self._ours():
             device = next((t.device.type for t in tensors((args, kwargs))), "cpu")
             cast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
             operands = mapped((tuple(args), kwargs), lambda v: self._operand(v) if isinstance(v, Tensor) else v)
-            node = Node(arguments=operands, grad=torch.is_grad_enabled(), autocast=cast)
-        return node
+            return Node(arguments=operands, grad=torch.is_grad_enabled(), autocast=cast)
+        return None
 
     def _operand(self, tensor: Tensor) -> Operand:
         entry = self._known.get(id(tensor))

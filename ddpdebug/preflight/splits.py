@@ -80,10 +80,10 @@ def _overlap(samples: Samples) -> Check:
 
 
 def _statistics(samples: Samples) -> Iterator[Check]:
-    pair = _values(samples.train), _values(samples.validation)
-    if pair[0] is None or pair[1] is None:
+    own, others = _values(samples.train), _values(samples.validation)
+    if own is None or others is None:
         return
-    (mean, std, count), (other, spread, size) = pair
+    (mean, std, count), (other, spread, size) = own, others
     unit = max(std, 1e-12)
     apart = abs(mean - other) / unit
     chance = _ERRORS * math.sqrt(1 / count + 1 / size)  # of whole samples: their elements are not independent

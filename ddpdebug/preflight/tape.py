@@ -1,12 +1,13 @@
 """A step's loss as a tape: what was computed from the model's forward to `backward`, to be computed with another model.
 
-A node is a call of a module of the model or of a function of torch. What a call takes is a result of an earlier node, a
-parameter or buffer of the model, or a constant: inputs and labels. Control flow of Python is as it was in the recording.
+A node is a call of a module of the model or of a function of torch. What a call takes is a result of an earlier node,
+a parameter or buffer of the model, or a constant: inputs and labels. Control flow of Python is as in the recording.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,7 +85,7 @@ class Tape:
     def inputs(self) -> tuple[Any, dict[str, Any]]:
         """Arguments of the model's first call, as far as they came from outside."""
         first = next(node for node in self.nodes if node.function is None)
-        args, kwargs = mapped(first.arguments, lambda item: self._outside(item))
+        args, kwargs = mapped(first.arguments, self._outside)
         return args, kwargs
 
     def _outside(self, item: Any) -> Any:
@@ -118,7 +119,7 @@ class Tape:
                 continue
             module = node.function is None
             # a model may write into what it is given, and so do functions that say so
-            args, kwargs = mapped(node.arguments, lambda item, own=module or node.changes: value(item, own=own))
+            args, kwargs = mapped(node.arguments, functools.partial(value, own=module or node.changes))
             call = model.get_submodule(self.place(node.root, node.path)) if node.function is None else node.function
             with node.settings():
                 result = call(*args, **kwargs)

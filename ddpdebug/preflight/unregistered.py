@@ -66,7 +66,7 @@ def _called(subject: Subject, model: nn.Module, hidden: Mapping[str, nn.Module])
             found[path] = module
 
     for path, module in hidden.items():
-        module.register_forward_pre_hook(lambda m, _, path=path: note(path, m))  # type: ignore[misc]
+        module.register_forward_pre_hook(lambda m, _, path=path: note(path, m))
     if subject.batches:
         subject.loss_of(model, subject.batches[0])
     return found

@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.jobs
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
-_SCRIPT = '''
+_SCRIPT = """
 import os, random, sys
 import torch
 import torch.distributed as dist
@@ -72,7 +72,7 @@ try:
 finally:
     os.write(1, f"steps {steps}\\n".encode())
     dist.destroy_process_group()
-'''
+"""
 _FACTORY = """
 import torch
 from torch import nn

@@ -25,6 +25,10 @@ def mse(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return functional.mse_loss(output, target)
 
 
+def by_hand(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(output.exp() / output.exp().sum(1, keepdim=True), target)
+
+
 def numbers(*, column: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(x, x[:, :1] if column else x[:, 0]) for x, _ in cases.data()]
 
@@ -77,7 +81,7 @@ FIRES: dict[str, tuple[Make, str, str, Status, str]] = {
         lambda: cases.trained(nn.Sequential(cases.mlp(), nn.Softmax(1))),
         "initial loss", "softmax before the loss", Status.FAIL, "RCP802"),
     "own softmax": (
-        lambda: cases.trained(cases.mlp(), loss=lambda o, t: functional.cross_entropy(o.exp() / o.exp().sum(1, True), t)),
+        lambda: cases.trained(cases.mlp(), loss=by_hand),
         "initial loss", "softmax before the loss", Status.FAIL, "RCP802"),
     "nll of logits": (
         lambda: cases.trained(cases.mlp(), loss=functional.nll_loss),
@@ -89,7 +93,8 @@ FIRES: dict[str, tuple[Make, str, str, Status, str]] = {
         lambda: cases.trained(cases.mlp(outputs=1), numbers(column=False), lambda o, t: (o - t).square().mean()),
         "initial loss", "shapes", Status.FAIL, "RCP819"),
     "dead units": (
-        lambda: cases.trained(cases.biased(cases.mlp(), -50.0)), "initialisation", "dead units", Status.WARN, "HLTH703"),
+        lambda: cases.trained(cases.biased(cases.mlp(), -50.0)),
+        "initialisation", "dead units", Status.WARN, "HLTH703"),
     "saturated": (
         lambda: cases.trained(cases.scaled(cases.tower(nn.Tanh, depth=2), 30.0)),
         "initialisation", "saturated units", Status.WARN, "HLTH704"),
