@@ -24,6 +24,8 @@ _ABOVE_NATS = 1.5
 _BELOW = 0.8
 #: Logits of which an ordinary initialisation has about 0 to 1 as deviation.
 _WIDE_LOGITS = 5.0
+#: What is so far below 0 is a mask.
+_MASKED = -1e4
 _CLASSED = frozenset({"cross_entropy", "nll_loss"})
 _ON_LOGITS = frozenset({"cross_entropy", "binary_cross_entropy_with_logits"})
 #: What spoils what: a log_softmax before cross_entropy changes nothing.
@@ -111,7 +113,7 @@ def _against_chance(seen: list[Seen], losses: list[float], *, loaded: bool) -> C
 def _expectation(seen: list[Seen]) -> tuple[list[float], float, float, str]:
     """Return the losses of the main call, what chance gives, the least that label frequencies allow, and the words."""
     calls = [s.calls[0] for s in seen if s.calls and len({c.name for c in s.calls}) == 1]
-    calls = [c for c in calls if c.value is not None and c.settings.get("weight") is None]
+    calls = [c for c in calls if c.value is not None and c.settings.get("weight") is None and not _contrasts(c)]
     if len(calls) < len(seen) or len({c.name for c in calls}) != 1:
         return [], 0.0, 0.0, ""
     name = calls[0].name
@@ -126,6 +128,12 @@ def _expectation(seen: list[Seen]) -> tuple[list[float], float, float, str]:
         share = fmean(float(c.target.double().mean()) for c in calls)
         return values, math.log(2), _entropy(Counter({0: share, 1: 1 - share})), "log 2"
     return [], 0.0, 0.0, ""
+
+
+def _contrasts(call: LossCall) -> bool:
+    """Tell whether the classes are the samples of the batch: what chance gives depends on how alike they are."""
+    target, classes = call.target.flatten(), classes_of(call)
+    return classes is not None and classes == len(target) == len(target.unique()) and classes > 1
 
 
 def _mean_value(call: LossCall, count: int) -> float:
@@ -154,11 +162,12 @@ def _against(loss: float, told: float, words: str) -> Check:
 
 
 def _logits(calls: list[LossCall]) -> Iterator[Check]:
-    logits = [c.prediction.detach().double().flatten() for c in calls if c.name in _ON_LOGITS]
+    judged = [c for c in calls if c.name in _ON_LOGITS and not _contrasts(c)]
+    logits = [c.prediction.detach().double().flatten() for c in judged]
     if not logits:
         return
     values = torch.cat(logits)
-    values = values[torch.isfinite(values)]  # masks
+    values = values[torch.isfinite(values) & (values > _MASKED)]
     if values.numel() < 2:
         return
     mean, std = float(values.mean()), float(values.std())

@@ -14,7 +14,7 @@ from ddpdebug.preflight.results import Check, Plot, Series, Status, Table
 from ddpdebug.preflight.subject import Subject
 
 GROUP = "initialisation"
-_BATCHES = 4
+_BATCHES = 2
 _DEEP = 4
 #: The deviation of the activations may change by so much from the first to the last hidden layer. Torch's default for
 #: Linear shrinks it by 0.41 for each ReLU layer (variance 1/3 of 1/fan_in, half of it cut off): 0.001 after 8 layers.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ddpdebug.preflight.copies import copied
 from ddpdebug.preflight.detached import cut_off
-from ddpdebug.preflight.observe import BATCHES, gradients_of, observe
+from ddpdebug.preflight.observe import gradients_of, observe
 from ddpdebug.preflight.results import Check, Status, Table
 from ddpdebug.preflight.subject import Subject
 from ddpdebug.preflight.unregistered import unregistered
@@ -20,6 +20,8 @@ GROUP = "parameters"
 #: Share of the parameters that is frozen from which on it is worth a line; fine-tuning freezes most on purpose.
 _LARGE_PART = 0.5
 _NAMED = 5
+#: Batches whose gradients are computed: what is 0 in so many is always 0.
+_BATCHES = 4
 
 
 def check(subject: Subject) -> list[Check]:
@@ -57,7 +59,7 @@ def _gradients(subject: Subject) -> tuple[dict[str, float | None] | None, str]:
     found: dict[str, float | None] = {}
     if not subject.batches:
         return None, f"the loss could not be recorded: {subject.facts.get('not_recorded') or 'no batches'}"
-    for batch in subject.batches[:BATCHES]:
+    for batch in subject.batches[:_BATCHES]:
         model = copied(subject.model)
         seen = observe(subject, batch, model)
         if seen.loss is None:

@@ -144,10 +144,13 @@ def test_a_loss_of_model_and_batch() -> None:
     def by_name(model: nn.Module, batch: Any) -> torch.Tensor:
         return functional.cross_entropy(model(batch[0]), batch[1])
 
+    def other_name(learner: nn.Module, batch: Any) -> torch.Tensor:
+        return by_name(learner, batch)
+
     training = cases.trained(cases.mlp(), loss=by_name)
     value = next(c for c in ddpdebug.preflight(*training, only=["initial loss"]).checks if c.name == "value")
     assert value.status is Status.PASS
-    training = cases.trained(cases.mlp(), loss=lambda *given: by_name(*given))
+    training = cases.trained(cases.mlp(), loss=other_name)
     result = ddpdebug.preflight(*training, only=["initial loss"], with_model=True)
     assert value.summary == next(c for c in result.checks if c.name == "value").summary
 
