@@ -79,14 +79,14 @@ def _steps(subject: Subject, seconds: float) -> tuple[float, Counts]:
     make = subject.optimizer_for
     optimizer = torch.optim.SGD(_some(model), lr=0.0) if make is None else make(model)
     began, took = time.monotonic(), list[float]()
-    while len(took) < _STEPS and (len(took) <= _WARM_UP or time.monotonic() - began < seconds):
+    while len(took) < _STEPS and (not took or time.monotonic() - began < seconds):
         batches = _micro_batches(subject, len(took))
         start = time.perf_counter()
         take_step(model, optimizer, subject.loss_of, batches)
         if any(parameter.device.type != "cpu" for parameter in model.parameters()):
             torch.accelerator.synchronize()
         took.append(time.perf_counter() - start)
-    return median(took[_WARM_UP:]), _counted(subject, model, optimizer)
+    return median(took[_WARM_UP:] or took[-1:]), _counted(subject, model, optimizer)
 
 
 def _counted(subject: Subject, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Counts:
