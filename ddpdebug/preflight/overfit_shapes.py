@@ -112,6 +112,7 @@ RECIPE = {
     Shape.STUCK: (
         "the learning rate is far too low, or zero at the beginning of a schedule",
         "the optimizer holds other parameters than the model uses: built before a layer was replaced, or for a copy",
+        "the learning rate is far too high: the first steps saturate every unit, and nothing moves any more",
         "gradients are clipped to next to nothing, or cleared before the step",
     ),
     Shape.PLATEAU: (
