@@ -36,6 +36,8 @@ LEAST_STEPS = 30
 _OVERTIME = 1.5
 #: Steps at the lowest rate that tell how long one takes; the first is slow for other reasons.
 _TRIALS = 3
+#: A first step that takes this part of the time says enough, however slow first steps are.
+_HOPELESS = 0.25
 #: GradScaler begins at 2**16 and halves its scale with each step that it skips; beyond that the loss is to blame.
 _MAX_SKIPS = 20
 
@@ -258,6 +260,8 @@ def _affordable(trainer: _Trainer, batches: Iterator[Any], plan: _Plan) -> int:
         began = time.monotonic()
         _step(trainer, plan.lowest, batches, plan)
         took.append(trainer.ranks.mean([time.monotonic() - began])[0])
+        if took[-1] > _HOPELESS * plan.seconds:
+            break
     each = max(min(took), 1e-9)
     steps = min(plan.steps, int(plan.seconds / each))
     if steps < LEAST_STEPS:

@@ -69,17 +69,27 @@ def _check(subject: Subject, seconds: float) -> list[Check]:
     runs = []
     if subject.optimizer_for is not None:
         runs.append(_run(subject, "the script's optimizer", subject.optimizer_for, seconds * _SHARE))
+    if runs and _too_short(runs[0]):
+        return [_too_slow(runs[0])]
     if not runs or runs[0].shape not in _HARMLESS:
         for i, rate in enumerate(RATES):
             left = (seconds - (time.monotonic() - began)) / (len(RATES) - i)
             runs.append(_run(subject, f"Adam, {number(rate)}", _adam(rate), left))
-            if runs[-1].shape is Shape.LEARNED:
+            if runs[-1].shape is Shape.LEARNED or _too_short(runs[-1]):
                 break
-    if len(runs[0].losses) < _LEAST_STEPS and runs[0].shape is not Shape.NONFINITE:
-        each = runs[0].seconds / max(1, len(runs[0].losses))
-        words = f"a step takes {each:.3g} s: allow {_LEAST_STEPS * each / _SHARE * 1.5:.0f} s for this check"
-        return [Check(group=GROUP, name=NAME, status=Status.SKIPPED, summary=words)]
+    if _too_short(runs[0]):
+        return [_too_slow(runs[0])]
     return [verdict(runs, scripted=subject.optimizer_for is not None)]
+
+
+def _too_short(run: Run) -> bool:
+    return len(run.losses) < _LEAST_STEPS and run.shape is not Shape.NONFINITE
+
+
+def _too_slow(run: Run) -> Check:
+    each = run.seconds / len(run.losses)
+    words = f"a step takes {each:.3g} s: allow {_LEAST_STEPS * each / _SHARE * 1.5:.0f} s for this check"
+    return Check(group=GROUP, name=NAME, status=Status.SKIPPED, summary=words)
 
 
 _ALL_FROZEN = "everything was frozen, and what should be trained was not unfrozen"

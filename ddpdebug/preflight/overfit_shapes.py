@@ -25,8 +25,10 @@ WORSE = 0.2
 SWING = 0.2
 #: ... in more than this part of its steps.
 TURNS = 0.4
-#: In the last quarter the loss still loses this part of what is left.
+#: From the first to the second half of the last quarter the loss still loses this part of itself, ...
 STILL_FALLING = 0.05
+#: ... or this part of all that was won: in a straight line down it is one eighth.
+STEADY = 0.06
 
 
 class Shape(StrEnum):
@@ -57,7 +59,8 @@ def shape_of(losses: Sequence[float]) -> Shape:
         return Shape.STUCK
     quarter = losses[-max(4, len(losses) // 4) :]
     before, after = median(quarter[: len(quarter) // 2]), median(quarter[len(quarter) // 2 :])
-    return Shape.FALLING if before - after > STILL_FALLING * max(abs(before), 1e-12) else Shape.PLATEAU
+    enough = min(STILL_FALLING * abs(before), STEADY * (first - min(losses)))
+    return Shape.FALLING if before - after > max(enough, 1e-12) else Shape.PLATEAU
 
 
 def has_learned(first: float, last: float) -> bool:
@@ -112,6 +115,7 @@ RECIPE = {
     Shape.STUCK: (
         "the learning rate is far too low, or zero at the beginning of a schedule",
         "the optimizer holds other parameters than the model uses: built before a layer was replaced, or for a copy",
+        "the learning rate is far too high: the first steps saturate every unit, and nothing moves any more",
         "gradients are clipped to next to nothing, or cleared before the step",
     ),
     Shape.PLATEAU: (

@@ -29,6 +29,8 @@ TENTH = 10.0
 #: A fall counts when it is this many times the scatter of the loss around its average (three deviations of a normal
 #: distribution), and this part of the loss at the start.
 SCATTER, LEAST_FALL = 3.0, 0.01
+#: A rate breaks training when this part of the fall is lost again: a bounded loss never rises above its start.
+LOST = 0.9
 #: Where nothing falls, the curve is shown up to this part above its start.
 _LEAST_ROOM = 0.5
 #: From the median of absolute deviations to the standard deviation of a normal distribution.
@@ -122,13 +124,16 @@ class Sweep:
 
     @property
     def edge(self) -> float | None:
-        """The rate from which on training leaves the loss worse than it was at the start; None if none does."""
-        smoothed = self.smoothed
+        """The rate from which on what was won is lost again, or the loss rises above its start; None if none does."""
+        smoothed, lowest = self.smoothed, self.lowest
         start = _start(smoothed)
-        scatter = _MAD * median(abs(loss - start) for loss in self.losses[:SKIP_BEGIN])
-        bound = start + max(LEAST_FALL * abs(start), SCATTER * scatter)
+        if lowest is None:
+            scatter = _MAD * median(abs(loss - start) for loss in self.losses[:SKIP_BEGIN])
+            bound = start + max(LEAST_FALL * abs(start), SCATTER * scatter)
+        else:
+            bound = start - (1 - LOST) * (start - smoothed[lowest])
         place = len(smoothed)
-        while place > (self.lowest or 0) + 1 and smoothed[place - 1] > bound:
+        while place > (lowest or 0) + 1 and smoothed[place - 1] > bound:
             place -= 1
         if place < len(smoothed):
             return self.rates[place]

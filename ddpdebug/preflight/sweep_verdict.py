@@ -50,8 +50,9 @@ def verdict(sweep: Sweep) -> Check:
     if sweep.steepest is None or sweep.tenth is None:
         return _flat(sweep)
     advice = f"steepest descent at {number(sweep.steepest, 2)}, minimum / 10 at {number(sweep.tenth, 2)}"
-    edge = "none up to the end" if sweep.edge is None else number(sweep.edge, 2)
-    words = f"the loss falls fastest at {number(sweep.steepest, 2)}, training breaks at {edge}"
+    last = number(sweep.rates[-1], 2)
+    edge = f"nothing breaks up to {last}" if sweep.edge is None else f"training breaks at {number(sweep.edge, 2)}"
+    words = f"the loss falls fastest at {number(sweep.steepest, 2)}, {edge}"
     current, evidence = sweep.current, _evidence(sweep)
     if current == 0:
         return _check(Status.INFO, f"{words}; the script begins at a learning rate of 0", sweep, evidence)

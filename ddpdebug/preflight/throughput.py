@@ -18,7 +18,7 @@ from ddpdebug.preflight.results import Check, Status, Table
 from ddpdebug.preflight.subject import Subject
 from ddpdebug.preflight.trials import attempt, copy_of_batch, copy_of_model, kept_random_state, take_step
 from ddpdebug.probes.values import tensors_in
-from ddpdebug.sinks.text import counted, number, percent
+from ddpdebug.sinks.text import counted, number
 
 GROUP, NAME = "throughput", "where the time goes"
 SECONDS = 6.0
@@ -79,14 +79,14 @@ def _steps(subject: Subject, seconds: float) -> tuple[float, Counts]:
     make = subject.optimizer_for
     optimizer = torch.optim.SGD(_some(model), lr=0.0) if make is None else make(model)
     began, took = time.monotonic(), list[float]()
-    while len(took) < _STEPS and (len(took) <= _WARM_UP or time.monotonic() - began < seconds):
+    while len(took) < _STEPS and (not took or time.monotonic() - began < seconds):
         batches = _micro_batches(subject, len(took))
         start = time.perf_counter()
         take_step(model, optimizer, subject.loss_of, batches)
         if any(parameter.device.type != "cpu" for parameter in model.parameters()):
             torch.accelerator.synchronize()
         took.append(time.perf_counter() - start)
-    return median(took[_WARM_UP:]), _counted(subject, model, optimizer)
+    return median(took[_WARM_UP:] or took[-1:]), _counted(subject, model, optimizer)
 
 
 def _counted(subject: Subject, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Counts:
@@ -199,7 +199,7 @@ def _computing(step: float, counts: Counts, small: float) -> str:
     words = f"a step takes {_time(step)} and runs {counted(many, 'operation')}"
     if not many:
         return words
-    shares = f"{percent(len(counts.small) / many)} of them under {_time(SMALL)}, with {percent(small)} of their time"
+    shares = f"{_percent(len(counts.small) / many)} of them under {_time(SMALL)}, with {_percent(small)} of their time"
     return f"{words}, the middle one {_time(median(counts.seconds))}, {shares}"
 
 
@@ -207,7 +207,7 @@ def _waiting(data: float | None, wait: float | None, workers: int) -> str:
     if data is None or wait is None:
         return "the input pipeline could not be started again: its share is not known"
     kind = f"{counted(workers, 'worker')} ahead of the step" if workers else "no workers, the step waits"
-    return f"its data takes {_time(data)} ({kind}), {percent(wait)} of the time is waiting"
+    return f"its data takes {_time(data)} ({kind}), {_percent(wait)} of the time is waiting"
 
 
 def _moving(counts: Counts) -> str:
@@ -221,6 +221,11 @@ def _wait(step: float, data: float, workers: int) -> float:
     return max(0.0, data - step) / max(data, step) if workers else data / (data + step)
 
 
+def _percent(share: float) -> str:
+    """Return whole percents."""
+    return "under 1 %" if 0 < share < 0.005 else f"{100 * share:.0f} %"
+
+
 def _time(seconds: float) -> str:
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
@@ -231,5 +236,5 @@ def _time(seconds: float) -> str:
 def _table(counts: Counts) -> Table:
     total = sum(counts.seconds) or 1e-12
     largest = sorted(counts.by_name.items(), key=lambda item: -sum(item[1]))[:_SHOWN]
-    rows = tuple((name, len(took), _time(median(took)), percent(sum(took) / total)) for name, took in largest)
+    rows = tuple((name, len(took), _time(median(took)), _percent(sum(took) / total)) for name, took in largest)
     return Table(head=("operation", "calls in a step", "middle", "of the time"), rows=rows)

@@ -128,15 +128,15 @@ def test_a_difference_that_does_not_come_back_is_told_as_such() -> None:
     assert "did not show again" in runs(loss_of=loss_of).summary
 
 
-def test_two_slow_runs_keep_to_two_steps() -> None:
-    """The second step is the one that uses the optimizer's state."""
+def test_slow_runs_are_shorter() -> None:
+    """A third step is not begun when the time is over."""
 
     def slow(model: nn.Module, batch: Any) -> Any:
         time.sleep(0.02)
         return cross_entropy(model, batch)
 
     (_, found) = check(subject(loss_of=slow), seconds=0.001)
-    assert found.evidence["steps"] == 2
+    assert found.evidence["steps"] < 3
 
 
 def table(found: Check) -> dict[str, str]:

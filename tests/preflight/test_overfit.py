@@ -27,6 +27,7 @@ DRAW = random.Random(2)
         ([-1.0 - 0.1 * i for i in range(40)], Shape.LEARNED),
         ([0.0] + [-0.01 * i for i in range(40)], Shape.LEARNED),
         ([5.0 - 0.04 * i for i in range(40)], Shape.FALLING),
+        ([6.2 - 0.01 * i for i in range(25)], Shape.FALLING),
         ([2.3 + DRAW.gauss(0, 1e-4) for _ in range(40)], Shape.STUCK),
         ([2.3 - 1e-4 * i for i in range(40)], Shape.STUCK),
         ([1.5 + 0.8 * 0.7**i for i in range(60)], Shape.PLATEAU),
