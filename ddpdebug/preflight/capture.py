@@ -22,6 +22,7 @@ from ddpdebug.preflight.digests import digests
 from ddpdebug.preflight.drawing_samples import Samples
 from ddpdebug.preflight.holdings import holdings
 from ddpdebug.preflight.recorder import Recorder, Root
+from ddpdebug.preflight.seed_watch import SeedWatch
 from ddpdebug.preflight.subject import OptimizerFor, Subject
 from ddpdebug.preflight.tape import Tape, loss_of
 from ddpdebug.probes.guard import user_location
@@ -76,6 +77,7 @@ class Capture:
         self._undo.extend(handle.remove for handle in handles)
         stack = contextlib.ExitStack()
         stack.enter_context(self.recorder)
+        self.facts["seeded"] = stack.enter_context(SeedWatch()).seeded
         self._undo.append(stack.close)
 
     def close(self) -> None:

@@ -98,9 +98,33 @@ def loader_restorer(loader: Any) -> Callable[[], None]:
 
 
 def loader_twin(loader: Any) -> Any:
-    """Return a loader over the same data that may be iterated: persistent workers would stay with the caller's."""
+    """Return a loader over the same data that may be iterated: its generators and workers are not the caller's."""
     if not isinstance(loader, torch.utils.data.DataLoader):
         return loader
+    twins: dict[int, Any] = {}
     twin = copy.copy(loader)
-    vars(twin).update(persistent_workers=False)
+    own = {name: _with_own_generator(getattr(loader, name, None), twins) for name in ("sampler", "batch_sampler")}
+    vars(twin).update(own, generator=_own_generator(loader.generator, twins), persistent_workers=False)
     return twin
+
+
+def _with_own_generator(holder: Any, twins: dict[int, Any]) -> Any:
+    """Return a copy of a sampler, and of the sampler in it, that draws from a generator of its own."""
+    if holder is None or not hasattr(holder, "__dict__"):
+        return holder
+    if id(holder) not in twins:
+        twins[id(holder)] = twin = copy.copy(holder)
+        for name, value in vars(holder).items():
+            if isinstance(value, torch.Generator):
+                vars(twin)[name] = _own_generator(value, twins)
+            elif isinstance(value, torch.utils.data.Sampler):
+                vars(twin)[name] = _with_own_generator(value, twins)
+    return twins[id(holder)]
+
+
+def _own_generator(generator: torch.Generator | None, twins: dict[int, Any]) -> Any:
+    if generator is None:
+        return None
+    if id(generator) not in twins:
+        twins[id(generator)] = torch.Generator(generator.device).set_state(generator.get_state())
+    return twins[id(generator)]
