@@ -61,6 +61,18 @@ def test_noise_is_no_fall() -> None:
     assert within(rising.edge, 0.005, 0.5)
 
 
+def test_a_loss_that_scatters_by_its_own_size_is_not_judged() -> None:
+    """Advantages have a mean of zero; a loss that merely differs between batches is judged."""
+    draw = random.Random(1)
+
+    def flat(mean: float) -> Status:
+        losses = tuple(draw.gauss(mean, 0.2) for _ in RATES)
+        return verdict(Sweep(rates=tuple(RATES), losses=losses, end=End.ALL, current=0.1)).status
+
+    assert flat(0.01) is Status.INFO
+    assert flat(2.3) is Status.WARN
+
+
 def test_a_loss_that_has_a_ceiling_breaks_where_the_fall_is_lost() -> None:
     """It never rises above its start."""
     falls = [1 / (1 + (1e-3 / rate) ** 1.5) / (1 + (rate / 0.3) ** 3) for rate in RATES]
@@ -88,7 +100,8 @@ def test_a_sweep_stops_when_the_loss_is_far_above_its_minimum() -> None:
         (0.1, Status.PASS, ""),
         (1.5, Status.WARN, "HLTH710"),
         (60.0, Status.FAIL, "HLTH710"),
-        (2e-6, Status.WARN, "HLTH709"),
+        (1e-6, Status.WARN, "HLTH709"),
+        (1e-5, Status.PASS, ""),
         (0.0, Status.INFO, ""),
     ],
 )
