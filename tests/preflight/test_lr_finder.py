@@ -164,6 +164,11 @@ def test_a_loss_that_is_nan_at_once_fails() -> None:
     assert (found.status, found.code) == (Status.FAIL, "NUM302")
 
 
+class Output:
+    def __init__(self, loss: torch.Tensor) -> None:
+        self.loss = loss
+
+
 class Recording:
     """A loss that notes the learning rates of the groups whenever it is computed."""
 
@@ -291,6 +296,25 @@ def test_arguments_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None
     """Before anything is run."""
     with pytest.raises(ddpdebug.UsageError, match="find_lr needs"):
         ddpdebug.find_lr(network(), sgd(0.1)(network()), cross_entropy, batches(), **wrong)
+
+
+@pytest.mark.parametrize("wrapped", [lambda loss: loss, lambda loss: (loss, 3), lambda loss: {"loss": loss}, Output])
+def test_the_loss_is_found_in_what_is_returned(wrapped: Any) -> None:
+    """A tensor, a tuple, a dictionary, an output with a loss."""
+    model = network()
+    optimizer = sgd(0.1)(model)
+    swept = ddpdebug.find_lr(model, optimizer, lambda m, b: wrapped(cross_entropy(m, b)[0]), batches(), steps=30)
+    assert swept.losses[0] == pytest.approx(1.6, abs=0.3)
+
+
+def test_a_loss_that_is_none_is_refused() -> None:
+    """With the type that was returned; a number cannot be trained on, and a tensor without a graph neither."""
+    model = network()
+    for loss_fn, words in ((lambda m, b: None, "got NoneType"), (lambda m, b: {"nll": 1}, "got NoneType")):
+        with pytest.raises(ddpdebug.UsageError, match=words):
+            ddpdebug.find_lr(model, sgd(0.1)(model), loss_fn, batches())
+    with pytest.raises(RuntimeError, match="no parameter that is trainable"):
+        ddpdebug.find_lr(model, sgd(0.1)(model), lambda m, b: torch.ones(()), batches())
 
 
 def test_batches_that_end_are_an_error() -> None:

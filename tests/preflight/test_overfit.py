@@ -55,6 +55,11 @@ def smoothed(model: nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
     return F.cross_entropy(out, batch[1], label_smoothing=0.05), out
 
 
+def cut(model: nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
+    out = model(batch[0]).argmax(1)
+    return (out != batch[1]).float().mean(), out
+
+
 def detached(model: nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
     out = model(batch[0]).detach().requires_grad_()
     return F.cross_entropy(out, batch[1]), out
@@ -90,6 +95,7 @@ SAME_INPUT = [(torch.ones_like(x), y) for x, y in batches()]
         ({"loss_of": detached}, Status.FAIL, "stuck at the initial value; Adam does not help"),
         ({"loss_of": lambda m, b: (cross_entropy(m, b)[0] / 0, None)}, Status.FAIL, "not finite; Adam does not help"),
         ({"model": network().requires_grad_(False)}, Status.FAIL, "no parameter of the model is trainable"),
+        ({"loss_of": cut}, Status.FAIL, "the loss depends on no parameter that is trainable"),
         ({"batches": []}, Status.SKIPPED, "there are no batches"),
     ],
 )
@@ -102,7 +108,8 @@ def test_a_batch_is_memorised_or_the_reason_is_named(changes: dict[str, Any], st
     assert found.status is status
     assert state_of(given) == before
     bad = status in {Status.WARN, Status.FAIL}
-    assert (found.code == "RCP814") is bool(found.hypotheses) is bad
+    assert bool(found.code) is bool(found.hypotheses) is bool(found.actions) is bad
+    assert found.code in {"", "RCP814"} or changes == {"loss_of": cut}
 
 
 def test_a_slow_model_is_not_judged_by_a_few_steps() -> None:
