@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import groupby
@@ -30,7 +31,7 @@ def write(checks: Sequence[Check], directory: Path, title: str) -> list[Path]:
     directory.mkdir(parents=True, exist_ok=True)
     texts = {
         "preflight.json": to_json(checks, title),
-        "junit.xml": to_junit(checks),
+        "junit.xml": to_junit(checks, at=time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime())),
         "preflight.html": page(checks, title),
     }
     written = []
@@ -63,11 +64,11 @@ def strict(value: Any) -> Any:
     return value if plain else str(value)
 
 
-def to_junit(checks: Sequence[Check], *, time: str = EPOCH) -> str:
+def to_junit(checks: Sequence[Check], *, at: str = EPOCH) -> str:
     """Return JUnit XML: a suite for each group, a case for each check. What is only worth a look is no failure.
 
     Args:
-        time: when the preflight ended, ISO 8601 without a zone.
+        at: when the preflight ended, ISO 8601 without a zone.
     """
     root = ET.Element("testsuites")
     for group, members in groupby(checks, lambda check: check.group):
@@ -84,7 +85,7 @@ def to_junit(checks: Sequence[Check], *, time: str = EPOCH) -> str:
             else:
                 notes.append(_described(check) if check.status is Status.WARN else f"{check.name}: {words}")
             cases.append(case)
-        add_suite(root, clean(group, 200), time, properties, cases, "\n\n".join(notes))
+        add_suite(root, clean(group, 200), at, properties, cases, "\n\n".join(notes))
     return document(root)
 
 

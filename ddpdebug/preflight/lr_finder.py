@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from ddpdebug.preflight.results import Check
 from ddpdebug.preflight.subject import LossOf, Subject
 from ddpdebug.preflight.sweep import End, Stop, Sweep, rates
 from ddpdebug.preflight.sweep_verdict import GROUP, NAME, skipped, verdict
-from ddpdebug.preflight.trials import attempt, copies, copy_of_batch, in_turn
+from ddpdebug.preflight.trials import attempt, backward, copies, copy_of_batch, in_turn
 
 #: The range of fastai's finder: below nothing moves, above everything breaks.
 LOWEST, HIGHEST = 1e-7, 10.0
@@ -104,7 +104,7 @@ def find_lr(  # noqa: PLR0913 - settings, all of them by name
     that all ranks go through the same rates, stop at the same step and return the same answer.
 
     Args:
-        loss_fn: `loss_fn(model, batch)` returns the loss, or a tuple that begins with it.
+        loss_fn: `loss_fn(model, batch)` returns the loss, a tuple that begins with it, or something with a `loss`.
         batches: a list or a DataLoader; it is begun anew when it ends. Workers of a loader are started and ended.
         micro_batches: batches per optimizer step; the rate grows once per optimizer step.
         scaler: the caller's GradScaler, if there is one.
@@ -128,16 +128,24 @@ def find_lr(  # noqa: PLR0913 - settings, all of them by name
         ("lowest", "highest", "steps", "micro_batches", "seconds"),
     )
 
-    def loss_of(model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
-        found = loss_fn(model, batch)
-        return (found[0], found[1:]) if isinstance(found, tuple) else (found, None)
-
     with _unwatched(), restored(model, optimizer, scaler, batches):
-        trainer = _Trainer(model, optimizer, loss_of, scaler, ranks)
+        trainer = _Trainer(model, optimizer, lambda m, b: (_loss_in(loss_fn(m, b)), None), scaler, ranks)
         try:
             return _sweep(trainer, _again(batches), plan)
         except TooSlow as slow:
             raise UsageError(str(slow)) from None
+
+
+def _loss_in(found: Any) -> torch.Tensor:
+    """Return the loss in what a user's function returns."""
+    if isinstance(found, tuple):
+        found = found[0]
+    if isinstance(found, Mapping):
+        found = found.get("loss")
+    loss = getattr(found, "loss", found)
+    if not isinstance(loss, torch.Tensor):
+        raise UsageError(f"loss_fn(model, batch) must return the loss as a tensor, got {type(loss).__name__}")
+    return loss
 
 
 def _again(batches: Iterable[Any]) -> Iterator[Any]:
@@ -192,7 +200,7 @@ class _Trainer:
             with self._communicating(last=number == len(batches)):
                 loss, _ = self._loss_of(self._model, batch)
                 part = loss / len(batches)
-                (part if self._scaler is None else self._scaler.scale(part)).backward()
+                backward(part if self._scaler is None else self._scaler.scale(part))
             total += float(part.detach())
         return total
 

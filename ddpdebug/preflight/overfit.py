@@ -19,7 +19,14 @@ import torch
 from ddpdebug.preflight.overfit_shapes import MODEL, RECIPE, Shape, ending, has_learned, shape_of
 from ddpdebug.preflight.results import Check, Plot, Series, Status, Table
 from ddpdebug.preflight.subject import OptimizerFor, Subject
-from ddpdebug.preflight.trials import attempt, copy_of_batch, copy_of_model, kept_random_state, take_step
+from ddpdebug.preflight.trials import (
+    NoGradientError,
+    attempt,
+    copy_of_batch,
+    copy_of_model,
+    kept_random_state,
+    take_step,
+)
 from ddpdebug.probes.scene import RandomState
 from ddpdebug.sinks.text import counted, number
 
@@ -33,7 +40,7 @@ RATES = (1e-3, 1e-2, 1e-4)
 _SHARE = 0.5
 #: Fewer steps than these tell nothing about a curve.
 _LEAST_STEPS = 12
-_HARMLESS = (Shape.LEARNED, Shape.FALLING)
+_HARMLESS = (Shape.LEARNED, Shape.FLOOR, Shape.FALLING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +67,18 @@ def check(subject: Subject, *, seconds: float = SECONDS) -> list[Check]:
 
 
 def _check(subject: Subject, seconds: float) -> list[Check]:
+    try:
+        return _attempts(subject, seconds)
+    except NoGradientError as error:
+        return [_hopeless(str(error), "RCP810", _CUT)]
+
+
+def _attempts(subject: Subject, seconds: float) -> list[Check]:
     if not subject.batches:
         return [Check(group=GROUP, name=NAME, status=Status.SKIPPED, summary="there are no batches")]
     if not any(p.requires_grad for p in subject.model.parameters()):
         words = "no parameter of the model is trainable: nothing can be memorised"
-        return [Check(group=GROUP, name=NAME, status=Status.FAIL, summary=words, code=CODE, hypotheses=(_ALL_FROZEN,))]
+        return [_hopeless(words, CODE, _ALL_FROZEN)]
     began = time.monotonic()
     runs = []
     if subject.optimizer_for is not None:
@@ -92,7 +106,19 @@ def _too_slow(run: Run) -> Check:
     return Check(group=GROUP, name=NAME, status=Status.SKIPPED, summary=words)
 
 
-_ALL_FROZEN = "everything was frozen, and what should be trained was not unfrozen"
+def _hopeless(words: str, code: str, causes: tuple[str, ...]) -> Check:
+    actions = ("see in the step `parameters` what is trainable and what the loss reaches",)
+    return Check(
+        group=GROUP, name=NAME, status=Status.FAIL, summary=words, code=code, hypotheses=causes, actions=actions
+    )
+
+
+_ALL_FROZEN = ("everything was frozen, and what should be trained was not unfrozen",)
+_CUT = (
+    "the forward runs under `torch.no_grad()` or `inference_mode`",
+    "a `detach()`, `.item()`, `.data` or a way through numpy between the model and the loss",
+    "an integer or boolean in between: `argmax`, a comparison, a cast",
+)
 
 
 def _adam(rate: float) -> OptimizerFor:
@@ -194,7 +220,7 @@ def _grave(shape: Shape) -> Status:
 
 def _better(run: Run, first: Run, *, scripted: bool) -> bool:
     """Tell whether a run shows that the model can: it memorised the batch, or moved where the script's did not."""
-    if run.shape is Shape.LEARNED or not scripted:
+    if run.shape in {Shape.LEARNED, Shape.FLOOR} or not scripted:
         return run.shape in _HARMLESS
     if first.shape is Shape.PLATEAU:
         return run.shape is Shape.FALLING and ending(run.losses) < ending(first.losses)

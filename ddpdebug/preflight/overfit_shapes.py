@@ -15,6 +15,9 @@ from statistics import median
 #: A batch counts as memorised when nine tenths of its loss are gone: with 10 classes, 2.3 becomes 0.23, which is the
 #: right class with a probability of 0.8 on average.
 MEMORISED = 0.1
+#: Below this part it may stay: with 10 classes, label smoothing of 0.1 leaves 0.22 and a variational term some more,
+#: while a softmax before the cross-entropy leaves 0.63, and with 2 classes 0.45.
+FLOOR = 0.3
 #: A loss without a zero (rewards, likelihoods) has learned when it fell by this part of its size.
 FELL = 0.1
 #: Less than this part of the initial loss is no movement: rounding and normalisation statistics move it by less.
@@ -36,6 +39,7 @@ class Shape(StrEnum):
 
     LEARNED = "memorised"
     FALLING = "still falling"
+    FLOOR = "memorised down to a floor"
     PLATEAU = "plateau"
     STUCK = "stuck at the initial value"
     OSCILLATING = "oscillating"
@@ -57,8 +61,15 @@ def shape_of(losses: Sequence[float]) -> Shape:
         return Shape.OSCILLATING
     if first - min(losses) < STILL * size:
         return Shape.STUCK
+    return _settled(losses, first, last)
+
+
+def _settled(losses: Sequence[float], first: float, last: float) -> Shape:
+    """Say how a curve ends that came down, but not all the way."""
     quarter = losses[-max(4, len(losses) // 4) :]
     before, after = median(quarter[: len(quarter) // 2]), median(quarter[len(quarter) // 2 :])
+    if 0 < last <= FLOOR * first:
+        return Shape.FLOOR
     enough = min(STILL_FALLING * abs(before), STEADY * (first - min(losses)))
     return Shape.FALLING if before - after > max(enough, 1e-12) else Shape.PLATEAU
 

@@ -61,8 +61,8 @@ svg {{ width: 100%; height: auto; font: 12px system-ui, sans-serif; fill: curren
 .none {{ opacity: .7; font-style: italic; }}
 .scroll {{ overflow-x: auto; margin-top: .6rem; }}
 table {{ border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }}
-td, th {{ text-align: left; padding: .15rem 1.1rem .15rem 0; vertical-align: top; \
-border-bottom: 1px solid var(--line); }}
+td, th {{ text-align: left; padding: .15rem 1.1rem .15rem 0; vertical-align: top; overflow-wrap: break-word; \
+max-width: 36rem; border-bottom: 1px solid var(--line); }}
 td.number {{ text-align: right; }}
 .gallery {{ display: flex; flex-wrap: wrap; gap: .7rem; margin-top: .6rem; }}
 .gallery figure {{ margin: 0; width: 6.5rem; font-size: .8rem; }} .gallery figcaption {{ font-weight: 400; }}

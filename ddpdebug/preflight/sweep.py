@@ -107,6 +107,13 @@ class Sweep:
         return place if start - smoothed[place] > max(SCATTER * scatter, LEAST_FALL * abs(start)) else None
 
     @property
+    def too_noisy(self) -> bool:
+        """Whether the loss scatters by its own size, so that a fall could not be seen (rewards, advantages)."""
+        start = _start(self.losses)
+        scatter = _MAD * median(abs(loss - start) for loss in self.losses[:SKIP_BEGIN])
+        return SCATTER * scatter > abs(start)
+
+    @property
     def steepest(self) -> float | None:
         """The rate at which the loss falls fastest with the logarithm of the rate."""
         last = self.lowest

@@ -4,7 +4,8 @@
 |---|---|---|
 | more than 10 times the rate that breaks training | fail | a warm-up seldom begins below a tenth of its peak |
 | at or above the rate that breaks training | warn | Smith 2017: the highest usable rate is where the curve turns |
-| less than a hundredth of the lower suggestion | warn | fine-tuning keeps within two decades of it |
+| less than 1/300 of the lower suggestion | warn | Adam at 1e-4 and fine-tuning keep within that, also of small models |
+| no rate lowers the loss | warn; info where the loss scatters by its own size | |
 | anything else | pass | |
 | zero | info | a warm-up may begin there |
 """
@@ -19,7 +20,7 @@ from ddpdebug.sinks.text import number
 
 GROUP, NAME = "learning rate", "sweep"
 #: See the module's table.
-FAR_ABOVE, FAR_BELOW = 10.0, 100.0
+FAR_ABOVE, FAR_BELOW = 10.0, 300.0
 
 _TOO_HIGH = (
     "the learning rate is too high for this optimizer, for example one of SGD's given to Adam",
@@ -81,6 +82,9 @@ def _unfinished(sweep: Sweep) -> Check:
 
 
 def _flat(sweep: Sweep) -> Check:
+    if sweep.too_noisy:
+        words = "the loss scatters by its own size from batch to batch: no learning rate can be told from another"
+        return _check(Status.INFO, words, sweep, _evidence(sweep))
     ends = f"{number(min(sweep.losses), 4)} to {number(max(sweep.losses), 4)}"
     text = f"no learning rate from {number(sweep.rates[0], 2)} to {number(sweep.rates[-1], 2)} lowers the loss ({ends})"
     actions = ("see whether one batch can be overfitted, and which parameters get gradients",)

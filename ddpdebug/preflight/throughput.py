@@ -16,7 +16,7 @@ import torch
 from ddpdebug import torch_internals as internals
 from ddpdebug.preflight.results import Check, Status, Table
 from ddpdebug.preflight.subject import Subject
-from ddpdebug.preflight.trials import attempt, copy_of_batch, copy_of_model, kept_random_state, take_step
+from ddpdebug.preflight.trials import attempt, backward, copy_of_batch, copy_of_model, kept_random_state, take_step
 from ddpdebug.probes.values import tensors_in
 from ddpdebug.sinks.text import counted, number
 
@@ -95,7 +95,7 @@ def _counted(subject: Subject, model: torch.nn.Module, optimizer: torch.optim.Op
     with counter:
         for batch in batches:
             loss, _ = subject.loss_of(model, batch)
-            (loss / len(batches)).backward()
+            backward(loss / len(batches))
     reads = counter.counts.reads  # those of the optimizer are of its own counters, which lie on the host
     with counter:
         optimizer.step()

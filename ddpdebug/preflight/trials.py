@@ -62,6 +62,21 @@ def copies(subject: Subject) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, subject.optimizer_for(model)
 
 
+class NoGradientError(RuntimeError):
+    """The loss depends on nothing that could be trained."""
+
+
+def backward(loss: torch.Tensor) -> None:
+    """Compute the gradients.
+
+    Raises:
+        NoGradientError: there are none to compute.
+    """
+    if not loss.requires_grad:
+        raise NoGradientError("the loss depends on no parameter that is trainable: nothing can be learned from it")
+    loss.backward()
+
+
 def take_step(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss_of: LossOf, batches: Sequence[Any]
 ) -> float:
@@ -70,7 +85,7 @@ def take_step(
     total = 0.0
     for batch in batches:
         loss, _ = loss_of(model, batch)
-        (loss / len(batches)).backward()
+        backward(loss / len(batches))
         total += float(loss.detach()) / len(batches)
     optimizer.step()
     return total

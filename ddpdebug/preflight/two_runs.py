@@ -19,7 +19,7 @@ from ddpdebug import torch_internals as internals
 from ddpdebug.fingerprint import combine, fingerprint
 from ddpdebug.forensics.lines import ends_stack, user_stack
 from ddpdebug.preflight.subject import Subject
-from ddpdebug.preflight.trials import copy_of_batch, copy_of_model
+from ddpdebug.preflight.trials import backward, copy_of_batch, copy_of_model
 from ddpdebug.probes.scene import RandomState
 from ddpdebug.probes.values import tensors_in
 
@@ -81,7 +81,7 @@ class Twice:
             batch = copy_of_batch(self._subject.batches[step % len(self._subject.batches)])
             with follower or contextlib.nullcontext():
                 loss, _ = self._subject.loss_of(model, batch)
-                loss.backward()
+                backward(loss)
                 if optimizer is not None:
                     optimizer.step()
             yield model, loss.detach()

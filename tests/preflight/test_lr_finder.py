@@ -61,6 +61,18 @@ def test_noise_is_no_fall() -> None:
     assert within(rising.edge, 0.005, 0.5)
 
 
+def test_a_loss_that_scatters_by_its_own_size_is_not_judged() -> None:
+    """Advantages have a mean of zero; a loss that merely differs between batches is judged."""
+    draw = random.Random(1)
+
+    def flat(mean: float) -> Status:
+        losses = tuple(draw.gauss(mean, 0.2) for _ in RATES)
+        return verdict(Sweep(rates=tuple(RATES), losses=losses, end=End.ALL, current=0.1)).status
+
+    assert flat(0.01) is Status.INFO
+    assert flat(2.3) is Status.WARN
+
+
 def test_a_loss_that_has_a_ceiling_breaks_where_the_fall_is_lost() -> None:
     """It never rises above its start."""
     falls = [1 / (1 + (1e-3 / rate) ** 1.5) / (1 + (rate / 0.3) ** 3) for rate in RATES]
@@ -88,7 +100,8 @@ def test_a_sweep_stops_when_the_loss_is_far_above_its_minimum() -> None:
         (0.1, Status.PASS, ""),
         (1.5, Status.WARN, "HLTH710"),
         (60.0, Status.FAIL, "HLTH710"),
-        (2e-6, Status.WARN, "HLTH709"),
+        (1e-6, Status.WARN, "HLTH709"),
+        (1e-5, Status.PASS, ""),
         (0.0, Status.INFO, ""),
     ],
 )
@@ -149,6 +162,11 @@ def test_a_loss_that_is_nan_at_once_fails() -> None:
     """The sweep does not go on."""
     (found,) = check(subject(loss_of=lambda m, b: (cross_entropy(m, b)[0] * math.nan, None)))
     assert (found.status, found.code) == (Status.FAIL, "NUM302")
+
+
+class Output:
+    def __init__(self, loss: torch.Tensor) -> None:
+        self.loss = loss
 
 
 class Recording:
@@ -278,6 +296,25 @@ def test_arguments_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None
     """Before anything is run."""
     with pytest.raises(ddpdebug.UsageError, match="find_lr needs"):
         ddpdebug.find_lr(network(), sgd(0.1)(network()), cross_entropy, batches(), **wrong)
+
+
+@pytest.mark.parametrize("wrapped", [lambda loss: loss, lambda loss: (loss, 3), lambda loss: {"loss": loss}, Output])
+def test_the_loss_is_found_in_what_is_returned(wrapped: Any) -> None:
+    """A tensor, a tuple, a dictionary, an output with a loss."""
+    model = network()
+    optimizer = sgd(0.1)(model)
+    swept = ddpdebug.find_lr(model, optimizer, lambda m, b: wrapped(cross_entropy(m, b)[0]), batches(), steps=30)
+    assert swept.losses[0] == pytest.approx(1.6, abs=0.3)
+
+
+def test_a_loss_that_is_none_is_refused() -> None:
+    """With the type that was returned; a number cannot be trained on, and a tensor without a graph neither."""
+    model = network()
+    for loss_fn, words in ((lambda m, b: None, "got NoneType"), (lambda m, b: {"nll": 1}, "got NoneType")):
+        with pytest.raises(ddpdebug.UsageError, match=words):
+            ddpdebug.find_lr(model, sgd(0.1)(model), loss_fn, batches())
+    with pytest.raises(RuntimeError, match="no parameter that is trainable"):
+        ddpdebug.find_lr(model, sgd(0.1)(model), lambda m, b: torch.ones(()), batches())
 
 
 def test_batches_that_end_are_an_error() -> None:
