@@ -34,6 +34,7 @@ LOSSES = frozenset(
     }
 )
 _SQUASHING = frozenset({"softmax", "log_softmax", "sigmoid", "logsigmoid"})
+_DIFFERENCES = frozenset({"sub", "__sub__", "rsub", "__rsub__", "subtract"})
 #: What hands values on as they are, or nearly.
 _PASSING = frozenset(
     {
@@ -118,8 +119,16 @@ class _Watcher(TorchFunctionMode):
             before = next((self._squashed[id(t)] for t in tensors(args) if id(t) in self._squashed), None)
             if before is not None:
                 self._squashed[id(result)] = (result, before[1])
-        elif name in {"sub", "__sub__", "rsub", "__rsub__"} and len(args) > 1 and isinstance(args[1], Tensor):
+        elif name in _DIFFERENCES and all(isinstance(t, Tensor) for t in args[:2]) and not _of_one_tensor(*args[:2]):
             self.broadcasts.append((name, list(args[0].shape), list(args[1].shape)))
+
+
+def _of_one_tensor(one: Tensor, other: Tensor | None = None) -> bool:
+    """Tell whether both are views of one tensor: every sample with every other one of it is meant so."""
+    try:
+        return other is None or one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return True  # no memory of its own to compare
 
 
 def observe(subject: Subject, batch: Any, model: nn.Module | None = None) -> Seen:

@@ -15,6 +15,8 @@ from torch.nn import functional
 from ddpdebug.errors import StopRun
 from ddpdebug.preflight.capture import Capture
 from ddpdebug.preflight.copies import copied
+from ddpdebug.preflight.examine import examine
+from ddpdebug.preflight.results import Check, Status
 from ddpdebug.preflight.subject import Subject
 
 X, Y = torch.randn(16, 6, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 3
@@ -327,3 +329,120 @@ def test_loaders_are_told_apart(capture: Capture) -> None:
     torch.randperm(16, generator=expected)
     assert subject.make_batches is not None
     assert len(list(subject.make_batches())) == 4
+
+
+def looked_at(subject: Subject, group: str, name: str) -> Check:
+    return next(check for check in examine(subject, [group]) if check.name == name)
+
+
+def test_two_optimizers_that_share_a_parameter(capture: Capture) -> None:
+    """It is stepped twice, which is found; an optimizer that was rebuilt and never steps again is none."""
+
+    def script() -> None:
+        net = model()
+        torch.optim.SGD(net.parameters(), lr=0.1)
+        first, second = torch.optim.SGD(net.parameters(), lr=0.1), torch.optim.SGD(net[3].parameters(), lr=0.1)
+        for _ in range(9):
+            plain(net).backward()
+            second.step()
+            first.step()
+
+    check = looked_at(captured(capture, script), "parameters", "in the optimizer")
+    assert (check.status, check.evidence["twice"]) == (Status.FAIL, ["3.bias", "3.weight"])
+
+
+def test_modes_of_a_script(capture: Capture) -> None:
+    """Training in eval mode is an error, an evaluation in train mode a warning."""
+
+    def script() -> None:
+        net = model().eval()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(9):
+            plain(net).backward()
+            optimizer.step()
+
+    check = looked_at(captured(capture, script), "gradient flow", "train mode")
+    assert (check.status, check.code) == (Status.FAIL, "RCP804")
+
+
+@pytest.mark.parametrize("forgotten", [True, False])
+def test_the_mode_of_an_evaluation(capture: Capture, forgotten: bool) -> None:
+    """A forward without gradients between the steps has its mode noted."""
+
+    def script() -> None:
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(9):
+            plain(net).backward()
+            optimizer.step()
+            net.train(forgotten)
+            with torch.no_grad():
+                net(X)
+            net.train()
+
+    found = {check.name: check.code for check in examine(captured(capture, script), ["gradient flow"])}
+    assert found.get("evaluation mode") == ("RCP805" if forgotten else None)
+
+
+def test_no_grad_around_a_part_that_is_not_frozen(capture: Capture) -> None:
+    """It is a warning where the optimizer holds the part, and none where it is frozen or left out."""
+
+    class Probe(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.body, self.head = nn.Linear(6, 4), nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                features = self.body(x).tanh()
+            return self.head(features)
+
+    def script() -> None:
+        net = Probe()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(9):
+            plain(net).backward()
+            optimizer.step()
+
+    subject = captured(capture, script)
+    check = looked_at(subject, "parameters", "reached by the loss")
+    assert (check.status, check.code, check.evidence["not reached"]) == (
+        Status.WARN,
+        "RCP810",
+        ["body.weight", "body.bias"],
+    )
+    subject.model.body.requires_grad_(False)  # type: ignore[operator, union-attr]
+    assert looked_at(subject, "parameters", "reached by the loss").status is Status.PASS
+
+
+def test_what_is_told_of_the_parameters(capture: Capture) -> None:
+    """Frozen, tied and equal parameters, and decay on biases, are information."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.one, self.two, self.three = (nn.Linear(6, 6) for _ in range(3))
+            self.two.weight = self.one.weight
+            self.three.load_state_dict(self.one.state_dict())
+            self.fixed = nn.Parameter(torch.randn(200), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.three(self.two(self.one(x))) * self.fixed.mean()
+
+    def script() -> None:
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.1)
+        for _ in range(9):
+            net(X).square().mean().backward()
+            optimizer.step()
+
+    checks = {check.name: check for check in examine(captured(capture, script), ["parameters"])}
+    assert checks["tied weights"].summary == "tied: one.weight = two.weight"
+    assert "one.weight = three.weight" in checks["equal weights"].summary
+    assert checks["frozen"].code == "RCP812"
+    assert "3 scales and biases" in checks["decay of norms and biases"].summary
+    rows = {row[0]: row for row in checks["table"].tables[0].rows}
+    assert rows["one.weight"][1:7] == ("6 x 6", "float32", "yes", 0, 0.1, 0.1)
+    assert {check.status for check in checks.values()} <= {Status.INFO, Status.PASS}
