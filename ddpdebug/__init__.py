@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from ddpdebug.errors import DdpdebugError, FindingError, UsageError
     from ddpdebug.findings import Finding, Severity
     from ddpdebug.monitor import Monitor
+    from ddpdebug.preflight.api import preflight
+    from ddpdebug.preflight.lr_finder import find_lr
+    from ddpdebug.seeding import seed_everything
     from ddpdebug.wrapper import DebugDDP
 
 __version__ = "0.1.0"
@@ -26,7 +29,10 @@ _HOMES = {
     "Severity": "ddpdebug.findings",
     "UsageError": "ddpdebug.errors",
     "expect_growth": "ddpdebug.attach",
+    "find_lr": "ddpdebug.preflight.lr_finder",
     "observe": "ddpdebug.attach",
+    "preflight": "ddpdebug.preflight.api",
+    "seed_everything": "ddpdebug.seeding",
     "watch": "ddpdebug.attach",
 }
 
@@ -39,7 +45,10 @@ __all__ = [
     "Severity",
     "UsageError",
     "expect_growth",
+    "find_lr",
     "observe",
+    "preflight",
+    "seed_everything",
     "watch",
 ]
 
@@ -48,7 +57,8 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'ddpdebug' has no attribute {name!r}")
-    return getattr(importlib.import_module(home), name)
+    module = importlib.import_module(home)
+    return globals().get(name) or getattr(module, name)  # a package of that name is there now, and can be called
 
 
 def __dir__() -> list[str]:

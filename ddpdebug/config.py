@@ -68,7 +68,8 @@ class Config:
         None,
         parsing.path,
         "a directory",
-        "Run directory; the default is ddpdebug-runs/<UTC time>-<run id>.",
+        "Run directory; the default is ddpdebug-runs/<UTC time>-<run id>. The preflight writes only where it is given.",
+        commands=("run", "check", "preflight"),
     )
     budget: float = _option(
         0.01,
@@ -207,14 +208,15 @@ class Config:
         None,
         parsing.integer(1),
         "an integer from 1 up",
-        "Stop the script after so many optimizer steps.",
+        "Stop the script after so many optimizer steps; the preflight takes 4 where nothing is said.",
+        commands=("run", "check", "preflight"),
     )
     fail_on: str = _option(
         "error",
         parsing.one_of("warning", "error", "critical"),
         "'warning', 'error' or 'critical'",
         "Least severity that fails the check.",
-        commands=("check", "verdict"),
+        commands=("check", "verdict", "preflight"),
     )
     junit: Path | None = _option(
         None,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -12,15 +10,13 @@ from xml.etree import ElementTree as ET
 from ddpdebug.detectors.catalog import catalog
 from ddpdebug.findings import Finding
 from ddpdebug.golden import Comparison
+from ddpdebug.junit import EPOCH, add_property, add_suite, document, new_case, xml_text
 from ddpdebug.selftest import Proof
 from ddpdebug.sinks.text import clean, parts
 from ddpdebug.verdict import Verdict, Word
 
 #: One test case each, whether or not the family has findings: a CI history then shows the same cases in every run.
 FAMILIES = ("RANK", "SYNC", "NUM", "MEM", "HANG", "SLOW", "HLTH", "RCP", "DATA")
-#: The time of a document that nobody dated.
-_EPOCH = "1970-01-01T00:00:00"
-_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def to_json(verdict: Verdict, run: str | None) -> str:
@@ -42,11 +38,8 @@ def to_json(verdict: Verdict, run: str | None) -> str:
     return json.dumps(record, indent=1, ensure_ascii=False) + "\n"
 
 
-def to_junit(verdict: Verdict, run: str | None, *, time: str = _EPOCH) -> str:
+def to_junit(verdict: Verdict, run: str | None, *, time: str = EPOCH) -> str:
     """Return the verdict as JUnit XML: a suite with one test case for each family of findings, and one for the script.
-
-    Consumers differ in what they accept. This is what the strictest of the schemas in use allows: properties belong to
-    the suite, a case has one failure, and every suite says when and how long it ran.
 
     Args:
         time: when the check ended, ISO 8601 without a zone.
@@ -54,7 +47,7 @@ def to_junit(verdict: Verdict, run: str | None, *, time: str = _EPOCH) -> str:
     root = ET.Element("testsuites")
     rules = {rule.code.rstrip("0123456789") for rule in catalog()}
     for name in ("script", *FAMILIES):
-        case = _case(name)
+        case = new_case(name)
         properties, output = ET.Element("properties"), ""
         if name == "script":
             _script_case(case, properties, verdict, run)
@@ -62,46 +55,29 @@ def to_junit(verdict: Verdict, run: str | None, *, time: str = _EPOCH) -> str:
             output = _family_case(case, properties, verdict, name)
             if name not in rules and not len(case) and not output:
                 ET.SubElement(case, "skipped", message="no rule of this family exists yet")
-        _suite(root, name, time, properties, [case], output)
+        add_suite(root, name, time, properties, [case], output)
     if verdict.proofs:
-        _suite(root, "self-test", time, ET.Element("properties"), list(map(_proof_case, verdict.proofs)), "")
+        add_suite(root, "self-test", time, ET.Element("properties"), list(map(_proof_case, verdict.proofs)), "")
     if verdict.golden is not None:
-        case, properties = _case("golden"), ET.Element("properties")
+        case, properties = new_case("golden"), ET.Element("properties")
         _golden_case(case, properties, verdict.golden)
-        _suite(root, "golden", time, properties, [case], "")
-    ET.indent(root)
-    return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
-
-
-def _suite(
-    root: ET.Element, name: str, time: str, properties: ET.Element, cases: Sequence[ET.Element], output: str
-) -> None:
-    suite = ET.SubElement(root, "testsuite", id=str(len(root)), name=name, package="ddpdebug", hostname="localhost")
-    suite.attrib.update(timestamp=time, time="0", tests=str(len(cases)))
-    for count, kind in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
-        suite.set(count, str(sum(case.find(kind) is not None for case in cases)))
-    suite.extend((properties, *cases))
-    ET.SubElement(suite, "system-out").text = _clean(output)
-    ET.SubElement(suite, "system-err")
-
-
-def _case(name: str) -> ET.Element:
-    return ET.Element("testcase", classname="ddpdebug", name=name, time="0")
+        add_suite(root, "golden", time, properties, [case], "")
+    return document(root)
 
 
 def _proof_case(proof: Proof) -> ET.Element:
-    case = _case(proof.fault.name)
+    case = new_case(proof.fault.name)
     if not proof.verified:
-        words = _clean(proof.words)
+        words = xml_text(proof.words)
         ET.SubElement(case, "failure", type="self-test", message=words).text = f"{proof.fault.meaning}: {words}"
     return case
 
 
 def _golden_case(case: ET.Element, properties: ET.Element, found: Comparison) -> None:
     if found.what is not None:
-        _property(properties, "step", "" if found.step is None else str(found.step))
-        _property(properties, "parameter", found.parameter or "")
-        words = _clean(clean(found.words))
+        add_property(properties, "step", "" if found.step is None else str(found.step))
+        add_property(properties, "parameter", found.parameter or "")
+        words = xml_text(clean(found.words))
         ET.SubElement(case, "failure", type="golden", message=words).text = words
 
 
@@ -111,12 +87,12 @@ def _family_case(case: ET.Element, properties: ET.Element, verdict: Verdict, nam
     others = [finding for finding in verdict.others if family(finding) == name]
     if failing:
         first = failing[0]
-        _property(properties, "step", "" if first.step is None else str(first.step))
-        _property(properties, "rank", ",".join(map(str, first.ranks)))
-        _property(properties, "parameter", ",".join(first.subject))
-        message = _clean(f"{first.code} {clean(first.title)}")
-        failure = ET.SubElement(case, "failure", type=_clean(first.code), message=message)
-        failure.text = _clean("\n\n".join(map(describe, failing)))
+        add_property(properties, "step", "" if first.step is None else str(first.step))
+        add_property(properties, "rank", ",".join(map(str, first.ranks)))
+        add_property(properties, "parameter", ",".join(first.subject))
+        message = xml_text(f"{first.code} {clean(first.title)}")
+        failure = ET.SubElement(case, "failure", type=xml_text(first.code), message=message)
+        failure.text = xml_text("\n\n".join(map(describe, failing)))
     return "\n\n".join(map(describe, others))
 
 
@@ -139,22 +115,14 @@ def _rank(verdict: Verdict, rank: int) -> dict[str, Any]:
 
 def _script_case(case: ET.Element, properties: ET.Element, verdict: Verdict, run: str | None) -> None:
     if run is not None:
-        _property(properties, "run", run)
+        add_property(properties, "run", run)
     if verdict.word in {Word.FAILED, Word.HANG, Word.LOST}:
         who = ", ".join(map(str, verdict.blamed))
-        _property(properties, "rank", who.replace(" ", ""))
+        add_property(properties, "rank", who.replace(" ", ""))
         error = ET.SubElement(case, "error", type=verdict.word.value, message=f"{verdict.word.value}: ranks {who}")
-        error.text = _clean("\n".join(f"rank {rank}: {clean(words)}" for rank, words in verdict.ranks.items()))
-
-
-def _property(element: ET.Element, name: str, value: str) -> None:
-    ET.SubElement(element, "property", name=name, value=_clean(value))
+        error.text = xml_text("\n".join(f"rank {rank}: {clean(words)}" for rank, words in verdict.ranks.items()))
 
 
 def family(finding: Finding) -> str:
     """Return the letters of a finding's code."""
     return finding.code.rstrip("0123456789")
-
-
-def _clean(text: str) -> str:
-    return _NOT_XML.sub("?", text)

@@ -129,7 +129,7 @@ def test_links_lead_somewhere() -> None:
             assert not anchor or anchor in anchors(other.read_text(encoding="utf-8")), f"{path.name} links to {target}"
 
 
-@pytest.mark.parametrize("name", ["run-directory.md", "attaching.md"])
+@pytest.mark.parametrize("name", ["run-directory.md", "attaching.md", "preflight.md", "preflight_training.md"])
 def test_python_examples_parse_and_name_what_exists(name: str) -> None:
     """Public names of ddpdebug and of the readers."""
     text = (DOCS / name).read_text(encoding="utf-8")

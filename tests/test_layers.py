@@ -25,6 +25,7 @@ _LAYERS = (
     ("run_files",),
     ("golden",),
     ("report", "top", "verdict", "runner", "supervisor", "stacks"),
+    ("junit",),
     ("verdict_files", "launcher"),
     ("verdict_annotations",),
     ("torch_internals", "exchange"),
@@ -33,7 +34,7 @@ _LAYERS = (
     ("reporting",),
     ("rejudge",),
     ("monitor",),
-    ("attach", "faults"),
+    ("attach", "faults", "seeding"),
     ("trajectory",),
     ("wrapper",),
     ("equivalence",),
@@ -77,7 +78,19 @@ _PURE = (
     "report",
     "top",
     "grafana",
+    "junit",
+    "preflight.axes",
+    "preflight.drawing",
+    "preflight.figures",
+    "preflight.files",
+    "preflight.page",
+    "preflight.png",
     "preflight.results",
+    "preflight.styled",
+    "preflight.sweep",
+    "preflight.sweep_verdict",
+    "preflight.terminal_plot",
+    "preflight.text",
     "pytest_plugin.causes",
     "pytest_plugin.stacks",
     "pytest_plugin.results",
@@ -87,7 +100,8 @@ _PURE = (
     "pytest_plugin.protocol",
 )
 #: Modules that may name torch.distributed. The launcher starts processes, the plugin gives a test its group, the others
-#: talk, hook or look; in a job only exchange communicates, over what torch_internals gives it.
+#: talk, hook or look; in a job only exchange communicates, over what torch_internals gives it, and preflight.in_step
+#: where the user's program asks for a sweep on all ranks.
 _DISTRIBUTED = (
     "exchange",
     "torch_internals",
@@ -99,6 +113,7 @@ _DISTRIBUTED = (
     "pytest_plugin",
     "testing",
     "equivalence",
+    "preflight.in_step",
 )
 _HEAVY = {"torch", "numpy", "rich", "click", "prometheus_client"}
 

@@ -14,6 +14,7 @@ from ddpdebug.errors import TargetError, UsageError, did_you_mean
 COMMANDS = (
     "run",
     "check",
+    "preflight",
     "verdict",
     "bisect",
     "equivalence",

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from ddpdebug.preflight.drawing_samples import Samples
 
 #: Computes the loss of a batch with a model: (scalar loss, what the model returned).
 LossOf = Callable[[torch.nn.Module, Any], tuple[torch.Tensor, Any]]
@@ -26,6 +29,8 @@ class Subject:
         micro_batches: per optimizer step.
         val_batches: of the validation data, where they are known.
         make_batches: starts the caller's input pipeline anew where that is possible (an iterable of batches).
+        samples: of the data sets, as the script's loaders and the user's own code give them.
+        settings: what the user told the checks: `expect_loss`, `causal`.
         facts: what the capture saw of the script besides (seeds, loaders, call sites), JSON values.
     """
 
@@ -36,4 +41,6 @@ class Subject:
     micro_batches: int = 1
     val_batches: Sequence[Any] = ()
     make_batches: Callable[[], Any] | None = None
+    samples: Samples | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)

@@ -286,3 +286,13 @@ def as_world(group: Any) -> Iterator[None]:
         yield
     finally:
         c10d._update_default_pg(before)
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """Let what asks for the default group find a world of this process, where there is a group of several ranks."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    with alone() as group, as_world(group):
+        yield

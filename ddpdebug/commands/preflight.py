@@ -1,0 +1,196 @@
+"""`ddpdebug preflight`: the checks that people keep in their heads, run on an unchanged script's own first steps."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ddpdebug.commands._target import Request, TargetCommand, click_option, prepare
+from ddpdebug.commands.equivalence import _load, _split
+from ddpdebug.config import Config, options
+from ddpdebug.errors import TargetError, UsageError
+from ddpdebug.preflight.groups import chosen
+from ddpdebug.runner import Attached, end_hard, run_script
+from ddpdebug.sinks.text import clean
+
+_TEXT = """Check a training script before it trains: data, parameters, initial loss, gradients, and more.
+
+The script runs unchanged until its first optimizer steps are done and is stopped then; everything after that works on
+copies. FACTORY is `package.module:build` or `file.py:build`, a function without arguments that returns
+`model, loss_fn, optimizer, batches`, in place of a script.
+
+Exit codes: 0 nothing wrong, 1 a check failed (with --fail-on warning: or warned), 2 wrong usage, 3 the script failed
+before its first optimizer step, or has none.
+"""
+_FAILED = 3
+_STEPS = 4
+
+
+@click.pass_context
+def _callback(ctx: click.Context, /, factory: str | None, only: str | None, **values: Any) -> Callable[[], int]:
+    """Check the line; run later, outside of click."""
+    told = {key: values.pop(key) for key in ("expect_loss", "causal")}
+    settings = {key: value for key, value in told.items() if value not in {None, False}}
+    given = {key: value for key, value in values.items() if value is not None}
+    groups = None if only is None else chosen(only)
+    if factory is not None:
+        if ctx.obj:
+            raise UsageError("give a script or --factory, not both")
+        path, name = _split(factory)
+        config = Config.load(given, os.environ, Path.cwd(), flags=True)
+        return lambda: _from_factory(path, name, config, groups, settings)
+    request = prepare(given, ctx.obj, "preflight")
+    return lambda: _from_script(request, groups, settings)
+
+
+command = TargetCommand(
+    "preflight",
+    callback=_callback,
+    help=_TEXT,
+    params=[
+        *(click_option(option) for option in options("preflight")),
+        click.Option(["--factory"], metavar="NAME", help="Examine what this function returns instead of a script."),
+        click.Option(["--only"], metavar="GROUP,...", help="Only these groups of checks, for example data,overfit."),
+        click.Option(["--expect-loss"], type=float, help="The loss to expect at first, where log C is not it."),
+        click.Option(["--causal"], is_flag=True, help="The model must not see later positions: test that."),
+    ],
+)
+
+
+# --- an unchanged script ----------------------------------------------------------------------------------------------
+
+
+def _from_script(request: Request, groups: Sequence[str] | None, settings: Mapping[str, Any]) -> int:
+    if not request.in_rank:
+        os.environ.update(_alone(os.environ))
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the checks look into the model, which is the same uncompiled
+    codes: list[int] = []
+    end_hard(lambda: codes[0] if codes else None)  # torch may abort while the interpreter ends
+    codes.append(_captured(request, groups, settings))
+    return codes[0]
+
+
+def _captured(request: Request, groups: Sequence[str] | None, settings: Mapping[str, Any]) -> int:
+    from ddpdebug.preflight.capture import Capture  # noqa: PLC0415 - loads torch, after the line is known to be right
+
+    capture = Capture(request.config.steps or _STEPS)
+    trouble = _run(request, capture)
+    if not capture.steps:
+        where = "its first optimizer step"
+        what = "the script ended without" if trouble is None else f"the script ended with {trouble} before"
+        hint = "; preflight needs a script that trains, or --factory" if trouble is None else ""
+        print(f"ddpdebug: error: {what} {where}{hint}", file=sys.stderr)
+        return _FAILED
+    subject = capture.subject()
+    if subject is None:
+        print("ddpdebug: error: no call of a model was seen before the optimizer's step", file=sys.stderr)
+        return _FAILED
+    if os.environ["RANK"] != "0":
+        return 0
+    subject.settings.update(settings)
+    note = f"{capture.steps} optimizer steps of {request.target.name}, {len(capture.tapes)} batches recorded"
+    if trouble is not None:
+        note += f"; the script ended with {trouble}"
+    return _examine(subject, request.config, groups, note)
+
+
+class _Closing:
+    """Takes the capture away when the script has ended, before its traceback is printed."""
+
+    def __init__(self, capture: Any) -> None:
+        self._capture = capture
+
+    def close(self, reason: str, exit_code: int | None) -> None:
+        """Leave the process as it was."""
+        del reason, exit_code
+        self._capture.close()
+
+
+def _run(request: Request, capture: Any) -> str | None:
+    """Run the script until it is stopped; return what it raised, after printing it as Python does."""
+
+    def before() -> Attached:
+        capture.install()
+        return _Closing(capture)
+
+    try:
+        run_script(request.target, before=before)
+    except TargetError:
+        raise
+    except SystemExit as error:
+        return None if error.code in {None, 0} else f"SystemExit: {error.code}"
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - the script's
+        sys.excepthook(type(error), error, error.__traceback__)
+        return type(error).__name__
+    return None
+
+
+def _alone(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what torchrun would set for a world of one process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ours = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    ours |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {key: value for key, value in ours.items() if key not in environ or key in {"RANK", "WORLD_SIZE"}}
+
+
+# --- a factory --------------------------------------------------------------------------------------------------------
+
+
+def _from_factory(
+    path: str, name: str, config: Config, groups: Sequence[str] | None, settings: Mapping[str, Any]
+) -> int:
+    from ddpdebug.preflight.api import subject_of  # noqa: PLC0415 - loads torch
+
+    made = _load(path, name)()
+    if not (isinstance(made, tuple) and len(made) == 4):
+        raise TargetError(f"{name!r} must return (model, loss_fn, optimizer, batches), not {type(made).__name__}")
+    try:
+        subject = subject_of(*made, **settings)
+    except UsageError as error:
+        raise TargetError(str(error)) from None
+    return _examine(subject, config, groups, f"{len(subject.batches)} batches of {path}:{name}")
+
+
+# --- examining and telling --------------------------------------------------------------------------------------------
+
+
+def _examine(subject: Any, config: Config, groups: Sequence[str] | None, note: str) -> int:
+    from ddpdebug.preflight.examine import examine  # noqa: PLC0415 - loads torch
+    from ddpdebug.preflight.files import write  # noqa: PLC0415
+    from ddpdebug.preflight.results import Status  # noqa: PLC0415
+
+    start = time.monotonic()
+    checks = examine(subject, groups)
+    print(f"ddpdebug: preflight: {clean(note)}; examined in {time.monotonic() - start:.1f} s", flush=True)
+    print(_lines(checks), end="", flush=True)
+    if config.out is not None:
+        try:
+            files = write(checks, config.out, f"preflight: {note}")
+            print(f"ddpdebug: written: {', '.join(map(str, files))}", flush=True)
+        except OSError as error:
+            print(f"ddpdebug: could not write {str(config.out)!r}: {error.strerror}", file=sys.stderr)
+    bad = {Status.FAIL, Status.WARN} if config.fail_on == "warning" else {Status.FAIL}
+    return int(any(check.status in bad for check in checks))
+
+
+def _lines(checks: Sequence[Any]) -> str:
+    width = shutil.get_terminal_size().columns
+    if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
+        from ddpdebug.preflight.styled import styled  # noqa: PLC0415 - loads rich
+
+        return styled(checks, width)
+    from ddpdebug.preflight.text import render  # noqa: PLC0415
+
+    return render(checks, max(100, width))

@@ -1,0 +1,52 @@
+"""Runs the groups of checks one after the other, each on copies, within a time limit, leaving everything as it was."""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from ddpdebug import torch_internals as internals
+from ddpdebug.errors import UsageError
+from ddpdebug.preflight.groups import GROUPS, chosen
+from ddpdebug.preflight.results import Check, Status
+from ddpdebug.preflight.subject import Subject
+from ddpdebug.preflight.surroundings import TimeUp, preserved, time_limit
+from ddpdebug.probes.guard import is_user_file, location
+
+#: Seconds for each group: together a preflight that people wait for, where a step takes a second or two.
+_SECONDS = 60.0
+
+
+def examine(subject: Subject, groups: Sequence[str] | None = None) -> list[Check]:
+    """Return what the checks of the groups say, or of all groups; one that raises is skipped and says why."""
+    wanted = list(GROUPS) if groups is None else chosen(",".join(groups))
+    checks: list[Check] = []
+    with internals.one_rank():
+        for group in GROUPS:
+            if group in wanted:
+                checks += _guarded(group, subject)
+    return checks
+
+
+def _guarded(group: str, subject: Subject) -> list[Check]:
+    try:
+        check = importlib.import_module(f"ddpdebug.preflight.{GROUPS[group]}").check
+        with preserved(), time_limit(_SECONDS), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch warns about the script has said already, or is found here
+            found: list[Check] = check(subject)
+    except Exception as error:  # noqa: BLE001 - the caller's model, or ours: no preflight ends in a traceback
+        return [Check(group=group, name="run", status=Status.SKIPPED, summary=_reason(error))]
+    return found
+
+
+def _reason(error: Exception) -> str:
+    """Say what was raised and where: in the user's code if it was there."""
+    if isinstance(error, TimeUp | UsageError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    frame: Any = next((f for f in reversed(frames) if is_user_file(f.filename)), frames[-1] if frames else None)
+    place = "" if frame is None else f" ({location(frame.filename, frame.lineno or 0)})"
+    return f"could not be done: {type(error).__name__}: {error}{place}"

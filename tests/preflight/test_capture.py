@@ -1,0 +1,448 @@
+"""What a script computes between forward and backward can be computed again with another model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ddpdebug.errors import StopRun
+from ddpdebug.preflight.capture import Capture
+from ddpdebug.preflight.copies import copied
+from ddpdebug.preflight.examine import examine
+from ddpdebug.preflight.results import Check, Status
+from ddpdebug.preflight.subject import Subject
+
+X, Y = torch.randn(16, 6, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 3
+
+
+def model() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+@pytest.fixture
+def capture() -> Iterator[Capture]:
+    found = Capture(steps=2)
+    found.install()
+    yield found
+    found.close()
+
+
+def captured(capture: Capture, script: Callable[[], Any]) -> Subject:
+    """Run a script until it is stopped."""
+    with pytest.raises(StopRun):
+        script()
+    capture.close()
+    subject = capture.subject()
+    assert subject is not None
+    return subject
+
+
+def gradients(loss: torch.Tensor, net: nn.Module) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(loss, list(net.parameters())))
+
+
+def compare(subject: Subject, number: int, expected: Callable[[nn.Module], torch.Tensor]) -> None:
+    """A tape with a copy gives the loss and the gradients of what the script wrote."""
+    one, other = copied(subject.model), copied(subject.model)
+    torch.manual_seed(9)
+    loss, _ = subject.loss_of(one, subject.batches[number])
+    torch.manual_seed(9)
+    wanted = expected(other)
+    assert torch.equal(loss, wanted)
+    for a, b in zip(gradients(loss, one), gradients(wanted, other), strict=True):
+        assert torch.equal(a, b)
+
+
+def train(loss_of: Callable[[nn.Module], torch.Tensor]) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, betas=(0.8, 0.9), weight_decay=0.1)
+    for _ in range(9):
+        optimizer.zero_grad()
+        loss_of(net).backward()
+        optimizer.step()
+
+
+class _Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value * 3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 3
+
+
+def plain(net: nn.Module) -> torch.Tensor:
+    return functional.cross_entropy(net(X), Y)
+
+
+def module_loss(net: nn.Module) -> torch.Tensor:
+    return nn.CrossEntropyLoss(label_smoothing=0.1)(net(X.clone()).float(), Y.long())
+
+
+def two_forwards(net: nn.Module) -> torch.Tensor:
+    return (net(X) - net(X + 0.1)).square().sum() + 0.5 * net(X)[:, 0].mean()
+
+
+def penalty(net: nn.Module) -> torch.Tensor:
+    loss = plain(net)
+    return loss + 0.01 * sum(p.square().sum() for p in net.parameters())
+
+
+def in_place(net: nn.Module) -> torch.Tensor:
+    out = net(X) * 1.0
+    out[Y == 1] = 0.0
+    total = torch.zeros(())
+    total += out.exp().mean()
+    total.mul_(2.0)
+    return total
+
+
+def own_function(net: nn.Module) -> torch.Tensor:
+    return _Own.apply(net(X)).square().mean()
+
+
+def noise(net: nn.Module) -> torch.Tensor:
+    out = net(X)
+    return (out + torch.randn_like(out)).square().mean()
+
+
+def gradient_penalty(net: nn.Module) -> torch.Tensor:
+    x = X.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+    return slope.square().mean() + net(x).mean()
+
+
+def cast(net: nn.Module) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = net(X)
+    return functional.cross_entropy(out.float(), Y)
+
+
+LOSSES = [plain, module_loss, two_forwards, penalty, in_place, own_function, noise, gradient_penalty, cast]
+
+
+@pytest.mark.parametrize("loss_of", LOSSES, ids=lambda f: f.__name__)
+def test_a_tape_is_the_loss(capture: Capture, loss_of: Callable[[nn.Module], torch.Tensor]) -> None:
+    """Bit for bit, with its gradients, for a model from before the first step."""
+    subject = captured(capture, lambda: train(loss_of))
+    assert len(subject.batches) == 2
+    for parameter, other in zip(subject.model.parameters(), model().parameters(), strict=True):
+        assert torch.equal(parameter, other)
+    assert int(subject.model[1].num_batches_tracked) == 0  # type: ignore[index]
+    compare(subject, 0, loss_of)
+    compare(subject, 1, loss_of)
+
+
+def test_the_optimizer_is_made_anew(capture: Capture) -> None:
+    """Of the same class and settings, for a copy of the model, without state."""
+    subject = captured(capture, lambda: train(plain))
+    assert subject.optimizer_for is not None
+    twin = copied(subject.model)
+    made = subject.optimizer_for(twin)
+    assert (type(made), made.state) == (torch.optim.AdamW, {})
+    (group,) = made.param_groups
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (0.01, (0.8, 0.9), 0.1)
+    assert [id(p) for p in group["params"]] == [id(p) for p in twin.parameters()]
+
+
+def test_accumulation_and_a_scaler(capture: Capture) -> None:
+    """Each micro-batch has its tape, and the loss is the unscaled one; skipped steps are no micro-batches."""
+
+    def script() -> None:
+        net, scaler = model(), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(9):
+            for half in (slice(0, 8), slice(8, 16)):
+                scaler.scale(functional.cross_entropy(net(X[half]), Y[half]) / 2).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    subject = captured(capture, script)
+    assert (subject.micro_batches, len(subject.batches)) == (2, 4)
+    compare(subject, 1, lambda net: functional.cross_entropy(net(X[8:]), Y[8:]) / 2)
+
+
+def test_a_closure(capture: Capture) -> None:
+    """The model is taken before the first forward, though all of the step happens inside the optimizer."""
+
+    def script() -> None:
+        net = model()
+        optimizer = torch.optim.LBFGS(net.parameters(), max_iter=2)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = plain(net)
+            loss.backward()
+            return loss
+
+        for _ in range(9):
+            optimizer.step(closure)
+
+    subject = captured(capture, script)
+    compare(subject, 0, plain)
+    assert subject.optimizer_for is not None
+    assert type(subject.optimizer_for(copied(subject.model))) is torch.optim.LBFGS
+
+
+@dataclass
+class _Output:
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+class _WithLoss(nn.Module):
+    """Returns its loss, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = model()
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> _Output:
+        logits = self.net(inputs)
+        return _Output(functional.cross_entropy(logits, labels), logits)
+
+
+def test_a_model_that_returns_its_loss(capture: Capture) -> None:
+    """The loss is a part of the output."""
+
+    def script() -> None:
+        torch.manual_seed(0)
+        net = _WithLoss()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(9):
+            net(inputs=X, labels=Y).loss.backward()
+            optimizer.step()
+
+    subject = captured(capture, script)
+    compare(subject, 0, lambda net: plain(net.net))  # type: ignore[arg-type]
+
+
+def test_parts_of_a_model_are_called(capture: Capture) -> None:
+    """A loss from methods is a tape over the parts of the model that holds them."""
+
+    class Coder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.down, self.up = nn.Linear(6, 2), nn.Linear(2, 6)
+
+    def loss_of(net: Any) -> torch.Tensor:
+        return functional.mse_loss(net.up(net.down(X).tanh()), X)
+
+    def script() -> None:
+        net = Coder()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(9):
+            loss_of(net).backward()
+            optimizer.step()
+
+    subject = captured(capture, script)
+    assert type(subject.model) is Coder
+    compare(subject, 0, loss_of)
+
+
+def test_two_models_and_two_optimizers(capture: Capture) -> None:
+    """The first optimizer's loss is recorded, over both models."""
+    z = torch.randn(16, 2, generator=torch.Generator().manual_seed(1))
+
+    def critic_loss(makes: nn.Module, judges: nn.Module) -> torch.Tensor:
+        return judges(makes(z).detach()).mean() - judges(X).mean()
+
+    def script() -> None:
+        torch.manual_seed(4)
+        makes, judges = nn.Linear(2, 6), nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 1))
+        first, second = torch.optim.SGD(judges.parameters(), 0.1), torch.optim.SGD(makes.parameters(), 0.1)
+        for _ in range(9):
+            critic_loss(makes, judges).backward()
+            first.step()
+            (-judges(makes(z)).mean()).backward()
+            second.step()
+
+    subject = captured(capture, script)
+    assert len(subject.batches) == 2
+    net = copied(subject.model)
+    loss, _ = subject.loss_of(net, subject.batches[0])
+    makes, judges = copy.deepcopy(net)  # type: ignore[misc]
+    assert torch.equal(loss, critic_loss(makes, judges))
+    assert subject.facts["trained"] == ["1.0.weight", "1.0.bias", "1.2.weight", "1.2.bias"]
+
+
+def test_a_loss_that_cannot_be_recorded(capture: Capture) -> None:
+    """It says why, and the model and its optimizer are there."""
+
+    def script() -> None:
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(9):
+            net(X).backward(torch.ones(16, 3))
+            optimizer.step()
+
+    subject = captured(capture, script)
+    assert (list(subject.batches), subject.facts["not_recorded"]) == ([], "backward was not called on one scalar loss")
+
+
+def test_nothing_stays_behind(capture: Capture) -> None:
+    """After it is closed torch is as it was before."""
+    capture.close()
+    before = {owner: dict(vars(owner)) for owner in (nn.Module, torch.optim.Optimizer, torch.amp.GradScaler)}
+    other = Capture()
+    other.install()
+    assert any(dict(vars(owner)) != known for owner, known in before.items())
+    other.close()
+    assert all(dict(vars(owner)) == known for owner, known in before.items())
+    assert torch.autograd.backward.__name__ == "backward"
+    assert not hasattr(torch.autograd.backward, "__wrapped__")
+
+
+def test_loaders_are_told_apart(capture: Capture) -> None:
+    """Samples come from the loader that trains and from another one; a generator of theirs is put back."""
+    data, other = (torch.utils.data.TensorDataset(X + shift, Y) for shift in (0, 1))
+    generator = torch.Generator().manual_seed(5)
+
+    def script() -> None:
+        train_loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, generator=generator)
+        torch.utils.data.DataLoader(other, batch_size=8)
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for inputs, labels in train_loader:
+            functional.cross_entropy(net(inputs), labels).backward()
+            optimizer.step()
+
+    subject = captured(capture, script)
+    assert subject.samples is not None
+    assert subject.samples.trouble is None
+    assert sorted(float(x.sum()) for x, _ in subject.samples.train) == sorted(float(x.sum()) for x in X)
+    assert len(subject.samples.repeats) == 8
+    assert [(loader["trains"], loader["batch_size"]) for loader in subject.facts["loaders"]] == [(True, 4), (False, 8)]
+    expected = torch.Generator().manual_seed(5)
+    torch.empty((), dtype=torch.int64).random_(generator=expected)  # the loader's base seed
+    torch.randperm(16, generator=expected)
+    assert subject.make_batches is not None
+    assert len(list(subject.make_batches())) == 4
+
+
+def looked_at(subject: Subject, group: str, name: str) -> Check:
+    return next(check for check in examine(subject, [group]) if check.name == name)
+
+
+def test_two_optimizers_that_share_a_parameter(capture: Capture) -> None:
+    """It is stepped twice, which is found; an optimizer that was rebuilt and never steps again is none."""
+
+    def script() -> None:
+        net = model()
+        torch.optim.SGD(net.parameters(), lr=0.1)
+        first, second = torch.optim.SGD(net.parameters(), lr=0.1), torch.optim.SGD(net[3].parameters(), lr=0.1)
+        for _ in range(9):
+            plain(net).backward()
+            second.step()
+            first.step()
+
+    check = looked_at(captured(capture, script), "parameters", "in the optimizer")
+    assert (check.status, check.evidence["twice"]) == (Status.FAIL, ["3.bias", "3.weight"])
+
+
+def test_modes_of_a_script(capture: Capture) -> None:
+    """Training in eval mode is an error, an evaluation in train mode a warning."""
+
+    def script() -> None:
+        net = model().eval()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(9):
+            plain(net).backward()
+            optimizer.step()
+
+    check = looked_at(captured(capture, script), "gradient flow", "train mode")
+    assert (check.status, check.code) == (Status.FAIL, "RCP804")
+
+
+@pytest.mark.parametrize("forgotten", [True, False])
+def test_the_mode_of_an_evaluation(capture: Capture, forgotten: bool) -> None:
+    """A forward without gradients between the steps has its mode noted."""
+
+    def script() -> None:
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(9):
+            plain(net).backward()
+            optimizer.step()
+            net.train(forgotten)
+            with torch.no_grad():
+                net(X)
+            net.train()
+
+    found = {check.name: check.code for check in examine(captured(capture, script), ["gradient flow"])}
+    assert found.get("evaluation mode") == ("RCP805" if forgotten else None)
+
+
+def test_no_grad_around_a_part_that_is_not_frozen(capture: Capture) -> None:
+    """It is a warning where the optimizer holds the part, and none where it is frozen or left out."""
+
+    class Probe(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.body, self.head = nn.Linear(6, 4), nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                features = self.body(x).tanh()
+            return self.head(features)
+
+    def script() -> None:
+        net = Probe()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(9):
+            plain(net).backward()
+            optimizer.step()
+
+    subject = captured(capture, script)
+    check = looked_at(subject, "parameters", "reached by the loss")
+    assert (check.status, check.code, check.evidence["not reached"]) == (
+        Status.WARN,
+        "RCP810",
+        ["body.weight", "body.bias"],
+    )
+    subject.model.body.requires_grad_(False)  # type: ignore[operator, union-attr]
+    assert looked_at(subject, "parameters", "reached by the loss").status is Status.PASS
+
+
+def test_what_is_told_of_the_parameters(capture: Capture) -> None:
+    """Frozen, tied and equal parameters, and decay on biases, are information."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.one, self.two, self.three = (nn.Linear(6, 6) for _ in range(3))
+            self.two.weight = self.one.weight
+            self.three.load_state_dict(self.one.state_dict())
+            self.fixed = nn.Parameter(torch.randn(200), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.three(self.two(self.one(x))) * self.fixed.mean()
+
+    def script() -> None:
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.1)
+        for _ in range(9):
+            net(X).square().mean().backward()
+            optimizer.step()
+
+    checks = {check.name: check for check in examine(captured(capture, script), ["parameters"])}
+    assert checks["tied weights"].summary == "tied: one.weight = two.weight"
+    assert "one.weight = three.weight" in checks["equal weights"].summary
+    assert checks["frozen"].code == "RCP812"
+    assert "3 scales and biases" in checks["decay of norms and biases"].summary
+    rows = {row[0]: row for row in checks["table"].tables[0].rows}
+    assert rows["one.weight"][1:7] == ("6 x 6", "float32", "yes", 0, 0.1, 0.1)
+    assert {check.status for check in checks.values()} <= {Status.INFO, Status.PASS}
