@@ -10,7 +10,7 @@ import torch
 
 from ddpdebug.forensics.lines import line_of
 from ddpdebug.preflight.results import Check, Status, Table
-from ddpdebug.preflight.seed_watch import torch_is_seeded
+from ddpdebug.preflight.seed_watch import NOT_USED, torch_is_seeded
 from ddpdebug.preflight.subject import Subject
 from ddpdebug.preflight.trials import attempt, kept_random_state
 from ddpdebug.preflight.two_runs import Difference, Twice
@@ -68,9 +68,10 @@ def _generators(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
         ("torch", "torch, CPU"),
     ):
         known = name == "torch" or seen is not None
-        seeded = bool(seen and name in seen) or (name == "torch" and torch_is_seeded())
-        place = f"at {seen[name]}" if seen and name in seen else ""
-        rows.append((what, "seeded" if seeded else "not seeded" if known else "unknown", place))
+        place = (seen or {}).get(name, "")
+        seeded = bool(place) or (name == "torch" and torch_is_seeded())
+        state = place if place == NOT_USED else "seeded" if seeded else "not seeded" if known else "unknown"
+        rows.append((what, state, f"at {place}" if state == "seeded" and place else ""))
     if torch.cuda.is_available():
         seeded = bool(seen and ("cuda" in seen or "torch" in seen)) or torch_is_seeded()
         rows.append(("torch, CUDA", "seeded" if seeded else "not seeded", "torch.manual_seed seeds it too"))
