@@ -44,8 +44,7 @@ Severities: `critical` (the run is wrong or dead from this step on), `error` (wr
 look), `info` (worth knowing; never fails a check).
 
 **Detected** codes are raised by this version, those marked `preflight` by `ddpdebug preflight` and not while training.
-**Planned** ones are not: their rules do not exist yet, and a run without
-them says nothing about them."""
+**Planned** ones are not: their rules do not exist yet, and a run without them says nothing about them."""
 
 _METRICS_HEAD = """\
 # Metrics

@@ -19,7 +19,7 @@ from ddpdebug.sinks.text import counted
 
 GROUP = "determinism"
 CODE = "RCP815"
-SECONDS = 10.0
+SECONDS = 6.0
 #: An optimizer's state is made in the first step and used from the second on; the third shows that it went on.
 STEPS = 3
 #: The share of the time after which no third step is begun: a second run of the same length follows.
