@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 
-
 class Agent(nn.Module):
     def __init__(self):
         super().__init__()

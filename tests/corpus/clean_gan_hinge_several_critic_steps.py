@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 
-
 def spiral(gen, n=64):
     t = 6 * torch.rand(n, 1, generator=gen)
     return torch.cat([t * t.cos(), t * t.sin()], 1) / 4 + 0.03 * torch.randn(n, 2, generator=gen)

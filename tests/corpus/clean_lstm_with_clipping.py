@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 
-
 def brackets(gen, n=16, length=24):
     steps = torch.randint(0, 2, (n, length + 1), generator=gen)
     depth = torch.zeros(n, dtype=torch.long)

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 
-
 class Transformer(nn.Module):
     def __init__(self, vocabulary=16, width=32, length=12):
         super().__init__()

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 
-
 class Autoencoder(nn.Module):
     def __init__(self, width=36, latent=4):
         super().__init__()

@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 FAULT = os.environ.get("FAULT", "0") == "1"
 
 
-
 def moons(gen, n=64):
     angle = 3.1416 * torch.rand(n, generator=gen)
     upper = torch.randint(0, 2, (n,), generator=gen)

@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 FAULT = os.environ.get("FAULT", "0") == "1"
 
 
-
 def events(gen, n=64):
     readings = torch.randn(n, 20, generator=gen)
     return readings, (readings[:, :3].sum(1) > 2.5).float()

@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 FAULT = os.environ.get("FAULT", "0") == "1"
 
 
-
 def bars(gen, n=48):
     kind = torch.randint(0, 3, (n,), generator=gen)
     pictures = 0.3 * torch.rand(n, 1, 12, 12, generator=gen)

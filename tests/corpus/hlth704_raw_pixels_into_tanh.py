@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 FAULT = os.environ.get("FAULT", "0") == "1"
 
 
-
 def pictures(gen, n=64):
     left = torch.randint(0, 2, (n,), generator=gen)
     image = torch.randint(0, 120, (n, 8, 8), generator=gen).float()

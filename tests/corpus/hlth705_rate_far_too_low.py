@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 FAULT = os.environ.get("FAULT", "0") == "1"
 
 
-
 def flowers(gen, n=48):
     kind = torch.randint(0, 3, (n,), generator=gen)
     centre = torch.tensor([[5.0, 3.4, 1.5, 0.2], [5.9, 2.8, 4.3, 1.3], [6.6, 3.0, 5.5, 2.0]])

@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 FAULT = os.environ.get("FAULT", "0") == "1"
 
 
-
 def waves(gen, n=64):
     x = 6 * torch.rand(n, 1, generator=gen) - 3
     return x, torch.sin(2 * x) + 0.1 * torch.randn(n, 1, generator=gen)

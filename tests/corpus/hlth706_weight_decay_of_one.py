@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 FAULT = os.environ.get("FAULT", "0") == "1"
 
 
-
 class Mixer(nn.Module):
     def __init__(self, tokens=6, width=16):
         super().__init__()

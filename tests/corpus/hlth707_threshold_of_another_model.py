@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 FAULT = os.environ.get("FAULT", "0") == "1"
 
 
-
 def houses(gen, n=64):
     features = torch.randn(n, 8, generator=gen)
     price = 20 + features @ torch.arange(1.0, 9.0) + torch.randn(n, generator=gen)

@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 FAULT = os.environ.get("FAULT", "0") == "1"
 
 
-
 def load(gen, n=32):
     phase = 6.2832 * torch.rand(n, 1, generator=gen)
     hours = torch.arange(13.0)

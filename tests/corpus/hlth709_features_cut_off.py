@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 FAULT = os.environ.get("FAULT", "0") == "1"
 
 
-
 class Bounded(nn.Module):
     def forward(self, x):
         x = torch.relu(x)

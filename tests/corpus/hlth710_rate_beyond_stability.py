@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 FAULT = os.environ.get("FAULT", "0") == "1"
 
 
-
 def readings(gen, n=64):
     x = torch.randn(n, 6, generator=gen) * torch.tensor([1.0, 1.0, 3.0, 1.0, 2.0, 1.0])
     return x, (x @ torch.tensor([0.5, -1.0, 0.3, 2.0, 0.1, 1.0]))[:, None]

@@ -23,7 +23,6 @@ import ddpdebug
 FAULT = os.environ.get("FAULT", "0") == "1"
 
 
-
 def samples(seed, n):
     gen = torch.Generator().manual_seed(seed)
     x = torch.randn(n, 30, generator=gen)

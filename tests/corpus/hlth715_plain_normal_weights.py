@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 FAULT = os.environ.get("FAULT", "0") == "1"
 
 
-
 def initialise(layer):
     if isinstance(layer, nn.Linear):
         nn.init.normal_(layer.weight, std=1.0 if FAULT else layer.in_features**-0.5)

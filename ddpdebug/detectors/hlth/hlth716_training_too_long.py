@@ -12,8 +12,8 @@ from ddpdebug.detectors.hlth.samples import BROKEN
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
 
-#: A later value this near to the best one is nearly an improvement, and resets the patience.
-_NEAR = 0.01
+#: An improvement is lower than the best value before by this share: the best of many values falls by chance.
+_LEAST = 0.005
 
 
 class TrainingTooLong(LossRule):
@@ -48,7 +48,7 @@ class TrainingTooLong(LossRule):
     )
     silent_on = (
         losses(80, lambda i: 2.0, val_loss=lambda i: 1.0 / (1 + 0.01 * i) if i % 4 == 3 else math.nan),
-        losses(80, lambda i: 2.0, val_loss=lambda i: 1.0 if i in {11, 51} else 1.2 if i % 4 == 3 else math.nan),
+        losses(70, lambda i: 2.0, val_loss=lambda i: 1.0 - 0.3 * (i > 35) if i % 4 == 3 else math.nan),
         losses(80, lambda i: 2.0),
     )
 
@@ -67,12 +67,14 @@ class TrainingTooLong(LossRule):
         yield from self._evaluate(step, history)
 
     def _evaluate(self, step: Step, history: list[tuple[int, float, float]]) -> Iterator[Finding]:
-        lowest = min(value for _, value, _ in history)
-        near = [i for i, (_, value, _) in enumerate(history) if value <= lowest + _NEAR * abs(lowest)]
-        since = len(history) - 1 - near[-1]
+        best = 0
+        for place, (_, value, _) in enumerate(history):
+            if value < history[best][1] - _LEAST * abs(history[best][1]):
+                best = place
+        since, lowest = len(history) - 1 - best, history[best][1]
         if since >= self.limit("too_long_evaluations") and 2 * since >= len(history) and self.once(step, ""):
             yield self.finding(
-                step=history[near[-1]][0],
+                step=history[best][0],
                 last_step=step.step,
                 ranks=tuple(step.rows),
                 subject=("val_loss",),
