@@ -43,8 +43,8 @@ Every problem that ddpdebug reports has a stable code. This page is made from th
 Severities: `critical` (the run is wrong or dead from this step on), `error` (wrong in part), `warning` (a person should
 look), `info` (worth knowing; never fails a check).
 
-**Detected** codes are raised by this version. **Planned** ones are not: their rules do not exist yet, and a run without
-them says nothing about them."""
+**Detected** codes are raised by this version, those marked `preflight` by `ddpdebug preflight` and not while training.
+**Planned** ones are not: their rules do not exist yet, and a run without them says nothing about them."""
 
 _METRICS_HEAD = """\
 # Metrics
@@ -131,12 +131,13 @@ def _family_rows(families: Mapping[str, Sequence[Page]]) -> Iterator[tuple[str, 
 
 
 def _code_row(page: Page) -> tuple[str, ...]:
-    state = "detected" if page.detected else "planned"
+    state = page.found_by or ("detected" if page.detected else "planned")
     return f"[{page.code}](#{page.code.lower()})", page.severity.label, page.title, state
 
 
 def _section(page: Page) -> str:
     state = "detected" if page.detected else "**planned**: no rule of this version raises it"
+    state += f" by `ddpdebug {page.found_by}`" if page.found_by else ""
     prose = page.prose
     lines = [f"### {page.code}", f"{page.severity.label} · {page.title} · {state}", _line(prose["meaning"])]
     if page.detected:
@@ -144,7 +145,8 @@ def _section(page: Page) -> str:
         lines.append("*Causes*, the likeliest first:")
         lines.append("\n".join(f"{i}. {_line(text)}" for i, text in enumerate(prose["causes"], 1)))
         lines.append("*Remedy:*")
-        lines.append("\n".join(f"- {_line(text)}" for text in prose["remedy"]))
+        remedies = [prose["remedy"]] if isinstance(prose["remedy"], str) else prose["remedy"]
+        lines.append("\n".join(f"- {_line(text)}" for text in remedies))
     return "\n\n".join(lines)
 
 

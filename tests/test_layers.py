@@ -82,6 +82,7 @@ _PURE = (
     "preflight.drawing",
     "preflight.figures",
     "preflight.files",
+    "preflight.overfit_shapes",
     "preflight.page",
     "preflight.png",
     "preflight.results",

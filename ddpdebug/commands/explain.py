@@ -33,6 +33,7 @@ class Page:
     title: str
     prose: dict[str, Any]  # as `runbook` returns it
     detected: bool
+    found_by: str = ""  # the command that finds it, where no rule does while training
 
 
 def pages() -> dict[str, Page]:
@@ -53,7 +54,8 @@ def pages() -> dict[str, Page]:
             severity=table["severity"],
             title=table["title"],
             prose=table,
-            detected=False,
+            detected="found_by" in table,
+            found_by=table.get("found_by", ""),
         )
     return dict(sorted(found.items()))
 
@@ -88,6 +90,8 @@ def _print_page(page: Page) -> None:
     console.print(Text.assemble((page.code, "bold"), f"  {page.severity.label}  ", (page.title, "bold")))
     if not page.detected:
         console.print(Text("not detected yet: no rule of this version raises it", "yellow"))
+    if page.found_by:
+        console.print(Text(f"found by `ddpdebug {page.found_by}`, not while training", "cyan"))
     for name in ("meaning", "impact", "diagnosis", "causes", "remedy"):
         body = page.prose.get(name)
         if body:

@@ -28,7 +28,10 @@ def catalog() -> list[type[Detector]]:
 
 
 def planned() -> dict[str, dict[str, Any]]:
-    """Return the codes that the catalogue promises and no rule detects yet: code -> its prose, sorted by code."""
+    """Return the codes of the catalogue that no rule detects: code -> its prose, sorted by code.
+
+    Those with a key `found_by` are found by a command, for example `preflight`; the others are not found yet.
+    """
     text = resources.files(detectors).joinpath("planned.toml").read_text(encoding="utf-8")
     done = {rule.code for rule in catalog()}
     tables = tomllib.loads(text)

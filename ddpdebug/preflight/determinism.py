@@ -10,7 +10,7 @@ import torch
 
 from ddpdebug.forensics.lines import line_of
 from ddpdebug.preflight.results import Check, Status, Table
-from ddpdebug.preflight.seed_watch import torch_is_seeded
+from ddpdebug.preflight.seed_watch import NOT_USED, torch_is_seeded
 from ddpdebug.preflight.subject import Subject
 from ddpdebug.preflight.trials import attempt, kept_random_state
 from ddpdebug.preflight.two_runs import Difference, Twice
@@ -19,7 +19,7 @@ from ddpdebug.sinks.text import counted
 
 GROUP = "determinism"
 CODE = "RCP815"
-SECONDS = 10.0
+SECONDS = 6.0
 #: An optimizer's state is made in the first step and used from the second on; the third shows that it went on.
 STEPS = 3
 #: The share of the time after which no third step is begun: a second run of the same length follows.
@@ -68,9 +68,10 @@ def _generators(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
         ("torch", "torch, CPU"),
     ):
         known = name == "torch" or seen is not None
-        seeded = bool(seen and name in seen) or (name == "torch" and torch_is_seeded())
-        place = f"at {seen[name]}" if seen and name in seen else ""
-        rows.append((what, "seeded" if seeded else "not seeded" if known else "unknown", place))
+        place = (seen or {}).get(name, "")
+        seeded = bool(place) or (name == "torch" and torch_is_seeded())
+        state = place if place == NOT_USED else "seeded" if seeded else "not seeded" if known else "unknown"
+        rows.append((what, state, f"at {place}" if state == "seeded" and place else ""))
     if torch.cuda.is_available():
         seeded = bool(seen and ("cuda" in seen or "torch" in seen)) or torch_is_seeded()
         rows.append(("torch, CUDA", "seeded" if seeded else "not seeded", "torch.manual_seed seeds it too"))

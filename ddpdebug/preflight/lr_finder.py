@@ -29,11 +29,11 @@ from ddpdebug.preflight.trials import attempt, backward, copies, copy_of_batch, 
 #: The range of fastai's finder: below nothing moves, above everything breaks.
 LOWEST, HIGHEST = 1e-7, 10.0
 STEPS = 100
-SECONDS = 15.0
+SECONDS = 12.0
 #: Fewer steps over eight decades say nothing: the rate would grow more than twofold in each.
 LEAST_STEPS = 30
 #: What a sweep may take of the time that it was given when its steps turn out slower than the first ones.
-_OVERTIME = 1.5
+_OVERTIME = 1.3
 #: Steps at the lowest rate that tell how long one takes; the first is slow for other reasons.
 _TRIALS = 3
 #: A first step that takes this part of the time says enough, however slow first steps are.

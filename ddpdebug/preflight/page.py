@@ -10,7 +10,7 @@ from itertools import groupby
 from ddpdebug.preflight.drawing import svg
 from ddpdebug.preflight.png import data_uri, png
 from ddpdebug.preflight.results import Check, Picture, Status, Table
-from ddpdebug.preflight.text import WORDS, cell
+from ddpdebug.preflight.text import WORDS, cell, needs_a_look
 from ddpdebug.sinks.text import clean, evidence_lines
 
 _MAX_ROWS = 200
@@ -42,6 +42,7 @@ border-left: .4rem solid var(--tone); }}
 .counts b {{ display: block; font-size: 1.35rem; }}
 .strip {{ display: flex; flex-wrap: wrap; gap: .3rem 1.1rem; margin: 0 0 1.5rem; font-size: .85rem; }}
 .strip div {{ display: flex; align-items: center; gap: .2rem; }} .strip span {{ margin-right: .2rem; }}
+.looks {{ list-style: none; padding: 0; margin: 0 0 1rem; }} .looks li {{ display: flex; gap: .5rem; margin: .2rem 0; }}
 .sign {{ display: inline-block; width: 1.35em; height: 1.35em; line-height: 1.35em; text-align: center; \
 border-radius: .25em; background: var(--tone); color: #fff; font-weight: 700; text-decoration: none; flex: none; }}
 .pass {{ --tone: #00785a; }} .warn {{ --tone: #9a6700; }} .fail {{ --tone: #c04a00; }} .info {{ --tone: #0072B2; }}
@@ -80,6 +81,7 @@ def page(checks: Sequence[Check], title: str) -> str:
     """Return the page as HTML."""
     numbered = list(enumerate(checks))
     parts = [_HEAD.format(title=_text(title)), f"<h1>{_text(title)}</h1>", _counts(checks), _strip(numbered)]
+    parts.append(_looks(numbered))
     for group, members in groupby(numbered, lambda pair: pair[1].group):
         parts.append(f"<section><h2>{_text(group)}</h2>")
         parts += [_check(check, number) for number, check in members]
@@ -115,6 +117,18 @@ def _strip(numbered: Iterable[tuple[int, Check]]) -> str:
     return f'<div class="strip">{"".join(parts)}</div>'
 
 
+def _looks(numbered: Sequence[tuple[int, Check]]) -> str:
+    """Return a list of what is wrong and what looks wrong, in this order, each with its sentence."""
+    items = []
+    for status in (Status.FAIL, Status.WARN):
+        for number, check in numbered:
+            if check.status is status:
+                sign = f'<a class="sign {status.value}" href="#check-{number}">{_SIGNS[status]}</a>'
+                name = f'<a href="#check-{number}">{_text(check.group)}: {_text(check.name)}</a>'
+                items.append(f"<li>{sign}<span>{name} - {_text(check.summary, 200)}</span></li>")
+    return f'<ul class="looks">{"".join(items)}</ul>' if items else ""
+
+
 def _check(check: Check, number: int) -> str:
     sign = f'<span class="sign {check.status.value}">{_SIGNS[check.status]}</span>'
     code = f'<span class="code">{_text(check.code, 20)}</span>' if check.code else ""
@@ -132,13 +146,13 @@ def _check(check: Check, number: int) -> str:
 
 
 def _facts(check: Check) -> str:
-    grave = check.status in {Status.WARN, Status.FAIL}
-    rows = [("evidence", "<br>".join(map(escape, evidence_lines(check.evidence))) if grave else "")]
+    shown = needs_a_look(check)
+    rows = [("evidence", "<br>".join(map(escape, evidence_lines(check.evidence))) if shown else "")]
     for label, tag, texts in (("perhaps", "ol", check.hypotheses), ("next", "ul", check.actions)):
         items = "".join(f"<li>{_text(text, _LIMIT)}</li>" for text in texts)
         rows.append((label, f"<{tag}>{items}</{tag}>" if items else ""))
-    shown = "".join(f"<dt>{label}</dt><dd>{content}</dd>" for label, content in rows if content)
-    return f"<dl>{shown}</dl>" if shown else ""
+    facts = "".join(f"<dt>{label}</dt><dd>{content}</dd>" for label, content in rows if content)
+    return f"<dl>{facts}</dl>" if facts else ""
 
 
 def _table(table: Table) -> str:

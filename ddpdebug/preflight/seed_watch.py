@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import random
 import sys
 from collections.abc import Callable
 from typing import Any, Self
@@ -22,26 +23,35 @@ _DOORS: tuple[tuple[str, str, str], ...] = (
 )
 
 
+NOT_USED = "not used"
+
+
 class SeedWatch:
     """Stands before the functions that seed; `seeded` goes into `Subject.facts["seeded"]`.
 
-    A script that has imported one of them by name before this began is not seen.
+    It holds the place by the generator's name; `NOT_USED` for one that nobody seeded and nobody drew from until the
+    end. A script that has imported one of the functions by name before this began is not seen.
     """
 
     def __init__(self) -> None:
         self.seeded: dict[str, str] = {}
         self._undo: list[Callable[[], None]] = []
+        self._states: dict[str, str] = {}
 
     def __enter__(self) -> Self:
         for generator, name, function in _DOORS:
             module: Any = sys.modules.get(name) or _imported(name)
             if module is not None:
                 self._stand(generator, module, function)
+        self._states = _states()
         return self
 
     def __exit__(self, *_: object) -> None:
         while self._undo:
             self._undo.pop()()
+        for generator, state in _states().items():
+            if self._states.get(generator) == state:
+                self.seeded.setdefault(generator, NOT_USED)
 
     def _stand(self, generator: str, module: Any, name: str) -> None:
         original = getattr(module, name)
@@ -55,6 +65,15 @@ class SeedWatch:
 
         setattr(module, name, seeding)
         self._undo.append(lambda: setattr(module, name, original))
+
+
+def _states() -> dict[str, str]:
+    """Return the states of the generators that do not tell by themselves whether they are seeded."""
+    found = {"random": repr(random.getstate())}
+    numpy = _imported("numpy.random")
+    if numpy is not None:
+        found["numpy"] = repr([getattr(part, "tobytes", lambda part=part: part)() for part in numpy.get_state()])
+    return found
 
 
 def _imported(name: str) -> Any:

@@ -48,13 +48,14 @@ def report(checks: Sequence[Check], width: int, *, color: bool = False) -> list[
         lines.append([(clean(group, 60), "bold")])
         for check in members:
             lines += _row(check, room, width)
-    for check in checks:
-        if _needs_a_look(check) or (check.group in _DRAWN and check.plots):
+    for check in sorted(checks, key=lambda check: list(WORDS).index(check.status)):
+        if needs_a_look(check) or (check.group in _DRAWN and check.plots):
             lines += [[], *_details(check, width, color=color)]
     return lines
 
 
-def _needs_a_look(check: Check) -> bool:
+def needs_a_look(check: Check) -> bool:
+    """Tell whether all about a check is shown: it is wrong, looks wrong, or has a code."""
     return check.status in _GRAVE or bool(check.code)
 
 
@@ -87,7 +88,7 @@ def _row(check: Check, room: int, width: int) -> Iterator[Line]:
 def _details(check: Check, width: int, *, color: bool) -> Iterator[Line]:
     head = " ".join(part for part in (clean(check.code, 20), f"{check.group}: {check.name}") if part)
     yield [(f" {check.status.value} ", check.status.value), (f" {clean(head, 200)}", "bold")]
-    if _needs_a_look(check):
+    if needs_a_look(check):
         for label, texts in _parts(check):
             yield from _labelled(label, texts, width)
         for table in check.tables:

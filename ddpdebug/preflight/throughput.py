@@ -21,7 +21,7 @@ from ddpdebug.probes.values import tensors_in
 from ddpdebug.sinks.text import counted, number
 
 GROUP, NAME = "throughput", "where the time goes"
-SECONDS = 6.0
+SECONDS = 5.0
 #: Below this an operation is mostly the way to it: Python, dispatch and a kernel's launch take 5 to 20 microseconds.
 SMALL = 20e-6
 #: A step is said to be made of small operations when these take half of its time.

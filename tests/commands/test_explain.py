@@ -22,8 +22,15 @@ def test_page(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     for section in ("meaning", "impact", "diagnosis", "causes", "remedy"):
         assert re.search(rf"^{section}\n  \S", text, re.MULTILINE), section
     assert ("not detected yet" in text) is not _KNOWN[code].detected
+    assert ("found by `ddpdebug preflight`" in text) is (_KNOWN[code].found_by == "preflight")
     assert max(map(len, text.splitlines())) <= 110
     assert not re.search(r" $", text, re.MULTILINE)
+
+
+def test_what_only_the_preflight_finds_is_found() -> None:
+    """A batch that cannot be overfitted, and runs that part: no rule sees them while training."""
+    assert {"RCP814", "RCP815"} <= {code for code, page in _KNOWN.items() if page.found_by == "preflight"}
+    assert all(page.detected for page in _KNOWN.values() if page.found_by)
 
 
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:

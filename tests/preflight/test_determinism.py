@@ -169,6 +169,19 @@ def test_what_a_script_seeds_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows["DataLoader, workers"] == "2"
 
 
+def test_a_generator_that_nobody_draws_from_needs_no_seed() -> None:
+    """It is known when the script has ended."""
+    states = random.getstate(), numpy.random.get_state()  # noqa: NPY002 - the global generator
+    with SeedWatch() as watch:
+        numpy.random.rand()  # noqa: NPY002 - as above
+    random.setstate(states[0])
+    numpy.random.set_state(states[1])  # noqa: NPY002 - as above
+    (seeds, _) = check(subject(facts={"seeded": watch.seeded}))
+    assert table(seeds)["Python's generator"] == "not used"
+    assert table(seeds)["numpy's global generator"] == "not seeded"
+    assert "Python" not in seeds.summary
+
+
 def test_all_seeded_is_in_order() -> None:
     """And without having watched, only torch's generator is judged."""
     (seeds, _) = check(subject(facts={"seeded": {"random": "a.py:1", "numpy": "a.py:2", "torch": "a.py:3"}}))
