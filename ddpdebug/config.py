@@ -203,6 +203,7 @@ class Config:
         parsing.integer(1),
         "an integer from 1 up",
         "Start so many ranks on this machine with torch's own launcher.",
+        commands=("run", "check", "preflight"),
     )
     steps: int | None = _option(
         None,

@@ -13,9 +13,10 @@ from typing import Any
 
 import click
 
+from ddpdebug.commands._launch import ranks_environment, torchrun_words
 from ddpdebug.commands._target import Request, TargetCommand, click_option, prepare
 from ddpdebug.commands.equivalence import _load, _split
-from ddpdebug.config import Config, options
+from ddpdebug.config import Config, options, to_flags
 from ddpdebug.errors import TargetError, UsageError
 from ddpdebug.preflight.groups import chosen
 from ddpdebug.runner import Attached, end_hard, run_script
@@ -69,6 +70,8 @@ command = TargetCommand(
 
 
 def _from_script(request: Request, groups: Sequence[str] | None, settings: Mapping[str, Any]) -> int:
+    if request.config.nproc_per_node is not None and not request.in_rank:
+        _become_launcher(request, groups, settings)
     if not request.in_rank:
         os.environ.update(_alone(os.environ))
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the checks look into the model, which is the same uncompiled
@@ -76,6 +79,21 @@ def _from_script(request: Request, groups: Sequence[str] | None, settings: Mappi
     end_hard(lambda: codes[0] if codes else None)  # torch may abort while the interpreter ends
     codes.append(_captured(request, groups, settings))
     return codes[0]
+
+
+def _become_launcher(request: Request, groups: Sequence[str] | None, settings: Mapping[str, Any]) -> None:
+    """Go on as torch's launcher, which starts this command on every rank."""
+    config = request.config
+    words = ["preflight", *to_flags({k: v for k, v in request.given.items() if k != "nproc_per_node"}, "preflight")]
+    words += [] if groups is None else [f"--only={','.join(groups)}"]
+    words += [f"--expect-loss={settings['expect_loss']}"] if "expect_loss" in settings else []
+    words += ["--causal"] if "causal" in settings else []
+    words += request.target.command
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # the launcher takes the place of this process: signals and the exit status need no forwarding
+    line = torchrun_words(config.nproc_per_node or 1, words)
+    os.execve(sys.executable, line, ranks_environment())  # noqa: S606 - no shell on purpose
 
 
 def _captured(request: Request, groups: Sequence[str] | None, settings: Mapping[str, Any]) -> int:

@@ -18,7 +18,7 @@ from ddpdebug.preflight.drawing_samples import Samples
 from ddpdebug.preflight.examine import examine
 from ddpdebug.preflight.files import write
 from ddpdebug.preflight.holdings import holdings
-from ddpdebug.preflight.nested import cloned
+from ddpdebug.preflight.nested import cloned, mapped
 from ddpdebug.preflight.results import Check, Status
 from ddpdebug.preflight.subject import Subject
 from ddpdebug.preflight.surroundings import preserved
@@ -149,7 +149,7 @@ def _loss_of(loss_fn: Callable[..., Any], with_model: bool) -> Callable[[nn.Modu
 
     def from_output(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         try:
-            inputs, target = cloned(batch)
+            inputs, target = _on_device(cloned(batch), model)
         except (TypeError, ValueError):
             raise UsageError(
                 "loss_fn(output, target) needs batches (inputs, target); for others give loss_fn(model, batch)"
@@ -158,3 +158,9 @@ def _loss_of(loss_fn: Callable[..., Any], with_model: bool) -> Callable[[nn.Modu
         return loss_fn(output, target), output
 
     return from_model if with_model else from_output
+
+
+def _on_device(batch: Any, model: nn.Module) -> Any:
+    """Return a batch where the model is, as a training loop would."""
+    device = next((p.device for p in model.parameters()), None)
+    return mapped(batch, lambda item: item.to(device) if isinstance(item, Tensor) else item)

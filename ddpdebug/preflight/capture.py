@@ -99,7 +99,8 @@ class Capture:
     # --- what the script does ---
 
     def _called(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self._depth or not torch.is_grad_enabled() or self.recorder.done:
+        # while the recorder is busy this is backward, where checkpointed parts are computed again
+        if self._depth or self.recorder.busy or not torch.is_grad_enabled() or self.recorder.done:
             if not torch.is_grad_enabled() and not self._depth and module.training:
                 self._evaluated(module)
             return original(module, *args, **kwargs)

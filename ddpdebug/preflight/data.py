@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ddpdebug.preflight import duplicates, gallery, label_relation, labels, splits
 from ddpdebug.preflight.copies import copied
 from ddpdebug.preflight.observe import Seen, floating, observe, observe_all
+from ddpdebug.preflight.parts import each
 from ddpdebug.preflight.results import Check, Status, Table
 from ddpdebug.preflight.subject import Subject
 
@@ -38,15 +39,16 @@ _NORMS = (
 def check(subject: Subject) -> list[Check]:
     """Return what the batches show."""
     seen = observe_all(subject)
-    return [
-        *_inputs(seen),
-        *labels.check(seen),
-        *duplicates.check(subject, seen),
-        *_scale(subject),
-        *splits.check(subject),
-        *label_relation.check(subject, seen),
-        *gallery.check(subject, seen),
-    ]
+    return each(
+        GROUP,
+        inputs=lambda: _inputs(seen),
+        labels=lambda: labels.check(seen),
+        duplicates=lambda: duplicates.check(subject, seen),
+        normalisation=lambda: _scale(subject),
+        train_and_validation=lambda: splits.check(subject),
+        labels_and_inputs=lambda: label_relation.check(subject, seen),
+        gallery=lambda: gallery.check(subject, seen),
+    )
 
 
 def _inputs(seen: list[Seen]) -> Iterator[Check]:

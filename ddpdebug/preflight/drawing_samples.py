@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from ddpdebug.preflight.copies import loader_restorer, loader_twin
-from ddpdebug.preflight.nested import cloned
+from ddpdebug.preflight.nested import cloned, mapped
 from ddpdebug.preflight.surroundings import preserved, time_limit
 
 #: Samples of each data set: enough for statistics to some percent and for a probe of labels and inputs.
@@ -101,7 +102,7 @@ def _spread(dataset: Any, count: int) -> list[Any]:
     samples: list[Any] = []
     end = time.monotonic() + _SECONDS / 3
     for at in _shuffled(_places(dataset, count)):
-        samples.append(cloned(dataset[at]))
+        samples.append(_sample(dataset, at))
         if time.monotonic() > end:
             break
     return samples
@@ -113,7 +114,17 @@ def _shuffled(places: Sequence[int]) -> list[int]:
 
 
 def _twice(dataset: Any, at: int) -> tuple[Any, Any]:
-    return cloned(dataset[at]), cloned(dataset[at])
+    return _sample(dataset, at), _sample(dataset, at)
+
+
+def _sample(dataset: Any, at: int) -> Any:
+    """Return a copy of a sample, with tensors in the place of arrays."""
+    return cloned(mapped(dataset[at], _as_tensor))
+
+
+def _as_tensor(item: Any) -> Any:
+    numeric = type(item).__module__ == "numpy" and getattr(getattr(item, "dtype", None), "kind", "") in "biuf"
+    return torch.as_tensor(item) if numeric else item
 
 
 def _facts(loader: Any, *, trains: bool) -> dict[str, Any]:

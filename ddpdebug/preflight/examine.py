@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import traceback
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 from ddpdebug import torch_internals as internals
-from ddpdebug.errors import UsageError
 from ddpdebug.preflight.groups import GROUPS, chosen
+from ddpdebug.preflight.parts import reason
 from ddpdebug.preflight.results import Check, Status
 from ddpdebug.preflight.subject import Subject
-from ddpdebug.preflight.surroundings import TimeUp, preserved, time_limit
-from ddpdebug.probes.guard import is_user_file, location
+from ddpdebug.preflight.surroundings import preserved, time_limit
 
 #: Seconds for each group: together a preflight that people wait for, where a step takes a second or two.
 _SECONDS = 60.0
@@ -38,15 +35,5 @@ def _guarded(group: str, subject: Subject) -> list[Check]:
             warnings.simplefilter("ignore")  # what torch warns about the script has said already, or is found here
             found: list[Check] = check(subject)
     except Exception as error:  # noqa: BLE001 - the caller's model, or ours: no preflight ends in a traceback
-        return [Check(group=group, name="run", status=Status.SKIPPED, summary=_reason(error))]
+        return [Check(group=group, name="run", status=Status.SKIPPED, summary=reason(error))]
     return found
-
-
-def _reason(error: Exception) -> str:
-    """Say what was raised and where: in the user's code if it was there."""
-    if isinstance(error, TimeUp | UsageError):
-        return str(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    frame: Any = next((f for f in reversed(frames) if is_user_file(f.filename)), frames[-1] if frames else None)
-    place = "" if frame is None else f" ({location(frame.filename, frame.lineno or 0)})"
-    return f"could not be done: {type(error).__name__}: {error}{place}"

@@ -10,6 +10,7 @@ from torch import nn
 from ddpdebug.errors import UsageError
 from ddpdebug.preflight import leakage
 from ddpdebug.preflight.layers import Layer, sampled
+from ddpdebug.preflight.parts import each
 from ddpdebug.preflight.results import Check, Plot, Series, Status
 from ddpdebug.preflight.subject import Subject
 
@@ -25,7 +26,12 @@ def check(subject: Subject) -> list[Check]:
     """Judge one backward pass, and the model's dependence on what it should not see."""
     if not subject.batches:
         raise UsageError(f"the loss could not be recorded: {subject.facts.get('not_recorded') or 'no batches'}")
-    return [*_depth(sampled(subject, 1)[0].layers), *_modes(subject), *leakage.check(subject)]
+    return each(
+        GROUP,
+        gradients_by_depth=lambda: _depth(sampled(subject, 1)[0].layers),
+        train_mode=lambda: _modes(subject),
+        eval_mode_repeats=lambda: leakage.check(subject),
+    )
 
 
 def _depth(found: list[Layer]) -> Iterator[Check]:

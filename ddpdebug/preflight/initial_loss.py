@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ddpdebug.preflight.labels import classes_of, kept
 from ddpdebug.preflight.observe import LossCall, Seen, observe_all
+from ddpdebug.preflight.parts import each
 from ddpdebug.preflight.results import Check, Status
 from ddpdebug.preflight.subject import Subject
 
@@ -41,7 +42,14 @@ def check(subject: Subject) -> list[Check]:
     """Judge the first batches with the model as it starts."""
     seen = observe_all(subject)
     calls = [call for s in seen for call in s.calls]
-    return [*_value(subject, seen), *_logits(calls), *_squashed(calls), *_shapes(seen, calls), *_types(seen, calls)]
+    return each(
+        GROUP,
+        value=lambda: _value(subject, seen),
+        logits=lambda: _logits(calls),
+        softmax_before_the_loss=lambda: _squashed(calls),
+        shapes=lambda: _shapes(seen, calls),
+        types=lambda: _types(seen, calls),
+    )
 
 
 def _value(subject: Subject, seen: list[Seen]) -> Iterator[Check]:

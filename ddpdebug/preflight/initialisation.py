@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ddpdebug.errors import UsageError
 from ddpdebug.preflight.layers import WEIGHTED, Pass, sampled
+from ddpdebug.preflight.parts import each
 from ddpdebug.preflight.results import Check, Plot, Series, Status, Table
 from ddpdebug.preflight.subject import Subject
 
@@ -32,13 +33,14 @@ def check(subject: Subject) -> list[Check]:
     if not subject.batches:
         raise UsageError(f"the loss could not be recorded: {subject.facts.get('not_recorded') or 'no batches'}")
     passes = sampled(subject, _BATCHES)
-    return [
-        _depth(passes[0]),
-        *_dead(passes),
-        *_saturated(passes),
-        _symmetric(subject),
-        _scale(subject),
-    ]
+    return each(
+        GROUP,
+        activations_by_depth=lambda: [_depth(passes[0])],
+        dead_units=lambda: _dead(passes),
+        saturated_units=lambda: _saturated(passes),
+        symmetric_weights=lambda: [_symmetric(subject)],
+        scale_of_the_weights=lambda: [_scale(subject)],
+    )
 
 
 def _depth(first: Pass) -> Check:

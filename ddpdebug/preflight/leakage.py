@@ -5,6 +5,7 @@ Measured by changing the one and comparing the other, in eval mode: batch statis
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,8 +20,8 @@ from ddpdebug.preflight.results import Check, Status
 from ddpdebug.preflight.subject import Subject
 
 GROUP = "gradient flow"
-#: Relative change of an output that another kernel or order of summation may cause.
-_ROUNDING = 1e-4
+#: Relative change of an output that another kernel or order of summation may cause, and in units of its type's epsilon.
+_ROUNDING, _EPSILONS = 1e-4, 8
 _RANDOM = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"})
 
 
@@ -32,6 +33,7 @@ class _Call:
         self.args: Any = None
         self.kwargs: Any = None
         self.module: nn.Module = self.model
+        self._cast: tuple[str, torch.dtype] | None = None
         handles = [m.register_forward_pre_hook(self._note, with_kwargs=True) for m in self.model.modules()]
         with torch.no_grad():
             seen = observe(subject, subject.batches[0], self.model)
@@ -43,12 +45,16 @@ class _Call:
     def _note(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.args is None:
             self.module, self.args, self.kwargs = module, args, kwargs
+            device = next((t.device.type for t in self.inputs), "cpu")
+            if torch.is_autocast_enabled(device):
+                self._cast = (device, torch.get_autocast_dtype(device))
 
     def run(self, change: Any = None, seed: int = 0) -> list[Tensor]:
         """Return the tensors that the model returns for the inputs, after `change` of each."""
         torch.manual_seed(seed)
         args, kwargs = mapped((self.args, self.kwargs), lambda item: self._changed(item, change))
-        with torch.no_grad():
+        cast = contextlib.nullcontext() if self._cast is None else torch.autocast(*self._cast)
+        with torch.no_grad(), cast:
             return list(tensors(self.module(*args, **kwargs)))
 
     def _changed(self, item: Any, change: Any) -> Any:
@@ -201,6 +207,7 @@ def _apart(one: Tensor, other: Tensor) -> bool:
         return True
     if not one.is_floating_point():
         return not torch.equal(one, other)
+    limit = max(_ROUNDING, _EPSILONS * torch.finfo(one.dtype).eps)
     size = float(one.abs().nan_to_num(0, 0, 0).max()) if one.numel() else 0.0
     difference = (one - other).abs().nan_to_num(0, 0, 0)
-    return one.numel() > 0 and float(difference.max()) > _ROUNDING * max(size, 1e-12)
+    return one.numel() > 0 and float(difference.max()) > limit * max(size, 1e-12)

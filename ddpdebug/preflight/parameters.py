@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ddpdebug.preflight.copies import copied
 from ddpdebug.preflight.detached import cut_off
 from ddpdebug.preflight.observe import gradients_of, observe
+from ddpdebug.preflight.parts import each
 from ddpdebug.preflight.results import Check, Status, Table
 from ddpdebug.preflight.subject import Subject
 from ddpdebug.preflight.unregistered import unregistered
@@ -28,16 +29,17 @@ def check(subject: Subject) -> list[Check]:
     """Return the audit."""
     gradients, untouched = _gradients(subject)
     held = _Held(subject)
-    return [
-        _table(subject, held, gradients),
-        *_optimized(subject, held, gradients),
-        _foreign(subject, held, gradients),
-        *_reached(subject, held, gradients, untouched),
-        _frozen(subject, held),
-        *_tied(subject),
-        *_decay(subject, held),
-        *unregistered(subject),
-    ]
+    return each(
+        GROUP,
+        table=lambda: [_table(subject, held, gradients)],
+        in_the_optimizer=lambda: _optimized(subject, held, gradients),
+        optimizer_without_model=lambda: [_foreign(subject, held, gradients)],
+        reached_by_the_loss=lambda: _reached(subject, held, gradients, untouched),
+        frozen=lambda: [_frozen(subject, held)],
+        tied_weights=lambda: _tied(subject),
+        decay_of_norms_and_biases=lambda: _decay(subject, held),
+        registered=lambda: unregistered(subject),
+    )
 
 
 class _Held:

@@ -42,7 +42,7 @@ class Recorder(TorchFunctionMode):
         self.done = False
         self.last: Any = None  # what a model returned last
         self._known: dict[int, tuple[Tensor, Operand]] = {}
-        self._busy = False  # ours, or inside a model: nothing to write down
+        self.busy = False  # ours, or inside a model: nothing to write down
         self._clear()
 
     def _clear(self) -> None:
@@ -65,13 +65,13 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._busy or self.done or not self._armed:
+        if self.busy or self.done or not self._armed:
             return func(*args, **kwargs)
         return self.follow(func, args, kwargs)
 
     def follow(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function; write it down if it takes something that follows from the model."""
-        if self._busy or not self._armed or not any(self._follows(t) for t in tensors((args, kwargs))):
+        if self.busy or not self._armed or not any(self._follows(t) for t in tensors((args, kwargs))):
             return func(*args, **kwargs)
         name = str(getattr(func, "__name__", ""))
         writes = name in _WRITERS or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
@@ -101,11 +101,11 @@ class Recorder(TorchFunctionMode):
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
         """Within a model nothing is written down."""
-        before, self._busy = self._busy, True
+        before, self.busy = self.busy, True
         try:
             yield
         finally:
-            self._busy = before
+            self.busy = before
 
     def same(self, value: Any, like: Any) -> None:
         """Note that `value` stands for `like`: what DDP returns, a scaled loss."""
@@ -178,10 +178,10 @@ class Recorder(TorchFunctionMode):
 
     @contextlib.contextmanager
     def _ours(self) -> Iterator[None]:
-        before, self._busy = self._busy, True
+        before, self.busy = self.busy, True
         try:
             yield
         except Exception as error:  # noqa: BLE001 - nothing of ours reaches the script
             self.trouble = self.trouble or f"{type(error).__name__}: {error}"
         finally:
-            self._busy = before
+            self.busy = before

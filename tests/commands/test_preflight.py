@@ -136,8 +136,12 @@ def test_warnings_fail_where_that_is_asked_for(command: Command, script: Path) -
 def test_two_ranks(command: Command, script: Path, mode: str, status: str) -> None:
     """Every rank captures, and rank 0 knows whether they were given the same batches."""
     out = script.parent / "out"
-    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = command(*ranks, "-m", "ddpdebug", "preflight", "--out", out, "--only", _GROUPS, script, mode)
+    words = ("preflight", "--out", out, "--only", _GROUPS)
+    if mode == "same":
+        done = command("-m", "ddpdebug", *words, "--nproc-per-node", 2, script, mode)
+    else:
+        ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+        done = command(*ranks, "-m", "ddpdebug", *words, script, mode)
     assert (done.returncode == 0) is (status == "pass"), done.stdout + done.stderr
     assert done.stdout.count("examined in") == 1
     found = checks(out)

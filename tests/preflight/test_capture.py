@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from ddpdebug.errors import StopRun
 from ddpdebug.preflight.capture import Capture
@@ -446,3 +447,54 @@ def test_what_is_told_of_the_parameters(capture: Capture) -> None:
     rows = {row[0]: row for row in checks["table"].tables[0].rows}
     assert rows["one.weight"][1:7] == ("6 x 6", "float32", "yes", 0, 0.1, 0.1)
     assert {check.status for check in checks.values()} <= {Status.INFO, Status.PASS}
+
+
+def test_a_checkpointed_part_is_computed_again(capture: Capture) -> None:
+    """What runs within backward is no part of the next tape."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.net, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    def script() -> None:
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(9):
+            plain(net).backward()
+            optimizer.step()
+
+    subject = captured(capture, script)
+    assert [len(tape.needed) for tape in subject.batches] == [2, 2]
+    assert [sum(node.function is None for node in tape.nodes) for tape in subject.batches] == [1, 1]
+    compare(subject, 1, plain)
+
+
+def test_arrays_of_a_data_set(capture: Capture) -> None:
+    """Samples of numpy are compared like those of torch."""
+    numpy = pytest.importorskip("numpy")
+
+    class Arrays(torch.utils.data.Dataset):  # type: ignore[type-arg]
+        def __init__(self, at: int) -> None:
+            self.at = at
+
+        def __len__(self) -> int:
+            return 16
+
+        def __getitem__(self, at: int) -> Any:
+            generator = numpy.random.default_rng(self.at + at)
+            return generator.normal(size=(4, 6)).astype("float32"), int(at % 3)
+
+    def script() -> None:
+        loader, _ = (torch.utils.data.DataLoader(Arrays(at), batch_size=4) for at in (0, 8))
+        net = nn.Sequential(nn.Flatten(), nn.Linear(24, 3))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for inputs, labels in loader:
+            functional.cross_entropy(net(inputs), labels).backward()
+            optimizer.step()
+
+    check = looked_at(captured(capture, script), "data", "train and validation overlap")
+    assert check.summary == "8 of 16 validation samples are among 16 training samples"
