@@ -153,6 +153,7 @@ def _forward(patches: Patches, original: Any) -> Any:
             output = original(self, *args, **kwargs)
         except BaseException as error:
             run("probe:numerics", recorder.numerics.abort)
+            run("probe:recipe", patches.recipe.abort)
             if isinstance(error, Exception):
                 run("probe:memory", recorder.memory.failed, error)
             raise

@@ -9,12 +9,15 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.utils.checkpoint import checkpoint
 
+from ddpdebug.probes.guard import Guard
+from ddpdebug.probes.recipe import Recipe
 from ddpdebug.probes.recipe.audit import unregistered
 from ddpdebug.probes.recipe.clearing import Clearing
 from ddpdebug.probes.recipe.labels import Labels
 from ddpdebug.probes.recipe.losses import facts, is_mean, terms
 from ddpdebug.probes.recipe.modes import Modes
 from ddpdebug.probes.recipe.schedules import Schedules
+from ddpdebug.probes.recorder import Recorder
 
 
 def kinds(loss: torch.Tensor) -> list[str]:
@@ -255,3 +258,19 @@ def test_modules_in_a_plain_list_are_found_in_the_graph() -> None:
     known = {id(p) for p in net.parameters()}
     assert unregistered([net(x)], [x], net, known) == ["layers[0].weight"]
     assert unregistered([net(x)], [x], net, known | {id(net.layers[0].weight)}) == []
+
+
+def test_a_forked_child_announces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only the end shows is told by the rank itself, and not by the workers that it forks."""
+    told: list[str] = []
+    recorder = Recorder(Guard(lambda *_: None), lambda _: None, lambda *_: None, lambda *_: True, 1)
+    recipe = Recipe(recorder, lambda topic, _: told.append(topic))
+    loss = functional.cross_entropy(torch.randn(8, 3, requires_grad=True), torch.arange(8) % 3)
+    recipe.begin_backward(loss)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.getpid", lambda: -1)
+        recipe.close()
+    before = len(told)
+    assert before == told.count("alone:loss") == 1  # the initial loss
+    recipe.close()
+    assert told[before:] == ["alone:loss"]

@@ -66,5 +66,7 @@ def test_cut(between: str, names: list[str] | None) -> None:
     model(x, given)
     found = cuts.end()
     assert (found and found["names"]) == names
+    cuts.begin([x, given])
+    cuts.release()  # the forward has raised
     assert found is None or (found["after"], found["before"]) == ("one", "two")
     assert not hooks._global_forward_hooks

@@ -7,6 +7,7 @@ the window's flags and its `recipe` detail, what is seen once is announced; the 
 from __future__ import annotations
 
 import math
+import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -64,7 +65,7 @@ class Recipe:
     """
 
     def __init__(self, recorder: Recorder, announce: Callable[[str, Any], None]) -> None:
-        self._recorder, self._announce = recorder, announce
+        self._recorder, self._announce, self._pid = recorder, announce, os.getpid()
         self.audit, self.clearing, self.schedules = Audit(), Clearing(), Schedules()
         self._modes, self._labels = Modes(), Labels()
         self._loop = _Loop()
@@ -132,6 +133,14 @@ class Recipe:
             names = unregistered(list(tensors_in(output)), tensors, internals.unwrap_compiled(ddp.module), known)
             if names:
                 self._tell("audit", {"kind": "unregistered", "names": names})
+
+    def abort(self) -> None:
+        """Take the hooks of a forward away that has raised."""
+        for inputs in self._inputs.values():
+            inputs.release()
+        for cuts in self._cuts.values():
+            cuts.release()
+        self._cuts.clear()
 
     def _end_evaluation(self) -> None:
         seen = self._evaluation
@@ -293,6 +302,9 @@ class Recipe:
 
     def close(self) -> None:
         """Announce what only the end shows."""
+        self.abort()
+        if os.getpid() != self._pid:  # a forked child (a loader's worker) is not the rank, and has no one to tell
+            return
         self._end_evaluation()
         for name in self.schedules.never_called(_NEVER):
             self._tell("schedule", {"class": name})

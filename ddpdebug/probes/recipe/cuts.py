@@ -35,11 +35,15 @@ class Cuts:
             self._given = {t.data_ptr() for t in inputs if internals.is_plain(t)}
             self._handle = register_module_forward_hook(self._hook)
 
+    def release(self) -> None:
+        """Take the hook away."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
     def end(self) -> dict[str, Any] | None:
         """Take the hook away; say which parameters lie behind which cut."""
-        if self._handle is None:
-            return None
-        self._handle.remove()
+        self.release()
         calls, self._calls = self._calls, []
         paths = {id(module): path for path, module in self._root.named_modules()}
         names = {id(p): name for name, p in self._root.named_parameters()}

@@ -34,11 +34,15 @@ class Inputs:
         if not self.over and self._handle is None and not anything_compiled():
             self._handle = register_module_forward_pre_hook(self._hook)
 
-    def end(self) -> None:
-        """Take the hook away; announce once enough was seen."""
+    def release(self) -> None:
+        """Take the hook away."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
+
+    def end(self) -> None:
+        """Take the hook away; announce once enough was seen."""
+        self.release()
         if len(self._seen) >= FORWARDS and not self.over:
             self.over = True
             number = len(self._seen)
@@ -58,8 +62,7 @@ class Inputs:
             self.over = True  # the model brings its inputs into shape by itself
         if self.over or self._handle is None or not isinstance(module, _LAYERS):
             return
-        self._handle.remove()
-        self._handle = None
+        self.release()
         tensor = args[0] if args else None
         if not isinstance(tensor, torch.Tensor) or not _readable(tensor):
             self.over = True
