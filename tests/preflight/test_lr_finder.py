@@ -135,7 +135,7 @@ def test_a_subject_is_swept_and_left_alone(make: Any, status: Status, code: str)
 
     given = subject(network(nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1)), loss_of=loss_of, optimizer_for=make)
     before = state_of(given)
-    (found,) = check(given)
+    (found,) = check(given, seconds=100)
     assert (found.status, found.code) == (status, code), found.summary
     assert state_of(given) == before
 

@@ -103,7 +103,7 @@ def test_a_batch_is_memorised_or_the_reason_is_named(changes: dict[str, Any], st
     """Dropout and noise are held, random labels can be learned; caps, wrong optimizers and cut graphs cannot."""
     given = subject(**changes)
     before = state_of(given)
-    (found,) = check(given)
+    (found,) = check(given, seconds=100)
     assert words in found.summary
     assert found.status is status
     assert state_of(given) == before
@@ -130,6 +130,6 @@ def curve_names(found: Check) -> list[str]:
 
 def test_all_attempts_are_drawn_and_listed() -> None:
     """One line and one row for each."""
-    (found,) = check(subject(loss_of=detached))
+    (found,) = check(subject(loss_of=detached), seconds=100)
     assert curve_names(found) == ["the script's optimizer", "Adam, 0.001", "Adam, 0.01", "Adam, 0.0001"]
     assert [row[0] for row in found.tables[0].rows] == curve_names(found)
