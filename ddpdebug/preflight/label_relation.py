@@ -20,11 +20,13 @@ NAME = "labels and inputs"
 _SAMPLES = 300
 _PER_CLASS = 30
 _MOST = 1024
-_FEATURES = 64
+_FEATURES = 256
+_SIDE = 8
 _SHUFFLES = 99
 #: A pairing that shuffled ones match so often is no better than they are; a real one comes first nearly always.
 _AS_GOOD = 0.05
-_RIDGE = 1.0
+#: Of the ridge, for each sample: about as many features as samples need a strong one.
+_RIDGE = 0.3
 
 
 def check(subject: Subject, seen: list[Seen]) -> Iterator[Check]:
@@ -89,7 +91,7 @@ def _ridge(columns: Tensor, pairings: Tensor, half: int) -> Tensor:
     """Fit on the first half, judge on the second, for all pairings at once."""
     columns = torch.cat([columns, torch.ones(len(columns), 1, dtype=columns.dtype)], 1)
     known, unseen = columns[:half], columns[half:]
-    gram = known.T @ known + _RIDGE * torch.eye(columns.shape[1], dtype=columns.dtype)
+    gram = known.T @ known + _RIDGE * half * torch.eye(columns.shape[1], dtype=columns.dtype)
     projector = unseen @ torch.linalg.solve(gram, known.T)
     scores = []
     for pairing in pairings:
@@ -103,6 +105,8 @@ def _ridge(columns: Tensor, pairings: Tensor, half: int) -> Tensor:
 
 
 def _features(inputs: Tensor, generator: torch.Generator) -> Tensor:
+    if inputs.dim() == 4 and min(inputs.shape[2:]) > _SIDE:  # images: noise averages out, their contents do not
+        inputs = torch.nn.functional.adaptive_avg_pool2d(inputs.float().nan_to_num(), _SIDE)
     flat = inputs.flatten(1).double().nan_to_num()
     flat = (flat - flat.mean(0)) / flat.std(0).clamp_min(1e-6)
     if flat.shape[1] > _FEATURES:

@@ -69,7 +69,7 @@ def test_unknown_command(capfd: pytest.CaptureFixture[str]) -> None:
     """An unknown command lists the valid ones."""
     assert main(["chekc", "train.py"]) == 2
     assert (
-        "unknown command 'chekc'; did you mean check? valid are run, check, verdict, bisect, equivalence, explain"
+        "unknown command 'chekc'; did you mean check? valid are run, check, preflight, verdict, bisect, equivalence"
         in capfd.readouterr().err
     )
 
