@@ -73,7 +73,8 @@ def _inputs(seen: list[Seen]) -> Iterator[Check]:
         return
     note = f"; {bad} values are not finite, which the loss survives" if bad else ""
     status = Status.INFO if bad or not rows else Status.PASS
-    summary = f"{len(rows)} tensors go into the model in {len(seen)} batches{note}"
+    go = "1 tensor goes" if len(rows) == 1 else f"{len(rows)} tensors go"
+    summary = f"{go} into the model in {len(seen)} batches{note}"
     yield Check(group=GROUP, name="inputs", status=status, summary=summary, tables=(table,))
 
 

@@ -14,6 +14,8 @@ from ddpdebug.preflight.text import WORDS, cell, needs_a_look
 from ddpdebug.sinks.text import clean, evidence_lines
 
 _MAX_ROWS = 200
+#: A table with more rows is folded; the text above it says what matters.
+_OPEN_ROWS = 12
 _MAX_PICTURES = 48
 _LIMIT = 2000
 #: Shapes beside colours: the status is readable in black and white.
@@ -166,9 +168,10 @@ def _table(table: Table) -> str:
         rows.append(f"<tr>{''.join(cells)}</tr>")
     more = len(table.rows) - _MAX_ROWS
     note = f"<p>and {more} more in preflight.json</p>" if more > 0 else ""
-    return (
+    body = (
         f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>{note}'
     )
+    return body if len(rows) <= _OPEN_ROWS else f"<details><summary>{len(table.rows)} rows</summary>{body}</details>"
 
 
 def _gallery(pictures: Sequence[Picture]) -> str:

@@ -239,7 +239,7 @@ class Recorder:
             return
         watch = self._watch(optimizer)
         record = self._begin(watch)
-        closure = bool(args and callable(args[0])) or callable(kwargs.get("closure"))
+        closure = any(map(callable, args)) or callable(kwargs.get("closure"))  # torch passes itself among `args`
         if closure:
             record.flags |= Flag.CLOSURE
         if record.flags & Flag.CHECKED:
