@@ -120,6 +120,28 @@ class LossRule(Detector):
         return new
 
 
+class ValidationRule(LossRule):
+    """A rule that reads the validation losses that were told, each with the training loss since the one before."""
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._history: dict[int, list[tuple[int, float, float]]] = {}  # (step, validation, training loss)
+
+    def judge(self, step: Step, series: Series) -> Iterator[Finding]:
+        values = [row.val_loss for row in step.rows.values() if math.isfinite(row.val_loss)]
+        if not values:
+            return
+        history = self._history.setdefault(step.optimizer, [])
+        since = history[-1][0] if history else -1
+        between = [loss for at, loss in zip(series.steps, series.losses, strict=True) if at > since]
+        history.append((step.step, statistics.fmean(values), statistics.median(between)))
+        yield from self.evaluate(step, history)
+
+    def evaluate(self, step: Step, history: list[tuple[int, float, float]]) -> Iterator[Finding]:
+        """Judge the evaluations so far: (step, validation loss, median of the training losses before it)."""
+        yield from ()
+
+
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 

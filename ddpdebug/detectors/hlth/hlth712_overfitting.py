@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-from ddpdebug.detectors.hlth.curve import LossRule, Series, losses, wobble
+from ddpdebug.detectors.hlth.curve import ValidationRule, losses, wobble
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
 
 
-class Overfitting(LossRule):
+class Overfitting(ValidationRule):
     """Over the window training loss keeps falling and validation loss has a persistent upward trend.
 
     Impact: the model memorises the training data; the best checkpoint lies behind.
@@ -48,21 +46,7 @@ class Overfitting(LossRule):
         losses(60, lambda i: 2.0 * 0.95**i),
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
-        super().__init__(config)
-        self._history: dict[int, list[tuple[int, float, float]]] = {}  # (step, validation, training loss)
-
-    def judge(self, step: Step, series: Series) -> Iterator[Finding]:
-        values = [row.val_loss for row in step.rows.values() if math.isfinite(row.val_loss)]
-        if not values:
-            return
-        history = self._history.setdefault(step.optimizer, [])
-        since = history[-1][0] if history else -1
-        between = [loss for at, loss in zip(series.steps, series.losses, strict=True) if at > since]
-        history.append((step.step, statistics.fmean(values), statistics.median(between)))
-        yield from self._evaluate(step, history)
-
-    def _evaluate(self, step: Step, history: list[tuple[int, float, float]]) -> Iterator[Finding]:
+    def evaluate(self, step: Step, history: list[tuple[int, float, float]]) -> Iterator[Finding]:
         strips = int(self.limit("overfit_evaluations"))
         if len(history) < strips + 2:
             return

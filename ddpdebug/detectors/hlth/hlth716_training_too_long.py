@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-from ddpdebug.detectors.hlth.curve import LossRule, Series, losses
+from ddpdebug.detectors.hlth.curve import ValidationRule, losses
 from ddpdebug.detectors.hlth.samples import BROKEN
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
@@ -16,7 +14,7 @@ from ddpdebug.steps import Step
 _LEAST = 0.005
 
 
-class TrainingTooLong(LossRule):
+class TrainingTooLong(ValidationRule):
     """The best validation value is many evaluations old and none since came near an improvement.
 
     Impact: time and money; and the last checkpoint is worse than the best one.
@@ -52,21 +50,7 @@ class TrainingTooLong(LossRule):
         losses(80, lambda i: 2.0),
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
-        super().__init__(config)
-        self._history: dict[int, list[tuple[int, float, float]]] = {}  # (step, validation, training loss)
-
-    def judge(self, step: Step, series: Series) -> Iterator[Finding]:
-        values = [row.val_loss for row in step.rows.values() if math.isfinite(row.val_loss)]
-        if not values:
-            return
-        history = self._history.setdefault(step.optimizer, [])
-        since = history[-1][0] if history else -1
-        between = [loss for at, loss in zip(series.steps, series.losses, strict=True) if at > since]
-        history.append((step.step, statistics.fmean(values), statistics.median(between)))
-        yield from self._evaluate(step, history)
-
-    def _evaluate(self, step: Step, history: list[tuple[int, float, float]]) -> Iterator[Finding]:
+    def evaluate(self, step: Step, history: list[tuple[int, float, float]]) -> Iterator[Finding]:
         best = 0
         for place, (_, value, _) in enumerate(history):
             if value < history[best][1] - _LEAST * abs(history[best][1]):
