@@ -37,10 +37,10 @@ types: $(STAMP) ## mypy, strict
 	$(PYTHON) -m mypy
 
 test: $(STAMP) ## the tests (8 minutes on two cores)
-	$(PYTHON) -m pytest -q -m "not slow"
+	$(PYTHON) -m pytest -q -m "not slow" --durations=12
 
 test-slow: $(STAMP) ## the slow ones: whatever breaks, Slurm, bisect, self-test, a job against a real Prometheus
-	$(PYTHON) -m pytest -q -m slow
+	$(PYTHON) -m pytest -q -m slow --durations=12
 
 retest: $(STAMP) ## run the tests again that failed last time, and nothing when none did
 	$(PYTHON) -m pytest -q --last-failed --last-failed-no-failures none

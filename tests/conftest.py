@@ -4,9 +4,28 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+import signal
+import sys
+from collections.abc import Callable, Iterator
 
 import pytest
+
+# A shell lets its background jobs ignore Ctrl-C, and they pass that on: what the tests start must not inherit it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _forget_the_compiler() -> Iterator[None]:
+    """Once torch.compile is in use some probes step aside: that must not reach the tests that come after."""
+    yield
+    if "torch._dynamo.eval_frame" in sys.modules:
+        import torch
+
+        from ddpdebug.torch_internals import anything_compiled
+
+        if anything_compiled():
+            torch._dynamo.reset()
 
 
 @pytest.fixture(scope="session")

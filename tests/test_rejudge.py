@@ -39,6 +39,7 @@ def run_script(directory: Path, mode: str) -> None:
     subprocess.run(line, env=environ, cwd=directory.parent, capture_output=True, timeout=100, check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.jobs
 @pytest.mark.parametrize(("mode", "codes"), [("lr", ["RANK104"]), ("clean", [])])
 def test_a_real_run_has_the_same_findings_again(tmp_path: Path, mode: str, codes: list[str]) -> None:

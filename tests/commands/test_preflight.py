@@ -125,6 +125,7 @@ def test_an_unchanged_script(command: Command, script: Path, mode: str, code: in
     assert bad == []
 
 
+@pytest.mark.slow
 def test_warnings_fail_where_that_is_asked_for(command: Command, script: Path) -> None:
     """`--fail-on warning`."""
     words = ("-m", "ddpdebug", "preflight", "--only", "data", "--fail-on", "warning")
@@ -132,6 +133,7 @@ def test_warnings_fail_where_that_is_asked_for(command: Command, script: Path) -
     assert command(*words, script, "plain").returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode, status", [("same", "fail"), ("plain", "pass")])
 def test_two_ranks(command: Command, script: Path, mode: str, status: str) -> None:
     """Every rank captures, and rank 0 knows whether they were given the same batches."""
@@ -151,6 +153,7 @@ def test_two_ranks(command: Command, script: Path, mode: str, status: str) -> No
     assert bad == (["data: duplicates on the ranks"] if status == "fail" else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode, code, message",
     [

@@ -137,7 +137,7 @@ def test_a_million_objects() -> None:
     store = {"records": records, "losses": [_graph() for _ in range(3000)]}
     result = search(set(), sys._getframe())
     assert len(store["records"]) == 333_000
-    assert result["visits"] < MAX_VISITS
+    assert result["visits"] <= MAX_VISITS  # all of them where the other test modules hold much
     assert result["holders"][0]["name"] == "store['losses']"
     assert result["holders"][0]["entries"] == 3000
 

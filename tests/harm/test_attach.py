@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 Python = Callable[..., subprocess.CompletedProcess[str]]
 
 _WATCH = """

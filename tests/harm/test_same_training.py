@@ -126,6 +126,7 @@ _HARMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.jobs
 @pytest.mark.timeout(120)
 def test_sees_harm(run_jobs: Callable[..., Any], compare: Callable[..., list[str]]) -> None:

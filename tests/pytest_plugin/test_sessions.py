@@ -235,6 +235,7 @@ def test_output_is_live_without_capture(session: Session) -> None:
     assert "--pdb does not reach into ranks" in run.output
 
 
+@pytest.mark.slow
 def test_works_under_xdist(session: Session) -> None:
     """Each of its workers has ranks of its own."""
     pytest.importorskip("xdist")
