@@ -66,7 +66,9 @@ def _depth(first: Pass) -> Check:
         summary=f"from {inner[0].name} to {inner[-1].name}, {len(inner)} layers, the deviation goes from "
         f"{inner[0].spread:.3g} to {inner[-1].spread:.3g}",
         evidence={layer.name: layer.spread for layer in layers},
-        hypotheses=("weights too small for the depth", "no normalisation and no residual connections")
+        hypotheses=()
+        if not bad
+        else ("weights too small for the depth", "no normalisation and no residual connections")
         if change < 1
         else ("weights too large for the depth", "a sum over many inputs without division"),
         actions=("`torch.nn.init.kaiming_normal_(w, nonlinearity='relu')`, or a norm in every block",) if bad else (),
