@@ -4,9 +4,10 @@ A step costs storing references and counting: everything else happens when someb
 server's own, also while the training thread hangs in a collective. Training code is never called from there.
 
 Labels are `rank` (who reports) and few fixed values, so that the number of series does not depend on the model: at most
-150 per rank, 108 of them without any finding and one more for each code that has been found. What all ranks know alike
-(findings, disagreement, interval) is reported by every rank that serves: aggregate with `max`, not with `sum`. With
-several optimizers, loss, norms, rates and times are those of the one that has stepped most, the first of equals.
+150 per rank, 98 of them without any finding, then up to ten for the newest and one for each code.
+What all ranks know alike (findings, disagreement, interval) is reported by every rank that serves: aggregate it with
+`max`, not with `sum`.
+With several optimizers, loss, norms, rates and times are those of the one that has stepped most, the first of equals.
 """
 
 from __future__ import annotations
