@@ -29,6 +29,8 @@ IDLE_SECONDS = 1.0
 BATCH_ROWS = 4
 #: How long a rank that is done waits for the others before it leaves them.
 LEAVE_SECONDS = 2.0
+#: How long it waits in one gather: the others tick at least every `IDLE_SECONDS`, and at once when somebody leaves.
+_SILENCE_SECONDS = 2.0 * IDLE_SECONDS
 _CHUNK = 1 << 18
 _MAX_MESSAGE = 32 << 20
 _MAX_OUTBOX = 64 << 20
@@ -91,7 +93,9 @@ class Exchange:
         self._group: Group | None = None
         self._wake = threading.Condition()
         self._closing: float | None = None
+        self._asked: float | None = None  # since when the thread waits for the others
         self._busy = False
+        self._someone_leaves = False  # who ends waits for the ticks of those who go on: these come at once then
         self._over = False  # nothing is sent any more
         self._thread: threading.Thread | None = None
 
@@ -138,13 +142,21 @@ class Exchange:
             if self._closing is None:
                 self._closing = time.monotonic()
             self._wake.notify()
-        self._thread.join(timeout)
+        until = time.monotonic() + timeout
+        while self._thread.is_alive() and time.monotonic() < until and not self._unanswered():
+            self._thread.join(0.1)
         if self._thread.is_alive():
             group = self._group
             if group is not None:
                 group.close()
             self._thread.join(0.3)
         return not self._thread.is_alive()
+
+    def _unanswered(self) -> bool:
+        asked, closing = self._asked, self._closing
+        if asked is None or closing is None:
+            return False
+        return time.monotonic() - max(asked, closing) > _SILENCE_SECONDS
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
@@ -170,15 +182,23 @@ class Exchange:
         with self._wake:
             if self._closing is not None or self._busy:
                 self._wake.wait(0.005)
+            elif self._someone_leaves:
+                self._wake.wait(0.02)
             elif not self._outbox and len(self._rows) < BATCH_ROWS:
                 self._wake.wait(IDLE_SECONDS)
+
+    def _gather(self, data: bytes) -> list[bytes]:
+        assert self._group is not None
+        self._asked = time.monotonic()
+        gathered = self._group.gather(data)
+        self._asked = None
+        return gathered
 
     _capacity = BATCH_ROWS
 
     def _tick(self) -> bool:
-        assert self._group is not None
         own = self._message()
-        gathered = self._group.gather(own)
+        gathered = self._gather(own)
         self.ticks += 1
         self.gathered_bytes += len(own) * len(gathered)
         headers = [_HEADER.unpack_from(data) for data in gathered]
@@ -194,6 +214,7 @@ class Exchange:
         self._capacity = min(max(BATCH_ROWS, *(header[4] for header in headers)), _MAX_ROWS)
         flags = [header[1] for header in headers]
         quiet = not any(header[4] or header[5] or header[1] & _BUSY for header in headers)
+        self._someone_leaves = any(flag & _LEAVING for flag in flags)
         last = quiet and not rows and not messages and all(flag & (_LEAVING | _LEFT) for flag in flags)
         left = {rank for rank, flag in zip(self._members, flags, strict=True) if flag & _LEFT}
         members = tuple(rank for rank in self._members if rank not in left)
@@ -222,13 +243,12 @@ class Exchange:
     def _gather_payload(self, sizes: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
         if not any(sizes):
             return []
-        assert self._group is not None
         longest = max(sizes)
         with self._wake:
             size = sizes[self._members.index(self.rank)]
             chunk = bytes(self._outbox[:size])
             del self._outbox[:size]
-        gathered = self._group.gather(chunk.ljust(longest, b"\0"))
+        gathered = self._gather(chunk.ljust(longest, b"\0"))
         self.gathered_bytes += longest * len(gathered)
         messages = []
         for rank, data, length in zip(self._members, gathered, sizes, strict=True):

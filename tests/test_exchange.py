@@ -149,6 +149,28 @@ def test_a_rank_that_leaves_early_is_left_behind(monkeypatch: pytest.MonkeyPatch
     assert world.lost == [[], [], []]
 
 
+def test_who_ends_is_answered_at_once() -> None:
+    """A rank that ends while others train gets their ticks at once, not one for each time that they idle."""
+    world = World(2).start()
+    while not world.heard[0]:
+        time.sleep(0.01)
+    assert world.ranks[1].close()
+    assert len(world.heard[0]) > 8
+    assert world.heard[0][-1].members == (0,)
+    assert world.ranks[0].close()
+
+
+def test_closing_does_not_wait_for_ranks_that_fell_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gather without an answer is given up before the time for leaving is over."""
+    monkeypatch.setattr(module, "_SILENCE_SECONDS", 0.1)
+    world = World(2)
+    world.ranks[0].start()  # the other never comes
+    begun = time.monotonic()
+    assert world.ranks[0].close(timeout=60)
+    assert time.monotonic() - begun < 30
+    assert len(world.lost[0]) == 1
+
+
 def test_a_dead_group_ends_the_loop_and_is_reported_once() -> None:
     """Nothing of it reaches the threads that post."""
     world = World(2).start()

@@ -86,8 +86,8 @@ def selected(request: pytest.FixtureRequest) -> set[tuple[str, ...]]:
 
 
 def differences(plain: Result, watched: Result) -> list[str]:
-    """Say what a user could tell the two runs apart by; 5 s more on a machine that is not overloaded are allowed."""
-    seconds = 5.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    """Say what a user could tell the two runs apart by. 15 s more are a wait that is bounded; a hang lasts longer."""
+    seconds = 15.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
     found: list[str] = []
     for rank, (a, b) in enumerate(zip(plain, watched, strict=True)):
         if a["status"] != b["status"]:
