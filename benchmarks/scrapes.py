@@ -1,9 +1,9 @@
 """Whether 100 scrapes a second slow training down: blocks of steps with and without them, in turn, in one process.
 
-    python benchmarks/scrapes.py [--rounds 15] [--rate 100]
+    python benchmarks/scrapes.py [--rounds 15] [--rate 100] [--new-connections]
 
 One rank trains in one thread; another process asks its endpoint for `/metrics`, so that on two cores only what happens
-inside the rank (rendering, the interpreter's lock) can cost it time.
+inside the rank (rendering, the interpreter's lock) can cost it time. It keeps its connection, as Prometheus does.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from ddpdebug.config import Config
 
 #: Reads `on` or `off` from its input; while on, fetches the address so many times a second.
 _SCRAPER = """
-import select, sys, time, urllib.request
-url, pause, on, count, bytes_ = sys.argv[1], 1 / float(sys.argv[2]), False, 0, 0
+import http.client, select, sys, time
+client, pause, on, count, bytes_ = http.client.HTTPConnection(sys.argv[1]), 1 / float(sys.argv[2]), False, 0, 0
+headers = {"Connection": "close"} if len(sys.argv) > 3 else {}
 next_ = time.monotonic()
 while True:
     wait = max(0.0, next_ - time.monotonic()) if on else None
@@ -39,7 +40,8 @@ while True:
             break
         on, next_ = word == "on", time.monotonic()
         continue
-    bytes_ += len(urllib.request.urlopen(url, timeout=10).read())
+    client.request("GET", "/metrics", headers=headers)
+    bytes_ += len(client.getresponse().read())
     count += 1
     next_ += pause
 print(count, bytes_)
@@ -52,6 +54,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--block", type=int, default=8, help="steps of a block")
     parser.add_argument("--rate", type=float, default=100.0, help="scrapes a second")
+    parser.add_argument("--new-connections", action="store_true", help="one for each scrape")
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -72,7 +75,8 @@ def main() -> None:
 
         for _ in range(40):  # until the schedule of the checks has settled
             step()
-        words = [sys.executable, "-c", _SCRAPER, f"http://127.0.0.1:{port}/metrics", str(args.rate)]
+        words = [sys.executable, "-c", _SCRAPER, f"127.0.0.1:{port}", str(args.rate)]
+        words += ["new"] * args.new_connections
         scraper = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603
         times: dict[str, list[float]] = {"off": [], "on": [], "off again": []}
         for _ in range(args.rounds):

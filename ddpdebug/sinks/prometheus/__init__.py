@@ -24,8 +24,9 @@ from prometheus_client.registry import Collector
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.sinks import FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
 from ddpdebug.sinks.agreement import COMPARED, dissenters
+from ddpdebug.sinks.prometheus.connections import App
 from ddpdebug.sinks.prometheus.discovery import target
-from ddpdebug.sinks.prometheus.endpoint import App, Endpoint, Serving, json_app
+from ddpdebug.sinks.prometheus.endpoint import Endpoint, Serving, json_app
 from ddpdebug.sinks.prometheus.families import rank_metrics
 from ddpdebug.sinks.prometheus.frugal import Frugal
 from ddpdebug.sinks.prometheus.layers import Layers

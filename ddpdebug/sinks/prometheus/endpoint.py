@@ -1,8 +1,4 @@
-"""The HTTP server of the metrics: our own, because a scraper that is slow, hangs or talks nonsense must cost nothing.
-
-Every connection has its own thread and a time limit, the TLS handshake included; beyond a fixed number of connections
-new ones are closed at once. Nothing is ever printed. Runs in daemon threads of a process that trains.
-"""
+"""Where the metrics are served: addresses, paths, TLS and passwords."""
 
 from __future__ import annotations
 
@@ -10,25 +6,18 @@ import base64
 import binascii
 import errno
 import hmac
-import io
 import json
 import os
 import socket
 import ssl
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from socketserver import ThreadingMixIn
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from ddpdebug.sinks.prometheus.connections import App, Server
 
 _TRIES = 100
-_TIMEOUT = 10.0
-_MAX_CONNECTIONS = 32
-
-App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +72,13 @@ class Endpoint:
     def __init__(self, apps: Mapping[str, App], host: str, port: int, serving: Serving) -> None:
         context, credentials = serving.context(), serving.credentials()
         self._host, self._owner = host, os.getpid()
-        self._server = _bound(host, port)
-        self._server.every, self._server.context = serving.every, context
-        app = _routed(apps)
-        self._server.set_app(app if credentials is None else _protected(app, credentials))
-        self.port = self._server.server_port
+        listener = _bound(host, port)
+        self.port = int(listener.getsockname()[1])
         self.scheme = "http" if context is None else "https"
-        self._thread = threading.Thread(target=self._server.serve_forever, name="ddpdebug-metrics", daemon=True)
-        self._thread.start()
+        app = _routed(apps)
+        self._server = Server(
+            listener, app if credentials is None else _protected(app, credentials), context, serving.every
+        )
 
     @property
     def address(self) -> str:
@@ -99,86 +87,25 @@ class Endpoint:
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
     def close(self) -> None:
-        """Stop serving: at once as a rule, within half a second at worst."""
-        if os.getpid() != self._owner:
-            return  # a forked child has no server thread to wait for
-        stopper = threading.Thread(target=self._server.shutdown, daemon=True)
-        stopper.start()
-        with suppress(OSError):  # the server looks up twice a second, or when somebody knocks
-            socket.create_connection((self._host, self.port), timeout=0.5).close()
-        stopper.join(1.0)
-        self._server.server_close()
-        self._thread.join(1.0)
+        """Stop serving; returns within a second."""
+        if os.getpid() == self._owner:  # a forked child has no server thread to wait for
+            self._server.close()
 
 
-class _Handler(WSGIRequestHandler):
-    timeout = _TIMEOUT
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name in the standard library
-        """Say nothing: this is somebody else's terminal."""
-
-    def get_stderr(self) -> Any:
-        return io.StringIO()
-
-
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = _MAX_CONNECTIONS
-    every: Callable[[], None]
-    context: ssl.SSLContext | None = None
-
-    def __init__(self, *args: Any) -> None:
-        self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
-        super().__init__(*args)
-
-    def server_bind(self) -> None:
-        """Bind without asking the name service for our own name, which may take long."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
-        self.setup_environ()
-
-    def service_actions(self) -> None:
-        with suppress(Exception):  # the thread must live on
-            self.every()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._free.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
-
-    def finish_request(self, request: Any, client_address: Any) -> None:
-        request.settimeout(_TIMEOUT)
-        if self.context is None:
-            super().finish_request(request, client_address)
-            return
-        with self.context.wrap_socket(request, server_side=True) as encrypted:  # here, where only this client waits
-            super().finish_request(encrypted, client_address)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Let the client go: it hung up, was too slow, or spoke something else."""
-
-
-def _bound(host: str, port: int) -> _Server:
-    family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-    kind = type("_Server", (_Server,), {"address_family": family})
+def _bound(host: str, port: int) -> socket.socket:
+    family, _, _, _, place = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     for tried in range(port, min(port + _TRIES, 65536)):
+        listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            server: _Server = kind((host, tried), _Handler)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((place[0], tried, *place[2:]))
+            listener.listen()
         except OSError as error:
+            listener.close()
             if error.errno != errno.EADDRINUSE:
                 raise
         else:
-            return server
+            return listener
     raise OSError(errno.EADDRINUSE, f"no free port from {port} to {port + _TRIES - 1} on {host!r} for metrics")
 
 

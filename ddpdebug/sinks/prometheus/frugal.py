@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ddpdebug.sinks.prometheus.endpoint import App, answer
+from ddpdebug.sinks.prometheus.connections import App
+from ddpdebug.sinks.prometheus.endpoint import answer
 
 #: Share of the time that rendering may take in the long run, and seconds of it that may be taken at once.
-_SHARE, _AT_ONCE = 0.02, 1.0
+_SHARE, _AT_ONCE = 0.01, 1.0
 #: Answers kept: Prometheus always asks in the same words.
 _KEPT = 4
 
