@@ -26,6 +26,10 @@ QUEUE_STEPS = 192
 _MAX_ROUNDS = 64
 #: Announcements that are judged without waiting for the other ranks'.
 ALONE = "alone:"
+#: Of these, about the script itself: every rank runs into it within a step, so that they wait for each other and are
+#: told together; for so many steps, or ticks where there are no more steps, at most.
+_SHARED = frozenset({"alone:loss", "alone:audit", "alone:schedule"})
+_HELD_STEPS, _HELD_TICKS = 2, 20
 
 T = TypeVar("T")
 
@@ -48,6 +52,16 @@ class Reading(Enum):
     NEW = "a symptom that no open cause accounts for"
     KNOWN = "the symptom of an open cause"
     WAITING = "looked into before without result"
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """What the ranks that have spoken say, and the steps and ticks that have passed since the first one did."""
+
+    topic: str
+    values: dict[int, Any] = field(default_factory=dict)
+    steps: int = 0
+    ticks: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +106,7 @@ class Diagnosis:
         self._rounds: dict[str, dict[int, dict[int, Any]]] = {}  # topic -> round -> rank -> value
         self._spoken: dict[str, dict[int, int]] = {}  # topic -> rank -> rounds
         self._facts: dict[str, dict[int, Any]] = {}
+        self._held: list[_Held] = []
 
     @property
     def busy(self) -> bool:
@@ -102,6 +117,8 @@ class Diagnosis:
 
     def feed(self, step: Step) -> list[Request]:
         """Take the next step; return what the ranks are asked now."""
+        for held in self._held:
+            held.steps += 1
         self._queue.append(_Queued(replace(step, facts=self._facts)))
         self._ask(self._queue[-1])
         return self.requests()
@@ -120,8 +137,14 @@ class Diagnosis:
     def tell(self, topic: str, rank: int, value: Any) -> None:
         """Take one rank's announcement; the ranks' n-th announcements of a topic are compared with each other.
 
-        Topics that begin with `alone:` are judged at once: what a rank says when it fails, the others may never say.
+        Topics that begin with `alone:` need not be said by all: what a failing rank says, the others may never say.
         """
+        if topic in _SHARED:
+            own = (held for held in self._held if held.topic == topic and rank not in held.values)
+            if (found := next(own, None)) is None:
+                self._held.append(found := _Held(topic))
+            found.values[rank] = value
+            return
         if topic.startswith(ALONE):
             self._compare(topic, {rank: value})
             return
@@ -139,6 +162,9 @@ class Diagnosis:
 
     def tick(self) -> list[tuple[Finding, bool]]:
         """Judge what is ready; return findings, True with the new ones and False with those that were updated."""
+        for held in self._held:
+            held.ticks += 1
+        self._release()
         for queued in self._queue:
             queued.ticks += bool(queued.asked)
         while self._queue:
@@ -154,6 +180,7 @@ class Diagnosis:
 
     def finish(self) -> list[tuple[Finding, bool]]:
         """Judge everything left with the details that are there, and what only the end shows."""
+        self._release(everything=True)
         while self._queue:
             self._judge(self._queue.popleft())
         for rule in list(self._rules):
@@ -297,6 +324,15 @@ class Diagnosis:
     def _admit(self, found: Iterable[tuple[Detector, Finding, Labels | None]], optimizer: int | None) -> None:
         for rule, finding, shown in sorted(found, key=lambda item: (item[0].place(item[1]), item[0].code)):
             self._ledger.admit(rule, finding, self._ledger.group(rule, optimizer), shown)
+
+    def _release(self, *, everything: bool = False) -> None:
+        waiting, self._held = self._held, []
+        for held in waiting:
+            overdue = held.steps > _HELD_STEPS or held.ticks > _HELD_TICKS
+            if everything or overdue or len(held.values) == self.world:
+                self._compare(held.topic, dict(sorted(held.values.items())))
+            else:
+                self._held.append(held)
 
     def _compare(self, topic: str, values: Mapping[int, Any]) -> None:
         name = topic.partition(":")[0]

@@ -471,3 +471,35 @@ def test_the_hash_seed_does_not_matter() -> None:
     }
     assert len(outputs) == 1
     assert "RANK101" in outputs.pop()
+
+
+_BROADCAST = {"kind": "broadcast", "step": 0, "loss": "MseLoss", "prediction": [8, 1], "result": [8, 8]}
+
+
+def test_what_every_rank_runs_into_is_told_with_all_of_them() -> None:
+    """The first rank to say so does not stand there as the only one."""
+    diagnosis = Diagnosis(world=2)
+    diagnosis.tell("alone:loss", 1, _BROADCAST)
+    assert diagnosis.tick() == []
+    diagnosis.feed(step_at(0))
+    diagnosis.tell("alone:loss", 0, _BROADCAST)
+    ((finding, new),) = diagnosis.tick()
+    assert (finding.code, finding.ranks, new) == ("RCP819", (0, 1), True)
+
+
+@pytest.mark.parametrize("how", ["steps", "ticks", "end"])
+def test_what_one_rank_alone_runs_into_does_not_wait_for_long(how: str) -> None:
+    """It is told when the others have gone on, when nothing goes on, or at the end."""
+    diagnosis = Diagnosis(world=2)
+    diagnosis.tell("alone:loss", 1, _BROADCAST)
+    told = diagnosis.tick()
+    if how == "steps":
+        for n in range(4):
+            diagnosis.feed(step_at(n))
+            told += diagnosis.tick()
+    elif how == "ticks":
+        for _ in range(30):
+            told += diagnosis.tick()
+    else:
+        told += diagnosis.finish()
+    assert [(finding.code, finding.ranks) for finding, _ in told] == [("RCP819", (1,))]
