@@ -3,16 +3,20 @@
     python tests/detection/score.py [--jobs 1] [--only sync205,clean] [--write docs/detection.md] [--folder DIR]
 
 Each script runs through `ddpdebug run` with default options, once with FAULT=1 and once with FAULT=0 (its clean twin);
-healthy scripts run once. A fault counts as found when a finding has one of the expected codes, an expected rank, an
-expected name and the expected first step; a HLTH or RCP code must be one of the first two. A clean run fails when
-anything at `error` or above is reported, or more than one warning.
+healthy scripts run once. The ranks are forked from a process that has loaded torch, which saves most of the time;
+`--launch` starts them as a user does.
+A fault counts as found when a finding has one of the expected codes, an expected rank, an expected name and the
+expected first step; a HLTH or RCP code must be one of the first two. A clean run fails when anything at `error` or
+above is reported, or more than one warning.
 The operation and its `file:line` are a promise beyond that: a finding without them is found, but not located.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -20,9 +24,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+import zygote
 
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.run_files import read_findings
@@ -70,28 +78,18 @@ def load(path: Path) -> Case:
     return Case(path, keys)
 
 
-def run(case: Case, *, fault: bool) -> Result:
+def run(case: Case, *, fault: bool, launch: bool) -> Result:
     """Run a case under ddpdebug and judge what it reported."""
     scratch = Path(tempfile.mkdtemp(prefix="ddpdebug-score-"))
-    env = {**os.environ, "FAULT": str(int(fault)), "OMP_NUM_THREADS": "1"}
-    words = ["--nproc-per-node", case.keys["nproc"], "--out", str(scratch / "run"), "--metrics", "off"]
     started = time.monotonic()
-    timed_out = False
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "ddpdebug", "run", *words, str(case.path)],
-            env=env, cwd=scratch, capture_output=True, text=True, timeout=_TIMEOUT, check=False,
-        )  # fmt: skip
-        status, log = done.returncode, done.stderr
-    except subprocess.TimeoutExpired:
-        timed_out, status, log = True, None, ""
+    status, log = (_launched if launch else _forked)(case, scratch, {"FAULT": str(int(fault)), "OMP_NUM_THREADS": "1"})
     findings = list(read_findings(scratch / "run")) if (scratch / "run" / "findings.jsonl").exists() else []
     result = Result(case, fault, findings, time.monotonic() - started)
     if fault and case.codes:
         result.problems, result.unlocated = judge_fault(case, findings)
     else:
         result.problems = judge_clean(findings)
-    if timed_out:
+    if status is None:
         result.problems.append("timed out")
     elif not (scratch / "run" / "run.json").exists():
         # a run that never began is no clean run, and no missed fault either
@@ -101,6 +99,30 @@ def run(case: Case, *, fault: bool) -> Result:
     result.problems += [line.strip() for line in log.splitlines() if "switched off" in line][:2]
     shutil.rmtree(scratch, ignore_errors=True)
     return result
+
+
+def _launched(case: Case, scratch: Path, env: dict[str, str]) -> tuple[int | None, str]:
+    """Return exit status (None: it took too long) and what was printed to stderr."""
+    words = ["--nproc-per-node", case.keys["nproc"], "--out", str(scratch / "run"), "--metrics", "off"]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "ddpdebug", "run", *words, str(case.path)],
+            env={**os.environ, **env}, cwd=scratch, capture_output=True, text=True, timeout=_TIMEOUT, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return None, ""
+    return done.returncode, done.stderr
+
+
+def _forked(case: Case, scratch: Path, env: dict[str, str]) -> tuple[int | None, str]:
+    ranks = int(case.keys["nproc"])
+    options = ["--out", str(scratch / "run"), "--metrics", "off"]
+    job = {"script": str(case.path), "args": [], "ranks": ranks, "cwd": str(scratch), "timeout": _TIMEOUT}
+    env["LOCAL_WORLD_SIZE"] = str(ranks)
+    results = zygote.run({**job, "options": options, "env": env})
+    statuses = [result["status"] for result in results]
+    failed = None if None in statuses else next((status for status in statuses if status), 0)
+    return failed, "".join(result["err"] for result in results)
 
 
 def judge_clean(findings: list[Finding]) -> list[str]:
@@ -192,6 +214,10 @@ def report(results: list[Result]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _job(job: tuple[Case, bool], *, launch: bool) -> Result:
+    return run(job[0], fault=job[1], launch=launch)
+
+
 def main() -> int:
     """Score the corpus; exit 1 when less than `--require` of the runs are right."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -200,6 +226,7 @@ def main() -> int:
     parser.add_argument("--write", type=Path)
     parser.add_argument("--require", type=float, default=1.0, help="share of runs that must be right")
     parser.add_argument("--folder", type=Path, default=_CORPUS)
+    parser.add_argument("--launch", action="store_true", help="start ranks as a user does")
     parser.add_argument("--twins", type=int, default=1, help="run the clean twin of every so many-th fault only")
     args = parser.parse_args()
     wanted = tuple(part for part in args.only.split(",") if part)
@@ -209,8 +236,13 @@ def main() -> int:
     runs = {case.path: (True, False) for case in faults[:: args.twins]}
     jobs = [(case, fault) for case in cases for fault in runs.get(case.path, (bool(case.codes),))]
     results: list[Result] = []
-    with ThreadPoolExecutor(args.jobs) as pool:
-        for result in pool.map(lambda job: run(job[0], fault=job[1]), jobs):
+    os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is loaded
+    zygote.preload()
+    for module in ("ddpdebug.attach", "ddpdebug.commands.run"):
+        importlib.import_module(module)
+    with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("fork")) as pool:
+        judged = pool.map if args.jobs > 1 else map
+        for result in judged(partial(_job, launch=args.launch), jobs):
             results.append(result)
             kind = "fault" if result.fault else "clean"
             codes = " ".join(f"{f.code}@{f.step}{list(f.ranks)}" for f in result.findings)

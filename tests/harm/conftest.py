@@ -69,7 +69,12 @@ def run_jobs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[Job]], 
                 Path(job["cwd"]).mkdir()
         (folder / "jobs.json").write_text(json.dumps(jobs))
         timeout = 30 + sum(job["timeout"] for job in jobs)
-        words = [sys.executable, str(_HERE / "zygote.py"), str(folder / "jobs.json"), str(folder / "results.json")]
+        words = [
+            sys.executable,
+            str(_HERE.parent / "zygote.py"),
+            str(folder / "jobs.json"),
+            str(folder / "results.json"),
+        ]
         done = run_hard(words, timeout)
         assert done.returncode == 0, done.stderr
         results: list[Result] = json.loads((folder / "results.json").read_text())

@@ -2,7 +2,8 @@
 
     python zygote.py jobs.json results.json
 
-A job is {"script", "args", "ranks", "cwd", "timeout"} and
+A job is {"script", "args", "ranks", "cwd", "timeout"}; a script without a folder is one of `harm/scripts`. It may have
+- "env": further environment variables
 - "options": of `ddpdebug run`, or null for plain Python; one for all ranks, or {"0": ..., "1": ...}
 - "inject": Python source per rank that runs before ddpdebug does
 - "events": [[what to wait for: a text in the rank's output, or seconds; rank; signal], ...] in this order
@@ -26,8 +27,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-_ZYGOTE = os.getpid()
-_SCRIPTS = Path(__file__).resolve().parent / "scripts"
+_SCRIPTS = Path(__file__).resolve().parent / "harm" / "scripts"
 
 
 def _free_port() -> int:
@@ -64,6 +64,7 @@ def _child(job: dict[str, Any], rank: int, port: int, folder: Path) -> None:
         os.chdir(job["cwd"])
         environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank)}
         os.environ.update(environ, WORLD_SIZE=str(job["ranks"]), LOCAL_RANK=str(rank), PYTHONPATH=str(_SCRIPTS))
+        os.environ.update(job.get("env", {}))
         sys.path.insert(1, str(_SCRIPTS))
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
@@ -134,6 +135,7 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
     """Run one job to its end or its timeout."""
     port = _free_port()
     started = time.monotonic()
+    parent = os.getpid()
     folder = Path(tempfile.mkdtemp())  # no context manager: a forked child's exit handlers would remove it
     try:
         pids: dict[int, int] = {}
@@ -160,19 +162,24 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
             for stream in ("out", "err"):
                 result[stream] = (folder / f"{rank}.{stream}").read_text("utf-8", "replace")
     finally:
-        if os.getpid() == _ZYGOTE:
+        if os.getpid() == parent:
             shutil.rmtree(folder)
     return [results[rank] for rank in range(job["ranks"])]
 
 
-def main(jobs: Path, results: Path) -> None:
-    """Run all jobs, one after the other."""
+def preload() -> None:
+    """Load what the ranks will need; nothing may compute or start threads before they are forked."""
     import numpy as np  # noqa: F401
+    import torch._dynamo  # loaded when the first optimizer is built
     import torch.distributed.optim
     import torch.optim.swa_utils
     import torch.utils.data  # noqa: F401
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook  # noqa: F401
 
+
+def main(jobs: Path, results: Path) -> None:
+    """Run all jobs, one after the other."""
+    preload()
     done = [run(job) for job in json.loads(jobs.read_text())]
     results.write_text(json.dumps(done))
 
