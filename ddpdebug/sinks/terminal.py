@@ -174,6 +174,10 @@ class Terminal:
         return max(40, min(_MAX_WIDTH, columns or 100))  # some pseudo-terminals say 0
 
 
+#: An overhead that needs a word of explanation.
+_DEAR = 0.05
+
+
 class Summary:
     """What the last line says about the steps."""
 
@@ -219,6 +223,8 @@ class Summary:
             items.append(f"overhead {percent(self.overhead)}")
         if self.interval > 1:
             items.append(f"full check every {self.interval} steps")
+        elif self.overhead > _DEAR:
+            items.append("every step was checked (short ones are at first)")
         return items
 
 

@@ -312,6 +312,12 @@ def test_a_large_overhead_is_written_out() -> None:
     assert "overhead 430 %" in summary(replace(judged(0, 5, 5), overhead_ratio=4.3))
 
 
+def test_the_overhead_of_short_steps_is_explained() -> None:
+    """Who tries a toy first would take it for what a real run pays."""
+    text = summary(replace(judged(0, 5, 5), overhead_ratio=0.8, interval=1))
+    assert "overhead 80 % · every step was checked (short ones are at first)" in text
+
+
 def test_an_unknown_overhead_is_not_printed() -> None:
     """NaN says nothing to a person."""
     step = replace(judged(0, 5, 5), overhead_ratio=math.nan, interval=1)
