@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, ReduceLROnPlateau, SequentialLR
 from torch.utils.checkpoint import checkpoint
 
 from ddpdebug.probes.guard import Guard
@@ -206,6 +206,56 @@ def test_schedulers_are_counted_where_the_user_calls_them() -> None:
     seen.called(schedule, depth=1)
     seen.forgive()
     assert "scheduler" not in seen.before_step(optimizer, 2)
+
+
+def trained(seen: Schedules, optimizer: torch.optim.Optimizer, times: int = 5) -> None:
+    for _ in range(times):
+        seen.before_step(optimizer, 1)
+        optimizer.step()
+
+
+def noted(seen: Schedules, schedule: LRScheduler) -> LRScheduler:
+    """Return the schedule after the call that torch makes in its constructor."""
+    seen.moved(schedule)
+    seen._of(schedule).inner = 1
+    return schedule
+
+
+def test_a_schedule_that_nothing_has_stepped() -> None:
+    """It is named after enough steps, and also when it has ended with the function that made it."""
+    weight = nn.Parameter(torch.ones(1))
+    seen, optimizer = Schedules(), torch.optim.SGD([weight], lr=1.0)
+    schedule = noted(seen, CosineAnnealingLR(optimizer, 10))
+    trained(seen, optimizer)
+    assert seen.never_called(6) == []
+    assert seen.never_called(5) == ["CosineAnnealingLR"]
+    del schedule
+    assert seen.never_called(5) == ["CosineAnnealingLR"]
+    plateau = ReduceLROnPlateau(optimizer)
+    seen.built(plateau)
+    assert seen.never_called(5) == ["ReduceLROnPlateau"]
+    seen.moved(plateau)  # step(metric)
+    assert seen.never_called(5) == []
+
+
+def test_a_schedule_whose_time_has_not_come() -> None:
+    """Parts of a schedule that was stepped, and one beside a rate that changes by other means, are let pass."""
+    weight = nn.Parameter(torch.ones(1))
+    seen, optimizer = Schedules(), torch.optim.SGD([weight], lr=1.0)
+    parts = [noted(seen, LinearLR(optimizer, total_iters=99)), noted(seen, CosineAnnealingLR(optimizer, 8))]
+    whole = SequentialLR(optimizer, parts, milestones=[99])
+    optimizer.param_groups[0]["lr"] = 1.0
+    for _ in range(5):
+        trained(seen, optimizer, 1)
+        seen.called(whole, depth=1)
+    assert seen.never_called(5) == []
+    other = torch.optim.SGD([weight], lr=1.0)
+    late = noted(seen, CosineAnnealingLR(other, 10))
+    trained(seen, other)
+    other.param_groups[0]["lr"] = 0.5
+    trained(seen, other)
+    assert seen.never_called(5) == []
+    assert late.last_epoch == 0
 
 
 def test_a_rate_that_the_optimizer_does_not_read() -> None:

@@ -20,6 +20,7 @@ from ddpdebug import torch_internals as internals
 from ddpdebug.observations import Flag
 from ddpdebug.probes.guard import user_location
 from ddpdebug.probes.recipe.audit import Audit, held_by, unregistered
+from ddpdebug.probes.recipe.chance import Chance
 from ddpdebug.probes.recipe.clearing import Clearing
 from ddpdebug.probes.recipe.cuts import Cuts
 from ddpdebug.probes.recipe.inputs import Inputs
@@ -67,7 +68,7 @@ class Recipe:
     def __init__(self, recorder: Recorder, announce: Callable[[str, Any], None]) -> None:
         self._recorder, self._announce, self._pid = recorder, announce, os.getpid()
         self.audit, self.clearing, self.schedules = Audit(), Clearing(), Schedules()
-        self._modes, self._labels = Modes(), Labels()
+        self._modes, self._labels, self._chance = Modes(), Labels(), Chance()
         self._loop = _Loop()
         self._passes: dict[str | None, int] = {}
         self._told: dict[str, int] = {}
@@ -93,6 +94,8 @@ class Recipe:
         """Look at a DDP forward that begins."""
         root = internals.unwrap_compiled(ddp.module)
         self._stepping.clear()
+        if not root.training:
+            self._chance.begin(root)
         if not torch.is_grad_enabled():
             if self._modes.evaluates_in_train(root):
                 self._evaluation["forwards"] += 1
@@ -119,6 +122,8 @@ class Recipe:
 
     def output(self, ddp: DistributedDataParallel, args: Any, kwargs: Any, output: Any) -> None:
         """Look at a DDP forward that has ended."""
+        for call in self._chance.end(internals.unwrap_compiled(ddp.module)):
+            self._tell("chance", call)
         key = self._recorder.wrapped(ddp).index
         if key in self._inputs:
             self._inputs[key].end()
@@ -136,6 +141,7 @@ class Recipe:
 
     def abort(self) -> None:
         """Take the hooks of a forward away that has raised."""
+        self._chance.release()
         for inputs in self._inputs.values():
             inputs.release()
         for cuts in self._cuts.values():
@@ -300,13 +306,13 @@ class Recipe:
         self._labels.take({})
         self._loop = _Loop()
 
-    def close(self) -> None:
-        """Announce what only the end shows."""
+    def close(self, *, finished: bool = False) -> None:
+        """Announce what only the end shows; a schedule by epochs had its chance only in a run that came to its end."""
         self.abort()
         if os.getpid() != self._pid:  # a forked child (a loader's worker) is not the rank, and has no one to tell
             return
         self._end_evaluation()
-        for name in self.schedules.never_called(_NEVER):
+        for name in self.schedules.never_called(_NEVER) if finished else ():
             self._tell("schedule", {"class": name})
         counts = self._labels.counts()
         if counts is not None:
