@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.forensics.leak import Leaks
 from ddpdebug.observations import Flag
 from ddpdebug.probes.guard import user_location
 from ddpdebug.probes.recipe.audit import Audit, held_by, unregistered
@@ -25,11 +27,11 @@ from ddpdebug.probes.recipe.clearing import Clearing
 from ddpdebug.probes.recipe.cuts import Cuts
 from ddpdebug.probes.recipe.inputs import Inputs
 from ddpdebug.probes.recipe.labels import Labels
-from ddpdebug.probes.recipe.losses import facts, is_mean, name_of, terms
+from ddpdebug.probes.recipe.losses import Term, facts, is_mean, name_of, target_of, terms
 from ddpdebug.probes.recipe.modes import EVALUATION, Modes, has_input_with_gradient
 from ddpdebug.probes.recipe.schedules import Schedules
 from ddpdebug.probes.recorder import Recorder
-from ddpdebug.probes.values import tensors_in
+from ddpdebug.probes.values import loss_reader, tensors_in
 
 #: Of each line that calls backward so many passes are looked at in any case.
 _FIRST_PASSES = 16
@@ -69,6 +71,7 @@ class Recipe:
         self._recorder, self._announce, self._pid = recorder, announce, os.getpid()
         self.audit, self.clearing, self.schedules = Audit(), Clearing(), Schedules()
         self._modes, self._labels, self._chance = Modes(), Labels(), Chance()
+        self._leaks = Leaks(lambda on: setattr(recorder.guard, "quiet", on))
         self._loop = _Loop()
         self._passes: dict[str | None, int] = {}
         self._told: dict[str, int] = {}
@@ -181,10 +184,21 @@ class Recipe:
             for fact in facts(term):
                 self._tell("loss", {**fact, "location": line})
             self._labels.read(term)
+        if len(found) == 1:
+            self._compare(found[0], roots[0], scaled=scaled)
         if number == 1 and not recorder.next_step() and len(found) == 1:
             first = self._labels.initial(found[0], roots[0], loop.scale)
             if first is not None:
                 self._tell("loss", {**first, "location": line})
+
+    def _compare(self, term: Term, root: torch.Tensor, *, scaled: bool) -> None:
+        """Let one rank compare a loss's targets with the inputs, once it is suspiciously low."""
+        scale = self._loop.scale
+        if (scaled and (scale is None or math.isnan(scale))) or (dist.is_initialized() and dist.get_rank()):
+            return
+        read = loss_reader(root.detach(), None)
+        scenes = self._recorder.scenes.current
+        self._leaks.loss(scenes, *target_of(term), lambda: read() / (scale or 1.0))
 
     def end_backward(self) -> None:
         """See which gradients have come."""
@@ -221,6 +235,8 @@ class Recipe:
         self._stepping.append(id(optimizer))
         if self._recorder.in_backward or len(self._stepping) > 1:
             return
+        if (leak := self._leaks.work()) is not None:
+            self._tell("leak", leak)
         closure = any(map(callable, args)) or callable(kwargs.get("closure"))  # torch passes itself among `args`
         flags, detail, loop = Flag(0), self._recorder.window.recipe, self._loop
         if loop.in_eval and loop.in_eval == loop.trained and loop.lines:
@@ -303,6 +319,7 @@ class Recipe:
         """Begin the next step after one that GradScaler did not let happen."""
         self.clearing.after_step(optimizer)
         self.schedules.forgive()
+        self._leaks.drop()
         self._labels.take({})
         self._loop = _Loop()
 

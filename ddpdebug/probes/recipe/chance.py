@@ -76,7 +76,9 @@ class Chance:
             return []
         self.release()
         if follower is not None:
-            return follower.calls()
+            calls = follower.calls()
+            now.followed = FOLLOWED if calls else now.followed
+            return calls
         now.drew = now.drew or (bool(self._before) and _state(root) != self._before)
         return []
 
