@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,9 @@ from ddpdebug.forensics.tracer import Stopped, Tracer
 from ddpdebug.forensics.undisturbed import StandIns, fresh_arguments, undisturbed
 from ddpdebug.probes.scene import Scene, is_container, items, leaves, rebuilt
 from ddpdebug.probes.values import tensors_in
+
+#: A number that may still be on a device.
+Value = Callable[[], float]
 
 _SECONDS = 20.0
 #: Positions that must be compared, and different tokens among them: fewer are equal by chance.
@@ -109,7 +112,7 @@ def look(scene: Scene, known: Relation) -> dict[str, Any] | None:
     try:
         with undisturbed(module, scene.buffers, modes) as stand_ins:
             runs = [_run(module, scene, known, tokens, stand_ins) for tokens in (known.tokens, other)]
-    except (Exception, Stopped):  # the model ran for us only: what it raises there is nobody's business
+    except (Exception, Stopped):  # noqa: BLE001 - the model ran for us only, and so it raised for us only
         return None
     return _judged(known, *runs)
 
@@ -234,16 +237,16 @@ class Leaks:
         self._levels: dict[int, _Level] = {}
         self._case: tuple[Scene, Relation, float, float] | None = None
 
-    def loss(
-        self, scenes: Sequence[Scene], target: torch.Tensor | None, ignored: int, value: Callable[[], float]
-    ) -> None:
-        """Take the target of a backward's only loss; `value` is read when the next one comes, and waits for nothing."""
-        scene = scenes[-1] if scenes else None
-        module = None if scene is None else scene.module()
-        if scene is None or module is None or target is None or not texts(scene, target):
+    def loss(self, scene: Scene, target: torch.Tensor | None, ignored: int, reader: Callable[[], Value]) -> None:
+        """Take the target of a step's loss; its value is read in a later step, when a device has it ready."""
+        module = scene.module()
+        if module is None or target is None or not texts(scene, target):
             return
         level = self._levels.setdefault(id(module), _Level())
-        low = level.take(value)
+        if level.over or level.step == scene.step:
+            return
+        level.step = scene.step
+        low = level.take(reader())
         if low is None or self._case is not None:
             return
         level.over = True
@@ -280,13 +283,12 @@ class _Level:
     def __init__(self) -> None:
         self.first = 0.0
         self.over = False
+        self.step = -1
         self._looks = 0
-        self._pending: Callable[[], float] | None = None
+        self._pending: Value | None = None
 
-    def take(self, value: Callable[[], float]) -> float | None:
+    def take(self, value: Value) -> float | None:
         """Return the loss before this one if it is suspicious."""
-        if self.over:
-            return None
         pending, self._pending = self._pending, value
         if pending is None:
             return None

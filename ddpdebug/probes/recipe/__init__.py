@@ -193,12 +193,19 @@ class Recipe:
 
     def _compare(self, term: Term, root: torch.Tensor, *, scaled: bool) -> None:
         """Let one rank compare a loss's targets with the inputs, once it is suspiciously low."""
-        scale = self._loop.scale
-        if (scaled and (scale is None or math.isnan(scale))) or (dist.is_initialized() and dist.get_rank()):
+        scale, scenes = self._loop.scale, self._recorder.scenes.current
+        if (
+            not scenes
+            or (scaled and (scale is None or math.isnan(scale)))
+            or (dist.is_initialized() and dist.get_rank())
+        ):
             return
-        read = loss_reader(root.detach(), None)
-        scenes = self._recorder.scenes.current
-        self._leaks.loss(scenes, *target_of(term), lambda: read() / (scale or 1.0))
+
+        def reader() -> Callable[[], float]:
+            read = loss_reader(root.detach(), None)
+            return lambda: read() / (scale or 1.0)
+
+        self._leaks.loss(scenes[-1], *target_of(term), reader)
 
     def end_backward(self) -> None:
         """See which gradients have come."""
