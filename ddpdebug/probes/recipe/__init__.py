@@ -331,7 +331,7 @@ class Recipe:
         self._loop = _Loop()
 
     def close(self, *, finished: bool = False) -> None:
-        """Announce what only the end shows; a schedule by epochs had its chance only in a run that came to its end."""
+        """Announce what only the end shows; a schedule by epochs has had its chance if the run came to its end."""
         self.abort()
         if os.getpid() != self._pid:  # a forked child (a loader's worker) is not the rank, and has no one to tell
             return
