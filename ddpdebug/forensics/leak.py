@@ -91,9 +91,9 @@ def _relation(tokens: torch.Tensor, target: torch.Tensor, ignored: int) -> Relat
 
 @dataclass(slots=True)
 class _Pass:
-    """What one forward gave for the sample: of modules with positions, of those without, and at the end."""
+    """What modules were given and returned for the sample: with positions, without them, and at the end."""
 
-    along: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    calls: list[tuple[str, list[torch.Tensor], list[torch.Tensor]]] = field(default_factory=list)
     pooled: list[torch.Tensor] = field(default_factory=list)
     outputs: list[torch.Tensor] = field(default_factory=list)
     room: int = _KEPT_BYTES
@@ -132,7 +132,9 @@ def _run(module: torch.nn.Module, scene: Scene, known: Relation, tokens: torch.T
     kwargs = {k: fresh_arguments(_with(v, known.tokens, tokens), stand_ins.protected) for k, v in scene.kwargs.items()}
     tracer = Tracer(lambda: (None, None, 0), stand_ins.protected, time.monotonic() + _SECONDS)
     handles = [
-        part.register_forward_hook(_keeper(seen, name, known, tracer)) for name, part in module.named_modules() if name
+        part.register_forward_hook(_keeper(seen, name, known, tracer), with_kwargs=True)
+        for name, part in module.named_modules()
+        if name
     ]
     scene.rng.restore()
     try:
@@ -152,23 +154,31 @@ def _run(module: torch.nn.Module, scene: Scene, known: Relation, tokens: torch.T
 
 
 def _keeper(seen: _Pass, name: str, known: Relation, tracer: Tracer) -> Callable[..., None]:
-    """Return a hook that keeps one sample of what a module returns."""
-    batch, length = known.tokens.shape
+    """Return a hook that keeps one sample of what a module is given and returns."""
 
-    def keep(_: Any, __: Any, output: Any) -> None:
+    def keep(_: Any, args: Any, kwargs: Any, output: Any) -> None:
         tracer.muted = True
         try:
-            for tensor in tensors_in(output):
-                if not tensor.is_floating_point() or tensor.dim() < 2 or not internals.is_plain(tensor):
-                    continue
-                if tensor.shape[:2] == (batch, length) and tensor.dim() > 2:
-                    seen.room -= tensor[known.sample].nbytes
-                    if seen.room > 0:
-                        seen.along.append((name, tensor[known.sample].clone()))
-                elif tensor.shape[0] == batch and length not in tensor.shape:
-                    seen.pooled.append(tensor[known.sample].clone())
+            given, made = (
+                [t for t in map(part, tensors_in(value)) if t is not None] for value in ((args, kwargs), output)
+            )
+            seen.calls.append((name, given, made))
         finally:
             tracer.muted = False
+
+    def part(tensor: torch.Tensor) -> torch.Tensor | None:
+        if not tensor.is_floating_point() or tensor.dim() < 2 or not internals.is_plain(tensor):
+            return None
+        batch, length = known.tokens.shape
+        if tensor.shape[:2] == (batch, length) and tensor.dim() > 2:
+            kept = tensor[known.sample]
+        elif batch in tensor.shape and not {length - 1, length, length + 1} & set(tensor.shape):
+            seen.pooled.append(tensor.select(tensor.shape.index(batch), known.sample).clone())
+            return None
+        else:
+            return None
+        seen.room -= kept.nbytes
+        return kept.clone() if seen.room > 0 else None
 
     return keep
 
@@ -209,12 +219,19 @@ def _judged(known: Relation, one: _Pass, other: _Pass) -> dict[str, Any] | None:
     # an auto-encoder in one module tells its decoder about the whole text through a summary, on purpose
     if any(_change(a, b, a) > 0 for a, b in zip(one.pooled, other.pooled, strict=False)):
         return None
-    mixes = (
-        name
-        for (name, a), (again, b) in zip(one.along, other.along, strict=False)
-        if name == again and _change(a[:at], b[:at], a) > 0
-    )
-    return {"kind": "moved", "change": before, "module": next(mixes, None), **about}
+    return {"kind": "moved", "change": before, "module": _mixer(at, one, other), **about}
+
+
+def _mixer(at: int, one: _Pass, other: _Pass) -> str | None:
+    """Return the first module that was given nothing of the token before its place, and returned something of it."""
+
+    def early(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+        return any(_change(a[:at], b[:at], a) > 0 for a, b in zip(some, others, strict=False))
+
+    for (name, given, made), (again, given_then, made_then) in zip(one.calls, other.calls, strict=False):
+        if name == again and early(made, made_then) and not early(given, given_then):
+            return name
+    return None
 
 
 def _change(one: torch.Tensor, other: torch.Tensor, whole: torch.Tensor) -> float:

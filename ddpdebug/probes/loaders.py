@@ -32,7 +32,7 @@ class Loaders:
     @property
     def repeated(self) -> bool:
         """Tell whether a second epoch has begun over some loader."""
-        return any(known["iterations"] > 1 for known in self._known.values())
+        return any(known["iterations"] > 1 for known in list(self._known.values()))
 
     def begin(self, loader: DataLoader[Any]) -> None:
         """Note the start of an epoch."""

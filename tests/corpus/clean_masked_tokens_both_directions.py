@@ -40,7 +40,7 @@ def gaps(gen, n=32):
 
 torch.manual_seed(14)
 model = DDP(Gaps())
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3)
 gen = torch.Generator().manual_seed(rank)
 losses = []
 for _ in range(110):

@@ -103,6 +103,39 @@ class Summary(nn.Module):
         return self.head(self.code(x.mean(1))[:, None] + x.cumsum(1))
 
 
+class Recurrent(nn.Module):
+    """Hands the last state of one recurrent layer to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(12, 8), nn.Linear(8, 12)
+        self.encoder, self.decoder = nn.GRU(8, 8, batch_first=True), nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        return self.head(self.decoder(x, self.encoder(x)[1])[0])
+
+
+class Nested(nn.Module):
+    """Mixes positions by itself, and lets a layer work on the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(everywhere(x))
+
+
+def test_the_module_that_mixes_is_named() -> None:
+    """A layer that was given what is mixed already is not to blame."""
+    model = Model(causal)
+    model.mixer = Nested()
+    found = told(model, text(), text()[:, 1:].flatten())
+    assert found is not None
+    assert found["module"] == "mixer"
+
+
 def test_other_tasks_are_let_pass() -> None:
     """Masked tokens, other labels, an encoder beside the decoder, and an auto-encoder are no leak."""
     tokens, whole = text(), text(length=LENGTH + 1)
@@ -113,6 +146,7 @@ def test_other_tasks_are_let_pass() -> None:
     assert told(Model(everywhere), tokens, tokens.flip(0).flatten()) is None
     assert told(Model(everywhere), torch.ones_like(tokens), torch.ones_like(tokens).flatten()) is None
     assert told(Summary(), whole[:, :-1], whole[:, 1:].flatten()) is None
+    assert told(Recurrent(), whole[:, :-1], whole[:, 1:].flatten()) is None
     encoder = torch.cat([torch.zeros(4, 1, dtype=torch.int64), whole[:, 1:]], 1)
     assert relation(scene_of(Model(everywhere), whole[:, :-1], encoder), whole[:, 1:].flatten(), -100) is None
 

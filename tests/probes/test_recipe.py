@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -308,6 +310,20 @@ def test_modules_in_a_plain_list_are_found_in_the_graph() -> None:
     known = {id(p) for p in net.parameters()}
     assert unregistered([net(x)], [x], net, known) == ["layers[0].weight"]
     assert unregistered([net(x)], [x], net, known | {id(net.layers[0].weight)}) == []
+
+
+def test_a_schedule_is_judged_where_the_run_came_to_its_end() -> None:
+    """After an exception or a stop nobody knows whether a schedule by epochs would have been stepped."""
+    told: list[Any] = []
+    recorder = Recorder(Guard(lambda *_: None), lambda _: None, lambda *_: None, lambda *_: True, 1)
+    recipe = Recipe(recorder, lambda topic, value: told.append((topic, value.get("class"))))
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    schedule = noted(recipe.schedules, CosineAnnealingLR(optimizer, 10))
+    trained(recipe.schedules, optimizer, 50)
+    recipe.close()
+    assert told == []
+    recipe.close(finished=True)
+    assert told == [("alone:schedule", type(schedule).__name__)]
 
 
 def test_a_forked_child_announces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
