@@ -154,7 +154,8 @@ class Monitor:
         for watch in self.recorder.watches:
             self.recorder.last_look(watch)
         self.guard.run("forensics:agreement", lambda: self.agreement.run(self.recorder.wrappers, -1, last=True))
-        self.guard.run("close:patches", self.patches.remove)
+        whole = reason == "finished" and (bool(self.command) or self.loaders.repeated)  # of a script, or of an epoch
+        self.guard.run("close:patches", lambda: self.patches.remove(finished=whole))
         self.guard.run("close:hooks", self.recorder.release)
         self.guard.run("close:exchange", self._leave, reason)
         self._write(RunEnded(reason=reason, exit_code=exit_code, steps=dict(self._steps), time=utc()))

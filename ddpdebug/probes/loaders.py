@@ -29,6 +29,11 @@ class Loaders:
         self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
         self._known: weakref.WeakKeyDictionary[DataLoader[Any], dict[str, Any]] = weakref.WeakKeyDictionary()
 
+    @property
+    def repeated(self) -> bool:
+        """Tell whether a second epoch has begun over some loader."""
+        return any(known["iterations"] > 1 for known in list(self._known.values()))
+
     def begin(self, loader: DataLoader[Any]) -> None:
         """Note the start of an epoch."""
         known = self._known.get(loader)

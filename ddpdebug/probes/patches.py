@@ -100,9 +100,9 @@ class Patches:
                 self._kinds.add(kind)
                 self._wrap(kind, "forward", _module_forward)
 
-    def remove(self) -> None:
+    def remove(self, *, finished: bool = False) -> None:
         """Restore the originals."""
-        self.recorder.guard.run("probe:recipe", self.recipe.close)
+        self.recorder.guard.run("probe:recipe", lambda: self.recipe.close(finished=finished))
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()

@@ -30,7 +30,7 @@ PROMISED = {
     **dict.fromkeys(["DATA902", "DATA904", "DATA906", "DATA907", "DATA908", "RANK110"], Severity.WARNING),
     **dict.fromkeys(["DATA903", "DATA905", "RCP810"], Severity.ERROR),
     **dict.fromkeys([f"RCP8{i}" for i in ("02", "03", "04", "06", "08", "11", "13", "16", "17", "19")], Severity.ERROR),
-    **dict.fromkeys([f"RCP8{i}" for i in ("01", "05", "07", "09", "12", "18")], Severity.WARNING),
+    **dict.fromkeys([f"RCP8{i}" for i in ("01", "05", "07", "09", "12", "18", "20", "21")], Severity.WARNING),
     **dict.fromkeys([f"NUM30{i}" for i in (1, 2, 3, 4, 5, 9)], Severity.CRITICAL),
     **dict.fromkeys(["NUM306", "NUM307", "NUM308"], Severity.WARNING),
     **dict.fromkeys([f"HLTH7{i:02}" for i in range(1, 17)], Severity.WARNING),

@@ -28,6 +28,7 @@ SCRIPTS: dict[str, tuple[str, list[str], int]] = {
     "groups and models that come and go": ("groups_come_and_go.py", [], 2),
     "nested outputs, shared modules, masks of -inf, checkpointing": ("numerics.py", ["none", "adamw"], 2),
     "one process without a group": ("one_process.py", [], 1),
+    "dropout in eval mode and a mask that is missing, compiled too": ("recipes.py", [], 2),
 }
 #: Also with sampling, which in runs as short as these differs little from checking every step.
 _SAMPLED = {"convolutions, BatchNorm, dropout, clipping, scheduler", "GAN with a gradient penalty", "unused parameters"}
@@ -118,6 +119,19 @@ for module in saved.values():
 """
     done = python(source, tmp_path, f"{folder}/whole.pt")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.jobs
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "name, mode", [("dropout in eval mode and a mask that is missing, compiled too", "every step")]
+)
+def test_forwards_that_were_followed(name: str, mode: str, results: dict[tuple[str, str], Any]) -> None:
+    """The comparison of this script meant something: an evaluation was followed, and a forward was run again."""
+    folder, _ = results[name, mode]
+    (run,) = Path(folder).glob("ddpdebug-runs/*/findings.jsonl")
+    assert all(f'"code": "{code}"' in run.read_text() for code in ("RCP820", "RCP821"))
 
 
 _HARMS = {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, ReduceLROnPlateau, SequentialLR
 from torch.utils.checkpoint import checkpoint
 
 from ddpdebug.probes.guard import Guard
@@ -208,6 +210,56 @@ def test_schedulers_are_counted_where_the_user_calls_them() -> None:
     assert "scheduler" not in seen.before_step(optimizer, 2)
 
 
+def trained(seen: Schedules, optimizer: torch.optim.Optimizer, times: int = 5) -> None:
+    for _ in range(times):
+        seen.before_step(optimizer, 1)
+        optimizer.step()
+
+
+def noted(seen: Schedules, schedule: LRScheduler) -> LRScheduler:
+    """Return the schedule after the call that torch makes in its constructor."""
+    seen.moved(schedule)
+    seen._of(schedule).inner = 1
+    return schedule
+
+
+def test_a_schedule_that_nothing_has_stepped() -> None:
+    """It is named after enough steps, and also when it has ended with the function that made it."""
+    weight = nn.Parameter(torch.ones(1))
+    seen, optimizer = Schedules(), torch.optim.SGD([weight], lr=1.0)
+    schedule = noted(seen, CosineAnnealingLR(optimizer, 10))
+    trained(seen, optimizer)
+    assert seen.never_called(6) == []
+    assert seen.never_called(5) == ["CosineAnnealingLR"]
+    del schedule
+    assert seen.never_called(5) == ["CosineAnnealingLR"]
+    plateau = ReduceLROnPlateau(optimizer)
+    seen.built(plateau)
+    assert seen.never_called(5) == ["ReduceLROnPlateau"]
+    seen.moved(plateau)  # step(metric)
+    assert seen.never_called(5) == []
+
+
+def test_a_schedule_whose_time_has_not_come() -> None:
+    """Parts of a schedule that was stepped, and one beside a rate that changes by other means, are let pass."""
+    weight = nn.Parameter(torch.ones(1))
+    seen, optimizer = Schedules(), torch.optim.SGD([weight], lr=1.0)
+    parts = [noted(seen, LinearLR(optimizer, total_iters=99)), noted(seen, CosineAnnealingLR(optimizer, 8))]
+    whole = SequentialLR(optimizer, parts, milestones=[99])
+    optimizer.param_groups[0]["lr"] = 1.0
+    for _ in range(5):
+        trained(seen, optimizer, 1)
+        seen.called(whole, depth=1)
+    assert seen.never_called(5) == []
+    other = torch.optim.SGD([weight], lr=1.0)
+    late = noted(seen, CosineAnnealingLR(other, 10))
+    trained(seen, other)
+    other.param_groups[0]["lr"] = 0.5
+    trained(seen, other)
+    assert seen.never_called(5) == []
+    assert late.last_epoch == 0
+
+
 def test_a_rate_that_the_optimizer_does_not_read() -> None:
     """A schedule of another optimizer and an attribute are in vain; one that shares its groups is not."""
     weight = nn.Parameter(torch.ones(1))
@@ -258,6 +310,20 @@ def test_modules_in_a_plain_list_are_found_in_the_graph() -> None:
     known = {id(p) for p in net.parameters()}
     assert unregistered([net(x)], [x], net, known) == ["layers[0].weight"]
     assert unregistered([net(x)], [x], net, known | {id(net.layers[0].weight)}) == []
+
+
+def test_a_schedule_is_judged_where_the_run_came_to_its_end() -> None:
+    """After an exception or a stop nobody knows whether a schedule by epochs would have been stepped."""
+    told: list[Any] = []
+    recorder = Recorder(Guard(lambda *_: None), lambda _: None, lambda *_: None, lambda *_: True, 1)
+    recipe = Recipe(recorder, lambda topic, value: told.append((topic, value.get("class"))))
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    schedule = noted(recipe.schedules, CosineAnnealingLR(optimizer, 10))
+    trained(recipe.schedules, optimizer, 50)
+    recipe.close()
+    assert told == []
+    recipe.close(finished=True)
+    assert told == [("alone:schedule", type(schedule).__name__)]
 
 
 def test_a_forked_child_announces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ class OutputsDisagree(Detector):
     severity = Severity.ERROR
     title = "the same batch and weights give different results"
     topics = ("agreement", "precision")
-    follows = ("RANK101", "RANK102", "RANK105", "RANK106", "RANK112")
+    follows = ("RANK101", "RANK102", "RANK105", "RANK106", "RANK112", "RCP820")
     fires_on = (
         (step_at(4, odd={2: {"eval_output_digest": 8}}, eval_batch_digest=digest(1), eval_output_digest=digest(2)),),
         (step_at(4, odd=_ODD, rng_digest=digest(5), **_SAME),),
@@ -72,6 +72,10 @@ class OutputsDisagree(Detector):
 
     def cause(self, finding: Finding) -> tuple[Hashable, ...]:
         return finding.phase, finding.ranks
+
+    def folds(self, finding: Finding, cause: Finding) -> bool:
+        """Fold what was measured in eval mode alone into dropout that is active there."""
+        return cause.code != "RCP820" or finding.phase in {"evaluation", "agreement probe"}
 
     def sees(self, step: Step) -> bool:
         return bool(_fed_alike(step) or _evaluated_alike(step))

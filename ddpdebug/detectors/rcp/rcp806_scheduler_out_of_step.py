@@ -16,6 +16,11 @@ _OFTEN: dict[int, Any] = {
     r: {"scheduler": {"class": "OneCycleLR", "calls": 4, "micro_batches": 4, "location": "train.py:66"}}
     for r in range(4)
 }
+_NEVER = (
+    "the loop lacks `scheduler.step()`, or it stands in a branch that never runs",
+    "another scheduler than the one that was made is stepped, of an optimizer that does not train",
+    "it is meant for a later phase (averaging of weights), which the run did not reach",
+)
 
 
 class SchedulerOutOfStep(Streak):
@@ -34,6 +39,7 @@ class SchedulerOutOfStep(Streak):
     - a wrapper that advances the scheduler once per process, or a user call on top of the trainer's own
     - a scheduler stepped although the gradient scaler skipped the optimizer step
     - a resume that restored the optimizer and not the scheduler
+    - a scheduler that is made and never stepped: told at the end of a run that ended by itself
 
     Remedy:
     - call `scheduler.step()` right after `optimizer.step()`, once, under the same condition
@@ -75,4 +81,6 @@ class SchedulerOutOfStep(Streak):
                 ranks=(rank,),
                 subject=(str(fact.get("class")),),
                 evidence={"stepped": "never", "optimizer_steps": fact.get("step")},
+                causes=_NEVER,
+                actions=("call `scheduler.step()`, once per optimizer step or per epoch as its lengths are counted",),
             )

@@ -14,21 +14,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.forensics.leak import Leaks
 from ddpdebug.observations import Flag
 from ddpdebug.probes.guard import user_location
 from ddpdebug.probes.recipe.audit import Audit, held_by, unregistered
+from ddpdebug.probes.recipe.chance import Chance
 from ddpdebug.probes.recipe.clearing import Clearing
 from ddpdebug.probes.recipe.cuts import Cuts
 from ddpdebug.probes.recipe.inputs import Inputs
 from ddpdebug.probes.recipe.labels import Labels
-from ddpdebug.probes.recipe.losses import facts, is_mean, name_of, terms
+from ddpdebug.probes.recipe.losses import Term, facts, is_mean, name_of, target_of, terms
 from ddpdebug.probes.recipe.modes import EVALUATION, Modes, has_input_with_gradient
 from ddpdebug.probes.recipe.schedules import Schedules
 from ddpdebug.probes.recorder import Recorder
-from ddpdebug.probes.values import tensors_in
+from ddpdebug.probes.values import loss_reader, tensors_in
 
 #: Of each line that calls backward so many passes are looked at in any case.
 _FIRST_PASSES = 16
@@ -67,7 +70,8 @@ class Recipe:
     def __init__(self, recorder: Recorder, announce: Callable[[str, Any], None]) -> None:
         self._recorder, self._announce, self._pid = recorder, announce, os.getpid()
         self.audit, self.clearing, self.schedules = Audit(), Clearing(), Schedules()
-        self._modes, self._labels = Modes(), Labels()
+        self._modes, self._labels, self._chance = Modes(), Labels(), Chance()
+        self._leaks = Leaks(lambda on: setattr(recorder.guard, "quiet", on))
         self._loop = _Loop()
         self._passes: dict[str | None, int] = {}
         self._told: dict[str, int] = {}
@@ -93,6 +97,8 @@ class Recipe:
         """Look at a DDP forward that begins."""
         root = internals.unwrap_compiled(ddp.module)
         self._stepping.clear()
+        if not root.training:
+            self._chance.begin(root)
         if not torch.is_grad_enabled():
             if self._modes.evaluates_in_train(root):
                 self._evaluation["forwards"] += 1
@@ -119,6 +125,8 @@ class Recipe:
 
     def output(self, ddp: DistributedDataParallel, args: Any, kwargs: Any, output: Any) -> None:
         """Look at a DDP forward that has ended."""
+        for call in self._chance.end(internals.unwrap_compiled(ddp.module)):
+            self._tell("chance", call)
         key = self._recorder.wrapped(ddp).index
         if key in self._inputs:
             self._inputs[key].end()
@@ -136,6 +144,7 @@ class Recipe:
 
     def abort(self) -> None:
         """Take the hooks of a forward away that has raised."""
+        self._chance.release()
         for inputs in self._inputs.values():
             inputs.release()
         for cuts in self._cuts.values():
@@ -175,10 +184,28 @@ class Recipe:
             for fact in facts(term):
                 self._tell("loss", {**fact, "location": line})
             self._labels.read(term)
+        if len(found) == 1:
+            self._compare(found[0], roots[0], scaled=scaled)
         if number == 1 and not recorder.next_step() and len(found) == 1:
             first = self._labels.initial(found[0], roots[0], loop.scale)
             if first is not None:
                 self._tell("loss", {**first, "location": line})
+
+    def _compare(self, term: Term, root: torch.Tensor, *, scaled: bool) -> None:
+        """Let one rank compare a loss's targets with the inputs, once it is suspiciously low."""
+        scale, scenes = self._loop.scale, self._recorder.scenes.current
+        if (
+            not scenes
+            or (scaled and (scale is None or math.isnan(scale)))
+            or (dist.is_initialized() and dist.get_rank())
+        ):
+            return
+
+        def reader() -> Callable[[], float]:
+            read = loss_reader(root.detach(), None)
+            return lambda: read() / (scale or 1.0)
+
+        self._leaks.loss(scenes[-1], *target_of(term), reader)
 
     def end_backward(self) -> None:
         """See which gradients have come."""
@@ -215,6 +242,8 @@ class Recipe:
         self._stepping.append(id(optimizer))
         if self._recorder.in_backward or len(self._stepping) > 1:
             return
+        if (leak := self._leaks.work()) is not None:
+            self._tell("leak", leak)
         closure = any(map(callable, args)) or callable(kwargs.get("closure"))  # torch passes itself among `args`
         flags, detail, loop = Flag(0), self._recorder.window.recipe, self._loop
         if loop.in_eval and loop.in_eval == loop.trained and loop.lines:
@@ -297,16 +326,17 @@ class Recipe:
         """Begin the next step after one that GradScaler did not let happen."""
         self.clearing.after_step(optimizer)
         self.schedules.forgive()
+        self._leaks.drop()
         self._labels.take({})
         self._loop = _Loop()
 
-    def close(self) -> None:
-        """Announce what only the end shows."""
+    def close(self, *, finished: bool = False) -> None:
+        """Announce what only the end shows; a schedule by epochs has had its chance if the run came to its end."""
         self.abort()
         if os.getpid() != self._pid:  # a forked child (a loader's worker) is not the rank, and has no one to tell
             return
         self._end_evaluation()
-        for name in self.schedules.never_called(_NEVER):
+        for name in self.schedules.never_called(_NEVER) if finished else ():
             self._tell("schedule", {"class": name})
         counts = self._labels.counts()
         if counts is not None:

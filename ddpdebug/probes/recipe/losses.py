@@ -84,15 +84,21 @@ def facts(term: Term) -> Iterator[dict[str, Any]]:
         yield {"kind": "broadcast", "loss": _plain(name), "prediction": list(shapes[0]), "result": list(shapes[1])}
 
 
-def labels_of(term: Term) -> tuple[torch.Tensor, int] | None:
-    """Return the class labels that count, and the number of classes, where both are in host memory and small."""
+def target_of(term: Term) -> tuple[torch.Tensor | None, int]:
+    """Return the class labels that a loss was given, and the label that does not count."""
     if term.node.name() not in _CLASSES:
-        return None
-    target, logs = graph.saved_tensor(term.node, "target"), graph.saved_tensor(term.node, "self")
-    if target is None or logs is None or target.device.type != "cpu" or not 0 < target.numel() <= _MAX_LABELS:
-        return None
+        return None, 0
     ignored = graph.saved_number(term.node, "ignore_index")
     ignored = -100 if ignored is None else ignored - (1 << 64) * (ignored >= 1 << 63)  # kept without its sign
+    return graph.saved_tensor(term.node, "target"), ignored
+
+
+def labels_of(term: Term) -> tuple[torch.Tensor, int] | None:
+    """Return the class labels that count, and the number of classes, where both are in host memory and small."""
+    target, ignored = target_of(term)
+    logs = graph.saved_tensor(term.node, "self")
+    if target is None or logs is None or target.device.type != "cpu" or not 0 < target.numel() <= _MAX_LABELS:
+        return None
     kept = target.detach().flatten()
     return kept[kept != ignored], int(logs.shape[1 if logs.dim() > 1 else 0])
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ddpdebug.probes.guard import user_location
 from ddpdebug.probes.recipe import Recipe
@@ -20,6 +21,7 @@ def doors(recipe: Recipe, run: Run) -> Iterator[tuple[Any, str, Make]]:
     yield torch.optim.Optimizer, "__init__", lambda _, original: _built(recipe, run, original)
     for kind in STEPS:
         yield kind, "step", lambda _, original: _scheduled(recipe, run, original)
+    yield ReduceLROnPlateau, "__init__", lambda _, original: _waiting(recipe, run, original)
     yield torch.nn.utils, "clip_grad_value_", lambda _, original: _clipped(recipe, run, original)
     yield torch.amp.GradScaler, "unscale_", lambda _, original: _unscaled(recipe, run, original)
 
@@ -39,6 +41,14 @@ def _scheduled(recipe: Recipe, run: Run, original: Any) -> Any:
         return original(self, *args, **kwargs)
 
     return step
+
+
+def _waiting(recipe: Recipe, run: Run, original: Any) -> Any:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        original(self, *args, **kwargs)
+        run("probe:recipe", recipe.schedules.built, self)
+
+    return __init__
 
 
 def _clipped(recipe: Recipe, run: Run, original: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +27,23 @@ STEPS: tuple[type, ...] = tuple(
 class Calls:
     """The calls of one scheduler by the user's code."""
 
-    scheduler: weakref.ref[Any]
+    scheduler: Callable[[], Any]
     total: int = 0
     pending: int = 0  # since the last step of any optimizer
     location: str | None = None
     inner: int = 0  # calls by torch itself
+    optimizer: int = 0  # its id
+    part: bool = False  # of another schedule
+
+
+@dataclass(slots=True)
+class Steps:
+    """The steps of one optimizer."""
+
+    optimizer: weakref.ref[torch.optim.Optimizer]
+    number: int = 0
+    rate: Any = None  # of the first group, at the first step
+    constant: bool = True
 
 
 class Schedules:
@@ -38,8 +51,9 @@ class Schedules:
 
     def __init__(self) -> None:
         self._calls: dict[int, Calls] = {}
-        self._steps: dict[int, tuple[weakref.ref[torch.optim.Optimizer], int]] = {}
+        self._steps: dict[int, Steps] = {}
         self._attributes: dict[int, Any] = {}
+        self._unmoved: list[tuple[str, int]] = []  # class and optimizer steps of those that nothing has stepped
 
     def called(self, scheduler: Any, depth: int = 3) -> None:
         """Note a call; those that torch makes itself, in a constructor or for a part, do not count."""
@@ -58,9 +72,7 @@ class Schedules:
 
     def before_step(self, optimizer: torch.optim.Optimizer, micro_batches: int) -> dict[str, Any]:
         """Return the entries `scheduler` and `elsewhere` of the step's details, as far as there is something."""
-        ref, number = self._steps.get(id(optimizer), (None, 0))
-        known = ref is not None and ref() is optimizer
-        self._steps[id(optimizer)] = (ref, number + 1) if known and ref else (weakref.ref(optimizer), 1)
+        number = self._count(optimizer)
         found: dict[str, Any] = {}
         for calls in self._living():
             scheduler = calls.scheduler()
@@ -84,22 +96,50 @@ class Schedules:
         for calls in self._living():
             calls.pending = 0
 
+    def built(self, scheduler: Any) -> None:
+        """Note a schedule whose constructor does not step it."""
+        self._of(scheduler)
+
     def never_called(self, least: int) -> list[str]:
-        """Name the schedulers that nothing has ever stepped although their optimizer took so many steps."""
-        living = self._living()
-        parts = {id(part) for calls in living for part in parts_of(calls.scheduler())}
-        found = []
-        for calls in living:
-            scheduler = calls.scheduler()
-            steps = self._steps.get(id(getattr(scheduler, "optimizer", None)), (None, 0))[1]
-            if calls.total == 0 and calls.inner <= 1 and id(scheduler) not in parts and steps >= least:
-                found.append(type(scheduler).__name__)
+        """Name the schedulers that nothing has ever stepped although their optimizer took so many steps.
+
+        One that ended with the function that made it is among them. Where the rate has changed by other means, by hand
+        or by another schedule, there are none: a second schedule may be meant for a phase that was not reached.
+        """
+        for calls in self._living():
+            self._judge(type(calls.scheduler()).__name__, calls)
+        found, self._unmoved = [name for name, steps in self._unmoved if steps >= least], []
         return found
+
+    def _judge(self, name: str, calls: Calls) -> None:
+        steps = self._steps.get(calls.optimizer)
+        if steps is not None and calls.total == 0 and calls.inner <= 1 and not calls.part and steps.constant:
+            self._unmoved.append((name, steps.number))
+
+    def _count(self, optimizer: torch.optim.Optimizer) -> int:
+        """Count a step; return how many there were before."""
+        known = self._steps.get(id(optimizer))
+        rate = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
+        if known is None or known.optimizer() is not optimizer:
+            known = self._steps[id(optimizer)] = Steps(weakref.ref(optimizer), rate=rate)
+        known.number += 1
+        # a tensor's value is not waited for
+        known.constant = known.constant and not isinstance(rate, torch.Tensor) and rate == known.rate
+        return known.number - 1
 
     def _of(self, scheduler: Any) -> Calls:
         known = self._calls.get(id(scheduler))
         if known is None or known.scheduler() is not scheduler:
-            known = self._calls[id(scheduler)] = Calls(weakref.ref(scheduler))
+            key, name, calls = id(scheduler), type(scheduler).__name__, Calls(lambda: None)
+
+            def ended(_: Any) -> None:
+                self._judge(name, calls)
+
+            known = self._calls[key] = calls
+            calls.scheduler = weakref.ref(scheduler, ended)
+            calls.optimizer = id(getattr(scheduler, "optimizer", None))
+            for part in parts_of(scheduler):
+                self._of(part).part = True
         return known
 
     def _living(self) -> list[Calls]:
@@ -114,8 +154,8 @@ class Schedules:
         if own is None:
             return False
         groups = {id(group) for group in getattr(own, "param_groups", ())}
-        for ref, _ in self._steps.values():
-            stepping = ref()
+        for steps in self._steps.values():
+            stepping = steps.optimizer()
             if stepping is own or (stepping is not None and groups & {id(group) for group in stepping.param_groups}):
                 return False
         return True

@@ -1,0 +1,90 @@
+"""RCP821: the target leaks into the input."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.examples import steps
+from ddpdebug.detectors.rcp.streak import told
+from ddpdebug.findings import Finding, Severity
+from ddpdebug.steps import Step
+
+_FACT = {
+    "step": 40,
+    "kind": "moved",
+    "change": 0.6,
+    "module": "blocks.0.attention",
+    "position": 31,
+    "length": 32,
+    "first_loss": 4.2,
+    "loss": 0.1,
+}
+_SAME = {**_FACT, "kind": "same", "module": None}
+
+
+class TargetLeak(Detector):
+    """The model is given what it shall predict: a later token changes earlier outputs, or the target is the input.
+
+    While training it is asked once, when the loss has fallen below a tenth of what it was and the targets are the input
+    tokens, moved by one position: one rank runs the last forward twice more, in eval mode, with another token. Compiled
+    models, models whose forward communicates, and those that sum a text up on the way (auto-encoders) are not asked;
+    `ddpdebug preflight --causal` asks before training.
+
+    Impact: training and validation look excellent, and the model fails when the target is not there.
+
+    Diagnosis: the probe: take the output at position t, call backward on it and look at the gradient on the input
+    embeddings at positions after t, which must be exactly 0; or change token t + 1 and compare the outputs up to t.
+    Print one example as input, mask and target side by side. For tables look for a feature that alone predicts the
+    label.
+
+    Causes:
+    - the causal mask is missing, transposed or inverted
+    - a boolean mask of the wrong sense: True shows in `scaled_dot_product_attention`, hides in `nn.MultiheadAttention`
+    - targets not shifted by one, or shifted although the model shifts them itself
+    - mixing over positions elsewhere: BatchNorm or a mean over time, a convolution padded on both sides
+    - a feature derived from the label, or duplicates between the splits
+
+    Remedy:
+    - `F.scaled_dot_product_attention(q, k, v, is_causal=True)`; in `nn.MultiheadAttention` `is_causal` is a hint and
+      needs `attn_mask` as well; pad convolutions on the left only
+    - use `logits[:, :-1]` with `tokens[:, 1:]`, once
+    - keep the gradient probe as a unit test of the model
+    - split by group or by time after removing duplicates
+    """
+
+    code = "RCP821"
+    severity = Severity.WARNING
+    title = "the target leaks into the input"
+    topics = ("alone",)
+    fires_on = (
+        (Facts(topic="alone:leak", values={0: _FACT}),),
+        (*steps(2), Facts(topic="alone:leak", values={0: _SAME})),
+    )
+    silent_on = (
+        steps(3),
+        (Facts(topic="alone:audit", values={0: {**_FACT, "kind": "frozen"}}),),
+    )
+
+    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+        return ()
+
+    def sees(self, step: Step) -> bool:
+        return False
+
+    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
+        for _, fact in told(topic, facts, "leak"):
+            moved = fact.get("kind") == "moved"
+            module = fact.get("module")
+            change = float(fact.get("change") or 0.0)
+            evidence = {
+                "changed_token": fact.get("position"),
+                "of": fact.get("length"),
+                "change_of_earlier_outputs" if moved else "change_of_later_outputs": round(change, 4),
+                "targets": "the inputs moved by one" if moved else "the inputs themselves",
+                "first_loss": round(float(fact.get("first_loss") or 0.0), 4),
+                "loss": round(float(fact.get("loss") or 0.0), 4),
+            }
+            # every rank trains the same model; the one that was asked is no culprit
+            yield self.finding(step=fact.get("step"), subject=(str(module),) if module else (), evidence=evidence)

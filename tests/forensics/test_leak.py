@@ -1,0 +1,197 @@
+"""A model that sees the token it shall predict is told; one that does not, or sees it on purpose, is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddpdebug.forensics.leak import Leaks, look, relation
+from ddpdebug.probes.scene import Scene, Scenes
+
+LENGTH = 10
+
+
+class Model(nn.Module):
+    """Embeds tokens, mixes positions as a test says, and predicts tokens."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor], words: int = 12) -> None:
+        super().__init__()
+        self.words, self.mixer, self.head = nn.Embedding(words, 8), Mixer(mix), nn.Linear(8, words)
+        self.norm, self.drop = nn.BatchNorm1d(LENGTH), nn.Dropout(0.3)
+
+    def forward(self, text: Tensor, labels: Tensor | None = None) -> Any:
+        return self.head(self.drop(self.norm(self.mixer(self.words(text)))))
+
+
+class Mixer(nn.Module):
+    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.mix = mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x)
+
+
+def causal(x: Tensor) -> Tensor:
+    return x.cumsum(1)
+
+
+def everywhere(x: Tensor) -> Tensor:
+    return x + x.roll(-1, 1)
+
+
+def scene_of(model: nn.Module, *args: Any, **kwargs: Any) -> Scene:
+    """Return what is kept of a training forward."""
+    torch.manual_seed(3)
+    scenes = Scenes()
+    scenes.begin(model, args, kwargs, 7)
+    model(*args, **kwargs)
+    return scenes.current[-1]
+
+
+def text(samples: int = 4, length: int = LENGTH) -> Tensor:
+    return torch.randint(0, 12, (samples, length), generator=torch.Generator().manual_seed(1))
+
+
+def told(model: nn.Module, tokens: Tensor, target: Tensor, *more: Any) -> dict[str, Any] | None:
+    scene = scene_of(model, tokens, *more)
+    known = relation(scene, target, -100)
+    return None if known is None else look(scene, known)
+
+
+@pytest.mark.parametrize("order", ["inputs cut", "outputs cut", "labels given", "padded"])
+def test_a_missing_mask_is_told(order: str) -> None:
+    """Whichever way the targets are moved, the module that first mixes positions is named."""
+    whole, more = text(length=LENGTH + 1), ()
+    tokens, target = whole[:, :-1], whole[:, 1:]
+    if order == "outputs cut":
+        tokens, target = text(), text()[:, 1:]
+    elif order == "labels given":
+        more = (target,)
+    elif order == "padded":
+        target = target.clone()
+        target[:2, 5:] = -100
+    found = told(Model(everywhere), tokens, target.flatten(), *more)
+    assert found is not None
+    assert (found["kind"], found["module"], found["length"]) == ("moved", "mixer", LENGTH)
+    assert found["change"] > 0.02
+    assert told(Model(causal), tokens, target.flatten(), *more) is None
+
+
+def test_targets_that_were_not_moved() -> None:
+    """A causal model that shall say what it is given is told; one that sees everything reconstructs."""
+    found = told(Model(causal), text(), text().flatten())
+    assert found is not None
+    assert found["kind"] == "same"
+    assert told(Model(everywhere), text(), text().flatten()) is None
+    assert told(Model(lambda x: x), text(), text().flatten()) is None  # each token by itself
+
+
+class Summary(nn.Module):
+    """Encodes a text into one vector, and says it again with the tokens before as help."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.code, self.head = nn.Embedding(12, 8), nn.Linear(8, 8), nn.Linear(8, 12)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        return self.head(self.code(x.mean(1))[:, None] + x.cumsum(1))
+
+
+class Recurrent(nn.Module):
+    """Hands the last state of one recurrent layer to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(12, 8), nn.Linear(8, 12)
+        self.encoder, self.decoder = nn.GRU(8, 8, batch_first=True), nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        return self.head(self.decoder(x, self.encoder(x)[1])[0])
+
+
+class Nested(nn.Module):
+    """Mixes positions by itself, and lets a layer work on the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(everywhere(x))
+
+
+def test_the_module_that_mixes_is_named() -> None:
+    """A layer that was given what is mixed already is not to blame."""
+    model = Model(causal)
+    model.mixer = Nested()
+    found = told(model, text(), text()[:, 1:].flatten())
+    assert found is not None
+    assert found["module"] == "mixer"
+
+
+def test_other_tasks_are_let_pass() -> None:
+    """Masked tokens, other labels, an encoder beside the decoder, and an auto-encoder are no leak."""
+    tokens, whole = text(), text(length=LENGTH + 1)
+    masked = tokens.clone()
+    masked[:, 3] = 11
+    target = tokens.where(masked != tokens, torch.tensor(-100))
+    assert told(Model(everywhere), masked, target.flatten()) is None
+    assert told(Model(everywhere), tokens, tokens.flip(0).flatten()) is None
+    assert told(Model(everywhere), torch.ones_like(tokens), torch.ones_like(tokens).flatten()) is None
+    assert told(Summary(), whole[:, :-1], whole[:, 1:].flatten()) is None
+    assert told(Recurrent(), whole[:, :-1], whole[:, 1:].flatten()) is None
+    encoder = torch.cat([torch.zeros(4, 1, dtype=torch.int64), whole[:, 1:]], 1)
+    assert relation(scene_of(Model(everywhere), whole[:, :-1], encoder), whole[:, 1:].flatten(), -100) is None
+
+
+def test_nothing_is_left_behind() -> None:
+    """Random state, modes, buffers, hooks and gradients are what they were, also when the model raises."""
+    model = Model(everywhere)
+    scene, target = scene_of(model, text()), text()[:, 1:].flatten()
+    model(text()).sum().backward()
+    known = relation(scene, target, -100)
+    assert known is not None
+
+    def state() -> list[Any]:
+        tensors = [*model.state_dict().values(), *(p.grad for p in model.parameters()), torch.get_rng_state()]
+        return [t.clone() for t in tensors if t is not None]
+
+    before = state()
+    for fails in (False, True):
+        if fails:
+            model.mixer.mix = lambda x: x[99]
+        assert (look(scene, known) is None) is fails
+        assert all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
+        assert all(m.training and not m._forward_hooks for m in model.modules())
+
+
+def test_a_model_is_asked_once_and_when_its_loss_is_low() -> None:
+    """Above a tenth of the first loss nothing is asked, and after that never again."""
+    quiet: list[bool] = []
+    leaks, model = Leaks(quiet.append), Model(everywhere)
+    found = []
+    for step, loss in enumerate((3.0, 2.0, 0.31, 0.29, 0.2, 0.1, 0.1)):
+        scene = scene_of(model, text())
+        scene.step = step
+        leaks.loss(scene, text()[:, 1:].flatten(), -100, lambda loss=loss: lambda: loss)
+        found.append(leaks.work())
+    assert [step for step, told in enumerate(found) if told] == [4]  # a step later than the loss of 0.29
+    assert (found[4] or {})["loss"] == 0.29
+    assert quiet == [True, False]
+
+
+def test_a_model_whose_loss_was_never_high() -> None:
+    """A loss that begins low says nothing by being low."""
+    leaks, model = Leaks(lambda _: None), Model(everywhere)
+    for step in range(4):
+        scene = scene_of(model, text())
+        scene.step = step
+        leaks.loss(scene, text()[:, 1:].flatten(), -100, lambda step=step: lambda: 0.001 if step else 0.4)
+        assert leaks.work() is None
