@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ddpdebug.commands.explain import Page, pages
 from ddpdebug.config import Config, options
-from ddpdebug.detectors.thresholds import THRESHOLDS
+from ddpdebug.detectors.thresholds import thresholds
 from ddpdebug.errors import UsageError
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Row
@@ -77,16 +77,23 @@ This page is made from the code by `make docs`."""
 _THRESHOLDS_HEAD = """\
 # Thresholds
 
-Every number that the rules about the health and the recipe of training compare with. Adjust one with
-`--threshold NAME=VALUE`, which may be repeated, or in pyproject.toml:
+Every number that the rules about the health, the recipe and the data of training compare with, their windows and
+warm-ups included. Adjust one with `--threshold NAME=VALUE`, which may be repeated, or in pyproject.toml:
 
 ```toml
 [tool.ddpdebug.threshold]
 dead_share = 0.7
 ```
 
-A name that is not in the table is an error before any training starts. This page is made from the code by `make docs`;
-[health.md](health.md) says what is measured."""
+A name that is not in the table is an error before any training starts. A source that begins with "chosen" has no figure
+behind it. The losses of at most 512 steps are kept: a window is never longer.
+
+Nothing is said twice. Beyond the steps or samples in a row that the table asks for, a finding stays open until what it
+is about has been gone for 3 steps, twice as long each time it comes back. What rounding alone may do (SYNC204, RANK107)
+is a bound that is computed, and no threshold.
+
+This page is made from `ddpdebug/detectors/thresholds.toml` by `make docs`; [health.md](health.md) says what is
+measured."""
 
 
 def findings_page() -> str:
@@ -133,7 +140,7 @@ def options_page() -> str:
 
 def thresholds_page() -> str:
     """Return docs/thresholds.md: every threshold with its source."""
-    rows = [(f"`{t.name}`", f"{t.value:g}", t.meaning, t.source, ", ".join(t.codes)) for t in THRESHOLDS]
+    rows = [(f"`{t.name}`", f"{t.value:g}", t.meaning, t.source, ", ".join(t.codes)) for t in thresholds().values()]
     return f"{_THRESHOLDS_HEAD}\n\n{_table(('threshold', 'default', 'meaning', 'source', 'codes'), rows)}\n"
 
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from ddpdebug.detectors.examples import step_at
-from ddpdebug.detectors.hlth.curve import autocorrelation, classify, detrended, loss_of, noise, period, trend, wobble
+from ddpdebug.detectors.hlth.curve import autocorrelation, detrended, loss_of, noise, period, trend, wobble
+from ddpdebug.detectors.hlth.shapes import classify
 from ddpdebug.observations import Flag
 
 
@@ -47,9 +48,9 @@ def test_numbers() -> None:
     assert noise(noisy) < 0.11
     assert trend(noisy)[1] > 10
     assert trend([1.0] * 30) == (0.0, 0.0)
-    assert period(noisy, 0.6) is None
+    assert period(noisy, 0.6, 0.2) is None
     assert autocorrelation([1.0, -1.0] * 20, 1) == pytest.approx(-1.0)
-    assert period([float(i % 2) for i in range(40)], 0.6) is not None
+    assert period([float(i % 2) for i in range(40)], 0.6, 0.2) is not None
 
 
 def test_the_loss_of_a_step_is_the_mean_over_its_ranks() -> None:

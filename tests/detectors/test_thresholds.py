@@ -9,15 +9,15 @@ import pytest
 
 from ddpdebug.commands.explain import pages
 from ddpdebug.config import Config, to_flags
-from ddpdebug.detectors.thresholds import THRESHOLDS, assignments, threshold
+from ddpdebug.detectors.thresholds import assignments, threshold, thresholds
 from ddpdebug.errors import UsageError
 
 
 def test_the_table_is_sorted_and_names_known_codes() -> None:
     """Every entry says what it is, where it comes from, and who uses it."""
-    names = [entry.name for entry in THRESHOLDS]
+    names = list(thresholds())
     assert names == sorted(set(names))
-    for entry in THRESHOLDS:
+    for entry in thresholds().values():
         assert entry.meaning
         assert entry.source
         assert entry.codes

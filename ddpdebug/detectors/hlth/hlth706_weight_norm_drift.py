@@ -9,9 +9,6 @@ from ddpdebug.detectors.hlth.samples import BROKEN, LayerRule, parameters, sampl
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
 
-#: A weight whose elements are smaller than this at first was made to grow (zeros, LoRA, gates).
-_TINY = 1e-3
-
 
 class WeightNormDrift(LayerRule):
     """The norm of a parameter grows or shrinks persistently, well outside its range earlier in the run.
@@ -67,9 +64,9 @@ class WeightNormDrift(LayerRule):
                 continue
             first, last = self._first.setdefault(key, norm), self._last.get(key, norm)
             self._last[key] = norm
-            if first < _TINY * about["numel"] ** 0.5:
+            if first < self.limit("weight_tiny") * about["numel"] ** 0.5:
                 continue
-            grows = norm >= self.limit("weight_growth") * first and norm > 1.01 * last
+            grows = norm >= self.limit("weight_growth") * first and norm > self.limit("weight_growing") * last
             falls = norm <= self.limit("weight_collapse") * first and norm < last
             if grows or falls:
                 found[name] = {"norm": norm, "first": first, "change": norm / first}

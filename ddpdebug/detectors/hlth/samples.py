@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from ddpdebug.detectors.base import Detector
 from ddpdebug.detectors.examples import step_at
-from ddpdebug.detectors.thresholds import threshold
 from ddpdebug.findings import Finding
 from ddpdebug.steps import Step
 
@@ -19,8 +18,6 @@ BROKEN: tuple[str, ...] = (
     *("NUM301", "NUM302", "NUM303", "NUM304", "NUM305", "NUM307", "NUM309"),
     *("RCP802", "RCP807", "RCP808", "RCP809", "RCP813", "RCP816", "RCP819", "DATA903"),
 )
-#: A layer must look bad in so many samples in a row.
-IN_A_ROW = 3
 _MAX_SUBJECTS = 20
 
 
@@ -31,10 +28,6 @@ class SampledRule(Detector):
     samples: ClassVar[bool] = True
     follows = BROKEN
     stage = 90
-
-    def limit(self, name: str) -> float:
-        """Return a threshold."""
-        return threshold(self.config, name)
 
     def cause(self, finding: Finding) -> tuple[Hashable, ...]:
         return (finding.phase,)
@@ -67,7 +60,8 @@ class LayerRule(SampledRule):
         for name in found:
             first, count = self._bad.get((step.optimizer, name), (step.step, 0))
             self._bad[step.optimizer, name] = first, count + 1
-        ready = [name for name in found if self._bad[step.optimizer, name][1] >= IN_A_ROW]
+        enough = int(self.limit("layer_samples"))
+        ready = [name for name in found if self._bad[step.optimizer, name][1] >= enough]
         new = [name for name in ready if (step.optimizer, name) not in self._told]
         if new:
             self._told.update((step.optimizer, name) for name in new)
@@ -76,7 +70,7 @@ class LayerRule(SampledRule):
                 last_step=step.step,
                 ranks=tuple(step.rows),
                 subject=tuple(new[:_MAX_SUBJECTS]),
-                evidence={"layers": {name: found[name] for name in new[:_MAX_SUBJECTS]}, "samples": IN_A_ROW},
+                evidence={"layers": {name: found[name] for name in new[:_MAX_SUBJECTS]}, "samples": enough},
             )
 
 
