@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from ddpdebug.detectors.examples import step_at
 from ddpdebug.detectors.hlth.curve import autocorrelation, detrended, loss_of, noise, period, trend, wobble
 from ddpdebug.detectors.hlth.shapes import classify
+from ddpdebug.detectors.thresholds import threshold
 from ddpdebug.observations import Flag
+
+_LIMIT = partial(threshold, {})
 
 
 @pytest.mark.parametrize(
@@ -48,9 +52,9 @@ def test_numbers() -> None:
     assert noise(noisy) < 0.11
     assert trend(noisy)[1] > 10
     assert trend([1.0] * 30) == (0.0, 0.0)
-    assert period(noisy, 0.6, 0.2) is None
+    assert period(noisy, _LIMIT) is None
     assert autocorrelation([1.0, -1.0] * 20, 1) == pytest.approx(-1.0)
-    assert period([float(i % 2) for i in range(40)], 0.6, 0.2) is not None
+    assert period([float(i % 2) for i in range(40)], _LIMIT) is not None
 
 
 def test_the_loss_of_a_step_is_the_mean_over_its_ranks() -> None:

@@ -56,7 +56,8 @@ class Series:
         self.steps.append(step)
         self.losses.append(loss)
         self.newest.append(loss)
-        if len(self.newest) > 3 * self.block:
+        blocks = 3 * self.block
+        if len(self.newest) > blocks:
             self.newest.popleft()
         self.count += 1
         if math.isfinite(rate):
@@ -65,7 +66,7 @@ class Series:
             self.low = min(self.low, rate)
         if self.count <= self.block:
             self.first = statistics.median(self.losses)
-        if len(self.newest) == 3 * self.block:
+        if len(self.newest) == blocks:
             recent = list(self.newest)
             if (level := statistics.median(recent[: self.block])) < self.best:
                 around = recent[: 2 * self.block]
@@ -201,17 +202,21 @@ def autocorrelation(values: Sequence[float], lag: int) -> float:
     return math.fsum(a * b for a, b in pairs) / total * len(values) / (len(values) - lag) if total else 0.0
 
 
-def period(values: Sequence[float], least: float, opposite: float) -> tuple[int, float] | None:
+def period(values: Sequence[float], limit: Limit) -> tuple[int, float] | None:
     """Return the period of a series and its autocorrelation there, if both are those of a real swing."""
-    rest = detrended(values)
+    rest, least = detrended(values), limit("oscillation")
     if (back := autocorrelation(rest, 1)) <= -least:
         return 2, -back
     best: tuple[int, float] | None = None
     for lag in range(4, len(rest) // 3 + 1):
         here = autocorrelation(rest, lag)
-        whole = here >= least and autocorrelation(rest, 2 * lag) >= 0.5 * least
+        whole = here >= least and autocorrelation(rest, 2 * lag) >= least / 2
         back = min(autocorrelation(rest, between) for between in range(2, lag - 1))
-        if whole and back <= -opposite and (best is None or here > best[1] + 0.1):
+        if (
+            whole
+            and back <= -limit("oscillation_opposite")
+            and (best is None or here > best[1] + limit("oscillation_longer"))
+        ):
             best = lag, here
     return best
 

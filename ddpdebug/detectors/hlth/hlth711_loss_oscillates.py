@@ -73,7 +73,7 @@ class LossOscillates(LossRule):
         level = abs(statistics.median(values)) or 1e-12
         if swing(values) < self.limit("oscillation_amplitude") * level or series.restarted(len(values)):
             return
-        found = period(values, self.limit("oscillation"), self.limit("oscillation_opposite"))
+        found = period(values, self.limit)
         if found is None:
             return
         steps, strength = found

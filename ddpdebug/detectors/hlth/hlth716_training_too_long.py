@@ -14,15 +14,15 @@ from ddpdebug.steps import Step
 
 
 def _seldom(number: int, value: float) -> float:
-    return value if number % 4 == 3 else math.nan
+    return math.nan if (number + 1) % 4 else value
 
 
 class TrainingTooLong(ValidationRule):
     """The best validation value is many evaluations old and none since came near an improvement.
 
     Where the validation loss falls at last, long after the training loss was small (grokking, the second descent of a
-    double descent), that is said as an `info`, delayed generalisation, and the warning holds no longer: it is under this code
-    because it is the other end of the same wait, and tells that waiting was worth it.
+    double descent), that is said as an `info`, delayed generalisation, and the warning holds no longer. It has this
+    code because it is the other end of the same wait, and tells that waiting was worth it.
 
     Impact: time and money; and the last checkpoint is worse than the best one.
 

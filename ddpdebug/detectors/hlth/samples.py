@@ -42,6 +42,8 @@ class SampledRule(Detector):
 class LayerRule(SampledRule):
     """A rule that speaks when a layer looks bad in several samples in a row."""
 
+    titles: ClassVar[Mapping[str, str]] = {}  # of the phases whose title is not the rule's
+
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
         self._bad: dict[tuple[int, str], tuple[int, int]] = {}  # (optimizer, name) -> (first step, samples in a row)
@@ -63,15 +65,22 @@ class LayerRule(SampledRule):
         enough = int(self.limit("layer_samples"))
         ready = [name for name in found if self._bad[step.optimizer, name][1] >= enough]
         new = [name for name in ready if (step.optimizer, name) not in self._told]
-        if new:
-            self._told.update((step.optimizer, name) for name in new)
+        self._told.update((step.optimizer, name) for name in new)
+        for phase in dict.fromkeys(self.phase(name) for name in new):
+            names = [name for name in new if self.phase(name) == phase]
             yield self.finding(
-                step=min(self._bad[step.optimizer, name][0] for name in new),
+                step=min(self._bad[step.optimizer, name][0] for name in names),
                 last_step=step.step,
                 ranks=tuple(step.rows),
-                subject=tuple(new[:_MAX_SUBJECTS]),
-                evidence={"layers": {name: found[name] for name in new[:_MAX_SUBJECTS]}, "samples": enough},
+                subject=tuple(names[:_MAX_SUBJECTS]),
+                phase=phase,
+                title=self.titles.get(phase or "", self.title),
+                evidence={"layers": {name: found[name] for name in names[:_MAX_SUBJECTS]}, "samples": enough},
             )
+
+    def phase(self, name: str) -> str | None:
+        """Return what kind of finding a bad layer makes, where a rule has several."""
+        return None
 
 
 def parameters(step: Step) -> Mapping[str, Mapping[str, Any]]:

@@ -78,7 +78,7 @@ def classify(
     window = series.last(int(limit("oscillation_window")))
     level = abs(statistics.median(window)) or _TINY
     swings = len(window) >= limit("oscillation_least") and swing(window) >= limit("oscillation_amplitude") * level
-    if swings and period(window, limit("oscillation"), limit("oscillation_opposite")) is not None:
+    if swings and period(window, limit) is not None:
         return Shape("oscillating", steps[-len(window)], steps[-1])
     history = _evaluations(steps, losses, validation)
     validated = late(history, series.first, limit) or overfitting(history, limit)
