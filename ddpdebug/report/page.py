@@ -60,7 +60,7 @@ def page(history: History) -> str:
     def chart(names: Mapping[str, str], unit: str = "") -> str:
         return lines({shown: series[name] for shown, name in names.items()}, steps, marks, unit)
 
-    told = {"validation": "validation loss"} if series["validation loss"] else {}
+    told = {"validation": "validation loss"} if any(math.isfinite(v) for _, v in series["validation loss"]) else {}
     ranks = {f"{each} rank": f"loss {each} rank" for each in ("highest", "median", "lowest")} | told
     norms = {"highest rank": "norm highest rank", "lowest rank": "norm lowest rank"}
     memory = {name: name for name in ("host", "device reserved", "device allocated") if any(_values(series[name]))}
