@@ -77,16 +77,17 @@ This page is made from the code by `make docs`."""
 _THRESHOLDS_HEAD = """\
 # Thresholds
 
-Every number that the rules about the health, the recipe and the data of training compare with, their windows and
-warm-ups included. Adjust one with `--threshold NAME=VALUE`, which may be repeated, or in pyproject.toml:
+Every number that the rules about the health, the recipe, the data and the memory of training compare with, their
+windows and warm-ups included. Adjust one with `--threshold NAME=VALUE`, which may be repeated, or in pyproject.toml:
 
 ```toml
 [tool.ddpdebug.threshold]
 dead_share = 0.7
 ```
 
-A name that is not in the table is an error before any training starts. A source that begins with "chosen" has no figure
-behind it. The losses of at most 512 steps are kept: a window is never longer.
+A name that is not in the table is an error before any training starts. A source that begins with "chosen" is a
+judgement; the others are measurements, calculations, arguments or cited figures. The losses of at most 512 steps are
+kept: a window is never longer.
 
 Nothing is said twice. Beyond the steps or samples in a row that the table asks for, a finding stays open until what it
 is about has been gone for 3 steps, twice as long each time it comes back. What rounding alone may do (SYNC204, RANK107)

@@ -12,10 +12,11 @@ import ddpdebug.detectors
 from ddpdebug.detectors.thresholds import thresholds
 
 _DETECTORS = Path(ddpdebug.detectors.__file__).parent
-_FILES = [
-    *sorted(file for family in ("hlth", "rcp", "data") for file in (_DETECTORS / family).glob("[!_]*.py")),
-    _DETECTORS / "rank" / "rank110_random_streams.py",
-]
+_RULES = (
+    *("hlth/[!_]*.py", "rcp/[!_]*.py", "data/[!_]*.py", "mem/mem*.py"),
+    *("rank/rank108*.py", "rank/rank110*.py", "rank/rank112*.py", "num/num307*.py", "sync/sync207*.py"),
+)
+_FILES = sorted(file for pattern in _RULES for file in _DETECTORS.glob(pattern))
 #: How often a rule looks, and how much it remembers, decide nothing.
 _CAPACITIES = {"_EVERY", "_KEPT", "KEPT", "HISTORY", "_HISTORY"}
 #: Small numbers count and halve; larger ones, and fractions, are decisions. 1e-9 and the like stand in for 0.
