@@ -77,8 +77,8 @@ This page is made from the code by `make docs`."""
 _THRESHOLDS_HEAD = """\
 # Thresholds
 
-Every number that the rules about the health, the recipe, the data and the memory of training compare with, their
-windows and warm-ups included. Adjust one with `--threshold NAME=VALUE`, which may be repeated, or in pyproject.toml:
+Every number that rules judge the health, the recipe, the data and the memory of training by, their windows and warm-ups
+included. Adjust one with `--threshold NAME=VALUE`, which may be repeated, or in pyproject.toml:
 
 ```toml
 [tool.ddpdebug.threshold]
@@ -90,8 +90,11 @@ judgement; the others are measurements, calculations, arguments or cited figures
 kept: a window is never longer.
 
 Nothing is said twice. Beyond the steps or samples in a row that the table asks for, a finding stays open until what it
-is about has been gone for 3 steps, twice as long each time it comes back. What rounding alone may do (SYNC204, RANK107)
-is a bound that is computed, and no threshold.
+is about has been gone for 3 steps, twice as long each time it comes back.
+
+Not in the table: what rounding alone may do (RANK107, SYNC204, SYNC206, SYNC209), which follows from the format of the
+numbers, and how often a probe must have seen something in the training loop before it tells (three forwards are an
+evaluation, four labels say something about a batch, a scheduler of forty steps was never stepped).
 
 This page is made from `ddpdebug/detectors/thresholds.toml` by `make docs`; [health.md](health.md) says what is
 measured."""
