@@ -9,6 +9,7 @@ import pytest
 
 from ddpdebug.commands.explain import pages
 from ddpdebug.config import Config, to_flags
+from ddpdebug.detectors.data.data906_repeated_batch import RepeatedBatch
 from ddpdebug.detectors.thresholds import assignments, threshold, thresholds
 from ddpdebug.errors import UsageError
 
@@ -38,6 +39,15 @@ def test_defaults_and_settings() -> None:
 def test_forms(given: Any) -> None:
     """A table, a list of texts and one text mean the same."""
     assert assignments(given) == {"dead_share": 0.7, "clip_ratio": 2.0}
+
+
+def test_a_rule_judges_by_the_settings() -> None:
+    """Eleven equal batches are nothing by default, and a finding where eleven are enough."""
+    again = RepeatedBatch.silent_on[1]
+    assert len(again) == 11
+    for found, config in ((0, {}), (1, {"threshold": {"repeated_batch_steps": 11}})):
+        rule = RepeatedBatch(config)
+        assert sum(len(list(rule.detect(step))) for step in again) == found
 
 
 def test_sources_are_merged(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ class BrokenTie(Detector):
         yield from ()
 
     def suspects(self, step: Step) -> bool:
-        return step.step == int(self.limit("tie_step")) and step.optimizer == 0 and bool(self._pairs)
+        return bool(self._pairs) and step.optimizer == 0 and step.step == int(self.limit("tie_step"))
 
     def detect(self, step: Step) -> Iterator[Finding]:
         details = step.details.get("parameters", {})
