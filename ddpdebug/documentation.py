@@ -94,7 +94,8 @@ is about has been gone for 3 steps, twice as long each time it comes back.
 
 Not in the table: what rounding alone may do (RANK107, SYNC204, SYNC206, SYNC209), which follows from the format of the
 numbers, and how often a probe must have seen something in the training loop before it tells (three forwards are an
-evaluation, four labels say something about a batch, a scheduler of forty steps was never stepped).
+evaluation, four labels say something about a batch, a scheduler of forty steps was never stepped, a model of which more
+than half is frozen is mostly frozen).
 
 This page is made from `ddpdebug/detectors/thresholds.toml` by `make docs`; [health.md](health.md) says what is
 measured."""
