@@ -26,6 +26,7 @@ _LIMIT = partial(threshold, {})
         ("healthy", lambda i: 2.0 * 0.97**i + 0.1 + 0.03 * wobble(i)),
         ("flat", lambda i: 2.3 + 0.05 * wobble(i)),
         ("plateau", lambda i: 1.0 + 2.0 * 0.8**i + 0.01 * wobble(i)),
+        ("plateau", lambda i: 1.0 + 0.7 * 0.5**i + 0.02 * wobble(i)),  # fell at once
         ("oscillating", lambda i: 2.0 + 0.8 * math.sin(i / 2) + 0.05 * wobble(i)),
         ("oscillating", lambda i: 2.0 + 0.8 * (-1) ** i + 0.05 * wobble(i)),
         ("diverging", lambda i: 2.0 - 0.02 * i if i < 80 else 1.4**(i - 80)),

@@ -9,7 +9,7 @@ from typing import Any
 
 from ddpdebug.detectors.hlth.curve import LossRule, Series, losses, noise, trend, wobble
 from ddpdebug.detectors.hlth.samples import BROKEN, update_ratio
-from ddpdebug.detectors.hlth.shapes import Shape, underfits
+from ddpdebug.detectors.hlth.shapes import Shape, fell, underfits
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
 
@@ -66,6 +66,7 @@ class LossFlat(LossRule):
     )
     silent_on = (
         losses(120, lambda i: 2.3 + 0.05 * wobble(i)),  # may still begin to learn
+        losses(300, lambda i: 1.0 + 0.7 * 0.8**i + 0.05 * wobble(i)),  # fell at once: a plateau, when it lasts
         losses(400, lambda i: 2.3 - 0.001 * i + 0.05 * wobble(i)),
         losses(400, lambda i: 0.1 + wobble(i)),  # a policy gradient
         losses(400, lambda i: 2.0 * 0.9**i + 0.01 + 0.002 * wobble(i)),  # it has learned
@@ -128,7 +129,8 @@ class LossFlat(LossRule):
         if series.count >= still_steps and constant and batches_differ and level > 1e-9:
             return "still"
         change, errors = trend(values)
-        flat = self._still(change, errors, level) and noise(values) < self.limit("flat_noise") * level
+        quiet = noise(values) < self.limit("flat_noise") * level
+        flat = self._still(change, errors, level) and quiet and not fell(series.first, values, self.limit)
         still = key in self._moved and self._moved[key] < self.limit("update_small")
         if flat and series.count >= (still_steps if still else self.limit("flat_steps")):
             return "still" if still else "flat"

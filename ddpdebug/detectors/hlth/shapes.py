@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpdebug.detectors.hlth.curve import Evaluation, Limit, Series, period, series_of, swing, trend
+from ddpdebug.detectors.hlth.curve import Evaluation, Limit, Series, noise, period, series_of, swing, trend
 from ddpdebug.detectors.thresholds import threshold
 
 _TINY = 1e-12  # in place of a level of 0
@@ -85,9 +85,18 @@ def classify(
     if validated is not None:
         return validated
     change, errors = trend(losses)
-    if _is_flat(change, errors, level, limit):
+    fallen = fell(series.first, losses, limit)
+    if _is_flat(change, errors, level, limit) and not fallen:
         return Shape("flat", steps[0], steps[-1])
-    return _settled(steps, losses, change, history, limit)
+    return _settled(steps, losses, history, limit, falls=fallen or change < 0)
+
+
+def fell(first: float, losses: Sequence[float], limit: Limit) -> bool:
+    """Tell whether a loss that is flat now lies below its first level, further than by chance: it fell at once."""
+    level = statistics.median(losses[-max(1, len(losses) // 3) :])
+    error = 1.2533 * noise(losses) / math.sqrt(limit("level_steps"))
+    least = max((1 - limit("plateau_fallen")) * abs(first), limit("shape_errors") * error)
+    return first - level > least
 
 
 def _is_flat(change: float, errors: float, level: float, limit: Limit) -> bool:
@@ -96,13 +105,13 @@ def _is_flat(change: float, errors: float, level: float, limit: Limit) -> bool:
 
 
 def _settled(
-    steps: Sequence[int], losses: Sequence[float], change: float, history: Sequence[Evaluation], limit: Limit
+    steps: Sequence[int], losses: Sequence[float], history: Sequence[Evaluation], limit: Limit, *, falls: bool
 ) -> Shape:
     begin = len(losses) // 3
     tail = list(losses[begin:])
     level = abs(statistics.median(tail)) or _TINY
     later, errors = trend(tail)
-    if change < 0 and _is_flat(later, errors, level, limit):
+    if falls and _is_flat(later, errors, level, limit):
         first = statistics.median(losses[: int(limit("level_steps"))])
         high = underfits([e for e in history if e.step >= steps[begin]], level, first, limit)
         return Shape("underfitting (a hint)" if high else "plateau", steps[begin], steps[-1])
@@ -113,7 +122,7 @@ def _settled(
     height = max(limit("spike_height") * spread, limit("spike_level") * abs(middle))
     if highest >= limit("spike_warm_up") and losses[highest] - middle > height:
         return Shape("spike", steps[highest], steps[highest])
-    return Shape("healthy" if change < 0 else "rising", steps[0], steps[-1])
+    return Shape("healthy" if falls else "rising", steps[0], steps[-1])
 
 
 # --- training and validation loss -------------------------------------------------------------------------------------
