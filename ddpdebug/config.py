@@ -147,7 +147,7 @@ class Config:
         None,
         assignments,
         "NAME=VALUE, several separated by commas",
-        "Adjust a threshold of the rules about the health of training (docs/thresholds.md); may be repeated.",
+        "Adjust a threshold of the rules about training and its data (docs/thresholds.md); may be repeated.",
     )
     guard: str = _option(
         "observe",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ddpdebug.commands.explain import Page, pages
 from ddpdebug.config import Config, options
-from ddpdebug.detectors.thresholds import THRESHOLDS
+from ddpdebug.detectors.thresholds import thresholds
 from ddpdebug.errors import UsageError
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Row
@@ -77,16 +77,28 @@ This page is made from the code by `make docs`."""
 _THRESHOLDS_HEAD = """\
 # Thresholds
 
-Every number that the rules about the health and the recipe of training compare with. Adjust one with
-`--threshold NAME=VALUE`, which may be repeated, or in pyproject.toml:
+Every number that rules judge the health, the recipe, the data and the memory of training by, their windows and warm-ups
+included. Adjust one with `--threshold NAME=VALUE`, which may be repeated, or in pyproject.toml:
 
 ```toml
 [tool.ddpdebug.threshold]
 dead_share = 0.7
 ```
 
-A name that is not in the table is an error before any training starts. This page is made from the code by `make docs`;
-[health.md](health.md) says what is measured."""
+A name that is not in the table is an error before any training starts. A source that begins with "chosen" is a
+judgement; the others are measurements, calculations, arguments or cited figures. The losses of at most 512 steps are
+kept: a window is never longer.
+
+Nothing is said twice. Beyond the steps or samples in a row that the table asks for, a finding stays open until what it
+is about has been gone for 3 steps, twice as long each time it comes back.
+
+Not in the table: what rounding alone may do (RANK107, SYNC204, SYNC206, SYNC209), which follows from the format of the
+numbers, and how often a probe must have seen something in the training loop before it tells (three forwards are an
+evaluation, four labels say something about a batch, a scheduler of forty steps was never stepped, a model of which more
+than half is frozen is mostly frozen).
+
+This page is made from `ddpdebug/detectors/thresholds.toml` by `make docs`; [health.md](health.md) says what is
+measured."""
 
 
 def findings_page() -> str:
@@ -133,7 +145,7 @@ def options_page() -> str:
 
 def thresholds_page() -> str:
     """Return docs/thresholds.md: every threshold with its source."""
-    rows = [(f"`{t.name}`", f"{t.value:g}", t.meaning, t.source, ", ".join(t.codes)) for t in THRESHOLDS]
+    rows = [(f"`{t.name}`", f"{t.value:g}", t.meaning, t.source, ", ".join(t.codes)) for t in thresholds().values()]
     return f"{_THRESHOLDS_HEAD}\n\n{_table(('threshold', 'default', 'meaning', 'source', 'codes'), rows)}\n"
 
 

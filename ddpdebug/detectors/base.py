@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ddpdebug.detectors.thresholds import threshold
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
 
@@ -60,6 +61,13 @@ class Detector:
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         self.config = config or {}
+        self._limits: dict[str, float] = {}
+
+    def limit(self, name: str) -> float:
+        """Return a threshold of `thresholds.toml` as the run's settings have it."""
+        if name not in self._limits:
+            self._limits[name] = threshold(self.config, name)
+        return self._limits[name]
 
     def symptom(self, step: Step) -> Labels | None:
         """Return what each rank shows, empty when nothing differs, None when the step cannot tell."""

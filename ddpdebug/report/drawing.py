@@ -15,6 +15,7 @@ COLORS = {
     "highest rank": "#D55E00",
     "median rank": "#0072B2",
     "lowest rank": "#56B4E9",
+    "validation": "#E69F00",
     "data": "#CC79A7",
     "forward": "#56B4E9",
     "backward": "#0072B2",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from html import escape
 
-from ddpdebug.detectors.hlth.curve import classify
+from ddpdebug.detectors.hlth.shapes import classify
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.report.drawing import Points, lines, timeline
 from ddpdebug.report.reading import PHASES, History
@@ -60,7 +60,8 @@ def page(history: History) -> str:
     def chart(names: Mapping[str, str], unit: str = "") -> str:
         return lines({shown: series[name] for shown, name in names.items()}, steps, marks, unit)
 
-    ranks = {f"{each} rank": f"loss {each} rank" for each in ("highest", "median", "lowest")}
+    told = {"validation": "validation loss"} if any(math.isfinite(v) for _, v in series["validation loss"]) else {}
+    ranks = {f"{each} rank": f"loss {each} rank" for each in ("highest", "median", "lowest")} | told
     norms = {"highest rank": "norm highest rank", "lowest rank": "norm lowest rank"}
     memory = {name: name for name in ("host", "device reserved", "device allocated") if any(_values(series[name]))}
     parts = [
@@ -75,7 +76,7 @@ def page(history: History) -> str:
         "<p>Green: compared and equal. Red: some rank was outvoted. Nothing: not compared then.</p>",
         "<h2>Loss</h2>",
         chart(ranks),
-        _shape(series["loss median rank"], history.run.get("config")),
+        _shape(series["loss median rank"], series["validation loss"], history.run.get("config")),
         "<h2>Gradient norm, after the reduction</h2>",
         chart(norms),
         "<h2>Step time by phase, mean over the ranks</h2>",
@@ -91,11 +92,11 @@ def page(history: History) -> str:
     return "\n".join(parts)
 
 
-def _shape(points: Points, config: object) -> str:
+def _shape(points: Points, validation: Points, config: object) -> str:
     """Return in words what the loss curve looks like."""
     known = [(step, value) for step, value in points if math.isfinite(value)]
     settings = config if isinstance(config, dict) else {}
-    shape = classify([step for step, _ in known], [value for _, value in known], settings)
+    shape = classify([step for step, _ in known], [value for _, value in known], settings, list(validation))
     if shape is None:
         return ""
     return f"<p>Shape of the curve: <b>{shape.kind}</b>, steps {shape.since} to {shape.until}.</p>"

@@ -29,6 +29,7 @@ _FIELDS: dict[str, tuple[str, _Over, str]] = {
     "loss highest rank": ("loss", max, "max"),
     "loss median rank": ("loss", median, "mean"),
     "loss lowest rank": ("loss", min, "min"),
+    "validation loss": ("val_loss", fmean, "mean"),
     "norm highest rank": ("grad_norm", max, "max"),
     "norm lowest rank": ("grad_norm", min, "min"),
     "data": ("data_seconds", fmean, "mean"),

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from ddpdebug.detectors.examples import step_at
-from ddpdebug.detectors.hlth.curve import autocorrelation, classify, detrended, loss_of, noise, period, trend, wobble
+from ddpdebug.detectors.hlth.curve import autocorrelation, detrended, loss_of, losses, noise, period, trend, wobble
+from ddpdebug.detectors.hlth.hlth712_overfitting import Overfitting
+from ddpdebug.detectors.hlth.shapes import classify
+from ddpdebug.detectors.thresholds import threshold
+from ddpdebug.diagnosis import Diagnosis
+from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
+
+_LIMIT = partial(threshold, {})
 
 
 @pytest.mark.parametrize(
@@ -18,6 +26,7 @@ from ddpdebug.observations import Flag
         ("healthy", lambda i: 2.0 * 0.97**i + 0.1 + 0.03 * wobble(i)),
         ("flat", lambda i: 2.3 + 0.05 * wobble(i)),
         ("plateau", lambda i: 1.0 + 2.0 * 0.8**i + 0.01 * wobble(i)),
+        ("plateau", lambda i: 1.0 + 0.7 * 0.5**i + 0.02 * wobble(i)),  # fell at once
         ("oscillating", lambda i: 2.0 + 0.8 * math.sin(i / 2) + 0.05 * wobble(i)),
         ("oscillating", lambda i: 2.0 + 0.8 * (-1) ** i + 0.05 * wobble(i)),
         ("diverging", lambda i: 2.0 - 0.02 * i if i < 80 else 1.4**(i - 80)),
@@ -47,9 +56,9 @@ def test_numbers() -> None:
     assert noise(noisy) < 0.11
     assert trend(noisy)[1] > 10
     assert trend([1.0] * 30) == (0.0, 0.0)
-    assert period(noisy, 0.6) is None
+    assert period(noisy, _LIMIT) is None
     assert autocorrelation([1.0, -1.0] * 20, 1) == pytest.approx(-1.0)
-    assert period([float(i % 2) for i in range(40)], 0.6) is not None
+    assert period([float(i % 2) for i in range(40)], _LIMIT) is not None
 
 
 def test_the_loss_of_a_step_is_the_mean_over_its_ranks() -> None:
@@ -57,3 +66,50 @@ def test_the_loss_of_a_step_is_the_mean_over_its_ranks() -> None:
     assert loss_of(step_at(3, world=2, odd={0: {"loss": 1.0}, 1: {"loss": 3.0}})) == 2.0
     assert loss_of(step_at(3, world=2, odd={0: {"loss": math.nan}})) is None
     assert loss_of(step_at(3, world=2, flags=Flag.SKIPPED)) is None
+
+
+def _validated(i: int, value: float) -> float:
+    return math.nan if (i + 1) % 5 else value
+
+
+@pytest.mark.parametrize(
+    "kind, loss, validation",
+    [
+        ("overfitting", lambda i: 2.0 * 0.97**i, lambda i: 1.0 + 0.01 * abs(i - 50)),
+        ("healthy", lambda i: 2.0 * 0.97**i + 0.1, lambda i: 2.1 * 0.97**i + 0.2),
+        ("delayed generalisation", lambda i: 2.0 * 0.9**i, lambda i: 1 + 0.01 * i if i < 80 else 2 * 0.9 ** (i - 80)),
+        ("plateau", lambda i: 1.0 + 2.0 * 0.8**i + 0.01 * wobble(i), lambda i: 1.6),  # a gap: no underfitting
+        ("plateau", lambda i: 0.3 + 2.7 * 0.8**i + 0.003 * wobble(i), lambda i: 0.3),  # low
+        ("underfitting (a hint)", lambda i: 2.0 + 1.0 * 0.8**i + 0.01 * wobble(i), lambda i: 2.05),
+    ],
+)  # fmt: skip
+def test_shapes_with_a_validation_loss(
+    kind: str, loss: Callable[[int], float], validation: Callable[[int], float]
+) -> None:
+    """What only the validation loss tells: too little capacity, too much, or a generalisation that comes late."""
+    told = [(i, validation(i)) for i in range(120) if (i + 1) % 5 == 0]
+    shape = classify(range(120), [loss(i) for i in range(120)], {}, told)
+    assert shape is not None
+    assert shape.kind == kind
+    assert 0 <= shape.since < shape.until <= 119
+
+
+def test_overfitting_is_not_forever() -> None:
+    """A validation loss that rises and falls late is overfitting for a time, and then delayed generalisation."""
+    diagnosis, rule = Diagnosis(world=2), Overfitting()
+    found: list[Finding] = []
+    holds: list[int] = []
+    for step in losses(
+        200,
+        lambda i: 2.0 * 0.9**i + 1e-4 * wobble(i),
+        val_loss=lambda i: _validated(i, 1.0 + 0.01 * i if i < 120 else 2.2 * 0.9 ** (i - 120)),
+    ):
+        diagnosis.feed(step)
+        found += [finding for finding, new in diagnosis.tick() if new]
+        list(rule.detect(step))
+        holds += [] if rule.sees(step) else [step.step]
+    told = [(finding.code, finding.severity, finding.phase) for finding in found]
+    assert told == [("HLTH712", Severity.WARNING, None), ("HLTH716", Severity.INFO, "delayed")]
+    assert found[1].evidence["curve"].startswith("delayed generalisation, steps 4 to 1")
+    assert holds[0] == found[0].last_step
+    assert 120 < holds[-1] < found[1].last_step

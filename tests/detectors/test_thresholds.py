@@ -9,15 +9,16 @@ import pytest
 
 from ddpdebug.commands.explain import pages
 from ddpdebug.config import Config, to_flags
-from ddpdebug.detectors.thresholds import THRESHOLDS, assignments, threshold
+from ddpdebug.detectors.data.data906_repeated_batch import RepeatedBatch
+from ddpdebug.detectors.thresholds import assignments, threshold, thresholds
 from ddpdebug.errors import UsageError
 
 
 def test_the_table_is_sorted_and_names_known_codes() -> None:
     """Every entry says what it is, where it comes from, and who uses it."""
-    names = [entry.name for entry in THRESHOLDS]
+    names = list(thresholds())
     assert names == sorted(set(names))
-    for entry in THRESHOLDS:
+    for entry in thresholds().values():
         assert entry.meaning
         assert entry.source
         assert entry.codes
@@ -38,6 +39,15 @@ def test_defaults_and_settings() -> None:
 def test_forms(given: Any) -> None:
     """A table, a list of texts and one text mean the same."""
     assert assignments(given) == {"dead_share": 0.7, "clip_ratio": 2.0}
+
+
+def test_a_rule_judges_by_the_settings() -> None:
+    """Eleven equal batches are nothing by default, and a finding where eleven are enough."""
+    again = RepeatedBatch.silent_on[1]
+    assert len(again) == 11
+    for found, config in ((0, {}), (1, {"threshold": {"repeated_batch_steps": 11}})):
+        rule = RepeatedBatch(config)
+        assert sum(len(list(rule.detect(step))) for step in again) == found
 
 
 def test_sources_are_merged(tmp_path: Path) -> None:

@@ -89,6 +89,23 @@ def test_the_page_has_verdicts_findings_and_charts(tmp_path: Path) -> None:
     assert "<td>2</td><td>no outcome: killed, or still running</td><td>20 steps</td>" in text
 
 
+def test_a_validation_loss_is_drawn_and_judged(tmp_path: Path) -> None:
+    """Where it was told, the curve's shape is that of both losses."""
+    sink = RunDirectory(tmp_path, 0)
+    sink.write(RunStarted(run_id="r1", rank=0, world=1, directory=tmp_path, config={}, versions={}, command=(),
+                          time="2026-11-21T08:00:00Z", node="n"))  # fmt: skip
+    for step in range(60):
+        told = 1.0 + 0.02 * abs(step - 20) if step % 5 == 4 else math.nan
+        rows = {0: Row(rank=0, step=step, loss=2.0 * 0.95**step, val_loss=told)}
+        sink.write(StepJudged(step=Step(step=step, optimizer=0, world=1, rows=rows)))
+    sink.close()
+    text = report(tmp_path)
+    assert "</i>validation</span>" in text
+    assert "Shape of the curve: <b>overfitting</b>, steps 19 to 59." in text
+    write_run(tmp_path / "without")
+    assert "</i>validation</span>" not in report(tmp_path / "without")
+
+
 def test_hostile_names_stay_text_and_nothing_is_loaded(tmp_path: Path) -> None:
     """Every text from the job is escaped; the page has no element that could load or run anything."""
     write_run(tmp_path, evil=EVIL)

@@ -11,8 +11,6 @@ from ddpdebug.detectors.examples import digest, step_at, steps
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
 
-#: Steps in a row in which the same ranks had equal batches, each time other ones.
-IN_A_ROW = 3
 _SAMPLER: dict[str, Any] = {"distributed": True, "replicas": 4, "shuffle": True, "seed": 0, "iterations": 1}
 
 
@@ -46,13 +44,13 @@ class SameBatches(Detector):
     title = "ranks receive the same batches"
     topics = ("loader",)
     fires_on = (
-        tuple(_same(n) for n in range(IN_A_ROW)),
-        tuple(step_at(n, odd={1: {"record_digest": digest(3, 0, n)}}) for n in range(IN_A_ROW)),
+        tuple(_same(n) for n in range(3)),
+        tuple(step_at(n, odd={1: {"record_digest": digest(3, 0, n)}}) for n in range(3)),
         (Facts(topic="loader:0", values={rank: {**_SAMPLER, "rank": 0} for rank in range(4)}),),
     )
     silent_on = (
         steps(6),
-        tuple(_same(n) for n in range(IN_A_ROW - 1)),
+        tuple(_same(n) for n in range(2)),
         steps(6, batch_digest=digest(1), record_digest=digest(2)),  # one batch again and again: an overfit test
         steps(6, batch_digest=digest(1)),  # a constant input, records differ
         (Facts(topic="loader:0", values={rank: {**_SAMPLER, "rank": rank} for rank in range(4)}),),
@@ -82,13 +80,14 @@ class SameBatches(Detector):
         families = [set(family) for family in kin(step)] if len(alike) < len(shown) else []
         parts = [(value, sorted(family & set(ranks))) for value, ranks in alike.items() for family in families]
         groups = {tuple(ranks): value for value, ranks in parts if len(ranks) > 1}
+        enough = int(self.limit("same_batches_steps"))
         runs = {key: run for key, run in self._runs.items() if key[0] != step.optimizer}
         for ranks, value in groups.items():
             key = (step.optimizer, ranks)
-            runs[key] = [*self._runs.get(key, [])[1 - IN_A_ROW :], (step.step, value)]
+            runs[key] = [*self._runs.get(key, []), (step.step, value)][-enough:]
         self._runs = runs
         full = {ranks: runs[step.optimizer, ranks] for ranks in groups}
-        full = {r: run for r, run in full.items() if len({value for _, value in run}) == IN_A_ROW}
+        full = {r: run for r, run in full.items() if len({value for _, value in run}) == enough}
         if full:
             first = min(run[0][0] for run in full.values())
             yield self._report(first, step.step, [list(ranks) for ranks in full], "batches")

@@ -13,8 +13,6 @@ from ddpdebug.detectors.examples import digest, step_at, steps
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
 
-#: Shorter cycles are a fixed batch or two, repeated on purpose.
-MIN_PERIOD = 3
 #: Batches that are remembered for each rank; longer epochs are left to the samplers' own announcements.
 HISTORY = 8192
 _LOADER: dict[str, Any] = {"distributed": True, "shuffle": True, "epoch": 0, "replicas": 4, "length": 800}
@@ -45,9 +43,9 @@ class _History:
         if len(self.seen) > HISTORY:
             self.seen.popitem(last=False)
 
-    def cycles(self, step: int) -> bool:
-        """Tell whether a whole period has been repeated, batch by batch."""
-        return self.period >= MIN_PERIOD and self.matches >= MIN_PERIOD and step - self.since >= self.period - 1
+    def cycles(self, step: int, least: float) -> bool:
+        """Tell whether a whole period of `least` batches or more has been repeated, batch by batch."""
+        return self.period >= least and self.matches >= least and step - self.since >= self.period - 1
 
 
 class SameOrder(Detector):
@@ -106,12 +104,12 @@ class SameOrder(Detector):
         name = next((n for n in ("record_digest", "batch_digest") if step.rows and step.known(n)), None)
         if name is None:
             return
-        histories = []
+        histories, least = [], self.limit("same_order_batches")
         for rank, row in step.rows.items():
             history = self._histories.setdefault((step.optimizer, rank, name), _History())
             history.add(step.step, int(getattr(row, name)))
             histories.append(history)
-        if all(history.cycles(step.step) for history in histories) and len({h.period for h in histories}) == 1:
+        if all(history.cycles(step.step, least) for history in histories) and len({h.period for h in histories}) == 1:
             yield self.finding(
                 step=max(history.since for history in histories),
                 last_step=step.step,

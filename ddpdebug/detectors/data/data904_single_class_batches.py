@@ -11,8 +11,8 @@ from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
 from ddpdebug.steps import Step
 
-#: Steps in a row of one class each; the class is asked for now and then.
-WINDOW, EVERY = 16, 4
+#: The class is asked for in one of so many steps.
+_EVERY = 4
 
 
 def _label(number: int) -> dict[int, Any]:
@@ -51,12 +51,12 @@ class SingleClassBatches(Detector):
             *steps(12, flags=Flag.SINGLE_CLASS, recipe=_label(0)),
             *steps(12, start=12, flags=Flag.SINGLE_CLASS, recipe=_label(1)),
         ),
-        tuple(step_at(n, flags=Flag.SINGLE_CLASS, recipe=_label(n % 3)) for n in range(WINDOW)),
+        tuple(step_at(n, flags=Flag.SINGLE_CLASS, recipe=_label(n % 3)) for n in range(16)),
     )
     silent_on = (
-        steps(WINDOW + 5),
-        steps(WINDOW + 5, flags=Flag.SINGLE_CLASS, recipe=_label(0)),  # the positive pair stands in column 0
-        tuple(step_at(n, flags=Flag.SINGLE_CLASS if n % 2 else 0, recipe=_label(n % 3)) for n in range(WINDOW + 5)),
+        steps(21),
+        steps(21, flags=Flag.SINGLE_CLASS, recipe=_label(0)),  # the positive pair stands in column 0
+        tuple(step_at(n, flags=Flag.SINGLE_CLASS if n % 2 else 0, recipe=_label(n % 3)) for n in range(21)),
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
@@ -69,7 +69,7 @@ class SingleClassBatches(Detector):
 
     def suspects(self, step: Step) -> bool:
         number = self._runs.get(step.optimizer, (0, 0))[1]
-        return step.all(Flag.SINGLE_CLASS) and number % EVERY == EVERY - 1
+        return step.all(Flag.SINGLE_CLASS) and number % _EVERY == _EVERY - 1
 
     def detect(self, step: Step) -> Iterator[Finding]:
         first, number = self._runs.get(step.optimizer, (step.step, 0))
@@ -81,6 +81,6 @@ class SingleClassBatches(Detector):
         seen = self._seen.setdefault(step.optimizer, set())
         details = step.details.get("recipe", {})
         seen.update(own["label"] for own in details.values() if own and isinstance(own.get("label"), int))
-        if number + 1 >= WINDOW and len(seen) > 1:
+        if number + 1 >= self.limit("single_class_steps") and len(seen) > 1:
             evidence = {"steps_of_one_class_each": number + 1, "classes_seen": sorted(seen)[:20]}
             yield self.finding(step=first, last_step=step.step, ranks=tuple(step.rows), evidence=evidence)

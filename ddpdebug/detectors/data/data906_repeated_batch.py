@@ -11,8 +11,6 @@ from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
 from ddpdebug.steps import Step
 
-#: So many steps in a row get the same records from the DataLoader.
-IN_A_ROW = 12
 _OWN = {rank: {"record_digest": digest(90, rank)} for rank in range(4)}
 
 
@@ -47,15 +45,15 @@ class RepeatedBatch(Detector):
     severity = Severity.WARNING
     title = "the same batch comes again and again"
     fires_on = (
-        tuple(_again(n) for n in range(IN_A_ROW)),
-        (*steps(3), *(_again(n) for n in range(3, 3 + IN_A_ROW))),
+        tuple(_again(n) for n in range(12)),
+        (*steps(3), *(_again(n) for n in range(3, 15))),
     )
     silent_on = (
-        steps(IN_A_ROW),
-        tuple(_again(n) for n in range(IN_A_ROW - 1)),
-        tuple(step_at(n, batch_digest=digest(5)) for n in range(IN_A_ROW)),  # a constant input, other labels
-        tuple(step_at(n, batch_digest=digest(5), record_digest=0) for n in range(IN_A_ROW)),  # all data at once
-        tuple(step_at(n, odd=_OWN, flags=Flag.CLOSURE) for n in range(IN_A_ROW)),
+        steps(12),
+        tuple(_again(n) for n in range(11)),
+        tuple(step_at(n, batch_digest=digest(5)) for n in range(12)),  # a constant input, other labels
+        tuple(step_at(n, batch_digest=digest(5), record_digest=0) for n in range(12)),  # all data at once
+        tuple(step_at(n, odd=_OWN, flags=Flag.CLOSURE) for n in range(12)),
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
@@ -68,13 +66,13 @@ class RepeatedBatch(Detector):
     def detect(self, step: Step) -> Iterator[Finding]:
         if step.any(Flag.CLOSURE):
             return
-        again = {}
+        again, enough = {}, self.limit("repeated_batch_steps")
         for rank, row in step.rows.items():
             key, value = (step.optimizer, rank), int(row.record_digest)
             before, first, number = self._runs.get(key, (0, step.step, 0))
             same = value != 0 and value == before
             self._runs[key] = (value, first if same else step.step, number + 1 if same else 1)
-            if same and number + 1 >= IN_A_ROW:
+            if same and number + 1 >= enough:
                 again[rank] = self._runs[key]
         if again:
             first = min(first for _, first, _ in again.values())

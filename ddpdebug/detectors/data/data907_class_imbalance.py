@@ -11,8 +11,6 @@ from ddpdebug.detectors.rcp.streak import told
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
 
-#: So many labels, and so much of them in one class.
-LABELS, SHARE = 500, 0.95
 _FACT = {
     "kind": "labels",
     "step": 60,
@@ -73,7 +71,8 @@ class ClassImbalance(Detector):
     def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
         for rank, fact in told(topic, facts, "loss", "labels"):
             seen, share = int(fact.get("seen") or 0), float(fact.get("share") or 0.0)
-            if fact.get("weighted") or int(fact.get("present") or 0) < 2 or seen < LABELS or share < SHARE:
+            told_enough = seen >= self.limit("imbalance_labels") and share >= self.limit("imbalance_share")
+            if fact.get("weighted") or int(fact.get("present") or 0) < 2 or not told_enough:
                 continue
             evidence = {"share": round(share, 4), "labels": seen, "classes": fact.get("classes")}
             yield self.finding(

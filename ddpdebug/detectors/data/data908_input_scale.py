@@ -10,10 +10,6 @@ from ddpdebug.detectors.examples import steps
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
 
-#: Standardised inputs have a standard deviation near 1; bytes of images have about 60.
-HUGE = 20.0
-#: Ranks whose inputs differ so much in scale, or in mean by so many standard deviations, are not prepared alike.
-TIMES, SHIFT = 8.0, 5.0
 _USUAL = {"layer": "Conv2d", "mean": 0.0, "std": 1.0, "min": -3.0, "max": 3.0, "twice": 0.0, "step": 4}
 
 
@@ -73,9 +69,9 @@ class InputScale(Detector):
         told = {rank: fact for rank, fact in sorted(facts.items()) if isinstance(fact, Mapping)}
         found: dict[str, list[int]] = {}
         for rank, fact in told.items():
-            if (what := _unusual(fact)) is not None:
+            if (what := _unusual(fact, self.limit("input_std"))) is not None:
                 found.setdefault(what, []).append(rank)
-        if not found and (odd := _apart(told)):
+        if not found and (odd := _apart(told, self.limit("input_scale_apart"), self.limit("input_mean_apart"))):
             found["differs between ranks"] = odd
         for what, ranks in found.items():
             about = {str(rank): {key: told[rank].get(key) for key in ("mean", "std", "min", "max")} for rank in told}
@@ -90,21 +86,21 @@ class InputScale(Detector):
             )
 
 
-def _unusual(fact: Mapping[str, Any]) -> str | None:
+def _unusual(fact: Mapping[str, Any], most: float) -> str | None:
     """Say what is wrong with the inputs of one rank."""
     std, low, high = (float(fact.get(key) or 0.0) for key in ("std", "min", "max"))
     if low == high:
         return "constant"
     if fact.get("twice"):
         return "divided by 255 twice"
-    return "far from normalised" if std > HUGE else None
+    return "far from normalised" if std > most else None
 
 
-def _apart(told: Mapping[int, Mapping[str, Any]]) -> list[int]:
+def _apart(told: Mapping[int, Mapping[str, Any]], times: float, shift: float) -> list[int]:
     """Return the ranks when their inputs cannot come from the same preparation."""
     stds = [float(fact.get("std") or 0.0) for fact in told.values()]
     means = [float(fact.get("mean") or 0.0) for fact in told.values()]
     if len(stds) < 2 or min(stds) <= 0:
         return []
-    apart = max(stds) > TIMES * min(stds) or max(means) - min(means) > SHIFT * max(stds)
+    apart = max(stds) > times * min(stds) or max(means) - min(means) > shift * max(stds)
     return list(told) if apart else []

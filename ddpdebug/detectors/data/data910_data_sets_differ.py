@@ -25,8 +25,7 @@ _OWN = (
 )
 #: Records are often listed as paths; these names are lists of records for all that.
 _RECORDS = ("paths", "files", "filenames", "image_paths", "file_list", "filepaths")
-#: A batch of one rank turns up on another rank in the same epoch: so often, before it is reported.
-_OVERLAPS = 3
+#: Batches of each rank that are remembered.
 _HISTORY = 4096
 _LOADER: dict[str, Any] = {
     "sampler": "DistributedSampler",
@@ -153,13 +152,13 @@ class DataSetsDiffer(Detector):
                 self._seen[value] = (self._epoch, rank, step.step)
         while len(self._seen) > _HISTORY * len(step.rows):
             del self._seen[next(iter(self._seen))]
-        if len(self._overlaps) >= _OVERLAPS:
+        if len(self._overlaps) >= self.limit("overlap_batches"):
             yield self._overlapping(step)
 
     def _overlapping(self, step: Step) -> Finding:
         pairs = sorted({(min(a, b), max(a, b)) for _, a, b in self._overlaps})
         first, count = self._overlaps[0][0], len(self._overlaps)
-        self._overlaps = self._overlaps[-_OVERLAPS + 1 :]
+        self._overlaps = self._overlaps[-int(self.limit("overlap_batches")) :][1:]
         return self.finding(
             step=first,
             last_step=step.step,

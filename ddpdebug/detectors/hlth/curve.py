@@ -1,4 +1,4 @@
-"""The shape of a loss curve, and the series it is read from: robust numbers that noise and schedules do not move."""
+"""The series that the rules about the loss read, and robust numbers that noise and schedules do not move."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddpdebug.detectors.base import Detector
 from ddpdebug.detectors.examples import step_at
 from ddpdebug.detectors.hlth.samples import BROKEN
-from ddpdebug.detectors.thresholds import threshold
 from ddpdebug.findings import Finding
 from ddpdebug.observations import Flag
 from ddpdebug.steps import Step
@@ -22,22 +21,33 @@ from ddpdebug.steps import Step
 KEPT = 512
 _NOT_TAKEN = Flag.SKIPPED | Flag.GUARD_SKIPPED
 _MAD = 1.4826  # a normal distribution's standard deviation / median absolute deviation
-_BLOCK = 4
-#: A learning rate that rises by this factor begins something new (warm restart, warm-up, cycle).
-_RESTART = 1.5
+
+
+#: A threshold's value by its name.
+Limit = Callable[[str], float]
+
+
+class Evaluation(NamedTuple):
+    """A validation loss that was told, and the median of the training losses since the one before."""
+
+    step: int
+    validation: float
+    training: float
 
 
 @dataclass(slots=True)
 class Series:
     """The losses of one optimizer's steps, each the mean over the ranks."""
 
+    restart: float  # a learning rate that rises by this factor begins something new
+    block: int  # losses whose median is a level
     steps: deque[int] = field(default_factory=lambda: deque(maxlen=KEPT))
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     count: int = 0
     first: float = math.nan  # level of the first steps
     best: float = math.inf  # lowest level of a block so far, without the newest
     best_spread: float = 0.0
-    newest: deque[float] = field(default_factory=lambda: deque(maxlen=3 * _BLOCK))
+    newest: deque[float] = field(default_factory=deque)  # of three blocks
     low: float = math.inf  # lowest learning rate since it has risen
     risen: int = 0  # the count at which it did
 
@@ -46,17 +56,20 @@ class Series:
         self.steps.append(step)
         self.losses.append(loss)
         self.newest.append(loss)
+        blocks = 3 * self.block
+        if len(self.newest) > blocks:
+            self.newest.popleft()
         self.count += 1
         if math.isfinite(rate):
-            if rate > _RESTART * self.low:
+            if rate > self.restart * self.low:
                 self.low, self.risen = rate, self.count
             self.low = min(self.low, rate)
-        if self.count <= _BLOCK:
+        if self.count <= self.block:
             self.first = statistics.median(self.losses)
-        if len(self.newest) == 3 * _BLOCK:
+        if len(self.newest) == blocks:
             recent = list(self.newest)
-            if (level := statistics.median(recent[:_BLOCK])) < self.best:
-                around = recent[: 2 * _BLOCK]
+            if (level := statistics.median(recent[: self.block])) < self.best:
+                around = recent[: 2 * self.block]
                 self.best, self.best_spread = level, max(around) - min(around)
 
     def restarted(self, window: int) -> bool:
@@ -66,6 +79,11 @@ class Series:
     def last(self, count: int) -> list[float]:
         """Return the newest losses, the oldest of them first."""
         return list(islice(reversed(self.losses), count))[::-1]
+
+
+def series_of(limit: Limit) -> Series:
+    """Return an empty series."""
+    return Series(restart=limit("rate_restart"), block=int(limit("level_steps")))
 
 
 def loss_of(step: Step) -> float | None:
@@ -88,10 +106,7 @@ class LossRule(Detector):
         super().__init__(config)
         self.series: dict[int, Series] = {}
         self.told: set[tuple[int, str]] = set()
-
-    def limit(self, name: str) -> float:
-        """Return a threshold."""
-        return threshold(self.config, name)
+        self.history: dict[int, list[Evaluation]] = {}  # for the rules that take it in
 
     def cause(self, finding: Finding) -> tuple[Hashable, ...]:
         return (finding.phase,)
@@ -103,7 +118,9 @@ class LossRule(Detector):
         loss = loss_of(step)
         if loss is None:
             return
-        series = self.series.setdefault(step.optimizer, Series())
+        series = self.series.get(step.optimizer)
+        if series is None:
+            series = self.series[step.optimizer] = series_of(self.limit)
         rate = next(iter(step.rows.values())).lr
         series.add(step.step, loss, rate)
         yield from self.judge(step, series)
@@ -111,6 +128,17 @@ class LossRule(Detector):
     def judge(self, step: Step, series: Series) -> Iterator[Finding]:
         """Judge a series to which a step was added."""
         yield from ()
+
+    def evaluated(self, step: Step, series: Series) -> bool:
+        """Take in the validation loss of a step, if one was told."""
+        values = [row.val_loss for row in step.rows.values() if math.isfinite(row.val_loss)]
+        if not values:
+            return False
+        history = self.history.setdefault(step.optimizer, [])
+        since = history[-1].step if history else -1
+        between = [loss for at, loss in zip(series.steps, series.losses, strict=True) if at > since]
+        history.append(Evaluation(step.step, statistics.fmean(values), statistics.median(between)))
+        return True
 
     def once(self, step: Step, phase: str) -> bool:
         """Tell whether this was not said before of this optimizer."""
@@ -121,24 +149,24 @@ class LossRule(Detector):
 
 
 class ValidationRule(LossRule):
-    """A rule that reads the validation losses that were told, each with the training loss since the one before."""
+    """A rule that reads the validation losses that were told, each with the training loss since the one before.
+
+    What such a rule has said ends when `open` has lost the optimizer: a validation loss may recover.
+    """
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
-        self._history: dict[int, list[tuple[int, float, float]]] = {}  # (step, validation, training loss)
+        self.open: set[int] = set()  # optimizers of which something is said that still holds
+
+    def sees(self, step: Step) -> bool:
+        return step.optimizer not in self.open
 
     def judge(self, step: Step, series: Series) -> Iterator[Finding]:
-        values = [row.val_loss for row in step.rows.values() if math.isfinite(row.val_loss)]
-        if not values:
-            return
-        history = self._history.setdefault(step.optimizer, [])
-        since = history[-1][0] if history else -1
-        between = [loss for at, loss in zip(series.steps, series.losses, strict=True) if at > since]
-        history.append((step.step, statistics.fmean(values), statistics.median(between)))
-        yield from self.evaluate(step, history)
+        if self.evaluated(step, series):
+            yield from self.evaluate(step, series, self.history[step.optimizer])
 
-    def evaluate(self, step: Step, history: list[tuple[int, float, float]]) -> Iterator[Finding]:
-        """Judge the evaluations so far: (step, validation loss, median of the training losses before it)."""
+    def evaluate(self, step: Step, series: Series, history: list[Evaluation]) -> Iterator[Finding]:
+        """Judge the evaluations so far."""
         yield from ()
 
 
@@ -174,17 +202,21 @@ def autocorrelation(values: Sequence[float], lag: int) -> float:
     return math.fsum(a * b for a, b in pairs) / total * len(values) / (len(values) - lag) if total else 0.0
 
 
-def period(values: Sequence[float], least: float) -> tuple[int, float] | None:
-    """Return the period of a series and its autocorrelation there, if that is `least` and the swing is a real one."""
-    rest = detrended(values)
+def period(values: Sequence[float], limit: Limit) -> tuple[int, float] | None:
+    """Return the period of a series and its autocorrelation there, if both are those of a real swing."""
+    rest, least = detrended(values), limit("oscillation")
     if (back := autocorrelation(rest, 1)) <= -least:
         return 2, -back
     best: tuple[int, float] | None = None
     for lag in range(4, len(rest) // 3 + 1):
         here = autocorrelation(rest, lag)
-        whole = here >= least and autocorrelation(rest, 2 * lag) >= 0.5 * least
+        whole = here >= least and autocorrelation(rest, 2 * lag) >= least / 2
         back = min(autocorrelation(rest, between) for between in range(2, lag - 1))
-        if whole and back <= -0.2 and (best is None or here > best[1] + 0.1):
+        if (
+            whole
+            and back <= -limit("oscillation_opposite")
+            and (best is None or here > best[1] + limit("oscillation_longer"))
+        ):
             best = lag, here
     return best
 
@@ -193,73 +225,6 @@ def swing(values: Sequence[float]) -> float:
     """Return the distance of the 10th from the 90th percentile of what is left without a trend."""
     ordered = sorted(detrended(values))
     return ordered[int(0.9 * (len(ordered) - 1))] - ordered[int(0.1 * (len(ordered) - 1))]
-
-
-# --- the shape --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What a loss curve looks like, and the steps that show it."""
-
-    kind: str
-    since: int
-    until: int
-
-
-def diverged(series: Series, factor: float, count: int) -> bool:
-    """Tell whether the newest losses have left the earlier level upwards and stay away."""
-    losses = list(series.losses)
-    if len(losses) < 2 * count or not math.isfinite(series.best):
-        return False
-    last = losses[-count:]
-    first, best = series.first, series.best
-    scale = max(first - best, series.best_spread, 0.1 * abs(best), 1e-12)
-    falls = statistics.median(last[count // 2 :]) < 0.9 * statistics.median(last[: count // 2])
-    lowest, rise = min(last), statistics.median(last) - best
-    recent = rise - (statistics.median(losses[-2 * count : -count]) - best)
-    far = lowest > best + factor * scale and lowest > best + abs(best) and lowest > first + 0.5 * abs(first)
-    # a target that moves takes the loss along slowly; what breaks does it at once, or faster and faster
-    return far and not falls and recent > 0.5 * rise
-
-
-def classify(steps: Sequence[int], losses: Sequence[float], config: Mapping[str, Any] | None = None) -> Shape | None:
-    """Say what a whole curve looks like: diverging, oscillating, flat, plateau, spike or healthy; None if too short."""
-    if len(losses) < 16:
-        return None
-    limit: Callable[[str], float] = lambda name: threshold(config or {}, name)  # noqa: E731 - one word for all
-    series = Series()
-    for step, loss in zip(steps, losses, strict=True):
-        series.add(step, loss, math.nan)
-    if diverged(series, limit("diverged_factor"), int(limit("diverged_steps"))):
-        return Shape("diverging", series.steps[-int(limit("diverged_steps"))], steps[-1])
-    window = list(losses[-64:])
-    level = abs(statistics.median(window)) or 1e-12
-    swings = len(window) >= 32 and swing(window) >= limit("oscillation_amplitude") * level
-    if swings and period(window, limit("oscillation")) is not None:
-        return Shape("oscillating", steps[-len(window)], steps[-1])
-    change, z = trend(losses)
-    if _is_flat(change, z, level):
-        return Shape("flat", steps[0], steps[-1])
-    return _settled(steps, losses, change, limit("spike_height"))
-
-
-def _is_flat(change: float, errors: float, level: float) -> bool:
-    return abs(change) < 0.02 * level and (abs(errors) < 3 or abs(change) < 0.005 * level)
-
-
-def _settled(steps: Sequence[int], losses: Sequence[float], change: float, height: float) -> Shape:
-    tail = list(losses[len(losses) // 3 :])
-    level = abs(statistics.median(tail)) or 1e-12
-    later, z = trend(tail)
-    if change < 0 and _is_flat(later, z, level):
-        return Shape("plateau", steps[len(losses) // 3], steps[-1])
-    highest = max(range(len(losses)), key=lambda i: losses[i])
-    around = [*losses[max(0, highest - 20) : highest], *losses[highest + 1 : highest + 21]]
-    middle, spread = statistics.median(around), max(around) - min(around)
-    if highest > 8 and losses[highest] - middle > max(height * spread, 0.5 * abs(middle)):
-        return Shape("spike", steps[highest], steps[highest])
-    return Shape("healthy" if change < 0 else "rising", steps[0], steps[-1])
 
 
 # --- examples ---------------------------------------------------------------------------------------------------------

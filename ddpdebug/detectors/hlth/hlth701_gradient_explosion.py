@@ -12,16 +12,13 @@ from typing import Any
 from ddpdebug.detectors.base import Detector
 from ddpdebug.detectors.hlth.curve import losses, wobble
 from ddpdebug.detectors.hlth.samples import BROKEN
-from ddpdebug.detectors.thresholds import threshold
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
 from ddpdebug.steps import Step
 
 _NO_NORM = Flag.SKIPPED | Flag.GRADS_NONFINITE
-#: Norms that are remembered, how many must be known before any is judged, and how many are judged together.
-_KEPT, _WARM_UP, _NEWEST = 37, 12, 5
-#: Growth from step to step: nearly all of so many steps rise, by this factor in all.
-_GROWING, _RISING, _GROWN = 12, 10, 1e3
+#: Norms that are remembered.
+_KEPT = 37
 
 
 class GradientExplosion(Detector):
@@ -87,19 +84,21 @@ class GradientExplosion(Detector):
             return
         past = self._norms.setdefault(step.optimizer, deque(maxlen=_KEPT))
         past.append((step.step, norm))
-        if len(past) < _WARM_UP:
+        if len(past) < self.limit("gradient_warm_up"):
             return
         values = [value for _, value in past]
-        jump = threshold(self.config, "gradient_jump")
+        jump = self.limit("gradient_jump")
         if norm <= jump * min(values):
             return
-        usual = statistics.median(values[:-_NEWEST])
-        high = [at for at, value in list(past)[-_NEWEST:] if value > jump * usual]
-        rises = sum(after > before for before, after in pairwise(values[-_GROWING:]))
-        phase, since = None, past[-min(_GROWING, len(past))][0]
-        if rises >= _RISING and values[-1] > _GROWN * values[-_GROWING]:
+        newest = int(self.limit("gradient_newest"))
+        usual = statistics.median(values[:-newest] or values)
+        high = [at for at, value in list(past)[-newest:] if value > jump * usual]
+        growing = list(past)[-int(self.limit("gradient_growth_steps")) :]
+        rises = sum(after > before for (_, before), (_, after) in pairwise(growing))
+        phase, since = None, growing[0][0]
+        if rises >= self.limit("gradient_rises") and norm > self.limit("gradient_growth") * growing[0][1]:
             phase = "growth"
-        elif usual > 0 and len(high) >= threshold(self.config, "gradient_steps"):
+        elif usual > 0 and len(high) >= self.limit("gradient_steps"):
             phase, since = "jump", high[0]
         if phase is not None and not any((step.optimizer, p) in self._told for p in ("growth", "jump")):
             self._told.add((step.optimizer, phase))

@@ -10,8 +10,7 @@ from ddpdebug.detectors.hlth.samples import LayerRule, parameters, sampled, site
 from ddpdebug.findings import Severity
 from ddpdebug.steps import Step
 
-#: A profile needs so many weights; rows of an embedding that the batch does not use bring its ratio down.
-_WEIGHTS = 4
+#: Rows of an embedding that the batch does not use bring its ratio down.
 _NO_PART = ("Embedding", "Norm")
 
 
@@ -65,7 +64,7 @@ class VanishingGradient(LayerRule):
             and about["grad_norm"]
             and not any(word in classes.get(name.rpartition(".")[0], "") for word in _NO_PART)
         }
-        if len(profile) < _WEIGHTS:
+        if len(profile) < self.limit("vanishing_weights"):
             return {}
         names, share = list(profile), max(1, len(profile) // 4)
         tail = statistics.median(profile[name] for name in names[-share:])

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.hlth.curve import Series
+from ddpdebug.detectors.hlth.curve import Series, series_of
 from ddpdebug.detectors.hlth.samples import BROKEN, SampledRule, ratios, sampled, weight
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
-
-#: In the first steps a weight that begins near 0 may move by more than its size. Then not: where most weights do.
-_WARM_UP, _FIRST = 4, 1.0
-#: Samples that are looked at together, of which all but one must be too large.
-_SAMPLES = 4
-#: So many samples over so many steps, none of which is larger, show that the updates are too small.
-_MIN_SAMPLES, _MIN_STEPS = 5, 32
 
 
 class UpdateRatio(SampledRule):
@@ -73,25 +65,28 @@ class UpdateRatio(SampledRule):
 
     def detect(self, step: Step) -> Iterator[Finding]:
         key, rate = step.optimizer, next(iter(step.rows.values())).lr
-        series = self._rates.setdefault(key, Series())
+        series = self._rates.setdefault(key, series_of(self.limit))
         series.add(step.step, 0.0, rate)
         table = ratios(step)
         if not table or key in self._told:
             return
         middle = statistics.median(table.values())
-        past = self._past.setdefault(key, deque(maxlen=_SAMPLES))
+        together, least = int(self.limit("update_samples")), self.limit("update_small_steps")
+        past = self._past.setdefault(key, deque(maxlen=together))
         past.append((step.step, middle))
         self._largest[key] = max(self._largest.get(key, 0.0), middle)
         first, count = self._begin.get(key, (step.step, 0))
         self._begin[key] = first, count + 1
         large = sum(ratio >= self.limit("update_large") for _, ratio in past)
         phase = None
-        settled = past[0][0] >= _WARM_UP or (past[0][1] >= _FIRST and len(table) > 1)
-        if len(past) == _SAMPLES and large >= _SAMPLES - 1 and settled:
+        settled = past[0][0] >= self.limit("update_warm_up") or (
+            past[0][1] >= self.limit("update_first") and len(table) > 1
+        )
+        if len(past) == together and large >= together - 1 and settled:
             phase = "large"
-        elif count + 1 >= _MIN_SAMPLES and step.step - first >= _MIN_STEPS and math.isfinite(rate) and rate > 0:
+        elif count + 1 >= self.limit("update_small_samples") and step.step - first >= least and rate > 0:
             small = self._largest[key] < self.limit("update_small")
-            phase = "small" if small and not series.restarted(_MIN_STEPS) else None
+            phase = "small" if small and not series.restarted(int(least)) else None
         if phase is None:
             return
         self._told.add(key)

@@ -2,75 +2,126 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
-from ddpdebug.detectors.hlth.samples import BROKEN, LayerRule, parameters, sampled, weight
+from ddpdebug.detectors.hlth.samples import BROKEN, LayerRule, activation, parameters, sampled, sites, weight
 from ddpdebug.findings import Finding, Severity
+from ddpdebug.observations import Flag
 from ddpdebug.steps import Step
 
-#: A weight whose elements are smaller than this at first was made to grow (zeros, LoRA, gates).
-_TINY = 1e-3
+_VARIANCE = "variance"
 
 
 class WeightNormDrift(LayerRule):
     """The norm of a parameter grows or shrinks persistently, well outside its range earlier in the run.
+
+    The same is said of the variance of a hidden layer's output: its standard deviation explodes or dies, compared with
+    what the layer gave in its first samples. HLTH715 looks at the first batch alone; this is drift, seen behind the
+    weights instead of in them, and hence this code.
 
     Impact: growth ends in saturation, overflow or, before a normalisation layer, in a learning rate that shrinks
     effectively; collapse removes the layer from the model.
 
     Diagnosis: compare with the other parameters of the same kind and with weight decay times learning rate. Weights
     in front of a normalisation grow under plain gradient steps without changing the function: judge them by HLTH705.
-    Logits or embeddings that grow with the loss still falling point to overconfidence.
+    Logits or embeddings that grow with the loss still falling point to overconfidence. An output whose variance dies
+    is nearly the same for every input: find the first layer, in the order of the forward, whose output does so. One
+    that explodes is bounded by a normalisation behind it, or reaches the loss.
 
     Causes:
     - no weight decay on a scale-invariant weight, or a learning rate that is too high
     - weight decay too strong, or applied to norms, biases and embeddings
     - a parameter with no useful gradient left, so that only decay acts on it
+    - of an output: units that died or saturated (HLTH703, HLTH704), a residual stream that nothing normalises, a
+      representation that has collapsed (contrastive and self-distilled training without their counterweight)
     - decay as L2 in Adam (`torch.optim.Adam(weight_decay=...)`) where decoupled decay was meant
 
     Remedy:
     - use `torch.optim.AdamW`; put norms, biases and often embeddings into a group with `weight_decay=0.0`; tune decay
       and rate together, since their product sets the equilibrium
+    - normalise before or after the layer whose output drifts, scale residual branches down with depth
     - bound logits by a z-loss or a temperature if they run away
     """
 
     code = "HLTH706"
     severity = Severity.WARNING
     title = "a weight norm runs away or collapses"
-    follows = (*BROKEN, "HLTH705")
+    titles: ClassVar[Mapping[str, str]] = {_VARIANCE: "the variance of a layer's output explodes or dies"}
+    follows = (*BROKEN, "HLTH703", "HLTH704", "HLTH705")
     fires_on = (
         sampled(40, lambda i: {"w": weight(norm=4.0 * 1.1**i), "v": weight()}),
         sampled(60, lambda i: {"w": weight(norm=4.0 * 0.9**i), "v": weight()}),
+        sampled(30, modules=lambda i: {"fc": activation(std=0.5 * 1.3**i), "act": activation("relu")}),
+        sampled(40, modules=lambda i: {"encoder (input)": activation("tanh", std=0.5 if i < 20 else 1e-4)}),
     )
     silent_on = (
         sampled(60, lambda i: {"w": weight(norm=4.0 + 0.3 * i)}),
         sampled(60, lambda i: {"lora_b": weight(norm=1e-4 + 0.1 * i)}),  # begins at 0
         sampled(60, lambda i: {"w": weight(norm=4.0 if i < 3 else 50.0)}),  # loaded, and then it stays
         sampled(60, lambda i: {"bias": weight(norm=0.5 * 1.1**i, dim=1)}),
+        sampled(60, modules=lambda i: {"fc": activation(std=0.5 + 0.3 * i)}),
+        sampled(60, modules=lambda i: {"adapter": activation(std=1e-6 * 1.3 ** min(i, 55))}),  # begins at 0
+        sampled(60, modules=lambda i: {"fc": activation(std=0.5 if i % 3 else 1e-6)}),  # now and then
+        sampled(60, modules=lambda i: {"head": activation(std=0.01 * 1.3**i, hidden=False)}),
+        sampled(9, modules=lambda i: {"fc": activation(std=0.0)}),
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
         self._first: dict[tuple[int, str], float] = {}
         self._last: dict[tuple[int, str], float] = {}
+        self._spread: dict[tuple[int, str], list[float]] = {}  # standard deviations in a layer's first samples
+        self._layers: set[str] = set()
 
     def folds(self, finding: Finding, cause: Finding) -> bool:
-        return cause.code != "HLTH705" or cause.phase == "large"
+        if cause.code == "HLTH705":
+            return cause.phase == "large"
+        if cause.code in {"HLTH703", "HLTH704"}:  # these explain an output, and no weight
+            return finding.phase == _VARIANCE
+        return True
+
+    def phase(self, name: str) -> str | None:
+        return _VARIANCE if name in self._layers else None
 
     def judge(self, step: Step) -> Mapping[str, Any] | None:
         table = parameters(step)
-        found: dict[str, Any] = {}
+        # outputs follow weights that run away: these are the finding
+        told = any(key[0] == step.optimizer and key[1] not in self._layers for key in self._told)
+        found = {} if told else self._drifting(step)
+        self._layers.update(found)
         for name, about in table.items():
             norm, key = about["norm"], (step.optimizer, name)
             if about["dim"] < 2 or norm is None:
                 continue
             first, last = self._first.setdefault(key, norm), self._last.get(key, norm)
             self._last[key] = norm
-            if first < _TINY * about["numel"] ** 0.5:
+            if first < self.limit("weight_tiny") * math.sqrt(about["numel"]):
                 continue
-            grows = norm >= self.limit("weight_growth") * first and norm > 1.01 * last
+            grows = norm >= self.limit("weight_growth") * first and norm > self.limit("weight_growing") * last
             falls = norm <= self.limit("weight_collapse") * first and norm < last
             if grows or falls:
                 found[name] = {"norm": norm, "first": first, "change": norm / first}
-        return found if table else None
+        return found if table or sites(step) else None
+
+    def _drifting(self, step: Step) -> dict[str, Any]:
+        """Return the layers whose output varies far more, or far less, than in their first samples, on every rank."""
+        if step.any(Flag.LOADED):
+            self._spread = {key: stds for key, stds in self._spread.items() if key[0] != step.optimizer}
+        found: dict[str, Any] = {}
+        for path, ranks in sites(step).items():
+            stds = [about["std"] for about in ranks if about["hidden"] and about["std"] is not None]
+            if len(stds) < len(ranks):
+                continue
+            first = self._spread.setdefault((step.optimizer, path), [])
+            if len(first) < self.limit("variance_samples"):
+                first.append(statistics.fmean(stds))
+                continue
+            usual = statistics.median(first)
+            most = max(self.limit("variance_explosion") * usual, self.limit("init_large"))
+            if usual and (min(stds) >= most or max(stds) <= self.limit("variance_collapse") * usual):
+                now = statistics.fmean(stds)
+                found[path] = {"std": now, "first": usual, "change": now / usual, "mean": ranks[0]["mean"]}
+        return found

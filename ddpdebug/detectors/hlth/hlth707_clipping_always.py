@@ -11,7 +11,6 @@ from typing import Any
 from ddpdebug.detectors.base import Detector
 from ddpdebug.detectors.hlth.curve import losses, wobble
 from ddpdebug.detectors.hlth.samples import BROKEN
-from ddpdebug.detectors.thresholds import threshold
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
 
@@ -72,7 +71,7 @@ class ClippingAlways(Detector):
         known = [(norm, most) for norm, most in pairs if math.isfinite(norm) and 0 < most < math.inf]
         if not known or step.optimizer in self._told:
             return
-        window = int(threshold(self.config, "clip_window"))
+        window = int(self.limit("clip_window"))
         seen = self._seen[step.optimizer] = self._seen.get(step.optimizer, 0) + 1
         past = self._past.setdefault(step.optimizer, deque(maxlen=window))
         past.append((step.step, statistics.fmean(norm for norm, _ in known), known[0][1]))
@@ -80,7 +79,7 @@ class ClippingAlways(Detector):
             return
         share = sum(norm > most for _, norm, most in past) / window
         ratio = statistics.median(norm / most for _, norm, most in past)
-        if share >= threshold(self.config, "clip_share") and ratio >= threshold(self.config, "clip_ratio"):
+        if share >= self.limit("clip_share") and ratio >= self.limit("clip_ratio"):
             self._told.add(step.optimizer)
             yield self.finding(
                 step=past[0][0],

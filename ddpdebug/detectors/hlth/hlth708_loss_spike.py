@@ -10,11 +10,6 @@ from ddpdebug.detectors.hlth.curve import LossRule, Series, losses, wobble
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
 
-#: Steps before a spike that say what is usual, how many there must be, and how soon it must be over.
-_BEFORE, _WARM_UP, _OVER = 20, 12, 10
-#: The spread is that of more steps: heavy tails show it only now and then.
-_SPREAD = 64
-
 
 class LossSpike(LossRule):
     """The loss rose far above its recent spread for a few steps and came back.
@@ -67,18 +62,19 @@ class LossSpike(LossRule):
             if loss <= middle + spread:
                 del self._open[key]
                 yield self._report(step, at, max(peak, loss), middle)
-            elif series.count and step.step - at > _OVER:
+            elif series.count and step.step - at > self.limit("spike_steps"):
                 del self._open[key]
             return
-        before = series.last(_BEFORE + 1)[:-1]
-        if len(before) < _WARM_UP or series.restarted(_BEFORE):
+        usual = int(self.limit("spike_before"))
+        before = series.last(usual + 1)[:-1]
+        if len(before) < self.limit("spike_warm_up") or series.restarted(usual):
             return
-        longer = series.last(_SPREAD + 1)[:-1]
+        longer = series.last(int(self.limit("spike_spread")) + 1)[:-1]
         middle, spread = statistics.median(before), max(longer) - min(longer)
         height = loss - middle
         fallen = max(series.first - min(before), 0.0)
         if height > self.limit("spike_height") * spread and height > max(
-            self.limit("spike_progress") * fallen, 0.5 * abs(middle)
+            self.limit("spike_progress") * fallen, self.limit("spike_level") * abs(middle)
         ):
             self._open[key] = step.step, loss, middle, spread
 

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ddpdebug.detectors.hlth.curve import LossRule, Series, losses, noise, trend, wobble
 from ddpdebug.detectors.hlth.samples import BROKEN, update_ratio
+from ddpdebug.detectors.hlth.shapes import Shape, fell, underfits
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
 
 #: The series is judged every so many steps.
 _EVERY = 8
-#: A trend of fewer standard errors, and of less of the level, is none.
-_ERRORS, _SHARE = 2.0, 0.02
-#: The level of a loss whose noise is larger than this share of it says nothing (policy gradients).
-_NOISE = 0.25
-#: A loss that has fallen to this share of its first level has learned what there was.
-_DONE = 0.05
+#: What is an `info`, in the words of a curve.
+_INFO = {"plateau": "plateau", "underfitting": "underfitting (a hint)"}
 
 
 class LossFlat(LossRule):
     """Over the window the loss shows no trend that stands out from its noise: since the first step, or after it fell.
 
-    A plateau after the loss fell is an `info`.
+    A plateau after the loss fell is an `info`. Where validation losses are told, a plateau on which training and
+    validation loss are both stuck, high and close together is said to hint at underfitting: also an `info`, and under
+    this code because it is a plateau with a likely reason. Noise in the labels looks the same.
 
     Impact: the run consumes time without learning.
 
@@ -39,11 +39,14 @@ class LossFlat(LossRule):
     - labels without relation to the inputs: shuffled apart, wrong file, off by one
     - constant outputs: dead units, saturation, inputs that are all alike
     - a plateau: the rate is too high to go lower, or the model has reached its capacity
+    - a hint at underfitting: the model is too small, regularised too much, or its inputs lack what decides
 
     Remedy:
     - overfit a single batch with regularisation off: success means data or schedule, failure means wiring
     - sweep the learning rate over decades
     - follow RCP801, RCP803, RCP807 and RCP810 before touching the architecture
+    - on a hint at underfitting take a larger model, less decay and dropout, or more informative inputs; look first at
+      what a single batch can be fitted to
     - on a plateau lower the rate, and see whether the loss moves within a few hundred steps
     """
 
@@ -55,9 +58,15 @@ class LossFlat(LossRule):
         losses(48, lambda i: 2.302585),
         losses(240, lambda i: 2.3 + 0.05 * wobble(i)),
         losses(48, lambda i: 2.3 + 0.05 * wobble(i), param_norm=4.0, update_norm=1e-6),
+        losses(
+            640,
+            lambda i: 1.4 + 0.9 * 0.95**i + 0.02 * wobble(i),  # a hint at underfitting
+            val_loss=lambda i: 1.42 + 0.9 * 0.95**i if i % 50 == 49 else math.nan,
+        ),
     )
     silent_on = (
         losses(120, lambda i: 2.3 + 0.05 * wobble(i)),  # may still begin to learn
+        losses(300, lambda i: 1.0 + 0.7 * 0.8**i + 0.05 * wobble(i)),  # fell at once: a plateau, when it lasts
         losses(400, lambda i: 2.3 - 0.001 * i + 0.05 * wobble(i)),
         losses(400, lambda i: 0.1 + wobble(i)),  # a policy gradient
         losses(400, lambda i: 2.0 * 0.9**i + 0.01 + 0.002 * wobble(i)),  # it has learned
@@ -71,57 +80,76 @@ class LossFlat(LossRule):
         self._batches: dict[int, set[int]] = {}
 
     def folds(self, finding: Finding, cause: Finding) -> bool:
-        return cause.code in BROKEN or finding.phase != "plateau"
+        return cause.code in BROKEN or finding.phase not in _INFO
 
     def judge(self, step: Step, series: Series) -> Iterator[Finding]:
         key = step.optimizer
         if (ratio := update_ratio(step)) is not None:
             self._moved[key] = max(self._moved.get(key, 0.0), ratio)
         seen = self._batches.setdefault(key, set())
-        if len(seen) < 4:
+        if len(seen) < 2:
             seen.add(next(iter(step.rows.values())).batch_digest)
+        self.evaluated(step, series)
         if series.count % _EVERY:
             return
         phase = self._phase(key, series, len(seen) > 1)
         if phase is None or not self.once(step, "flat" if phase == "still" else phase):
             return
         values = list(series.losses)
+        known = phase in _INFO
+        since = series.steps[-int(self.limit("plateau_steps"))] if known else series.steps[0]
+        evidence: dict[str, Any] = {
+            "curve": str(Shape(_INFO.get(phase, "flat"), since, step.step)),
+            "level": statistics.median(values[-16:]),
+            "first_level": series.first,
+            "steps": len(values),
+            "largest_update_over_weight": self._moved.get(key),
+        }
+        if phase == "underfitting":
+            evidence["validation_loss"] = self.history[key][-1].validation
+        title = {"title": "training and validation loss are stuck, high and close together: a hint at underfitting"}
         yield self.finding(
-            step=series.steps[0] if phase != "plateau" else series.steps[-int(self.limit("plateau_steps"))],
+            step=since,
             last_step=step.step,
             ranks=tuple(step.rows),
             subject=("loss",),
             phase=phase,
-            severity=Severity.INFO if phase == "plateau" else self.severity,
-            evidence={
-                "level": statistics.median(values[-16:]),
-                "first_level": series.first,
-                "steps": len(values),
-                "largest_update_over_weight": self._moved.get(key),
-            },
+            severity=Severity.INFO if known else self.severity,
+            evidence=evidence,
+            **(title if phase == "underfitting" else {}),
         )
 
     def _phase(self, key: int, series: Series, batches_differ: bool) -> str | None:  # noqa: FBT001 - one caller
         values = list(series.losses)
         level = abs(statistics.median(values)) or 1e-12
         if series.count > len(values) or series.restarted(len(values)):
-            return None if series.count <= len(values) else self._plateau(series, values)
+            return None if series.count <= len(values) else self._plateau(key, series, values)
         still_steps = self.limit("flat_steps_still")
         constant = max(values) - min(values) <= self.limit("flat_constant") * level
         if series.count >= still_steps and constant and batches_differ and level > 1e-9:
             return "still"
         change, errors = trend(values)
-        flat = change > -_SHARE * level and abs(errors) < _ERRORS and noise(values) < _NOISE * level
+        quiet = noise(values) < self.limit("flat_noise") * level
+        flat = self._still(change, errors, level) and quiet and not fell(series.first, values, self.limit)
         still = key in self._moved and self._moved[key] < self.limit("update_small")
         if flat and series.count >= (still_steps if still else self.limit("flat_steps")):
             return "still" if still else "flat"
-        return self._plateau(series, values)
+        return self._plateau(key, series, values)
 
-    def _plateau(self, series: Series, values: list[float]) -> str | None:
+    def _still(self, change: float, errors: float, level: float) -> bool:
+        """Tell whether a change of the window is no fall that stands out."""
+        return change > -self.limit("flat_change") * level and abs(errors) < self.limit("flat_errors")
+
+    def _plateau(self, key: int, series: Series, values: list[float]) -> str | None:
         steps = int(self.limit("plateau_steps"))
-        if len(values) < steps or series.count < 2 * steps or not series.best < 0.95 * series.first:
+        fallen = series.best < self.limit("plateau_fallen") * series.first
+        if len(values) < steps or series.count < 2 * steps or not fallen:
             return None
         change, errors = trend(values[-steps:])
-        level = statistics.median(values[-steps:])
-        done = abs(level) < _DONE * abs(series.first)
-        return "plateau" if abs(errors) < _ERRORS and abs(change) < _SHARE * abs(level) and not done else None
+        level = abs(statistics.median(values[-steps:]))
+        moves = abs(errors) >= self.limit("flat_errors") or abs(change) >= self.limit("flat_change") * level
+        if moves or level < self.limit("plateau_done") * abs(series.first):
+            return None
+        begin = series.steps[-steps]
+        history = [evaluation for evaluation in self.history.get(key, ()) if evaluation.step >= begin]
+        return "underfitting" if underfits(history, level, series.first, self.limit) else "plateau"

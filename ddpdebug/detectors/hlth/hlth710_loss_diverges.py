@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.hlth.curve import LossRule, Series, diverged, losses, wobble
+from ddpdebug.detectors.hlth.curve import LossRule, Series, losses, wobble
 from ddpdebug.detectors.hlth.samples import update_ratio
+from ddpdebug.detectors.hlth.shapes import Shape, diverged
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
 
@@ -65,13 +66,15 @@ class LossDiverges(LossRule):
         if (ratio := update_ratio(step)) is not None:
             self._ratio[step.optimizer] = max(ratio, 0.5 * self._ratio.get(step.optimizer, 0.0))
         count = int(self.limit("diverged_steps"))
-        if series.count % 2 or not diverged(series, self.limit("diverged_factor"), count):
+        if series.count % 2 or not diverged(series, self.limit):
             return
         values = list(series.losses)
         level = statistics.median(values[-count:])
         reference = max(abs(series.first), abs(series.best))
         unstable = self._ratio.get(step.optimizer, 0.0) >= self.limit("diverged_update")
-        explodes = unstable or abs(level) > 2 * abs(statistics.median(values[-2 * count : -count]))
+        explodes = unstable or abs(level) > self.limit("diverged_doubling") * abs(
+            statistics.median(values[-2 * count : -count])
+        )
         certain = explodes and level >= self.limit("diverged_explosion") * reference
         if not (certain or unstable) or not self.once(step, "explosion" if certain else "rise"):
             return
@@ -85,6 +88,7 @@ class LossDiverges(LossRule):
             subject=("loss",),
             severity=self.severity if certain else Severity.WARNING,
             evidence={
+                "curve": str(Shape("diverging", series.steps[started], step.step)),
                 "level": level,
                 "best_level": series.best,
                 "first_level": series.first,

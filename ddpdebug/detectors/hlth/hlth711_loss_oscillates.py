@@ -9,11 +9,12 @@ from typing import Any
 
 from ddpdebug.detectors.hlth.curve import LossRule, Series, losses, period, swing, wobble
 from ddpdebug.detectors.hlth.samples import BROKEN, update_ratio
+from ddpdebug.detectors.hlth.shapes import Shape
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
 
-#: Steps that are judged together, how many there must be, and how often they are judged, early and later.
-_WINDOW, _LEAST, _EVERY, _EARLY = 64, 32, 16, 64
+#: The series is judged every so many steps until it fills the window, then once per window.
+_EVERY = 16
 
 
 class LossOscillates(LossRule):
@@ -63,13 +64,16 @@ class LossOscillates(LossRule):
     def judge(self, step: Step, series: Series) -> Iterator[Finding]:
         if (ratio := update_ratio(step)) is not None:
             self._ratio[step.optimizer] = ratio
-        if series.count < _LEAST or series.count % (_EVERY if series.count <= _EARLY else _EARLY):
+        window = int(self.limit("oscillation_window"))
+        if series.count < self.limit("oscillation_least") or series.count % (
+            _EVERY if series.count <= window else window
+        ):
             return
-        values = series.last(_WINDOW)
+        values = series.last(window)
         level = abs(statistics.median(values)) or 1e-12
         if swing(values) < self.limit("oscillation_amplitude") * level or series.restarted(len(values)):
             return
-        found = period(values, self.limit("oscillation"))
+        found = period(values, self.limit)
         if found is None:
             return
         steps, strength = found
@@ -82,6 +86,7 @@ class LossOscillates(LossRule):
                 ranks=tuple(step.rows),
                 subject=("loss",),
                 evidence={
+                    "curve": str(Shape("oscillating", list(series.steps)[-len(values)], step.step)),
                     "period": f"{steps} steps",
                     "autocorrelation": strength,
                     "swing": swing(values),

@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ddpdebug.detectors.hlth.curve import ValidationRule, losses, wobble
+from ddpdebug.detectors.hlth.curve import Evaluation, Series, ValidationRule, losses, wobble
+from ddpdebug.detectors.hlth.shapes import best_of, overfitting
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
 
 
 class Overfitting(ValidationRule):
     """Over the window training loss keeps falling and validation loss has a persistent upward trend.
+
+    What was said ends when the validation loss is back at its best value. If it falls on from there, that is told as an
+    `info` of HLTH716 (delayed generalisation): waiting is what that code is about.
 
     Impact: the model memorises the training data; the best checkpoint lies behind.
 
@@ -46,26 +50,25 @@ class Overfitting(ValidationRule):
         losses(60, lambda i: 2.0 * 0.95**i),
     )
 
-    def evaluate(self, step: Step, history: list[tuple[int, float, float]]) -> Iterator[Finding]:
-        strips = int(self.limit("overfit_evaluations"))
-        if len(history) < strips + 2:
+    def evaluate(self, step: Step, series: Series, history: list[Evaluation]) -> Iterator[Finding]:
+        best = best_of(history)
+        if best is history[-1]:
+            self.open.discard(step.optimizer)
+        shape = overfitting(history, self.limit)
+        if shape is None or not self.once(step, ""):
             return
-        best = min(range(len(history)), key=lambda i: history[i][1])
-        last = [value for _, value, _ in history[-strips:]]
-        at, lowest, training = history[best]
-        above = lowest + self.limit("overfit_rise") * abs(lowest)
-        rises = min(last) > above and last[-1] == max(last) and best < len(history) - strips
-        if rises and history[-1][2] < training and self.once(step, ""):
-            yield self.finding(
-                step=at,
-                last_step=step.step,
-                ranks=tuple(step.rows),
-                subject=("val_loss",),
-                evidence={
-                    "best": lowest,
-                    "now": last[-1],
-                    "training_then": training,
-                    "training_now": history[-1][2],
-                    "evaluations_since": len(history) - 1 - best,
-                },
-            )
+        self.open.add(step.optimizer)
+        yield self.finding(
+            step=shape.since,
+            last_step=step.step,
+            ranks=tuple(step.rows),
+            subject=("val_loss",),
+            evidence={
+                "curve": str(shape),
+                "best": best.validation,
+                "now": history[-1].validation,
+                "training_then": best.training,
+                "training_now": history[-1].training,
+                "evaluations_since": len(history) - 1 - history.index(best),
+            },
+        )

@@ -10,8 +10,6 @@ from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
 from ddpdebug.steps import Step
 
-_MIN_SAMPLES = 4
-
 
 class FrozenWithGradient(SampledRule):
     """Over the window the parameter's gradient is not zero and its value stays bitwise the same.
@@ -73,7 +71,9 @@ class FrozenWithGradient(SampledRule):
                 self._changed.add(key)
                 continue
             self._first[key] = first, digest, samples + 1
-            if samples + 1 >= _MIN_SAMPLES and step.step - first >= self.limit("never_changed_steps"):
+            if samples + 1 >= self.limit("never_changed_samples") and step.step - first >= self.limit(
+                "never_changed_steps"
+            ):
                 self._changed.add(key)
                 found[about["lr"] == 0].append(name)
         for without_rate, names in found.items():

@@ -10,8 +10,6 @@ from ddpdebug.detectors.hlth.samples import BROKEN, SampledRule, parameters, sam
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
 
-_MIN_SAMPLES, _MIN_STEPS = 6, 16
-
 
 class ZeroGradient(SampledRule):
     """The parameter takes part in backward and its gradient is exactly 0 in every sampled step.
@@ -66,7 +64,7 @@ class ZeroGradient(SampledRule):
 
     def detect(self, step: Step) -> Iterator[Finding]:
         table = parameters(step)
-        new = []
+        new, enough = [], int(self.limit("zero_gradient_samples"))
         normalised = _before_a_norm(step, table)
         for name, about in table.items():
             key = (step.optimizer, name)
@@ -77,7 +75,7 @@ class ZeroGradient(SampledRule):
                 continue
             first, samples = self._zero.get(key, (step.step, 0))
             self._zero[key] = first, samples + 1
-            if samples + 1 >= _MIN_SAMPLES and step.step - first >= _MIN_STEPS:
+            if samples + 1 >= enough and step.step - first >= self.limit("zero_gradient_steps"):
                 self._done.add(key)
                 new.append(name)
         if new:
@@ -86,7 +84,7 @@ class ZeroGradient(SampledRule):
                 last_step=step.step,
                 ranks=tuple(step.rows),
                 subject=tuple(new[:20]),
-                evidence={"parameters": f"{len(new)} of {len(table)}", "samples": _MIN_SAMPLES},
+                evidence={"parameters": f"{len(new)} of {len(table)}", "samples": enough},
             )
 
 

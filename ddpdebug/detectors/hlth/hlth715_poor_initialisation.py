@@ -10,8 +10,6 @@ from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
 from ddpdebug.steps import Step
 
-#: A profile needs so many layers; a signal explodes only where it is large by itself as well.
-_LAYERS, _LARGE = 4, 10.0
 _KINDS = ("Linear", "Conv")
 
 
@@ -91,11 +89,11 @@ class PoorInitialisation(SampledRule):
             and any(word in about[0]["class"] for word in _KINDS)
         ]
         seen.sort()
-        if len(seen) < _LAYERS:
+        if len(seen) < self.limit("init_layers"):
             return
         first, last = seen[0][2], seen[-1][2]
         grown = last / first
-        explodes = grown >= self.limit("init_explode") and last >= _LARGE
+        explodes = grown >= self.limit("init_explode") and last >= self.limit("init_large")
         if explodes or grown <= self.limit("init_vanish"):
             profile = {path: f"{std:.3g}" for _, path, std in seen}
             evidence = {"std_by_depth": profile, "last_over_first": grown}

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from ddpdebug.detectors.base import Detector
 from ddpdebug.detectors.examples import step_at
-from ddpdebug.detectors.thresholds import threshold
 from ddpdebug.findings import Finding
 from ddpdebug.steps import Step
 
@@ -19,8 +18,6 @@ BROKEN: tuple[str, ...] = (
     *("NUM301", "NUM302", "NUM303", "NUM304", "NUM305", "NUM307", "NUM309"),
     *("RCP802", "RCP807", "RCP808", "RCP809", "RCP813", "RCP816", "RCP819", "DATA903"),
 )
-#: A layer must look bad in so many samples in a row.
-IN_A_ROW = 3
 _MAX_SUBJECTS = 20
 
 
@@ -31,10 +28,6 @@ class SampledRule(Detector):
     samples: ClassVar[bool] = True
     follows = BROKEN
     stage = 90
-
-    def limit(self, name: str) -> float:
-        """Return a threshold."""
-        return threshold(self.config, name)
 
     def cause(self, finding: Finding) -> tuple[Hashable, ...]:
         return (finding.phase,)
@@ -48,6 +41,8 @@ class SampledRule(Detector):
 
 class LayerRule(SampledRule):
     """A rule that speaks when a layer looks bad in several samples in a row."""
+
+    titles: ClassVar[Mapping[str, str]] = {}  # of the phases whose title is not the rule's
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
@@ -67,17 +62,25 @@ class LayerRule(SampledRule):
         for name in found:
             first, count = self._bad.get((step.optimizer, name), (step.step, 0))
             self._bad[step.optimizer, name] = first, count + 1
-        ready = [name for name in found if self._bad[step.optimizer, name][1] >= IN_A_ROW]
+        enough = int(self.limit("layer_samples"))
+        ready = [name for name in found if self._bad[step.optimizer, name][1] >= enough]
         new = [name for name in ready if (step.optimizer, name) not in self._told]
-        if new:
-            self._told.update((step.optimizer, name) for name in new)
+        self._told.update((step.optimizer, name) for name in new)
+        for phase in dict.fromkeys(self.phase(name) for name in new):
+            names = [name for name in new if self.phase(name) == phase]
             yield self.finding(
-                step=min(self._bad[step.optimizer, name][0] for name in new),
+                step=min(self._bad[step.optimizer, name][0] for name in names),
                 last_step=step.step,
                 ranks=tuple(step.rows),
-                subject=tuple(new[:_MAX_SUBJECTS]),
-                evidence={"layers": {name: found[name] for name in new[:_MAX_SUBJECTS]}, "samples": IN_A_ROW},
+                subject=tuple(names[:_MAX_SUBJECTS]),
+                phase=phase,
+                title=self.titles.get(phase or "", self.title),
+                evidence={"layers": {name: found[name] for name in names[:_MAX_SUBJECTS]}, "samples": enough},
             )
+
+    def phase(self, name: str) -> str | None:
+        """Return what kind of finding a bad layer makes, where a rule has several."""
+        return None
 
 
 def parameters(step: Step) -> Mapping[str, Mapping[str, Any]]:

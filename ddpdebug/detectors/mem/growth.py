@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -15,28 +15,10 @@ from ddpdebug.steps import Step
 
 MIB = 1 << 20
 GIB = 1 << 30
-#: The first steps are warm-up: optimizer state, workspaces and buckets appear, caches fill.
-WARM_UP = 8
-#: A trend is judged on the minima of so many blocks in a row. The minimum of a block knows nothing of evaluations, of
-#: long batches and of what the allocator caches in between; growth that ends, or comes in jumps, is not steady.
-BLOCKS = 6
-#: After so many of the shortest blocks it is worth asking who holds the memory: a short run ends before there are six.
-EARLY_BLOCKS = 4
+#: A threshold's value by its name.
+Limit = Callable[[str], float]
 #: Steps in a block: short ones for what fills memory within minutes, long ones for slow leaks.
-BLOCK_STEPS = (8, 64, 512)
-#: Every block must bring at least this share of the mean block's growth, all of them together this much, and this
-#: share of what is used: less is noise of the allocator, or does no harm within a day.
-_STEADY = 0.3
-MIN_DEVICE = 8 * MIB
-#: The C library's heap alone was seen to grow by 11 MiB over 48 steps of a small model with nothing kept.
-MIN_HOST = 24 * MIB
-_MIN_SHARE = 0.005
-#: A rank that grows more slowly than this share of its trend for two blocks has stopped.
-_STOPPED = 0.1
-#: A holder explains growth when it holds this share of it.
-_HELD = 0.25
-#: Steps that a rule waits for the holder's name before it speaks without.
-PATIENCE = 24
+_BLOCKS = ("memory_block_short", "memory_block_medium", "memory_block_long")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +32,15 @@ class Trend:
 
 @dataclass(slots=True)
 class _Scale:
+    """The minima of so many blocks of steps in a row.
+
+    The minimum of a block knows nothing of evaluations, of long batches and of what the allocator caches in between.
+    """
+
     size: int
-    least: int
-    minima: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=BLOCKS))  # (first step, bytes)
+    least: float
+    limit: Limit
+    minima: deque[tuple[int, int]]  # (first step, bytes)
     lowest: int | None = None
     first: int = 0
     filled: int = 0
@@ -69,8 +57,9 @@ class _Scale:
         self.lowest = None
         return True
 
-    def trend(self, blocks: int = BLOCKS) -> Trend | None:
-        """Return the trend of the last blocks, if they show one."""
+    def trend(self, least: str) -> Trend | None:
+        """Return the trend of the last blocks, if there are so many and they show one."""
+        blocks = int(self.limit(least))
         if len(self.minima) < blocks:
             return None
         minima = list(self.minima)[-blocks:]
@@ -78,7 +67,8 @@ class _Scale:
         rises = [after - before for before, after in pairwise(values)]
         grown = values[-1] - values[0]
         mean = grown / len(rises)  # not the median: it forgets a warm-up that brought most of the growth
-        if grown < max(self.least, _MIN_SHARE * values[-1]) or min(rises) < _STEADY * mean:
+        enough = grown >= max(self.least, self.limit("memory_growth_share") * values[-1])
+        if not enough or min(rises) < self.limit("memory_steady") * mean:
             return None
         return Trend(per_step=mean / self.size, grown=grown, since=minima[0][0])
 
@@ -86,16 +76,18 @@ class _Scale:
         """Tell whether the last two blocks no longer follow a trend."""
         values = [value for _, value in list(self.minima)[-3:]]
         return len(values) == 3 and max(values[2] - values[1], values[1] - values[0]) < (
-            _STOPPED * trend.per_step * self.size
+            self.limit("memory_stopped") * trend.per_step * self.size
         )
 
 
 class Growth:
-    """One rank's memory over the steps; growth below `least` bytes is none."""
+    """One rank's memory over the steps; growth below `least` MiB (the name of a threshold) is none."""
 
-    def __init__(self, least: int) -> None:
+    def __init__(self, least: str, limit: Limit) -> None:
         self._seen = 0
-        self._scales = [_Scale(size, least) for size in BLOCK_STEPS]
+        self._warm_up = limit("memory_warm_up")
+        blocks = int(limit("memory_blocks"))
+        self._scales = [_Scale(int(limit(name)), MIB * limit(least), limit, deque(maxlen=blocks)) for name in _BLOCKS]
         self._found: tuple[Trend, _Scale] | None = None
         self._base: int | None = None
 
@@ -107,19 +99,19 @@ class Growth:
     @property
     def suspicion(self) -> Trend | None:
         """The trend, or what looks like the beginning of one: reason to ask who holds, not to say that it grows."""
-        return self.trend or self._scales[0].trend(EARLY_BLOCKS)
+        return self.trend or self._scales[0].trend("memory_blocks_early")
 
     def add(self, step: int, value: int, declared: int = 0) -> None:
         """Take in a step's bytes, of which `declared` may be growth that the user wants."""
         self._seen += 1
-        if self._seen <= WARM_UP:
+        if self._seen <= self._warm_up:
             return
         base = self._base = value if self._base is None else min(self._base, value)
         value -= min(declared, value - base)
         for scale in self._scales:
             if not scale.add(step, value):
                 continue
-            if self._found is None and (trend := scale.trend()) is not None:
+            if self._found is None and (trend := scale.trend("memory_blocks")) is not None:
                 self._found = trend, scale
             elif self._found is not None and self._found[1] is scale and scale.stopped(self._found[0]):
                 self._found = None
@@ -173,7 +165,7 @@ class Series:
     name: str  # the subject where no holder is known
     field: str
     limit: str
-    least: int
+    least: str  # the threshold of what it must grow by, in MiB
     searched: bool = True  # somebody in the process itself can be asked who holds it
 
 
@@ -209,7 +201,7 @@ class GrowthRule(Detector):
                 continue
             first = self._since.setdefault(series.name, step.step)
             answered = bool(step.details.get("holders")) or not series.searched
-            if series.name in self._told or answered or step.step - first >= PATIENCE:
+            if series.name in self._told or answered or step.step - first >= self.limit("memory_patience"):
                 self._told.add(series.name)
                 yield self._report(series, step, ranks)
 
@@ -223,7 +215,7 @@ class GrowthRule(Detector):
     def _take(self, series: Series, step: Step) -> Sequence[int]:
         self._last = step
         for rank, row in step.rows.items():
-            growth = self._growth.setdefault((series.name, rank), Growth(series.least))
+            growth = self._growth.setdefault((series.name, rank), Growth(series.least, self.limit))
             growth.add(step.step, getattr(row, series.field), declared_bytes(step, rank))
         return self._ranks(series, step)
 
@@ -244,7 +236,7 @@ class GrowthRule(Detector):
             left = max(0, limit - value) / trend.per_step
             evidence |= {"limit": size_text(limit), "exhausted_at_step": step.step + round(left)}
         held = best_holder(step, graphs=False) if series.searched else None
-        if held is not None and held[1].get("bytes", 0) >= _HELD * trend.grown:
+        if held is not None and held[1].get("bytes", 0) >= self.limit("memory_held") * trend.grown:
             evidence["holder"] = f"{holder_text(held[1])} holds {size_text(held[1]['bytes'])} in tensors"
         else:
             held = None

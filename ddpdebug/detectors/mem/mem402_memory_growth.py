@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ddpdebug.detectors.examples import growing, holders
-from ddpdebug.detectors.mem.growth import MIB, MIN_DEVICE, GrowthRule, Series
+from ddpdebug.detectors.mem.growth import MIB, GrowthRule, Series
 from ddpdebug.findings import Severity
 
 
@@ -35,7 +35,7 @@ class MemoryGrowth(GrowthRule):
     title = "device memory grows steadily"
     follows = ("MEM403",)
     stage = 82
-    series = (Series("device", "device_allocated_bytes", "device_limit_bytes", MIN_DEVICE),)
+    series = (Series("device", "device_allocated_bytes", "device_limit_bytes", "memory_growth_device"),)
     fires_on = (
         growing("device_allocated_bytes", lambda step: 300 * MIB + 2 * MIB * step, 70, holders=holders("cache")),
         growing("device_allocated_bytes", lambda step: 300 * MIB + MIB * step + 90 * MIB * (step % 10 == 0), 90),

@@ -9,9 +9,6 @@ from ddpdebug.detectors.base import Detector
 from ddpdebug.detectors.examples import growing, holders
 from ddpdebug.detectors.mem.growth import (
     MIB,
-    MIN_DEVICE,
-    MIN_HOST,
-    PATIENCE,
     Growth,
     best_holder,
     declared_bytes,
@@ -21,12 +18,6 @@ from ddpdebug.detectors.mem.growth import (
 )
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
-
-#: Steps whose graphs have been added since the number last fell. A loop that logs the mean loss of its last ten steps
-#: keeps ten of them, which does no harm.
-KEPT = 12
-#: A holder that keeps fewer graphs than this is the step's own `loss` or `output`, and explains no growth.
-_MIN_GRAPHS = 6
 
 
 class GraphKeptAlive(Detector):
@@ -99,9 +90,9 @@ class GraphKeptAlive(Detector):
             yield self._told[0]
             return
         found = best_holder(step, graphs=True)
-        if found is not None and found[1].get("graphs", 0) >= _MIN_GRAPHS:
+        if found is not None and found[1].get("graphs", 0) >= self.limit("graphs_held"):
             yield self._report(step, kept or ranks, found[1])
-        elif kept and step.step - self._since >= PATIENCE:
+        elif kept and step.step - self._since >= self.limit("memory_patience"):
             yield self._report(step, kept, None)
 
     def finish(self) -> Iterator[Finding]:
@@ -115,11 +106,13 @@ class GraphKeptAlive(Detector):
             fell = row.live_graphs < count
             low, since = (row.live_graphs, step.step) if fell else (low, since)
             self._counts[rank] = row.live_graphs, low, since
-            growth = self._growth.setdefault(rank, Growth(MIN_DEVICE if row.device_allocated_bytes else MIN_HOST))
-            growth.add(step.step, used(row), declared_bytes(step, rank))
+            if rank not in self._growth:
+                least = "memory_growth_device" if row.device_allocated_bytes else "memory_growth_host"
+                self._growth[rank] = Growth(least, self.limit)
+            self._growth[rank].add(step.step, used(row), declared_bytes(step, rank))
 
     def _kept(self, step: Step) -> tuple[int, ...]:
-        return tuple(rank for rank in step.rows if self._gained(rank) >= KEPT)
+        return tuple(rank for rank in step.rows if self._gained(rank) >= self.limit("graphs_kept"))
 
     def _gained(self, rank: int) -> int:
         count, low, _ = self._counts.get(rank, (0, 0, 0))
@@ -130,7 +123,9 @@ class GraphKeptAlive(Detector):
 
     def _report(self, step: Step, ranks: tuple[int, ...], holder: Mapping[str, Any] | None) -> Finding:
         trends = [trend for rank in ranks if (trend := self._growth[rank].suspicion) is not None]
-        first = min((self._counts[rank][2] for rank in ranks if self._gained(rank) >= KEPT), default=None)
+        first = min(
+            (self._counts[rank][2] for rank in ranks if self._gained(rank) >= self.limit("graphs_kept")), default=None
+        )
         first = min((trend.since for trend in trends), default=0) if first is None else first
         graphs = max((self._gained(rank) for rank in ranks), default=0)
         evidence: dict[str, Any] = {"graphs": graphs} if graphs else {}

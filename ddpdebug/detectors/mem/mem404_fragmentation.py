@@ -12,15 +12,6 @@ from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Row
 from ddpdebug.steps import Step
 
-#: So many steps in a row show it.
-WINDOW = 20
-#: Reserved beyond the largest amount ever allocated, as a share of what is reserved and in bytes. The allocator rounds
-#: large requests up to 2 MiB and keeps segments of 20 MiB: below, a gap is ordinary.
-_SHARE = 0.2
-_MIN_BYTES = 512 * MIB
-#: Free pieces of segments in use, as a share of what is reserved: these cannot be given back.
-_INACTIVE = 0.1
-
 
 class Fragmentation(Detector):
     """The caching allocator keeps much more than live tensors used at their peak, much of it in pieces between them.
@@ -65,7 +56,7 @@ class Fragmentation(Detector):
     silent_on = (
         steps(30, device_allocated_bytes=GIB, device_peak_bytes=12 * GIB, device_reserved_bytes=13 * GIB),  # caching
         steps(30, device_peak_bytes=12 * GIB, device_reserved_bytes=20 * GIB, device_inactive_bytes=64 * MIB),
-        steps(WINDOW - 1, device_peak_bytes=12 * GIB, device_reserved_bytes=20 * GIB, device_inactive_bytes=5 * GIB),
+        steps(19, device_peak_bytes=12 * GIB, device_reserved_bytes=20 * GIB, device_inactive_bytes=5 * GIB),
         steps(30),
     )
 
@@ -81,9 +72,9 @@ class Fragmentation(Detector):
         if step.optimizer != 0:
             return
         for rank, row in step.rows.items():
-            self._odd[rank] = self._odd.get(rank, 0) + 1 if _is_fragmented(row) else 0
+            self._odd[rank] = self._odd.get(rank, 0) + 1 if self._fragmented(row) else 0
             self._retries.setdefault(rank, row.device_retries)
-        ranks = tuple(rank for rank in step.rows if self._odd[rank] >= WINDOW)
+        ranks = tuple(rank for rank in step.rows if self._odd[rank] >= self.limit("fragmentation_steps"))
         if not ranks:
             return
         worst = max(ranks, key=lambda rank: _gap(step.rows[rank]))
@@ -102,11 +93,11 @@ class Fragmentation(Detector):
             },
         )
 
+    def _fragmented(self, row: Row) -> bool:
+        reserved = row.device_reserved_bytes
+        least = max(self.limit("fragmentation_share") * reserved, MIB * self.limit("fragmentation_bytes"))
+        return _gap(row) >= least and row.device_inactive_bytes >= self.limit("fragmentation_inactive") * reserved
+
 
 def _gap(row: Row) -> int:
     return row.device_reserved_bytes - row.device_peak_bytes
-
-
-def _is_fragmented(row: Row) -> bool:
-    reserved = row.device_reserved_bytes
-    return _gap(row) >= max(_SHARE * reserved, _MIN_BYTES) and row.device_inactive_bytes >= _INACTIVE * reserved

@@ -8,18 +8,10 @@ from typing import Any
 
 from ddpdebug.detectors.base import Detector
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.mem.growth import GIB, MIB, WARM_UP, size_text
+from ddpdebug.detectors.mem.growth import GIB, MIB, size_text
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Row
 from ddpdebug.steps import Step
-
-#: So many steps in a row show it, after the warm-up.
-WINDOW = 20
-#: A rank's peak above the median of the others', as a share of that and in bytes. A process that has loaded torch has
-#: some 300 MiB; rank 0 has the store, the sinks and often an evaluation besides.
-_SHARE = 0.3
-_MIN_DEVICE = 256 * MIB
-_MIN_HOST = 80 * MIB
 
 
 class MemoryImbalance(Detector):
@@ -56,7 +48,7 @@ class MemoryImbalance(Detector):
     silent_on = (
         steps(40, odd={2: {"device_peak_bytes": 22 * GIB}}, device_peak_bytes=20 * GIB),
         steps(40, odd={0: {"host_peak_bytes": 360 * MIB}}, host_peak_bytes=300 * MIB),
-        steps(WARM_UP + WINDOW - 1, odd={2: {"device_peak_bytes": 30 * GIB}}, device_peak_bytes=20 * GIB),
+        steps(27, odd={2: {"device_peak_bytes": 30 * GIB}}, device_peak_bytes=20 * GIB),
         steps(40, odd={0: {"device_peak_bytes": GIB}, 1: {"device_peak_bytes": GIB}}, device_peak_bytes=4 * GIB),
         steps(40, odd={1: {"host_peak_bytes": 9 * GIB}}, device_peak_bytes=4 * GIB, host_peak_bytes=GIB),
     )
@@ -69,19 +61,20 @@ class MemoryImbalance(Detector):
         return (finding.ranks,)
 
     def detect(self, step: Step) -> Iterator[Finding]:
-        if step.optimizer != 0 or step.step < WARM_UP or len(step.rows) < 2:
+        if step.optimizer != 0 or step.step < self.limit("memory_warm_up") or len(step.rows) < 2:
             return
         on_device = any(row.device_peak_bytes for row in step.rows.values())
-        least = _MIN_DEVICE if on_device else _MIN_HOST
+        least = MIB * self.limit("memory_imbalance_device" if on_device else "memory_imbalance_host")
+        share, enough = self.limit("memory_imbalance_share"), int(self.limit("memory_imbalance_steps"))
         used = {rank: _peak(row, on_device=on_device) for rank, row in step.rows.items()}
         for rank, own in used.items():
             others = statistics.median(value for other, value in used.items() if other != rank)
-            odd = own - others >= max(_SHARE * others, least)
+            odd = own - others >= max(share * others, least)
             self._odd[rank] = self._odd.get(rank, 0) + 1 if odd else 0
         if len(used) > 2 and 2 * sum(map(bool, self._odd.values())) >= len(used):
             return  # two kinds of ranks, none of them the exception
         for rank in used:
-            if self._odd[rank] >= WINDOW and self._odd[rank] % WINDOW == 0:
+            if self._odd[rank] >= enough and self._odd[rank] % enough == 0:
                 yield self.finding(
                     step=step.step - self._odd[rank] + 1,
                     last_step=step.step,

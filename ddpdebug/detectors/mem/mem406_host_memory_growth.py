@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ddpdebug.detectors.examples import growing, holders
-from ddpdebug.detectors.mem.growth import MIB, MIN_HOST, GrowthRule, Series
+from ddpdebug.detectors.mem.growth import MIB, GrowthRule, Series
 from ddpdebug.findings import Severity
 from ddpdebug.steps import Step
 
@@ -37,8 +37,8 @@ class HostMemoryGrowth(GrowthRule):
     follows = ("MEM403", "MEM402")
     stage = 84
     series = (
-        Series("host", "host_private_bytes", "host_limit_bytes", MIN_HOST),
-        Series("DataLoader workers", "workers_bytes", "host_limit_bytes", MIN_HOST, searched=False),
+        Series("host", "host_private_bytes", "host_limit_bytes", "memory_growth_host"),
+        Series("DataLoader workers", "workers_bytes", "host_limit_bytes", "memory_growth_host", searched=False),
     )
     fires_on = (
         growing("host_private_bytes", lambda step: 300 * MIB + MIB * step, 70, holders=holders("seen")),

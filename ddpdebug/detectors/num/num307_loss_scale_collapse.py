@@ -14,14 +14,6 @@ from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
 from ddpdebug.steps import Step
 
-#: Attempts that are looked at together; the first ones, until a step is taken, are how the scale is found.
-WINDOW = 50
-#: More than this share of them skipped is too many: a scaler that only probes upwards skips one step in thousands, with
-#: a growth interval of a few steps up to every fifth.
-_SHARE = 0.3
-#: At this scale or below it, after a fall by this factor, float16 gradients have nothing left to gain.
-_COLLAPSED = 1.0
-_FALL = 2.0**10
 _MAX_HISTORY = 16
 
 _START: dict[str, Any] = {"flags": Flag.SKIPPED}
@@ -31,7 +23,7 @@ _START: dict[str, Any] = {"flags": Flag.SKIPPED}
 class _Past:
     settled: bool = False
     since: int = 0  # first of the steps in a row that were skipped
-    skips: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    skips: deque[bool] = field(default_factory=deque)
     highest: float = 0.0
     scales: list[tuple[int, float]] = field(default_factory=list)  # where it changed
 
@@ -87,13 +79,14 @@ class LossScaleCollapse(Detector):
 
     def sees(self, step: Step) -> bool:
         past = self._past.get(step.optimizer)  # once it is below half of the limit, it is over
-        return past is None or 2 * sum(past.skips) < _SHARE * WINDOW
+        return past is None or 2 * sum(past.skips) < self.limit("scale_skipped") * self.limit("scale_window")
 
     def detect(self, step: Step) -> Iterator[Finding]:
         scales = [row.loss_scale for row in step.rows.values() if math.isfinite(row.loss_scale)]
         if not scales:
             return
-        past = self._past.setdefault(step.optimizer, _Past())
+        window = int(self.limit("scale_window"))
+        past = self._past.setdefault(step.optimizer, _Past(skips=deque(maxlen=window)))
         skipped, scale = step.all(Flag.SKIPPED), min(scales)
         past.highest = max(past.highest, scale)
         if not past.scales or past.scales[-1][1] != scale:
@@ -102,8 +95,9 @@ class LossScaleCollapse(Detector):
         past.since = past.since if skipped else step.step + 1
         if past.settled:
             past.skips.append(skipped)
-        collapsed = skipped and scale <= _COLLAPSED and past.highest >= _FALL * scale
-        often = len(past.skips) == WINDOW and sum(past.skips) > _SHARE * WINDOW
+        fallen = past.highest >= self.limit("scale_fall") * scale
+        collapsed = skipped and scale <= self.limit("scale_collapsed") and fallen
+        often = len(past.skips) == window and sum(past.skips) > self.limit("scale_skipped") * window
         if collapsed or often:
             yield self.finding(
                 step=past.since if collapsed else step.step,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,18 +15,8 @@ from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
 from ddpdebug.steps import Step
 
-#: Steps that are looked at together; at least `_MIN_WINDOW` must be there.
-WINDOW = 50
-_MIN_WINDOW = 20
-#: The window is judged this often, and must look odd this many times in a row.
+#: The window is judged every so many steps.
 _EVERY = 10
-_IN_A_ROW = 3
-#: An outlier is further from its peers than this many times the step-to-step noise and the spread between the peers,
-#: by this share of the peers' loss, and on the same side in this share of the steps.
-_Z = 6.0
-_SHARE = 0.25
-_SAME_SIDE = 0.95
-_MIN_RANKS = 3
 _LOOSE = Flag.LOCAL_ONLY | Flag.IN_JOIN
 _MAD = 1.4826  # a normal distribution's standard deviation / median absolute deviation
 
@@ -94,18 +84,18 @@ class LossOutlier(Detector):
 
     def detect(self, step: Step) -> Iterator[Finding]:
         losses = {rank: row.loss for rank, row in step.rows.items() if math.isfinite(row.loss)}
-        if len(losses) < max(_MIN_RANKS, step.world) or step.any(_LOOSE):
+        if len(losses) < max(self.limit("outlier_ranks"), step.world) or step.any(_LOOSE):
             return
-        window = self._windows.setdefault(step.optimizer, deque(maxlen=WINDOW))
+        window = self._windows.setdefault(step.optimizer, deque(maxlen=int(self.limit("outlier_window"))))
         window.append((step.step, losses))
         self._counts[step.optimizer] = self._counts.get(step.optimizer, 0) + 1
-        if self._counts[step.optimizer] % _EVERY or len(window) < _MIN_WINDOW:
+        if self._counts[step.optimizer] % _EVERY or len(window) < self.limit("outlier_least"):
             return
-        outliers = {outlier.rank: outlier for outlier in _outliers([losses for _, losses in window])}
+        outliers = {outlier.rank: outlier for outlier in _outliers([losses for _, losses in window], self.limit)}
         for rank in losses:
             key = (step.optimizer, rank)
             self._odd[key] = self._odd.get(key, 0) + 1 if rank in outliers else 0
-            if self._odd[key] >= _IN_A_ROW:
+            if self._odd[key] >= self.limit("outlier_in_a_row"):
                 yield self._report(step, outliers[rank], window)
 
     def _report(self, step: Step, outlier: _Outlier, window: Sequence[tuple[int, dict[int, float]]]) -> Finding:
@@ -119,7 +109,7 @@ class LossOutlier(Detector):
         )
 
 
-def _outliers(window: Sequence[Mapping[int, float]]) -> Iterator[_Outlier]:
+def _outliers(window: Sequence[Mapping[int, float]], limit: Callable[[str], float]) -> Iterator[_Outlier]:
     ranks = sorted(window[-1])
     apart: dict[int, list[float]] = {rank: [] for rank in ranks}
     levels = []
@@ -136,8 +126,9 @@ def _outliers(window: Sequence[Mapping[int, float]]) -> Iterator[_Outlier]:
         scale = max(noise, spread, 1e-3 * level, 1e-12)
         z = middle[rank] / scale
         peers = abs(statistics.median(statistics.median(w[o] for w in window) for o in ranks if o != rank))
-        same_side = sum(value * middle[rank] > 0 for value in apart[rank]) >= _SAME_SIDE * len(window)
-        if abs(z) >= _Z and abs(middle[rank]) >= _SHARE * peers and same_side:
+        side = sum(value * middle[rank] > 0 for value in apart[rank])
+        far = abs(z) >= limit("outlier_z") and abs(middle[rank]) >= limit("outlier_share") * peers
+        if far and side >= limit("outlier_same_side") * len(window):
             yield _Outlier(rank, z, middle[rank])
 
 

@@ -11,9 +11,6 @@ from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
 from ddpdebug.steps import Step
 
-#: Checked steps in a row in which all ranks drew alike.
-IN_A_ROW = 16
-
 
 def _alike(number: int, **fields: Any) -> Step:
     return step_at(number, flags=Flag.RNG_USED_IN_FORWARD, rng_digest=digest(7, number), **fields)
@@ -50,14 +47,14 @@ class RandomStreams(Detector):
     title = "ranks draw the same random numbers where they should differ, or the reverse"
     follows = ("DATA901",)
     fires_on = (
-        tuple(_alike(n) for n in range(IN_A_ROW)),
-        (*steps(3), *(_alike(n) for n in range(3, 3 + IN_A_ROW))),
+        tuple(_alike(n) for n in range(16)),
+        (*steps(3), *(_alike(n) for n in range(3, 19))),
     )
     silent_on = (
-        steps(IN_A_ROW, flags=Flag.RNG_USED_IN_FORWARD),
-        tuple(_alike(n) for n in range(IN_A_ROW - 1)),
-        tuple(step_at(n, rng_digest=digest(7, n)) for n in range(IN_A_ROW)),  # nothing is drawn in forward
-        tuple(_alike(n, batch_digest=digest(8, n)) for n in range(IN_A_ROW)),  # stages that share their batch
+        steps(16, flags=Flag.RNG_USED_IN_FORWARD),
+        tuple(_alike(n) for n in range(15)),
+        tuple(step_at(n, rng_digest=digest(7, n)) for n in range(16)),  # nothing is drawn in forward
+        tuple(_alike(n, batch_digest=digest(8, n)) for n in range(16)),  # stages that share their batch
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
@@ -76,7 +73,7 @@ class RandomStreams(Detector):
         alike = step.agrees("rng_digest") and step.all(Flag.RNG_USED_IN_FORWARD) and "batch_digest" in step.differing
         first, number = self._runs.get(step.optimizer, (step.step, 0))
         self._runs[step.optimizer] = (first if number else step.step, number + 1) if alike else (step.step, 0)
-        if alike and number + 1 >= IN_A_ROW:
+        if alike and number + 1 >= self.limit("same_random_steps"):
             evidence = {"observed": "the ranks' generators were in the same state before forwards that draw from them"}
             # the masks of dropout are averaged over many steps as well: worth knowing, seldom worth a change
             yield self.finding(

@@ -14,8 +14,6 @@ from ddpdebug.steps import Step, outvoted
 
 #: Where nothing ties the ranks together, one may be ahead of the others.
 _LOOSE = Flag.IN_JOIN | Flag.LOCAL_ONLY | Flag.NO_DDP | Flag.BYPASS | Flag.UNSYNCED_BACKWARD
-#: A rank is missed in so many steps in a row.
-_MISSING_STEPS = 2
 _END: dict[str, Any] = {"steps": {"0": 100}, "reason": "finished"}
 _SHORT: dict[str, Any] = {"steps": {"0": 99}, "reason": "finished"}
 
@@ -128,10 +126,11 @@ class StepCountsDiffer(Detector):
         if step.optimizer in self._loose or step.optimizer not in self._complete or ended & set(gone):
             return
         self._missed[step.optimizer] = self._missed.get(step.optimizer, 0) + 1
-        if self._missed[step.optimizer] >= _MISSING_STEPS:
+        enough = int(self.limit("missing_steps"))
+        if self._missed[step.optimizer] >= enough:
             self._fired = True
             yield self.finding(
-                step=step.step - _MISSING_STEPS + 1,
+                step=step.step - enough + 1,
                 last_step=step.step,
                 ranks=gone,
                 subject=(f"optimizer {step.optimizer}",),

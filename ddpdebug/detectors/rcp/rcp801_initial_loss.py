@@ -12,8 +12,6 @@ from ddpdebug.detectors.rcp.streak import told
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
 
-#: Logits with a standard deviation of about 3 cost so much more than log C.
-ABOVE = 4.0
 _FACT = {"kind": "initial", "step": 0, "classes": 10, "loss": 40.0}
 
 
@@ -67,7 +65,7 @@ class InitialLoss(Detector):
         for rank, fact in told(topic, facts, "loss", "initial"):
             expected = math.log(max(2, int(fact.get("classes") or 2)))
             loss = float(fact.get("loss") or 0.0)
-            if loss > expected + ABOVE:
+            if loss > expected + self.limit("initial_loss_above"):
                 yield self.finding(
                     step=fact.get("step"),
                     ranks=(rank,),

@@ -13,8 +13,6 @@ from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
 from ddpdebug.steps import Step
 
-#: Where more than this share of a model is in no optimizer, training a part only may be meant.
-MOST = 0.5
 _MISSING = {"kind": "missing", "step": 8, "missing": ["head.weight"], "number": 1, "share": 0.1, "orphans": []}
 _TWICE: dict[int, Any] = {r: {"twice": {"other": "SGD", "names": ["head.weight"]}} for r in range(4)}
 
@@ -72,7 +70,7 @@ class ParameterNotInOptimizer(Streak):
                 continue
             share = float(fact.get("share") or 0.0)
             # an optimizer that was given a small part of the model only may be meant so
-            severity = Severity.WARNING if share > MOST else self.severity
+            severity = Severity.WARNING if share > self.limit("missing_share") else self.severity
             yield self.finding(
                 severity=severity,
                 step=fact.get("step"),

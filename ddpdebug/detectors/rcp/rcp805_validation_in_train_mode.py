@@ -11,8 +11,6 @@ from ddpdebug.detectors.rcp.streak import told
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
 
-#: Evaluations lie so many steps apart; what happens more often is a part of the training step.
-APART = 5
 _FACT = {"step": 20, "forwards": 8, "since": 20, "location": "train.py:88"}
 
 
@@ -59,7 +57,7 @@ class ValidationInTrainMode(Detector):
 
     def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
         for rank, fact in told(topic, facts, "validation"):
-            if int(fact.get("since") or 0) >= APART:
+            if int(fact.get("since") or 0) >= self.limit("evaluation_apart"):
                 yield self.finding(
                     step=fact.get("step"),
                     ranks=(rank,),

@@ -54,7 +54,7 @@ class SchedulerOutOfStep(Streak):
     topics = ("alone",)
     flag = Flag.SCHEDULED_OFTEN
     key = "scheduler"
-    in_a_row = 4
+    length = "habit_steps_window"
     fires_on = (
         steps(4, flags=Flag.SCHEDULED_OFTEN, micro_batches=4, recipe=_OFTEN),
         (Facts(topic="alone:schedule", values={0: {"class": "CosineAnnealingLR", "step": 80}}),),

@@ -11,12 +11,7 @@ from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
 from ddpdebug.steps import Step
 
-#: So many steps in a row with a rate of 0, or beside a schedule that moves nothing.
-IN_A_ROW = 5
-#: So many steps in a row with less than `SMALL` of the largest rate so far: the schedule is over and training goes on.
-FADED = 20
-SMALL = 1e-6
-LENGTHS = {"zero": IN_A_ROW, "faded": FADED, "elsewhere": IN_A_ROW}
+_LENGTHS = {"zero": "rate_zero_steps", "faded": "rate_faded_steps", "elsewhere": "rate_zero_steps"}
 _ZERO: dict[int, Any] = {r: {"lr": [0.0]} for r in range(4)}
 _ELSEWHERE: dict[int, Any] = {
     r: {"elsewhere": {"kind": "scheduler", "class": "StepLR", "location": "train.py:70"}} for r in range(4)
@@ -52,15 +47,15 @@ class LearningRateZero(Detector):
     wants = ("recipe",)
     follows = ("RCP806",)
     fires_on = (
-        steps(IN_A_ROW, lr=0.0, recipe=_ZERO),
-        steps(IN_A_ROW, flags=Flag.SCHEDULED_ELSEWHERE, recipe=_ELSEWHERE),
-        (*steps(5), *steps(FADED, start=5, lr=1e-9, recipe=_ZERO)),
+        steps(5, lr=0.0, recipe=_ZERO),
+        steps(5, flags=Flag.SCHEDULED_ELSEWHERE, recipe=_ELSEWHERE),
+        (*steps(5), *steps(20, start=5, lr=1e-9, recipe=_ZERO)),
     )
     silent_on = (
-        steps(IN_A_ROW + 1),
+        steps(6),
         (step_at(0, lr=0.0), *steps(5, start=1)),  # a warm-up that starts at zero
-        steps(IN_A_ROW, lr=0.0, recipe={r: {"lr": [0.0, 0.1]} for r in range(4)}),
-        (*steps(5), *steps(IN_A_ROW, start=5, lr=1e-9)),  # the end of a cosine
+        steps(5, lr=0.0, recipe={r: {"lr": [0.0, 0.1]} for r in range(4)}),
+        (*steps(5), *steps(5, start=5, lr=1e-9)),  # the end of a cosine
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
@@ -72,13 +67,13 @@ class LearningRateZero(Detector):
         return (finding.phase,)
 
     def suspects(self, step: Step) -> bool:
-        return any(self._run(step, what)[1] == LENGTHS[what] for what in self._shown(step))
+        return any(self._run(step, what)[1] == int(self.limit(_LENGTHS[what])) for what in self._shown(step))
 
     def detect(self, step: Step) -> Iterator[Finding]:
         shown = self._shown(step)
-        for what, length in LENGTHS.items():
+        for what, length in _LENGTHS.items():
             run = self._runs[step.optimizer, what] = self._run(step, what) if what in shown else (step.step, 0)
-            if what in shown and run[1] >= length:
+            if what in shown and run[1] >= self.limit(length):
                 yield from self._report(step, what, run[0])
                 break
         rates = [row.lr for row in step.rows.values() if row.lr > 0]
@@ -92,7 +87,11 @@ class LearningRateZero(Detector):
             return []
         if max(rates) == 0:
             return ["zero"]
-        return ["faded"] if max(rates) < SMALL * self._peak.get(step.optimizer, 0.0) else []
+        return ["faded"] if max(rates) < self._end(step) else []
+
+    def _end(self, step: Step) -> float:
+        """Return the rate below which a schedule has ended."""
+        return self.limit("rate_faded") * self._peak.get(step.optimizer, 0.0)
 
     def _run(self, step: Step, what: str) -> tuple[int, int]:
         first, number = self._runs.get((step.optimizer, what), (step.step, 0))
@@ -101,7 +100,7 @@ class LearningRateZero(Detector):
     def _report(self, step: Step, what: str, first: int) -> Iterator[Finding]:
         details = step.details.get("recipe", {})
         rates = [rate for own in details.values() if own for rate in own.get("lr", ()) if isinstance(rate, int | float)]
-        limit = SMALL * self._peak.get(step.optimizer, 0.0)
+        limit = self._end(step)
         if what != "elsewhere" and any(rate > limit for rate in rates):
             self._runs[step.optimizer, what] = (first, -(10**9))  # another group of this optimizer learns
             return

@@ -38,7 +38,7 @@ class AccumulationNotScaled(Streak):
     follows = ("RCP808", "RCP816")
     flag = Flag.UNSCALED_ACCUMULATION
     key = "accumulation"
-    in_a_row = 4
+    length = "habit_steps_window"
     fires_on = (
         steps(
             4,

@@ -11,8 +11,6 @@ from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
 
-#: The step at which the two are compared.
-LOOK = 6
 #: Only the pair that is usually tied is looked at: copies of whole networks start equal on purpose.
 EMBEDDING = re.compile(r"emb|wte|tok|vocab|lookup", re.IGNORECASE)
 OUTPUT = re.compile(r"head|out|proj|decoder|logit|lm_|classif|predict|unembed", re.IGNORECASE)
@@ -57,13 +55,13 @@ class BrokenTie(Detector):
     topics = ("structure", "init")
     wants = ("parameters",)
     fires_on = (
-        (*_known("a1", "a1"), step_at(LOOK, parameters=_after("b1", "c1"))),
-        (*_known("a1", "a1"), *steps(2), step_at(LOOK, parameters=_after("b1", "c2"))),
+        (*_known("a1", "a1"), step_at(6, parameters=_after("b1", "c1"))),
+        (*_known("a1", "a1"), *steps(2), step_at(6, parameters=_after("b1", "c2"))),
     )
     silent_on = (
-        (*_known("a1", "a2"), step_at(LOOK, parameters=_after("b1", "c1"))),
-        (*_known("a1", "a1"), step_at(LOOK, parameters=_after("b1", "b1"))),
-        (*_known("a1", "a1", "target.emb.weight"), step_at(LOOK, parameters=_after("b1", "c1"))),
+        (*_known("a1", "a2"), step_at(6, parameters=_after("b1", "c1"))),
+        (*_known("a1", "a1"), step_at(6, parameters=_after("b1", "b1"))),
+        (*_known("a1", "a1", "target.emb.weight"), step_at(6, parameters=_after("b1", "c1"))),
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
@@ -94,7 +92,7 @@ class BrokenTie(Detector):
         yield from ()
 
     def suspects(self, step: Step) -> bool:
-        return step.step == LOOK and step.optimizer == 0 and bool(self._pairs)
+        return bool(self._pairs) and step.optimizer == 0 and step.step == int(self.limit("tie_step"))
 
     def detect(self, step: Step) -> Iterator[Finding]:
         details = step.details.get("parameters", {})

@@ -16,7 +16,7 @@ class Streak(Detector):
 
     flag: ClassVar[Flag]
     key: ClassVar[str]  # of the details
-    in_a_row: ClassVar[int] = 3
+    length: ClassVar[str] = "habit_steps"  # the threshold that says how many steps in a row
     wants = ("recipe",)
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
@@ -31,13 +31,13 @@ class Streak(Detector):
         return step.any(self.flag)
 
     def suspects(self, step: Step) -> bool:
-        return self._next(step)[1] == self.in_a_row
+        return self._next(step)[1] == int(self.limit(self.length))
 
     def detect(self, step: Step) -> Iterator[Finding]:
         if step.any(Flag.SKIPPED) and not self.shows(step):
             return
         first, number = self._since[step.optimizer] = self._next(step)
-        if number < self.in_a_row:
+        if number < self.limit(self.length):
             return
         details = step.details.get("recipe", {})
         told = {rank: own for rank, known in sorted(details.items()) if (own := (known or {}).get(self.key))}

@@ -13,8 +13,6 @@ from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
 from ddpdebug.steps import Step
 
-#: Checked steps, from the first one on, in which the same parameters got no gradient.
-WINDOW = 5
 #: What torch's reducer raises at the forward after a step in which some gradient never came.
 _DDP_MESSAGE = "Expected to have finished reduction"
 _UNUSED: dict[str, Any] = {"without_grad": 1, "presence_digest": 77, "gradients": gradients(4, missing=["aux.w"])}
@@ -54,7 +52,7 @@ class ParameterWithoutGradient(Detector):
                 values={1: {"reason": f"RuntimeError: {_DDP_MESSAGE} ...", "missing": ["aux.w"], "step": 12}},
             ),
         ),
-        steps(WINDOW, **_UNUSED),
+        steps(5, **_UNUSED),
         (
             step_at(
                 1,
@@ -66,10 +64,10 @@ class ParameterWithoutGradient(Detector):
         ),
     )
     silent_on = (
-        steps(WINDOW),
-        steps(WINDOW - 1, **_UNUSED),
-        tuple(step_at(n, without_grad=1, presence_digest=70 + n % 3) for n in range(2 * WINDOW)),  # layers are dropped
-        steps(WINDOW, start=100, **_UNUSED)[:1],
+        steps(5),
+        steps(4, **_UNUSED),
+        tuple(step_at(n, without_grad=1, presence_digest=70 + n % 3) for n in range(10)),  # layers are dropped
+        steps(5, start=100, **_UNUSED)[:1],
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
@@ -86,7 +84,7 @@ class ParameterWithoutGradient(Detector):
     def suspects(self, step: Step) -> bool:
         if not _lacking(step):
             return False
-        return bool(symptom(step)) or self._counted(step)[1] == WINDOW
+        return bool(symptom(step)) or self._counted(step)[1] == int(self.limit("no_gradient_steps"))
 
     def detect(self, step: Step) -> Iterator[Finding]:
         if not self.sees(step) or step.any(Flag.SKIPPED):
@@ -98,8 +96,8 @@ class ParameterWithoutGradient(Detector):
         without = missing(step)
         if symptom(step) and without and step.details.get("contract") and not find_unused(step):
             yield self._report(step, without, "its bucket may never be reduced")
-        elif counted[1] == WINDOW and _lacking(step):
-            yield self._report(step, without, f"no gradient in {WINDOW} checked steps")
+        elif counted[1] == int(self.limit("no_gradient_steps")) and _lacking(step):
+            yield self._report(step, without, f"no gradient in {counted[1]} checked steps")
 
     def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
         """Name the parameters when DDP itself ends the run: its own message gives indices at most."""

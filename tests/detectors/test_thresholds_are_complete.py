@@ -1,0 +1,67 @@
+"""The table of thresholds is complete: a rule about training compares with nothing that is not in it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ddpdebug.detectors
+from ddpdebug.detectors.thresholds import thresholds
+
+_DETECTORS = Path(ddpdebug.detectors.__file__).parent
+_RULES = (
+    *("hlth/[!_]*.py", "rcp/[!_]*.py", "data/[!_]*.py", "mem/mem*.py"),
+    *("rank/rank108*.py", "rank/rank110*.py", "rank/rank112*.py", "num/num307*.py", "sync/sync207*.py"),
+)
+_FILES = sorted(file for pattern in _RULES for file in _DETECTORS.glob(pattern))
+#: How often a rule looks, and how much it remembers, decide nothing.
+_CAPACITIES = {"_EVERY", "_KEPT", "KEPT", "HISTORY", "_HISTORY"}
+#: Small numbers count and halve; larger ones, and fractions, are decisions. 1e-9 and the like stand in for 0.
+_COUNTS = {-1, 0, 1, 2}
+_NOTHING = 1e-8
+
+
+def _numbers(tree: ast.Module) -> set[str]:
+    """Return the module's names that stand for numbers."""
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and any(
+            isinstance(part, ast.Constant) and isinstance(part.value, int | float) for part in ast.walk(node.value)
+        ):
+            targets = [part.id for target in node.targets for part in ast.walk(target) if isinstance(part, ast.Name)]
+            names.update(name for name in targets if not isinstance(node.value, ast.Dict | ast.DictComp | ast.Call))
+    return names
+
+
+def undeclared(tree: ast.Module) -> Iterator[str]:
+    """Yield the numbers that the functions of a module compare with, and that no table knows."""
+    names = _numbers(tree) - _CAPACITIES
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    for compare in {node for function in functions for node in ast.walk(function) if isinstance(node, ast.Compare)}:
+        for part in ast.walk(compare):
+            if isinstance(part, ast.Name) and part.id in names:
+                yield f"line {part.lineno}: {part.id}"
+            number = part.value if isinstance(part, ast.Constant) else None
+            if isinstance(number, int | float) and number not in _COUNTS and number > _NOTHING:
+                yield f"line {part.lineno}: {number}"
+
+
+@pytest.mark.parametrize("file", _FILES, ids=lambda file: file.stem)
+def test_no_rule_compares_with_a_number_of_its_own(file: Path) -> None:
+    """What a rule decides by can be read in one table, and adjusted."""
+    assert sorted(undeclared(ast.parse(file.read_text(encoding="utf-8")))) == []
+
+
+def test_a_number_of_its_own_is_seen() -> None:
+    """The check itself works."""
+    source = "LIMIT, MORE = 3, 4\ndef f(x):\n    return x > LIMIT or x * 0.5 < 7 or x == 2 or x > 1e-12"
+    assert sorted(undeclared(ast.parse(source))) == ["line 3: 0.5", "line 3: 7", "line 3: LIMIT"]
+
+
+def test_every_threshold_is_used() -> None:
+    """A name in the table stands in the code of a rule."""
+    text = "".join(file.read_text(encoding="utf-8") for file in _DETECTORS.rglob("*.py"))
+    assert [name for name in thresholds() if f'"{name}"' not in text] == []
