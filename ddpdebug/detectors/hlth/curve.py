@@ -13,6 +13,7 @@ from typing import Any
 from ddpdebug.detectors.base import Detector
 from ddpdebug.detectors.examples import step_at
 from ddpdebug.detectors.hlth.samples import BROKEN
+from ddpdebug.detectors.hlth.validation import ValidationSource
 from ddpdebug.detectors.thresholds import threshold
 from ddpdebug.findings import Finding
 from ddpdebug.observations import Flag
@@ -121,21 +122,30 @@ class LossRule(Detector):
 
 
 class ValidationRule(LossRule):
-    """A rule that reads the validation losses that were told, each with the training loss since the one before."""
+    """A rule that reads the validation losses, told or seen, each with the training loss since the one before."""
+
+    topics = ("alone",)
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
+        self.source = ValidationSource()
         self._history: dict[int, list[tuple[int, float, float]]] = {}  # (step, validation, training loss)
 
     def judge(self, step: Step, series: Series) -> Iterator[Finding]:
-        values = [row.val_loss for row in step.rows.values() if math.isfinite(row.val_loss)]
+        values = self.source.values(step)
         if not values:
             return
+        if self.source.renewed():
+            self._history.clear()
         history = self._history.setdefault(step.optimizer, [])
         since = history[-1][0] if history else -1
         between = [loss for at, loss in zip(series.steps, series.losses, strict=True) if at > since]
         history.append((step.step, statistics.fmean(values), statistics.median(between)))
         yield from self.evaluate(step, history)
+
+    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
+        self.source.hear(topic, facts)
+        yield from ()
 
     def evaluate(self, step: Step, history: list[tuple[int, float, float]]) -> Iterator[Finding]:
         """Judge the evaluations so far: (step, validation loss, median of the training losses before it)."""

@@ -61,11 +61,13 @@ class Overfitting(ValidationRule):
                 last_step=step.step,
                 ranks=tuple(step.rows),
                 subject=("val_loss",),
+                location=self.source.location(),
                 evidence={
                     "best": lowest,
                     "now": last[-1],
                     "training_then": training,
                     "training_now": history[-1][2],
                     "evaluations_since": len(history) - 1 - best,
+                    **self.source.evidence(),
                 },
             )

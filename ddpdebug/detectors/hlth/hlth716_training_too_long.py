@@ -62,5 +62,11 @@ class TrainingTooLong(ValidationRule):
                 last_step=step.step,
                 ranks=tuple(step.rows),
                 subject=("val_loss",),
-                evidence={"best": lowest, "now": history[-1][1], "evaluations_since": since},
+                location=self.source.location(),
+                evidence={
+                    "best": lowest,
+                    "now": history[-1][1],
+                    "evaluations_since": since,
+                    **self.source.evidence(),
+                },
             )
