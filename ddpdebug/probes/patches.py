@@ -79,7 +79,8 @@ class Patches:
         for owner, name, make in recipe_patches.doors(self.recipe, run):
             self._wrap(owner, name, make)
         if not internals.anything_compiled():
-            self._undo.append(internals.look_at_losses(lambda loss: run("probe:evaluation", self.evaluations.look, loss)))
+            look = self.evaluations.look
+            self._undo.append(internals.look_at_losses(lambda loss: run("probe:evaluation", look, loss)))
         averagers = sys.modules.get("torch.distributed.algorithms.model_averaging.averagers")
         if averagers is None:
             with contextlib.suppress(ImportError):

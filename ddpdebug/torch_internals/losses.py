@@ -112,11 +112,10 @@ def _compiled(tree: ast.Module, original: CodeType) -> CodeType | None:
     return next((c for c in module.co_consts if isinstance(c, CodeType) and c.co_name == original.co_name), None)
 
 
-
 class _Returns(ast.NodeTransformer):
     """Puts the look around what is returned, except where another class of tensor takes the call over."""
 
-    def visit_Return(self, node: ast.Return) -> ast.Return:  # noqa: N802 - ast's name
+    def visit_Return(self, node: ast.Return) -> ast.Return:
         value = node.value
         called = value.func if isinstance(value, ast.Call) else None
         if value is None or (isinstance(called, ast.Name) and called.id == "handle_torch_function"):
@@ -136,7 +135,7 @@ def is_readable(loss: object) -> bool:
         return False
     if loss.dim():
         return False
-    if torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack():
+    if torch._C._is_tracing() or torch._C._len_torch_dispatch_stack():
         return False
     return not (loss.is_cuda and torch.cuda.is_current_stream_capturing())
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator
 
 from ddpdebug.detectors.hlth.curve import ValidationRule, losses, wobble
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
+
+#: In standard deviations of an evaluation. The best of many is low by chance, and many evaluations are looked at.
+_CERTAIN = 4.0
 
 
 class Overfitting(ValidationRule):
@@ -40,6 +44,7 @@ class Overfitting(ValidationRule):
         losses(20, lambda i: 2.0 - 0.1 * i, val_loss=lambda i: 1.0 + 0.1 * abs(i - 4)),
     )
     silent_on = (
+        losses(120, lambda i: 2.0 * 0.97**i, val_loss=lambda i: 1.0 + 0.2 * wobble(3 * i) if i % 4 == 3 else math.nan),
         losses(60, lambda i: 2.0 * 0.95**i, val_loss=lambda i: 1.0 + 0.02 * wobble(i) if i % 5 == 4 else math.nan),
         losses(60, lambda i: 2.0, val_loss=lambda i: 1.0 + 0.02 * i if i % 5 == 4 else math.nan),  # training as well
         losses(60, lambda i: 2.0 * 0.95**i, val_loss=lambda i: 1.2 * 0.95**i + (0.5 if i == 44 else 0.0)),
@@ -55,7 +60,7 @@ class Overfitting(ValidationRule):
         at, lowest, training = history[best]
         above = lowest + self.limit("overfit_rise") * abs(lowest)
         rises = min(last) > above and last[-1] == max(last) and best < len(history) - strips
-        if rises and history[-1][2] < training and self.once(step, ""):
+        if rises and history[-1][2] < training and _stands_out(history, best, strips) and self.once(step, ""):
             yield self.finding(
                 step=at,
                 last_step=step.step,
@@ -71,3 +76,12 @@ class Overfitting(ValidationRule):
                     **self.source.evidence(),
                 },
             )
+
+
+def _stands_out(history: list[tuple[int, float, float]], best: int, count: int) -> bool:
+    """Tell whether the newest evaluations lie above those around the best by more than the noise between neighbours."""
+    values = [value for _, value, _ in history]
+    bends = [abs(a - 2 * b + c) for a, b, c in zip(values, values[1:], values[2:], strict=False)]
+    noise = 1.4826 * statistics.median(bends) / math.sqrt(6)  # of the second differences: a trend has no part in it
+    around = values[max(0, best - 1) : best + 2]
+    return statistics.median(values[-count:]) - statistics.median(around) > _CERTAIN * noise
