@@ -107,6 +107,9 @@ Announcements (topic -> JSON of one rank), compared once all ranks have spoken:
                  ...], "frozen": float, ...} see probes/recipe/audit.py
 `alone:validation`  {"step": int, "forwards": int, "since": int, "location": "train.py:88"} forwards without gradients
                  that ran in train mode
+`alone:evaluation`  {"step": int, "location": "train.py:88" | null, "samples": int | null, "batches": int} of the line
+                 whose losses without gradients, in eval mode, are the validation loss from here on; `samples` of the
+                 data set that was begun last. Said again when another line takes its place
 `inputs`         {"step": int, "argument": int, "mean": float, "std": float, "min": float, "max": float, "kind": str}
                  of the model's first floating-point input over its first training forwards
 `growth`         [{"what": str, "bytes": int | null}, ...] growth that the user has declared (`expect_growth`)

@@ -19,9 +19,11 @@ class Overfitting(ValidationRule):
 
     Impact: the model memorises the training data; the best checkpoint lies behind.
 
-    Diagnosis: compare losses that are comparable: training loss is measured under dropout and augmentation, and
-    before the update. Look at accuracy as well: loss that rises while accuracy holds is overconfidence. Check that
-    evaluation runs in eval mode (RCP805), with the same preprocessing, on a split that does not change.
+    Diagnosis: look at the line that the finding names, if nobody tells the loss (`ddpdebug.observe`): several splits
+    that go through one line are one mean. Compare losses that are comparable: training loss is measured under dropout
+    and augmentation, and before the update. Look at accuracy as well: loss that rises while accuracy holds is
+    overconfidence. Check that evaluation runs in eval mode (RCP805), with the same preprocessing, on a split that does
+    not change.
 
     Causes:
     - capacity or epochs too large for the amount of data
