@@ -35,7 +35,7 @@ def main():
     rank = dist.get_rank()
     torch.manual_seed(11)
     model = DDP(Gauge())
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     criterion, score = nn.SmoothL1Loss(), nn.L1Loss()
     order = torch.Generator().manual_seed(rank)
     train = DataLoader(readings(rank, 512), batch_size=32, shuffle=True, generator=order)
