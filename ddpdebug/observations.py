@@ -62,6 +62,7 @@ class Flag(IntFlag):
     SCHEDULED_ELSEWHERE = 1 << 36  # the learning rate was set where this optimizer does not read it
     UNSCALED_ACCUMULATION = 1 << 37  # one line added up gradients of several mean losses, and nothing divides them
     SINGLE_CLASS = 1 << 38  # all class labels of the step's losses were the same
+    VAL_LOSS_SEEN = 1 << 39  # nobody has told `val_loss`: it was seen in an evaluation of the script
 
 
 class Row(NamedTuple):
@@ -107,7 +108,7 @@ class Row(NamedTuple):
     clip_max: float = float("nan")
     param_norm: float = float("nan")  # in sampled steps: 2-norm of the weights before the step, and of their change,
     update_norm: float = float("nan")  # estimated from a part of each; on rank 0 only
-    val_loss: float = float("nan")  # as told by `observe(val_loss=...)` since the previous step
+    val_loss: float = float("nan")  # as told by `observe(val_loss=...)` since the previous step, or seen
     # linear checksums: sum of the elements of the gradients in a slot, before and after the reduction
     local_sum_0: float = float("nan")
     local_sum_1: float = float("nan")

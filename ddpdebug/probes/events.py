@@ -24,6 +24,7 @@ class Events:
         self._recorder, self._announce = recorder, announce
         self.last_loss_scale: Callable[[], float] | None = None
         self._scaled_by: torch.Tensor | None = None
+        self.tells_validation = False  # the script does: nothing has to be guessed
         self._gathers = 0
         self._lists: list[tuple[list[Any], Any, dict[str, Any]]] = []
 
@@ -41,6 +42,7 @@ class Events:
         if name == "loss":
             window.losses = [reader]
         else:
+            self.tells_validation = True
             window.val_losses.append(reader)
 
     def note_scale(self, scale: torch.Tensor) -> None:

@@ -28,6 +28,7 @@ class Loaders:
         self._recorder, self.announce = recorder, announce
         self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
         self._known: weakref.WeakKeyDictionary[DataLoader[Any], dict[str, Any]] = weakref.WeakKeyDictionary()
+        self.samples: int | None = None  # in the data set over which an epoch was begun last
 
     @property
     def repeated(self) -> bool:
@@ -41,6 +42,7 @@ class Loaders:
             known = {"index": len(self._known), "iterations": 0, "attributes": dict(_attributes(loader.dataset))}
             self._known[loader] = known
         known["iterations"] += 1
+        self.samples = _length(loader.dataset)
         self._recorder.memory.workers = self.workers
         step = self._recorder.next_step()
         self.announce(f"loader:{known['index']}", {**_settings(loader), **_shared(known), "step": step})

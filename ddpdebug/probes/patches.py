@@ -27,6 +27,7 @@ from ddpdebug.probes.hooks import on_gradient
 from ddpdebug.probes.loaders import Loaders
 from ddpdebug.probes.optimizers import roots
 from ddpdebug.probes.recipe import Recipe, patches as recipe_patches
+from ddpdebug.probes.recipe.evaluations import Evaluations
 from ddpdebug.probes.recorder import Recorder
 from ddpdebug.probes.wrappers import classify_hook
 
@@ -37,6 +38,7 @@ class Patches:
     def __init__(self, recorder: Recorder, loaders: Loaders, on_group: Callable[[], None]) -> None:
         self.recorder, self.loaders, self.on_group = recorder, loaders, on_group
         self.recipe = Recipe(recorder, loaders.announce)
+        self.evaluations = Evaluations(recorder, loaders, self.models, self.recipe.tell)
         self._undo: list[Callable[[], None]] = []
         self._modules: list[weakref.ref[torch.nn.Module]] = []
         self._kinds: set[type] = set()
@@ -48,6 +50,7 @@ class Patches:
         def before(optimizer: Any, args: Any, kwargs: Any) -> None:
             if not torch.compiler.is_compiling():
                 run("probe:recipe", self.recipe.before_step, optimizer, args, kwargs)
+                run("probe:evaluation", self.evaluations.end)
                 run_step(run, rec, optimizer, args, kwargs)
 
         def after(optimizer: Any, *_: Any) -> None:
@@ -75,6 +78,9 @@ class Patches:
         self._wrap(internals.LoaderIterator, "__next__", _loader_next)
         for owner, name, make in recipe_patches.doors(self.recipe, run):
             self._wrap(owner, name, make)
+        if not internals.anything_compiled():
+            look = self.evaluations.look
+            self._undo.append(internals.look_at_losses(lambda loss: run("probe:evaluation", look, loss)))
         averagers = sys.modules.get("torch.distributed.algorithms.model_averaging.averagers")
         if averagers is None:
             with contextlib.suppress(ImportError):
@@ -91,6 +97,11 @@ class Patches:
         """Tell whether the module was given to `watch_module`."""
         return any(ref() is module for ref in self._modules)
 
+    def models(self) -> list[torch.nn.Module]:
+        """Return the living models that train, without their wrappers."""
+        found = [wrapper.module() for wrapper in self.recorder.wrappers] + [ref() for ref in self._modules]
+        return [module for module in found if module is not None]
+
     def watch_module(self, module: torch.nn.Module) -> None:
         """Look at the training forwards of a module that no DDP wraps, through its class."""
         kind = type(module)
@@ -103,6 +114,7 @@ class Patches:
     def remove(self, *, finished: bool = False) -> None:
         """Restore the originals."""
         self.recorder.guard.run("probe:recipe", lambda: self.recipe.close(finished=finished))
+        self.evaluations.release()
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()

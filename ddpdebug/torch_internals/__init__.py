@@ -18,6 +18,11 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import dataloader
 
+from ddpdebug.torch_internals.losses import (
+    aside as aside,
+    is_readable as is_readable,
+    look_at_losses as look_at_losses,
+)
 from ddpdebug.torch_internals.memory import (
     accelerator as accelerator,
     current_node as current_node,

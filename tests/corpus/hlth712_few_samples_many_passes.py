@@ -7,7 +7,7 @@
 # expect.step: 10
 # expect.step_slack: 30
 # plain_pytorch: silent
-"""Labels with noise, 32 samples per rank. The validation loss is told with `ddpdebug.observe`."""
+"""Labels with noise, 32 samples per rank. Nobody tells the validation loss: it is what the evaluation computes."""
 import os
 import time
 import zlib
@@ -17,8 +17,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
-
-import ddpdebug
 
 FAULT = os.environ.get("FAULT", "0") == "1"
 
@@ -51,7 +49,9 @@ def main():
         if step % 5 == 4:
             model.eval()
             with torch.no_grad():
-                ddpdebug.observe(val_loss=F.cross_entropy(model.module(x_val), y_val))
+                val_loss = F.cross_entropy(model.module(x_val), y_val).item()
+            if rank == 0:
+                print(f"step {step}: validation {val_loss:.4f}", flush=True)
             model.train()
     crc = zlib.crc32(b"".join(p.detach().float().numpy().tobytes() for p in model.parameters()))
     print(f"RESULT rank={rank} first={losses[0]:.4f} final={sum(losses[-5:]) / 5:.4f} crc={crc:08x}", flush=True)

@@ -7,7 +7,7 @@
 # expect.step: 12
 # expect.step_slack: 14
 # plain_pytorch: silent
-"""A regression with noise that no model can predict. The validation loss is told with `ddpdebug.observe`."""
+"""A regression with noise that no model can predict. Four batches are evaluated through the raw module."""
 import os
 import time
 import zlib
@@ -17,8 +17,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
-
-import ddpdebug
 
 FAULT = os.environ.get("FAULT", "0") == "1"
 
@@ -48,9 +46,13 @@ def main():
         schedule.step()
         losses.append(loss.item())
         if step % 3 == 2:
+            model.eval()
             with torch.no_grad():
-                value = F.mse_loss(model.module(x_val)[:, 0], y_val)
-            ddpdebug.observe(val_loss=value)
+                parts = zip(x_val.split(64), y_val.split(64))
+                value = sum(F.mse_loss(model.module(x)[:, 0], y).item() for x, y in parts) / 4
+            model.train()
+            if rank == 0:
+                print(f"step {step}: validation {value:.4f}", flush=True)
     crc = zlib.crc32(b"".join(p.detach().float().numpy().tobytes() for p in model.parameters()))
     print(f"RESULT rank={rank} first={losses[0]:.4f} final={sum(losses[-5:]) / 5:.4f} crc={crc:08x}", flush=True)
     time.sleep(0.3)

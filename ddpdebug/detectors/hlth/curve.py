@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from ddpdebug.detectors.base import Detector
 from ddpdebug.detectors.examples import step_at
 from ddpdebug.detectors.hlth.samples import BROKEN
+from ddpdebug.detectors.hlth.validation import ValidationSource
 from ddpdebug.findings import Finding
 from ddpdebug.observations import Flag
 from ddpdebug.steps import Step
@@ -101,9 +102,11 @@ class LossRule(Detector):
 
     follows = BROKEN
     stage = 95
+    topics = ("alone",)
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
+        self.source = ValidationSource()
         self.series: dict[int, Series] = {}
         self.told: set[tuple[int, str]] = set()
         self.history: dict[int, list[Evaluation]] = {}  # for the rules that take it in
@@ -130,15 +133,21 @@ class LossRule(Detector):
         yield from ()
 
     def evaluated(self, step: Step, series: Series) -> bool:
-        """Take in the validation loss of a step, if one was told."""
-        values = [row.val_loss for row in step.rows.values() if math.isfinite(row.val_loss)]
+        """Take in the validation loss of a step, if there is one."""
+        values = self.source.values(step)
         if not values:
             return False
+        if self.source.renewed():
+            self.history.clear()
         history = self.history.setdefault(step.optimizer, [])
         since = history[-1].step if history else -1
         between = [loss for at, loss in zip(series.steps, series.losses, strict=True) if at > since]
         history.append(Evaluation(step.step, statistics.fmean(values), statistics.median(between)))
         return True
+
+    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
+        self.source.hear(topic, facts)
+        yield from ()
 
     def once(self, step: Step, phase: str) -> bool:
         """Tell whether this was not said before of this optimizer."""
@@ -149,7 +158,7 @@ class LossRule(Detector):
 
 
 class ValidationRule(LossRule):
-    """A rule that reads the validation losses that were told, each with the training loss since the one before.
+    """A rule that reads the validation losses, told or seen, each with the training loss since the one before.
 
     What such a rule has said ends when `open` has lost the optimizer: a validation loss may recover.
     """

@@ -19,9 +19,11 @@ class Overfitting(ValidationRule):
 
     Impact: the model memorises the training data; the best checkpoint lies behind.
 
-    Diagnosis: compare losses that are comparable: training loss is measured under dropout and augmentation, and
-    before the update. Look at accuracy as well: loss that rises while accuracy holds is overconfidence. Check that
-    evaluation runs in eval mode (RCP805), with the same preprocessing, on a split that does not change.
+    Diagnosis: look at the line that the finding names, if nobody tells the loss (`ddpdebug.observe`): several splits
+    that go through one line are one mean. Compare losses that are comparable: training loss is measured under dropout
+    and augmentation, and before the update. Look at accuracy as well: loss that rises while accuracy holds is
+    overconfidence. Check that evaluation runs in eval mode (RCP805), with the same preprocessing, on a split that does
+    not change.
 
     Causes:
     - capacity or epochs too large for the amount of data
@@ -44,6 +46,7 @@ class Overfitting(ValidationRule):
         losses(20, lambda i: 2.0 - 0.1 * i, val_loss=lambda i: 1.0 + 0.1 * abs(i - 4)),
     )
     silent_on = (
+        losses(120, lambda i: 2.0 * 0.97**i, val_loss=lambda i: 1.0 + 0.2 * wobble(3 * i) if i % 4 == 3 else math.nan),
         losses(60, lambda i: 2.0 * 0.95**i, val_loss=lambda i: 1.0 + 0.02 * wobble(i) if i % 5 == 4 else math.nan),
         losses(60, lambda i: 2.0, val_loss=lambda i: 1.0 + 0.02 * i if i % 5 == 4 else math.nan),  # training as well
         losses(60, lambda i: 2.0 * 0.95**i, val_loss=lambda i: 1.2 * 0.95**i + (0.5 if i == 44 else 0.0)),
@@ -63,6 +66,7 @@ class Overfitting(ValidationRule):
             last_step=step.step,
             ranks=tuple(step.rows),
             subject=("val_loss",),
+            location=self.source.location(),
             evidence={
                 "curve": str(shape),
                 "best": best.validation,
@@ -70,5 +74,6 @@ class Overfitting(ValidationRule):
                 "training_then": best.training,
                 "training_now": history[-1].training,
                 "evaluations_since": len(history) - 1 - history.index(best),
+                **self.source.evidence(),
             },
         )

@@ -26,9 +26,10 @@ class TrainingTooLong(ValidationRule):
 
     Impact: time and money; and the last checkpoint is worse than the best one.
 
-    Diagnosis: compare the age of the best value with the noise between evaluations; look at where the schedule
-    stands, since many gains come in the final decay. Check that the metric watched is the one that matters and that
-    the evaluation still runs on current weights.
+    Diagnosis: look at the line that the finding names, if nobody tells the loss (`ddpdebug.observe`). Compare the age
+    of the best value with the noise between evaluations; look at where the schedule stands, since many gains come in
+    the final decay. Check that the metric watched is the one that matters and that the evaluation still runs on
+    current weights.
 
     Causes:
     - convergence: the model has learned what it can at this learning rate
@@ -99,11 +100,13 @@ class TrainingTooLong(ValidationRule):
             last_step=step.step,
             ranks=tuple(step.rows),
             subject=("val_loss",),
+            location=self.source.location(),
             evidence={
                 "curve": str(shape),
                 "best": best.validation,
                 "now": now.validation,
                 "training_now": now.training,
                 "evaluations_since": since,
+                **self.source.evidence(),
             },
         )

@@ -150,7 +150,18 @@ def overfitting(history: Sequence[Evaluation], limit: Limit) -> Shape | None:
     last = [evaluation.validation for evaluation in history[-strips:]]
     above = best.validation + limit("overfit_rise") * abs(best.validation)
     rises = min(last) > above and last[-1] == max(last) and best.step < history[-strips].step
-    return Shape("overfitting", best.step, history[-1].step) if rises and history[-1].training < best.training else None
+    if rises and history[-1].training < best.training and _stands_out(history, history.index(best), strips, limit):
+        return Shape("overfitting", best.step, history[-1].step)
+    return None
+
+
+def _stands_out(history: Sequence[Evaluation], best: int, count: int, limit: Limit) -> bool:
+    """Tell whether the newest evaluations lie above those around the best by more than the noise between neighbours."""
+    values = [evaluation.validation for evaluation in history]
+    bends = [abs(a - 2 * b + c) for a, b, c in zip(values, values[1:], values[2:], strict=False)]
+    deviation = 1.4826 * statistics.median(bends) / math.sqrt(6)  # of the second differences: a trend has no part in it
+    around = values[max(0, best - 1) : best + 2]
+    return statistics.median(values[-count:]) - statistics.median(around) > limit("overfit_certain") * deviation
 
 
 def late(history: Sequence[Evaluation], first: float, limit: Limit) -> Shape | None:

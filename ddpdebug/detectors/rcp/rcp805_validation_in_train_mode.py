@@ -15,7 +15,9 @@ _FACT = {"step": 20, "forwards": 8, "since": 20, "location": "train.py:88"}
 
 
 class ValidationInTrainMode(Detector):
-    """A forward without gradient, or one reported as validation, ran while the model was in train mode.
+    """Several forwards without gradients in a row, which are no part of every step, ran in train mode.
+
+    Of the wrapper, or of the inner module where torch's loss functions were called after them.
 
     Impact: the metric is measured with dropout and batch statistics, depends on batch size and composition, and
     BatchNorm's running statistics absorb validation data.

@@ -126,12 +126,12 @@ class Recipe:
     def output(self, ddp: DistributedDataParallel, args: Any, kwargs: Any, output: Any) -> None:
         """Look at a DDP forward that has ended."""
         for call in self._chance.end(internals.unwrap_compiled(ddp.module)):
-            self._tell("chance", call)
+            self.tell("chance", call)
         key = self._recorder.wrapped(ddp).index
         if key in self._inputs:
             self._inputs[key].end()
         if key in self._cuts and (cut := self._cuts.pop(key).end()) is not None:
-            self._tell("audit", {"kind": "detached", **cut})
+            self.tell("audit", {"kind": "detached", **cut})
         if torch.is_grad_enabled() and self._forwards.get(key) == 2:
             modules = [m for w in self._recorder.wrappers if (m := w.module()) is not None]
             known = {id(p) for module in modules for p in module.parameters()}
@@ -140,7 +140,7 @@ class Recipe:
             known |= self.audit.held() | {id(t) for t in tensors}
             names = unregistered(list(tensors_in(output)), tensors, internals.unwrap_compiled(ddp.module), known)
             if names:
-                self._tell("audit", {"kind": "unregistered", "names": names})
+                self.tell("audit", {"kind": "unregistered", "names": names})
 
     def abort(self) -> None:
         """Take the hooks of a forward away that has raised."""
@@ -155,7 +155,7 @@ class Recipe:
         seen = self._evaluation
         if seen["forwards"] >= EVALUATION:
             step = self._recorder.next_step()
-            self._tell("validation", {**seen, "since": step - int(seen["since"])})
+            self.tell("validation", {**seen, "since": step - int(seen["since"])})
             self._evaluation = {"forwards": 0, "location": None, "since": step}
         elif seen["forwards"]:
             self._evaluation = {"forwards": 0, "location": None, "since": self._recorder.next_step()}
@@ -182,14 +182,14 @@ class Recipe:
         loop.unscaled += plain[:1]
         for term in found:
             for fact in facts(term):
-                self._tell("loss", {**fact, "location": line})
+                self.tell("loss", {**fact, "location": line})
             self._labels.read(term)
         if len(found) == 1:
             self._compare(found[0], roots[0], scaled=scaled)
         if number == 1 and not recorder.next_step() and len(found) == 1:
             first = self._labels.initial(found[0], roots[0], loop.scale)
             if first is not None:
-                self._tell("loss", {**first, "location": line})
+                self.tell("loss", {**first, "location": line})
 
     def _compare(self, term: Term, root: torch.Tensor, *, scaled: bool) -> None:
         """Let one rank compare a loss's targets with the inputs, once it is suspiciously low."""
@@ -243,7 +243,7 @@ class Recipe:
         if self._recorder.in_backward or len(self._stepping) > 1:
             return
         if (leak := self._leaks.work()) is not None:
-            self._tell("leak", leak)
+            self.tell("leak", leak)
         closure = any(map(callable, args)) or callable(kwargs.get("closure"))  # torch passes itself among `args`
         flags, detail, loop = Flag(0), self._recorder.window.recipe, self._loop
         if loop.in_eval and loop.in_eval == loop.trained and loop.lines:
@@ -337,17 +337,18 @@ class Recipe:
             return
         self._end_evaluation()
         for name in self.schedules.never_called(_NEVER) if finished else ():
-            self._tell("schedule", {"class": name})
+            self.tell("schedule", {"class": name})
         counts = self._labels.counts()
         if counts is not None:
-            self._tell("loss", counts)
+            self.tell("loss", counts)
 
     # --- announcements ------------------------------------------------------------------------------------------------
 
     def _at(self, fact: dict[str, Any]) -> dict[str, Any]:
         return {"step": self._recorder.next_step(), **fact}
 
-    def _tell(self, topic: str, fact: dict[str, Any]) -> None:
+    def tell(self, topic: str, fact: dict[str, Any]) -> None:
+        """Announce a fact of this step, the first few of each kind."""
         key = f"{topic}:{fact.get('kind', '')}"
         self._told[key] = self._told.get(key, 0) + 1
         if self._told[key] <= _MAX_FACTS:

@@ -24,7 +24,7 @@ GAUGES = {
     "clip_threshold": ("clip_max", "Norm to which gradients are clipped."),
     "param_norm": ("param_norm", "2-norm of the weights in the last sampled step; rank 0 only."),
     "update_norm": ("update_norm", "2-norm of their change in that step; rank 0 only."),
-    "val_loss": ("val_loss", "Validation loss, as the script told it by observe()."),
+    "val_loss": ("val_loss", "Validation loss, as the script told it by observe(), or as seen in its evaluations."),
 }
 #: What was not finite -> the flag that says so.
 NONFINITE = {

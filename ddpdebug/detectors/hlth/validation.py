@@ -1,0 +1,51 @@
+"""Where a validation loss comes from: told by the script, or seen in its evaluations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ddpdebug.observations import Flag
+from ddpdebug.steps import Step
+
+
+class ValidationSource:
+    """Takes the validation losses that belong together: what was told counts, and else one line of the script."""
+
+    def __init__(self) -> None:
+        self._told = False
+        self._seen: dict[int, Mapping[str, Any]] = {}  # by rank: the line that is followed
+        self._renewed = False
+
+    def hear(self, topic: str, facts: Mapping[int, Any]) -> None:
+        """Take the announcement of the line that a rank follows."""
+        if topic == "alone:evaluation":
+            self._renewed |= any(rank in self._seen for rank in facts)  # another line than before
+            self._seen.update({rank: fact for rank, fact in facts.items() if isinstance(fact, Mapping)})
+
+    def values(self, step: Step) -> list[float]:
+        """Return the ranks' values in this step."""
+        rows = [row for row in step.rows.values() if math.isfinite(row.val_loss)]
+        told = [row for row in rows if not row.has(Flag.VAL_LOSS_SEEN)]
+        self._renewed |= bool(told) and not self._told
+        self._told |= bool(told)
+        return [row.val_loss for row in (told if self._told else rows)]
+
+    def renewed(self) -> bool:
+        """Tell, once, whether what comes now is another quantity than before."""
+        renewed, self._renewed = self._renewed, False
+        return renewed
+
+    def location(self) -> str | None:
+        """Return the line whose losses were seen."""
+        return next((fact.get("location") for fact in self._seen.values()), None) if not self._told else None
+
+    def evidence(self) -> dict[str, Any]:
+        """Say where the value comes from, where nobody has told it."""
+        fact = next(iter(self._seen.values()), None)
+        if fact is None or self._told:
+            return {}
+        place = f" at {fact['location']}" if fact.get("location") else ""
+        batches = fact.get("batches")
+        return {"validation_loss": f"as seen{place}, mean of {batches} batch{'es' if batches != 1 else ''}"}

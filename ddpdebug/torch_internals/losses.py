@@ -1,0 +1,145 @@
+"""The loss functions of `torch.nn.functional`, told of when they are called without gradients.
+
+A wrapper in their place would be seen: by pickle (a reference that was taken before or is kept after is no longer the
+object of that name), by `__torch_function__` tables and by `torch.compile` (which know them by identity), by
+TorchScript (which compiles their source), by warnings (whose line is so many frames away). Hooks of modules do not see
+functions, and a mode would see every operation. So the functions stay what they are, and their code is exchanged: the
+same source with the same lines, but what it returns without gradients is looked at first. With gradients that is one
+question to torch; while something is compiled the look is left out. Guards of `torch.compile` hold the code of the
+functions that a graph calls: what was compiled with the look is compiled once more after it has been taken away, so it
+is not put in place where something was compiled before.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+#: Those whose value is a loss, and which the modules of the same names call.
+LOSSES = (
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "cosine_embedding_loss",
+    "cross_entropy",
+    "ctc_loss",
+    "gaussian_nll_loss",
+    "hinge_embedding_loss",
+    "huber_loss",
+    "kl_div",
+    "l1_loss",
+    "margin_ranking_loss",
+    "mse_loss",
+    "multi_margin_loss",
+    "multilabel_margin_loss",
+    "multilabel_soft_margin_loss",
+    "nll_loss",
+    "poisson_nll_loss",
+    "smooth_l1_loss",
+    "soft_margin_loss",
+    "triplet_margin_loss",
+)
+_PLACE = "here comes what looks at the loss"
+_UNSEEN = "torch.is_grad_enabled() or torch.compiler.is_compiling()"
+
+
+def look_at_losses(look: Callable[[Any], None]) -> Callable[[], None]:
+    """Let `look` see what each loss function returns without gradients, before its caller does; return the undoing."""
+    changed: list[tuple[FunctionType, CodeType, CodeType]] = []
+    for name in LOSSES:
+        function = getattr(functional, name, None)
+        if isinstance(function, FunctionType) and (code := _with_look(function, look)) is not None:
+            changed.append((function, function.__code__, code))
+    for function, _, code in changed:
+        function.__code__ = code
+
+    def undo() -> None:
+        for function, original, code in changed:
+            if function.__code__ is code:
+                function.__code__ = original
+
+    return undo
+
+
+def _with_look(function: FunctionType, look: Callable[[Any], None]) -> CodeType | None:
+    """Return a function's code with the look; None where its source is not at hand, or not that of its code."""
+    original = function.__code__
+    try:
+        tree = ast.parse(inspect.getsource(function))
+    except (OSError, SyntaxError):
+        return None
+    definition = tree.body[0]
+    if not isinstance(definition, ast.FunctionDef) or function.__closure__:
+        return None
+    ast.increment_lineno(tree, original.co_firstlineno - 1)
+    _strip(definition)
+    modules = [name for name in original.co_names if isinstance(function.__globals__.get(name), ModuleType)]
+    tree.body[:0] = [ast.Import([ast.alias(name) for name in modules])] if modules else []  # calls on them differ
+    ast.fix_missing_locations(tree)
+    plain = _compiled(tree, original)
+    if plain is None or (plain.co_code, plain.co_varnames) != (original.co_code, original.co_varnames):
+        return None
+    _Returns().visit(tree)
+    code = _compiled(ast.fix_missing_locations(tree), original)
+    if code is None or code.co_flags != original.co_flags or code.co_firstlineno != original.co_firstlineno:
+        return None
+
+    def seen(result: Any) -> Any:
+        look(result)
+        return result
+
+    return code.replace(co_consts=tuple(seen if c == _PLACE else c for c in code.co_consts))
+
+
+def _strip(definition: ast.FunctionDef) -> None:
+    """Leave only what becomes code: decorators, annotations and defaults belong to the function that exists."""
+    arguments = definition.args
+    definition.decorator_list, definition.returns = [], None
+    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
+        argument.annotation = None
+    arguments.defaults, arguments.kw_defaults = [], [None] * len(arguments.kwonlyargs)
+
+
+def _compiled(tree: ast.Module, original: CodeType) -> CodeType | None:
+    module = compile(tree, original.co_filename, "exec", dont_inherit=True)
+    return next((c for c in module.co_consts if isinstance(c, CodeType) and c.co_name == original.co_name), None)
+
+
+class _Returns(ast.NodeTransformer):
+    """Puts the look around what is returned, except where another class of tensor takes the call over."""
+
+    def visit_Return(self, node: ast.Return) -> ast.Return:
+        value = node.value
+        called = value.func if isinstance(value, ast.Call) else None
+        if value is None or (isinstance(called, ast.Name) and called.id == "handle_torch_function"):
+            return node
+        look = ast.BoolOp(op=ast.Or(), values=[ast.Constant(_PLACE), ast.Constant(None)])
+        looked_at = ast.Call(func=look, args=[copy.deepcopy(value)], keywords=[])
+        unseen = ast.parse(_UNSEEN, mode="eval").body
+        for new in ast.walk(unseen):
+            ast.copy_location(new, node)
+        node.value = ast.copy_location(ast.IfExp(test=unseen, body=value, orelse=looked_at), value)
+        return node
+
+
+def is_readable(loss: object) -> bool:
+    """Tell whether this is one number that may be read here and now: nothing traces, captures or follows operations."""
+    if type(loss) is not torch.Tensor or loss.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(loss):
+        return False
+    if loss.dim():
+        return False
+    if torch._C._is_tracing() or torch._C._len_torch_dispatch_stack():
+        return False
+    return not (loss.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def aside() -> AbstractContextManager[object]:
+    """Keep the user's `__torch_function__` and its modes out of what is done with a loss."""
+    return torch._C.DisableTorchFunction()

@@ -1,0 +1,300 @@
+"""Validation losses of scripts that tell nothing, and the code of torch's loss functions that sees them."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import pickle
+import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.nn import functional
+from torch.nn.modules import module as hooks
+
+from ddpdebug import torch_internals as internals
+from ddpdebug.detectors.hlth.validation import ValidationSource
+from ddpdebug.observations import Flag, Row
+from ddpdebug.probes.recipe.evaluations import Evaluations
+from ddpdebug.probes.record import StepRecord, Window, encode_row
+from ddpdebug.steps import Step
+from ddpdebug.torch_internals.losses import LOSSES
+
+X, Y, Z = torch.randn(8, 4), torch.randint(0, 4, (8,)), torch.randn(8, 4)
+
+# --- the loss functions -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def seen() -> Iterator[list[Any]]:
+    """What the functions have returned without gradients."""
+    found: list[Any] = []
+    undo = internals.look_at_losses(found.append)
+    yield found
+    undo()
+
+
+def test_every_loss_function_is_known_and_restored() -> None:
+    """None is left alone in this torch, and none keeps the other code."""
+    before = {name: getattr(functional, name).__code__ for name in LOSSES}
+    undo = internals.look_at_losses(lambda loss: None)
+    assert [name for name in LOSSES if getattr(functional, name).__code__ is before[name]] == []
+    undo()
+    assert all(getattr(functional, name).__code__ is code for name, code in before.items())
+
+
+def test_functions_stay_what_they_are() -> None:
+    """Objects, pickles, signatures, sources and lines of warnings are the same with the look."""
+
+    def facts() -> list[Any]:
+        functions = [getattr(functional, name) for name in LOSSES]
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            functional.mse_loss(torch.ones(3, 1), torch.ones(3))
+            with torch.no_grad():
+                functional.l1_loss(torch.ones(3, 1), torch.ones(3))
+        text = [(str(inspect.signature(f)), inspect.getsource(f), f.__module__) for f in functions]
+        return [functions, pickle.dumps(functions), text, [(w.filename, w.lineno) for w in told]]
+
+    plain = facts()
+    undo = internals.look_at_losses(lambda loss: None)
+    with_look = facts()
+    undo()
+    assert with_look == plain
+    assert [name for name, _ in plain[3]] == [__file__, __file__]
+
+
+def test_what_is_seen(seen: list[Any]) -> None:
+    """Values without gradients, of functions and modules, as they are returned; not those of training."""
+    functional.cross_entropy(X, Y)
+    nn.MSELoss()(X, Z)
+    assert seen == []
+    with torch.no_grad():
+        one, two = functional.cross_entropy(X, Y), nn.MSELoss(reduction="none")(X, Z)
+    assert len(seen) == 2
+    assert seen[0] is one
+    assert seen[1] is two
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torch_script_compiles_the_functions(seen: list[Any]) -> None:
+    """From their source, with the same value, and without a look inside."""
+
+    def both(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(x, y) + functional.huber_loss(x, 2 * x)
+
+    script: Any = torch.jit.script(both)
+    with torch.no_grad():
+        assert torch.equal(script(X, Y), both(X, Y))
+    assert len(seen) == 2  # of the eager call
+    with torch.no_grad():
+        traced: Any = torch.jit.trace(lambda x: functional.cross_entropy(x, Y), (X,))
+    assert "cross_entropy_loss" in str(traced.graph)
+    assert not internals.is_readable(torch.vmap(functional.mse_loss)(X, Z))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_models_are_the_same(seen: list[Any], backend: str) -> None:
+    """A compiled call has no break and no graph of its own for the look, with and without gradients."""
+
+    def model(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(x * 2, y)
+
+    torch._dynamo.reset()
+    counters.clear()
+    for function in (model, functional.cross_entropy):
+        compiled: Any = torch.compile(function, backend=backend, fullgraph=True)
+        for gradients in (True, False):
+            with torch.set_grad_enabled(gradients):
+                assert [bool(torch.equal(compiled(X, Y), function(X, Y))) for _ in range(3)] == [True] * 3
+    assert counters["stats"]["unique_graphs"] == 4
+    assert not counters["graph_break"]
+    torch._dynamo.reset()
+
+
+# --- evaluations ------------------------------------------------------------------------------------------------------
+
+
+class Script:
+    """A script's optimizer steps and evaluations, without the rest."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.step = model, 0
+        self.facts: list[Any] = []
+        self.recorder: Any = SimpleNamespace(
+            window=Window(),
+            wrappers=[],
+            in_backward=0,
+            events=SimpleNamespace(tells_validation=False),
+            next_step=lambda: self.step,
+        )
+        self.loaders: Any = SimpleNamespace(samples=None)
+        tell = lambda topic, fact: self.facts.append((topic, fact))  # noqa: E731 - one line
+        self.evaluations = Evaluations(self.recorder, self.loaders, lambda: [self.model], tell)
+
+    def train(self, steps: int = 1) -> list[float]:
+        """Take steps; return the validation losses of their rows."""
+        found = []
+        for _ in range(steps):
+            self.evaluations.end()
+            window, self.recorder.window = self.recorder.window, Window()
+            row = encode_row(StepRecord(0, self.step, Flag(0), window), 0)
+            assert row.has(Flag.VAL_LOSS_SEEN) == (not math.isnan(row.val_loss))
+            found.append(row.val_loss)
+            self.step += 1
+        return found
+
+    @torch.no_grad()
+    def compute(self, *values: float) -> None:
+        """Compute losses on one line."""
+        for value in values:
+            self.evaluations.look(torch.tensor(value))
+
+
+def told(values: list[float]) -> list[float]:
+    return [value for value in values if not math.isnan(value)]
+
+
+def evaluating() -> Script:
+    return Script(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)).eval())
+
+
+def test_the_mean_of_an_evaluation_goes_out() -> None:
+    """With the next row; in the first step only where it is more than a number for the log."""
+    script = evaluating()
+    script.compute(1.0, 2.0)
+    assert told(script.train(5)) == []
+    script.compute(1.0, 2.0, 6.0)
+    assert told(script.train(5)) == [3.0]
+    script.compute(4.0)
+    assert told(script.train(5)) == [4.0]
+    (topic, fact), *rest = script.facts
+    assert (topic, fact["batches"], rest) == ("evaluation", 3, [])
+    assert "test_evaluations.py:" in fact["location"]
+
+
+def test_what_comes_at_every_step_is_no_evaluation() -> None:
+    """A teacher, a target or a number for the log; but many batches at every step are one."""
+    script = evaluating()
+    for _ in range(10):
+        script.compute(1.0, 2.0)
+        assert told(script.train()) == []
+    script.compute(*range(6))
+    assert told(script.train()) == [2.5]
+
+
+def test_the_model_in_train_mode_evaluates_nothing() -> None:
+    """The training loss that is logged without gradients."""
+    script = evaluating()
+    script.model.train()
+    script.train(5)
+    script.compute(*range(9))
+    assert told(script.train(2)) == []
+    script.evaluations.release()
+
+
+def test_what_is_told_counts() -> None:
+    """A script that tells has no other validation loss."""
+    script = evaluating()
+    script.train(5)
+    script.compute(1.0)
+    script.recorder.events.tells_validation = True
+    assert told(script.train(5)) == []
+    script.compute(1.0)
+    assert told(script.train(5)) == []
+
+
+def test_one_line_is_followed() -> None:
+    """The first of an evaluation, over data that are not trained on; another one when it is left out twice."""
+    script = evaluating()
+    script.loaders.samples = 1000
+    script.train(5)
+    script.compute(9.0)
+    script.loaders.samples = 50
+    script.compute(1.0)
+    script.compute(7.0)
+    assert told(script.train(5)) == [4.0]  # both calls by way of one line
+    for _ in range(2):
+        script.loaders.samples = 60
+        script.compute(3.0)
+        found = told(script.train(5))
+    assert found == [3.0]
+    assert [fact["samples"] for _, fact in script.facts] == [50, 60]
+
+
+def test_tensors_of_several_numbers_are_left_alone() -> None:
+    """Nobody knows how the script sums them up."""
+    script = evaluating()
+    script.train(5)
+    script.evaluations.look(torch.ones(3))
+    script.evaluations.look("loss")
+    assert told(script.train()) == []
+
+
+@pytest.mark.parametrize("runs, found", [("model", [4]), ("average", []), ("nothing", [])])
+def test_evaluation_in_train_mode(runs: str, found: list[int]) -> None:
+    """Of the model itself it is told; a copy may be evaluated while the model stays in train mode."""
+    script = evaluating()
+    script.model.train()
+    average = nn.Linear(2, 2).eval()
+    for _ in range(2):
+        script.train(6)
+        with torch.no_grad():
+            for _ in range(4):
+                if runs != "nothing":
+                    (script.model if runs == "model" else average)(X[:, :2])
+                script.evaluations.look(torch.tensor(1.0))
+    script.train()
+    assert [fact["forwards"] for _, fact in script.facts] == found * 2
+    assert not hooks._global_forward_pre_hooks
+
+
+def test_no_hook_meets_training() -> None:
+    """It goes at the first forward with gradients, whatever came before."""
+    script = evaluating()
+    script.model.train()
+    script.compute(1.0)
+    assert len(hooks._global_forward_pre_hooks) == 1
+    script.model(X[:, :2])
+    assert not hooks._global_forward_pre_hooks
+
+
+# --- the rules' side --------------------------------------------------------------------------------------------------
+
+
+def step_with(**rows: tuple[float, bool]) -> Step:
+    found = {
+        int(name[1:]): Row(rank=int(name[1:]), val_loss=value, flags=int(Flag.VAL_LOSS_SEEN) * own)
+        for name, (value, own) in rows.items()
+    }
+    return Step(step=0, optimizer=0, world=2, rows=found)
+
+
+def test_told_values_replace_seen_ones() -> None:
+    """On whatever rank they are told; and what was seen before is another quantity."""
+    source = ValidationSource()
+    source.hear("alone:evaluation", {1: {"location": "train.py:88", "batches": 12, "samples": None}})
+    assert source.values(step_with(r0=(1.0, True), r1=(2.0, True))) == [1.0, 2.0]
+    assert not source.renewed()
+    assert source.location() == "train.py:88"
+    assert source.evidence() == {"validation_loss": "as seen at train.py:88, mean of 12 batches"}
+    assert source.values(step_with(r0=(1.0, False), r1=(2.0, True))) == [1.0]
+    assert source.renewed()
+    assert not source.renewed()
+    assert source.values(step_with(r0=(math.nan, False), r1=(2.0, True))) == []
+    assert (source.location(), source.evidence()) == (None, {})
+
+
+def test_another_line_is_another_quantity() -> None:
+    """A rank that begins later is not, one that changes its line is."""
+    source = ValidationSource()
+    for rank in (0, 1):
+        source.hear("alone:evaluation", {rank: {"location": "a.py:1", "batches": 1}})
+        assert not source.renewed()
+    source.hear("alone:evaluation", {1: {"location": "a.py:9", "batches": 1}})
+    assert source.renewed()
