@@ -28,7 +28,7 @@ _MAX_ROUNDS = 64
 ALONE = "alone:"
 #: Of these, about the script itself: every rank runs into it within a step, so that they wait for each other and are
 #: told together; for so many steps, or ticks where there are no more steps, at most.
-_SHARED = frozenset({"alone:loss", "alone:audit", "alone:schedule"})
+_SHARED = frozenset(f"alone:{what}" for what in ("loss", "audit", "schedule", "validation", "chance"))
 _HELD_STEPS, _HELD_TICKS = 2, 20
 
 T = TypeVar("T")

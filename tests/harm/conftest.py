@@ -63,7 +63,7 @@ def run_jobs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[Job]], 
         for number, job in enumerate(jobs):
             job.setdefault("ranks", 2)
             job.setdefault("args", [])
-            job.setdefault("timeout", 60)
+            job.setdefault("timeout", 100)
             if "cwd" not in job:
                 job["cwd"] = str(folder / str(number))
                 Path(job["cwd"]).mkdir()
