@@ -55,7 +55,7 @@ class Recorder:
         self.guard, self.world = guard, world
         self.wrappers: list[Wrapper] = []
         self.watches: list[OptimizerWatch] = []
-        self.replicas, self.scenes, self.memory = replicas.Replicas(), Scenes(), memory.MemoryProbe()
+        self.replicas, self.scenes, self.memory = replicas.Replicas(), Scenes(guard), memory.MemoryProbe()
         self.backwards = self.syncs = self.in_backward = self.pre_steps = 0
         self.checking = True
         self.no_sync_depth: dict[int, int] = {}

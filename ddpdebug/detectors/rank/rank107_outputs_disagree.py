@@ -19,7 +19,9 @@ _SAME: dict[str, Any] = {"batch_digest": digest(1), "record_digest": digest(2), 
 _ODD: dict[int, Any] = {2: {"output_digest": digest(9), "loss": 1.5}}
 _PRECISION: dict[str, Any] = {"step": 0, "autocast": None, "matmul": None}
 _TABLE: dict[str, Any] = {"step": 4, "tensors": {"embed.b": "(2, 32):aa", "mean": "(3,):cc"}}
-_PLAIN_CAUSES = ["a tensor in a plain attribute, made under a seed per rank: DDP broadcasts parameters and buffers only"]
+_PLAIN_CAUSES = [
+    "a tensor in a plain attribute, made under a seed per rank: DDP broadcasts parameters and buffers only"
+]
 _PLAIN_ACTIONS = ["`self.register_buffer(name, tensor)` instead of an attribute, or make it under one seed"]
 _DROPOUT: dict[str, Any] = {"flags": Flag.RNG_USED_IN_FORWARD}
 
