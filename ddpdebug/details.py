@@ -92,6 +92,9 @@ Announcements (topic -> JSON of one rank), compared once all ranks have spoken:
                  sent again at the start of each epoch over the k-th DataLoader
 `precision:<k>`  {"step": int, "autocast": dtype | null, "matmul": precision | null} at the k-th DDP's first training
                  forward
+`constants:<k>`  {"step": int, "tensors": {attribute path: "(shape):hex"}} floating-point tensors in plain attributes of
+                 the k-th DDP's modules, as they were when it was wrapped, that its first training forwards left as they
+                 were
 `equivalence`    {"world": int, "step": int | null, "quantity": "gradient" | "parameter", "off": {name: [ratio, rest,
                  difference]}, "bound": float, "compared": int, "dtype": str, "batch_norm": bool, "without_batch_norm":
                  "agree" | "differ", "shards": "ranks" | "batch"} by `ddpdebug equivalence` only, see equivalence.py

@@ -27,7 +27,7 @@ from ddpdebug.probes.numerics import Numerics
 from ddpdebug.probes.optimizers import OptimizerWatch, first_step, index_of
 from ddpdebug.probes.record import StepRecord, Window
 from ddpdebug.probes.scene import Scenes
-from ddpdebug.probes.values import loss_reader, precision, rng_digest, tensors_in
+from ddpdebug.probes.values import loss_reader, rng_digest, tensors_in
 from ddpdebug.probes.wrappers import Wrapper, announce_model
 
 _OUTPUT_BYTES = 1 << 16
@@ -55,7 +55,7 @@ class Recorder:
         self.guard, self.world = guard, world
         self.wrappers: list[Wrapper] = []
         self.watches: list[OptimizerWatch] = []
-        self.replicas, self.scenes, self.memory = replicas.Replicas(), Scenes(), memory.MemoryProbe()
+        self.replicas, self.scenes, self.memory = replicas.Replicas(), Scenes(guard), memory.MemoryProbe()
         self.backwards = self.syncs = self.in_backward = self.pre_steps = 0
         self.checking = True
         self.no_sync_depth: dict[int, int] = {}
@@ -145,10 +145,8 @@ class Recorder:
         location = None if ddp.require_backward_grad_sync else user_location()
         in_no_sync = self.no_sync_depth.get(id(ddp), 0) > 0
         wrapper.begin_forward(ddp, in_no_sync=in_no_sync, location=location)
-        if not wrapper.told_precision:
-            wrapper.told_precision = True
-            fact = {"step": self.next_step(), **precision(ddp.module)}
-            self._announce(f"precision:{wrapper.index}", fact)
+        for topic, fact in wrapper.settings.at_forward(ddp.module):
+            self._announce(f"{topic}:{wrapper.index}", {"step": self.next_step(), **fact})
         w = self.window
         if self.checking:
             w.modes = (w.modes or b"") + bytes([m.training for m in ddp.module.modules()])

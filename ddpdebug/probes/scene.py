@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ddpdebug import torch_internals as internals
-from ddpdebug.probes.guard import location, user_frame
+from ddpdebug.probes.guard import Guard, location, user_frame
 from ddpdebug.probes.values import tensors_in
 
 #: Micro-batches of one step that are kept.
@@ -133,8 +133,10 @@ class Scene:
         """Return what of the arguments was not kept."""
         return [f"{path}: {value.what}" for path, value in leaves((self.args, self.kwargs)) if isinstance(value, Lost)]
 
-    def keep_gradient(self, position: int, gradient: torch.Tensor) -> None:
+    def keep_gradient(self, position: int, gradient: torch.Tensor | None) -> None:
         """Keep an output's gradient by reference while the bound allows it."""
+        if gradient is None:  # under find_unused_parameters, of an output that the loss leaves out
+            return
         size = gradient.untyped_storage().nbytes()
         if size > self.room[0]:
             self.gradients_lost += size
@@ -146,7 +148,8 @@ class Scene:
 class Scenes:
     """Keeps the forwards of the current step, and of the step before it."""
 
-    def __init__(self) -> None:
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
         self.current: deque[Scene] = deque(maxlen=MAX_SCENES)
         self.previous: deque[Scene] = deque(maxlen=MAX_SCENES)
         self.dropped = 0  # micro-batches of the current step that are no longer kept
@@ -196,7 +199,7 @@ class Scenes:
                 continue
             seen.add(id(tensor))
             scene.partial = scene.partial or internals.is_sink(tensor.grad_fn)
-            tensor.register_hook(_KeepGradient(weakref.ref(scene), position))
+            tensor.register_hook(_KeepGradient(weakref.ref(scene), position, self._guard))
 
     def next_step(self) -> None:
         """Make the current step's forwards the previous ones, without their gradients."""
@@ -229,16 +232,16 @@ class Scenes:
 class _KeepGradient:
     """A tensor hook that changes nothing; it holds the scene weakly, so that a graph keeps no inputs alive."""
 
-    __slots__ = ("_position", "_scene")
+    __slots__ = ("_guard", "_position", "_scene")
     __torch_unserializable__ = True  # a tensor that carries it can be saved without a warning
 
-    def __init__(self, scene: weakref.ref[Scene], position: int) -> None:
-        self._scene, self._position = scene, position
+    def __init__(self, scene: weakref.ref[Scene], position: int, guard: Guard) -> None:
+        self._scene, self._position, self._guard = scene, position, guard
 
-    def __call__(self, gradient: torch.Tensor) -> None:
+    def __call__(self, gradient: torch.Tensor | None) -> None:
         scene = self._scene()
         if scene is not None:
-            scene.keep_gradient(self._position, gradient)
+            self._guard.run("probe:scene", scene.keep_gradient, self._position, gradient)
 
 
 class _Model:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.observations import CHECKSUM_SLOTS
-from ddpdebug.probes.guard import user_location
+from ddpdebug.probes.guard import local_values, location, user_frame, user_location
+from ddpdebug.probes.settings import Settings
 
 #: Of the gradients of a larger model each checked step sums those in `SLOTS_PER_STEP` of the slots, in turn.
 LARGE_BYTES = 4 << 20
@@ -41,7 +43,7 @@ class Wrapper:
         self.is_large = sum(p.nbytes for _, p in named if p.requires_grad) > LARGE_BYTES
         self.hook: str | None = None
         self.hook_kind: str | None = None  # None, "known", "half", "lossy", "local", "custom"
-        self.told_precision = False
+        self.settings = Settings(module)
         # the current micro-batch
         self.forwards = 0
         self.armed = False
@@ -88,7 +90,8 @@ class Wrapper:
         elif self.forwards == 0:
             self.pending = {"bypass": {"location": location}}
             if self.call_site is None and ddp is not None:
-                self.call_site = CallSite(self, internals.unwrap_compiled(ddp.module))
+                inner = internals.unwrap_compiled(ddp.module)
+                self.call_site = CallSite(self, inner, parts=inner is ddp.module)  # a hook inside would recompile
         else:
             flag_now = bool(ddp is not None and ddp.require_backward_grad_sync)
             kind = "last-micro-batch"
@@ -110,26 +113,42 @@ class Wrapper:
 
 
 class CallSite:
-    """Finds the line that calls the inner module directly: a forward pre-hook that takes itself away once it knows.
+    """Finds the line that calls the inner module directly: forward pre-hooks that go away once one of them knows.
 
-    Installed on suspicion only. Inert when the module is copied or pickled in the meantime.
+    On all of its modules, for a loss that is a method of the model calls parts of it and never the model itself.
+    Installed on suspicion only. Inert when a module is copied or pickled in the meantime.
     """
 
-    def __init__(self, wrapper: Wrapper, module: torch.nn.Module) -> None:
+    def __init__(self, wrapper: Wrapper, module: torch.nn.Module, *, parts: bool = True) -> None:
         self.location: str | None = None
         self._wrapper = weakref.ref(wrapper)
-        self._handle = module.register_forward_pre_hook(self)
+        modules = list(module.modules()) if parts else [module]
+        self._own = {id(m) for m in modules}
+        self._handles = [m.register_forward_pre_hook(self) for m in modules]
 
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
         """Look at who calls."""
         wrapper = self._wrapper()
-        if wrapper is None or not (wrapper.in_forward or not torch.is_grad_enabled()):
-            self.location = user_location()
+        if self._handles and (wrapper is None or not (wrapper.in_forward or not torch.is_grad_enabled())):
+            self.location = self._caller() or user_location()
             self.remove()
+
+    def _caller(self) -> str | None:
+        """Return the nearest user's line that is in no method of the model."""
+        frame = user_frame()
+        while frame is not None and self._is_method(frame):
+            frame = user_frame(frame.f_back) if frame.f_back is not None else None
+        return None if frame is None else location(frame.f_code.co_filename, frame.f_lineno)
+
+    def _is_method(self, frame: FrameType) -> bool:
+        names = frame.f_code.co_varnames[: min(1, frame.f_code.co_argcount)]
+        return any(id(local_values(frame).get(name)) in self._own for name in names)
 
     def remove(self) -> None:
         """Stop looking."""
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     def __deepcopy__(self, memo: object) -> functools.partial[Any]:
         return functools.partial(dict.get, {})  # called with (module, args) it returns args: nothing changes

@@ -5,6 +5,7 @@
 # expect.ranks: all
 # expect.subject: any
 # expect.step: 0
+# expect.location: sync202_loss_method_of_the_module.py:57
 # plain_pytorch: silent
 """An action head that predicts two joint angles; each rank trains alone."""
 import os

@@ -19,7 +19,10 @@ from ddpdebug.forensics.bundle import FORMAT, JSON_FILE, TENSOR_FILE, BundleErro
 from ddpdebug.forensics.bundle_reading import read_bundle
 from ddpdebug.forensics.numerics import investigate
 from ddpdebug.forensics.replay import replay
+from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.scene import Scenes
+
+GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 
 
 class Net(nn.Module):
@@ -49,7 +52,7 @@ _EXTRA = {
 
 def _run(steps: int = 1) -> tuple[Net, Scenes]:
     torch.manual_seed(1)
-    model, scenes = Net(), Scenes()
+    model, scenes = Net(), Scenes(GUARD)
     for step in range(steps):
         scenes.next_step()
         x = torch.randn(3, 4) + step
@@ -162,7 +165,7 @@ def test_place_of_other_ranks(tmp_path: Path) -> None:
 
 def test_micro_batch(tmp_path: Path) -> None:
     """With accumulation the guilty micro-batch is found."""
-    scenes, model = Scenes(), nn.Linear(4, 4)
+    scenes, model = Scenes(GUARD), nn.Linear(4, 4)
     for number in range(11):
         x = torch.randn(3, 4)
         x[0, 0] = torch.nan if number == 9 else 0
@@ -187,7 +190,7 @@ def test_micro_batch(tmp_path: Path) -> None:
 )
 def test_code(tmp_path: Path, change: Any, code: str) -> None:
     """Without a finding's code the bundle is named by what the replay shows."""
-    scenes, model, x = Scenes(), nn.Linear(4, 4), torch.ones(3, 4)
+    scenes, model, x = Scenes(GUARD), nn.Linear(4, 4), torch.ones(3, 4)
     with torch.no_grad():
         change(model, x)
     scenes.begin(model, (x,), {}, 2)
@@ -198,7 +201,7 @@ def test_code(tmp_path: Path, change: Any, code: str) -> None:
 
 def test_nothing_kept() -> None:
     """Without a forward there is a reason instead of a result."""
-    assert investigate(Scenes(), step=0, rank=0)["reason"] == "no forward of this step was kept"
+    assert investigate(Scenes(GUARD), step=0, rank=0)["reason"] == "no forward of this step was kept"
 
 
 def test_disk_full(tmp_path: Path) -> None:
@@ -247,7 +250,7 @@ def test_other_objects_are_left_out(tmp_path: Path) -> None:
         def forward(self, x: torch.Tensor, other: object) -> torch.Tensor:
             return super().forward(x)
 
-    model, scenes = Takes(4, 4), Scenes()
+    model, scenes = Takes(4, 4), Scenes(GUARD)
     scenes.begin(model, (torch.randn(3, 4), Evil()), {}, 0)
     path = write_bundle(tmp_path, "b", scenes.current[0], {})
     with pytest.raises(UsageError, match=r"argument of the model is missing.*Evil"):

@@ -48,6 +48,9 @@ def test_broadcast_in_the_loss() -> None:
         assert kinds(loss) == ["broadcast"]
     square = p - t
     assert kinds((square * square).mean()) == ["broadcast"]
+    off, weight = square.abs(), torch.rand(8)
+    assert kinds((torch.where(off < 1, 0.5 * off**2, off - 0.5) * weight).mean()) == ["broadcast"]
+    assert kinds((1 + square**2).log().mean()) == ["broadcast"]
     flat = torch.randn(8, requires_grad=True) * 1
     for loss in (
         ((flat - t) ** 2).mean(),
@@ -55,6 +58,8 @@ def test_broadcast_in_the_loss() -> None:
         ((flat[:, None] - t) ** 2).mean(),  # all pairs, by an explicit dimension
         ((flat[:, None] - flat[None]) ** 2).mean(),
         ((torch.randn(8, 8, requires_grad=True) * t) ** 2).mean(),
+        (torch.where(flat < t, flat * t, flat) * weight).mean(),
+        ((flat[:, None] - t).abs() * weight).mean(),
     ):
         assert kinds(loss) == []
 

@@ -24,6 +24,8 @@ from ddpdebug.probes.patches import Patches
 from ddpdebug.probes.recorder import Recorder
 from ddpdebug.probes.scene import MAX_SCENES, Lost, Scenes, hold, leaves
 
+GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
+
 
 def test_inputs_by_reference() -> None:
     """Tensors are the job's own, containers are copies, and paths name them."""
@@ -56,7 +58,7 @@ def test_no_graph_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_outputs_and_models_are_not_kept() -> None:
     """Outputs, graphs and the model go when the job lets them go."""
-    scenes, model, x = Scenes(), nn.Linear(4, 4), torch.ones(2, 4)
+    scenes, model, x = Scenes(GUARD), nn.Linear(4, 4), torch.ones(2, 4)
     scenes.begin(model, (x,), {}, 0)
     output = model(x)
     scenes.end(model, output)
@@ -70,7 +72,7 @@ def test_outputs_and_models_are_not_kept() -> None:
 def test_gradients_of_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients are kept until the next step, up to a bound for all micro-batches together."""
     monkeypatch.setattr(scene_module, "_GRADIENT_BYTES", 70)
-    scenes, model, x = Scenes(), nn.Linear(4, 4), torch.ones(2, 4)
+    scenes, model, x = Scenes(GUARD), nn.Linear(4, 4), torch.ones(2, 4)
     for step in range(2):
         for _ in range(3):
             scenes.begin(model, (x,), {}, step)
@@ -88,7 +90,7 @@ def test_gradients_of_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bounded() -> None:
     """A step with many micro-batches keeps the last ones, and the ring holds two steps."""
-    scenes, model = Scenes(), nn.Linear(4, 4)
+    scenes, model = Scenes(GUARD), nn.Linear(4, 4)
     for step in range(3):
         for _ in range(20):
             scenes.begin(model, (torch.ones(2, 4),), {}, step)
@@ -100,7 +102,7 @@ def test_bounded() -> None:
 
 def test_only_training() -> None:
     """A forward without gradients is not kept."""
-    scenes, model = Scenes(), nn.Linear(4, 4)
+    scenes, model = Scenes(GUARD), nn.Linear(4, 4)
     with torch.no_grad():
         scenes.begin(model, (torch.ones(2, 4),), {}, 0)
     assert not scenes.current
@@ -120,7 +122,7 @@ def test_learns_which_buffers_are_written() -> None:
             self.count += 1
             return x
 
-    scenes, model, x = Scenes(), Counts(), torch.ones(2)
+    scenes, model, x = Scenes(GUARD), Counts(), torch.ones(2)
     seen = []
     for _ in range(3):
         scenes.begin(model, (x,), {}, 0)
@@ -131,7 +133,7 @@ def test_learns_which_buffers_are_written() -> None:
 
 def test_saved_output_warns_nobody(tmp_path: Path) -> None:
     """An output with our hook can be saved as without it."""
-    scenes, model, x = Scenes(), nn.Linear(4, 4), torch.ones(2, 4)
+    scenes, model, x = Scenes(GUARD), nn.Linear(4, 4), torch.ones(2, 4)
     scenes.begin(model, (x,), {}, 0)
     output = model(x)
     scenes.end(model, output)
@@ -229,3 +231,22 @@ def test_steps(watched: Watched) -> None:
         assert scene.location.startswith("tests/probes/test_scene.py:")
     assert len(watched.recorder.watches) == first + 1
     del ddp, optimizer
+
+
+def test_an_output_that_the_loss_leaves_out(watched: Watched) -> None:
+    """DDP tells its hooks that such an output has no gradient: the job trains on, and the others are kept."""
+
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.main, self.aux = nn.Linear(4, 2), nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"aux": self.aux(x), "main": self.main(x)}
+
+    ddp = DistributedDataParallel(TwoHeads(), find_unused_parameters=True)
+    ddp(torch.ones(3, 4))["main"].sum().backward()
+    assert ddp.module.main.weight.grad is not None
+    (scene,) = watched.recorder.scenes.current
+    assert list(scene.gradients) == [1]
+    del ddp

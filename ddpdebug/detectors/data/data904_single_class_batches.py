@@ -52,6 +52,9 @@ class SingleClassBatches(Detector):
             *steps(12, start=12, flags=Flag.SINGLE_CLASS, recipe=_label(1)),
         ),
         tuple(step_at(n, flags=Flag.SINGLE_CLASS, recipe=_label(n % 3)) for n in range(16)),
+        tuple(  # sorted data: every eighth batch lies over a border
+            step_at(n, flags=Flag.SINGLE_CLASS if n % 8 != 7 else 0, recipe=_label(n // 8)) for n in range(20)
+        ),
     )
     silent_on = (
         steps(21),
@@ -61,26 +64,29 @@ class SingleClassBatches(Detector):
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
-        self._runs: dict[int, tuple[int, int]] = {}  # optimizer -> (first step, steps)
+        #: optimizer -> (first step, steps of one class each, others in between)
+        self._runs: dict[int, tuple[int, int, int]] = {}
         self._seen: dict[int, set[int]] = {}  # optimizer -> classes
 
     def cause(self, finding: Finding) -> tuple[Hashable, ...]:
         return ()
 
     def suspects(self, step: Step) -> bool:
-        number = self._runs.get(step.optimizer, (0, 0))[1]
+        number = self._runs.get(step.optimizer, (0, 0, 0))[1]
         return step.all(Flag.SINGLE_CLASS) and number % _EVERY == _EVERY - 1
 
     def detect(self, step: Step) -> Iterator[Finding]:
-        first, number = self._runs.get(step.optimizer, (step.step, 0))
+        first, number, mixed = self._runs.get(step.optimizer, (step.step, 0, 0))
         if not step.all(Flag.SINGLE_CLASS):
-            self._runs.pop(step.optimizer, None)
-            self._seen.pop(step.optimizer, None)
+            self._runs[step.optimizer] = first, number, mixed + 1
+            if self.limit("single_class_border") * (mixed + 1) > number:
+                self._runs.pop(step.optimizer)
+                self._seen.pop(step.optimizer, None)
             return
-        self._runs[step.optimizer] = (first, number + 1)
+        self._runs[step.optimizer] = first, number + 1, mixed
         seen = self._seen.setdefault(step.optimizer, set())
         details = step.details.get("recipe", {})
         seen.update(own["label"] for own in details.values() if own and isinstance(own.get("label"), int))
         if number + 1 >= self.limit("single_class_steps") and len(seen) > 1:
-            evidence = {"steps_of_one_class_each": number + 1, "classes_seen": sorted(seen)[:20]}
+            evidence = {"steps_of_one_class_each": number + 1, "others": mixed, "classes_seen": sorted(seen)[:20]}
             yield self.finding(step=first, last_step=step.step, ranks=tuple(step.rows), evidence=evidence)

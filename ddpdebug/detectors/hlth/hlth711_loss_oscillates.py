@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ddpdebug.detectors.examples import digest
 from ddpdebug.detectors.hlth.curve import LossRule, Series, losses, period, swing, wobble
 from ddpdebug.detectors.hlth.samples import BROKEN, update_ratio
 from ddpdebug.detectors.hlth.shapes import Shape
@@ -53,6 +54,8 @@ class LossOscillates(LossRule):
         losses(96, lambda i: 2.0 + 0.8 * wobble(i)),  # noise
         losses(96, lambda i: 4.0 * 0.95**i + 0.1 * wobble(i)),
         losses(96, lambda i: 2.0 + (0.8 if i % 2 else -0.8), param_norm=1.0, update_norm=1e-3),  # two tasks in turn
+        # a task in every third step, with a head of its own
+        losses(96, lambda i: 3.0 if i % 3 else 1.0, presence_digest=lambda i: digest(1 + (i % 3 == 0))),
         losses(96, lambda i: 2.0 + math.sin(2 * math.pi * i / 12), lr=lambda i: 0.1 + 0.09 * math.sin(math.pi * i / 6)),
         losses(96, lambda i: 2.0 + 0.1 * math.sin(2 * math.pi * i / 12) + 0.02 * wobble(i)),  # small
     )
@@ -60,10 +63,16 @@ class LossOscillates(LossRule):
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
         self._ratio: dict[int, float] = {}
+        self._parts: dict[int, set[int]] = {}  # optimizer -> digests of which parameters have gradients, two at most
 
     def judge(self, step: Step, series: Series) -> Iterator[Finding]:
         if (ratio := update_ratio(step)) is not None:
             self._ratio[step.optimizer] = ratio
+        parts = self._parts.setdefault(step.optimizer, set())
+        if len(parts) < 2:
+            parts.update(int(digest) for digest in step.columns["presence_digest"][:1] if digest)
+        if len(parts) > 1:  # steps that train other parts of the model have other losses
+            return
         window = int(self.limit("oscillation_window"))
         if series.count < self.limit("oscillation_least") or series.count % (
             _EVERY if series.count <= window else window

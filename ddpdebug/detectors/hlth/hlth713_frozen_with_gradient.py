@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -50,6 +51,9 @@ class FrozenWithGradient(SampledRule):
         sampled(24, lambda i: {"w": weight(digest="a", grad_norm=0.0)}),  # HLTH714
         sampled(40, lambda i: {"w": weight(digest=f"{min(i, 8)}")}),  # it has converged
         sampled(24, lambda i: {"w": weight(digest="a")}, flags=Flag.SKIPPED),
+        sampled(  # the loss takes differences of outputs, in which the bias cancels
+            24, lambda i: {"w": weight(digest=f"{i}"), "b": weight(digest="a", grad_norm=6e-9, numel=8, dim=1)}
+        ),
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
@@ -62,12 +66,13 @@ class FrozenWithGradient(SampledRule):
         table = parameters(step)
         if not table or step.any(Flag.SKIPPED | Flag.GUARD_SKIPPED | Flag.LOCAL_ONLY):
             return
+        least = self.limit("never_changed_rounding") * max(map(_per_element, table.values()))
         for name, about in table.items():
             key = (step.optimizer, name)
             if key in self._changed or not about["digest"]:
                 continue
             first, digest, samples = self._first.get(key, (step.step, about["digest"], 0))
-            if digest != about["digest"] or not about["grad_norm"]:
+            if digest != about["digest"] or _per_element(about) <= least:
                 self._changed.add(key)
                 continue
             self._first[key] = first, digest, samples + 1
@@ -99,3 +104,9 @@ class FrozenWithGradient(SampledRule):
                 "parameters": len(names),
             },
         )
+
+
+def _per_element(about: Mapping[str, Any]) -> float:
+    """Return the size of a parameter's gradient per element, 0 where it has none."""
+    size = float(about["grad_norm"] or 0.0) / math.sqrt(max(1, about["numel"]))
+    return size if math.isfinite(size) else 0.0

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
 from typing import Any
 
-from ddpdebug.detectors.hlth.samples import BROKEN, SampledRule, parameters, sampled, sites, weight
+from ddpdebug.detectors.hlth.samples import BROKEN, SampledRule, parameters, sampled, weight
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
 
@@ -55,6 +54,8 @@ class ZeroGradient(SampledRule):
             lambda i: {"bn": {"class": "BatchNorm2d"}},
         ),
         sampled(24, lambda i: {"w": weight(grad_norm=None), "v": weight()}),  # SYNC207
+        # a critic's last bias cancels in the loss
+        sampled(24, lambda i: {"out.weight": weight(), "out.bias": weight(grad_norm=0.0, dim=1)}),
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
@@ -65,12 +66,12 @@ class ZeroGradient(SampledRule):
     def detect(self, step: Step) -> Iterator[Finding]:
         table = parameters(step)
         new, enough = [], int(self.limit("zero_gradient_samples"))
-        normalised = _before_a_norm(step, table)
+        harmless = _cancelling(table)
         for name, about in table.items():
             key = (step.optimizer, name)
             if key in self._done:
                 continue
-            if about["grad_norm"] != 0 or name in normalised:
+            if about["grad_norm"] != 0 or name in harmless:
                 self._done.add(key)
                 continue
             first, samples = self._zero.get(key, (step.step, 0))
@@ -88,13 +89,12 @@ class ZeroGradient(SampledRule):
             )
 
 
-def _before_a_norm(step: Step, table: Mapping[str, Any]) -> set[str]:
-    """Return the biases that the normalisation after them removes."""
-    classes = {path: seen[0]["class"] for path, seen in sites(step).items()}
-    owners = list(dict.fromkeys(name.rpartition(".")[0] for name in table))
-    followers = dict(pairwise(owners))
+def _cancelling(table: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """Return biases that cancel behind their layer: a gradient reaches its weight, so no path is cut."""
     return {
         name
         for name in table
-        if name.endswith("bias") and "Norm" in classes.get(followers.get(name.rpartition(".")[0], ""), "")
+        if name.endswith("bias")
+        and (weights := table.get(name.removesuffix("bias") + "weight"))
+        and weights["grad_norm"]
     }

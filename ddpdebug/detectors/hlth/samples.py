@@ -35,6 +35,9 @@ class SampledRule(Detector):
     def sees(self, step: Step) -> bool:
         return False  # said once: what is wrong with a layer does not come and go
 
+    def folds(self, finding: Finding, cause: Finding) -> bool:
+        return (cause.code, cause.phase) != ("RANK107", "constants")  # which may be meant, and never ends
+
     def suspects(self, step: Step) -> bool:
         return any(math.isfinite(row.update_norm) for row in step.rows.values())
 

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 from ddpdebug.detectors.base import Detector, Facts
-from ddpdebug.detectors.comparison import within
+from ddpdebug.detectors.comparison import MAX_NAMES, within
 from ddpdebug.detectors.examples import digest, step_at, steps
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag, Row
@@ -18,6 +18,11 @@ _ROUNDING = 1e-5
 _SAME: dict[str, Any] = {"batch_digest": digest(1), "record_digest": digest(2), "output_digest": digest(3), "loss": 1.0}
 _ODD: dict[int, Any] = {2: {"output_digest": digest(9), "loss": 1.5}}
 _PRECISION: dict[str, Any] = {"step": 0, "autocast": None, "matmul": None}
+_TABLE: dict[str, Any] = {"step": 4, "tensors": {"embed.b": "(2, 32):aa", "mean": "(3,):cc"}}
+_PLAIN_CAUSES = [
+    "a tensor in a plain attribute, made under a seed per rank: DDP broadcasts parameters and buffers only"
+]
+_PLAIN_ACTIONS = ["`self.register_buffer(name, tensor)` instead of an attribute, or make it under one seed"]
 _DROPOUT: dict[str, Any] = {"flags": Flag.RNG_USED_IN_FORWARD}
 
 
@@ -34,11 +39,13 @@ class OutputsDisagree(Detector):
     - a setting that is not a parameter or a buffer differs: eps, temperature, a mask length, a module replaced by hand
     - autocast, TF32, matmul precision or deterministic settings differ between ranks
     - different library versions or device types on the nodes
-    - state kept in plain attributes (caches, running averages) that each rank updates from its own data
+    - a tensor kept in a plain attribute, which DDP does not broadcast: drawn under a seed per rank (random features,
+      noise tables), or a cache or running average that each rank updates from its own data
     - a defective device
 
     Remedy:
     - read all settings from one place and broadcast them; keep state in buffers
+    - `register_buffer` what the model computes with and does not train: DDP then broadcasts it from rank 0
     - set precision and determinism switches on all ranks: `torch.backends.cuda.matmul.allow_tf32`, `autocast`
     - if only one device is off and the software is the same, swap the device and compare again
     """
@@ -46,13 +53,14 @@ class OutputsDisagree(Detector):
     code = "RANK107"
     severity = Severity.ERROR
     title = "the same batch and weights give different results"
-    topics = ("agreement", "precision")
+    topics = ("agreement", "precision", "constants")
     follows = ("RANK101", "RANK102", "RANK105", "RANK106", "RANK112", "RCP820")
     fires_on = (
         (step_at(4, odd={2: {"eval_output_digest": 8}}, eval_batch_digest=digest(1), eval_output_digest=digest(2)),),
         (step_at(4, odd=_ODD, rng_digest=digest(5), **_SAME),),
         (Facts(topic="agreement:0", values={0: {"loss": 1.0}, 1: {"loss": 1.0}, 2: {"loss": 1.2}}),),
         (Facts(topic="precision:0", values={0: _PRECISION, 1: {**_PRECISION, "autocast": "bfloat16"}}),),
+        (Facts(topic="constants:0", values={0: _TABLE, 1: {"step": 4, "tensors": {"embed.b": "(2, 32):bb"}}}),),
     )
     silent_on = (
         (step_at(4, eval_batch_digest=digest(1), eval_output_digest=digest(2)),),
@@ -64,6 +72,10 @@ class OutputsDisagree(Detector):
         steps(4),
         (Facts(topic="agreement:0", values={0: {"loss": 1.0}, 1: {"loss": 1.0}}),),
         (Facts(topic="precision:0", values={0: _PRECISION, 1: _PRECISION}),),
+        (Facts(topic="constants:0", values={0: _TABLE, 1: _TABLE}),),
+        (  # of another shape: this rank's own part of something
+            Facts(topic="constants:0", values={0: _TABLE, 1: {"step": 4, "tensors": {"embed.b": "(2, 30):bb"}}}),
+        ),
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
@@ -138,6 +150,32 @@ class OutputsDisagree(Detector):
                     evidence={"values": {str(rank): value for rank, value in values.items()}},
                 )
 
+    def _constants(self, told: Mapping[int, Mapping[str, Any]]) -> Iterator[Finding]:
+        """Constants that differ, from the first step on. A warning: a rank may have a table of its own on purpose."""
+        tables = {rank: fact.get("tensors") or {} for rank, fact in told.items()}
+        common = set.intersection(*(set(table) for table in tables.values())) if len(tables) > 1 else set()
+        shown = {name: [str(table[name]) for table in tables.values()] for name in sorted(common)}
+        names = [
+            name
+            for name, values in shown.items()
+            if len(set(values)) > 1 and len({value.partition(":")[0] for value in values}) == 1
+        ]
+        if names:
+            yield self.finding(
+                title="ranks compute with different constants",
+                severity=Severity.WARNING,
+                step=0,
+                ranks=outvoted({rank: tuple(table[name] for name in names) for rank, table in tables.items()}),
+                subject=tuple(names[:MAX_NAMES]),
+                phase="constants",
+                causes=_PLAIN_CAUSES,
+                actions=_PLAIN_ACTIONS,
+                evidence={
+                    "constants": len(names),
+                    "values": {str(rank): table[names[0]] for rank, table in tables.items()},
+                },
+            )
+
     def _tolerance(self) -> float:
         return float(self.config.get("tolerance") or _ROUNDING)
 
@@ -145,6 +183,9 @@ class OutputsDisagree(Detector):
         told = {rank: fact for rank, fact in sorted(facts.items()) if isinstance(fact, Mapping)}
         if topic.startswith("precision"):
             yield from self._precision(told)
+            return
+        if topic.startswith("constants"):
+            yield from self._constants(told)
             return
         losses = {rank: float(fact["loss"]) for rank, fact in told.items() if fact.get("loss") is not None}
         outputs = {rank: fact["output"] for rank, fact in told.items() if fact.get("output") is not None}

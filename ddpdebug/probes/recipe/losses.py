@@ -15,6 +15,7 @@ import torch
 from ddpdebug.torch_internals import graph, is_sink
 
 _MAX_NODES = 64
+_MAX_POINTWISE = 16
 _MAX_LABELS = 1 << 16
 _MEAN = 1
 #: Nodes that change the form of their input and not its meaning.
@@ -32,6 +33,26 @@ _CLASSES = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
 _BINARY = frozenset({"BinaryCrossEntropyWithLogitsBackward0", "BinaryCrossEntropyBackward0"})
 _ELEMENTWISE = frozenset({"MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0"})
 _MEANS = frozenset({"MeanBackward0"})
+_POINTWISE = frozenset(
+    f"{name}Backward{i}"
+    for name in (
+        "Pow",
+        "Abs",
+        "Neg",
+        "Mul",
+        "Div",
+        "Add",
+        "Sub",
+        "Where",
+        "Clamp",
+        "ClampMin",
+        "Sqrt",
+        "Exp",
+        "Log",
+        "Relu",
+    )
+    for i in (0, 1)
+)
 _PROBABILITIES = {"SoftmaxBackward0": "softmax", "SigmoidBackward0": "sigmoid"}
 
 
@@ -164,17 +185,29 @@ def _broadcast(node: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         return _table(made, made.next_functions[0][0]) if spread else None
     if node.name() not in _MEANS:
         return None
-    made = node.next_functions[0][0]
-    while made is not None and made.name() in {"PowBackward0", "AbsBackward0", "NegBackward0"}:
-        made = made.next_functions[0][0]
-    if made is None or made.name() not in {"SubBackward0", "MulBackward0", "RsubBackward1"}:
+    found = (_spread(made) for made in _pointwise(node.next_functions[0][0]))
+    return next((shapes for shapes in found if shapes is not None), None)
+
+
+def _pointwise(start: Any) -> Iterator[Any]:
+    """Yield the nodes whose results have the form of what a loss averages over, up to those that brought it about."""
+    waiting, form = [start], None if start is None else graph.shape_at(start)
+    for _ in range(_MAX_POINTWISE):
+        if not waiting:
+            return
+        made = waiting.pop(0)
+        if made is None or graph.shape_at(made) != form:
+            continue
+        yield made
+        if made.name() in _POINTWISE:
+            waiting += list(dict.fromkeys(below for below, _ in made.next_functions))
+
+
+def _spread(made: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return both shapes where a difference, or a factor, has spread a prediction over a table."""
+    if made.name() not in {"SubBackward0", "MulBackward0", "RsubBackward1"}:
         return None
     operands = [below for below, _ in made.next_functions]
-    if made.name() == "MulBackward0" and len(operands) == 2 and operands[0] is operands[1]:  # a square
-        made = operands[0]
-        if made is None or made.name() != "SubBackward0":
-            return None
-        operands = [below for below, _ in made.next_functions]
     known = [below for below in operands if below is not None]
     found = _table(made, known[0]) if len(known) == 1 and len(operands) > 1 else None
     if found is not None and made.name() == "MulBackward0":  # the factor must have been spread as well

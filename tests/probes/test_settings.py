@@ -1,0 +1,64 @@
+"""What is told of tensors in plain attributes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddpdebug.probes.settings import Settings
+
+
+class Embedding(nn.Module):
+    """Computes with a table that is no buffer, and keeps what it made last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.linspace(0, 1, 8).view(2, 4)
+        self.steps = torch.arange(4)
+        self.scales = [torch.ones(3), 2.0]
+        self.register_buffer("mean", torch.zeros(2))
+        self.last = torch.zeros(2, 4)
+        self.count = torch.zeros(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = x @ self.table
+        self.count += 1
+        return self.last
+
+
+def told(model: nn.Module, forwards: int) -> list[tuple[str, dict[str, Any]]]:
+    """Return what is announced over some forwards."""
+    settings, facts = Settings(model), []
+    for _ in range(forwards):
+        facts += settings.at_forward(model)
+        model(torch.ones(3, 2))
+    return facts
+
+
+def test_only_what_forward_leaves_alone_is_a_constant() -> None:
+    """Buffers, integers, results and running values are no constants; the table and the list's tensor are."""
+    facts = dict(told(nn.Sequential(Embedding()), 12))
+    assert set(facts) == {"precision", "constants"}
+    assert set(facts["constants"]["tensors"]) == {"0.table", "0.scales[0]"}
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_equal_tables_look_equal(same: bool) -> None:
+    """What is told depends on the values, not on where they are."""
+    models = Embedding(), Embedding()
+    if not same:
+        models[1].table[0, 0] += 1
+    tables = [dict(told(model, 9))["constants"]["tensors"]["table"] for model in models]
+    assert (tables[0] == tables[1]) is same
+
+
+def test_a_forward_that_changed_its_table_ends_the_comparison() -> None:
+    """A table written once after wrapping is none of the constants any more."""
+    model = Embedding()
+    settings = Settings(model)
+    model.table.mul_(2)
+    facts = [fact for _ in range(9) for fact in settings.at_forward(model)]
+    assert set(dict(facts)["constants"]["tensors"]) == {"scales[0]", "last", "count"}
