@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,6 +24,17 @@ class Facts:
 
     topic: str
     values: Mapping[int, Any]
+
+
+class Examples:
+    """Sequences of steps (or `Facts`), made when they are read: a job that is watched carries none of them."""
+
+    def __init__(self, make: Callable[[], tuple[tuple[Any, ...], ...]] = tuple) -> None:
+        self._make = make
+
+    def __get__(self, rule: object, kind: type | None = None) -> tuple[tuple[Any, ...], ...]:
+        """Make them, anew each time."""
+        return self._make()
 
 
 class Detector:
@@ -55,9 +66,9 @@ class Detector:
     group: ClassVar[str] = ""
     #: Place in the chain of causes, upstream is smaller: within one step a finding folds only into what comes before.
     stage: ClassVar[int] = 60
-    #: Each example is a sequence of steps (or `Facts`) fed to a fresh instance; run as tests.
-    fires_on: ClassVar[tuple[tuple[Any, ...], ...]] = ()
-    silent_on: ClassVar[tuple[tuple[Any, ...], ...]] = ()
+    #: Each is fed to a fresh instance; run as tests.
+    fires_on: ClassVar[Examples] = Examples()
+    silent_on: ClassVar[Examples] = Examples()
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         self.config = config or {}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpdebug.detectors.base import Detector, Facts, runbook
+from ddpdebug.detectors.base import Detector, Examples, Facts, runbook
 from ddpdebug.detectors.catalog import catalog, planned
 from ddpdebug.diagnosis import Diagnosis
 from ddpdebug.findings import Finding, Severity
@@ -92,6 +92,13 @@ def test_silent(rule: type[Detector], example) -> None:
     """A rule says nothing on its counter-examples."""
     assert judge(rule, example) == []
     assert diagnose(rule, example) == []
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
+def test_a_watched_job_makes_no_examples(rule: type[Detector]) -> None:
+    """They are thousands of steps, which every rank would make when it attaches and keep to its end."""
+    for name in ("fires_on", "silent_on"):
+        assert isinstance(vars(rule)[name], Examples)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)

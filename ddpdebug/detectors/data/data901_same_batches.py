@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.comparison import kin
 from ddpdebug.detectors.examples import digest, step_at, steps
 from ddpdebug.findings import Finding, Severity
@@ -43,18 +43,22 @@ class SameBatches(Detector):
     severity = Severity.ERROR
     title = "ranks receive the same batches"
     topics = ("loader",)
-    fires_on = (
-        tuple(_same(n) for n in range(3)),
-        tuple(step_at(n, odd={1: {"record_digest": digest(3, 0, n)}}) for n in range(3)),
-        (Facts(topic="loader:0", values={rank: {**_SAMPLER, "rank": 0} for rank in range(4)}),),
+    fires_on = Examples(
+        lambda: (
+            tuple(_same(n) for n in range(3)),
+            tuple(step_at(n, odd={1: {"record_digest": digest(3, 0, n)}}) for n in range(3)),
+            (Facts(topic="loader:0", values={rank: {**_SAMPLER, "rank": 0} for rank in range(4)}),),
+        )
     )
-    silent_on = (
-        steps(6),
-        tuple(_same(n) for n in range(2)),
-        steps(6, batch_digest=digest(1), record_digest=digest(2)),  # one batch again and again: an overfit test
-        steps(6, batch_digest=digest(1)),  # a constant input, records differ
-        (Facts(topic="loader:0", values={rank: {**_SAMPLER, "rank": rank} for rank in range(4)}),),
-        (_same(0), step_at(1), _same(2), step_at(3), _same(4)),
+    silent_on = Examples(
+        lambda: (
+            steps(6),
+            tuple(_same(n) for n in range(2)),
+            steps(6, batch_digest=digest(1), record_digest=digest(2)),  # one batch again and again: an overfit test
+            steps(6, batch_digest=digest(1)),  # a constant input, records differ
+            (Facts(topic="loader:0", values={rank: {**_SAMPLER, "rank": rank} for rank in range(4)}),),
+            (_same(0), step_at(1), _same(2), step_at(3), _same(4)),
+        )
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

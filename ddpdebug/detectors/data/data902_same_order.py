@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.comparison import announced_at
 from ddpdebug.detectors.examples import digest, step_at, steps
 from ddpdebug.findings import Finding, Severity
@@ -73,21 +73,26 @@ class SameOrder(Detector):
     severity = Severity.WARNING
     title = "every epoch repeats the same order"
     topics = ("loader",)
-    fires_on = (
-        tuple(_cycle(n) for n in range(8)),
-        tuple(
-            Facts(topic="loader:0", values={rank: {**_LOADER, "iterations": n} for rank in range(4)}) for n in (1, 2)
-        ),
+    fires_on = Examples(
+        lambda: (
+            tuple(_cycle(n) for n in range(8)),
+            tuple(
+                Facts(topic="loader:0", values={rank: {**_LOADER, "iterations": n} for rank in range(4)})
+                for n in (1, 2)
+            ),
+        )
     )
-    silent_on = (
-        steps(12),
-        tuple(_cycle(n) for n in range(7)),
-        tuple(_cycle(n, period=2) for n in range(12)),
-        tuple(_cycle(n, period=1) for n in range(12)),
-        tuple(
-            Facts(topic="loader:0", values={rank: {**_LOADER, "iterations": n, "epoch": n} for rank in range(4)})
-            for n in (1, 2, 3)
-        ),
+    silent_on = Examples(
+        lambda: (
+            steps(12),
+            tuple(_cycle(n) for n in range(7)),
+            tuple(_cycle(n, period=2) for n in range(12)),
+            tuple(_cycle(n, period=1) for n in range(12)),
+            tuple(
+                Facts(topic="loader:0", values={rank: {**_LOADER, "iterations": n, "epoch": n} for rank in range(4)})
+                for n in (1, 2, 3)
+            ),
+        )
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

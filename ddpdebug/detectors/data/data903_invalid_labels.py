@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.rcp.streak import told
 from ddpdebug.findings import Finding, Severity
@@ -61,14 +61,22 @@ class InvalidLabels(Detector):
     severity = Severity.ERROR
     title = "labels are out of range or of the wrong dtype"
     topics = ("alone",)
-    fires_on = (
-        (Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),),
-        (Facts(topic="alone:failure", values={1: {"reason": "exception: IndexError: Target 10 is out of bounds."}}),),
+    fires_on = Examples(
+        lambda: (
+            (Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),),
+            (
+                Facts(
+                    topic="alone:failure", values={1: {"reason": "exception: IndexError: Target 10 is out of bounds."}}
+                ),
+            ),
+        )
     )
-    silent_on = (
-        steps(3),
-        (Facts(topic="alone:loss", values={0: {**_FACT, "kind": "broadcast"}}),),
-        (Facts(topic="alone:failure", values={1: {"reason": "exception: IndexError: list index out of range"}}),),
+    silent_on = Examples(
+        lambda: (
+            steps(3),
+            (Facts(topic="alone:loss", values={0: {**_FACT, "kind": "broadcast"}}),),
+            (Facts(topic="alone:failure", values={1: {"reason": "exception: IndexError: list index out of range"}}),),
+        )
     )
 
     def cause(self, finding: Finding) -> tuple[Hashable, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector
+from ddpdebug.detectors.base import Detector, Examples
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
@@ -46,20 +46,24 @@ class SingleClassBatches(Detector):
     severity = Severity.WARNING
     title = "batches hold a single class"
     wants = ("recipe",)
-    fires_on = (
-        (
-            *steps(12, flags=Flag.SINGLE_CLASS, recipe=_label(0)),
-            *steps(12, start=12, flags=Flag.SINGLE_CLASS, recipe=_label(1)),
-        ),
-        tuple(step_at(n, flags=Flag.SINGLE_CLASS, recipe=_label(n % 3)) for n in range(16)),
-        tuple(  # sorted data: every eighth batch lies over a border
-            step_at(n, flags=Flag.SINGLE_CLASS if n % 8 != 7 else 0, recipe=_label(n // 8)) for n in range(20)
-        ),
+    fires_on = Examples(
+        lambda: (
+            (
+                *steps(12, flags=Flag.SINGLE_CLASS, recipe=_label(0)),
+                *steps(12, start=12, flags=Flag.SINGLE_CLASS, recipe=_label(1)),
+            ),
+            tuple(step_at(n, flags=Flag.SINGLE_CLASS, recipe=_label(n % 3)) for n in range(16)),
+            tuple(  # sorted data: every eighth batch lies over a border
+                step_at(n, flags=Flag.SINGLE_CLASS if n % 8 != 7 else 0, recipe=_label(n // 8)) for n in range(20)
+            ),
+        )
     )
-    silent_on = (
-        steps(21),
-        steps(21, flags=Flag.SINGLE_CLASS, recipe=_label(0)),  # the positive pair stands in column 0
-        tuple(step_at(n, flags=Flag.SINGLE_CLASS if n % 2 else 0, recipe=_label(n % 3)) for n in range(21)),
+    silent_on = Examples(
+        lambda: (
+            steps(21),
+            steps(21, flags=Flag.SINGLE_CLASS, recipe=_label(0)),  # the positive pair stands in column 0
+            tuple(step_at(n, flags=Flag.SINGLE_CLASS if n % 2 else 0, recipe=_label(n % 3)) for n in range(21)),
+        )
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
@@ -60,15 +60,23 @@ class UnequalBatches(Detector):
     severity = Severity.ERROR
     title = "ranks have different numbers of batches"
     topics = ("loader", "alone")
-    fires_on = (
-        (_pass(1, 0, 0), *steps(3, world=2), _pass(2, 10, 12)),
-        (_pass(1, 0, 0), *steps(3, world=2), Facts(topic="alone:failure", values={1: {"reason": _CLOSED, "step": 10}})),
+    fires_on = Examples(
+        lambda: (
+            (_pass(1, 0, 0), *steps(3, world=2), _pass(2, 10, 12)),
+            (
+                _pass(1, 0, 0),
+                *steps(3, world=2),
+                Facts(topic="alone:failure", values={1: {"reason": _CLOSED, "step": 10}}),
+            ),
+        )
     )
-    silent_on = (
-        (_pass(1, 0, 0), *steps(3, world=2), _pass(2, 10, 10)),  # ended together all the same
-        (_pass(1, 0, 0), step_at(0, world=2, flags=Flag.IN_JOIN), _pass(2, 10, 12)),
-        (_pass(1, 0, 0), Facts(topic="alone:failure", values={1: {"reason": "exception: KeyError: 3"}})),
-        (_pass(1, 0, 0, batches=(10, 10)), Facts(topic="alone:failure", values={1: {"reason": _CLOSED}})),
+    silent_on = Examples(
+        lambda: (
+            (_pass(1, 0, 0), *steps(3, world=2), _pass(2, 10, 10)),  # ended together all the same
+            (_pass(1, 0, 0), step_at(0, world=2, flags=Flag.IN_JOIN), _pass(2, 10, 12)),
+            (_pass(1, 0, 0), Facts(topic="alone:failure", values={1: {"reason": "exception: KeyError: 3"}})),
+            (_pass(1, 0, 0, batches=(10, 10)), Facts(topic="alone:failure", values={1: {"reason": _CLOSED}})),
+        )
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

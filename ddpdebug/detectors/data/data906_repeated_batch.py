@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector
+from ddpdebug.detectors.base import Detector, Examples
 from ddpdebug.detectors.examples import digest, step_at, steps
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
@@ -44,16 +44,20 @@ class RepeatedBatch(Detector):
     code = "DATA906"
     severity = Severity.WARNING
     title = "the same batch comes again and again"
-    fires_on = (
-        tuple(_again(n) for n in range(12)),
-        (*steps(3), *(_again(n) for n in range(3, 15))),
+    fires_on = Examples(
+        lambda: (
+            tuple(_again(n) for n in range(12)),
+            (*steps(3), *(_again(n) for n in range(3, 15))),
+        )
     )
-    silent_on = (
-        steps(12),
-        tuple(_again(n) for n in range(11)),
-        tuple(step_at(n, batch_digest=digest(5)) for n in range(12)),  # a constant input, other labels
-        tuple(step_at(n, batch_digest=digest(5), record_digest=0) for n in range(12)),  # all data at once
-        tuple(step_at(n, odd=_OWN, flags=Flag.CLOSURE) for n in range(12)),
+    silent_on = Examples(
+        lambda: (
+            steps(12),
+            tuple(_again(n) for n in range(11)),
+            tuple(step_at(n, batch_digest=digest(5)) for n in range(12)),  # a constant input, other labels
+            tuple(step_at(n, batch_digest=digest(5), record_digest=0) for n in range(12)),  # all data at once
+            tuple(step_at(n, odd=_OWN, flags=Flag.CLOSURE) for n in range(12)),
+        )
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

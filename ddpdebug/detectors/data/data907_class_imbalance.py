@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.rcp.streak import told
 from ddpdebug.findings import Finding, Severity
@@ -50,16 +50,22 @@ class ClassImbalance(Detector):
     severity = Severity.WARNING
     title = "the classes that the ranks have seen are strongly imbalanced"
     topics = ("alone",)
-    fires_on = (
-        (Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),),
-        (*steps(2), Facts(topic="alone:loss", values={1: {**_FACT, "share": 0.99, "classes": 20}})),
+    fires_on = Examples(
+        lambda: (
+            (Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),),
+            (*steps(2), Facts(topic="alone:loss", values={1: {**_FACT, "share": 0.99, "classes": 20}})),
+        )
     )
-    silent_on = (
-        steps(3),
-        (Facts(topic="alone:loss", values={0: {**_FACT, "share": 0.8}}),),
-        (Facts(topic="alone:loss", values={0: {**_FACT, "weighted": True}}),),  # known, and dealt with
-        (Facts(topic="alone:loss", values={0: {**_FACT, "present": 1, "share": 1.0}}),),  # the first column is right
-        (Facts(topic="alone:loss", values={0: {**_FACT, "seen": 100}}),),
+    silent_on = Examples(
+        lambda: (
+            steps(3),
+            (Facts(topic="alone:loss", values={0: {**_FACT, "share": 0.8}}),),
+            (Facts(topic="alone:loss", values={0: {**_FACT, "weighted": True}}),),  # known, and dealt with
+            (
+                Facts(topic="alone:loss", values={0: {**_FACT, "present": 1, "share": 1.0}}),
+            ),  # the first column is right
+            (Facts(topic="alone:loss", values={0: {**_FACT, "seen": 100}}),),
+        )
     )
 
     def cause(self, finding: Finding) -> tuple[Hashable, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.examples import steps
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
@@ -42,21 +42,30 @@ class InputScale(Detector):
     severity = Severity.WARNING
     title = "inputs are far from normalised, or differently on different ranks"
     topics = ("inputs",)
-    fires_on = (
-        (Facts(topic="inputs:0", values={0: {**_USUAL, "mean": 110.0, "std": 62.0, "max": 255.0}, 1: _USUAL}),),
-        (Facts(topic="inputs:0", values={0: {**_USUAL, "std": 0.0, "min": 0.0, "max": 0.0}, 1: _USUAL}),),
-        (
-            Facts(
-                topic="inputs:0",
-                values={0: {**_USUAL, "std": 0.001, "min": 0.0, "max": 0.0039, "twice": 1.0}, 1: _USUAL},
+    fires_on = Examples(
+        lambda: (
+            (Facts(topic="inputs:0", values={0: {**_USUAL, "mean": 110.0, "std": 62.0, "max": 255.0}, 1: _USUAL}),),
+            (Facts(topic="inputs:0", values={0: {**_USUAL, "std": 0.0, "min": 0.0, "max": 0.0}, 1: _USUAL}),),
+            (
+                Facts(
+                    topic="inputs:0",
+                    values={0: {**_USUAL, "std": 0.001, "min": 0.0, "max": 0.0039, "twice": 1.0}, 1: _USUAL},
+                ),
             ),
-        ),
-        (Facts(topic="inputs:0", values={0: _USUAL, 1: {**_USUAL, "std": 25.0, "min": -70.0, "max": 75.0}}),),
+            (Facts(topic="inputs:0", values={0: _USUAL, 1: {**_USUAL, "std": 25.0, "min": -70.0, "max": 75.0}}),),
+        )
     )
-    silent_on = (
-        steps(3),
-        (Facts(topic="inputs:0", values={0: _USUAL, 1: {**_USUAL, "std": 1.3, "mean": 0.2}}),),
-        (Facts(topic="inputs:0", values={0: {**_USUAL, "mean": 0.13, "std": 0.3, "min": 0.0, "max": 1.0}, 1: _USUAL}),),
+    silent_on = Examples(
+        lambda: (
+            steps(3),
+            (Facts(topic="inputs:0", values={0: _USUAL, 1: {**_USUAL, "std": 1.3, "mean": 0.2}}),),
+            (
+                Facts(
+                    topic="inputs:0",
+                    values={0: {**_USUAL, "mean": 0.13, "std": 0.3, "min": 0.0, "max": 1.0}, 1: _USUAL},
+                ),
+            ),
+        )
     )
 
     def cause(self, finding: Finding) -> tuple[Hashable, ...]:

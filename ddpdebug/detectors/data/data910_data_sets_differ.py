@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.comparison import MAX_NAMES, announced_at
 from ddpdebug.detectors.examples import digest, step_at, steps
 from ddpdebug.findings import Finding, Severity
@@ -87,21 +87,29 @@ class DataSetsDiffer(Detector):
     severity = Severity.ERROR
     title = "ranks disagree about the data set"
     topics = ("loader",)
-    fires_on = (
-        (_facts(seed=1),),
-        (_facts(attributes={"dataset.samples": "b", "dataset.class_to_idx": "c"}),),
-        (Facts(topic="loader:0", values={0: _PLAIN, 1: {**_PLAIN, "attributes": {"dataset.class_to_idx": "d"}}}),),
-        (
-            Facts(topic="loader:0", values={0: _PLAIN, 1: _PLAIN}),
-            *(_shifted(n) for n in range(6)),
-        ),
+    fires_on = Examples(
+        lambda: (
+            (_facts(seed=1),),
+            (_facts(attributes={"dataset.samples": "b", "dataset.class_to_idx": "c"}),),
+            (Facts(topic="loader:0", values={0: _PLAIN, 1: {**_PLAIN, "attributes": {"dataset.class_to_idx": "d"}}}),),
+            (
+                Facts(topic="loader:0", values={0: _PLAIN, 1: _PLAIN}),
+                *(_shifted(n) for n in range(6)),
+            ),
+        )
     )
-    silent_on = (
-        (_facts(),),
-        (_facts(rank=1, batch_size=4),),
-        (_facts(attributes={"dataset.samples": "a", "dataset.class_to_idx": "c", "dataset.cache_dir": "z"}),),
-        (Facts(topic="loader:0", values={0: _PLAIN, 1: {**_PLAIN, "length": 700, "attributes": {"dataset.x": "q"}}}),),
-        (Facts(topic="loader:0", values={0: _PLAIN, 1: _PLAIN}), *steps(8, world=2)),
+    silent_on = Examples(
+        lambda: (
+            (_facts(),),
+            (_facts(rank=1, batch_size=4),),
+            (_facts(attributes={"dataset.samples": "a", "dataset.class_to_idx": "c", "dataset.cache_dir": "z"}),),
+            (
+                Facts(
+                    topic="loader:0", values={0: _PLAIN, 1: {**_PLAIN, "length": 700, "attributes": {"dataset.x": "q"}}}
+                ),
+            ),
+            (Facts(topic="loader:0", values={0: _PLAIN, 1: _PLAIN}), *steps(8, world=2)),
+        )
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
-from ddpdebug.detectors.base import Detector
+from ddpdebug.detectors.base import Detector, Examples
 from ddpdebug.detectors.hlth.curve import losses, wobble
 from ddpdebug.detectors.hlth.samples import BROKEN
 from ddpdebug.findings import Finding, Severity
@@ -51,17 +51,21 @@ class GradientExplosion(Detector):
     title = "gradients explode"
     stage = 88
     follows = (*BROKEN, "HLTH705")
-    fires_on = (
-        losses(40, lambda i: 1.0, grad_norm=lambda i: 1.0 + 0.3 * wobble(i) if i < 30 else 60.0),
-        losses(20, lambda i: 1.0, grad_norm=lambda i: 0.5 * 2.5**i),
+    fires_on = Examples(
+        lambda: (
+            losses(40, lambda i: 1.0, grad_norm=lambda i: 1.0 + 0.3 * wobble(i) if i < 30 else 60.0),
+            losses(20, lambda i: 1.0, grad_norm=lambda i: 0.5 * 2.5**i),
+        )
     )
-    silent_on = (
-        losses(60, lambda i: 1.0, grad_norm=lambda i: 90.0 if i == 40 else 1.0 + 0.5 * wobble(i)),  # one batch
-        losses(60, lambda i: 1.0, grad_norm=lambda i: 1.0 + 0.1 * i),  # grows slowly
-        losses(60, lambda i: 1.0, grad_norm=lambda i: math.exp(2 * wobble(i))),  # heavy tails
-        losses(
-            60, lambda i: 1.0, grad_norm=lambda i: 2.0 ** (10 + i // 12), loss_scale=lambda i: 2.0 ** (10 + i // 12)
-        ),
+    silent_on = Examples(
+        lambda: (
+            losses(60, lambda i: 1.0, grad_norm=lambda i: 90.0 if i == 40 else 1.0 + 0.5 * wobble(i)),  # one batch
+            losses(60, lambda i: 1.0, grad_norm=lambda i: 1.0 + 0.1 * i),  # grows slowly
+            losses(60, lambda i: 1.0, grad_norm=lambda i: math.exp(2 * wobble(i))),  # heavy tails
+            losses(
+                60, lambda i: 1.0, grad_norm=lambda i: 2.0 ** (10 + i // 12), loss_scale=lambda i: 2.0 ** (10 + i // 12)
+            ),
+        )
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.hlth.samples import LayerRule, parameters, sampled, sites, weight
 from ddpdebug.findings import Severity
 from ddpdebug.steps import Step
@@ -40,15 +41,23 @@ class VanishingGradient(LayerRule):
     code = "HLTH702"
     severity = Severity.WARNING
     title = "gradients vanish with depth"
-    fires_on = (
-        sampled(8, lambda i: {f"l{k}.weight": weight(grad_norm=10.0 ** (k - 9)) for k in range(8)}),
-        sampled(8, lambda i: {f"l{k}.weight": weight(grad_norm=1e-8 if k < 2 else 0.1) for k in range(6)}),
+    fires_on = Examples(
+        lambda: (
+            sampled(8, lambda i: {f"l{k}.weight": weight(grad_norm=10.0 ** (k - 9)) for k in range(8)}),
+            sampled(8, lambda i: {f"l{k}.weight": weight(grad_norm=1e-8 if k < 2 else 0.1) for k in range(6)}),
+        )
     )
-    silent_on = (
-        sampled(8, lambda i: {f"l{k}.weight": weight(grad_norm=0.5 * 0.5 ** (8 - k)) for k in range(8)}),
-        sampled(8, lambda i: {f"l{k}.weight": weight(grad_norm=0.0 if k < 3 else 0.1) for k in range(8)}),  # HLTH714
-        sampled(8, lambda i: {f"l{k}.weight": weight(grad_norm=10.0 ** (k - 9 if i == 2 else -2)) for k in range(8)}),
-        sampled(8, lambda i: {f"l{k}.weight": weight(grad_norm=10.0 ** (-6 * k)) for k in range(3)}),  # too few
+    silent_on = Examples(
+        lambda: (
+            sampled(8, lambda i: {f"l{k}.weight": weight(grad_norm=0.5 * 0.5 ** (8 - k)) for k in range(8)}),
+            sampled(
+                8, lambda i: {f"l{k}.weight": weight(grad_norm=0.0 if k < 3 else 0.1) for k in range(8)}
+            ),  # HLTH714
+            sampled(
+                8, lambda i: {f"l{k}.weight": weight(grad_norm=10.0 ** (k - 9 if i == 2 else -2)) for k in range(8)}
+            ),
+            sampled(8, lambda i: {f"l{k}.weight": weight(grad_norm=10.0 ** (-6 * k)) for k in range(3)}),  # too few
+        )
     )
 
     def judge(self, step: Step) -> Mapping[str, Any] | None:

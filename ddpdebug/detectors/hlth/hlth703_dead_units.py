@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.hlth.samples import LayerRule, activation, sampled, sites
 from ddpdebug.findings import Severity
 from ddpdebug.steps import Step
@@ -36,14 +37,18 @@ class DeadUnits(LayerRule):
     severity = Severity.WARNING
     title = "units of a ReLU-like activation are zero for nearly all inputs"
     stage = 86
-    fires_on = (
-        sampled(6, modules=lambda i: {"act": activation("relu", zero=0.95, zero_units=0.9)}),
-        sampled(9, modules=lambda i: {"fc2 (input)": activation("relu", zero_units=1.0 if i > 3 else 0.1)}),
+    fires_on = Examples(
+        lambda: (
+            sampled(6, modules=lambda i: {"act": activation("relu", zero=0.95, zero_units=0.9)}),
+            sampled(9, modules=lambda i: {"fc2 (input)": activation("relu", zero_units=1.0 if i > 3 else 0.1)}),
+        )
     )
-    silent_on = (
-        sampled(9, modules=lambda i: {"act": activation("relu", zero=0.9, zero_units=0.3)}),  # sparse, not dead
-        sampled(9, modules=lambda i: {"act": activation("relu", zero_units=0.8, inputs=32)}),  # too few inputs
-        sampled(9, modules=lambda i: {"act": activation("relu", zero_units=0.8 if i % 3 == 0 else 0.1)}),
+    silent_on = Examples(
+        lambda: (
+            sampled(9, modules=lambda i: {"act": activation("relu", zero=0.9, zero_units=0.3)}),  # sparse, not dead
+            sampled(9, modules=lambda i: {"act": activation("relu", zero_units=0.8, inputs=32)}),  # too few inputs
+            sampled(9, modules=lambda i: {"act": activation("relu", zero_units=0.8 if i % 3 == 0 else 0.1)}),
+        )
     )
 
     def judge(self, step: Step) -> Mapping[str, Any] | None:

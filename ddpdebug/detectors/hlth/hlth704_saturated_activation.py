@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.hlth.samples import LayerRule, activation, sampled, sites
 from ddpdebug.findings import Severity
 from ddpdebug.steps import Step
@@ -37,14 +38,18 @@ class SaturatedActivation(LayerRule):
     severity = Severity.WARNING
     title = "activations are saturated"
     stage = 86
-    fires_on = (
-        sampled(6, modules=lambda i: {"act": activation("sigmoid", saturated=0.95)}),
-        sampled(9, modules=lambda i: {"attention (input)": activation("softmax", saturated=0.99)}),
+    fires_on = Examples(
+        lambda: (
+            sampled(6, modules=lambda i: {"act": activation("sigmoid", saturated=0.95)}),
+            sampled(9, modules=lambda i: {"attention (input)": activation("softmax", saturated=0.99)}),
+        )
     )
-    silent_on = (
-        sampled(9, modules=lambda i: {"head": activation("sigmoid", saturated=0.95, hidden=False)}),
-        sampled(9, modules=lambda i: {"act": activation("tanh", saturated=0.5)}),
-        sampled(9, modules=lambda i: {"act": activation("tanh", saturated=0.9 if i < 2 else 0.4)}),
+    silent_on = Examples(
+        lambda: (
+            sampled(9, modules=lambda i: {"head": activation("sigmoid", saturated=0.95, hidden=False)}),
+            sampled(9, modules=lambda i: {"act": activation("tanh", saturated=0.5)}),
+            sampled(9, modules=lambda i: {"act": activation("tanh", saturated=0.9 if i < 2 else 0.4)}),
+        )
     )
 
     def judge(self, step: Step) -> Mapping[str, Any] | None:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.hlth.curve import Series, series_of
 from ddpdebug.detectors.hlth.samples import BROKEN, SampledRule, ratios, sampled, weight
 from ddpdebug.findings import Finding, Severity
@@ -41,15 +42,19 @@ class UpdateRatio(SampledRule):
     severity = Severity.WARNING
     title = "the ratio of update to weight is outside its healthy range"
     follows = (*BROKEN, "HLTH713", "HLTH714")
-    fires_on = (
-        sampled(12, lambda i: {"w": weight(update=4.0)}),
-        sampled(40, lambda i: {f"l{k}.weight": weight(update=1e-6) for k in range(4)}),
+    fires_on = Examples(
+        lambda: (
+            sampled(12, lambda i: {"w": weight(update=4.0)}),
+            sampled(40, lambda i: {f"l{k}.weight": weight(update=1e-6) for k in range(4)}),
+        )
     )
-    silent_on = (
-        sampled(12, lambda i: {"w": weight(update=4.0 if i < 6 else 0.4)}),  # the first steps of Adam
-        sampled(60, lambda i: {"w": weight(update=1e-6 if i > 5 else 1e-3)}),  # it has converged
-        sampled(60, lambda i: {"w": weight(update=1e-9 * i)}, lr=0.0),  # warm-up begins at 0
-        sampled(60, lambda i: {"w": weight(), "frozen": weight(update=0.0), "head": weight()}),
+    silent_on = Examples(
+        lambda: (
+            sampled(12, lambda i: {"w": weight(update=4.0 if i < 6 else 0.4)}),  # the first steps of Adam
+            sampled(60, lambda i: {"w": weight(update=1e-6 if i > 5 else 1e-3)}),  # it has converged
+            sampled(60, lambda i: {"w": weight(update=1e-9 * i)}, lr=0.0),  # warm-up begins at 0
+            sampled(60, lambda i: {"w": weight(), "frozen": weight(update=0.0), "head": weight()}),
+        )
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

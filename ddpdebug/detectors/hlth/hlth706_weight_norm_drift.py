@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.hlth.samples import BROKEN, LayerRule, activation, parameters, sampled, sites, weight
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
@@ -51,22 +52,26 @@ class WeightNormDrift(LayerRule):
     title = "a weight norm runs away or collapses"
     titles: ClassVar[Mapping[str, str]] = {_VARIANCE: "the variance of a layer's output explodes or dies"}
     follows = (*BROKEN, "HLTH703", "HLTH704", "HLTH705")
-    fires_on = (
-        sampled(40, lambda i: {"w": weight(norm=4.0 * 1.1**i), "v": weight()}),
-        sampled(60, lambda i: {"w": weight(norm=4.0 * 0.9**i), "v": weight()}),
-        sampled(30, modules=lambda i: {"fc": activation(std=0.5 * 1.3**i), "act": activation("relu")}),
-        sampled(40, modules=lambda i: {"encoder (input)": activation("tanh", std=0.5 if i < 20 else 1e-4)}),
+    fires_on = Examples(
+        lambda: (
+            sampled(40, lambda i: {"w": weight(norm=4.0 * 1.1**i), "v": weight()}),
+            sampled(60, lambda i: {"w": weight(norm=4.0 * 0.9**i), "v": weight()}),
+            sampled(30, modules=lambda i: {"fc": activation(std=0.5 * 1.3**i), "act": activation("relu")}),
+            sampled(40, modules=lambda i: {"encoder (input)": activation("tanh", std=0.5 if i < 20 else 1e-4)}),
+        )
     )
-    silent_on = (
-        sampled(60, lambda i: {"w": weight(norm=4.0 + 0.3 * i)}),
-        sampled(60, lambda i: {"lora_b": weight(norm=1e-4 + 0.1 * i)}),  # begins at 0
-        sampled(60, lambda i: {"w": weight(norm=4.0 if i < 3 else 50.0)}),  # loaded, and then it stays
-        sampled(60, lambda i: {"bias": weight(norm=0.5 * 1.1**i, dim=1)}),
-        sampled(60, modules=lambda i: {"fc": activation(std=0.5 + 0.3 * i)}),
-        sampled(60, modules=lambda i: {"adapter": activation(std=1e-6 * 1.3 ** min(i, 55))}),  # begins at 0
-        sampled(60, modules=lambda i: {"fc": activation(std=0.5 if i % 3 else 1e-6)}),  # now and then
-        sampled(60, modules=lambda i: {"head": activation(std=0.01 * 1.3**i, hidden=False)}),
-        sampled(9, modules=lambda i: {"fc": activation(std=0.0)}),
+    silent_on = Examples(
+        lambda: (
+            sampled(60, lambda i: {"w": weight(norm=4.0 + 0.3 * i)}),
+            sampled(60, lambda i: {"lora_b": weight(norm=1e-4 + 0.1 * i)}),  # begins at 0
+            sampled(60, lambda i: {"w": weight(norm=4.0 if i < 3 else 50.0)}),  # loaded, and then it stays
+            sampled(60, lambda i: {"bias": weight(norm=0.5 * 1.1**i, dim=1)}),
+            sampled(60, modules=lambda i: {"fc": activation(std=0.5 + 0.3 * i)}),
+            sampled(60, modules=lambda i: {"adapter": activation(std=1e-6 * 1.3 ** min(i, 55))}),  # begins at 0
+            sampled(60, modules=lambda i: {"fc": activation(std=0.5 if i % 3 else 1e-6)}),  # now and then
+            sampled(60, modules=lambda i: {"head": activation(std=0.01 * 1.3**i, hidden=False)}),
+            sampled(9, modules=lambda i: {"fc": activation(std=0.0)}),
+        )
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector
+from ddpdebug.detectors.base import Detector, Examples
 from ddpdebug.detectors.hlth.curve import losses, wobble
 from ddpdebug.detectors.hlth.samples import BROKEN
 from ddpdebug.findings import Finding, Severity
@@ -43,15 +43,19 @@ class ClippingAlways(Detector):
     title = "gradient clipping acts on most steps"
     stage = 92
     follows = (*BROKEN, "HLTH701")
-    fires_on = (
-        losses(60, lambda i: 1.0, clip_norm=lambda i: 12 + wobble(i), clip_max=1.0),
-        losses(80, lambda i: 1.0, clip_norm=lambda i: 3.0 + wobble(i), clip_max=0.1),
+    fires_on = Examples(
+        lambda: (
+            losses(60, lambda i: 1.0, clip_norm=lambda i: 12 + wobble(i), clip_max=1.0),
+            losses(80, lambda i: 1.0, clip_norm=lambda i: 3.0 + wobble(i), clip_max=0.1),
+        )
     )
-    silent_on = (
-        losses(80, lambda i: 1.0, clip_norm=lambda i: 2.0 + wobble(i), clip_max=1.0),  # acts, but not by much
-        losses(80, lambda i: 1.0, clip_norm=lambda i: 20.0 if i < 15 else 0.9 + wobble(i), clip_max=1.0),  # warm-up
-        losses(80, lambda i: 1.0, clip_norm=lambda i: 40.0 if i % 3 else 0.5, clip_max=1.0),
-        losses(80, lambda i: 1.0, clip_norm=50.0, clip_max=math.inf),  # only measures
+    silent_on = Examples(
+        lambda: (
+            losses(80, lambda i: 1.0, clip_norm=lambda i: 2.0 + wobble(i), clip_max=1.0),  # acts, but not by much
+            losses(80, lambda i: 1.0, clip_norm=lambda i: 20.0 if i < 15 else 0.9 + wobble(i), clip_max=1.0),  # warm-up
+            losses(80, lambda i: 1.0, clip_norm=lambda i: 40.0 if i % 3 else 0.5, clip_max=1.0),
+            losses(80, lambda i: 1.0, clip_norm=50.0, clip_max=math.inf),  # only measures
+        )
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

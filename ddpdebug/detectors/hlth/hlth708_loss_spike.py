@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.hlth.curve import LossRule, Series, losses, wobble
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
@@ -36,15 +37,19 @@ class LossSpike(LossRule):
     code = "HLTH708"
     severity = Severity.WARNING
     title = "the loss spiked and recovered"
-    fires_on = (
-        losses(50, lambda i: (2.0 - 0.02 * i + 0.05 * wobble(i)) * (4.0 if i == 30 else 1.0)),
-        losses(50, lambda i: 2.0 - 0.02 * i + 0.05 * wobble(i) + {30: 6.0, 31: 3.0, 32: 1.5}.get(i, 0.0)),
+    fires_on = Examples(
+        lambda: (
+            losses(50, lambda i: (2.0 - 0.02 * i + 0.05 * wobble(i)) * (4.0 if i == 30 else 1.0)),
+            losses(50, lambda i: 2.0 - 0.02 * i + 0.05 * wobble(i) + {30: 6.0, 31: 3.0, 32: 1.5}.get(i, 0.0)),
+        )
     )
-    silent_on = (
-        losses(60, lambda i: 2.0 - 0.02 * i + 0.4 * wobble(i)),
-        losses(60, lambda i: 0.01 + 2.0 * 0.8**i + (0.05 if i == 50 else 0.0)),  # small beside what it has learned
-        losses(60, lambda i: 1.0 if i < 30 else 9.0),  # does not recover: HLTH710
-        losses(60, lambda i: 2.0 - 0.02 * i + (3.0 if i == 30 else 0.0), lr=lambda i: 0.01 if i < 29 else 0.1),
+    silent_on = Examples(
+        lambda: (
+            losses(60, lambda i: 2.0 - 0.02 * i + 0.4 * wobble(i)),
+            losses(60, lambda i: 0.01 + 2.0 * 0.8**i + (0.05 if i == 50 else 0.0)),  # small beside what it has learned
+            losses(60, lambda i: 1.0 if i < 30 else 9.0),  # does not recover: HLTH710
+            losses(60, lambda i: 2.0 - 0.02 * i + (3.0 if i == 30 else 0.0), lr=lambda i: 0.01 if i < 29 else 0.1),
+        )
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.hlth.curve import LossRule, Series, losses, noise, trend, wobble
 from ddpdebug.detectors.hlth.samples import BROKEN, update_ratio
 from ddpdebug.detectors.hlth.shapes import Shape, fell, underfits
@@ -54,24 +55,28 @@ class LossFlat(LossRule):
     severity = Severity.WARNING
     title = "the loss is flat from the start, or has reached a plateau"
     follows = (*BROKEN, "HLTH703", "HLTH705", "HLTH713", "HLTH714")
-    fires_on = (
-        losses(48, lambda i: 2.302585),
-        losses(240, lambda i: 2.3 + 0.05 * wobble(i)),
-        losses(48, lambda i: 2.3 + 0.05 * wobble(i), param_norm=4.0, update_norm=1e-6),
-        losses(
-            640,
-            lambda i: 1.4 + 0.9 * 0.95**i + 0.02 * wobble(i),  # a hint at underfitting
-            val_loss=lambda i: 1.42 + 0.9 * 0.95**i if i % 50 == 49 else math.nan,
-        ),
+    fires_on = Examples(
+        lambda: (
+            losses(48, lambda i: 2.302585),
+            losses(240, lambda i: 2.3 + 0.05 * wobble(i)),
+            losses(48, lambda i: 2.3 + 0.05 * wobble(i), param_norm=4.0, update_norm=1e-6),
+            losses(
+                640,
+                lambda i: 1.4 + 0.9 * 0.95**i + 0.02 * wobble(i),  # a hint at underfitting
+                val_loss=lambda i: 1.42 + 0.9 * 0.95**i if i % 50 == 49 else math.nan,
+            ),
+        )
     )
-    silent_on = (
-        losses(120, lambda i: 2.3 + 0.05 * wobble(i)),  # may still begin to learn
-        losses(300, lambda i: 1.0 + 0.7 * 0.8**i + 0.05 * wobble(i)),  # fell at once: a plateau, when it lasts
-        losses(400, lambda i: 2.3 - 0.001 * i + 0.05 * wobble(i)),
-        losses(400, lambda i: 0.1 + wobble(i)),  # a policy gradient
-        losses(400, lambda i: 2.0 * 0.9**i + 0.01 + 0.002 * wobble(i)),  # it has learned
-        losses(48, lambda i: 2.3, batch_digest=7),  # the same batch again and again
-        losses(48, lambda i: 2.3 + 0.05 * wobble(i), param_norm=4.0, update_norm=1e-6, lr=lambda i: 1e-6 * i),
+    silent_on = Examples(
+        lambda: (
+            losses(120, lambda i: 2.3 + 0.05 * wobble(i)),  # may still begin to learn
+            losses(300, lambda i: 1.0 + 0.7 * 0.8**i + 0.05 * wobble(i)),  # fell at once: a plateau, when it lasts
+            losses(400, lambda i: 2.3 - 0.001 * i + 0.05 * wobble(i)),
+            losses(400, lambda i: 0.1 + wobble(i)),  # a policy gradient
+            losses(400, lambda i: 2.0 * 0.9**i + 0.01 + 0.002 * wobble(i)),  # it has learned
+            losses(48, lambda i: 2.3, batch_digest=7),  # the same batch again and again
+            losses(48, lambda i: 2.3 + 0.05 * wobble(i), param_norm=4.0, update_norm=1e-6, lr=lambda i: 1e-6 * i),
+        )
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

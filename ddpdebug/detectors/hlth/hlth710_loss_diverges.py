@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.hlth.curve import LossRule, Series, losses, wobble
 from ddpdebug.detectors.hlth.samples import update_ratio
 from ddpdebug.detectors.hlth.shapes import Shape, diverged
@@ -40,22 +41,26 @@ class LossDiverges(LossRule):
     severity = Severity.ERROR
     title = "the loss diverges"
     stage = 89
-    fires_on = (
-        losses(
-            40,
-            lambda i: 2.0 - 0.05 * i + 0.05 * wobble(i) if i < 20 else 1.5 * 1.3 ** (i - 20),
-            param_norm=1.0,
-            update_norm=0.2,
-        ),
-        losses(40, lambda i: 1.0 * 1.5**i),
+    fires_on = Examples(
+        lambda: (
+            losses(
+                40,
+                lambda i: 2.0 - 0.05 * i + 0.05 * wobble(i) if i < 20 else 1.5 * 1.3 ** (i - 20),
+                param_norm=1.0,
+                update_norm=0.2,
+            ),
+            losses(40, lambda i: 1.0 * 1.5**i),
+        )
     )
-    silent_on = (
-        losses(60, lambda i: 2.0 - 0.03 * i + (5.0 if i == 30 else 0.0)),  # a spike
-        losses(90, lambda i: 0.7 + 0.01 * i + 0.1 * wobble(i)),  # a generator whose opponent learns
-        losses(90, lambda i: 2.0 - 0.02 * (i % 45) + 0.02 * wobble(i)),  # warm restarts
-        losses(60, lambda i: 0.5 * wobble(i)),  # a policy gradient
-        losses(60, lambda i: 0.1 + (i / 40) ** 2, param_norm=1.0, update_norm=0.01),  # returns that grow
-        losses(60, lambda i: 3.0 * 0.9**i if i < 30 else 0.4),
+    silent_on = Examples(
+        lambda: (
+            losses(60, lambda i: 2.0 - 0.03 * i + (5.0 if i == 30 else 0.0)),  # a spike
+            losses(90, lambda i: 0.7 + 0.01 * i + 0.1 * wobble(i)),  # a generator whose opponent learns
+            losses(90, lambda i: 2.0 - 0.02 * (i % 45) + 0.02 * wobble(i)),  # warm restarts
+            losses(60, lambda i: 0.5 * wobble(i)),  # a policy gradient
+            losses(60, lambda i: 0.1 + (i / 40) ** 2, param_norm=1.0, update_norm=0.01),  # returns that grow
+            losses(60, lambda i: 3.0 * 0.9**i if i < 30 else 0.4),
+        )
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import digest
 from ddpdebug.detectors.hlth.curve import LossRule, Series, losses, period, swing, wobble
 from ddpdebug.detectors.hlth.samples import BROKEN, update_ratio
@@ -46,18 +47,24 @@ class LossOscillates(LossRule):
     severity = Severity.WARNING
     title = "the loss oscillates"
     follows = (*BROKEN, "HLTH710")
-    fires_on = (
-        losses(48, lambda i: 2.0 + (0.8 if i % 2 else -0.8) + 0.1 * wobble(i), param_norm=1.0, update_norm=0.2),
-        losses(96, lambda i: 2.0 + 0.9 * math.sin(2 * math.pi * i / 12) + 0.1 * wobble(i)),
+    fires_on = Examples(
+        lambda: (
+            losses(48, lambda i: 2.0 + (0.8 if i % 2 else -0.8) + 0.1 * wobble(i), param_norm=1.0, update_norm=0.2),
+            losses(96, lambda i: 2.0 + 0.9 * math.sin(2 * math.pi * i / 12) + 0.1 * wobble(i)),
+        )
     )
-    silent_on = (
-        losses(96, lambda i: 2.0 + 0.8 * wobble(i)),  # noise
-        losses(96, lambda i: 4.0 * 0.95**i + 0.1 * wobble(i)),
-        losses(96, lambda i: 2.0 + (0.8 if i % 2 else -0.8), param_norm=1.0, update_norm=1e-3),  # two tasks in turn
-        # a task in every third step, with a head of its own
-        losses(96, lambda i: 3.0 if i % 3 else 1.0, presence_digest=lambda i: digest(1 + (i % 3 == 0))),
-        losses(96, lambda i: 2.0 + math.sin(2 * math.pi * i / 12), lr=lambda i: 0.1 + 0.09 * math.sin(math.pi * i / 6)),
-        losses(96, lambda i: 2.0 + 0.1 * math.sin(2 * math.pi * i / 12) + 0.02 * wobble(i)),  # small
+    silent_on = Examples(
+        lambda: (
+            losses(96, lambda i: 2.0 + 0.8 * wobble(i)),  # noise
+            losses(96, lambda i: 4.0 * 0.95**i + 0.1 * wobble(i)),
+            losses(96, lambda i: 2.0 + (0.8 if i % 2 else -0.8), param_norm=1.0, update_norm=1e-3),  # two tasks in turn
+            # a task in every third step, with a head of its own
+            losses(96, lambda i: 3.0 if i % 3 else 1.0, presence_digest=lambda i: digest(1 + (i % 3 == 0))),
+            losses(
+                96, lambda i: 2.0 + math.sin(2 * math.pi * i / 12), lr=lambda i: 0.1 + 0.09 * math.sin(math.pi * i / 6)
+            ),
+            losses(96, lambda i: 2.0 + 0.1 * math.sin(2 * math.pi * i / 12) + 0.02 * wobble(i)),  # small
+        )
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

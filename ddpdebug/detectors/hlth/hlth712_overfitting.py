@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.hlth.curve import Evaluation, Series, ValidationRule, losses, wobble
 from ddpdebug.detectors.hlth.shapes import best_of, overfitting
 from ddpdebug.findings import Finding, Severity
@@ -41,16 +42,26 @@ class Overfitting(ValidationRule):
     code = "HLTH712"
     severity = Severity.WARNING
     title = "validation loss rises while training loss falls"
-    fires_on = (
-        losses(60, lambda i: 2.0 * 0.95**i, val_loss=lambda i: 1.0 + 0.02 * abs(i - 20) if i % 5 == 4 else math.nan),
-        losses(20, lambda i: 2.0 - 0.1 * i, val_loss=lambda i: 1.0 + 0.1 * abs(i - 4)),
+    fires_on = Examples(
+        lambda: (
+            losses(
+                60, lambda i: 2.0 * 0.95**i, val_loss=lambda i: 1.0 + 0.02 * abs(i - 20) if i % 5 == 4 else math.nan
+            ),
+            losses(20, lambda i: 2.0 - 0.1 * i, val_loss=lambda i: 1.0 + 0.1 * abs(i - 4)),
+        )
     )
-    silent_on = (
-        losses(120, lambda i: 2.0 * 0.97**i, val_loss=lambda i: 1.0 + 0.2 * wobble(3 * i) if i % 4 == 3 else math.nan),
-        losses(60, lambda i: 2.0 * 0.95**i, val_loss=lambda i: 1.0 + 0.02 * wobble(i) if i % 5 == 4 else math.nan),
-        losses(60, lambda i: 2.0, val_loss=lambda i: 1.0 + 0.02 * i if i % 5 == 4 else math.nan),  # training as well
-        losses(60, lambda i: 2.0 * 0.95**i, val_loss=lambda i: 1.2 * 0.95**i + (0.5 if i == 44 else 0.0)),
-        losses(60, lambda i: 2.0 * 0.95**i),
+    silent_on = Examples(
+        lambda: (
+            losses(
+                120, lambda i: 2.0 * 0.97**i, val_loss=lambda i: 1.0 + 0.2 * wobble(3 * i) if i % 4 == 3 else math.nan
+            ),
+            losses(60, lambda i: 2.0 * 0.95**i, val_loss=lambda i: 1.0 + 0.02 * wobble(i) if i % 5 == 4 else math.nan),
+            losses(
+                60, lambda i: 2.0, val_loss=lambda i: 1.0 + 0.02 * i if i % 5 == 4 else math.nan
+            ),  # training as well
+            losses(60, lambda i: 2.0 * 0.95**i, val_loss=lambda i: 1.2 * 0.95**i + (0.5 if i == 44 else 0.0)),
+            losses(60, lambda i: 2.0 * 0.95**i),
+        )
     )
 
     def evaluate(self, step: Step, series: Series, history: list[Evaluation]) -> Iterator[Finding]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.hlth.samples import SampledRule, parameters, sampled, weight
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
@@ -42,18 +43,22 @@ class FrozenWithGradient(SampledRule):
     severity = Severity.ERROR
     title = "a parameter has gradients but never changes"
     stage = 84
-    fires_on = (
-        sampled(24, lambda i: {"w": weight(digest="a"), "v": weight(digest=f"{i}")}),
-        sampled(24, lambda i: {"norm.weight": weight(digest="a", update=0.0, dim=1), "v": weight(digest=f"{i}")}),
+    fires_on = Examples(
+        lambda: (
+            sampled(24, lambda i: {"w": weight(digest="a"), "v": weight(digest=f"{i}")}),
+            sampled(24, lambda i: {"norm.weight": weight(digest="a", update=0.0, dim=1), "v": weight(digest=f"{i}")}),
+        )
     )
-    silent_on = (
-        sampled(24, lambda i: {"w": weight(digest="a" if i < 10 else f"{i}")}),  # a warm-up that begins at 0
-        sampled(24, lambda i: {"w": weight(digest="a", grad_norm=0.0)}),  # HLTH714
-        sampled(40, lambda i: {"w": weight(digest=f"{min(i, 8)}")}),  # it has converged
-        sampled(24, lambda i: {"w": weight(digest="a")}, flags=Flag.SKIPPED),
-        sampled(  # the loss takes differences of outputs, in which the bias cancels
-            24, lambda i: {"w": weight(digest=f"{i}"), "b": weight(digest="a", grad_norm=6e-9, numel=8, dim=1)}
-        ),
+    silent_on = Examples(
+        lambda: (
+            sampled(24, lambda i: {"w": weight(digest="a" if i < 10 else f"{i}")}),  # a warm-up that begins at 0
+            sampled(24, lambda i: {"w": weight(digest="a", grad_norm=0.0)}),  # HLTH714
+            sampled(40, lambda i: {"w": weight(digest=f"{min(i, 8)}")}),  # it has converged
+            sampled(24, lambda i: {"w": weight(digest="a")}, flags=Flag.SKIPPED),
+            sampled(  # the loss takes differences of outputs, in which the bias cancels
+                24, lambda i: {"w": weight(digest=f"{i}"), "b": weight(digest="a", grad_norm=6e-9, numel=8, dim=1)}
+            ),
+        )
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

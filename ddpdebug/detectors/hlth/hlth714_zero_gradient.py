@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.hlth.samples import BROKEN, SampledRule, parameters, sampled, weight
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
@@ -41,21 +42,29 @@ class ZeroGradient(SampledRule):
     severity = Severity.WARNING
     title = "a trainable parameter's gradient is always zero"
     follows = (*BROKEN, "HLTH703")
-    fires_on = (
-        sampled(24, lambda i: {"w": weight(grad_norm=0.0), "v": weight()}),
-        sampled(24, lambda i: {"gate": weight(grad_norm=0.0, dim=1), "v": weight()}),
+    fires_on = Examples(
+        lambda: (
+            sampled(24, lambda i: {"w": weight(grad_norm=0.0), "v": weight()}),
+            sampled(24, lambda i: {"gate": weight(grad_norm=0.0, dim=1), "v": weight()}),
+        )
     )
-    silent_on = (
-        sampled(24, lambda i: {"lora_a": weight(grad_norm=0.0 if i == 0 else 0.1), "v": weight()}),
-        sampled(24, lambda i: {"expert": weight(grad_norm=0.0 if i % 7 else 0.1), "v": weight()}),
-        sampled(
-            24,
-            lambda i: {"conv.weight": weight(), "conv.bias": weight(grad_norm=0.0, dim=1), "bn.weight": weight(dim=1)},
-            lambda i: {"bn": {"class": "BatchNorm2d"}},
-        ),
-        sampled(24, lambda i: {"w": weight(grad_norm=None), "v": weight()}),  # SYNC207
-        # a critic's last bias cancels in the loss
-        sampled(24, lambda i: {"out.weight": weight(), "out.bias": weight(grad_norm=0.0, dim=1)}),
+    silent_on = Examples(
+        lambda: (
+            sampled(24, lambda i: {"lora_a": weight(grad_norm=0.0 if i == 0 else 0.1), "v": weight()}),
+            sampled(24, lambda i: {"expert": weight(grad_norm=0.0 if i % 7 else 0.1), "v": weight()}),
+            sampled(
+                24,
+                lambda i: {
+                    "conv.weight": weight(),
+                    "conv.bias": weight(grad_norm=0.0, dim=1),
+                    "bn.weight": weight(dim=1),
+                },
+                lambda i: {"bn": {"class": "BatchNorm2d"}},
+            ),
+            sampled(24, lambda i: {"w": weight(grad_norm=None), "v": weight()}),  # SYNC207
+            # a critic's last bias cancels in the loss
+            sampled(24, lambda i: {"out.weight": weight(), "out.bias": weight(grad_norm=0.0, dim=1)}),
+        )
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.hlth.samples import SampledRule, activation, parameters, sampled, sites, weight
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
@@ -50,17 +51,21 @@ class PoorInitialisation(SampledRule):
     code = "HLTH715"
     severity = Severity.WARNING
     title = "initialisation lets the activations explode or die with depth, or is symmetric"
-    fires_on = (
-        sampled(3, modules=lambda i: _deep(6.0)),
-        sampled(3, modules=lambda i: _deep(0.2)),
-        sampled(3, lambda i: {"w": weight(symmetric=True)} if i == 0 else {"w": weight()}),
+    fires_on = Examples(
+        lambda: (
+            sampled(3, modules=lambda i: _deep(6.0)),
+            sampled(3, modules=lambda i: _deep(0.2)),
+            sampled(3, lambda i: {"w": weight(symmetric=True)} if i == 0 else {"w": weight()}),
+        )
     )
-    silent_on = (
-        sampled(3, modules=lambda i: _deep(0.6)),
-        sampled(3, modules=lambda i: _deep(2.0)),
-        sampled(3, modules=lambda i: {**_deep(1.0), "out": {**_linear(1e-6, 9), "hidden": False}}),
-        sampled(9, modules=lambda i: _deep(6.0 if i > 4 else 1.0)),  # not the first batch
-        sampled(3, lambda i: {"w": weight(symmetric=False)}),
+    silent_on = Examples(
+        lambda: (
+            sampled(3, modules=lambda i: _deep(0.6)),
+            sampled(3, modules=lambda i: _deep(2.0)),
+            sampled(3, modules=lambda i: {**_deep(1.0), "out": {**_linear(1e-6, 9), "hidden": False}}),
+            sampled(9, modules=lambda i: _deep(6.0 if i > 4 else 1.0)),  # not the first batch
+            sampled(3, lambda i: {"w": weight(symmetric=False)}),
+        )
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

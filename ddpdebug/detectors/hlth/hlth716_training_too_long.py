@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.hlth.curve import Evaluation, Series, ValidationRule, losses
 from ddpdebug.detectors.hlth.samples import BROKEN
 from ddpdebug.detectors.hlth.shapes import Shape, improves, late
@@ -50,22 +51,32 @@ class TrainingTooLong(ValidationRule):
     severity = Severity.WARNING
     title = "training continues long after validation stopped improving"
     follows = (*BROKEN, "HLTH712")
-    fires_on = (
-        losses(80, lambda i: 2.0 * 0.95**i, val_loss=lambda i: (1.0 if i < 20 else 1.03) if i % 4 == 3 else math.nan),
-        losses(30, lambda i: 2.0, val_loss=lambda i: 1.0 + 0.02 * abs(i - 5)),
-        losses(
-            48, lambda i: 2.0 * 0.8**i, val_loss=lambda i: _seldom(i, 1.0 if i < 36 else 0.8 ** (i - 35))
-        ),  # grokking
-        losses(
-            48, lambda i: 2.0 * 0.8**i, val_loss=lambda i: _seldom(i, 1.0 + i / 9 if i < 32 else 4 * 0.8 ** (i - 32))
-        ),
+    fires_on = Examples(
+        lambda: (
+            losses(
+                80, lambda i: 2.0 * 0.95**i, val_loss=lambda i: (1.0 if i < 20 else 1.03) if i % 4 == 3 else math.nan
+            ),
+            losses(30, lambda i: 2.0, val_loss=lambda i: 1.0 + 0.02 * abs(i - 5)),
+            losses(
+                48, lambda i: 2.0 * 0.8**i, val_loss=lambda i: _seldom(i, 1.0 if i < 36 else 0.8 ** (i - 35))
+            ),  # grokking
+            losses(
+                48,
+                lambda i: 2.0 * 0.8**i,
+                val_loss=lambda i: _seldom(i, 1.0 + i / 9 if i < 32 else 4 * 0.8 ** (i - 32)),
+            ),
+        )
     )
-    silent_on = (
-        losses(60, lambda i: 2.0 * 0.97**i, val_loss=lambda i: (1.0 if i < 30 else 0.6) if i % 5 == 4 else math.nan),
-        losses(60, lambda i: 2.0 * 0.8**i, val_loss=lambda i: 0.97**i),
-        losses(80, lambda i: 2.0, val_loss=lambda i: 1.0 / (1 + 0.01 * i) if i % 4 == 3 else math.nan),
-        losses(70, lambda i: 2.0, val_loss=lambda i: 1.0 - 0.3 * (i > 35) if i % 4 == 3 else math.nan),
-        losses(80, lambda i: 2.0),
+    silent_on = Examples(
+        lambda: (
+            losses(
+                60, lambda i: 2.0 * 0.97**i, val_loss=lambda i: (1.0 if i < 30 else 0.6) if i % 5 == 4 else math.nan
+            ),
+            losses(60, lambda i: 2.0 * 0.8**i, val_loss=lambda i: 0.97**i),
+            losses(80, lambda i: 2.0, val_loss=lambda i: 1.0 / (1 + 0.01 * i) if i % 4 == 3 else math.nan),
+            losses(70, lambda i: 2.0, val_loss=lambda i: 1.0 - 0.3 * (i > 35) if i % 4 == 3 else math.nan),
+            losses(80, lambda i: 2.0),
+        )
     )
 
     def folds(self, finding: Finding, cause: Finding) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.examples import step_at
 from ddpdebug.detectors.mem.explanation import explain
 from ddpdebug.detectors.mem.growth import GIB, size_text
@@ -59,13 +59,17 @@ class OutOfMemory(Detector):
     title = "out of memory"
     topics = ("alone",)
     stage = 5
-    fires_on = (
-        (Facts(topic="alone:memory", values={2: _FAILED}),),
-        (step_at(11), Facts(topic="alone:memory", values={1: {**_FAILED, "phase": "optimizer", "module": None}})),
+    fires_on = Examples(
+        lambda: (
+            (Facts(topic="alone:memory", values={2: _FAILED}),),
+            (step_at(11), Facts(topic="alone:memory", values={1: {**_FAILED, "phase": "optimizer", "module": None}})),
+        )
     )
-    silent_on = (
-        (Facts(topic="alone:memory", values={0: {**_FAILED, "failed": False}}),),
-        (Facts(topic="alone:failure", values={0: {"reason": "exception: ValueError", "step": 1, "missing": []}}),),
+    silent_on = Examples(
+        lambda: (
+            (Facts(topic="alone:memory", values={0: {**_FAILED, "failed": False}}),),
+            (Facts(topic="alone:failure", values={0: {"reason": "exception: ValueError", "step": 1, "missing": []}}),),
+        )
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

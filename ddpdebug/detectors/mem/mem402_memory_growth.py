@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import growing, holders
 from ddpdebug.detectors.mem.growth import MIB, GrowthRule, Series
 from ddpdebug.findings import Severity
@@ -36,13 +37,17 @@ class MemoryGrowth(GrowthRule):
     follows = ("MEM403",)
     stage = 82
     series = (Series("device", "device_allocated_bytes", "device_limit_bytes", "memory_growth_device"),)
-    fires_on = (
-        growing("device_allocated_bytes", lambda step: 300 * MIB + 2 * MIB * step, 70, holders=holders("cache")),
-        growing("device_allocated_bytes", lambda step: 300 * MIB + MIB * step + 90 * MIB * (step % 10 == 0), 90),
+    fires_on = Examples(
+        lambda: (
+            growing("device_allocated_bytes", lambda step: 300 * MIB + 2 * MIB * step, 70, holders=holders("cache")),
+            growing("device_allocated_bytes", lambda step: 300 * MIB + MIB * step + 90 * MIB * (step % 10 == 0), 90),
+        )
     )
-    silent_on = (
-        growing("device_allocated_bytes", lambda step: 300 * MIB + 2 * MIB * min(step, 30), 90),  # warm-up
-        growing("device_allocated_bytes", lambda step: 300 * MIB + 50 * MIB * (step * 7 % 11), 90),  # lengths vary
-        growing("device_allocated_bytes", lambda step: 300 * MIB + 40 * MIB * (step // 30), 90),  # jumps at epochs
-        growing("device_allocated_bytes", lambda step: 300 * MIB + 2 * MIB * step, 70, declared=1024 * MIB),
+    silent_on = Examples(
+        lambda: (
+            growing("device_allocated_bytes", lambda step: 300 * MIB + 2 * MIB * min(step, 30), 90),  # warm-up
+            growing("device_allocated_bytes", lambda step: 300 * MIB + 50 * MIB * (step * 7 % 11), 90),  # lengths vary
+            growing("device_allocated_bytes", lambda step: 300 * MIB + 40 * MIB * (step // 30), 90),  # jumps at epochs
+            growing("device_allocated_bytes", lambda step: 300 * MIB + 2 * MIB * step, 70, declared=1024 * MIB),
+        )
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector
+from ddpdebug.detectors.base import Detector, Examples
 from ddpdebug.detectors.examples import growing, holders
 from ddpdebug.detectors.mem.growth import (
     MIB,
@@ -48,16 +48,24 @@ class GraphKeptAlive(Detector):
     title = "autograd graphs are kept alive across steps"
     wants = ("holders",)
     stage = 80
-    fires_on = (
-        growing("live_graphs", lambda step: step, 30, holders=holders("losses", graphs=30)),
-        growing("live_graphs", lambda step: step, 60),
-        growing("host_private_bytes", lambda step: 300 * MIB + 3 * MIB * step, 70, holders=holders("val", graphs=60)),
-        growing("host_private_bytes", lambda step: 300 * MIB + 3 * MIB * step, 44, holders=holders("val", graphs=30)),
+    fires_on = Examples(
+        lambda: (
+            growing("live_graphs", lambda step: step, 30, holders=holders("losses", graphs=30)),
+            growing("live_graphs", lambda step: step, 60),
+            growing(
+                "host_private_bytes", lambda step: 300 * MIB + 3 * MIB * step, 70, holders=holders("val", graphs=60)
+            ),
+            growing(
+                "host_private_bytes", lambda step: 300 * MIB + 3 * MIB * step, 44, holders=holders("val", graphs=30)
+            ),
+        )
     )
-    silent_on = (
-        growing("live_graphs", lambda step: min(step, 2), 60),
-        growing("live_graphs", lambda step: step % 10, 80, holders=holders("losses", graphs=9)),
-        growing("host_private_bytes", lambda step: 300 * MIB + 3 * MIB * step, 70, holders=holders("cache")),
+    silent_on = Examples(
+        lambda: (
+            growing("live_graphs", lambda step: min(step, 2), 60),
+            growing("live_graphs", lambda step: step % 10, 80, holders=holders("losses", graphs=9)),
+            growing("host_private_bytes", lambda step: 300 * MIB + 3 * MIB * step, 70, holders=holders("cache")),
+        )
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector
+from ddpdebug.detectors.base import Detector, Examples
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.mem.growth import GIB, MIB, size_text
 from ddpdebug.findings import Finding, Severity
@@ -38,26 +38,32 @@ class Fragmentation(Detector):
     severity = Severity.WARNING
     title = "far more memory is reserved than allocated"
     stage = 86
-    fires_on = (
-        steps(
-            30,
-            device_allocated_bytes=9 * GIB,
-            device_peak_bytes=12 * GIB,
-            device_reserved_bytes=20 * GIB,
-            device_inactive_bytes=5 * GIB,
-        ),
-        steps(
-            30,
-            odd={2: {"device_peak_bytes": 2 * GIB, "device_reserved_bytes": 4 * GIB, "device_inactive_bytes": GIB}},
-            device_peak_bytes=2 * GIB,
-            device_reserved_bytes=2 * GIB,
-        ),
+    fires_on = Examples(
+        lambda: (
+            steps(
+                30,
+                device_allocated_bytes=9 * GIB,
+                device_peak_bytes=12 * GIB,
+                device_reserved_bytes=20 * GIB,
+                device_inactive_bytes=5 * GIB,
+            ),
+            steps(
+                30,
+                odd={2: {"device_peak_bytes": 2 * GIB, "device_reserved_bytes": 4 * GIB, "device_inactive_bytes": GIB}},
+                device_peak_bytes=2 * GIB,
+                device_reserved_bytes=2 * GIB,
+            ),
+        )
     )
-    silent_on = (
-        steps(30, device_allocated_bytes=GIB, device_peak_bytes=12 * GIB, device_reserved_bytes=13 * GIB),  # caching
-        steps(30, device_peak_bytes=12 * GIB, device_reserved_bytes=20 * GIB, device_inactive_bytes=64 * MIB),
-        steps(19, device_peak_bytes=12 * GIB, device_reserved_bytes=20 * GIB, device_inactive_bytes=5 * GIB),
-        steps(30),
+    silent_on = Examples(
+        lambda: (
+            steps(
+                30, device_allocated_bytes=GIB, device_peak_bytes=12 * GIB, device_reserved_bytes=13 * GIB
+            ),  # caching
+            steps(30, device_peak_bytes=12 * GIB, device_reserved_bytes=20 * GIB, device_inactive_bytes=64 * MIB),
+            steps(19, device_peak_bytes=12 * GIB, device_reserved_bytes=20 * GIB, device_inactive_bytes=5 * GIB),
+            steps(30),
+        )
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

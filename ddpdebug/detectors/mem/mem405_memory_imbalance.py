@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector
+from ddpdebug.detectors.base import Detector, Examples
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.mem.growth import GIB, MIB, size_text
 from ddpdebug.findings import Finding, Severity
@@ -41,16 +41,20 @@ class MemoryImbalance(Detector):
     severity = Severity.WARNING
     title = "one rank uses much more memory than its peers"
     stage = 88
-    fires_on = (
-        steps(40, odd={2: {"device_peak_bytes": 30 * GIB}}, device_peak_bytes=20 * GIB),
-        steps(40, world=2, odd={0: {"host_peak_bytes": 900 * MIB}}, host_peak_bytes=300 * MIB),
+    fires_on = Examples(
+        lambda: (
+            steps(40, odd={2: {"device_peak_bytes": 30 * GIB}}, device_peak_bytes=20 * GIB),
+            steps(40, world=2, odd={0: {"host_peak_bytes": 900 * MIB}}, host_peak_bytes=300 * MIB),
+        )
     )
-    silent_on = (
-        steps(40, odd={2: {"device_peak_bytes": 22 * GIB}}, device_peak_bytes=20 * GIB),
-        steps(40, odd={0: {"host_peak_bytes": 360 * MIB}}, host_peak_bytes=300 * MIB),
-        steps(27, odd={2: {"device_peak_bytes": 30 * GIB}}, device_peak_bytes=20 * GIB),
-        steps(40, odd={0: {"device_peak_bytes": GIB}, 1: {"device_peak_bytes": GIB}}, device_peak_bytes=4 * GIB),
-        steps(40, odd={1: {"host_peak_bytes": 9 * GIB}}, device_peak_bytes=4 * GIB, host_peak_bytes=GIB),
+    silent_on = Examples(
+        lambda: (
+            steps(40, odd={2: {"device_peak_bytes": 22 * GIB}}, device_peak_bytes=20 * GIB),
+            steps(40, odd={0: {"host_peak_bytes": 360 * MIB}}, host_peak_bytes=300 * MIB),
+            steps(27, odd={2: {"device_peak_bytes": 30 * GIB}}, device_peak_bytes=20 * GIB),
+            steps(40, odd={0: {"device_peak_bytes": GIB}, 1: {"device_peak_bytes": GIB}}, device_peak_bytes=4 * GIB),
+            steps(40, odd={1: {"host_peak_bytes": 9 * GIB}}, device_peak_bytes=4 * GIB, host_peak_bytes=GIB),
+        )
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import growing, holders
 from ddpdebug.detectors.mem.growth import MIB, GrowthRule, Series
 from ddpdebug.findings import Severity
@@ -40,15 +41,21 @@ class HostMemoryGrowth(GrowthRule):
         Series("host", "host_private_bytes", "host_limit_bytes", "memory_growth_host"),
         Series("DataLoader workers", "workers_bytes", "host_limit_bytes", "memory_growth_host", searched=False),
     )
-    fires_on = (
-        growing("host_private_bytes", lambda step: 300 * MIB + MIB * step, 70, holders=holders("seen")),
-        growing("workers_bytes", lambda step: 100 * MIB + MIB * step, 70),
+    fires_on = Examples(
+        lambda: (
+            growing("host_private_bytes", lambda step: 300 * MIB + MIB * step, 70, holders=holders("seen")),
+            growing("workers_bytes", lambda step: 100 * MIB + MIB * step, 70),
+        )
     )
-    silent_on = (
-        growing("host_private_bytes", lambda step: 300 * MIB + 3 * MIB * min(step, 40), 90),
-        growing("host_private_bytes", lambda step: 300 * MIB + 3 * MIB * min(step, 24) + MIB // 30 * step, 90),
-        growing("host_private_bytes", lambda step: 300 * MIB + MIB // 8 * step, 90),  # too little to tell from noise
-        growing("host_private_bytes", lambda step: 300 * MIB + MIB * step, 70, declared=None),
+    silent_on = Examples(
+        lambda: (
+            growing("host_private_bytes", lambda step: 300 * MIB + 3 * MIB * min(step, 40), 90),
+            growing("host_private_bytes", lambda step: 300 * MIB + 3 * MIB * min(step, 24) + MIB // 30 * step, 90),
+            growing(
+                "host_private_bytes", lambda step: 300 * MIB + MIB // 8 * step, 90
+            ),  # too little to tell from noise
+            growing("host_private_bytes", lambda step: 300 * MIB + MIB * step, 70, declared=None),
+        )
     )
 
     def subject(self, series: Series, step: Step) -> str:

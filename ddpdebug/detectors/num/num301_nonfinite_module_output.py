@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.num.nonfinite import NonfiniteRule, call, followed, seen
 from ddpdebug.observations import Flag
@@ -47,14 +48,18 @@ class NonfiniteModuleOutput(NonfiniteRule):
     code = "NUM301"
     title = "a module's output is the first non-finite tensor of the forward"
     follows = followed(code)
-    fires_on = (
-        (step_at(7, odd=_ODD, numerics=_SEEN),),
-        (step_at(7, odd=_ODD, numerics={1: seen(loss=_LOSS, output_finite=False, checked=False)}),),
-        (step_at(0, world=1, odd={0: _ODD[1]}, numerics={0: _SEEN[1]}),),
+    fires_on = Examples(
+        lambda: (
+            (step_at(7, odd=_ODD, numerics=_SEEN),),
+            (step_at(7, odd=_ODD, numerics={1: seen(loss=_LOSS, output_finite=False, checked=False)}),),
+            (step_at(0, world=1, odd={0: _ODD[1]}, numerics={0: _SEEN[1]}),),
+        )
     )
-    silent_on = (
-        steps(3),
-        (step_at(7, odd={1: {"flags": Flag.FORWARD_NONFINITE}}, numerics={1: seen(forward=_CALLS)}),),
-        (step_at(7, odd=_ODD, flags=Flag.SKIPPED, numerics=_SEEN),),
-        (step_at(7, odd={1: {"flags": Flag.LOSS_NONFINITE}}, numerics={1: seen(loss=_LOSS, forward=[_MASK])}),),
+    silent_on = Examples(
+        lambda: (
+            steps(3),
+            (step_at(7, odd={1: {"flags": Flag.FORWARD_NONFINITE}}, numerics={1: seen(forward=_CALLS)}),),
+            (step_at(7, odd=_ODD, flags=Flag.SKIPPED, numerics=_SEEN),),
+            (step_at(7, odd={1: {"flags": Flag.LOSS_NONFINITE}}, numerics={1: seen(loss=_LOSS, forward=[_MASK])}),),
+        )
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.num.nonfinite import NonfiniteRule, followed, seen
 from ddpdebug.observations import Flag
@@ -51,15 +52,19 @@ class NonfiniteLoss(NonfiniteRule):
     code = "NUM302"
     title = "the model's outputs are finite, the loss is not"
     follows = followed(code)
-    fires_on = (
-        (step_at(7, odd=_ODD, numerics={1: seen(loss=_LOSS)}),),
-        (step_at(7, odd=_BACKWARD, numerics={1: seen(entry=_ENTRY, local=["head.weight"])}),),
-        (step_at(7, odd=_BACKWARD, numerics={1: seen(entry=None, loss_backward=_ROOT, local=["head.weight"])}),),
-        (step_at(7, odd=_ODD),),
+    fires_on = Examples(
+        lambda: (
+            (step_at(7, odd=_ODD, numerics={1: seen(loss=_LOSS)}),),
+            (step_at(7, odd=_BACKWARD, numerics={1: seen(entry=_ENTRY, local=["head.weight"])}),),
+            (step_at(7, odd=_BACKWARD, numerics={1: seen(entry=None, loss_backward=_ROOT, local=["head.weight"])}),),
+            (step_at(7, odd=_ODD),),
+        )
     )
-    silent_on = (
-        steps(3),
-        (step_at(7, odd=_ODD, numerics={1: seen(loss=_LOSS, output_finite=False)}),),
-        (step_at(7, flags=Flag.SKIPPED | Flag.LOSS_NONFINITE),),
-        (step_at(7, odd=_BACKWARD, numerics={1: seen(local=["head.weight"])}),),
+    silent_on = Examples(
+        lambda: (
+            steps(3),
+            (step_at(7, odd=_ODD, numerics={1: seen(loss=_LOSS, output_finite=False)}),),
+            (step_at(7, flags=Flag.SKIPPED | Flag.LOSS_NONFINITE),),
+            (step_at(7, odd=_BACKWARD, numerics={1: seen(local=["head.weight"])}),),
+        )
     )

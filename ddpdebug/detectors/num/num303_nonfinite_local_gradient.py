@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.num.nonfinite import NonfiniteRule, followed, seen
 from ddpdebug.observations import Flag
@@ -43,14 +44,18 @@ class NonfiniteLocalGradient(NonfiniteRule):
     code = "NUM303"
     title = "the loss is finite, a rank's own gradient is not"
     follows = followed(code)
-    fires_on = (
-        (step_at(7, flags=_ALL, odd=_ODD, numerics=_SEEN), step_at(8, flags=_ALL | Flag.LOSS_NONFINITE)),
-        (step_at(7, world=1, flags=_ALL | Flag.NO_DDP, numerics={0: seen(reduced=["w"])}),),
-        (step_at(7, flags=_ALL, numerics={rank: seen(reduced=["w"]) for rank in range(4)}),),
+    fires_on = Examples(
+        lambda: (
+            (step_at(7, flags=_ALL, odd=_ODD, numerics=_SEEN), step_at(8, flags=_ALL | Flag.LOSS_NONFINITE)),
+            (step_at(7, world=1, flags=_ALL | Flag.NO_DDP, numerics={0: seen(reduced=["w"])}),),
+            (step_at(7, flags=_ALL, numerics={rank: seen(reduced=["w"]) for rank in range(4)}),),
+        )
     )
-    silent_on = (
-        steps(3),
-        (step_at(7, flags=_ALL | Flag.SKIPPED, odd=_ODD, numerics=_SEEN),),
-        (step_at(7, flags=_ALL, grad_norm=math.inf, numerics={0: seen(reduced=["w"])}),),
-        (step_at(7, flags=_ALL, odd={1: {"flags": Flag.LOSS_NONFINITE}}),),
+    silent_on = Examples(
+        lambda: (
+            steps(3),
+            (step_at(7, flags=_ALL | Flag.SKIPPED, odd=_ODD, numerics=_SEEN),),
+            (step_at(7, flags=_ALL, grad_norm=math.inf, numerics={0: seen(reduced=["w"])}),),
+            (step_at(7, flags=_ALL, odd={1: {"flags": Flag.LOSS_NONFINITE}}),),
+        )
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.num.nonfinite import NonfiniteRule, followed, seen
 from ddpdebug.observations import Flag
@@ -45,13 +46,17 @@ class NonfiniteParameter(NonfiniteRule):
     code = "NUM304"
     title = "a parameter or optimizer state is non-finite although the gradients were finite"
     follows = followed(code)
-    fires_on = (
-        (step_at(7, flags=Flag.STEP_NONFINITE, numerics=_AFTER),),
-        (step_at(7, odd=_BEFORE, numerics={2: seen(parameters=_FOUND)}),),
-        (step_at(7, flags=Flag.PARAMS_NONFINITE),),
+    fires_on = Examples(
+        lambda: (
+            (step_at(7, flags=Flag.STEP_NONFINITE, numerics=_AFTER),),
+            (step_at(7, odd=_BEFORE, numerics={2: seen(parameters=_FOUND)}),),
+            (step_at(7, flags=Flag.PARAMS_NONFINITE),),
+        )
     )
-    silent_on = (
-        steps(3),
-        (step_at(7, flags=Flag.STEP_NONFINITE | Flag.SKIPPED, numerics=_AFTER),),
-        (step_at(7, flags=Flag.LOSS_NONFINITE),),
+    silent_on = Examples(
+        lambda: (
+            steps(3),
+            (step_at(7, flags=Flag.STEP_NONFINITE | Flag.SKIPPED, numerics=_AFTER),),
+            (step_at(7, flags=Flag.LOSS_NONFINITE),),
+        )
     )

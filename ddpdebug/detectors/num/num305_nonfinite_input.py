@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.num.nonfinite import NonfiniteRule, call, followed, seen
 from ddpdebug.observations import Flag
@@ -37,12 +38,16 @@ class NonfiniteInput(NonfiniteRule):
     code = "NUM305"
     title = "the input batch is already non-finite"
     follows = followed(code)
-    fires_on = (
-        (step_at(7, odd={1: {"flags": _LOST}}, numerics=_SEEN), step_at(8, flags=Flag.LOSS_NONFINITE)),
-        (step_at(7, odd={1: {"flags": Flag.LOCAL_GRADS_NONFINITE}}, numerics={1: seen(inputs=[_INPUT])}),),
+    fires_on = Examples(
+        lambda: (
+            (step_at(7, odd={1: {"flags": _LOST}}, numerics=_SEEN), step_at(8, flags=Flag.LOSS_NONFINITE)),
+            (step_at(7, odd={1: {"flags": Flag.LOCAL_GRADS_NONFINITE}}, numerics={1: seen(inputs=[_INPUT])}),),
+        )
     )
-    silent_on = (
-        steps(3),
-        (step_at(7, odd={1: {"flags": Flag.INPUT_NONFINITE}}, numerics={1: seen(inputs=[_INPUT])}),),
-        (step_at(7, flags=Flag.SKIPPED, odd={1: {"flags": _LOST}}, numerics=_SEEN),),
+    silent_on = Examples(
+        lambda: (
+            steps(3),
+            (step_at(7, odd={1: {"flags": Flag.INPUT_NONFINITE}}, numerics={1: seen(inputs=[_INPUT])}),),
+            (step_at(7, flags=Flag.SKIPPED, odd={1: {"flags": _LOST}}, numerics=_SEEN),),
+        )
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Labels
+from ddpdebug.detectors.base import Detector, Examples, Labels
 from ddpdebug.detectors.comparison import MAX_NAMES, tables
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.num.nonfinite import BAD, seen
@@ -47,14 +47,18 @@ class NearOverflow(Detector):
     wants = ("numerics",)
     follows = ("NUM301", "NUM302", "NUM303", "NUM304", "NUM305", "NUM309")
     stage = 70
-    fires_on = (
-        (step_at(6, odd=_ODD, numerics=_SEEN),),
-        (step_at(6, world=1, flags=Flag.NEAR_OVERFLOW, numerics={0: _SEEN[2]}), step_at(7)),
+    fires_on = Examples(
+        lambda: (
+            (step_at(6, odd=_ODD, numerics=_SEEN),),
+            (step_at(6, world=1, flags=Flag.NEAR_OVERFLOW, numerics={0: _SEEN[2]}), step_at(7)),
+        )
     )
-    silent_on = (
-        steps(3),
-        (step_at(6, odd=_ODD, flags=Flag.LOSS_NONFINITE, numerics=_SEEN),),
-        (step_at(6, numerics=_SEEN),),
+    silent_on = Examples(
+        lambda: (
+            steps(3),
+            (step_at(6, odd=_ODD, flags=Flag.LOSS_NONFINITE, numerics=_SEEN),),
+            (step_at(6, numerics=_SEEN),),
+        )
     )
 
     def symptom(self, step: Step) -> Labels | None:

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpdebug.detectors.base import Detector
+from ddpdebug.detectors.base import Detector, Examples
 from ddpdebug.detectors.examples import step_at
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
@@ -59,15 +59,21 @@ class LossScaleCollapse(Detector):
     title = "the loss scaler skips too many steps or has collapsed"
     follows = ("RANK109",)
     stage = 70
-    fires_on = (
-        tuple(step_at(n, flags=Flag.SKIPPED, loss_scale=65536.0 / 2**n) for n in range(18)),
-        tuple(step_at(n, flags=Flag.SKIPPED if n % 2 else 0, loss_scale=1024.0) for n in range(60)),
+    fires_on = Examples(
+        lambda: (
+            tuple(step_at(n, flags=Flag.SKIPPED, loss_scale=65536.0 / 2**n) for n in range(18)),
+            tuple(step_at(n, flags=Flag.SKIPPED if n % 2 else 0, loss_scale=1024.0) for n in range(60)),
+        )
     )
-    silent_on = (
-        tuple(step_at(n, flags=Flag.SKIPPED if n < 9 else 0, loss_scale=65536.0 / 2 ** min(n, 9)) for n in range(70)),
-        tuple(step_at(n, flags=Flag.SKIPPED if n % 5 == 0 else 0, loss_scale=1024.0) for n in range(120)),
-        tuple(step_at(n, loss_scale=1.0) for n in range(60)),
-        tuple(step_at(n, flags=Flag.SKIPPED if 30 <= n < 36 else 0, loss_scale=1024.0) for n in range(90)),
+    silent_on = Examples(
+        lambda: (
+            tuple(
+                step_at(n, flags=Flag.SKIPPED if n < 9 else 0, loss_scale=65536.0 / 2 ** min(n, 9)) for n in range(70)
+            ),
+            tuple(step_at(n, flags=Flag.SKIPPED if n % 5 == 0 else 0, loss_scale=1024.0) for n in range(120)),
+            tuple(step_at(n, loss_scale=1.0) for n in range(60)),
+            tuple(step_at(n, flags=Flag.SKIPPED if 30 <= n < 36 else 0, loss_scale=1024.0) for n in range(90)),
+        )
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Labels
+from ddpdebug.detectors.base import Detector, Examples, Labels
 from ddpdebug.detectors.comparison import MAX_NAMES, tables
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.num.nonfinite import BAD, about, call, first_call, maker, seen
@@ -52,16 +52,20 @@ class MaskedNonfinite(Detector):
     wants = ("numerics",)
     follows = ("NUM301", "NUM302", "NUM303", "NUM304", "NUM305", "NUM309")
     stage = 70
-    fires_on = (
-        (step_at(7, odd=_ODD, numerics=_SEEN),),
-        (step_at(7, odd=_ODD, numerics={1: seen(forward=[call()], replay={"masked": _MASKED, "bundle": "b"})}),),
-        (step_at(7, odd=_ODD, numerics=_SEEN), step_at(8, odd=_ODD, numerics=_SEEN)),
+    fires_on = Examples(
+        lambda: (
+            (step_at(7, odd=_ODD, numerics=_SEEN),),
+            (step_at(7, odd=_ODD, numerics={1: seen(forward=[call()], replay={"masked": _MASKED, "bundle": "b"})}),),
+            (step_at(7, odd=_ODD, numerics=_SEEN), step_at(8, odd=_ODD, numerics=_SEEN)),
+        )
     )
-    silent_on = (
-        steps(3),
-        (step_at(7, odd=_ODD, flags=Flag.INPUT_NONFINITE, numerics=_SEEN),),
-        (step_at(7, odd={1: {"flags": Flag.FORWARD_NONFINITE | Flag.LOSS_NONFINITE}}, numerics=_SEEN),),
-        (step_at(7, numerics={1: seen(forward=[call(kinds=["-Inf"])])}),),
+    silent_on = Examples(
+        lambda: (
+            steps(3),
+            (step_at(7, odd=_ODD, flags=Flag.INPUT_NONFINITE, numerics=_SEEN),),
+            (step_at(7, odd={1: {"flags": Flag.FORWARD_NONFINITE | Flag.LOSS_NONFINITE}}, numerics=_SEEN),),
+            (step_at(7, numerics={1: seen(forward=[call(kinds=["-Inf"])])}),),
+        )
     )
 
     def symptom(self, step: Step) -> Labels | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.num.nonfinite import NonfiniteRule, followed, seen
 from ddpdebug.observations import Flag
@@ -42,12 +43,16 @@ class NonfiniteReduction(NonfiniteRule):
     code = "NUM309"
     title = "every rank's gradient is finite, the reduced one is not"
     follows = followed(code)
-    fires_on = (
-        (step_at(7, numerics=_SEEN, **_INF),),
-        (step_at(7, world=2, **_INF),),
+    fires_on = Examples(
+        lambda: (
+            (step_at(7, numerics=_SEEN, **_INF),),
+            (step_at(7, world=2, **_INF),),
+        )
     )
-    silent_on = (
-        steps(3),
-        (step_at(7, odd={1: {"flags": Flag.LOCAL_GRADS_NONFINITE}}, numerics=_SEEN, **_INF),),
-        (step_at(7, numerics=_SEEN, **{**_INF, "flags": Flag.GRADS_NONFINITE | Flag.SKIPPED}),),
+    silent_on = Examples(
+        lambda: (
+            steps(3),
+            (step_at(7, odd={1: {"flags": Flag.LOCAL_GRADS_NONFINITE}}, numerics=_SEEN, **_INF),),
+            (step_at(7, numerics=_SEEN, **{**_INF, "flags": Flag.GRADS_NONFINITE | Flag.SKIPPED}),),
+        )
     )

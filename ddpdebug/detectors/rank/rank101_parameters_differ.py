@@ -6,7 +6,7 @@ from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Any
 
 from ddpdebug.details import differing_names
-from ddpdebug.detectors.base import Detector, Labels
+from ddpdebug.detectors.base import Detector, Examples, Labels
 from ddpdebug.detectors.comparison import (
     MAX_NAMES,
     agree_within,
@@ -71,17 +71,21 @@ class ParametersDiffer(Detector):
         *("SYNC201", "SYNC202", "SYNC203", "SYNC205", "SYNC206", "SYNC208", "SYNC211"),
     )
     stage = 50
-    fires_on = (
-        (step_at(12, odd={2: _CHANGED}, parameters=ranks(4, _USUAL, {2: _EDITED})),),
-        (step_at(3, odd={1: {"params_after_digest": 6}}, parameters=ranks(4, _USUAL, {1: _SHRUNK})),),
-        (step_at(0, world=2, odd={1: {"params_before_digest": 5, "params_after_digest": 6}}),),
+    fires_on = Examples(
+        lambda: (
+            (step_at(12, odd={2: _CHANGED}, parameters=ranks(4, _USUAL, {2: _EDITED})),),
+            (step_at(3, odd={1: {"params_after_digest": 6}}, parameters=ranks(4, _USUAL, {1: _SHRUNK})),),
+            (step_at(0, world=2, odd={1: {"params_before_digest": 5, "params_after_digest": 6}}),),
+        )
     )
-    silent_on = (
-        (step_at(0), step_at(1), step_at(2)),
-        (step_at(4, flags=Flag.LOCAL_ONLY, odd={1: {"params_after_digest": 6}}),),
-        (step_at(4, flags=Flag.SHARDED_STATE, odd={1: {"params_after_digest": 6}}),),
-        (step_at(4, odd={1: {"params_after_digest": 0}}),),
-        (step_at(4, world=1),),
+    silent_on = Examples(
+        lambda: (
+            (step_at(0), step_at(1), step_at(2)),
+            (step_at(4, flags=Flag.LOCAL_ONLY, odd={1: {"params_after_digest": 6}}),),
+            (step_at(4, flags=Flag.SHARDED_STATE, odd={1: {"params_after_digest": 6}}),),
+            (step_at(4, odd={1: {"params_after_digest": 0}}),),
+            (step_at(4, world=1),),
+        )
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator
 from typing import Any
 
 from ddpdebug.details import differing_names
-from ddpdebug.detectors.base import Detector, Labels
+from ddpdebug.detectors.base import Detector, Examples, Labels
 from ddpdebug.detectors.comparison import MAX_NAMES, culprits, element, labels, tables, values_of
 from ddpdebug.detectors.examples import step_at, steps, tables as ranks
 from ddpdebug.findings import Finding, Severity
@@ -45,14 +45,22 @@ class BuffersDiffer(Detector):
     title = "buffers differ between ranks"
     wants = ("buffers",)
     follows = ("RANK105", "RANK112", "SYNC202", "SYNC208", "SYNC211")
-    fires_on = (
-        (step_at(20, odd={1: {"buffers_digest": 5}}, buffers=ranks(4, _USUAL, {1: _ODD})),),
-        (step_at(0, flags=Flag.BUFFERS_NOT_BROADCAST, odd={rank: {"buffers_digest": 5 + rank} for rank in range(4)}),),
+    fires_on = Examples(
+        lambda: (
+            (step_at(20, odd={1: {"buffers_digest": 5}}, buffers=ranks(4, _USUAL, {1: _ODD})),),
+            (
+                step_at(
+                    0, flags=Flag.BUFFERS_NOT_BROADCAST, odd={rank: {"buffers_digest": 5 + rank} for rank in range(4)}
+                ),
+            ),
+        )
     )
-    silent_on = (
-        steps(3),
-        (step_at(2, buffers_digest=0),),
-        (step_at(2, odd={1: {"buffers_digest": 0}}),),
+    silent_on = Examples(
+        lambda: (
+            steps(3),
+            (step_at(2, buffers_digest=0),),
+            (step_at(2, odd={1: {"buffers_digest": 0}}),),
+        )
     )
 
     def symptom(self, step: Step) -> Labels | None:

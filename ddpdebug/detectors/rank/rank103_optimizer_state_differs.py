@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 from ddpdebug.details import differing_names
-from ddpdebug.detectors.base import Detector, Labels
+from ddpdebug.detectors.base import Detector, Examples, Labels
 from ddpdebug.detectors.comparison import MAX_NAMES, agree_within, blame, labels, subset, tables, values_of
 from ddpdebug.detectors.examples import step_at, steps, tables as ranks
 from ddpdebug.findings import Finding, Severity
@@ -48,14 +48,18 @@ class OptimizerStateDiffers(Detector):
         *("SYNC201", "SYNC202", "SYNC203", "SYNC205", "SYNC206", "SYNC208", "SYNC211"),
     )
     stage = 40
-    fires_on = (
-        (step_at(22, odd={2: {"state_digest": 5}}, state=ranks(4, _USUAL, {2: _ODD})),),
-        (step_at(1, world=2, odd={1: {"state_digest": 5, "flags": Flag.STATE_CHANGED_OUTSIDE}}),),
+    fires_on = Examples(
+        lambda: (
+            (step_at(22, odd={2: {"state_digest": 5}}, state=ranks(4, _USUAL, {2: _ODD})),),
+            (step_at(1, world=2, odd={1: {"state_digest": 5, "flags": Flag.STATE_CHANGED_OUTSIDE}}),),
+        )
     )
-    silent_on = (
-        steps(3),
-        (step_at(2, flags=Flag.SHARDED_STATE, odd={rank: {"state_digest": 5 + rank} for rank in range(4)}),),
-        (step_at(2, flags=Flag.LOCAL_ONLY, odd={1: {"state_digest": 5}}),),
+    silent_on = Examples(
+        lambda: (
+            steps(3),
+            (step_at(2, flags=Flag.SHARDED_STATE, odd={rank: {"state_digest": 5 + rank} for rank in range(4)}),),
+            (step_at(2, flags=Flag.LOCAL_ONLY, odd={1: {"state_digest": 5}}),),
+        )
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Labels
+from ddpdebug.detectors.base import Detector, Examples, Labels
 from ddpdebug.detectors.comparison import MAX_NAMES, culprits, labels
 from ddpdebug.detectors.examples import step_at, tables as ranks
 from ddpdebug.findings import Finding, Severity
@@ -44,19 +44,25 @@ class HyperParametersDiffer(Detector):
     wants = ("hyper",)
     follows = ("RANK112",)
     stage = 35
-    fires_on = (
-        (
-            step_at(
-                7, odd={1: {"hyper_digest": 9, "lr": 0.03}}, hyper=ranks(4, _USUAL, {1: [{**_USUAL[0], "lr": 0.03}]})
+    fires_on = Examples(
+        lambda: (
+            (
+                step_at(
+                    7,
+                    odd={1: {"hyper_digest": 9, "lr": 0.03}},
+                    hyper=ranks(4, _USUAL, {1: [{**_USUAL[0], "lr": 0.03}]}),
+                ),
             ),
-        ),
-        (step_at(7, world=2, odd={1: {"hyper_digest": 9, "lr": 0.03}}),),
-        (step_at(7, world=3, odd={1: {"hyper_digest": 9}}, hyper=ranks(3, _USUAL, {1: [*_USUAL, {"lr": 1.0}]})),),
+            (step_at(7, world=2, odd={1: {"hyper_digest": 9, "lr": 0.03}}),),
+            (step_at(7, world=3, odd={1: {"hyper_digest": 9}}, hyper=ranks(3, _USUAL, {1: [*_USUAL, {"lr": 1.0}]})),),
+        )
     )
-    silent_on = (
-        (step_at(0, hyper=ranks(4, _USUAL)), step_at(1)),
-        (step_at(3, hyper_digest=77, lr=0.01),),
-        (step_at(3, odd={1: {"hyper_digest": 0}}),),
+    silent_on = Examples(
+        lambda: (
+            (step_at(0, hyper=ranks(4, _USUAL)), step_at(1)),
+            (step_at(3, hyper_digest=77, lr=0.01),),
+            (step_at(3, odd={1: {"hyper_digest": 0}}),),
+        )
     )
 
     def symptom(self, step: Step) -> Labels | None:

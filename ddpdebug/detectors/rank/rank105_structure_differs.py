@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ddpdebug.detectors.base import Facts
+from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.rank.wrapping import WrapRule
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import outvoted
@@ -42,20 +42,24 @@ class StructureDiffers(WrapRule):
     title = "model structure differs between ranks"
     topics = ("structure", "group")
     stage = 0
-    fires_on = (
-        (Facts(topic="structure:0", values={0: _USUAL, 1: _USUAL, 2: _CROSSED}),),
-        (
-            Facts(topic="structure:0", values={0: _USUAL, 1: _SHORT}),
-            Facts(topic="group:0", values={0: {"ranks": [0, 1]}, 1: {"ranks": [0, 1]}}),
-        ),
+    fires_on = Examples(
+        lambda: (
+            (Facts(topic="structure:0", values={0: _USUAL, 1: _USUAL, 2: _CROSSED}),),
+            (
+                Facts(topic="structure:0", values={0: _USUAL, 1: _SHORT}),
+                Facts(topic="group:0", values={0: {"ranks": [0, 1]}, 1: {"ranks": [0, 1]}}),
+            ),
+        )
     )
-    silent_on = (
-        (Facts(topic="structure:0", values={0: _USUAL, 1: _USUAL}),),
-        (
-            Facts(topic="structure:0", values={0: _USUAL, 1: _SHORT}),
-            Facts(topic="group:0", values={0: {"ranks": [0]}, 1: {"ranks": [1]}}),
-        ),
-        (Facts(topic="structure:0", values={0: _USUAL}),),
+    silent_on = Examples(
+        lambda: (
+            (Facts(topic="structure:0", values={0: _USUAL, 1: _USUAL}),),
+            (
+                Facts(topic="structure:0", values={0: _USUAL, 1: _SHORT}),
+                Facts(topic="group:0", values={0: {"ranks": [0]}, 1: {"ranks": [1]}}),
+            ),
+            (Facts(topic="structure:0", values={0: _USUAL}),),
+        )
     )
 
     def cause(self, finding: Finding) -> tuple[Hashable, ...]:

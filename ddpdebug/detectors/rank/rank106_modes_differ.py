@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ddpdebug.details import differing_names
-from ddpdebug.detectors.base import Detector, Labels
+from ddpdebug.detectors.base import Detector, Examples, Labels
 from ddpdebug.detectors.comparison import MAX_NAMES, culprits, labels, tables, values_of
 from ddpdebug.detectors.examples import step_at, steps, tables as ranks
 from ddpdebug.findings import Finding, Severity
@@ -43,11 +43,13 @@ class ModesDiffer(Detector):
     title = "train and eval mode differ between ranks"
     wants = ("modes",)
     follows = ("RANK105", "RANK112")
-    fires_on = (
-        (step_at(20, odd={0: {"modes_digest": 5}}, modes=ranks(4, _USUAL, {0: _EVAL})),),
-        (step_at(20, world=2, odd={1: {"modes_digest": 5}}, modes=ranks(2, _USUAL, {1: _DROP_OFF})),),
+    fires_on = Examples(
+        lambda: (
+            (step_at(20, odd={0: {"modes_digest": 5}}, modes=ranks(4, _USUAL, {0: _EVAL})),),
+            (step_at(20, world=2, odd={1: {"modes_digest": 5}}, modes=ranks(2, _USUAL, {1: _DROP_OFF})),),
+        )
     )
-    silent_on = (steps(3), (step_at(3, modes_digest=5, modes=ranks(4, _EVAL)),))
+    silent_on = Examples(lambda: (steps(3), (step_at(3, modes_digest=5, modes=ranks(4, _EVAL)),)))
 
     def symptom(self, step: Step) -> Labels | None:
         return labels(step, "modes_digest", on_purpose=Flag(0))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.comparison import MAX_NAMES, within
 from ddpdebug.detectors.examples import digest, step_at, steps
 from ddpdebug.findings import Finding, Severity
@@ -55,27 +55,35 @@ class OutputsDisagree(Detector):
     title = "the same batch and weights give different results"
     topics = ("agreement", "precision", "constants")
     follows = ("RANK101", "RANK102", "RANK105", "RANK106", "RANK112", "RCP820")
-    fires_on = (
-        (step_at(4, odd={2: {"eval_output_digest": 8}}, eval_batch_digest=digest(1), eval_output_digest=digest(2)),),
-        (step_at(4, odd=_ODD, rng_digest=digest(5), **_SAME),),
-        (Facts(topic="agreement:0", values={0: {"loss": 1.0}, 1: {"loss": 1.0}, 2: {"loss": 1.2}}),),
-        (Facts(topic="precision:0", values={0: _PRECISION, 1: {**_PRECISION, "autocast": "bfloat16"}}),),
-        (Facts(topic="constants:0", values={0: _TABLE, 1: {"step": 4, "tensors": {"embed.b": "(2, 32):bb"}}}),),
+    fires_on = Examples(
+        lambda: (
+            (
+                step_at(
+                    4, odd={2: {"eval_output_digest": 8}}, eval_batch_digest=digest(1), eval_output_digest=digest(2)
+                ),
+            ),
+            (step_at(4, odd=_ODD, rng_digest=digest(5), **_SAME),),
+            (Facts(topic="agreement:0", values={0: {"loss": 1.0}, 1: {"loss": 1.0}, 2: {"loss": 1.2}}),),
+            (Facts(topic="precision:0", values={0: _PRECISION, 1: {**_PRECISION, "autocast": "bfloat16"}}),),
+            (Facts(topic="constants:0", values={0: _TABLE, 1: {"step": 4, "tensors": {"embed.b": "(2, 32):bb"}}}),),
+        )
     )
-    silent_on = (
-        (step_at(4, eval_batch_digest=digest(1), eval_output_digest=digest(2)),),
-        (step_at(4, odd={2: {"eval_batch_digest": 7, "eval_output_digest": 8}}, eval_batch_digest=digest(1)),),
-        (step_at(4, rng_digest=digest(5), **_SAME),),
-        (step_at(4, odd={2: {**_ODD[2], **_DROPOUT}}, flags=Flag.RNG_USED_IN_FORWARD, **_SAME),),
-        (step_at(4, odd={2: {**_ODD[2], "params_before_digest": 5}}, **_SAME),),
-        (step_at(4, flags=Flag.BATCH_SAMPLED, odd=_ODD, **{**_SAME, "record_digest": 0}),),
-        steps(4),
-        (Facts(topic="agreement:0", values={0: {"loss": 1.0}, 1: {"loss": 1.0}}),),
-        (Facts(topic="precision:0", values={0: _PRECISION, 1: _PRECISION}),),
-        (Facts(topic="constants:0", values={0: _TABLE, 1: _TABLE}),),
-        (  # of another shape: this rank's own part of something
-            Facts(topic="constants:0", values={0: _TABLE, 1: {"step": 4, "tensors": {"embed.b": "(2, 30):bb"}}}),
-        ),
+    silent_on = Examples(
+        lambda: (
+            (step_at(4, eval_batch_digest=digest(1), eval_output_digest=digest(2)),),
+            (step_at(4, odd={2: {"eval_batch_digest": 7, "eval_output_digest": 8}}, eval_batch_digest=digest(1)),),
+            (step_at(4, rng_digest=digest(5), **_SAME),),
+            (step_at(4, odd={2: {**_ODD[2], **_DROPOUT}}, flags=Flag.RNG_USED_IN_FORWARD, **_SAME),),
+            (step_at(4, odd={2: {**_ODD[2], "params_before_digest": 5}}, **_SAME),),
+            (step_at(4, flags=Flag.BATCH_SAMPLED, odd=_ODD, **{**_SAME, "record_digest": 0}),),
+            steps(4),
+            (Facts(topic="agreement:0", values={0: {"loss": 1.0}, 1: {"loss": 1.0}}),),
+            (Facts(topic="precision:0", values={0: _PRECISION, 1: _PRECISION}),),
+            (Facts(topic="constants:0", values={0: _TABLE, 1: _TABLE}),),
+            (  # of another shape: this rank's own part of something
+                Facts(topic="constants:0", values={0: _TABLE, 1: {"step": 4, "tensors": {"embed.b": "(2, 30):bb"}}}),
+            ),
+        )
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

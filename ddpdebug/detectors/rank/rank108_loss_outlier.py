@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpdebug.detectors.base import Detector
+from ddpdebug.detectors.base import Detector, Examples
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
@@ -58,16 +58,20 @@ class LossOutlier(Detector):
         *("SYNC201", "SYNC202", "SYNC203", "SYNC205", "SYNC206", "SYNC208", "SYNC211", "DATA910"),
     )
     stage = 80
-    fires_on = (
-        steps(60, odd={3: {"loss": 2.3}}),
-        steps(60, world=3, odd={0: {"loss": 0.02}}),
+    fires_on = Examples(
+        lambda: (
+            steps(60, odd={3: {"loss": 2.3}}),
+            steps(60, world=3, odd={0: {"loss": 0.02}}),
+        )
     )
-    silent_on = (
-        steps(80),
-        steps(40, world=2, odd={1: {"loss": 9.0}}),
-        steps(39, odd={3: {"loss": 2.3}}),
-        tuple(step_at(n, odd={1: {"loss": 5.0}} if n % 7 == 0 else {}) for n in range(80)),
-        steps(80, odd={0: {"loss": 1.0}, 1: {"loss": 1.3}, 2: {"loss": 1.6}, 3: {"loss": 2.0}}),
+    silent_on = Examples(
+        lambda: (
+            steps(80),
+            steps(40, world=2, odd={1: {"loss": 9.0}}),
+            steps(39, odd={3: {"loss": 2.3}}),
+            tuple(step_at(n, odd={1: {"loss": 5.0}} if n % 7 == 0 else {}) for n in range(80)),
+            steps(80, odd={0: {"loss": 1.0}, 1: {"loss": 1.3}, 2: {"loss": 1.6}, 3: {"loss": 2.0}}),
+        )
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable, Iterator
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Labels
+from ddpdebug.detectors.base import Detector, Examples, Labels
 from ddpdebug.detectors.comparison import kin
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.findings import Finding, Severity
@@ -43,14 +43,18 @@ class LossScaleDiffers(Detector):
     title = "loss scale or skipped steps differ between ranks"
     follows = ("RANK112", "SYNC202", "SYNC203", "SYNC205", "SYNC208", "SYNC211")
     stage = 10
-    fires_on = (
-        (step_at(26, **_AMP), step_at(27, odd={1: {"flags": Flag.SKIPPED}}, **_AMP)),
-        (step_at(0, world=2, odd={1: {"loss_scale": 32768.0}}, **_AMP),),
+    fires_on = Examples(
+        lambda: (
+            (step_at(26, **_AMP), step_at(27, odd={1: {"flags": Flag.SKIPPED}}, **_AMP)),
+            (step_at(0, world=2, odd={1: {"loss_scale": 32768.0}}, **_AMP),),
+        )
     )
-    silent_on = (
-        steps(3, **_AMP),
-        (step_at(0, flags=Flag.SKIPPED, **_AMP), step_at(1, loss_scale=32768.0)),
-        (step_at(0, odd={1: {"loss_scale": math.nan}}, **_AMP),),
+    silent_on = Examples(
+        lambda: (
+            steps(3, **_AMP),
+            (step_at(0, flags=Flag.SKIPPED, **_AMP), step_at(1, loss_scale=32768.0)),
+            (step_at(0, odd={1: {"loss_scale": math.nan}}, **_AMP),),
+        )
     )
 
     def symptom(self, step: Step) -> Labels | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector
+from ddpdebug.detectors.base import Detector, Examples
 from ddpdebug.detectors.examples import digest, step_at, steps
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
@@ -46,15 +46,19 @@ class RandomStreams(Detector):
     severity = Severity.WARNING
     title = "ranks draw the same random numbers where they should differ, or the reverse"
     follows = ("DATA901",)
-    fires_on = (
-        tuple(_alike(n) for n in range(16)),
-        (*steps(3), *(_alike(n) for n in range(3, 19))),
+    fires_on = Examples(
+        lambda: (
+            tuple(_alike(n) for n in range(16)),
+            (*steps(3), *(_alike(n) for n in range(3, 19))),
+        )
     )
-    silent_on = (
-        steps(16, flags=Flag.RNG_USED_IN_FORWARD),
-        tuple(_alike(n) for n in range(15)),
-        tuple(step_at(n, rng_digest=digest(7, n)) for n in range(16)),  # nothing is drawn in forward
-        tuple(_alike(n, batch_digest=digest(8, n)) for n in range(16)),  # stages that share their batch
+    silent_on = Examples(
+        lambda: (
+            steps(16, flags=Flag.RNG_USED_IN_FORWARD),
+            tuple(_alike(n) for n in range(15)),
+            tuple(step_at(n, rng_digest=digest(7, n)) for n in range(16)),  # nothing is drawn in forward
+            tuple(_alike(n, batch_digest=digest(8, n)) for n in range(16)),  # stages that share their batch
+        )
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

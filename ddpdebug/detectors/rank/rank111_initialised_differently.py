@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 from ddpdebug.details import differing_names
-from ddpdebug.detectors.base import Facts
+from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.comparison import MAX_NAMES, values_of
 from ddpdebug.detectors.rank.wrapping import WrapRule
 from ddpdebug.findings import Finding, Severity
@@ -39,14 +39,18 @@ class InitialisedDifferently(WrapRule):
     title = "ranks were initialised differently before DDP's broadcast"
     topics = ("init", "group")
     follows = ("RANK105",)
-    fires_on = (
-        (Facts(topic="init:0", values={0: _ONE, 1: _TWO}),),
-        (Facts(topic="init:1", values={0: _ONE, 1: _ONE, 2: _TWO}),),
+    fires_on = Examples(
+        lambda: (
+            (Facts(topic="init:0", values={0: _ONE, 1: _TWO}),),
+            (Facts(topic="init:1", values={0: _ONE, 1: _ONE, 2: _TWO}),),
+        )
     )
-    silent_on = (
-        (Facts(topic="init:0", values={0: _ONE, 1: _ONE}),),
-        (Facts(topic="init:0", values={0: _ONE}),),
-        (Facts(topic="init:0", values={0: {"digests": {"w": "1"}}, 1: {"digests": {"other": "2"}}}),),
+    silent_on = Examples(
+        lambda: (
+            (Facts(topic="init:0", values={0: _ONE, 1: _ONE}),),
+            (Facts(topic="init:0", values={0: _ONE}),),
+            (Facts(topic="init:0", values={0: {"digests": {"w": "1"}}, 1: {"digests": {"other": "2"}}}),),
+        )
     )
 
     def cause(self, finding: Finding) -> tuple[Hashable, ...]:

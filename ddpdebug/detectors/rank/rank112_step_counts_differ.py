@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Facts, Labels
+from ddpdebug.detectors.base import Detector, Examples, Facts, Labels
 from ddpdebug.detectors.comparison import separate_groups
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.findings import Finding, Severity
@@ -46,17 +46,21 @@ class StepCountsDiffer(Detector):
     topics = ("end",)
     follows = ("DATA905", "SYNC202", "SYNC205", "SYNC208", "SYNC211")
     stage = 0
-    fires_on = (
-        (step_at(0), step_at(1), step_at(2, odd={1: {"syncs": 4, "backwards": 4}})),
-        (step_at(0), step_at(1, absent=(2,)), step_at(2, absent=(2,))),
-        (step_at(0), Facts(topic="end", values={0: _END, 1: _SHORT, 2: _END, 3: _END})),
+    fires_on = Examples(
+        lambda: (
+            (step_at(0), step_at(1), step_at(2, odd={1: {"syncs": 4, "backwards": 4}})),
+            (step_at(0), step_at(1, absent=(2,)), step_at(2, absent=(2,))),
+            (step_at(0), Facts(topic="end", values={0: _END, 1: _SHORT, 2: _END, 3: _END})),
+        )
     )
-    silent_on = (
-        steps(4),
-        tuple(step_at(n, odd={0: {"syncs": 2 * n + 2}}) for n in range(4)),  # rank 0 drives one more DDP
-        (step_at(0), step_at(1, absent=(2,)), step_at(2)),
-        (step_at(0, flags=Flag.IN_JOIN), *steps(3, start=1, absent=(2,), flags=Flag.IN_JOIN)),
-        (step_at(0), Facts(topic="end", values={0: _END, 1: {**_SHORT, "reason": "exception: KeyError"}})),
+    silent_on = Examples(
+        lambda: (
+            steps(4),
+            tuple(step_at(n, odd={0: {"syncs": 2 * n + 2}}) for n in range(4)),  # rank 0 drives one more DDP
+            (step_at(0), step_at(1, absent=(2,)), step_at(2)),
+            (step_at(0, flags=Flag.IN_JOIN), *steps(3, start=1, absent=(2,), flags=Flag.IN_JOIN)),
+            (step_at(0), Facts(topic="end", values={0: _END, 1: {**_SHORT, "reason": "exception: KeyError"}})),
+        )
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ddpdebug.details import differing_names
-from ddpdebug.detectors.base import Detector, Labels
+from ddpdebug.detectors.base import Detector, Examples, Labels
 from ddpdebug.detectors.comparison import MAX_NAMES, labels, tables
 from ddpdebug.detectors.examples import digest, step_at, steps, tables as ranks
 from ddpdebug.findings import Finding, Severity
@@ -52,40 +52,44 @@ class ReplicaDiffers(Detector):
         *("RANK101", "RANK103", "RANK104", "RANK105", "RANK109", "RANK112"),
         *("SYNC201", "SYNC202", "SYNC203", "SYNC205", "SYNC206", "SYNC208", "SYNC211"),
     )
-    fires_on = (
-        (step_at(8, replicas_digest=digest(4), odd=_ODD, replicas=ranks(4, _look("a"), {1: _look("f")})),),
-        (
-            step_at(
-                8,
-                world=2,
-                replicas_digest=digest(4),
-                odd=_ODD,
-                replicas={
-                    0: _look("a", changed=False, used=True),
-                    1: _look("f", changed=False, used=True),
-                },
+    fires_on = Examples(
+        lambda: (
+            (step_at(8, replicas_digest=digest(4), odd=_ODD, replicas=ranks(4, _look("a"), {1: _look("f")})),),
+            (
+                step_at(
+                    8,
+                    world=2,
+                    replicas_digest=digest(4),
+                    odd=_ODD,
+                    replicas={
+                        0: _look("a", changed=False, used=True),
+                        1: _look("f", changed=False, used=True),
+                    },
+                ),
             ),
-        ),
+        )
     )
-    silent_on = (
-        steps(3, replicas_digest=digest(4)),
-        (  # kept on rank 0 only
-            step_at(
-                8,
-                replicas_digest=digest(4),
-                odd={0: {"replicas_digest": digest(5)}},
-                replicas=ranks(4, _look("a", changed=False), {0: _look("f")}),
+    silent_on = Examples(
+        lambda: (
+            steps(3, replicas_digest=digest(4)),
+            (  # kept on rank 0 only
+                step_at(
+                    8,
+                    replicas_digest=digest(4),
+                    odd={0: {"replicas_digest": digest(5)}},
+                    replicas=ranks(4, _look("a", changed=False), {0: _look("f")}),
+                ),
             ),
-        ),
-        (  # statistics of this rank's data
-            step_at(
-                8,
-                replicas_digest=digest(4),
-                odd=_ODD,
-                replicas=ranks(4, _look("a", name="bn.running_mean"), {1: _look("f", name="bn.running_mean")}),
+            (  # statistics of this rank's data
+                step_at(
+                    8,
+                    replicas_digest=digest(4),
+                    odd=_ODD,
+                    replicas=ranks(4, _look("a", name="bn.running_mean"), {1: _look("f", name="bn.running_mean")}),
+                ),
             ),
-        ),
-        (step_at(8, replicas_digest=digest(4), odd=_ODD),),  # no details: nobody can tell which copies count
+            (step_at(8, replicas_digest=digest(4), odd=_ODD),),  # no details: nobody can tell which copies count
+        )
     )
 
     def symptom(self, step: Step) -> Labels | None:

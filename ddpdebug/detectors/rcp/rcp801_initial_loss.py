@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.rcp.streak import told
 from ddpdebug.findings import Finding, Severity
@@ -44,15 +44,19 @@ class InitialLoss(Detector):
     severity = Severity.WARNING
     title = "the initial loss is far from the expected one"
     topics = ("alone",)
-    fires_on = (
-        (Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),),
-        (Facts(topic="alone:loss", values={1: {**_FACT, "classes": 2, "loss": 5.5}}), *steps(2)),
+    fires_on = Examples(
+        lambda: (
+            (Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),),
+            (Facts(topic="alone:loss", values={1: {**_FACT, "classes": 2, "loss": 5.5}}), *steps(2)),
+        )
     )
-    silent_on = (
-        steps(3),
-        (Facts(topic="alone:loss", values={0: {**_FACT, "loss": 2.4}}),),
-        (Facts(topic="alone:loss", values={0: {**_FACT, "loss": 0.01}}),),  # loaded weights
-        (Facts(topic="alone:loss", values={0: {**_FACT, "kind": "range"}}),),
+    silent_on = Examples(
+        lambda: (
+            steps(3),
+            (Facts(topic="alone:loss", values={0: {**_FACT, "loss": 2.4}}),),
+            (Facts(topic="alone:loss", values={0: {**_FACT, "loss": 0.01}}),),  # loaded weights
+            (Facts(topic="alone:loss", values={0: {**_FACT, "kind": "range"}}),),
+        )
     )
 
     def cause(self, finding: Finding) -> tuple[Hashable, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.rcp.streak import told
 from ddpdebug.findings import Finding, Severity
@@ -46,13 +46,17 @@ class SoftmaxBeforeLoss(Detector):
     severity = Severity.ERROR
     title = "softmax or sigmoid is applied before a loss that expects logits"
     topics = ("alone",)
-    fires_on = (
-        (Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),),
-        (*steps(2), Facts(topic="alone:loss", values={1: {**_FACT, "loss": "NllLoss", "before": "softmax"}})),
+    fires_on = Examples(
+        lambda: (
+            (Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),),
+            (*steps(2), Facts(topic="alone:loss", values={1: {**_FACT, "loss": "NllLoss", "before": "softmax"}})),
+        )
     )
-    silent_on = (
-        steps(3),
-        (Facts(topic="alone:loss", values={0: {**_FACT, "kind": "initial"}}),),
+    silent_on = Examples(
+        lambda: (
+            steps(3),
+            (Facts(topic="alone:loss", values={0: {**_FACT, "kind": "initial"}}),),
+        )
     )
 
     def cause(self, finding: Finding) -> tuple[Hashable, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Facts
+from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.rcp.streak import Streak, told
@@ -47,14 +47,18 @@ class ParameterNotInOptimizer(Streak):
     topics = ("alone",)
     flag = Flag.STEPPED_TWICE
     key = "twice"
-    fires_on = (
-        (Facts(topic="alone:audit", values={0: _MISSING, 1: _MISSING}),),
-        steps(3, optimizer=1, flags=Flag.STEPPED_TWICE, recipe=_TWICE),
+    fires_on = Examples(
+        lambda: (
+            (Facts(topic="alone:audit", values={0: _MISSING, 1: _MISSING}),),
+            steps(3, optimizer=1, flags=Flag.STEPPED_TWICE, recipe=_TWICE),
+        )
     )
-    silent_on = (
-        steps(5),
-        steps(2, optimizer=1, flags=Flag.STEPPED_TWICE, recipe=_TWICE),
-        (Facts(topic="alone:audit", values={0: {**_MISSING, "orphans": ["head.weight"]}}),),  # RCP811
+    silent_on = Examples(
+        lambda: (
+            steps(5),
+            steps(2, optimizer=1, flags=Flag.STEPPED_TWICE, recipe=_TWICE),
+            (Facts(topic="alone:audit", values={0: {**_MISSING, "orphans": ["head.weight"]}}),),  # RCP811
+        )
     )
 
     def cause(self, finding: Finding) -> tuple[Hashable, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.rcp.streak import Streak
@@ -43,14 +44,18 @@ class TrainingInEvalMode(Streak):
     follows = ("RANK106",)
     flag = Flag.EVAL_MODE
     key = "modes"
-    fires_on = (
-        steps(3, flags=Flag.EVAL_MODE, recipe=_EVAL),
-        (*steps(4), *steps(3, start=4, flags=Flag.EVAL_MODE, recipe=_EVAL)),
+    fires_on = Examples(
+        lambda: (
+            steps(3, flags=Flag.EVAL_MODE, recipe=_EVAL),
+            (*steps(4), *steps(3, start=4, flags=Flag.EVAL_MODE, recipe=_EVAL)),
+        )
     )
-    silent_on = (
-        steps(6),
-        steps(2, flags=Flag.EVAL_MODE, recipe=_EVAL),
-        (step_at(0, flags=Flag.EVAL_MODE), step_at(1), *steps(2, start=2, flags=Flag.EVAL_MODE), step_at(4)),
+    silent_on = Examples(
+        lambda: (
+            steps(6),
+            steps(2, flags=Flag.EVAL_MODE, recipe=_EVAL),
+            (step_at(0, flags=Flag.EVAL_MODE), step_at(1), *steps(2, start=2, flags=Flag.EVAL_MODE), step_at(4)),
+        )
     )
 
     def describe(self, about: Any, step: Step) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.rcp.streak import told
 from ddpdebug.findings import Finding, Severity
@@ -42,13 +42,17 @@ class ValidationInTrainMode(Detector):
     severity = Severity.WARNING
     title = "a validation forward runs in train mode"
     topics = ("alone",)
-    fires_on = (
-        (Facts(topic="alone:validation", values={0: _FACT, 1: _FACT}),),
-        (*steps(2), Facts(topic="alone:validation", values={1: {**_FACT, "forwards": 40}})),
+    fires_on = Examples(
+        lambda: (
+            (Facts(topic="alone:validation", values={0: _FACT, 1: _FACT}),),
+            (*steps(2), Facts(topic="alone:validation", values={1: {**_FACT, "forwards": 40}})),
+        )
     )
-    silent_on = (
-        steps(3),
-        (Facts(topic="alone:validation", values={0: {**_FACT, "since": 1}}),),  # a part of each step
+    silent_on = Examples(
+        lambda: (
+            steps(3),
+            (Facts(topic="alone:validation", values={0: {**_FACT, "since": 1}}),),  # a part of each step
+        )
     )
 
     def cause(self, finding: Finding) -> tuple[Hashable, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Facts
+from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.rcp.streak import Streak, told
 from ddpdebug.findings import Finding, Severity
@@ -55,14 +55,18 @@ class SchedulerOutOfStep(Streak):
     flag = Flag.SCHEDULED_OFTEN
     key = "scheduler"
     length = "habit_steps_window"
-    fires_on = (
-        steps(4, flags=Flag.SCHEDULED_OFTEN, micro_batches=4, recipe=_OFTEN),
-        (Facts(topic="alone:schedule", values={0: {"class": "CosineAnnealingLR", "step": 80}}),),
+    fires_on = Examples(
+        lambda: (
+            steps(4, flags=Flag.SCHEDULED_OFTEN, micro_batches=4, recipe=_OFTEN),
+            (Facts(topic="alone:schedule", values={0: {"class": "CosineAnnealingLR", "step": 80}}),),
+        )
     )
-    silent_on = (
-        steps(6),
-        steps(3, flags=Flag.SCHEDULED_OFTEN, recipe=_OFTEN),
-        (*steps(1, flags=Flag.SCHEDULED_OFTEN, recipe=_OFTEN), *steps(5, start=1)),  # wound forward after a resume
+    silent_on = Examples(
+        lambda: (
+            steps(6),
+            steps(3, flags=Flag.SCHEDULED_OFTEN, recipe=_OFTEN),
+            (*steps(1, flags=Flag.SCHEDULED_OFTEN, recipe=_OFTEN), *steps(5, start=1)),  # wound forward after a resume
+        )
     )
 
     def describe(self, about: Any, step: Step) -> dict[str, Any] | None:

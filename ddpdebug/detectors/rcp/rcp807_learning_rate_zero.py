@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector
+from ddpdebug.detectors.base import Detector, Examples
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
@@ -46,16 +46,20 @@ class LearningRateZero(Detector):
     title = "the learning rate is zero or never reaches the optimizer"
     wants = ("recipe",)
     follows = ("RCP806",)
-    fires_on = (
-        steps(5, lr=0.0, recipe=_ZERO),
-        steps(5, flags=Flag.SCHEDULED_ELSEWHERE, recipe=_ELSEWHERE),
-        (*steps(5), *steps(20, start=5, lr=1e-9, recipe=_ZERO)),
+    fires_on = Examples(
+        lambda: (
+            steps(5, lr=0.0, recipe=_ZERO),
+            steps(5, flags=Flag.SCHEDULED_ELSEWHERE, recipe=_ELSEWHERE),
+            (*steps(5), *steps(20, start=5, lr=1e-9, recipe=_ZERO)),
+        )
     )
-    silent_on = (
-        steps(6),
-        (step_at(0, lr=0.0), *steps(5, start=1)),  # a warm-up that starts at zero
-        steps(5, lr=0.0, recipe={r: {"lr": [0.0, 0.1]} for r in range(4)}),
-        (*steps(5), *steps(5, start=5, lr=1e-9)),  # the end of a cosine
+    silent_on = Examples(
+        lambda: (
+            steps(6),
+            (step_at(0, lr=0.0), *steps(5, start=1)),  # a warm-up that starts at zero
+            steps(5, lr=0.0, recipe={r: {"lr": [0.0, 0.1]} for r in range(4)}),
+            (*steps(5), *steps(5, start=5, lr=1e-9)),  # the end of a cosine
+        )
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

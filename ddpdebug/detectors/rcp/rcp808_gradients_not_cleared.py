@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.rcp.streak import Streak
 from ddpdebug.findings import Severity
@@ -35,12 +36,16 @@ class GradientsNotCleared(Streak):
     title = "gradients are not cleared between steps"
     flag = Flag.GRADS_CARRIED
     key = "carried"
-    fires_on = (
-        steps(3, flags=Flag.GRADS_CARRIED, recipe={r: {"carried": {"location": "train.py:70"}} for r in range(4)}),
-        (*steps(2), *steps(3, start=2, flags=Flag.GRADS_CARRIED)),
+    fires_on = Examples(
+        lambda: (
+            steps(3, flags=Flag.GRADS_CARRIED, recipe={r: {"carried": {"location": "train.py:70"}} for r in range(4)}),
+            (*steps(2), *steps(3, start=2, flags=Flag.GRADS_CARRIED)),
+        )
     )
-    silent_on = (
-        steps(5),
-        steps(2, flags=Flag.GRADS_CARRIED),
-        (step_at(0, flags=Flag.GRADS_CARRIED), step_at(1), step_at(2, flags=Flag.GRADS_CARRIED), step_at(3)),
+    silent_on = Examples(
+        lambda: (
+            steps(5),
+            steps(2, flags=Flag.GRADS_CARRIED),
+            (step_at(0, flags=Flag.GRADS_CARRIED), step_at(1), step_at(2, flags=Flag.GRADS_CARRIED), step_at(3)),
+        )
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.rcp.streak import Streak
 from ddpdebug.findings import Severity
@@ -39,15 +40,19 @@ class AccumulationNotScaled(Streak):
     flag = Flag.UNSCALED_ACCUMULATION
     key = "accumulation"
     length = "habit_steps_window"
-    fires_on = (
-        steps(
-            4,
-            flags=Flag.UNSCALED_ACCUMULATION,
-            recipe={r: {"accumulation": {"micro_batches": 8, "location": "train.py:50"}} for r in range(4)},
-        ),
-        (step_at(0), *steps(4, start=1, flags=Flag.UNSCALED_ACCUMULATION)),
+    fires_on = Examples(
+        lambda: (
+            steps(
+                4,
+                flags=Flag.UNSCALED_ACCUMULATION,
+                recipe={r: {"accumulation": {"micro_batches": 8, "location": "train.py:50"}} for r in range(4)},
+            ),
+            (step_at(0), *steps(4, start=1, flags=Flag.UNSCALED_ACCUMULATION)),
+        )
     )
-    silent_on = (
-        steps(6, micro_batches=8),
-        steps(3, flags=Flag.UNSCALED_ACCUMULATION),
+    silent_on = Examples(
+        lambda: (
+            steps(6, micro_batches=8),
+            steps(3, flags=Flag.UNSCALED_ACCUMULATION),
+        )
     )

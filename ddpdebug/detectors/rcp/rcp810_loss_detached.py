@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.rcp.streak import told
@@ -42,13 +42,17 @@ class LossDetached(Detector):
     severity = Severity.ERROR
     title = "the loss is detached from part of the model"
     topics = ("alone",)
-    fires_on = (
-        (Facts(topic="alone:audit", values={0: _FACT, 1: _FACT}),),
-        (*steps(2), Facts(topic="alone:audit", values={1: {**_FACT, "after": "encoder.3", "before": "head"}})),
+    fires_on = Examples(
+        lambda: (
+            (Facts(topic="alone:audit", values={0: _FACT, 1: _FACT}),),
+            (*steps(2), Facts(topic="alone:audit", values={1: {**_FACT, "after": "encoder.3", "before": "head"}})),
+        )
     )
-    silent_on = (
-        steps(3),
-        (Facts(topic="alone:audit", values={0: {**_FACT, "kind": "unregistered"}}),),
+    silent_on = Examples(
+        lambda: (
+            steps(3),
+            (Facts(topic="alone:audit", values={0: {**_FACT, "kind": "unregistered"}}),),
+        )
     )
 
     def cause(self, finding: Finding) -> tuple[Hashable, ...]:

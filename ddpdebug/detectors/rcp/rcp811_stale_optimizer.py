@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.rcp.streak import told
@@ -49,14 +49,18 @@ class StaleOptimizer(Detector):
     severity = Severity.ERROR
     title = "the optimizer holds parameters that the model no longer uses"
     topics = ("alone",)
-    fires_on = (
-        (Facts(topic="alone:audit", values={0: _FACT, 1: _FACT}),),
-        (*steps(2), Facts(topic="alone:audit", values={1: {**_FACT, "missing": ["a", "b"], "number": 2}})),
+    fires_on = Examples(
+        lambda: (
+            (Facts(topic="alone:audit", values={0: _FACT, 1: _FACT}),),
+            (*steps(2), Facts(topic="alone:audit", values={1: {**_FACT, "missing": ["a", "b"], "number": 2}})),
+        )
     )
-    silent_on = (
-        steps(3),
-        (Facts(topic="alone:audit", values={0: {**_FACT, "orphans": []}}),),
-        (Facts(topic="alone:audit", values={0: {**_FACT, "kind": "frozen"}}),),
+    silent_on = Examples(
+        lambda: (
+            steps(3),
+            (Facts(topic="alone:audit", values={0: {**_FACT, "orphans": []}}),),
+            (Facts(topic="alone:audit", values={0: {**_FACT, "kind": "frozen"}}),),
+        )
     )
 
     def cause(self, finding: Finding) -> tuple[Hashable, ...]:

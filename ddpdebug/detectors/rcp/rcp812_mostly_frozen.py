@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.rcp.streak import told
 from ddpdebug.findings import Finding, Severity
@@ -40,13 +40,17 @@ class MostlyFrozen(Detector):
     severity = Severity.WARNING
     title = "a large part of the model is frozen"
     topics = ("alone",)
-    fires_on = (
-        (Facts(topic="alone:audit", values={0: _FACT, 1: _FACT}),),
-        (*steps(2), Facts(topic="alone:audit", values={1: {**_FACT, "share": 1.0}})),
+    fires_on = Examples(
+        lambda: (
+            (Facts(topic="alone:audit", values={0: _FACT, 1: _FACT}),),
+            (*steps(2), Facts(topic="alone:audit", values={1: {**_FACT, "share": 1.0}})),
+        )
     )
-    silent_on = (
-        steps(3),
-        (Facts(topic="alone:audit", values={0: {**_FACT, "kind": "missing", "orphans": []}}),),
+    silent_on = Examples(
+        lambda: (
+            steps(3),
+            (Facts(topic="alone:audit", values={0: {**_FACT, "kind": "missing", "orphans": []}}),),
+        )
     )
 
     def cause(self, finding: Finding) -> tuple[Hashable, ...]:

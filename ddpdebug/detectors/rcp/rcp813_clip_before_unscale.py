@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.rcp.streak import Streak
 from ddpdebug.findings import Severity
@@ -35,15 +36,19 @@ class ClipBeforeUnscale(Streak):
     title = "gradients are clipped before they are unscaled"
     flag = Flag.CLIPPED_SCALED
     key = "clip"
-    fires_on = (
-        steps(
-            3,
-            flags=Flag.CLIPPED_SCALED,
-            recipe={r: {"clip": {"location": "train.py:70", "scale": 65536.0}} for r in range(4)},
-        ),
-        steps(3, flags=Flag.CLIPPED_SCALED | Flag.SKIPPED),
+    fires_on = Examples(
+        lambda: (
+            steps(
+                3,
+                flags=Flag.CLIPPED_SCALED,
+                recipe={r: {"clip": {"location": "train.py:70", "scale": 65536.0}} for r in range(4)},
+            ),
+            steps(3, flags=Flag.CLIPPED_SCALED | Flag.SKIPPED),
+        )
     )
-    silent_on = (
-        steps(5, flags=Flag.CLIPPED),
-        steps(2, flags=Flag.CLIPPED_SCALED),
+    silent_on = Examples(
+        lambda: (
+            steps(5, flags=Flag.CLIPPED),
+            steps(2, flags=Flag.CLIPPED_SCALED),
+        )
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.rcp.streak import Streak
 from ddpdebug.findings import Severity
@@ -41,14 +42,22 @@ class GradientsThrownAway(Streak):
     title = "gradients are cleared between backward and the step that should use them"
     flag = Flag.GRADS_DISCARDED
     key = "discarded"
-    fires_on = (
-        steps(3, flags=Flag.GRADS_DISCARDED, recipe=_GONE),
-        (*steps(2), *steps(3, start=2, flags=Flag.GRADS_DISCARDED)),
+    fires_on = Examples(
+        lambda: (
+            steps(3, flags=Flag.GRADS_DISCARDED, recipe=_GONE),
+            (*steps(2), *steps(3, start=2, flags=Flag.GRADS_DISCARDED)),
+        )
     )
-    silent_on = (
-        steps(5),
-        steps(2, flags=Flag.GRADS_DISCARDED, recipe=_GONE),
-        (step_at(0, flags=Flag.GRADS_DISCARDED), step_at(1), step_at(2, flags=Flag.GRADS_DISCARDED)),  # skipped batches
+    silent_on = Examples(
+        lambda: (
+            steps(5),
+            steps(2, flags=Flag.GRADS_DISCARDED, recipe=_GONE),
+            (
+                step_at(0, flags=Flag.GRADS_DISCARDED),
+                step_at(1),
+                step_at(2, flags=Flag.GRADS_DISCARDED),
+            ),  # skipped batches
+        )
     )
 
     def describe(self, about: Any, step: Step) -> dict[str, Any] | None:

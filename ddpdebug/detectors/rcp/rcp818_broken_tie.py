@@ -6,7 +6,7 @@ import re
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
@@ -54,14 +54,18 @@ class BrokenTie(Detector):
     title = "two parameters that look tied are separate objects and have drifted apart"
     topics = ("structure", "init")
     wants = ("parameters",)
-    fires_on = (
-        (*_known("a1", "a1"), step_at(6, parameters=_after("b1", "c1"))),
-        (*_known("a1", "a1"), *steps(2), step_at(6, parameters=_after("b1", "c2"))),
+    fires_on = Examples(
+        lambda: (
+            (*_known("a1", "a1"), step_at(6, parameters=_after("b1", "c1"))),
+            (*_known("a1", "a1"), *steps(2), step_at(6, parameters=_after("b1", "c2"))),
+        )
     )
-    silent_on = (
-        (*_known("a1", "a2"), step_at(6, parameters=_after("b1", "c1"))),
-        (*_known("a1", "a1"), step_at(6, parameters=_after("b1", "b1"))),
-        (*_known("a1", "a1", "target.emb.weight"), step_at(6, parameters=_after("b1", "c1"))),
+    silent_on = Examples(
+        lambda: (
+            (*_known("a1", "a2"), step_at(6, parameters=_after("b1", "c1"))),
+            (*_known("a1", "a1"), step_at(6, parameters=_after("b1", "b1"))),
+            (*_known("a1", "a1", "target.emb.weight"), step_at(6, parameters=_after("b1", "c1"))),
+        )
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

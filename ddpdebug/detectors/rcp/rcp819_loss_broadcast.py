@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.rcp.streak import told
 from ddpdebug.findings import Finding, Severity
@@ -47,13 +47,17 @@ class LossBroadcast(Detector):
     severity = Severity.ERROR
     title = "prediction and target broadcast against each other in the loss"
     topics = ("alone",)
-    fires_on = (
-        (Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),),
-        (*steps(2), Facts(topic="alone:loss", values={1: {**_FACT, "prediction": [32]}})),
+    fires_on = Examples(
+        lambda: (
+            (Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),),
+            (*steps(2), Facts(topic="alone:loss", values={1: {**_FACT, "prediction": [32]}})),
+        )
     )
-    silent_on = (
-        steps(3),
-        (Facts(topic="alone:loss", values={0: {**_FACT, "kind": "range"}}),),
+    silent_on = Examples(
+        lambda: (
+            steps(3),
+            (Facts(topic="alone:loss", values={0: {**_FACT, "kind": "range"}}),),
+        )
     )
 
     def cause(self, finding: Finding) -> tuple[Hashable, ...]:

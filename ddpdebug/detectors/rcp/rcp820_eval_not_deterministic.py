@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.rcp.streak import told
 from ddpdebug.findings import Finding, Severity
@@ -54,13 +54,17 @@ class EvalNotDeterministic(Detector):
     severity = Severity.WARNING
     title = "eval mode is not deterministic"
     topics = ("alone",)
-    fires_on = (
-        (Facts(topic="alone:chance", values={0: _FACT, 1: _FACT}),),
-        (*steps(2), Facts(topic="alone:chance", values={1: _ATTENTION})),
+    fires_on = Examples(
+        lambda: (
+            (Facts(topic="alone:chance", values={0: _FACT, 1: _FACT}),),
+            (*steps(2), Facts(topic="alone:chance", values={1: _ATTENTION})),
+        )
     )
-    silent_on = (
-        steps(3),
-        (Facts(topic="alone:validation", values={0: {"step": 20, "forwards": 4, "since": 0}}),),
+    silent_on = Examples(
+        lambda: (
+            steps(3),
+            (Facts(topic="alone:validation", values={0: {"step": 20, "forwards": 4, "since": 0}}),),
+        )
     )
 
     def cause(self, finding: Finding) -> tuple[Hashable, ...]:

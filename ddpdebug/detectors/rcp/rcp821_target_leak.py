@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.rcp.streak import told
 from ddpdebug.findings import Finding, Severity
@@ -58,13 +58,17 @@ class TargetLeak(Detector):
     severity = Severity.WARNING
     title = "the target leaks into the input"
     topics = ("alone",)
-    fires_on = (
-        (Facts(topic="alone:leak", values={0: _FACT}),),
-        (*steps(2), Facts(topic="alone:leak", values={0: _SAME})),
+    fires_on = Examples(
+        lambda: (
+            (Facts(topic="alone:leak", values={0: _FACT}),),
+            (*steps(2), Facts(topic="alone:leak", values={0: _SAME})),
+        )
     )
-    silent_on = (
-        steps(3),
-        (Facts(topic="alone:audit", values={0: {**_FACT, "kind": "frozen"}}),),
+    silent_on = Examples(
+        lambda: (
+            steps(3),
+            (Facts(topic="alone:audit", values={0: {**_FACT, "kind": "frozen"}}),),
+        )
     )
 
     def cause(self, finding: Finding) -> tuple[Hashable, ...]:

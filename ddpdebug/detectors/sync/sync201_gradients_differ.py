@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import contract, gradients, step_at
 from ddpdebug.detectors.sync.gradients import GradientRule, Verdict
 from ddpdebug.findings import Finding
@@ -43,16 +44,20 @@ class GradientsDiffer(GradientRule):
     code = "SYNC201"
     title = "gradients differ between ranks"
     follows = (*("RANK105", "RANK109", "RANK112"), *("SYNC202", "SYNC203", "SYNC205", "SYNC206", "SYNC208", "SYNC211"))
-    fires_on = (
-        (step_at(5, odd=_ODD, gradients=gradients(4, {1: {"w": "ff"}}), contract=contract(4)),),
-        (step_at(5, world=2, odd=_ODD),),
-        (step_at(5, odd=_ODD, gradients=gradients(4, {1: {"w": "ff"}}, missing=["b"]), contract=contract(4)),),
+    fires_on = Examples(
+        lambda: (
+            (step_at(5, odd=_ODD, gradients=gradients(4, {1: {"w": "ff"}}), contract=contract(4)),),
+            (step_at(5, world=2, odd=_ODD),),
+            (step_at(5, odd=_ODD, gradients=gradients(4, {1: {"w": "ff"}}, missing=["b"]), contract=contract(4)),),
+        )
     )
-    silent_on = (
-        (step_at(0), step_at(1)),
-        (step_at(5, flags=Flag.LOCAL_ONLY, odd=_ODD),),
-        (step_at(5, odd=_ODD, contract=contract(4, ddp=0)),),
-        (step_at(5, world=1),),
+    silent_on = Examples(
+        lambda: (
+            (step_at(0), step_at(1)),
+            (step_at(5, flags=Flag.LOCAL_ONLY, odd=_ODD),),
+            (step_at(5, odd=_ODD, contract=contract(4, ddp=0)),),
+            (step_at(5, world=1),),
+        )
     )
 
     def report(self, step: Step, verdict: Verdict) -> Finding:

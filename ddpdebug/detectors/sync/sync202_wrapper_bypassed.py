@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import contract, gradients, step_at
 from ddpdebug.detectors.sync.gradients import GradientRule
 from ddpdebug.observations import Flag
@@ -36,11 +37,15 @@ class WrapperBypassed(GradientRule):
     code = "SYNC202"
     title = "training runs around the DDP wrapper"
     stage = 5
-    fires_on = (
-        (step_at(0, odd=_ODD, flags=Flag.BYPASS, contract=contract(4, **_PLACE), gradients=gradients(4)),),
-        (step_at(3, odd=_ODD, flags=Flag.BYPASS),),
+    fires_on = Examples(
+        lambda: (
+            (step_at(0, odd=_ODD, flags=Flag.BYPASS, contract=contract(4, **_PLACE), gradients=gradients(4)),),
+            (step_at(3, odd=_ODD, flags=Flag.BYPASS),),
+        )
     )
-    silent_on = (
-        (step_at(0, flags=Flag.BYPASS, contract=contract(4, **_PLACE)),),  # gradients agree: reduced by the user
-        (step_at(1), step_at(2)),
+    silent_on = Examples(
+        lambda: (
+            (step_at(0, flags=Flag.BYPASS, contract=contract(4, **_PLACE)),),  # gradients agree: reduced by the user
+            (step_at(1), step_at(2)),
+        )
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import contract, gradients, step_at
 from ddpdebug.detectors.sync.gradients import GradientRule
 
@@ -39,18 +40,22 @@ class ParameterNotReduced(GradientRule):
     code = "SYNC203"
     title = "a trained parameter is not reduced by any DDP"
     stage = 5
-    fires_on = (
-        (step_at(9, odd=_ODD, gradients=gradients(4, _W), contract=contract(4, unreduced={"w": "unfrozen"})),),
-        (
-            step_at(
-                0,
-                odd={rank: {"foreign_grads_digest": 5 + rank} for rank in range(4)},
-                gradients=_FOREIGN,
-                contract=contract(4, unreduced={"head.w": "never-wrapped"}),
+    fires_on = Examples(
+        lambda: (
+            (step_at(9, odd=_ODD, gradients=gradients(4, _W), contract=contract(4, unreduced={"w": "unfrozen"})),),
+            (
+                step_at(
+                    0,
+                    odd={rank: {"foreign_grads_digest": 5 + rank} for rank in range(4)},
+                    gradients=_FOREIGN,
+                    contract=contract(4, unreduced={"head.w": "never-wrapped"}),
+                ),
             ),
-        ),
+        )
     )
-    silent_on = (
-        (step_at(9, gradients=gradients(4), contract=contract(4, unreduced={"w": "unfrozen"})),),  # gradients agree
-        (step_at(9, odd=_ODD, gradients=gradients(4, _W), contract=contract(4)),),
+    silent_on = Examples(
+        lambda: (
+            (step_at(9, gradients=gradients(4), contract=contract(4, unreduced={"w": "unfrozen"})),),  # gradients agree
+            (step_at(9, odd=_ODD, gradients=gradients(4, _W), contract=contract(4)),),
+        )
     )

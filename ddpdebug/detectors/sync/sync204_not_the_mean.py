@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpdebug.detectors.base import Detector
+from ddpdebug.detectors.base import Detector, Examples
 from ddpdebug.detectors.comparison import MAX_NAMES, tables
 from ddpdebug.detectors.examples import contract, step_at, steps
 from ddpdebug.findings import Finding, Severity
@@ -86,18 +86,22 @@ class NotTheMean(Detector):
     wants = ("gradients", "contract")
     follows = ("RANK105", "RANK112")
     stage = 30
-    fires_on = (
-        (step_at(0, **_SUMMED),),
-        (step_at(0, flags=Flag.CUSTOM_REDUCTION | Flag.HALF_REDUCTION, **_SUMMED),),
-        (step_at(0, **_SLIGHTLY), step_at(1, **_SLIGHTLY)),
+    fires_on = Examples(
+        lambda: (
+            (step_at(0, **_SUMMED),),
+            (step_at(0, flags=Flag.CUSTOM_REDUCTION | Flag.HALF_REDUCTION, **_SUMMED),),
+            (step_at(0, **_SLIGHTLY), step_at(1, **_SLIGHTLY)),
+        )
     )
-    silent_on = (
-        steps(3),
-        (step_at(0, **_SLIGHTLY), step_at(1)),
-        (step_at(0, flags=Flag.LOSSY_REDUCTION | Flag.CUSTOM_REDUCTION, **_SUMMED),),
-        (step_at(0, flags=Flag.HALF_REDUCTION, **_SLIGHTLY), step_at(1, flags=Flag.HALF_REDUCTION, **_SLIGHTLY)),
-        (step_at(0, odd={1: {"local_norm_0": float("nan")}}, **_SUMMED),),
-        (step_at(0, contract=contract(4, {rank: {"groups": [[rank]]} for rank in range(4)}), **_SUMMED),),
+    silent_on = Examples(
+        lambda: (
+            steps(3),
+            (step_at(0, **_SLIGHTLY), step_at(1)),
+            (step_at(0, flags=Flag.LOSSY_REDUCTION | Flag.CUSTOM_REDUCTION, **_SUMMED),),
+            (step_at(0, flags=Flag.HALF_REDUCTION, **_SLIGHTLY), step_at(1, flags=Flag.HALF_REDUCTION, **_SLIGHTLY)),
+            (step_at(0, odd={1: {"local_norm_0": float("nan")}}, **_SUMMED),),
+            (step_at(0, contract=contract(4, {rank: {"groups": [[rank]]} for rank in range(4)}), **_SUMMED),),
+        )
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import contract, gradients, step_at
 from ddpdebug.detectors.sync.gradients import GradientRule
 from ddpdebug.observations import Flag
@@ -36,11 +37,19 @@ class UnsynchronisedAccumulation(GradientRule):
     code = "SYNC205"
     title = "the optimizer stepped on gradients that were not synchronised"
     follows = ("RANK105", "RANK112", "SYNC202", "SYNC203", "SYNC208", "SYNC211")
-    fires_on = (
-        (step_at(2, odd=_ODD, flags=Flag.UNSYNCED_BACKWARD, contract=contract(4, **_LAST), gradients=gradients(4)),),
-        (step_at(2, odd=_ODD, flags=Flag.UNSYNCED_BACKWARD),),
+    fires_on = Examples(
+        lambda: (
+            (
+                step_at(
+                    2, odd=_ODD, flags=Flag.UNSYNCED_BACKWARD, contract=contract(4, **_LAST), gradients=gradients(4)
+                ),
+            ),
+            (step_at(2, odd=_ODD, flags=Flag.UNSYNCED_BACKWARD),),
+        )
     )
-    silent_on = (
-        (step_at(2, flags=Flag.UNSYNCED_BACKWARD, contract=contract(4, **_LAST)),),  # gradients agree
-        (step_at(2, micro_batches=4), step_at(3, micro_batches=4)),
+    silent_on = Examples(
+        lambda: (
+            (step_at(2, flags=Flag.UNSYNCED_BACKWARD, contract=contract(4, **_LAST)),),  # gradients agree
+            (step_at(2, micro_batches=4), step_at(3, micro_batches=4)),
+        )
     )

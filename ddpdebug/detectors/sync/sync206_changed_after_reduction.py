@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.comparison import tables
 from ddpdebug.detectors.examples import contract, gradients, step_at
 from ddpdebug.detectors.sync.gradients import GradientRule, clip_factors, clip_location, symptom
@@ -46,31 +47,39 @@ class ChangedAfterReduction(GradientRule):
     severity = Severity.ERROR
     title = "gradients were changed by some ranks for themselves"
     follows = ("RANK105", "RANK109", "RANK112", "SYNC202", "SYNC203", "SYNC205", "SYNC208", "SYNC211")
-    fires_on = (
-        (
-            step_at(
-                6,
-                odd={2: {"grads_digest": 5}},
-                gradients=gradients(4, {2: {"w": "ff"}}, **_EQUAL_SUMS),
-                contract=contract(4),
+    fires_on = Examples(
+        lambda: (
+            (
+                step_at(
+                    6,
+                    odd={2: {"grads_digest": 5}},
+                    gradients=gradients(4, {2: {"w": "ff"}}, **_EQUAL_SUMS),
+                    contract=contract(4),
+                ),
             ),
-        ),
-        (
-            step_at(
-                6,
-                odd={2: {"grads_digest": 5, "clip_max": 0.1}},
-                flags=Flag.CLIPPED,
-                **_CLIP,
-                gradients=gradients(4, {2: {"w": "ff", "b": "ff"}}, **_EQUAL_SUMS),
-                contract=contract(4),
+            (
+                step_at(
+                    6,
+                    odd={2: {"grads_digest": 5, "clip_max": 0.1}},
+                    flags=Flag.CLIPPED,
+                    **_CLIP,
+                    gradients=gradients(4, {2: {"w": "ff", "b": "ff"}}, **_EQUAL_SUMS),
+                    contract=contract(4),
+                ),
             ),
-        ),
-        (step_at(6, flags=Flag.CLIPPED | Flag.CLIPPED_BEFORE_SYNC, clip_max=1.0, odd=_OWN_CLIP, contract=contract(4)),),
+            (
+                step_at(
+                    6, flags=Flag.CLIPPED | Flag.CLIPPED_BEFORE_SYNC, clip_max=1.0, odd=_OWN_CLIP, contract=contract(4)
+                ),
+            ),
+        )
     )
-    silent_on = (
-        (step_at(6, flags=Flag.CLIPPED, **_CLIP),),
-        (step_at(6, flags=Flag.CLIPPED | Flag.CLIPPED_BEFORE_SYNC, **_CLIP),),
-        (step_at(6, odd={2: {"grads_digest": 5}}, gradients=gradients(4, {2: {"w": "ff"}}), contract=contract(4)),),
+    silent_on = Examples(
+        lambda: (
+            (step_at(6, flags=Flag.CLIPPED, **_CLIP),),
+            (step_at(6, flags=Flag.CLIPPED | Flag.CLIPPED_BEFORE_SYNC, **_CLIP),),
+            (step_at(6, odd={2: {"grads_digest": 5}}, gradients=gradients(4, {2: {"w": "ff"}}), contract=contract(4)),),
+        )
     )
 
     def suspects(self, step: Step) -> bool:

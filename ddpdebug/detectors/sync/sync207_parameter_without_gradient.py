@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import contract, gradients, step_at, steps
 from ddpdebug.detectors.sync.gradients import find_unused, missing, symptom
@@ -45,29 +45,33 @@ class ParameterWithoutGradient(Detector):
     wants = ("gradients", "contract")
     topics = ("alone",)
     follows = ("RANK105", "RANK112", "RCP810", "RCP811", "RCP816", "SYNC202", "SYNC208")
-    fires_on = (
-        (
-            Facts(
-                topic="alone:failure",
-                values={1: {"reason": f"RuntimeError: {_DDP_MESSAGE} ...", "missing": ["aux.w"], "step": 12}},
+    fires_on = Examples(
+        lambda: (
+            (
+                Facts(
+                    topic="alone:failure",
+                    values={1: {"reason": f"RuntimeError: {_DDP_MESSAGE} ...", "missing": ["aux.w"], "step": 12}},
+                ),
             ),
-        ),
-        steps(5, **_UNUSED),
-        (
-            step_at(
-                1,
-                without_grad=1,
-                odd={1: {"grads_digest": 5}},
-                gradients=gradients(4, {1: {"w": "ff"}}, missing=["b"]),
-                contract=contract(4),
+            steps(5, **_UNUSED),
+            (
+                step_at(
+                    1,
+                    without_grad=1,
+                    odd={1: {"grads_digest": 5}},
+                    gradients=gradients(4, {1: {"w": "ff"}}, missing=["b"]),
+                    contract=contract(4),
+                ),
             ),
-        ),
+        )
     )
-    silent_on = (
-        steps(5),
-        steps(4, **_UNUSED),
-        tuple(step_at(n, without_grad=1, presence_digest=70 + n % 3) for n in range(10)),  # layers are dropped
-        steps(5, start=100, **_UNUSED)[:1],
+    silent_on = Examples(
+        lambda: (
+            steps(5),
+            steps(4, **_UNUSED),
+            tuple(step_at(n, without_grad=1, presence_digest=70 + n % 3) for n in range(10)),  # layers are dropped
+            steps(5, start=100, **_UNUSED)[:1],
+        )
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

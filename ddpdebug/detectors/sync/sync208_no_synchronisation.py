@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import contract, gradients, step_at
 from ddpdebug.detectors.sync.gradients import GradientRule
 from ddpdebug.observations import Flag
@@ -37,20 +38,24 @@ class NoSynchronisation(GradientRule):
     code = "SYNC208"
     title = "several ranks train without any gradient synchronisation"
     stage = 5
-    fires_on = (
-        (step_at(0, odd=_ODD, flags=Flag.NO_DDP, gradients=_FOREIGN, contract=contract(4, ddp=0, groups=[])),),
-        (step_at(0, odd=_ODD, flags=Flag.NO_DDP),),
+    fires_on = Examples(
+        lambda: (
+            (step_at(0, odd=_ODD, flags=Flag.NO_DDP, gradients=_FOREIGN, contract=contract(4, ddp=0, groups=[])),),
+            (step_at(0, odd=_ODD, flags=Flag.NO_DDP),),
+        )
     )
-    silent_on = (
-        (step_at(0, flags=Flag.NO_DDP, contract=contract(4, ddp=0)),),  # averaged by hand
-        (step_at(0, odd={1: {"grads_digest": 5}}, gradients=gradients(4, {1: {"w": "f"}}), contract=contract(4)),),
-        (
-            step_at(
-                0,
-                odd=_ODD,
-                flags=Flag.NO_DDP,
-                gradients={rank: {"foreign": {f"stage{rank}.w": "1"}} for rank in range(4)},
-                contract=contract(4, ddp=0),
+    silent_on = Examples(
+        lambda: (
+            (step_at(0, flags=Flag.NO_DDP, contract=contract(4, ddp=0)),),  # averaged by hand
+            (step_at(0, odd={1: {"grads_digest": 5}}, gradients=gradients(4, {1: {"w": "f"}}), contract=contract(4)),),
+            (
+                step_at(
+                    0,
+                    odd=_ODD,
+                    flags=Flag.NO_DDP,
+                    gradients={rank: {"foreign": {f"stage{rank}.w": "1"}} for rank in range(4)},
+                    contract=contract(4, ddp=0),
+                ),
             ),
-        ),
+        )
     )

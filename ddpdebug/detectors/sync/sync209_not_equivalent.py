@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.findings import Finding, Severity
 
@@ -54,15 +54,19 @@ class NotEquivalent(Detector):
     severity = Severity.ERROR
     title = "several ranks do not train like one process on the same global batch"
     topics = ("equivalence",)
-    fires_on = (
-        (Facts(topic="equivalence", values=dict.fromkeys(range(4), _facts(4.0))),),
-        (Facts(topic="equivalence", values=dict.fromkeys(range(2), _facts(0.97, 2, residual=0.2))),),
-        (Facts(topic="equivalence", values={0: _facts(0.5, 2), 1: _AGREES}),),
-        (Facts(topic="equivalence", values=dict.fromkeys(range(2), _facts(1, 2, residual=0.1, batch_norm=True))),),
+    fires_on = Examples(
+        lambda: (
+            (Facts(topic="equivalence", values=dict.fromkeys(range(4), _facts(4.0))),),
+            (Facts(topic="equivalence", values=dict.fromkeys(range(2), _facts(0.97, 2, residual=0.2))),),
+            (Facts(topic="equivalence", values={0: _facts(0.5, 2), 1: _AGREES}),),
+            (Facts(topic="equivalence", values=dict.fromkeys(range(2), _facts(1, 2, residual=0.1, batch_norm=True))),),
+        )
     )
-    silent_on = (
-        (Facts(topic="equivalence", values=dict.fromkeys(range(2), _AGREES)),),
-        (Facts(topic="equivalence", values={0: _AGREES}),),
+    silent_on = Examples(
+        lambda: (
+            (Facts(topic="equivalence", values=dict.fromkeys(range(2), _AGREES)),),
+            (Facts(topic="equivalence", values={0: _AGREES}),),
+        )
     )
 
     def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:

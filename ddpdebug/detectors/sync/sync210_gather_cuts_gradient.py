@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Facts
+from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
 
@@ -36,11 +36,15 @@ class GatherCutsGradient(Detector):
     severity = Severity.ERROR
     title = "a gather in the forward or the loss cuts the gradient"
     topics = ("gathered",)
-    fires_on = (
-        (Facts(topic="gathered:0", values={0: _FACT, 1: _FACT}),),
-        (Facts(topic="gathered:1", values={0: {"location": None, "shapes": [[8, 16]]}, 1: None}),),
+    fires_on = Examples(
+        lambda: (
+            (Facts(topic="gathered:0", values={0: _FACT, 1: _FACT}),),
+            (Facts(topic="gathered:1", values={0: {"location": None, "shapes": [[8, 16]]}, 1: None}),),
+        )
     )
-    silent_on = ((Facts(topic="gathered:0", values={0: None, 1: None}),), (Facts(topic="gathered:0", values={0: {}}),))
+    silent_on = Examples(
+        lambda: ((Facts(topic="gathered:0", values={0: None, 1: None}),), (Facts(topic="gathered:0", values={0: {}}),))
+    )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__(config)

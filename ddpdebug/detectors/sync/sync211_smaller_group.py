@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import contract, gradients, step_at
 from ddpdebug.detectors.sync.gradients import GradientRule
 
@@ -35,19 +36,23 @@ class SmallerGroup(GradientRule):
     code = "SYNC211"
     title = "gradients are reduced over a part of the ranks only"
     stage = 5
-    fires_on = (
-        (step_at(0, odd=_HALVES, gradients=_GRADIENTS, contract=contract(4, _GROUPS)),),
-        (
-            step_at(
-                0,
-                world=2,
-                odd={1: {"grads_digest": 5}},
-                gradients=gradients(2, {1: {"w": "ff"}}),
-                contract=contract(2, {0: {"groups": [[0]]}, 1: {"groups": [[1]]}}),
+    fires_on = Examples(
+        lambda: (
+            (step_at(0, odd=_HALVES, gradients=_GRADIENTS, contract=contract(4, _GROUPS)),),
+            (
+                step_at(
+                    0,
+                    world=2,
+                    odd={1: {"grads_digest": 5}},
+                    gradients=gradients(2, {1: {"w": "ff"}}),
+                    contract=contract(2, {0: {"groups": [[0]]}, 1: {"groups": [[1]]}}),
+                ),
             ),
-        ),
+        )
     )
-    silent_on = (
-        (step_at(0, gradients=gradients(4), contract=contract(4, _GROUPS)),),
-        (step_at(0, odd={1: {"grads_digest": 5}}, gradients=gradients(4, {1: {"w": "f"}}), contract=contract(4)),),
+    silent_on = Examples(
+        lambda: (
+            (step_at(0, gradients=gradients(4), contract=contract(4, _GROUPS)),),
+            (step_at(0, odd={1: {"grads_digest": 5}}, gradients=gradients(4, {1: {"w": "f"}}), contract=contract(4)),),
+        )
     )
