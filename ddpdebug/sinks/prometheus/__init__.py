@@ -28,7 +28,7 @@ from ddpdebug.sinks.prometheus.connections import App
 from ddpdebug.sinks.prometheus.discovery import target
 from ddpdebug.sinks.prometheus.endpoint import Endpoint, Serving, json_app
 from ddpdebug.sinks.prometheus.families import rank_metrics
-from ddpdebug.sinks.prometheus.frugal import Frugal
+from ddpdebug.sinks.prometheus.frugal import SHARE, SHARE_OF_ALL, Frugal
 from ddpdebug.sinks.prometheus.layers import Layers
 from ddpdebug.sinks.prometheus.state import RankState
 from ddpdebug.sinks.text import clean, ranks_text
@@ -82,7 +82,8 @@ class PrometheusSink(Collector):
         self.registry.register(self)
         self.url: str | None = None
         if rank == 0 or not self._everyone:
-            apps: dict[str, App] = {"/metrics": Frugal(make_wsgi_app(self.registry))}
+            share = SHARE_OF_ALL if self._everyone else SHARE
+            apps: dict[str, App] = {"/metrics": Frugal(make_wsgi_app(self.registry), share)}
             if rank == 0:
                 apps["/sd"] = json_app(self._sd)
             try:

@@ -10,8 +10,10 @@ from typing import Any
 from ddpdebug.sinks.prometheus.connections import App
 from ddpdebug.sinks.prometheus.endpoint import answer
 
-#: Share of the time that rendering may take in the long run, and seconds of it that may be taken at once.
-_SHARE, _AT_ONCE = 0.01, 1.0
+#: Shares of the time that rendering may take in the long run, of one rank and of all ranks (with a large world answers
+#: would grow old otherwise), and seconds of it that may be taken at once.
+SHARE, SHARE_OF_ALL = 0.005, 0.02
+_AT_ONCE = 0.1
 #: Answers kept: Prometheus always asks in the same words.
 _KEPT = 4
 
@@ -22,6 +24,7 @@ class Frugal:
     """An application that renders anew while its budget lasts, and repeats its last answer otherwise.
 
     Args:
+        share: of the time that rendering may take in the long run.
         clock: what passes, seconds.
         spent: processor time of the calling thread, seconds.
     """
@@ -29,10 +32,11 @@ class Frugal:
     def __init__(
         self,
         app: App,
+        share: float = SHARE,
         clock: Callable[[], float] = time.monotonic,
         spent: Callable[[], float] = time.thread_time,
     ) -> None:
-        self._app, self._clock, self._spent = app, clock, spent
+        self._app, self._share, self._clock, self._spent = app, share, clock, spent
         self._credit, self._since = _AT_ONCE, clock()
         self._known: dict[tuple[str, ...], _Answer] = {}
         self._rendering = threading.Lock()
@@ -56,7 +60,7 @@ class Frugal:
 
     def _affordable(self) -> bool:
         now = self._clock()
-        self._credit = min(_AT_ONCE, self._credit + _SHARE * (now - self._since))
+        self._credit = min(_AT_ONCE, self._credit + self._share * (now - self._since))
         self._since = now
         return self._credit > 0
 
