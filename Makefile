@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help format lint types test test-slow test-harm test-dist test-monitoring retest detection detection-slice bench demo docs dashboards rules up down size check
+.PHONY: help format lint types test test-slow test-harm test-dist test-monitoring retest detection bench demo docs dashboards rules up down size check
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -56,9 +56,6 @@ test-monitoring: $(STAMP) ## a real job against a real Prometheus and Alertmanag
 
 detection: $(STAMP) ## run the corpus of faults and healthy scripts, print the score, write docs/detection.md
 	$(PYTHON) tests/detection/score.py --require 0.95 --write docs/detection.md
-
-detection-slice: $(STAMP) ## what CI runs of it: every fault and healthy script, the clean twin of every third fault
-	$(PYTHON) tests/detection/score.py --require 0.95 --twins 3
 
 bench: $(STAMP) ## what ddpdebug costs, against plain DDP and the naive methods
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/overhead.py

@@ -227,14 +227,11 @@ def main() -> int:
     parser.add_argument("--require", type=float, default=1.0, help="share of runs that must be right")
     parser.add_argument("--folder", type=Path, default=_CORPUS)
     parser.add_argument("--launch", action="store_true", help="start ranks as a user does")
-    parser.add_argument("--twins", type=int, default=1, help="run the clean twin of every so many-th fault only")
     args = parser.parse_args()
     wanted = tuple(part for part in args.only.split(",") if part)
     cases = [load(path) for path in sorted(args.folder.resolve().glob("*.py"))]
     cases = [case for case in cases if not wanted or case.path.name.startswith(wanted)]
-    faults = [case for case in cases if case.codes]
-    runs = {case.path: (True, False) for case in faults[:: args.twins]}
-    jobs = [(case, fault) for case in cases for fault in runs.get(case.path, (bool(case.codes),))]
+    jobs = [(case, fault) for case in cases for fault in ((True, False) if case.codes else (False,))]
     results: list[Result] = []
     os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is loaded
     zygote.preload()
