@@ -4,6 +4,7 @@
 
 One rank trains in one thread; another process asks its endpoint for `/metrics`, so that on two cores only what happens
 inside the rank (rendering, the interpreter's lock) can cost it time. It keeps its connection, as Prometheus does.
+`elsewhere` asks the same of an endpoint in a third process: what that costs is the machine's share, not ours.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from urllib.request import urlopen
 
 import torch
 import torch.distributed as dist
@@ -26,11 +28,21 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpdebug.attach import install
 from ddpdebug.config import Config
 
-#: Reads `on` or `off` from its input; while on, fetches the address so many times a second.
+#: Serves as many bytes as a rank does, until its input ends.
+_ELSEWHERE = """
+import sys
+from ddpdebug.sinks.prometheus.endpoint import Endpoint, Serving, json_app
+endpoint = Endpoint({"/metrics": json_app(lambda: "x" * int(sys.argv[1]))}, "127.0.0.1", 0, Serving())
+print(endpoint.port, flush=True)
+sys.stdin.read()
+"""
+
+#: Reads `on`, `elsewhere` or `off` from its input; while on, fetches the address so many times a second.
 _SCRAPER = """
 import http.client, select, sys, time
-client, pause, on, count, bytes_ = http.client.HTTPConnection(sys.argv[1]), 1 / float(sys.argv[2]), False, 0, 0
-headers = {"Connection": "close"} if len(sys.argv) > 3 else {}
+here, elsewhere = map(http.client.HTTPConnection, sys.argv[1:3])
+client, pause, on, count, bytes_ = here, 1 / float(sys.argv[3]), False, 0, 0
+headers = {"Connection": "close"} if len(sys.argv) > 4 else {}
 next_ = time.monotonic()
 while True:
     wait = max(0.0, next_ - time.monotonic()) if on else None
@@ -38,11 +50,12 @@ while True:
         word = sys.stdin.readline().strip()
         if not word:
             break
-        on, next_ = word == "on", time.monotonic()
+        on, next_, client = word != "off", time.monotonic(), elsewhere if word == "elsewhere" else here
         continue
     client.request("GET", "/metrics", headers=headers)
-    bytes_ += len(client.getresponse().read())
-    count += 1
+    size = len(client.getresponse().read())
+    if client is here:
+        bytes_, count = bytes_ + size, count + 1
     next_ += pause
 print(count, bytes_)
 """
@@ -75,10 +88,14 @@ def main() -> None:
 
         for _ in range(40):  # until the schedule of the checks has settled
             step()
-        words = [sys.executable, "-c", _SCRAPER, f"127.0.0.1:{port}", str(args.rate)]
+        size = len(urlopen(f"http://127.0.0.1:{port}/metrics").read())
+        words = [sys.executable, "-c", _ELSEWHERE, str(size)]
+        third = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603
+        other = f"127.0.0.1:{int(third.stdout.readline())}"
+        words = [sys.executable, "-c", _SCRAPER, f"127.0.0.1:{port}", other, str(args.rate)]
         words += ["new"] * args.new_connections
         scraper = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603
-        times: dict[str, list[float]] = {"off": [], "on": [], "off again": []}
+        times: dict[str, list[float]] = {"off": [], "on": [], "elsewhere": [], "off again": []}
         for _ in range(args.rounds):
             for way, values in times.items():
                 print(way.split()[0], file=scraper.stdin, flush=True)
@@ -88,11 +105,13 @@ def main() -> None:
                     values.append(time.perf_counter() - started)
         output, _ = scraper.communicate()
         count, size = map(int, output.split())
+        third.communicate()
         monitor.close()
     base = statistics.median(times["off"])
     spent = sum(times["on"])
     print(f"{count / spent:.0f} scrapes a second of {size // count} bytes, step {base * 1000:.0f} ms")
     print(f"with scrapes {statistics.median(times['on']) / base:.3f}", end=" · ")
+    print(f"with scrapes elsewhere {statistics.median(times['elsewhere']) / base:.3f}", end=" · ")
     print(f"without again {statistics.median(times['off again']) / base:.3f}")
 
 
