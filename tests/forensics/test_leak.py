@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ddpdebug.forensics.leak import Leaks, look, relation
+from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.scene import Scene, Scenes
+
+GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 
 LENGTH = 10
 
@@ -47,7 +50,7 @@ def everywhere(x: Tensor) -> Tensor:
 def scene_of(model: nn.Module, *args: Any, **kwargs: Any) -> Scene:
     """Return what is kept of a training forward."""
     torch.manual_seed(3)
-    scenes = Scenes()
+    scenes = Scenes(GUARD)
     scenes.begin(model, args, kwargs, 7)
     model(*args, **kwargs)
     return scenes.current[-1]

@@ -21,6 +21,8 @@ from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.scene import Scene, Scenes
 from ddpdebug.probes.values import tensors_in
 
+GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
+
 
 def _line(function: Any, text: str) -> str:
     """Return `file:line` of the line of a function that contains `text`."""
@@ -36,7 +38,7 @@ def _scene(
     **kwargs: Any,
 ) -> Scene:
     """Run a forward, and backward, as a training step does, and return what was kept of it."""
-    scenes = Scenes()
+    scenes = Scenes(GUARD)
     scenes.begin(model, args, kwargs, 0)
     output = model(*args, **kwargs)
     scenes.end(model, output)
@@ -615,6 +617,6 @@ def test_compiled_modules_run_uncompiled() -> None:
 
 def test_gone_model() -> None:
     """A scene does not keep its model alive."""
-    scenes = Scenes()
+    scenes = Scenes(GUARD)
     scenes.begin(nn.Linear(4, 4), (torch.randn(3, 4),), {}, 0)
     assert replay(scenes.current[0]).reason == "the model is gone"
