@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import random
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -309,12 +310,16 @@ class Everything(nn.Module):
         self.codes = nn.Parameter(torch.ones(4))
         self.generator = torch.Generator().manual_seed(3)
         self.calls, self.history, self.table = 0, [], {"a": 1}
+        self.nested: dict[str, Any] = {"log": [deque([1, 2], maxlen=2)], "count": Counter(a=3)}
         self.last: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         self.history.append(self.calls)
         self.table["b"] = self.calls
+        self.nested["log"][0].append(self.calls)
+        self.nested["log"].append(self.calls)
+        self.nested["count"].update("ab")
         self.steps += 1
         h = functional.dropout(self.norm(self.own(self.inner(x))))
         self.seen = self.seen * 0.9 + h.detach().mean(0) * 0.1
@@ -339,7 +344,14 @@ def _state(model: Everything, *tensors: torch.Tensor) -> list[Any]:
         model.generator.get_state().tolist(),
         random.getstate(),
         str(np.random.get_state()),  # noqa: NPY002 - as above
-        (model.calls, list(model.history), dict(model.table), id(model.last), torch.is_grad_enabled()),
+        (
+            model.calls,
+            list(model.history),
+            dict(model.table),
+            repr(model.nested),
+            id(model.last),
+            torch.is_grad_enabled(),
+        ),
         {name: id(value) for name, value in vars(model).items()},
         (torch.is_autocast_enabled("cpu"), torch.is_anomaly_enabled(), torch.get_num_threads()),
     ]
