@@ -8,6 +8,7 @@ What a forward writes elsewhere (a global, a file, the inside of an object that 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,7 +18,8 @@ from ddpdebug import torch_internals as internals
 from ddpdebug.probes.scene import RandomState, is_container, items, rebuilt
 
 _BUFFER_BYTES = 64 << 20
-_MAX_ITEMS = 10_000
+_MAX_ITEMS, _ALL_ITEMS = 10_000, 100_000
+_CONTAINERS = {list, dict, set, deque, OrderedDict, Counter, defaultdict}
 
 
 class CopyOnWrite:
@@ -121,8 +123,7 @@ def _attributes(module: torch.nn.Module) -> Callable[[], None]:
     contents = [(table, table.copy()) for table in tables.values()]
     own = dict(module.__dict__)
     generators = [(g, g.get_state()) for g in own.values() if isinstance(g, torch.Generator)]
-    own_containers = [v for v in own.values() if type(v) in {list, dict, set} and len(v) < _MAX_ITEMS]
-    contents += [(value, value.copy()) for value in own_containers]
+    contents += [(value, value.copy()) for value in _containers(own)]
 
     def put_back() -> None:
         _refill(module.__dict__, own)
@@ -134,8 +135,25 @@ def _attributes(module: torch.nn.Module) -> Callable[[], None]:
     return put_back
 
 
+def _containers(own: dict[str, Any]) -> list[Any]:
+    """Return the containers among a module's attributes, and those inside them, as far as they are not large."""
+    found: dict[int, Any] = {}
+    waiting, room = deque(own.values()), _ALL_ITEMS
+    while waiting:
+        value = waiting.popleft()
+        if type(value) in _CONTAINERS and id(value) not in found and len(value) < min(_MAX_ITEMS, room):
+            room -= len(value)
+            found[id(value)] = value
+            waiting += value.values() if isinstance(value, dict) else value
+    return list(found.values())
+
+
 def _refill(container: Any, items_before: Any) -> None:
-    if isinstance(container, list):
+    if isinstance(container, deque):
+        if [*map(id, container)] != [*map(id, items_before)]:
+            container.clear()
+            container.extend(items_before)
+    elif isinstance(container, list):
         container[:] = items_before
     elif isinstance(container, set):
         container &= items_before
@@ -143,7 +161,7 @@ def _refill(container: Any, items_before: Any) -> None:
     else:  # never empty in between: another thread may look
         for key in [key for key in container if key not in items_before]:
             del container[key]
-        container.update(items_before)
+        dict.update(container, items_before)  # that of a `Counter` adds
 
 
 def _is_computation(hook: object) -> bool:

@@ -80,7 +80,8 @@ class Patches:
             self._wrap(owner, name, make)
         if not internals.anything_compiled():
             look = self.evaluations.look
-            self._undo.append(internals.look_at_losses(lambda loss: run("probe:evaluation", look, loss)))
+            undo = run("probe:losses", internals.look_at_losses, lambda loss: run("probe:evaluation", look, loss))
+            self._undo += [] if undo is None else [undo]
         averagers = sys.modules.get("torch.distributed.algorithms.model_averaging.averagers")
         if averagers is None:
             with contextlib.suppress(ImportError):

@@ -15,7 +15,11 @@ from ddpdebug.probes.values import precision
 #: Training forwards that an attribute must have survived unchanged to be a constant and no cache or result.
 _FORWARDS = 4
 _MAX_TENSORS = 64
+#: Another class of tensor may run code of its own for whatever it is asked.
+_KINDS = {torch.Tensor, torch.nn.Parameter}
 _MAX_BYTES = 4 << 20
+#: A longer list or dict is a vocabulary or a data set, which is not gone through.
+_MAX_ITEMS = 1000
 
 
 class Settings:
@@ -64,12 +68,15 @@ def _plain_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def _tensors(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
+    if type(value) in _KINDS:
         yield "", value
-    elif type(value) in {list, tuple}:
-        yield from ((f"[{i}]", item) for i, item in enumerate(value) if isinstance(item, torch.Tensor))
-    elif type(value) is dict:
-        yield from ((f"[{key!r}]", item) for key, item in value.items() if isinstance(item, torch.Tensor))
+    elif type(value) in {list, tuple} and len(value) <= _MAX_ITEMS:
+        yield from ((f"[{i}]", item) for i, item in enumerate(value) if type(item) in _KINDS)
+    elif type(value) is dict and len(value) <= _MAX_ITEMS:
+        named = (
+            (key, item) for key, item in value.items() if type(key) in {str, int}
+        )  # others look different on ranks
+        yield from ((f"[{key!r}]", item) for key, item in named if type(item) in _KINDS)
 
 
 def _is_constant_like(tensor: torch.Tensor) -> bool:

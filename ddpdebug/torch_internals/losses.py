@@ -55,7 +55,9 @@ def look_at_losses(look: Callable[[Any], None]) -> Callable[[], None]:
     changed: list[tuple[FunctionType, CodeType, CodeType]] = []
     for name in LOSSES:
         function = getattr(functional, name, None)
-        if isinstance(function, FunctionType) and (code := _with_look(function, look)) is not None:
+        if not isinstance(function, FunctionType) or function.__globals__ is not vars(functional):
+            continue  # somebody has put a function of his own there, which need not even know `torch`
+        if (code := _with_look(function, look)) is not None:
             changed.append((function, function.__code__, code))
     for function, _, code in changed:
         function.__code__ = code

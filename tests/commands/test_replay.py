@@ -17,7 +17,10 @@ from torch import nn
 
 from ddpdebug.commands import main
 from ddpdebug.forensics.bundle import JSON_FILE, write_bundle
+from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.scene import Scenes
+
+GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 
 _SOURCE = """
 import torch
@@ -89,7 +92,7 @@ class Case:
         self.model: nn.Module = getattr(module, kind)(4)
 
     def bundle(self, x: torch.Tensor, *args: Any, amp: bool = False, scale: float = 1.0) -> str:
-        scenes = Scenes()
+        scenes = Scenes(GUARD)
         with torch.autocast("cpu", dtype=torch.float16, enabled=amp):
             scenes.begin(self.model, (x, *args), {}, 7)
             output = self.model(x, *args)

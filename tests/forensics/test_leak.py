@@ -9,8 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ddpdebug.forensics import leak
 from ddpdebug.forensics.leak import Leaks, look, relation
+from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.scene import Scene, Scenes
+
+GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 
 LENGTH = 10
 
@@ -47,7 +51,7 @@ def everywhere(x: Tensor) -> Tensor:
 def scene_of(model: nn.Module, *args: Any, **kwargs: Any) -> Scene:
     """Return what is kept of a training forward."""
     torch.manual_seed(3)
-    scenes = Scenes()
+    scenes = Scenes(GUARD)
     scenes.begin(model, args, kwargs, 7)
     model(*args, **kwargs)
     return scenes.current[-1]
@@ -185,6 +189,29 @@ def test_a_model_is_asked_once_and_when_its_loss_is_low() -> None:
     assert [step for step, told in enumerate(found) if told] == [4]  # a step later than the loss of 0.29
     assert (found[4] or {})["loss"] == 0.29
     assert quiet == [True, False]
+
+
+def test_a_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss before is read once the device has come so far; what comes meanwhile is left out."""
+    done, read = [False], []
+    monkeypatch.setattr(leak, "_arrival", lambda _: lambda: done[0])
+    leaks, model = Leaks(lambda _: None), Model(everywhere)
+    for step, arrives in enumerate((False, False, True, False, True)):
+        done[0] = arrives
+        scene = scene_of(model, text())
+        scene.step = step
+        leaks.loss(scene, text()[:, 1:].flatten(), -100, lambda step=step: lambda: read.append(step) or 3.0)
+    assert read == [0, 2]
+
+
+def test_of_a_large_vocabulary_a_part_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It tells as much."""
+    monkeypatch.setattr(leak, "_KEPT_BYTES", LENGTH * 12 * 4 // 3)
+    assert told(Model(causal), text(), text()[:, 1:].flatten()) is None
+    monkeypatch.setattr(leak, "_mixer", lambda at, one, other: tuple(one.outputs[0].shape))
+    found = told(Model(everywhere), text(), text()[:, 1:].flatten())
+    assert found is not None
+    assert found["module"] == (LENGTH, 3)
 
 
 def test_a_model_whose_loss_was_never_high() -> None:

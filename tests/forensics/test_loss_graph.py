@@ -10,7 +10,10 @@ from torch import nn
 from torch.nn import functional
 
 from ddpdebug.forensics.loss_graph import explain_loss
+from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.scene import Scenes
+
+GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 
 _LOSSES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str | None]] = {
     "log of a softmax": (lambda o: -(torch.softmax(o * 1e4, -1) + 0).log().mean(), "LogBackward0"),
@@ -40,7 +43,7 @@ def test_loss(case: str) -> None:
     """The first bad operation after the model is found, and nothing in a healthy loss."""
     make, node = _LOSSES[case]
     torch.manual_seed(0)
-    model, scenes, x = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()), Scenes(), torch.randn(2, 4)
+    model, scenes, x = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()), Scenes(GUARD), torch.randn(2, 4)
     scenes.begin(model, (x,), {}, 0)
     output = model(x)
     scenes.end(model, output)
@@ -61,7 +64,7 @@ def test_the_model_is_left_out() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (super().forward(x) * 0).log()
 
-    model, scenes, x = Bad(4, 4), Scenes(), torch.randn(2, 4)
+    model, scenes, x = Bad(4, 4), Scenes(GUARD), torch.randn(2, 4)
     scenes.begin(model, (x,), {}, 0)
     output = model(x)
     scenes.end(model, output)

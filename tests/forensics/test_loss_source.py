@@ -19,6 +19,8 @@ from ddpdebug.forensics.loss_source import Place, best_fits, place_of
 from ddpdebug.probes.guard import Guard, local_values, location, user_frame
 from ddpdebug.probes.scene import Scenes
 
+GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
+
 _LINES = Path(__file__).read_text(encoding="utf-8").splitlines()
 
 
@@ -61,7 +63,7 @@ class Case:
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        self.scenes, self.model = Scenes(), Model()
+        self.scenes, self.model = Scenes(GUARD), Model()
         self.place: Place | None = None
         self.node = ""
         self.called_at: tuple[str, int] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import random
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,8 @@ from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.scene import Scene, Scenes
 from ddpdebug.probes.values import tensors_in
 
+GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
+
 
 def _line(function: Any, text: str) -> str:
     """Return `file:line` of the line of a function that contains `text`."""
@@ -36,7 +39,7 @@ def _scene(
     **kwargs: Any,
 ) -> Scene:
     """Run a forward, and backward, as a training step does, and return what was kept of it."""
-    scenes = Scenes()
+    scenes = Scenes(GUARD)
     scenes.begin(model, args, kwargs, 0)
     output = model(*args, **kwargs)
     scenes.end(model, output)
@@ -307,12 +310,16 @@ class Everything(nn.Module):
         self.codes = nn.Parameter(torch.ones(4))
         self.generator = torch.Generator().manual_seed(3)
         self.calls, self.history, self.table = 0, [], {"a": 1}
+        self.nested: dict[str, Any] = {"log": [deque([1, 2], maxlen=2)], "count": Counter(a=3)}
         self.last: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         self.history.append(self.calls)
         self.table["b"] = self.calls
+        self.nested["log"][0].append(self.calls)
+        self.nested["log"].append(self.calls)
+        self.nested["count"].update("ab")
         self.steps += 1
         h = functional.dropout(self.norm(self.own(self.inner(x))))
         self.seen = self.seen * 0.9 + h.detach().mean(0) * 0.1
@@ -337,7 +344,14 @@ def _state(model: Everything, *tensors: torch.Tensor) -> list[Any]:
         model.generator.get_state().tolist(),
         random.getstate(),
         str(np.random.get_state()),  # noqa: NPY002 - as above
-        (model.calls, list(model.history), dict(model.table), id(model.last), torch.is_grad_enabled()),
+        (
+            model.calls,
+            list(model.history),
+            dict(model.table),
+            repr(model.nested),
+            id(model.last),
+            torch.is_grad_enabled(),
+        ),
         {name: id(value) for name, value in vars(model).items()},
         (torch.is_autocast_enabled("cpu"), torch.is_anomaly_enabled(), torch.get_num_threads()),
     ]
@@ -615,6 +629,6 @@ def test_compiled_modules_run_uncompiled() -> None:
 
 def test_gone_model() -> None:
     """A scene does not keep its model alive."""
-    scenes = Scenes()
+    scenes = Scenes(GUARD)
     scenes.begin(nn.Linear(4, 4), (torch.randn(3, 4),), {}, 0)
     assert replay(scenes.current[0]).reason == "the model is gone"

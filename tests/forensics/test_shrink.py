@@ -11,7 +11,10 @@ from torch import nn
 
 from ddpdebug.forensics.replay import replay
 from ddpdebug.forensics.shrink import Shrunk, shrink
+from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.scene import Scene, Scenes
+
+GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 
 
 class Together(nn.Module):
@@ -28,7 +31,7 @@ class Together(nn.Module):
 
 
 def _shrunk(values: Sequence[float], **options: Any) -> Shrunk:
-    model, scenes = Together(), Scenes()
+    model, scenes = Together(), Scenes(GUARD)
     x = torch.tensor(values)
     scenes.begin(model, (x,), {"names": {"other": torch.zeros(3, 2)}}, 0)
     scenes.end(model, model(x))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,3 +134,19 @@ def test_a_profiler_of_the_user_is_left_in_place(profiled: Any) -> None:
         net(torch.zeros(2, 4))
         assert chance.end(net) == []
         assert sys.getprofile() is profiled
+
+
+def test_a_profiler_that_hides_is_left_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of yappi is not seen by `sys.getprofile`, and would see nothing any more."""
+    running = [True]
+    monkeypatch.setitem(sys.modules, "yappi", SimpleNamespace(is_running=lambda: running[0]))
+    chance, net = Chance(), Net(lambda _, x: functional.dropout(x)).eval()
+    for _ in range(3):
+        chance.begin(net)
+        assert sys.getprofile() is None
+        net(torch.zeros(2, 4))
+        assert chance.end(net) == []
+    running[0] = False
+    chance.begin(net)
+    net(torch.zeros(2, 4))
+    assert chance.end(net) != []

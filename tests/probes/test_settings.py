@@ -62,3 +62,20 @@ def test_a_forward_that_changed_its_table_ends_the_comparison() -> None:
     model.table.mul_(2)
     facts = [fact for _ in range(9) for fact in settings.at_forward(model)]
     assert set(dict(facts)["constants"]["tensors"]) == {"scales[0]", "last", "count"}
+
+
+class Loud(torch.Tensor):
+    """A tensor that runs the user's code for whatever it is asked."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError
+
+
+def test_what_is_not_looked_at() -> None:
+    """Other classes of tensor, what has no name that the ranks share, and what is too long."""
+    model = Embedding()
+    model.loud = torch.ones(2).as_subclass(Loud)  # type: ignore[assignment]
+    model.by_object = {object(): torch.ones(2), "key": torch.ones(2)}  # type: ignore[assignment]
+    model.vocabulary = [torch.ones(2)] * 2000  # type: ignore[assignment]
+    assert set(dict(told(model, 9))["constants"]["tensors"]) == {"table", "scales[0]", "by_object['key']"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import http.client
 import json
 import shutil
@@ -229,6 +230,55 @@ def test_who_does_not_read_is_hung_up_on(stack: ExitStack, monkeypatch: pytest.M
             while data := client.recv(1 << 20):
                 received += len(data)
         assert received < 32 << 20
+
+
+def test_who_asks_on_without_reading_is_hung_up_on(stack: ExitStack) -> None:
+    """Answers do not pile up in memory."""
+    much = Endpoint({"/x": json_app(lambda: "x" * (16 << 20))}, "127.0.0.1", 0, Serving())
+    stack.callback(much.close)
+
+    def ask_on() -> None:
+        for _ in range(30):
+            client.sendall(b"GET /x HTTP/1.1\r\n\r\n")
+            time.sleep(0.1)
+
+    with socket.create_connection(("127.0.0.1", much.port), timeout=30) as client, pytest.raises(OSError):
+        ask_on()
+
+
+class _Full(socket.socket):
+    """A listening socket of a process that may open no more files."""
+
+    asked = 0
+    full = True
+
+    def accept(self) -> tuple[socket.socket, object]:
+        self.asked += 1
+        if self.full:
+            raise OSError(errno.EMFILE, "too many open files")
+        return super().accept()
+
+
+def test_without_free_files_the_server_does_not_spin(stack: ExitStack) -> None:
+    """It asks again now and then, and serves who has waited."""
+    listener = _Full()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    ticks, again = [0], threading.Event()
+
+    def every() -> None:
+        ticks[0] += 1
+        if listener.asked >= 3:
+            again.set()
+
+    server = connections.Server(listener, json_app(lambda: [1]), None, every)
+    stack.callback(server.close)
+    client = stack.enter_context(socket.create_connection(listener.getsockname(), timeout=30))
+    assert again.wait(30)
+    assert listener.asked <= ticks[0] + 1
+    listener.full = False
+    client.sendall(b"GET /x HTTP/1.0\r\n\r\n")
+    assert client.recv(65536).startswith(b"HTTP/1.1 200 OK")
 
 
 def test_unknown_paths_are_told_what_there_is(stack: ExitStack) -> None:

@@ -64,6 +64,9 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None
         if self._transport.is_closing():
             return
+        if self._transport.get_write_buffer_size():  # asks again and again, and reads nothing: memory would fill
+            self.abort()
+            return
         if not self._buffer:
             self.since = self._now()
         head, end, rest = (self._buffer + data).partition(b"\r\n\r\n")
@@ -148,7 +151,6 @@ class Server:
         self._listener.close()
 
     def _run(self) -> None:
-        self._loop.add_reader(self._listener, self._accept)
         self._tick()
         try:
             self._loop.run_forever()
@@ -166,12 +168,16 @@ class Server:
             self._every()
         for connection in [known for known in self._connections if known.expired()]:
             connection.abort()
+        self._loop.add_reader(self._listener, self._accept)  # once more, where it was taken away
         self._loop.call_later(_TICK, self._tick)
 
     def _accept(self) -> None:
         try:
             client, _ = self._listener.accept()
-        except OSError:
+        except (BlockingIOError, ConnectionError):  # who wanted to come has gone
+            return
+        except OSError:  # no more files: who waits goes on waiting, and the loop would ask without a pause
+            self._loop.remove_reader(self._listener)
             return
         if len(self._connections) >= _MAX_CONNECTIONS:
             idle = [known for known in self._connections if known.idle]
@@ -192,6 +198,6 @@ class Server:
             await self._loop.connect_accepted_socket(
                 lambda: connection, client, ssl=self._context, ssl_handshake_timeout=limit, ssl_shutdown_timeout=limit
             )
-        except (OSError, asyncio.CancelledError):  # it spoke something else, or was too slow
+        except (Exception, asyncio.CancelledError):  # noqa: BLE001 - it spoke something else, or was too slow
             self._connections.discard(connection)
             client.close()
