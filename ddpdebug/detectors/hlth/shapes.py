@@ -49,6 +49,20 @@ def diverged(series: Series, limit: Limit) -> bool:
     return far and halves[1] >= limit("diverged_falling") * halves[0] and recent > limit("diverged_recent") * rise
 
 
+def lost(series: Series, limit: Limit) -> bool:
+    """Tell whether what the loss had gained at a lower learning rate is lost again since the rate has risen."""
+    half = int(limit("diverged_steps"))
+    if len(series.losses) < 2 * half or not series.rates[-1] > series.restart * series.best_rate or series.again:
+        return False
+    gained = series.first - series.best
+    if gained < limit("lost_progress") * abs(series.first):
+        return False
+    last = series.last(2 * half)
+    earlier, later = statistics.median(last[:half]), statistics.median(last[half:])
+    away = min(earlier, later) > series.best + limit("lost_progress") * gained
+    return away and later >= limit("diverged_falling") * earlier
+
+
 def classify(
     steps: Sequence[int],
     losses: Sequence[float],
