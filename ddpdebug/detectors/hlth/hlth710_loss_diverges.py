@@ -18,7 +18,7 @@ class LossDiverges(LossRule):
     """The loss has left its earlier level upwards and keeps rising, without recovery over the window.
 
     A rise by less than two orders of magnitude may be a target that moves and is a `warning`. So is a loss that had
-    come down during a warm-up and lost most of that again as the learning rate rose on.
+    come down during a warm-up and lost most of that again as the learning rate rose on, or soon after.
 
     Impact: the weights get worse with every step; checkpoints written since then are of no use.
 
@@ -96,10 +96,13 @@ class LossDiverges(LossRule):
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
         self._ratio: dict[int, float] = {}
+        self._highest: dict[int, tuple[float, float]] = {}  # optimizer -> best level, highest ratio since then
 
     def judge(self, step: Step, series: Series) -> Iterator[Finding]:
         if (ratio := update_ratio(step)) is not None:
             self._ratio[step.optimizer] = max(ratio, 0.5 * self._ratio.get(step.optimizer, 0.0))
+            best, highest = self._highest.get(step.optimizer, (series.best, 0.0))
+            self._highest[step.optimizer] = series.best, max(ratio, highest if best == series.best else 0.0)
         count = int(self.limit("diverged_steps"))
         if series.count % 2:
             return
@@ -137,7 +140,8 @@ class LossDiverges(LossRule):
 
     def _lost(self, step: Step, series: Series) -> Iterator[Finding]:
         """Judge a loss that came down while the learning rate was low, and went up again with it."""
-        unstable = self._ratio.get(step.optimizer, 0.0) >= self.limit("diverged_update")
+        _, highest = self._highest.get(step.optimizer, (series.best, 0.0))
+        unstable = highest >= self.limit("diverged_update")
         told = any(optimizer == step.optimizer for optimizer, _ in self.told)
         if not unstable or told or not lost(series, self.limit) or not self.once(step, "lost"):
             return
@@ -156,7 +160,7 @@ class LossDiverges(LossRule):
                 "first_level": series.first,
                 "learning_rate": series.rates[-1],
                 "learning_rate_of_best_level": series.best_rate,
-                "update_over_weight": self._ratio.get(step.optimizer),
+                "update_over_weight": highest,
                 "newest": [f"step {at}: {loss:.4g}" for at, loss in newest],
             },
         )

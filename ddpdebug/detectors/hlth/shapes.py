@@ -50,9 +50,10 @@ def diverged(series: Series, limit: Limit) -> bool:
 
 
 def lost(series: Series, limit: Limit) -> bool:
-    """Tell whether what the loss had gained at a lower learning rate is lost again since the rate has risen."""
+    """Tell whether what the loss had gained during a warm-up is lost again, while the rate rises or soon after."""
     half = int(limit("diverged_steps"))
-    if len(series.losses) < 2 * half or not series.rates[-1] > series.restart * series.best_rate or series.again:
+    warm = series.rates[-1] > series.restart * series.best_rate or series.count < limit("lost_warm_up") * series.risen
+    if len(series.losses) < 2 * half or not warm or series.again:
         return False
     gained = series.first - series.best
     if gained < limit("lost_progress") * abs(series.first):
