@@ -30,6 +30,8 @@ ALONE = "alone:"
 #: told together; for so many steps, or ticks where there are no more steps, at most.
 _SHARED = frozenset(f"alone:{what}" for what in ("loss", "audit", "schedule", "validation", "chance"))
 _HELD_STEPS, _HELD_TICKS = 2, 20
+#: What a rank says that ends with an exception.
+_FAILURE = "alone:failure"
 
 T = TypeVar("T")
 
@@ -146,6 +148,8 @@ class Diagnosis:
             found.values[rank] = value
             return
         if topic.startswith(ALONE):
+            if topic == _FAILURE:
+                self._release(everything=True)  # what the rank said before it failed may be why
             self._compare(topic, {rank: value})
             return
         self._facts.setdefault(topic, {})[rank] = value

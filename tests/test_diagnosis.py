@@ -503,3 +503,15 @@ def test_what_one_rank_alone_runs_into_does_not_wait_for_long(how: str) -> None:
     else:
         told += diagnosis.finish()
     assert [(finding.code, finding.ranks) for finding, _ in told] == [("RCP819", (1,))]
+
+
+def test_what_a_rank_said_before_it_failed_explains_the_failure() -> None:
+    """Nobody waits for the other ranks' word when one has failed: its own may be the cause."""
+    names = ["encoder.weight"]
+    diagnosis = Diagnosis(world=2)
+    diagnosis.tell("alone:audit", 1, {"kind": "no_grad", "step": 0, "names": names, "modules": ["encoder"]})
+    reason = "exception: RuntimeError: Expected to have finished reduction in the prior iteration"
+    diagnosis.tell("alone:failure", 1, {"reason": reason, "missing": names, "step": 0})
+    told = diagnosis.tick() + diagnosis.finish()
+    assert [finding.code for finding, new in told if new] == ["RCP810"]
+    assert told[0][0].evidence["consequences"] == ["SYNC207 since step 0"]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module as hooks
+from torch.utils.checkpoint import checkpoint
 
 from ddpdebug.probes.recipe.cuts import Cuts
 from ddpdebug.probes.recipe.inputs import FORWARDS, Inputs
+from ddpdebug.probes.recipe.no_grad import JUDGE, NoGrad
 
 
 def look(model: nn.Module, x: torch.Tensor) -> list[dict[str, Any]]:
@@ -70,3 +74,62 @@ def test_cut(between: str, names: list[str] | None) -> None:
     cuts.release()  # the forward has raised
     assert found is None or (found["after"], found["before"]) == ("one", "two")
     assert not hooks._global_forward_hooks
+
+
+class Parts(nn.Module):
+    """An encoder that may run without gradients in front of a head that trains."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.encoder = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
+        self.head = copy.deepcopy(self.encoder) if how == "copy" else nn.Linear(4, 2)
+        self.encoder.train(how != "eval")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "checkpoint":
+            return self.head(checkpoint(self.encoder, x.requires_grad_(), use_reentrant=True))
+        with torch.set_grad_enabled(self.how == "trains"):
+            h = self.encoder(x)
+        return self.head(self.encoder(x) + h if self.how == "siamese" else h)
+
+
+def run_parts(how: str) -> dict[str, Any] | None:
+    """Train for a few steps as the recipe's probe sees them; return what is found."""
+    model = Parts(how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = NoGrad(model)
+    for step in range(JUDGE + 1):
+        seen.release() if step else seen.begin()
+        model(torch.randn(3, 4)).sum().backward()
+        if how == "starts later" and step == JUDGE:
+            model.encoder(torch.randn(3, 4)).sum().backward()
+        if how == "average":
+            with torch.no_grad():
+                next(model.encoder.parameters()).mul_(0.9)
+        if step:
+            seen.keep()
+        else:
+            seen.mark(p for p in model.parameters() if p.grad is None)
+        optimizer.step()
+        optimizer.zero_grad()
+    seen.release()
+    assert not hooks._global_forward_hooks
+    return seen.found()
+
+
+def test_a_part_that_runs_without_gradients_is_named() -> None:
+    """The largest module under `no_grad` is told with its parameters and the line that calls it."""
+    found = run_parts("cut")
+    assert found is not None
+    assert found["modules"] == ["encoder"]
+    assert found["names"] == ["encoder.0.weight", "encoder.0.bias", "encoder.2.weight", "encoder.2.bias"]
+    file, line = str(found["location"]).rsplit(":", 1)
+    assert file.endswith("test_recipe_forwards.py")
+    assert "h = self.encoder(x)" in Path(__file__).read_text().splitlines()[int(line) - 1]
+
+
+@pytest.mark.parametrize("how", ["trains", "siamese", "checkpoint", "copy", "eval", "average", "starts later"])
+def test_parts_without_gradients_on_purpose(how: str) -> None:
+    """A part that gets gradients some other way, is held in eval mode, copies another or is averaged is let pass."""
+    assert run_parts(how) is None

@@ -51,20 +51,25 @@ class Series:
     newest: deque[float] = field(default_factory=deque)  # of three blocks
     low: float = math.inf  # lowest learning rate since it has risen
     risen: int = 0  # the count at which it did
+    high: float = 0.0  # highest learning rate since the last restart
+    fallen: bool = False  # from there, as far as a restart rises
+    again: int = 0  # the count at which it last rose after a fall; a warm-up rises from the start
+    rates: deque[float] = field(default_factory=deque)  # of three blocks
+    best_rate: float = math.nan  # the learning rate of the best level
 
     def add(self, step: int, loss: float, rate: float) -> None:
         """Take in a step."""
         self.steps.append(step)
         self.losses.append(loss)
         self.newest.append(loss)
+        self.rates.append(rate)
         blocks = 3 * self.block
         if len(self.newest) > blocks:
             self.newest.popleft()
+            self.rates.popleft()
         self.count += 1
         if math.isfinite(rate):
-            if rate > self.restart * self.low:
-                self.low, self.risen = rate, self.count
-            self.low = min(self.low, rate)
+            self._schedule(rate)
         if self.count <= self.block:
             self.first = statistics.median(self.losses)
         if len(self.newest) == blocks:
@@ -72,10 +77,24 @@ class Series:
             if (level := statistics.median(recent[: self.block])) < self.best:
                 around = recent[: 2 * self.block]
                 self.best, self.best_spread = level, max(around) - min(around)
+                self.best_rate = max(islice(self.rates, self.block))
+
+    def _schedule(self, rate: float) -> None:
+        if rate > self.restart * self.low:
+            self.risen = self.count
+            if self.fallen:
+                self.again, self.high, self.fallen = self.count, rate, False
+            self.low = rate
+        self.low, self.high = min(self.low, rate), max(self.high, rate)
+        self.fallen |= self.restart * rate < self.high
 
     def restarted(self, window: int) -> bool:
         """Tell whether the learning rate has risen within the last steps."""
         return bool(self.risen) and self.count - self.risen < window
+
+    def rose_again(self, window: int) -> bool:
+        """Tell whether it has done so after a fall: a cycle, a warm restart; not a warm-up."""
+        return bool(self.again) and self.count - self.again < window
 
     def last(self, count: int) -> list[float]:
         """Return the newest losses, the oldest of them first."""

@@ -9,7 +9,7 @@ from typing import Any
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.hlth.curve import LossRule, Series, losses, wobble
 from ddpdebug.detectors.hlth.samples import update_ratio
-from ddpdebug.detectors.hlth.shapes import Shape, diverged
+from ddpdebug.detectors.hlth.shapes import Shape, diverged, lost
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
 
@@ -17,7 +17,8 @@ from ddpdebug.steps import Step
 class LossDiverges(LossRule):
     """The loss has left its earlier level upwards and keeps rising, without recovery over the window.
 
-    A rise by less than two orders of magnitude may be a target that moves and is a `warning`.
+    A rise by less than two orders of magnitude may be a target that moves and is a `warning`. So is a loss that had
+    come down during a warm-up and lost most of that again as the learning rate rose on, or soon after.
 
     Impact: the weights get worse with every step; checkpoints written since then are of no use.
 
@@ -25,7 +26,7 @@ class LossDiverges(LossRule):
     loss, data. Order them by step. If ranks disagree (RANK101, SYNC201), diverging replicas are the likelier story.
 
     Causes:
-    - learning rate too high for this batch size, or a warm-up that ends too early
+    - learning rate too high for this batch size, or scaled twice for the number of ranks; a warm-up that ends too early
     - gradients not cleared, not averaged, or clipped wrongly (RCP808, RCP809, RCP813)
     - numerics: float16 overflow, an eps that is too small, a loss without protection near 0
     - a wrong sign, a loss term without lower bound, an adversarial pair out of balance
@@ -50,6 +51,13 @@ class LossDiverges(LossRule):
                 update_norm=0.2,
             ),
             losses(40, lambda i: 1.0 * 1.5**i),
+            losses(
+                70,
+                lambda i: 3.0 - 0.1 * i if i < 25 else 2.6 + 0.8 * wobble(i),
+                lr=lambda i: 0.01 * min(i + 1, 50),  # a warm-up
+                param_norm=1.0,
+                update_norm=0.2,
+            ),
         )
     )
     silent_on = Examples(
@@ -60,18 +68,46 @@ class LossDiverges(LossRule):
             losses(60, lambda i: 0.5 * wobble(i)),  # a policy gradient
             losses(60, lambda i: 0.1 + (i / 40) ** 2, param_norm=1.0, update_norm=0.01),  # returns that grow
             losses(60, lambda i: 3.0 * 0.9**i if i < 30 else 0.4),
+            # a new task after the warm-up, as hard as the first
+            losses(
+                80,
+                lambda i: 3.0 * 0.9 ** (i % 40),
+                lr=lambda i: 0.01 * min(i + 1, 20),
+                param_norm=1.0,
+                update_norm=0.2,
+            ),
+            losses(  # a bump at the height of the warm-up
+                80,
+                lambda i: 3.0 - 0.1 * i if i < 25 else 0.5 + (0.8 if i < 34 else 0.0),
+                lr=lambda i: 0.01 * min(i + 1, 50),
+                param_norm=1.0,
+                update_norm=0.2,
+            ),
+            losses(  # the learning rate falls, and rises for a warm restart
+                80,
+                lambda i: 3.0 - 0.1 * i if i < 25 else 2.6 + 0.8 * wobble(i),
+                lr=lambda i: 0.1 * (25 - i) if i < 25 else 2.5,
+                param_norm=1.0,
+                update_norm=0.2,
+            ),
         )
     )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
         self._ratio: dict[int, float] = {}
+        self._highest: dict[int, tuple[float, float]] = {}  # optimizer -> best level, highest ratio since then
 
     def judge(self, step: Step, series: Series) -> Iterator[Finding]:
         if (ratio := update_ratio(step)) is not None:
             self._ratio[step.optimizer] = max(ratio, 0.5 * self._ratio.get(step.optimizer, 0.0))
+            best, highest = self._highest.get(step.optimizer, (series.best, 0.0))
+            self._highest[step.optimizer] = series.best, max(ratio, highest if best == series.best else 0.0)
         count = int(self.limit("diverged_steps"))
-        if series.count % 2 or not diverged(series, self.limit):
+        if series.count % 2:
+            return
+        if not diverged(series, self.limit):
+            yield from self._lost(step, series)
             return
         values = list(series.losses)
         level = statistics.median(values[-count:])
@@ -99,5 +135,32 @@ class LossDiverges(LossRule):
                 "first_level": series.first,
                 "update_over_weight": self._ratio.get(step.optimizer),
                 "newest": [f"step {at}: {v:.4g}" for at, v in zip(series.steps, values, strict=True)][-count:],
+            },
+        )
+
+    def _lost(self, step: Step, series: Series) -> Iterator[Finding]:
+        """Judge a loss that came down while the learning rate was low, and went up again with it."""
+        _, highest = self._highest.get(step.optimizer, (series.best, 0.0))
+        unstable = highest >= self.limit("diverged_update")
+        told = any(optimizer == step.optimizer for optimizer, _ in self.told)
+        if not unstable or told or not lost(series, self.limit) or not self.once(step, "lost"):
+            return
+        count = 2 * int(self.limit("diverged_steps"))
+        newest = list(zip(series.steps, series.losses, strict=True))[-count:]
+        yield self.finding(
+            step=newest[0][0],
+            last_step=step.step,
+            ranks=tuple(step.rows),
+            subject=("loss",),
+            severity=Severity.WARNING,
+            evidence={
+                "curve": str(Shape("unstable", newest[0][0], step.step)),
+                "level": statistics.median(loss for _, loss in newest),
+                "best_level": series.best,
+                "first_level": series.first,
+                "learning_rate": series.rates[-1],
+                "learning_rate_of_best_level": series.best_rate,
+                "update_over_weight": highest,
+                "newest": [f"step {at}: {loss:.4g}" for at, loss in newest],
             },
         )

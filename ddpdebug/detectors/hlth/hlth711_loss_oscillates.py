@@ -51,6 +51,13 @@ class LossOscillates(LossRule):
         lambda: (
             losses(48, lambda i: 2.0 + (0.8 if i % 2 else -0.8) + 0.1 * wobble(i), param_norm=1.0, update_norm=0.2),
             losses(96, lambda i: 2.0 + 0.9 * math.sin(2 * math.pi * i / 12) + 0.1 * wobble(i)),
+            losses(
+                48,
+                lambda i: 2.0 + (0.8 if i % 2 else -0.8) + 0.1 * wobble(i),
+                lr=lambda i: 0.01 * min(i + 1, 20),  # a warm-up
+                param_norm=1.0,
+                update_norm=0.2,
+            ),
         )
     )
     silent_on = Examples(
@@ -87,7 +94,7 @@ class LossOscillates(LossRule):
             return
         values = series.last(window)
         level = abs(statistics.median(values)) or 1e-12
-        if swing(values) < self.limit("oscillation_amplitude") * level or series.restarted(len(values)):
+        if swing(values) < self.limit("oscillation_amplitude") * level or series.rose_again(len(values)):
             return
         found = period(values, self.limit)
         if found is None:

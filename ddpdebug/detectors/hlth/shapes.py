@@ -49,6 +49,21 @@ def diverged(series: Series, limit: Limit) -> bool:
     return far and halves[1] >= limit("diverged_falling") * halves[0] and recent > limit("diverged_recent") * rise
 
 
+def lost(series: Series, limit: Limit) -> bool:
+    """Tell whether what the loss had gained during a warm-up is lost again, while the rate rises or soon after."""
+    half = int(limit("diverged_steps"))
+    warm = series.rates[-1] > series.restart * series.best_rate or series.count < limit("lost_warm_up") * series.risen
+    if len(series.losses) < 2 * half or not warm or series.again:
+        return False
+    gained = series.first - series.best
+    if gained < limit("lost_progress") * abs(series.first):
+        return False
+    last = series.last(2 * half)
+    earlier, later = statistics.median(last[:half]), statistics.median(last[half:])
+    away = min(earlier, later) > series.best + limit("lost_progress") * gained
+    return away and later >= limit("diverged_falling") * earlier
+
+
 def classify(
     steps: Sequence[int],
     losses: Sequence[float],

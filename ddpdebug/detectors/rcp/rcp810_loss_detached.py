@@ -7,16 +7,25 @@ from typing import Any
 
 from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.comparison import MAX_NAMES
-from ddpdebug.detectors.examples import steps
+from ddpdebug.detectors.examples import gradients, steps
 from ddpdebug.detectors.rcp.streak import told
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.steps import Step
 
+_NO_GRAD = {"kind": "no_grad", "step": 3, "names": ["encoder.weight"], "modules": ["encoder"], "location": "t.py:9"}
 _FACT = {"kind": "detached", "step": 2, "names": ["encoder.weight"], "after": "encoder", "before": "decoder"}
+
+_UNUSED: dict[str, Any] = {
+    "without_grad": 1,
+    "presence_digest": 77,
+    "gradients": gradients(4, missing=["encoder.weight"]),
+}
 
 
 class LossDetached(Detector):
     """Modules that ran and hold trainable parameters get no gradient, and the forward cuts the graph on the way.
+
+    Modules that the forward ran under `no_grad` only are a `warning`: some recipes train a part from a later step on.
 
     Impact: they receive no gradient and do not train; with DDP the next forward may fail over unused parameters, or
     silently train the rest.
@@ -46,6 +55,7 @@ class LossDetached(Detector):
         lambda: (
             (Facts(topic="alone:audit", values={0: _FACT, 1: _FACT}),),
             (*steps(2), Facts(topic="alone:audit", values={1: {**_FACT, "after": "encoder.3", "before": "head"}})),
+            (*steps(2), Facts(topic="alone:audit", values={0: _NO_GRAD, 1: _NO_GRAD}), *steps(9, start=2, **_UNUSED)),
         )
     )
     silent_on = Examples(
@@ -62,11 +72,18 @@ class LossDetached(Detector):
         return False
 
     def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
-        for rank, fact in told(topic, facts, "audit", "detached"):
+        for rank, fact in told(topic, facts, "audit"):
+            kind = fact.get("kind")
+            if kind not in {"detached", "no_grad"}:
+                continue
+            cut = {"cut_between": [fact.get("after"), fact.get("before")]}
+            run = {"observed": "run without gradients by a forward that trains", "modules": fact.get("modules")}
             yield self.finding(
+                severity=self.severity if kind == "detached" else Severity.WARNING,
                 step=0,
                 last_step=fact.get("step"),
                 ranks=(rank,),
                 subject=tuple(str(name) for name in fact.get("names", ()))[:MAX_NAMES],
-                evidence={"cut_between": [fact.get("after"), fact.get("before")]},
+                location=fact.get("location"),
+                evidence=cut if kind == "detached" else run,
             )

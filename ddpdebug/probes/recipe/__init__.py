@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from ddpdebug.probes.recipe.inputs import Inputs
 from ddpdebug.probes.recipe.labels import Labels
 from ddpdebug.probes.recipe.losses import Term, facts, is_mean, name_of, target_of, terms
 from ddpdebug.probes.recipe.modes import EVALUATION, Modes, has_input_with_gradient
+from ddpdebug.probes.recipe.no_grad import JUDGE, NoGrad
 from ddpdebug.probes.recipe.schedules import Schedules
 from ddpdebug.probes.recorder import Recorder
 from ddpdebug.probes.values import loss_reader, tensors_in
@@ -42,6 +44,8 @@ _NEVER = 40
 #: After so many steps of the first optimizer parameters without a gradient are looked after.
 _CUTS = 2
 _MAX_OPTIMIZERS = 16
+#: What DDP's reducer raises at the forward after a step in which some gradient never came.
+_UNREDUCED = "Expected to have finished reduction"
 
 
 @dataclass(slots=True)
@@ -77,6 +81,7 @@ class Recipe:
         self._told: dict[str, int] = {}
         self._inputs: dict[int, Inputs] = {}
         self._cuts: dict[int, Cuts] = {}
+        self._no_grad: dict[int, NoGrad] = {}
         self._forwards: dict[int, int] = {}  # of each wrapper, with gradients
         self._stepping: list[int] = []
         self._last: tuple[weakref.ref[torch.optim.Optimizer], int] | None = None  # who stepped, after how many passes
@@ -122,6 +127,9 @@ class Recipe:
         inputs.begin()
         if key in self._cuts:
             self._cuts[key].begin(list(tensors_in((args, kwargs))))
+        if self._forwards[key] == 1 and not self._steps:
+            self._no_grad[key] = NoGrad(root)
+            self._no_grad[key].begin()
 
     def output(self, ddp: DistributedDataParallel, args: Any, kwargs: Any, output: Any) -> None:
         """Look at a DDP forward that has ended."""
@@ -130,7 +138,9 @@ class Recipe:
         key = self._recorder.wrapped(ddp).index
         if key in self._inputs:
             self._inputs[key].end()
-        if key in self._cuts and (cut := self._cuts.pop(key).end()) is not None:
+        if key in self._no_grad:
+            self._no_grad[key].release()
+        if key in self._cuts and torch.is_grad_enabled() and (cut := self._cuts.pop(key).end()) is not None:
             self.tell("audit", {"kind": "detached", **cut})
         if torch.is_grad_enabled() and self._forwards.get(key) == 2:
             modules = [m for w in self._recorder.wrappers if (m := w.module()) is not None]
@@ -150,6 +160,16 @@ class Recipe:
         for cuts in self._cuts.values():
             cuts.release()
         self._cuts.clear()
+        for seen in self._no_grad.values():
+            seen.release()
+        if _UNREDUCED in str(sys.exc_info()[1]):  # no further step will come
+            self._tell_no_grad()
+
+    def _tell_no_grad(self) -> None:
+        for seen in self._no_grad.values():
+            if (fact := seen.found()) is not None:
+                self.tell("audit", {"kind": "no_grad", **fact})
+        self._no_grad.clear()
 
     def _end_evaluation(self) -> None:
         seen = self._evaluation
@@ -304,12 +324,27 @@ class Recipe:
         if self._first() is not optimizer:
             return
         fact = self.audit.at_step(self._steps, optimizer, self._recorder.wrappers)
+        if self._no_grad:
+            self._look_for_gradients(optimizer)
         self._steps += 1
         if self._steps == _CUTS:
             pairs = [(w, module) for w in self._recorder.wrappers if (module := w.module()) is not None]
             self._cuts = {w.index: Cuts(m, lacking) for w, m in pairs if (lacking := self.audit.lacking(w))}
         if fact is not None:
             self._announce("alone:audit", fact)
+
+    def _look_for_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Follow what ran without gradients in the first forward."""
+        if self._steps == 0:
+            held = held_by([optimizer])
+            for wrapper in self._recorder.wrappers:
+                if (seen := self._no_grad.get(wrapper.index)) is not None:
+                    seen.mark(p for p in self.audit.lacking(wrapper) if id(p) in held)
+            return
+        for seen in self._no_grad.values():
+            seen.keep()
+        if self._steps >= JUDGE:
+            self._tell_no_grad()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Begin the next step."""
