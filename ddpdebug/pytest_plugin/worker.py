@@ -6,6 +6,7 @@ tests is ours. Reports go to the pytest that the user started as soon as they ar
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import faulthandler
 import gc
@@ -14,6 +15,7 @@ import logging
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Generator, Mapping
 from multiprocessing.connection import Connection
@@ -95,6 +97,9 @@ class RankSession:
             self._leave_group()
             self._say("left")
         if not self._sound:
+            with contextlib.suppress(OSError, ValueError):  # what the test printed without capture
+                sys.stdout.flush()
+                sys.stderr.flush()
             os._exit(0)  # the connections close: no peer waits for us in vain
 
     def _find(self, session: pytest.Session, command: Mapping[str, Any]) -> pytest.Item | None:

@@ -64,7 +64,8 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None
         if self._transport.is_closing():
             return
-        if self._transport.get_write_buffer_size():  # asks again and again, and reads nothing: memory would fill
+        # who asks again and again and reads nothing would fill the memory; TLS itself may have a little to say
+        if self.answered and self._transport.get_write_buffer_size() > _MAX_REQUEST:
             self.abort()
             return
         if not self._buffer:
