@@ -58,7 +58,7 @@ def _plain_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     found: list[tuple[str, torch.Tensor]] = []
     for path, part in module.named_modules():
         own = {id(t) for t in (*part.parameters(recurse=False), *part.buffers(recurse=False))}
-        for name, value in vars(part).items():
+        for name, value in list(vars(part).items()):
             if name.startswith("_"):
                 continue
             for place, tensor in _tensors(value):
@@ -73,9 +73,8 @@ def _tensors(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     elif type(value) in {list, tuple} and len(value) <= _MAX_ITEMS:
         yield from ((f"[{i}]", item) for i, item in enumerate(value) if type(item) in _KINDS)
     elif type(value) is dict and len(value) <= _MAX_ITEMS:
-        named = (
-            (key, item) for key, item in value.items() if type(key) in {str, int}
-        )  # others look different on ranks
+        # other keys look different on each rank
+        named = ((key, item) for key, item in list(value.items()) if type(key) in {str, int})
         yield from ((f"[{key!r}]", item) for key, item in named if type(item) in _KINDS)
 
 

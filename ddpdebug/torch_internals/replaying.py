@@ -126,6 +126,9 @@ def syncs_statistics(module: torch.nn.Module) -> bool:
 
 
 def is_parallel(module: torch.nn.Module) -> str | None:
-    """Return the name of a wrapper whose forward communicates (DDP, FSDP), None for other modules."""
+    """Return what a module is whose forward communicates (DDP, FSDP, tensor parallel), None for other modules."""
     names = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+    # what operations on these send is done below the mode that would see it
+    if any(inherits(type(parameter), ("DTensor",)) for parameter in module.parameters(recurse=False)):
+        return "module of DTensors"
     return next((name for name in names if inherits(type(module), (name,))), None)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ddpdebug.forensics import leak
 from ddpdebug.forensics.leak import Leaks, look, relation
+from ddpdebug.forensics.replay import replay
 from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.scene import Scene, Scenes
 
@@ -153,6 +154,22 @@ def test_other_tasks_are_let_pass() -> None:
     assert told(Recurrent(), whole[:, :-1], whole[:, 1:].flatten()) is None
     encoder = torch.cat([torch.zeros(4, 1, dtype=torch.int64), whole[:, 1:]], 1)
     assert relation(scene_of(Model(everywhere), whole[:, :-1], encoder), whole[:, 1:].flatten(), -100) is None
+
+
+class DTensor(torch.Tensor):
+    """Goes by the name of torch's tensor that is spread over ranks."""
+
+
+def test_a_part_that_is_spread_over_ranks_is_not_run() -> None:
+    """One rank alone would wait for the others, or take what they send each other."""
+    model = Model(everywhere)
+    model.head.weight = nn.Parameter(model.head.weight.detach().as_subclass(DTensor))  # type: ignore[assignment]
+    scene = scene_of(model, text())
+    known = relation(scene, text()[:, 1:].flatten(), -100)
+    assert known is not None
+    assert leak._refuses(model)
+    assert look(scene, known) is None
+    assert "head is a module of DTensors" in str(replay(scene).reason)
 
 
 def test_nothing_is_left_behind() -> None:

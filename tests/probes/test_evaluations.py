@@ -111,6 +111,12 @@ def test_torch_script_compiles_the_functions(seen: list[Any]) -> None:
     assert not internals.is_readable(torch.vmap(functional.mse_loss)(X, Z))
 
 
+def test_a_loss_that_is_no_real_number_is_not_read() -> None:
+    """Reading it would raise, and switch the look off."""
+    assert internals.is_readable(torch.tensor(1.0))
+    assert not internals.is_readable(torch.tensor(1 + 2j))
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_models_are_the_same(seen: list[Any], backend: str) -> None:
     """A compiled call has no break and no graph of its own for the look, with and without gradients."""

@@ -104,7 +104,7 @@ def test_a_password_is_asked_for(stack: ExitStack, tmp_path: Path) -> None:
     right = base64.b64encode("prometheus:geheim:ü".encode()).decode()
     for path in ("metrics", "sd"):
         url = sink.url.replace("metrics", path)
-        for header in (None, "Basic", "Basic !", "Basic cHJvbWV0aGV1czp4", f"Bearer {right}"):
+        for header in (None, "Basic", "Basic !", "Basic ü", "Basic cHJvbWV0aGV1czp4", f"Bearer {right}"):
             request = urllib.request.Request(url, headers={} if header is None else {"Authorization": header})
             with pytest.raises(urllib.error.HTTPError) as refused:
                 get(request)  # type: ignore[arg-type]
