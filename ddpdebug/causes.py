@@ -1,6 +1,7 @@
 """The causes that are open, and what follows from what. Torch-free.
 
-A cause is opened by the first finding about it, counts later occurrences, and is closed when its symptom is gone.
+A cause is opened by the first finding about it, counts later occurrences, and is closed when its symptom is gone. One
+that comes back soon, or as long after as the time before, is the same.
 A finding that an open cause explains becomes a consequence: evidence of that cause, not a finding of its own.
 """
 
@@ -16,6 +17,10 @@ from ddpdebug.findings import Finding
 #: So many steps without the symptom close a cause. The patience doubles each time that the cause comes back.
 QUIET_STEPS = 3
 _MAX_DOUBLINGS = 8
+#: A cause that is back within so many times the patience with which it was closed has not been gone.
+_SOON = 3
+#: Distances that differ by less than this share are the same.
+_REGULAR = 0.1
 _MAX_SUBJECTS = 20
 _MAX_CONSEQUENCES = 10
 _MAX_CLOSED = 64
@@ -57,6 +62,7 @@ class Cause:
     root: Cause | None = None  # the cause that this one follows from
     told: int = 0  # the count that the outside knows
     changed: bool = False
+    distance: int | None = None  # steps from the last time that the same was seen before it was opened
 
     @property
     def top(self) -> Cause:
@@ -143,8 +149,27 @@ class Group:
         return closed
 
 
+def _alike(one: Finding, other: Finding) -> bool:
+    return (one.phase, one.location, one.ranks) == (other.phase, other.location, other.ranks)
+
+
 def _together(one: int | None, other: int | None) -> bool:
     return one is not None and other is not None and abs(one - other) <= 1
+
+
+def _since(cause: Cause, finding: Finding) -> int | None:
+    """Return how many steps after a cause was last seen a finding has come."""
+    last = cause.finding.step if cause.finding.last_step is None else cause.finding.last_step
+    return None if last is None or finding.step is None else finding.step - last
+
+
+def _is_back(cause: Cause, distance: int | None) -> bool:
+    """Tell whether a closed cause that is seen again after so many steps is the same."""
+    if distance is None:
+        return False
+    patience = QUIET_STEPS << min(max(0, cause.group.closings - 1), _MAX_DOUBLINGS)
+    regular = cause.distance is not None and abs(distance - cause.distance) <= _REGULAR * cause.distance
+    return regular or distance <= _SOON * patience
 
 
 class Ledger:
@@ -181,6 +206,8 @@ class Ledger:
                 group.causes.append(known)
             return
         cause = Cause(rule, finding, group)
+        if (before := self._before(rule, finding, group)) is not None:
+            cause.distance = _since(before, finding)
         group.causes.append(cause)
         source = self._explanation(cause, shown)
         if source is None:
@@ -202,6 +229,9 @@ class Ledger:
             # The same line of code again is the same mistake, however long it did no harm in between.
             if finding.location and cause.finding.code == finding.code and rule.cause(cause.finding) == key:
                 return cause
+        before = self._before(rule, finding, group)
+        if before is not None and _is_back(before, _since(before, finding)):
+            return before
         for cause in self._open():
             other = cause.finding
             if other.code != finding.code:
@@ -211,6 +241,15 @@ class Ledger:
             # One mistake shows in every optimizer at the same time.
             alike = (other.phase, other.location) == (finding.phase, finding.location)
             if alike and cause.group is not group and _together(other.step, finding.step):
+                return cause
+        return None
+
+    def _before(self, rule: Detector, finding: Finding, group: Group) -> Cause | None:
+        """Return the newest closed cause that a finding repeats; one that followed from another explains nothing."""
+        for cause in reversed(self._closed):
+            known = cause.finding
+            same = known.code == finding.code and rule.cause(known) == rule.cause(finding) and _alike(known, finding)
+            if same and cause.group is group and cause.root is None:
                 return cause
         return None
 

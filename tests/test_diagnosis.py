@@ -262,11 +262,36 @@ def test_a_cause_that_has_gone_can_come_back() -> None:
 
 
 def test_a_flickering_symptom_does_not_flood() -> None:
-    """A cause that comes back again and again is closed ever more slowly."""
+    """A cause that comes back again and again is one finding, and is closed ever more slowly."""
     odd = {2: {"hyper_digest": 3, "lr": 0.7}}
     steps = [step_at(n, odd=odd if n % (QUIET_STEPS + 1) == 0 else {}) for n in range(400)]
     told, asked = run(steps, lambda kind, rank, step: [{"lr": 0.1 * (rank == 2)}])
-    assert len(codes(told)) == len(asked) == 2
+    assert (len(codes(told)), len(asked)) == (1, 2)
+    assert told[-1][0].count == 100
+
+
+def test_a_cause_that_comes_back_regularly_is_not_counted_anew() -> None:
+    """What comes back soon is the same; what comes back for the second time after as many steps is so too."""
+    odd = {2: {"hyper_digest": 3, "lr": 0.7}}
+
+    def told(seen: set[int], other: frozenset[int] = frozenset()) -> list[tuple[str, int | None]]:
+        odds = [{1: odd[2]} if n in other else odd if n in seen else {} for n in range(900)]
+        steps = [step_at(n, odd=odds[n]) for n in range(900)]
+        return codes(run(steps, lambda kind, rank, step: [{"lr": 0.1 * (rank == (1 if step in other else 2))}])[0])
+
+    assert told({n for n in range(900) if n % 8 == 3}) == [("RANK104", 3)]
+    assert told({n for n in range(900) if n % 100 == 3}) == [("RANK104", 3), ("RANK104", 103)]
+    assert told({3, 103, 400}) == [("RANK104", 3), ("RANK104", 103), ("RANK104", 400)]
+    assert told({3}, frozenset({11})) == [("RANK104", 3), ("RANK104", 11)]  # another rank
+
+
+def test_what_followed_from_a_cause_that_is_gone_is_reported_when_it_comes_alone() -> None:
+    """A consequence that comes back without its cause has another one."""
+    state = {"state_digest": 7}
+    odds = {3: {2: {**state, "hyper_digest": 3, "lr": 0.7}}, 9: {2: state}}
+    steps = [step_at(n, odd=odds.get(n, {})) for n in range(20)]
+    told, _ = run(steps, lambda kind, rank, step: [{"lr": 0.1 * (rank == 2)}] if kind == "hyper" else {})
+    assert codes(told) == [("RANK104", 3), ("RANK103", 9)]
 
 
 def test_the_same_line_again_is_the_same_cause() -> None:
