@@ -172,7 +172,7 @@ class Script:
     def compute(self, *values: float) -> None:
         """Compute losses on one line."""
         for value in values:
-            self.evaluations.look(torch.tensor(value))
+            self.evaluations.look(torch.tensor(float(value)))
 
 
 def told(values: list[float]) -> list[float]:
