@@ -135,7 +135,7 @@ def is_readable(loss: object) -> bool:
     """Tell whether this is one number that may be read here and now: nothing traces, captures or follows operations."""
     if type(loss) is not torch.Tensor or loss.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(loss):
         return False
-    if loss.dim() or not loss.is_floating_point():
+    if loss.dim() or loss.is_complex():
         return False
     if torch._C._is_tracing() or torch._C._len_torch_dispatch_stack():
         return False
