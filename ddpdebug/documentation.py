@@ -90,7 +90,7 @@ judgement; the others are measurements, calculations, arguments or cited figures
 kept: a window is never longer.
 
 Nothing is said twice. Beyond the steps or samples in a row that the table asks for, a finding stays open until what it
-is about has been gone for 3 steps, twice as long each time it comes back.
+is about has been gone for 3 steps, twice as long each time it comes back; back soon after, it is the same finding.
 
 Not in the table: what rounding alone may do (RANK107, SYNC204, SYNC206, SYNC209), which follows from the format of the
 numbers, and how often a probe must have seen something in the training loop before it tells (three forwards are an
