@@ -92,14 +92,14 @@ class RankSession:
             self._say("stop", reason=str(leave))
         if os.getpid() != self._pid:
             os._exit(0)  # the test forked, and this is the child
+        with contextlib.suppress(OSError, ValueError):  # what the test printed without capture: we may be ended soon
+            sys.stdout.flush()
+            sys.stderr.flush()
         self._say("finished")
         if self._sound and self._hear("leave") is not None:  # a peer may still need what we have sent
             self._leave_group()
             self._say("left")
         if not self._sound:
-            with contextlib.suppress(OSError, ValueError):  # what the test printed without capture
-                sys.stdout.flush()
-                sys.stderr.flush()
             os._exit(0)  # the connections close: no peer waits for us in vain
 
     def _find(self, session: pytest.Session, command: Mapping[str, Any]) -> pytest.Item | None:
