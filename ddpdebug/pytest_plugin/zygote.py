@@ -123,7 +123,7 @@ def _redirect(spool: str | None) -> None:
         os.dup2(file, 1)
         os.dup2(file, 2)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
+        stream.reconfigure(line_buffering=True, write_through=False, errors="backslashreplace")  # type: ignore[union-attr]
 
 
 def _reseed() -> None:
