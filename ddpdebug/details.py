@@ -110,8 +110,9 @@ Announcements (topic -> JSON of one rank), compared once all ranks have spoken:
                  ...], "frozen": float, ...} see probes/recipe/audit.py
 `alone:validation`  {"step": int, "forwards": int, "since": int, "location": "train.py:88"} forwards without gradients
                  that ran in train mode
-`alone:chance`   {"step": int, "function": "dropout", "p": float | null, "module": path, "class": str, "location": ...}
-                 a dropout function that was active inside a module in eval mode, see probes/recipe/chance.py
+`alone:chance`   {"step": int, "function": "dropout", "p": float | null, "module": path, "class": str, "location": ...,
+                 "others": ["dropout at train.py:17", ...]} dropout functions that were active inside modules in eval
+                 mode, see probes/recipe/chance.py
 `alone:leak`     {"step": int, "kind": "moved" | "same" (targets beside inputs), "change": float, "module": path | null,
                  "position": int, "length": int, "first_loss": float, "loss": float} see forensics/leak.py
 `alone:schedule` {"step": int, "class": str} a scheduler that nothing had stepped when the run came to its end

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import dropout as imported
 
+from ddpdebug.detectors.rcp.rcp820_eval_not_deterministic import EvalNotDeterministic
 from ddpdebug.probes.recipe.chance import FORWARDS, Chance
 
 
@@ -150,3 +151,10 @@ def test_a_profiler_that_hides_is_left_in_place(monkeypatch: pytest.MonkeyPatch)
     chance.begin(net)
     net(torch.zeros(2, 4))
     assert chance.end(net) != []
+
+
+def test_the_finding_names_every_call() -> None:
+    """Who mends one line would meet the next in the next run."""
+    fact = {"step": 4, "function": "dropout", "location": "m.py:3", "module": "a", "others": ["dropout at m.py:9"]}
+    (finding,) = EvalNotDeterministic().compare("alone:chance", {0: fact})
+    assert finding.evidence["others"] == ["dropout at m.py:9"]

@@ -77,6 +77,8 @@ class EvalNotDeterministic(Detector):
         for rank, fact in told(topic, facts, "chance"):
             share = fact.get("p")
             evidence = {"function": fact.get("function"), "class": fact.get("class"), "mode": "eval"}
+            if fact.get("others"):
+                evidence["others"] = fact["others"]
             yield self.finding(
                 step=fact.get("step"),
                 ranks=(rank,),

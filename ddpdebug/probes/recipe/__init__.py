@@ -133,8 +133,9 @@ class Recipe:
 
     def output(self, ddp: DistributedDataParallel, args: Any, kwargs: Any, output: Any) -> None:
         """Look at a DDP forward that has ended."""
-        for call in self._chance.end(internals.unwrap_compiled(ddp.module)):
-            self.tell("chance", call)
+        if calls := self._chance.end(internals.unwrap_compiled(ddp.module)):
+            others = [f"{call['function']} at {call['location']}" for call in calls[1:]]
+            self.tell("chance", {**calls[0], "others": others})
         key = self._recorder.wrapped(ddp).index
         if key in self._inputs:
             self._inputs[key].end()
