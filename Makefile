@@ -72,10 +72,10 @@ docs: $(STAMP) ## regenerate the reference pages in docs/ (findings, metrics, op
 dashboards: $(STAMP) ## make the Grafana dashboards in dashboards/ from their code
 	$(PYTHON) -m ddpdebug dashboards build --from-code dashboards
 
-size: $(STAMP) ## check the size of functions, files and the core
-	$(PYTHON) -m pytest -q -rP tests/test_size.py
+size: ## print the longest files: an alarm that a person reads, no limit
+	@find ddpdebug -name '*.py' -exec wc -l {} + | sort -n | tail -n 16
 
-check: lint size test ## what must pass before a change goes in
+check: lint test ## what must pass before a change goes in
 
 rules: ## copy the alerts into the PrometheusRule for Kubernetes
 	{ printf '%s\n' '# Made by `make rules` from deploy/prometheus/rules/ddpdebug.yml.' \
