@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddpdebug.observations import Row
+from ddpdebug.observations import Flag, Row
 from ddpdebug.steps import Step
 
 #: A step that some rank does not deliver is judged without it once the others are this many steps ahead ...
@@ -12,6 +12,25 @@ LAG_STEPS = 16
 #: ... of a rank that has passed the step; one that has not come so far yet may be late, for nothing ties the ranks
 #: together when gradients are not synchronised. Details of a step must not have left the ring by then.
 LATE_STEPS = 192
+_MAX_OPTIMIZERS = 1 << 16  # one for each parameter, where they step inside backward
+_FLAGS = sum(Flag)
+
+
+def fault_of(row: Row, rank: int, progress: int) -> str | None:
+    """Say why a row cannot be what `rank` saw, None where it can.
+
+    Args:
+        progress: steps that the fastest rank has taken.
+    """
+    if row.rank != rank:
+        return f"it says that it is of rank {row.rank}"
+    if not 0 <= row.step <= progress:
+        return f"it is of step {row.step}, and no rank has taken more than {progress}"
+    if not 0 <= row.optimizer < _MAX_OPTIMIZERS:
+        return f"it is of optimizer {row.optimizer}"
+    if row.flags & ~_FLAGS:
+        return f"its flags {row.flags:#x} are unknown"
+    return None
 
 
 class Assembler:

@@ -8,9 +8,9 @@ import itertools
 import os
 import secrets
 import sys
+import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -20,12 +20,12 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from ddpdebug import torch_internals as internals
-from ddpdebug.assembly import Assembler
+from ddpdebug import __version__, torch_internals as internals
+from ddpdebug.assembly import Assembler, fault_of
 from ddpdebug.config import Config, run_directory
 from ddpdebug.diagnosis import Diagnosis
 from ddpdebug.errors import FindingError, StopRun
-from ddpdebug.exchange import Alone, Exchange, Group, Tick
+from ddpdebug.exchange import Alone, Exchange, Group, Tick, wire_format
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.forensics.agreement import AgreementProbe
 from ddpdebug.forensics.elements import Elements
@@ -35,6 +35,7 @@ from ddpdebug.numeric_guard import NumericGuard
 from ddpdebug.observations import Row, decode, encode
 from ddpdebug.probes.answering import Answering
 from ddpdebug.probes.guard import Guard
+from ddpdebug.probes.handover import Plans, StepStore
 from ddpdebug.probes.loaders import Loaders
 from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.patches import Patches
@@ -46,12 +47,18 @@ from ddpdebug.schedule import Schedule
 from ddpdebug.sinks import Record, RunEnded, Saved, StepJudged, Trouble
 from ddpdebug.sinks.assembled import open_sinks
 from ddpdebug.sinks.fanout import Fanout
+from ddpdebug.steps import Step
 
-_RING_STEPS = 256
 #: As long as the job's own process groups wait by default: a rank that is stopped for a while is not lost.
 _GROUP_TIMEOUT = datetime.timedelta(minutes=30)
 #: What all ranks do at the same step is agreed on so long ahead of the fastest rank: a stop, and a look.
 _STOP_SECONDS, _LOOK_SECONDS = 0.5, 0.1
+#: Settings by which every rank decides for itself what all must do alike.
+_SHARED_SETTINGS = ("tolerance", "threshold", "on_finding", "guard", "max_skips")
+#: What the ranks say to each other; anything else is of no version that we know.
+_MESSAGES = frozenset(("detail", "fact", "vote", "unguarded", "agree", "element", "stop", "trouble", "run"))
+#: How long the thread waits to see whether a store that failed went with its process group.
+_GRACE_SECONDS = 2.0
 #: The ranks' n-th monitors belong together and must not find the keys of earlier ones in the store.
 _NUMBERS = itertools.count()
 
@@ -81,10 +88,16 @@ class Monitor:
         self._store: Any = None
         self._early: list[dict[str, Any]] = []  # announcements made before the ranks could talk
         self._troubles: list[Trouble] = []
-        self._ring: deque[StepRecord] = deque(maxlen=_RING_STEPS)
+        self._writing = threading.Lock()  # of `_troubles` and `_has_sinks`: any thread may be in trouble
+        self._has_sinks = False
+        # the only objects that both threads touch; see docs/how-it-works.md
+        self._records, self._plans = StepStore(), Plans()
+        self._back = Guard(self._trouble)  # of the background thread: a guard counts the time of one thread
         self._steps: dict[int, int] = {}
         self._thread_seconds, self._closed = 0.0, False
-        self._stop_at: tuple[int, BaseException] | None = None
+        self._stopping = self._unguarded = False  # these and what follows: of the background thread
+        self._doubted: set[int] = set()  # ranks some of whose rows were left out
+        self._roll: internals.RollCall | None = None
         self._pid = os.getpid()
         self.recorder.stop = self._stop_now
         self.recorder.keep_inputs = bool(config.probe_every)
@@ -97,13 +110,15 @@ class Monitor:
             limit=config.bundle_limit << 20,
             facts={"command": list(self.command), "run": self.run_id},
         )
-        self.elements = Elements(0, self._say)
-        self.agreement = AgreementProbe(self._say, self._announce)
+        self.elements = Elements(0, self._say, self._plans)
+        self.agreement = AgreementProbe(self._say, self._announce, self._plans)
         self.recorder.after_step = self._after_step
         self.recorder.last_look = partial(self.guard.run, "forensics:elements", self.elements.last_look)
-        self.memory = MemoryForensics(self.recorder, self.reporter.add_to, self._announce, lambda: self.directory)
+        self.memory = MemoryForensics(
+            self.recorder, self.reporter.add_to, self._announce, lambda: self.directory, self._plans
+        )
         self._members, self._progress = 1, 0
-        self._answering = Answering(self.recorder, self._ring, self._say)
+        self._answering = Answering(self.recorder, self._records, self._say, self._back)
         self._assembler, self._diagnosis = Assembler(1), Diagnosis(world=1)
 
     # --- public -------------------------------------------------------------------------------------------------------
@@ -165,8 +180,7 @@ class Monitor:
     def _leave(self, reason: str) -> None:
         if self._exchange is None and (self._steps or self.command):
             self._begin(alone=True)
-        if reason.startswith("exception") and self._ring:
-            newest = self._ring[-1]
+        if reason.startswith("exception") and (newest := self._records.newest()) is not None:
             fact = {"reason": reason, "step": newest.step, "missing": list(newest.missing)}
             self._announce("alone:failure", fact)
         self._say("fact", topic="end", value={"steps": self._steps, "reason": reason})
@@ -210,9 +224,13 @@ class Monitor:
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
         elif not alone:
             self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        lost = ""
         if self.world > 1:
-            self._store = internals.private_store()
-            if self._store is None:
+            try:
+                self._store = internals.private_store()
+            except Exception as error:  # noqa: BLE001 - a store of the user's may do anything
+                lost = str(error) if isinstance(error, ConnectionError) else f"{type(error).__name__}: {error}"
+            if self._store is None and not lost:
                 self.rank, self.world = 0, 1
         self.recorder.world, self.elements.rank = self.world, self.rank
         self.numeric_guard.meet(range(self.world))
@@ -220,22 +238,97 @@ class Monitor:
         config = {**asdict(self.config), "world": self.world}
         self._diagnosis = Diagnosis(world=self.world, config=config, on_trouble=self._trouble)
         self._assembler = Assembler(self.world)
-        self._exchange = Exchange(self.rank, self.world, self._connect, self._on_tick, self._on_lost)
+        self._exchange = Exchange(self.rank, self.world, self._connect, self._on_tick, self._on_lost, self._back.tell)
         if self.rank == 0:
             self._open_sinks(self.config.out or run_directory(self.run_id, datetime.datetime.now(datetime.UTC)))
             self._say("run", directory=str(self.directory or ""), run_id=self.run_id)
         while self._early:
             self._exchange.say(self._early.pop(0))
-        self._exchange.start()
+        if lost:
+            self._exchange.lose(lost)
+        else:
+            self._exchange.start()
+
+    # --- meeting the other ranks, in the background thread ------------------------------------------------------------
 
     def _connect(self, generation: int, members: tuple[int, ...]) -> Group:
         if len(members) == 1:
             return Alone()
-        prefix, rank = f"ddpdebug/{self._number}/group/{generation}", members.index(self.rank)
+        if generation == 0:
+            prefix = self._meet()
+        else:
+            assert self._roll is not None
+            prefix = self._roll.meet_again(generation, len(members))
+        position = members.index(self.rank)
+        return internals.GlooGroup(self._store, f"{prefix}/{generation}", position, len(members), _GROUP_TIMEOUT)
+
+    def _meet(self) -> str:
+        """Return the prefix of the meeting's keys; where the process group is replaced meanwhile, meet in the new one.
+
+        Raises:
+            ConnectionError: the ranks cannot be compared, and why.
+        """
+        while True:
+            group = internals.default_group_id()
+            waiting = internals.Waiting()
+            give_up = partial(self._why_not_wait, group, waiting)
+            self._roll = internals.RollCall(
+                self._store, self._number, self.rank, self.world, self._identity(), give_up, waiting
+            )
+            try:
+                prefix = self._roll.meet()
+                break
+            except Exception:
+                if not self._group_replaced(group):
+                    raise
+        own = self._roll.settings
+        self.schedule.follow(budget=own["~budget"], every_step=own["~every_step"])
+        for rank, identity in sorted(self._roll.identities.items()):
+            for name in ("budget", "every_step"):
+                if (value := identity.get(f"~{name}")) != own[f"~{name}"]:
+                    self._trouble(
+                        f"{name}={value} of rank {rank}", f"rank 0 has {own[f'~{name}']}, and that holds for all"
+                    )
+        return prefix
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what all ranks must have in common; what begins with `~` is for rank 0 to decide."""
+        settings = {name: getattr(self.config, name) for name in _SHARED_SETTINGS}
+        return {
+            "versions of ddpdebug": __version__,
+            "layouts of rows": wire_format(),
+            "versions of torch": torch.__version__.partition("+")[0],
+            **{f"settings of {name}": dict(v) if isinstance(v, Mapping) else v for name, v in settings.items()},
+            "~budget": self.config.budget,
+            "~every_step": self.config.every_step,
+        }
+
+    def _why_not_wait(self, group: int | None, waiting: internals.Waiting) -> str | None:
         exchange = self._exchange
         assert exchange is not None
-        internals.meet(self._store, prefix, rank, len(members), lambda: exchange.impatient)
-        return internals.GlooGroup(self._store, prefix, rank, len(members), _GROUP_TIMEOUT)
+        exchange.missing = waiting.missing
+        if exchange.lost or exchange.impatient:
+            return exchange.unmet()
+        if group is not None and internals.default_group_id() != group:
+            return "the process group has ended before all ranks had come"
+        return None
+
+    def _group_replaced(self, group: int | None) -> bool:
+        """Wait for the next process group where this one has ended, or is about to; take its store."""
+        exchange = self._exchange
+        assert exchange is not None
+        until = time.monotonic() + _GRACE_SECONDS
+        while group is not None and not exchange.lost and not exchange.impatient:
+            now = internals.default_group_id()
+            if now == group and time.monotonic() > until:
+                return False
+            if now is not None and now != group:
+                if (dist.get_rank(), dist.get_world_size()) != (self.rank, self.world):
+                    raise ConnectionError(f"the new process group has {dist.get_world_size()} ranks, not {self.world}")
+                self._store = internals.private_store()
+                return True
+            time.sleep(0.05)
+        return False
 
     def _open_sinks(self, directory: Path) -> None:
         self.directory, self.reporter.run_id = directory, self.run_id
@@ -244,8 +337,11 @@ class Monitor:
         self._write(started)
         self.memory.flush()
         self._announce("place", place(started))
-        while self._troubles:
-            self._write(self._troubles.pop(0))
+        with self._writing:
+            waiting, self._troubles = self._troubles, []
+            self._has_sinks = True
+        for trouble in waiting:
+            self._write(trouble)
 
     # --- the training thread ------------------------------------------------------------------------------------------
 
@@ -257,7 +353,7 @@ class Monitor:
         assert self._exchange is not None
         if not self._steps and (gpu := self.guard.run("probe:place", gpu_uuid)):
             self._announce("place", {"gpu_uuid": gpu})
-        self._ring.append(record)
+        self._records.add(record)
         self._steps[record.optimizer] = record.step + 1
         self._exchange.progress = max(self._exchange.progress, record.step + 1)
         self._exchange.post(lambda: self._encode(record))
@@ -274,111 +370,160 @@ class Monitor:
         taken = max(self._steps.values(), default=0)
         if self.config.steps is not None and taken >= self.config.steps:
             return StopRun(self.config.steps)
-        if self._stop_at is None or taken < self._stop_at[0]:
-            return None
-        error, self._stop_at = self._stop_at[1], (sys.maxsize, self._stop_at[1])  # once; the user may catch it
-        return error
+        error: BaseException | None = next(iter(self._plans.take("stop", taken)), None)
+        return error  # once; the user may catch it
 
     def _announce(self, topic: str, value: Any) -> None:
         self._say("fact", topic=topic, value=value)
 
-    def _say(self, kind: str, **fields: Any) -> None:
+    def _say(self, kind: str, **fields: Any) -> bool:
         message = {"kind": kind, **fields}
         if self._exchange is None:
             self._early.append(message)
-        else:
-            self._exchange.say(message)
+            return True
+        return self._exchange.say(message)
 
     # --- the background thread ----------------------------------------------------------------------------------------
 
     def _encode(self, record: StepRecord) -> bytes:
-        record.fields["workers_bytes"] = self.recorder.memory.workers_bytes()
-        spent = time.thread_time()
-        record.fields["overhead_seconds"] += spent - self._thread_seconds
-        self._thread_seconds = spent
         try:
+            record.fields["workers_bytes"] = self.recorder.memory.workers_bytes()
+            spent = time.thread_time()
+            record.fields["overhead_seconds"] += spent - self._thread_seconds
+            self._thread_seconds = spent
             return encode(encode_row(record, self.rank))
         except Exception as error:  # noqa: BLE001 - the other ranks wait for this row: send what is certain
-            self.guard.fail("probe:row", error)
+            self._back.fail("probe:row", error)
             return encode(Row(rank=self.rank, step=record.step, optimizer=record.optimizer, flags=0))
 
     def _on_tick(self, tick: Tick) -> bool:
+        """Take what all ranks have said and seen. Each part is isolated: one that fails is off, and the next ones go on.
+
+        What all ranks must do alike at a step (a stop) is asked for by message, so that a rank whose own diagnosis is
+        off does it as well.
+        """
+        run = self._back.run
         self._progress = tick.progress
         for rank, message in tick.messages:
-            self._hear(rank, message)
+            kind = str(message.get("kind"))
+            if kind in _MESSAGES:
+                run(f"message:{kind}", self._hear, rank, kind, message)
+        self._keep_voting()
         for rank, data in tick.rows:
-            self._assembler.add(rank, decode(data))
+            self._take(rank, decode(data))
         self._members = len(tick.members)
         self.numeric_guard.meet(tick.members)
         self._assembler.set_members(tick.members)
-        for step in self._assembler.ready():
+        for step in run("exchange:steps", lambda: list(self._assembler.ready())) or ():
             self._judge(step)
-        self._report(self._diagnosis.tick(), tick.progress)
-        self._answering.ask(self._diagnosis.requests())
+        run("diagnosis", self._conclude)
         self._answering.work(patient=not self._closed)
-        self.guard.run("forensics:elements", self.elements.tick)
-        return self._diagnosis.busy or self.elements.busy
+        run("forensics:elements", self.elements.tick)
+        busy = self._diagnosis.busy and "diagnosis" not in self._back.off
+        return busy or (self.elements.busy and "forensics:elements" not in self._back.off)
 
-    def _judge(self, step: Any) -> None:
-        self.schedule.learn(step)
-        self.memory.hunt.learn(step)
-        self._answering.ask(self._diagnosis.feed(step))
-        interval = 1 if self.config.every_step else self.schedule.interval(step.step)
+    def _keep_voting(self) -> None:
+        """Leave the votes of the numeric guard where this rank cannot count them, and tell those who would wait."""
+        if "message:vote" in self._back.off and not self._unguarded:
+            self._unguarded = True
+            self.numeric_guard.lost()
+            self._say("unguarded")
+
+    def _take(self, rank: int, row: Row) -> None:
+        fault = fault_of(row, rank, self._progress)
+        if fault is None:
+            self._assembler.add(rank, row)
+        elif rank not in self._doubted:
+            self._doubted.add(rank)
+            self._back.tell(f"a row of rank {rank}", f"{fault}; it is left out, and so are others like it")
+
+    def _judge(self, step: Step) -> None:
+        run = self._back.run
+        run("schedule", self.schedule.learn, step)
+        run("forensics:holders", self.memory.hunt.learn, step)
+        run("diagnosis", lambda: self._answering.ask(self._diagnosis.feed(step)))
+        interval = 1 if self.schedule.every_step else self.schedule.interval(step.step)
         self._write(StepJudged(step=step, interval=interval, overhead_ratio=self.schedule.ratio))
 
-    def _hear(self, rank: int, message: Mapping[str, Any]) -> None:
-        kind = message.get("kind")
+    def _conclude(self) -> None:
+        self._report(self._diagnosis.tick(), self._progress)
+        self._answering.ask(self._diagnosis.requests())
+
+    def _hear(self, rank: int, kind: str, message: Mapping[str, Any]) -> None:
+        run = self._back.run
         if kind == "detail":
             place = int(message["optimizer"]), int(message["step"])
-            self._diagnosis.answer(rank, *place, str(message["detail"]), message["value"])
+            run("diagnosis", self._diagnosis.answer, rank, *place, str(message["detail"]), message["value"])
         elif kind == "fact":
-            self._diagnosis.tell(str(message["topic"]), rank, message["value"])
-            self.memory.hear(rank, message)
-        elif kind == "vote":
-            self.numeric_guard.hear(rank, message)
-        elif kind == "agree":
-            ahead = self._progress + self.schedule.ahead(_LOOK_SECONDS)
-            self.guard.run("forensics:agreement", self.agreement.hear, message, ahead)
-        elif kind == "element":
-            found = self.elements.hear(rank, message, self._members)
-            if found is not None:
-                self._locate(*found)
+            run("diagnosis", self._diagnosis.tell, str(message["topic"]), rank, message["value"])
+            run("forensics:memory", self.memory.hear, rank, message)
         elif kind == "trouble" and self.rank == 0 and rank != 0:
             self._write(Trouble(part=f"{message['part']} of rank {rank}", message=str(message["message"])))
         elif kind == "run" and self.fanout is None:
             self.run_id = str(message["run_id"])
             self._open_sinks(Path(str(message["directory"])))
+        else:
+            self._hear_plan(rank, kind, message)
         if kind in {"detail", "fact"}:
-            self._write(Saved(kind=str(kind), payload={"rank": rank, **message}))
+            self._write(Saved(kind=kind, payload={"rank": rank, **message}))
+
+    def _hear_plan(self, rank: int, kind: str, message: Mapping[str, Any]) -> None:
+        """Take what leads to something that the training thread does."""
+        if kind == "vote":
+            self.numeric_guard.hear(rank, message)
+        elif kind == "unguarded":
+            self.numeric_guard.lost()
+        elif kind == "agree":
+            self.agreement.hear(message, self._progress + self.schedule.ahead(_LOOK_SECONDS))
+        elif kind == "element":
+            found = self.elements.hear(rank, message, self._members)
+            if found is not None:
+                self._locate(*found)
+        elif kind == "stop":
+            self._plan_stop(message)
 
     def _report(self, raised: Sequence[tuple[Finding, bool]], progress: int) -> None:
+        run = self._back.run
         for finding in self.reporter.report(raised):
-            self._hunt(finding, progress)
-            self.numeric_guard.found(finding)
-            if self.config.on_finding == "raise" and finding.severity >= Severity.ERROR and self._stop_at is None:
-                self._stop_at = (progress + self.schedule.ahead(_STOP_SECONDS), FindingError(finding))
+            run("forensics:elements", self._hunt, finding, progress)
+            run("guard", self.numeric_guard.found, finding)
+            if self.config.on_finding == "raise" and finding.severity >= Severity.ERROR:
+                ahead = self.schedule.ahead(_STOP_SECONDS)
+                self._say("stop", finding=finding.to_json(), key=key_of(finding), ahead=ahead)
+
+    def _plan_stop(self, message: Mapping[str, Any]) -> None:
+        """Plan what the first rank to ask for it has asked for; all ranks hear it in the same tick."""
+        if self._stopping or self.config.on_finding != "raise":
+            return
+        own = (finding for finding in self.findings if key_of(finding) == message["key"])
+        finding = next(own, None) or Finding.from_json(str(message["finding"]))
+        self._plans.add("stop", self._progress + int(message["ahead"]), FindingError(finding))
+        self._stopping = True
 
     def _judge_rest(self) -> None:
-        try:
-            for step in self._assembler.rest():
-                self._judge(step)
-            self._report(self._diagnosis.finish(), 0)
-        except Exception as error:  # noqa: BLE001 - the end of a job must not fail because of us
-            self._trouble("diagnosis", f"{type(error).__name__}: {error}")
+        """Judge what is left; the thread has ended, and what belonged to it is the caller's."""
+        run = self._back.run
+        for step in run("exchange:steps", lambda: list(self._assembler.rest())) or ():
+            self._judge(step)
+        run("diagnosis", lambda: self._report(self._diagnosis.finish(), 0))
 
     def _hunt(self, finding: Finding, progress: int) -> None:
         """Plan the search for the first differing element of a parameter; alike on all ranks."""
-        names = [(w.index, name) for w in self.recorder.watches for name in finding.subject if name in w.names]
-        if finding.code == "RANK101" and names and "values" not in finding.evidence:
+        if finding.code != "RANK101" or "values" in finding.evidence:
+            return
+        tables = [(watch.index, {name for name, *_ in watch.table}) for watch in tuple(self.recorder.watches)]
+        names = [(index, name) for index, table in tables for name in finding.subject if name in table]
+        if names:
             optimizer, name = names[0]
             self.elements.begin(key_of(finding), optimizer, name, progress + self.schedule.ahead(_LOOK_SECONDS))
 
     def _locate(self, key: str, evidence: dict[str, Any]) -> None:
         """Add the differing element to the finding it belongs to."""
         flat, name = int(evidence.pop("flat_index")), str(evidence["element_of"])
-        tables = ((n, p) for w in self.recorder.watches for n, p in zip(w.names, w.params, strict=True))
-        shape = next(tuple(p.shape) for n, p in tables if n == name)
-        self.reporter.add(key, {"index": unravel(flat, shape), **evidence})
+        rows = (row for watch in tuple(self.recorder.watches) for row in watch.table)
+        shape = next((tuple(row[1].shape) for row in rows if row[0] == name), None)
+        index = {} if shape is None else {"index": unravel(flat, shape)}  # the parameter may be gone by now
+        self.reporter.add(key, {**index, **evidence})
 
     def _on_lost(self, reason: str) -> None:
         self.numeric_guard.lost()
@@ -389,10 +534,11 @@ class Monitor:
         trouble = Trouble(part=part, message=message)
         if self.rank != 0:
             self._say("trouble", part=part, message=message)  # rank 0 is the one that people see
-        if self.fanout is None:
-            self._troubles.append(trouble)
-        else:
-            self._write(trouble)
+        with self._writing:
+            if not self._has_sinks:
+                self._troubles.append(trouble)
+                return
+        self._write(trouble)
 
     def _write(self, record: Record) -> None:
         if self.fanout is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,27 +23,30 @@ class Reporter:
     def __init__(self, write: Callable[[Record], None], clock: Callable[[], str]) -> None:
         self.run_id = ""
         self._write, self._clock = write, clock
+        self._lock = threading.Lock()  # written by the background thread; read, and added to, by any
         self._known: dict[str, Finding] = {}
         self._extra: dict[str, Mapping[str, Any]] = {}
 
     @property
     def findings(self) -> list[Finding]:
         """What was found so far, oldest first."""
-        return list(self._known.values())
+        with self._lock:
+            return list(self._known.values())
 
     def report(self, raised: Sequence[tuple[Finding, bool]]) -> list[Finding]:
         """Take findings from the diagnosis, (finding, new); return the new ones as they were written."""
         fresh: list[Finding] = []
         for finding, new in raised:
             key = key_of(finding)
-            known = self._known.get(key)
-            stamped = replace(
-                finding,
-                evidence={**finding.evidence, **self._extra.get(key, {})},
-                time=self._clock() if known is None else known.time,
-                run=self.run_id,
-            )
-            self._known[key] = stamped
+            with self._lock:
+                known = self._known.get(key)
+                stamped = replace(
+                    finding,
+                    evidence={**finding.evidence, **self._extra.get(key, {})},
+                    time=self._clock() if known is None else known.time,
+                    run=self.run_id,
+                )
+                self._known[key] = stamped
             self._write(FindingRaised(finding=stamped, new=new))
             if new:
                 fresh.append(stamped)
@@ -50,13 +54,18 @@ class Reporter:
 
     def add(self, key: str, evidence: Mapping[str, Any]) -> None:
         """Add evidence to a finding that was reported before; it stays through later updates."""
-        if key in self._known:
+        with self._lock:
+            known = self._known.get(key)
+            if known is None:
+                return
             self._extra[key] = evidence
-            self.report([(self._known[key], False)])
+        self.report([(known, False)])
 
     def add_to(self, code: str, evidence: Mapping[str, Any]) -> None:
         """Add evidence to all findings of a code."""
-        for key in [key for key, finding in self._known.items() if finding.code == code]:
+        with self._lock:
+            keys = [key for key, finding in self._known.items() if finding.code == code]
+        for key in keys:
             self.add(key, evidence)
 
 

@@ -42,9 +42,14 @@ class Schedule:
         self._full: deque[float] = deque(maxlen=_DECIDE_EVERY)
         self._base: deque[float] = deque(maxlen=2 * _DECIDE_EVERY)
 
+    def follow(self, *, budget: float, every_step: bool) -> None:
+        """Take over the settings of rank 0: the ranks must check the same steps."""
+        self.budget, self.every_step = budget, every_step
+
     def interval(self, step: int) -> int:
         """Return the interval in force at a step."""
-        return next((interval for start, interval in reversed(self._plan) if step >= start), self._plan[0][1])
+        plan = self._plan  # replaced as a whole by the background thread
+        return next((interval for start, interval in reversed(plan) if step >= start), plan[0][1])
 
     def due(self, optimizer: int, step: int) -> bool:
         """Tell whether the sampled tier runs at a step."""

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 
 from ddpdebug import fingerprint
+from ddpdebug.probes.handover import Plans
 from ddpdebug.probes.values import raw_bytes, tensors_in
 from ddpdebug.probes.wrappers import Wrapper
 
 #: A larger batch is not sent: the exchange is for small messages.
 MAX_BYTES = 4 << 20
+_KIND = "agreement"
 
 
 class AgreementProbe:
@@ -30,14 +32,15 @@ class AgreementProbe:
     Args:
         say: sends a JSON message to all ranks.
         announce: announces (topic, value) for the detectors.
+        plans: carries the batches to the training thread.
     """
 
-    def __init__(self, say: Callable[..., None], announce: Callable[[str, Any], None]) -> None:
+    def __init__(
+        self, say: Callable[..., None], announce: Callable[[str, Any], None], plans: Plans | None = None
+    ) -> None:
         self._say, self._announce = say, announce
-        self._planned: list[tuple[int, int, tuple[Any, ...]]] = []  # (number, step, arguments)
+        self._plans = plans or Plans()
         self._offered = 0
-        self._heard = 0
-        self._done = 0
 
     def offer(self, arguments: Sequence[Any]) -> None:
         """Send the arguments of a forward to all ranks; called on rank 0 only.
@@ -54,12 +57,11 @@ class AgreementProbe:
     def hear(self, message: Mapping[str, Any], step: int) -> None:
         """Plan a probe after optimizer step `step`, which is the same on all ranks."""
         arguments = unpack(base64.b64decode(str(message["data"])))
-        self._planned.append((int(message["number"]), step, tuple(arguments)))
+        self._plans.add(_KIND, step, (int(message["number"]), tuple(arguments)))
 
     def run(self, wrappers: Sequence[Wrapper], step: int, *, last: bool = False) -> None:
         """Run what is due after this step."""
-        while self._planned and (self._planned[0][1] <= step or last):
-            number, _, arguments = self._planned.pop(0)
+        for number, arguments in self._plans.take(_KIND, None if last else step):
             module = wrappers[0].module() if wrappers else None
             if module is not None:
                 self._announce(f"agreement:{number}", {"step": step, **look(module, arguments)})

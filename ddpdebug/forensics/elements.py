@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ddpdebug import fingerprint
+from ddpdebug.probes.handover import Plans
 from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.values import raw_bytes
 
@@ -22,13 +23,23 @@ _MAX_CHUNKS = 1024
 _MIN_CHUNK = 4096
 _MAX_ELEMENTS = 16 << 20
 _MAX_VOICES = 4
+#: A search that is not over after so many ticks is given up: some rank has not made its copy.
+_MAX_TICKS = 2000
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A planned copy of a parameter; `made` is set once by the training thread, to (elements or None, step)."""
+
+    optimizer: int
+    name: str
+    made: tuple[torch.Tensor | None, int] | None = None
 
 
 @dataclass(slots=True)
 class _Hunt:
-    optimizer: int
-    name: str
-    step: int
+    plan: _Copy
+    ticks: int = 0
     copy: torch.Tensor | None = None
     taken_at: int = -1
     chunk_size: int = _MIN_CHUNK
@@ -40,35 +51,42 @@ class _Hunt:
 
 
 class Elements:
-    """Runs the hunts of one rank. `capture` is called on the training thread, the rest in the background thread.
+    """Runs the hunts of one rank.
+
+    `capture` and `last_look` are called on the training thread and know the plans only; the rest, and all hunts, belong
+    to the background thread. Where a rank cannot make its copy it says so, and all give up the hunt.
 
     Args:
         say: sends a JSON message to all ranks.
+        plans: carries the copies to the training thread.
     """
 
-    def __init__(self, rank: int, say: Callable[..., None]) -> None:
+    def __init__(self, rank: int, say: Callable[..., None], plans: Plans | None = None) -> None:
         self.rank = rank
         self._say = say
+        self._plans = plans or Plans()
         self._hunts: dict[str, _Hunt] = {}
 
     @property
     def busy(self) -> bool:
         """Tell whether a copy has been made whose result is not known yet."""
-        return any(hunt.copy is not None for hunt in self._hunts.values())
+        return any(hunt.plan.made is not None for hunt in self._hunts.values())
 
     def begin(self, key: str, optimizer: int, name: str, step: int) -> None:
         """Plan a copy of parameter `name` after optimizer step `step`; called alike on all ranks."""
-        self._hunts[key] = _Hunt(optimizer, name, step)
+        hunt = self._hunts[key] = _Hunt(_Copy(optimizer, name))
+        self._plans.add(_kind(optimizer), step, hunt.plan)
 
     def capture(self, watch: OptimizerWatch, step: int, *, last: bool = False) -> None:
         """Copy what is due after this step; `last` copies everything planned, because no further step comes."""
-        for hunt in self._hunts.values():
-            if hunt.copy is not None or hunt.optimizer != watch.index or (step < hunt.step and not last):
-                continue
-            if hunt.name in watch.names:
-                parameter = watch.params[watch.names.index(hunt.name)].detach()
-                hunt.copy = parameter.contiguous().view(-1)[:_MAX_ELEMENTS].clone()
-                hunt.taken_at = step
+        for plan in self._plans.take(_kind(watch.index), None if last else step):
+            elements = None
+            try:
+                if plan.name in watch.names:
+                    parameter = watch.params[watch.names.index(plan.name)].detach()
+                    elements = parameter.contiguous().view(-1)[:_MAX_ELEMENTS].clone()
+            finally:  # also where there is no memory for it: the others wait for an answer
+                plan.made = elements, step
 
     def last_look(self, watch: OptimizerWatch) -> None:
         """Copy what is planned for an optimizer that will not step again."""
@@ -76,10 +94,17 @@ class Elements:
 
     def tick(self) -> None:
         """Tell the others about copies made since the last tick."""
-        for key, hunt in self._hunts.items():
-            if hunt.copy is not None and not hunt.told:
+        for key, hunt in tuple(self._hunts.items()):
+            hunt.ticks += 1
+            if hunt.ticks > _MAX_TICKS:
+                del self._hunts[key]
+            elif hunt.plan.made is not None and not hunt.told:
                 hunt.told = True
-                hunt.copy = hunt.copy.cpu()
+                elements, hunt.taken_at = hunt.plan.made
+                if elements is None:
+                    self._say("element", key=key, stage="none", data=[])
+                    continue
+                hunt.copy = elements.cpu()
                 hunt.chunk_size = max(_MIN_CHUNK, -(-hunt.copy.numel() // _MAX_CHUNKS))
                 pieces = hunt.copy.split(hunt.chunk_size)
                 digests = [f"{value:016x}" for value in fingerprint.fingerprints(pieces)]
@@ -90,6 +115,9 @@ class Elements:
         key = str(message["key"])
         hunt = self._hunts.get(key)
         if hunt is None:
+            return None
+        if message["stage"] == "none":
+            del self._hunts[key]  # alike on all ranks
             return None
         if message["stage"] == "chunks":
             hunt.chunks[rank] = [str(digest) for digest in message["data"]]
@@ -118,6 +146,10 @@ class Elements:
             self._say("element", key=key, stage="values", data=data)
 
 
+def _kind(optimizer: int) -> str:
+    return f"copy:{optimizer}"
+
+
 def _compare(hunt: _Hunt) -> dict[str, Any] | None:
     if hunt.copy is None or not hunt.values:
         return None
@@ -134,4 +166,4 @@ def _compare(hunt: _Hunt) -> dict[str, Any] | None:
         bits = torch.frombuffer(bytearray(data[position : position + width]), dtype=torch.uint8)
         values[str(rank)] = float(bits.view(hunt.copy.dtype)[0])
     flat = hunt.chunk * hunt.chunk_size + position // width
-    return {"flat_index": flat, "values": values, "element_of": hunt.name, "values_at_step": hunt.taken_at}
+    return {"flat_index": flat, "values": values, "element_of": hunt.plan.name, "values_at_step": hunt.taken_at}

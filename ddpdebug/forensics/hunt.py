@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ddpdebug.forensics.holders import search
+from ddpdebug.probes.handover import Plans
 from ddpdebug.probes.recorder import Recorder
 from ddpdebug.steps import Step
 
@@ -17,19 +19,33 @@ _GRAPHS = 6
 _SHARE = 0.5
 
 
-class HolderHunt:
-    """Asked in the background thread, carried out on the training thread at the end of its step."""
+_KIND = "holders"
 
-    def __init__(self, recorder: Recorder) -> None:
+
+@dataclass(slots=True)
+class _Search:
+    """A planned search; `result` is set once, and `made` after it, by the training thread."""
+
+    graphs: int  # that were alive when it was planned
+    result: Mapping[str, Any] | None = None
+    made: bool = False
+
+
+class HolderHunt:
+    """Asked in the background thread, carried out on the training thread at the end of its step.
+
+    All state belongs to the background thread; `boundary` knows the plans only.
+    """
+
+    def __init__(self, recorder: Recorder, plans: Plans | None = None) -> None:
         self.rank = 0
         self.searches = 0
-        self._recorder = recorder
+        self._recorder, self._plans = recorder, plans or Plans()
         self._first: dict[int, int] = {}
         self._now: dict[int, tuple[int, int]] = {}  # rank -> (live graphs, growth)
-        self._wanted = False
+        self._search: _Search | None = None  # the newest
+        self._over = False  # most of the graphs that were alive then are gone: a new suspicion has another cause
         self._result: Mapping[str, Any] | None = None
-        self._graphs = 0  # that were alive when the result was found
-        self._over = False  # most of these are gone: a new suspicion has another cause
         recorder.memory.holders_known, recorder.memory.holders = self.known, lambda: self._result
 
     def learn(self, step: Step) -> None:
@@ -40,16 +56,29 @@ class HolderHunt:
             used = row.device_allocated_bytes or row.host_private_bytes
             self._first.setdefault(rank, used)
             self._now[rank] = row.live_graphs, used - self._first[rank]
-        self._over |= 2 * self._now.get(self.rank, (0, 0))[0] < self._graphs
+        if self._search is not None and self._search.made:
+            self._over |= 2 * self._graphs() < self._search.graphs
 
     def known(self) -> bool:
         """Tell whether there is an answer, and arrange for one if it is this rank's turn."""
         if self.chosen() != self.rank:
             return True
-        if self._result is not None and not self._over:  # the same cause
+        if self._search is not None and not self._search.made:
+            return False
+        if self._search is not None:
+            self._result = self._search.result
+            if self._result is not None and not self._over:  # the same cause
+                return True
+        if self.searches >= MAX_SEARCHES:
             return True
-        self._wanted = self.searches < MAX_SEARCHES
-        return not self._wanted
+        self.searches += 1
+        self._over = False
+        self._search = _Search(self._graphs())
+        self._plans.add(_KIND, 0, self._search)
+        return False
+
+    def _graphs(self) -> int:
+        return self._now.get(self.rank, (0, 0))[0]
 
     def chosen(self) -> int:
         """Return the rank that searches."""
@@ -61,12 +90,12 @@ class HolderHunt:
 
     def boundary(self) -> None:
         """Search if that is wanted; on the training thread, at the end of a step."""
-        if not self._wanted:
-            return
-        self._wanted = self._over = False
-        self.searches += 1
-        self._graphs = self._now.get(self.rank, (0, 0))[0]
-        self._result = search(known_tensors(self._recorder), sys._getframe(1))  # noqa: SLF001 - to walk the stack
+        for wanted in self._plans.take(_KIND):
+            try:
+                frame = sys._getframe(1)  # noqa: SLF001 - to walk the stack
+                wanted.result = search(known_tensors(self._recorder), frame)
+            finally:
+                wanted.made = True
 
 
 def known_tensors(recorder: Recorder) -> set[int]:

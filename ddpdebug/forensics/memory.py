@@ -11,6 +11,7 @@ from ddpdebug.config import Config
 from ddpdebug.forensics.hunt import HolderHunt
 from ddpdebug.forensics.oom import Reports
 from ddpdebug.probes.cpu_limit import CpuLimit
+from ddpdebug.probes.handover import Plans
 from ddpdebug.probes.recorder import Recorder
 
 
@@ -21,6 +22,7 @@ class MemoryForensics:
         add_to: adds evidence to the findings of a code.
         announce: tells all ranks (topic, JSON value).
         directory: the run directory, None while it is not known.
+        plans: carries searches to the training thread.
     """
 
     def __init__(
@@ -29,8 +31,9 @@ class MemoryForensics:
         add_to: Callable[[str, Mapping[str, Any]], None],
         announce: Callable[[str, Any], None],
         directory: Callable[[], Path | None],
+        plans: Plans | None = None,
     ) -> None:
-        self.hunt = HolderHunt(recorder)
+        self.hunt = HolderHunt(recorder, plans)
         self.reports = Reports(recorder, add_to, announce, directory)
         self._recorder, self._announce = recorder, announce
         self._declared: list[dict[str, Any]] = []
@@ -56,9 +59,9 @@ class MemoryForensics:
         self.reports.rank, self.reports.world = rank, world
 
     def hear(self, rank: int, message: Mapping[str, Any]) -> None:
-        """Take a fact that some rank has announced, in the background thread."""
+        """Take a fact that some rank has announced, in the background thread, which isolates it."""
         if message["topic"] == "alone:memory":
-            self._recorder.guard.run("forensics:memory", self.reports.hear, rank, message["value"])
+            self.reports.hear(rank, message["value"])
 
     def expect(self, what: str, size: int | None) -> None:
         """Tell the rules of growth that is meant to be."""

@@ -158,7 +158,7 @@ class Reports:
             "shapes": memory.shapes,
             "elements": memory.elements,
             "largest_elements": memory.largest,
-            "curve": [[past.step, past.used, past.elements] for past in memory.history],
+            "curve": [[past.step, past.used, past.elements] for past in tuple(memory.history)],
             "directory": f"{run_files.RANKS}/{self.rank}/memory",
         }
 

@@ -7,23 +7,28 @@ from typing import Any
 
 from ddpdebug.diagnosis import Request
 from ddpdebug.probes.answers import answer, is_known
+from ddpdebug.probes.guard import Guard
+from ddpdebug.probes.handover import StepStore
 from ddpdebug.probes.record import StepRecord
 from ddpdebug.probes.recorder import Recorder
 
 #: An answer may wait so many ticks for what only the next step shows.
 _TICKS = 60
+#: What the user's tables say when the training thread changes them while they are read here; the next look succeeds.
+_CHANGED = ("changed size during iteration", "mutated during iteration", "changed during iteration")
 
 
 class Answering:
-    """Answers from the ring of recent steps, as soon as the answer is complete or has waited long enough.
+    """Answers about recent steps, as soon as the answer is complete or has waited long enough.
 
     Args:
-        ring: the recent steps.
+        store: the recent steps.
         say: sends (kind, fields) to all ranks.
+        guard: the background thread's own.
     """
 
-    def __init__(self, recorder: Recorder, ring: Iterable[StepRecord], say: Callable[..., None]) -> None:
-        self._recorder, self._ring, self._say = recorder, ring, say
+    def __init__(self, recorder: Recorder, store: StepStore, say: Callable[..., object], guard: Guard) -> None:
+        self._recorder, self._store, self._say, self._guard = recorder, store, say, guard
         self._asked: list[tuple[Request, int]] = []
 
     def ask(self, requests: Iterable[Request]) -> None:
@@ -32,17 +37,35 @@ class Answering:
 
     def work(self, *, patient: bool) -> None:
         """Answer what can be answered; everything, if not `patient`."""
-        waiting: list[tuple[Request, int]] = []
-        recorder = self._recorder
-        for request, ticks in self._asked:
-            place = (request.optimizer, request.step)
-            record = next((r for r in self._ring if (r.optimizer, r.step) == place), None)
-            wait = patient and ticks < _TICKS
-            if record is not None and wait and not is_known(request.kind, record, recorder):
-                waiting.append((request, ticks + 1))
-                continue
-            value: Any = None
-            if record is not None:
-                value = recorder.guard.run(f"answer:{request.kind}", answer, request.kind, record, recorder)
-            self._say("detail", optimizer=request.optimizer, step=request.step, detail=request.kind, value=value)
-        self._asked = waiting
+        asked, self._asked = self._asked, []
+        for request, ticks in asked:
+            record = self._store.get(request.optimizer, request.step)
+            part = f"answer:{request.kind}"
+            if record is not None and patient and ticks < _TICKS:
+                known = self._guard.run(part, self._try, is_known, request.kind, record)
+                if known is False or known is _LATER:
+                    self._asked.append((request, ticks + 1))
+                    continue
+            value = None if record is None else self._guard.run(part, self._try, answer, request.kind, record)
+            if value is _LATER:
+                if ticks < _TICKS:
+                    self._asked.append((request, ticks + 1))
+                    continue
+                value = None
+            self._tell(request, value)
+
+    def _tell(self, request: Request, value: Any) -> None:
+        fields = {"optimizer": request.optimizer, "step": request.step, "detail": request.kind}
+        if self._say("detail", **fields, value=value) is False:  # nothing that JSON can say: the others wait for a word
+            self._say("detail", **fields, value=None)
+
+    def _try(self, look: Callable[[str, StepRecord, Recorder], Any], kind: str, record: StepRecord) -> Any:
+        try:
+            return look(kind, record, self._recorder)
+        except RuntimeError as error:
+            if any(text in str(error) for text in _CHANGED):
+                return _LATER
+            raise
+
+
+_LATER = object()

@@ -1,4 +1,8 @@
-"""Answers to detail requests, built in the background thread from the ring of recent steps."""
+"""Answers to detail requests, built in the background thread from the records of recent steps.
+
+What is not in the record is looked up in tables that belong to the training thread. Those that it replaces as a whole
+are taken in one go; those of the user (modules, buffers) may change while they are read: see `Answering`.
+"""
 
 from __future__ import annotations
 
@@ -71,12 +75,8 @@ def _gradients(record: StepRecord, recorder: Recorder) -> dict[str, Any]:
     local_sums, local_norms, reduced_sums, reduced_norms = record.checksums()
     norms = record.touched_norms() if record.touched_norms is not None else []
     touched = dict(zip((record.names[i] for i in record.touched), norms, strict=True))
-    watch = recorder.watch_of(record.optimizer)
-    dtypes = {
-        name: str(p.dtype).removeprefix("torch.")
-        for name, p in zip(watch.names, watch.params, strict=True)
-        if name in table
-    }
+    rows = recorder.watch_of(record.optimizer).table
+    dtypes = {name: str(p.dtype).removeprefix("torch.") for name, p, _, _ in rows if name in table}
     return {
         "digests": _hex(_split(table, record, owned=True)),
         "foreign": _hex(_split(table, record, owned=False)),
@@ -91,17 +91,17 @@ def _gradients(record: StepRecord, recorder: Recorder) -> dict[str, Any]:
 
 
 def _contract(record: StepRecord, recorder: Recorder) -> dict[str, Any]:
-    watch = recorder.watch_of(record.optimizer)
     unreduced: dict[str, str] = {}
-    for name, parameter, owner in zip(watch.names, watch.params, watch.owners, strict=True):
+    for name, parameter, _, owner in recorder.watch_of(record.optimizer).table:
         reason = "never-wrapped" if owner is None else owner.unreduced(name.removesuffix("'"), parameter)
         if reason is not None and parameter.requires_grad:
             unreduced[name] = reason
     contract = dict(record.contract)
-    site = next((w.call_site.location for w in recorder.wrappers if w.call_site and w.call_site.location), None)
+    wrappers = tuple(recorder.wrappers)
+    site = next((w.call_site.location for w in wrappers if w.call_site and w.call_site.location), None)
     if contract.get("bypass") and site:
         contract["bypass"] = {"location": site}
-    finds = [bool(ddp.find_unused_parameters) for w in recorder.wrappers if (ddp := w.ref()) is not None]
+    finds = [bool(ddp.find_unused_parameters) for w in wrappers if (ddp := w.ref()) is not None]
     return {
         **contract,
         "unreduced": unreduced,
@@ -137,11 +137,12 @@ def _modes(record: StepRecord, recorder: Recorder) -> dict[str, bool]:
     seen = list(record.window.modes or b"")
     modes: dict[str, bool] = {}
     position = 0
-    for wrapper in recorder.wrappers:
+    wrappers = tuple(recorder.wrappers)
+    for wrapper in wrappers:
         ddp = wrapper.ref()
         if ddp is None or position >= len(seen):
             continue
-        prefix = f"ddp{wrapper.index}." if len(recorder.wrappers) > 1 else ""
+        prefix = f"ddp{wrapper.index}." if len(wrappers) > 1 else ""
         for name, _ in ddp.module.named_modules():
             if position < len(seen):
                 modes[prefix + (name or "(model)")] = bool(seen[position])
@@ -151,7 +152,7 @@ def _modes(record: StepRecord, recorder: Recorder) -> dict[str, bool]:
 
 def _structure(record: StepRecord, recorder: Recorder) -> list[Any]:
     del record
-    modules: Iterable[torch.nn.Module | None] = (w.module() for w in recorder.wrappers)
+    modules: Iterable[torch.nn.Module | None] = (w.module() for w in tuple(recorder.wrappers))
     return [entry for module in modules if module is not None for entry in structure(module)]
 
 

@@ -35,6 +35,8 @@ class OptimizerWatch:
         self.params: list[torch.Tensor] = []
         self.owned: list[bool] = []
         self.owners: list[Wrapper | None] = []
+        #: All four of the above as (name, parameter, owned, owner), replaced as a whole: for the background thread.
+        self.table: tuple[tuple[str, torch.Tensor, bool, Wrapper | None], ...] = ()
         self.wrappers: list[Wrapper] = []  # the owners, each once
         self.on_cpu = True
         self.slots: dict[int, int] = {}
@@ -56,6 +58,7 @@ class OptimizerWatch:
         if not self.optimizers():
             self._forgotten += [weakref.ref(p) for p in self.params]
             self.names, self.params, self.owned, self.owners, self.wrappers, self._key = [], [], [], [], [], ()
+            self.table = ()
 
     def identities(self) -> set[int]:
         """Return the ids of the living parameters that are or were stepped here."""
@@ -79,6 +82,7 @@ class OptimizerWatch:
         self._key = key
         self.after = None
         table = sorted(_named(params, wrappers), key=lambda row: row[0])
+        self.table = tuple(table)
         self.names = [name for name, _, _, _ in table]
         self.params = [p for _, p, _, _ in table]
         self.owned = [owned for _, _, owned, _ in table]

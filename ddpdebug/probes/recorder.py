@@ -309,7 +309,7 @@ class Recorder:
 
     def watch_of(self, index: int) -> OptimizerWatch:
         """Return the newest watch with this number."""
-        return next(watch for watch in reversed(self.watches) if watch.index == index)
+        return next(watch for watch in reversed(tuple(self.watches)) if watch.index == index)
 
     def _begin(self, watch: OptimizerWatch) -> StepRecord:
         changed = watch.refresh(self.wrappers)

@@ -7,8 +7,7 @@ import datetime
 import inspect
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -22,6 +21,10 @@ from ddpdebug.torch_internals.losses import (
     aside as aside,
     is_readable as is_readable,
     look_at_losses as look_at_losses,
+)
+from ddpdebug.torch_internals.meeting import (
+    RollCall as RollCall,
+    Waiting as Waiting,
 )
 from ddpdebug.torch_internals.memory import (
     accelerator as accelerator,
@@ -80,10 +83,17 @@ def private_store() -> Any | None:
     """Return a store connection of our own, or None when there is none to be had yet.
 
     A clone never blocks the job's own store operations: torch's client serialises the calls on one connection.
+
+    Raises:
+        ConnectionError: the job's store cannot be had a second time (one written in Python has no `clone`).
     """
     if dist.is_available() and dist.is_initialized():
         store: Any = dist.distributed_c10d._get_default_store()
-        return store.clone()
+        try:
+            return store.clone()
+        except Exception as error:
+            kind = type(getattr(store, "underlying_store", store)).__name__
+            raise ConnectionError(f"the job's store ({kind}) gives no connection of our own: {error}") from error
     env = os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "MASTER_PORT" in env:
         attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -97,33 +107,37 @@ def private_store() -> Any | None:
     return None
 
 
-def meet(store: Any, prefix: str, rank: int, world: int, give_up: Callable[[], bool]) -> None:
-    """Wait until all ranks have come here, so that what follows does not block; raise RuntimeError to give up."""
-    store.set(f"{prefix}/here/{rank}", "1")
-    keys = [f"{prefix}/here/{other}" for other in range(world)]
-    pause = 0.005
-    had_group = dist.is_initialized()
-    while not (give_up() or (had_group and not dist.is_initialized())):  # with its group the job ends its store
-        if store.check(keys):
-            return
-        time.sleep(pause)
-        pause = min(2 * pause, 0.25)
-    raise RuntimeError("the other ranks are not watched by ddpdebug, or not reached")
+def default_group_id() -> int | None:
+    """Return what tells the job's process groups apart, None while there is none; holds none of them alive."""
+    return id(dist.group.WORLD) if dist.is_available() and dist.is_initialized() else None
 
 
 class GlooGroup:
-    """A gloo process group that torch.distributed does not know of, so that it cannot collide with the job's groups."""
+    """A gloo process group that torch.distributed does not know of, so that it cannot collide with the job's groups.
+
+    Args:
+        prefix: of its keys in the store, never used before.
+        timeout: of one gather. Connecting may take `CONNECT_SECONDS`: everybody is known to be there.
+    """
+
+    CONNECT_SECONDS = 60.0
 
     def __init__(self, store: Any, prefix: str, rank: int, world: int, timeout: datetime.timedelta) -> None:
-        self._group: Any = dist.ProcessGroupGloo(PrefixStore(prefix, store), rank, world, timeout)
-        self._world = world
+        self._rank, self._world, self._timeout = rank, world, timeout
+        self._words = PrefixStore(f"{prefix}/words", store)
+        connecting = datetime.timedelta(seconds=self.CONNECT_SECONDS)
+        self._group: Any = dist.ProcessGroupGloo(PrefixStore(prefix, store), rank, world, connecting)
 
     def gather(self, data: bytes) -> list[bytes]:
         """All-gather equally long byte strings; raise RuntimeError when a peer is gone or the timeout has passed."""
+        group = self._group
+        if group is None:
+            raise RuntimeError("the side group is closed")
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         outs = [torch.empty_like(own) for _ in range(self._world)]
-        work = self._group.allgather([outs], [own])
-        work.wait()
+        options = dist.distributed_c10d.AllgatherOptions()
+        options.timeout = self._timeout
+        group.allgather([outs], [own], options).wait()
         return [ctypes.string_at(out.data_ptr(), out.numel()) for out in outs]
 
     def close(self) -> None:
@@ -131,6 +145,14 @@ class GlooGroup:
         group, self._group = self._group, None
         if group is not None and hasattr(group, "abort"):
             group.abort()
+
+    def leave_word(self, text: str) -> None:
+        """Write down why this rank goes, for the others, whose gathers are about to fail."""
+        self._words.set("last", text)
+
+    def word(self) -> str | None:
+        """Return what a rank that went has left, None where nobody did."""
+        return self._words.get("last").decode("utf-8", "replace") if self._words.check(["last"]) else None
 
 
 # --- DistributedDataParallel ------------------------------------------------------------------------------------------

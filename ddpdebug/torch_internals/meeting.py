@@ -1,0 +1,253 @@
+"""Rendezvous of one monitor's ranks in the job's store, before any process group of ours exists.
+
+A store may be older than the job in it: an elastic restart, a second `init_process_group` or a file that was left over
+shows the keys of processes that are gone. Nothing here believes in a key because it exists. Every rank draws a random
+nonce and queues up with it; rank 0 reads the queue and answers under keys that end in the nonces, so that only the
+process that it means can find the answer. The answer carries a token of rank 0, again random, and everything after it
+(who has come, addresses of the side group) stands under keys with the token.
+
+What the ranks are (versions, layouts, settings that they must share) travels in the queue and is compared by rank 0
+before a single byte goes over gloo, which aborts the process when two ends disagree about a length.
+
+Cost for the store: about ten operations per rank in all, and while a rank waits one or two each poll; polls slow down
+to one in `_LONGEST_SECONDS`, or to a thousand a second for the whole world where that is longer. Names of keys and of
+the fields of an arrival stay as they are: a later version must be able to read what this one says of itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ddpdebug.sinks.text import ranks_text
+
+_FIRST_SECONDS, _LONGEST_SECONDS = 0.005, 0.25
+_POLLS_PER_SECOND = 1024  # of all ranks together
+#: Whoever is not answered queues up again: a process that stood still between two operations may have been overlooked.
+_AGAIN_SECONDS = 30.0
+#: After so long it is looked whether a rank that is missing left the key by which version 0.1.0 tells that it is there.
+_OLD_SECONDS = 3.0
+
+
+class Waiting:
+    """What is known of a meeting that goes on, for messages: `missing` are the ranks that have not come so far."""
+
+    def __init__(self) -> None:
+        self.missing: tuple[int, ...] = ()
+
+
+class RollCall:
+    """One rank's part in the meeting.
+
+    Args:
+        store: a connection of our own (`private_store`).
+        number: of this monitor in its process; the ranks' n-th monitors belong together.
+        identity: what has to be equal on all ranks, name -> JSON value; what begins with `~` is rank 0's to decide.
+        give_up: asked at every poll; returns why there is nothing left to wait for, else None.
+        waiting: kept up to date for whoever wants to say what is waited for.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        number: int,
+        rank: int,
+        world: int,
+        identity: Mapping[str, Any],
+        give_up: Callable[[], str | None],
+        waiting: Waiting | None = None,
+    ) -> None:
+        self.rank, self.world = rank, world
+        self.token = ""
+        self.settings: dict[str, Any] = {}  # of rank 0, those that are its to decide
+        self.identities: dict[int, Mapping[str, Any]] = {}  # of all ranks, known on rank 0
+        self._store, self._identity, self._give_up = store, dict(identity), give_up
+        self._waiting = waiting or Waiting()
+        self._base, self._old = f"ddpdebug/meeting/{number}", f"ddpdebug/{number}/group/0/here"
+        self._attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+        self._nonce = secrets.token_hex(8)
+        self._tickets_read = 0
+        self._holes: set[int] = set()  # tickets that were taken by ranks that have not signed yet
+        self._arrivals: dict[int, dict[str, Any]] = {}
+        self._longest = max(_LONGEST_SECONDS, world / _POLLS_PER_SECOND)
+
+    def meet(self) -> str:
+        """Return the prefix of the keys of this meeting, once all ranks are there.
+
+        Raises:
+            ConnectionError: the ranks cannot be compared; the text says which rank is to blame, for people.
+        """
+        self._queue_up()
+        self.token = self._call() if self.rank == 0 else self._answer_call()
+        self._waiting.missing = ()
+        return f"{self._base}/{self.token}"
+
+    def meet_again(self, generation: int, size: int) -> str:
+        """Return the prefix of a later, smaller group once all its `size` members have come to this point."""
+        place = f"{self._base}/{self.token}/{generation}"
+        if int(self._store.add(f"{place}/here", 1)) == size:
+            self._store.set(f"{place}/all", "1")  # the last one tells all, so that each polls one key
+        for _ in self._polls():
+            if self._store.check([f"{place}/all"]):
+                break
+        return place
+
+    # --- all ranks ----------------------------------------------------------------------------------------------------
+
+    def _queue_up(self) -> None:
+        ticket = int(self._store.add(f"{self._base}/tickets", 1))
+        arrival = {
+            "rank": self.rank,
+            "world": self.world,
+            "attempt": self._attempt,
+            "nonce": self._nonce,
+            "identity": self._identity,
+        }
+        self._store.set(f"{self._base}/arrival/{ticket}", json.dumps(arrival))
+
+    def _polls(self) -> Any:
+        pause = _FIRST_SECONDS
+        while True:
+            yield None
+            if (reason := self._give_up()) is not None:
+                raise ConnectionError(reason)
+            time.sleep(pause)
+            pause = min(2 * pause, self._longest)
+
+    # --- the other ranks ----------------------------------------------------------------------------------------------
+
+    def _answer_call(self) -> str:
+        key, token, started = f"{self._base}/answer/{self._nonce}", "", time.monotonic()
+        queued, looked = started, False
+        for _ in self._polls():
+            now = time.monotonic()
+            if token or self._store.check([key]):
+                answer = json.loads(self._store.get(key))
+                if "refused" in answer:
+                    raise ConnectionError(str(answer["refused"]))
+                if answer["token"] != token:
+                    token, self.settings = str(answer["token"]), dict(answer["settings"])
+                    self._store.add(f"{self._base}/{token}/here", 1)
+                if self._store.check([f"{self._base}/{token}/all"]):
+                    return token
+                continue
+            self._waiting.missing = (0,)
+            if not looked and now - started > _OLD_SECONDS:
+                looked = True
+                if self._store.check([f"{self._old}/0"]):
+                    raise ConnectionError(_older([0], self.rank, self._identity))
+            if now - queued > _AGAIN_SECONDS:
+                queued = now
+                self._queue_up()
+        raise AssertionError  # polls do not end by themselves
+
+    # --- rank 0 -------------------------------------------------------------------------------------------------------
+
+    def _call(self) -> str:
+        self._skip_what_is_done()
+        token, started, looked = "", time.monotonic(), False
+        for _ in self._polls():
+            if self._read():
+                token = ""  # somebody has come, or come back as another process
+            missing = [rank for rank in range(self.world) if rank not in self._arrivals]
+            self._waiting.missing = tuple(missing)
+            if missing:
+                if not looked and time.monotonic() - started > _OLD_SECONDS:
+                    looked = True
+                    old = [rank for rank in missing if self._store.check([f"{self._old}/{rank}"])]
+                    if old:
+                        self._refuse(_older(old, 0, self._identity))
+                continue
+            if not token:
+                token = self._invite()
+            if int(self._store.add(f"{self._base}/{token}/here", 0)) == self.world - 1:
+                self._store.set(f"{self._base}/done", str(self._tickets_read))
+                self._store.set(f"{self._base}/{token}/all", "1")
+                return token
+        raise AssertionError  # polls do not end by themselves
+
+    def _skip_what_is_done(self) -> None:
+        if self._store.check([f"{self._base}/done"]):
+            self._tickets_read = int(self._store.get(f"{self._base}/done"))
+
+    def _read(self) -> bool:
+        """Take the new signatures; return whether they change anything."""
+        changed = False
+        last = int(self._store.add(f"{self._base}/tickets", 0))
+        for ticket in sorted(self._holes | set(range(self._tickets_read + 1, last + 1))):
+            key = f"{self._base}/arrival/{ticket}"
+            if not self._store.check([key]):
+                self._holes.add(ticket)
+                continue
+            self._holes.discard(ticket)
+            arrival = json.loads(self._store.get(key))
+            if (arrival["world"], arrival["attempt"]) != (self.world, self._attempt):
+                continue  # of an earlier attempt, which is over
+            rank, nonce = int(arrival["rank"]), arrival["nonce"]
+            if rank == 0:
+                # before our own came our predecessor's, after it whoever has taken our place
+                if nonce != self._nonce and 0 in self._arrivals:
+                    raise ConnectionError("another process has taken the place of rank 0")
+                if nonce != self._nonce:
+                    continue
+            if rank not in self._arrivals or self._arrivals[rank]["nonce"] != nonce:
+                self._arrivals[rank] = arrival
+                changed = True
+        self._tickets_read = max(self._tickets_read, last)
+        return changed
+
+    def _invite(self) -> str:
+        self.identities = {rank: self._arrivals[rank]["identity"] for rank in range(self.world)}
+        if (reason := disagreement(self.identities)) is not None:
+            self._refuse(reason)
+        token = secrets.token_hex(8)
+        self.settings = {name: value for name, value in self._identity.items() if name.startswith("~")}
+        self._tell({"token": token, "settings": self.settings})
+        return token
+
+    def _refuse(self, reason: str) -> None:
+        self._tell({"refused": reason})
+        raise ConnectionError(reason)
+
+    def _tell(self, answer: Mapping[str, Any]) -> None:
+        text = json.dumps(answer)
+        for rank, arrival in self._arrivals.items():
+            if rank != 0:
+                self._store.set(f"{self._base}/answer/{arrival['nonce']}", text)
+
+
+def disagreement(identities: Mapping[int, Mapping[str, Any]]) -> str | None:
+    """Say, for people, in what the ranks differ that they must have in common; None where they agree.
+
+    The first name that differs is named, in the order of rank 0's; names that begin with `~` may differ.
+    """
+    names = dict.fromkeys(name for rank in sorted(identities) for name in identities[rank])
+    for name in names:
+        if name.startswith("~"):
+            continue
+        groups: dict[str, list[int]] = {}
+        for rank, identity in sorted(identities.items()):
+            groups.setdefault(_text(identity.get(name)), []).append(rank)
+        if len(groups) > 1:
+            listed = sorted(groups.items(), key=lambda item: (len(item[1]), item[1]))
+            return _different(name, [(value, ranks) for value, ranks in listed])
+    return None
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
+
+def _different(name: str, groups: list[tuple[str, list[int]]]) -> str:
+    has = ", ".join(f"{ranks_text(ranks)} {value}" for value, ranks in groups)
+    remedy = "give all ranks the same" if name.startswith("settings") else "install the same on all nodes"
+    return f"the ranks have different {name} ({has}): {remedy}"
+
+
+def _older(ranks: list[int], rank: int, identity: Mapping[str, Any]) -> str:
+    name = "versions of ddpdebug"
+    return _different(name, [("0.1.0", ranks), (_text(identity.get(name)), [rank])])
