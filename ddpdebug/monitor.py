@@ -397,7 +397,7 @@ class Monitor:
             return encode(Row(rank=self.rank, step=record.step, optimizer=record.optimizer, flags=0))
 
     def _on_tick(self, tick: Tick) -> bool:
-        """Take what all ranks have said and seen. Each part is isolated: one that fails is off, and the next ones go on.
+        """Take what all ranks have said and seen. A part that fails is off, and the others go on.
 
         What all ranks must do alike at a step (a stop) is asked for by message, so that a rank whose own diagnosis is
         off does it as well.

@@ -45,6 +45,7 @@ class _Hunt:
     chunk_size: int = _MIN_CHUNK
     told: bool = False
     chunks: dict[int, list[str]] = field(default_factory=dict)
+    steps: set[int] = field(default_factory=set)  # at which the ranks have made their copies
     values: dict[int, bytes] = field(default_factory=dict)
     asked: tuple[int, ...] = ()
     chunk: int = -1
@@ -108,7 +109,7 @@ class Elements:
                 hunt.chunk_size = max(_MIN_CHUNK, -(-hunt.copy.numel() // _MAX_CHUNKS))
                 pieces = hunt.copy.split(hunt.chunk_size)
                 digests = [f"{value:016x}" for value in fingerprint.fingerprints(pieces)]
-                self._say("element", key=key, stage="chunks", data=digests)
+                self._say("element", key=key, stage="chunks", data=digests, step=hunt.taken_at)
 
     def hear(self, rank: int, message: Mapping[str, Any], members: int) -> tuple[str, dict[str, Any]] | None:
         """Take a message; return (key, evidence) when a hunt has ended with a result."""
@@ -121,6 +122,7 @@ class Elements:
             return None
         if message["stage"] == "chunks":
             hunt.chunks[rank] = [str(digest) for digest in message["data"]]
+            hunt.steps.add(int(message.get("step", hunt.taken_at)))
             if len(hunt.chunks) == members:
                 self._ask(key, hunt)
             return None
@@ -133,7 +135,7 @@ class Elements:
     def _ask(self, key: str, hunt: _Hunt) -> None:
         columns = zip(*hunt.chunks.values(), strict=False)
         hunt.chunk = next((i for i, column in enumerate(columns) if len(set(column)) > 1), -1)
-        if hunt.chunk < 0:
+        if hunt.chunk < 0 or len(hunt.steps) > 1:  # copies of different steps differ without any fault
             del self._hunts[key]
             return
         opinions: dict[str, int] = {}

@@ -185,15 +185,13 @@ class RollCall:
                 continue
             self._holes.discard(ticket)
             arrival = json.loads(self._store.get(key))
-            if (arrival["world"], arrival["attempt"]) != (self.world, self._attempt):
-                continue  # of an earlier attempt, which is over
             rank, nonce = int(arrival["rank"]), arrival["nonce"]
-            if rank == 0:
-                # before our own came our predecessor's, after it whoever has taken our place
-                if nonce != self._nonce and 0 in self._arrivals:
+            if rank == 0 and nonce != self._nonce:
+                if 0 in self._arrivals:  # behind our own in the queue
                     raise ConnectionError("another process has taken the place of rank 0")
-                if nonce != self._nonce:
-                    continue
+                continue
+            if (arrival["world"], arrival["attempt"]) != (self.world, self._attempt):
+                continue  # of another attempt
             if rank not in self._arrivals or self._arrivals[rank]["nonce"] != nonce:
                 self._arrivals[rank] = arrival
                 changed = True

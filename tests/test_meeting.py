@@ -1,0 +1,274 @@
+"""The ranks meet in a store that may be older than they are. Threads stand for ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
+
+from ddpdebug.torch_internals import meeting
+from ddpdebug.torch_internals.meeting import RollCall, Waiting, disagreement
+
+_SAME = {"versions of ddpdebug": "0.2.0", "~budget": 0.01}
+
+
+class Counting:
+    """Counts a store's operations."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.calls = store, Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            self.calls[name] += 1
+            return getattr(self._store, name)(*args)
+
+        return call
+
+
+class Rank(threading.Thread):
+    """One rank that meets the others; `result` is its prefix or what it was told."""
+
+    def __init__(self, store: Any, rank: int, world: int, identity: Mapping[str, Any] = _SAME, number: int = 0) -> None:
+        super().__init__(daemon=True)
+        self.waiting, self.stop, self.result = Waiting(), "", ""
+        self.roll = RollCall(store, number, rank, world, identity, lambda: self.stop or None, self.waiting)
+
+    def run(self) -> None:
+        try:
+            self.result = self.roll.meet()
+        except ConnectionError as error:
+            self.result = str(error)
+
+    def end(self, reason: str = "killed") -> None:
+        self.stop = reason
+        self.join(10)
+
+
+def _meet(store: Any, world: int, identities: Mapping[int, Mapping[str, Any]] | None = None) -> list[Rank]:
+    ranks = [Rank(store, rank, world, (identities or {}).get(rank, _SAME)) for rank in range(world)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(20)
+    return ranks
+
+
+def _until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.fixture(params=["hash", "file", "tcp"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+    """The stores that come with torch."""
+    if request.param == "hash":
+        yield HashStore()
+    elif request.param == "file":
+        yield FileStore(str(tmp_path / "store"), 8)
+    else:
+        server = TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+        yield PrefixStore("default_pg", server).clone()
+        del server
+
+
+def test_all_ranks_come_to_the_same_keys(store: Any) -> None:
+    """And to other ones at each meeting: what an earlier one left is not found."""
+    prefixes = []
+    for _ in range(3):
+        ranks = _meet(store, 3)
+        assert len({rank.result for rank in ranks}) == 1
+        assert ranks[0].result.startswith("ddpdebug/meeting/0/")
+        prefixes.append(ranks[0].result)
+    assert len(set(prefixes)) == 3
+    assert [rank.roll.settings for rank in ranks] == [{"~budget": 0.01}] * 3
+
+
+def test_a_smaller_world_meets_where_a_larger_one_has_died() -> None:
+    """Membership may change between two attempts; ranks of the earlier one are not waited for, and not invited."""
+    store = HashStore()
+    dead = [Rank(store, rank, 3) for rank in range(3) if rank != 2]
+    for rank in dead:
+        rank.start()
+    _until(lambda: dead[0].waiting.missing == (2,))
+    for rank in dead:
+        rank.end()
+    ranks = _meet(store, 2)
+    assert ranks[0].result == ranks[1].result
+    assert [rank.result for rank in dead] == ["killed", "killed"]
+
+
+def test_a_rank_that_died_while_meeting_is_replaced() -> None:
+    """Its place in the queue is still there; whoever comes after it under the same number is meant."""
+    store = HashStore()
+    dead = Rank(store, 1, 2)
+    dead.start()
+    _until(lambda: store.check(["ddpdebug/meeting/0/arrival/1"]))
+    dead.end()
+    first = Rank(store, 0, 2)
+    first.start()
+    _until(lambda: store.check([f"ddpdebug/meeting/0/answer/{dead.roll._nonce}"]))
+    second = Rank(store, 1, 2)
+    second.start()
+    for rank in (first, second):
+        rank.join(20)
+    assert first.result == second.result != ""
+
+
+def test_a_dying_rank_0_gives_way_to_the_next_attempt() -> None:
+    """Its thread still polls when the next attempt's ranks have come; it must not lead them to itself."""
+    store = HashStore()
+    old = Rank(store, 0, 2)
+    old.start()
+    _until(lambda: old.waiting.missing == (1,))
+    new = Rank(store, 0, 2)
+    new.start()
+    _until(lambda: not old.is_alive())
+    other = Rank(store, 1, 2)
+    other.start()
+    for rank in (new, other):
+        rank.join(20)
+    assert "has taken the place of rank 0" in old.result
+    assert new.result == other.result != old.result
+
+
+def test_an_attempt_is_not_answered_by_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the launcher counts them, a rank 0 of attempt 0 that hangs on leaves rank 1 of attempt 1 alone."""
+    store = HashStore()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    old = Rank(store, 0, 2)
+    old.start()
+    _until(lambda: old.waiting.missing == (1,))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    other = Rank(store, 1, 2)
+    other.start()
+    time.sleep(0.3)
+    assert (old.result, other.result) == ("", "")
+    new = Rank(store, 0, 2)
+    new.start()
+    for rank in (new, other, old):
+        rank.join(20)
+    assert new.result == other.result != old.result
+    assert "has taken the place of rank 0" in old.result
+
+
+def test_a_rank_that_comes_late_is_waited_for_and_named() -> None:
+    """`missing` says who has not come; the others wait without end, and cheaply."""
+    store = HashStore()
+    ranks = [Rank(store, rank, 3) for rank in range(3)]
+    for rank in ranks[:2]:
+        rank.start()
+    _until(lambda: ranks[0].waiting.missing == (2,) and ranks[1].waiting.missing == (0,))
+    time.sleep(0.5)
+    ranks[2].start()
+    for rank in ranks:
+        rank.join(20)
+    assert len({rank.result for rank in ranks}) == 1
+
+
+def test_giving_up_says_why() -> None:
+    """The reason of whoever asks goes through to the exchange."""
+    rank = Rank(HashStore(), 1, 2)
+    rank.start()
+    rank.end("the job is over")
+    assert rank.result == "the job is over"
+
+
+def test_two_monitors_of_a_process_do_not_meet_each_other() -> None:
+    """The ranks' n-th monitors belong together."""
+    store = HashStore()
+    ranks = [Rank(store, rank, 2, number=number) for number in (0, 1) for rank in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(20)
+    assert ranks[0].result == ranks[1].result != ranks[2].result == ranks[3].result
+
+
+def test_ranks_that_differ_are_named_before_anything_else_happens() -> None:
+    """All are told the same; the smaller party comes first."""
+    text = (
+        "the ranks have different versions of ddpdebug (rank 1 0.3.0, ranks 0,2 0.2.0): install the same on all nodes"
+    )
+    ranks = _meet(HashStore(), 3, {1: {**_SAME, "versions of ddpdebug": "0.3.0"}})
+    assert [rank.result for rank in ranks] == [text] * 3
+
+
+@pytest.mark.parametrize(
+    "identities, says",
+    [
+        ({0: {"a": 1}, 1: {"a": 1}}, None),
+        ({0: {"~budget": 1}, 1: {"~budget": 2}}, None),
+        (
+            {0: {"settings of guard": "off"}, 1: {"settings of guard": "stop"}},
+            "the ranks have different settings of guard (rank 0 off, rank 1 stop): give all ranks the same",
+        ),
+        (
+            {0: {}, 1: {"layouts of rows": "x"}},
+            "the ranks have different layouts of rows (rank 0 null, rank 1 x): install the same on all nodes",
+        ),
+    ],
+)
+def test_what_the_ranks_must_share(identities: Mapping[int, Mapping[str, Any]], says: str | None) -> None:
+    """A name that only another version knows is a difference too."""
+    assert disagreement(identities) == says
+
+
+@pytest.mark.parametrize("old", [0, 1])
+def test_version_0_1_0_is_recognised(old: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves a key and polls for the others' for ever, which never come: it hangs in its thread, not in gloo."""
+    monkeypatch.setattr(meeting, "_OLD_SECONDS", 0.05)
+    store = HashStore()
+    store.set(f"ddpdebug/0/group/0/here/{old}", "1")
+    rank = Rank(store, 1 - old, 2)
+    rank.start()
+    rank.join(20)
+    assert f"rank {old} 0.1.0" in rank.result
+    assert not store.check([f"ddpdebug/0/group/0/here/{1 - old}"])
+
+
+@pytest.mark.parametrize("world", [4, 16])
+def test_the_cost_grows_with_the_ranks_and_not_with_their_square(world: int) -> None:
+    """Operations on the job's store, without those of polls."""
+    store = Counting(HashStore())
+    _meet(store, world)
+    writes = store.calls["set"]
+    assert writes <= 2 * world + 3
+    assert store.calls["get"] <= 2 * world + 2 * store.calls["check"]
+    # every poll of a rank looks at one or two keys, whatever the size of the world
+    assert store.calls["multi_get"] == store.calls["wait"] == 0
+
+
+def test_waiting_costs_a_look_a_quarter_of_a_second() -> None:
+    """A rank that is late for long must not starve the job's store."""
+    store = Counting(HashStore())
+    rank = Rank(store, 1, 8)
+    rank.start()
+    time.sleep(1.0)
+    before = sum(store.calls.values())
+    time.sleep(1.0)
+    assert sum(store.calls.values()) - before <= 6
+    rank.end()
+
+
+def test_a_smaller_group_meets_again() -> None:
+    """Those who stay count themselves in under the same token."""
+    store = HashStore()
+    ranks = _meet(store, 3)
+    found: list[str] = []
+    threads = [
+        threading.Thread(target=lambda roll=rank.roll: found.append(roll.meet_again(1, 2))) for rank in ranks[:2]
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert found == [f"{ranks[0].result}/1"] * 2
