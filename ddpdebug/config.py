@@ -96,10 +96,11 @@ class Config:
         "Address of the metrics endpoint; 0.0.0.0 opens it to the network.",
     )
     metrics_port: int = _option(
-        9400,
+        0,
         parsing.integer(0, 65535),
         "a port from 0 to 65535",
-        "Port of the metrics endpoint of local rank 0, the next ranks count up; 0 takes any free port.",
+        "Port of the metrics endpoint of local rank 0, the next ranks count up; 0 takes a free one, so that no port "
+        "that the job wants itself is taken.",
     )
     metrics_tls_cert: Path | None = _option(
         None, parsing.existing_file, "a PEM file", "Serve the metrics over TLS with this certificate chain."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from importlib import metadata
@@ -40,6 +41,7 @@ def build_sinks(config: Config, directory: Path, rank: int, local_rank: int) -> 
                 client_ca=config.metrics_client_ca,
                 password_file=config.metrics_password_file,
                 every=(lambda: None) if discovery is None else discovery.keep,
+                avoid=ports_of_the_job(os.environ),
             ),
         )
         url = prometheus.url
@@ -53,6 +55,12 @@ def build_sinks(config: Config, directory: Path, rank: int, local_rank: int) -> 
 
 def _grafana(url: str, token_file: Path | None) -> Grafana:
     return Grafana(url, read_token(token_file), timeout=2.0)
+
+
+def ports_of_the_job(environ: Mapping[str, str]) -> frozenset[int]:
+    """Return the ports that the job's environment names: it may listen there only later, on any of the nodes."""
+    values = (value for name, value in environ.items() if name.endswith("_PORT") and not name.startswith("DDPDEBUG_"))
+    return frozenset(int(value) for value in values if value.isascii() and value.isdecimal() and len(value) < 6)
 
 
 def open_sinks(
