@@ -41,6 +41,7 @@ from ddpdebug.probes.patches import Patches
 from ddpdebug.probes.place import gpu_uuid, place
 from ddpdebug.probes.record import StepRecord, encode_row
 from ddpdebug.probes.recorder import Recorder
+from ddpdebug.redaction import Redactor
 from ddpdebug.reporting import Reporter, key_of, unravel, utc
 from ddpdebug.schedule import Schedule
 from ddpdebug.sinks import Record, RunEnded, Saved, StepJudged, Trouble
@@ -65,7 +66,8 @@ class Monitor:
     """
 
     def __init__(self, config: Config, command: Sequence[str] = ()) -> None:
-        self.config, self.command = config, tuple(command)
+        self.config, self.redactor = config, Redactor(command)
+        self.command = tuple(self.redactor.words)  # as it is written and shown
         self.rank, self.world, self._number = 0, 1, next(_NUMBERS)
         self.run_id = os.environ.get("DDPDEBUG_RUN_ID") or secrets.token_hex(3)
         self.reporter = Reporter(self._write, utc)
@@ -96,12 +98,14 @@ class Monitor:
             lambda: (self.rank, self.directory),
             limit=config.bundle_limit << 20,
             facts={"command": list(self.command), "run": self.run_id},
+            redactor=self.redactor,
         )
         self.elements = Elements(0, self._say)
         self.agreement = AgreementProbe(self._say, self._announce)
         self.recorder.after_step = self._after_step
         self.recorder.last_look = partial(self.guard.run, "forensics:elements", self.elements.last_look)
         self.memory = MemoryForensics(self.recorder, self.reporter.add_to, self._announce, lambda: self.directory)
+        self.memory.reports.redactor = self.redactor
         self._members, self._progress = 1, 0
         self._answering = Answering(self.recorder, self._ring, self._say)
         self._assembler, self._diagnosis = Assembler(1), Diagnosis(world=1)
@@ -240,7 +244,7 @@ class Monitor:
     def _open_sinks(self, directory: Path) -> None:
         self.directory, self.reporter.run_id = directory, self.run_id
         who: dict[str, Any] = {"rank": self.rank, "world": self.world, "run_id": self.run_id}
-        self.fanout, started = open_sinks(self.config, directory, **who, command=self.command, time=utc())
+        self.fanout, started = open_sinks(self.config, directory, **who, redactor=self.redactor, time=utc())
         self._write(started)
         self.memory.flush()
         self._announce("place", place(started))

@@ -7,14 +7,16 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from ddpdebug.config import Config
 from ddpdebug.findings import Severity
+from ddpdebug.redaction import Redactor
 from ddpdebug.run_files import CHECK, read_check, read_ends, read_findings, read_outcomes, read_run
+from ddpdebug.sinks.redacting import redacted_finding
 from ddpdebug.sinks.text import clean, subjects, where
 from ddpdebug.verdict import Outcome, Verdict, judge
 from ddpdebug.verdict_annotations import to_codequality, to_github, to_markdown
@@ -114,6 +116,7 @@ def _outcome(record: Mapping[str, Any]) -> Outcome | None:
 
 def publish(verdict: Verdict, config: Config, directory: Path | None, script: str) -> None:
     """Write the files that were asked for, annotate where a CI service listens, and print the verdict."""
+    verdict = _redacted(verdict, Redactor(sys.argv))
     run = None if directory is None else str(directory)
     root = os.environ.get("GITHUB_WORKSPACE") or os.environ.get("CI_PROJECT_DIR") or str(Path.cwd())
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S")
@@ -127,6 +130,19 @@ def publish(verdict: Verdict, config: Config, directory: Path | None, script: st
         for line in to_github(verdict, root):
             print(line, flush=True)
     _print(verdict, run, config)
+
+
+def _redacted(verdict: Verdict, redactor: Redactor) -> Verdict:
+    """Return the verdict as it may be shown: exceptions and findings may quote the command line."""
+    ends = {rank: replace(end, reason=redactor.text(end.reason)) for rank, end in verdict.outcomes.items()}
+    return replace(
+        verdict,
+        failing=tuple(redacted_finding(finding, redactor) for finding in verdict.failing),
+        others=tuple(redacted_finding(finding, redactor) for finding in verdict.others),
+        ranks={rank: redactor.text(words) for rank, words in verdict.ranks.items()},
+        outcomes=ends,
+        notes=tuple(map(redactor.text, verdict.notes)),
+    )
 
 
 def _write(file: Path | None, text: str, *, add: bool = False) -> None:

@@ -25,6 +25,7 @@ import torch
 from ddpdebug import __version__, torch_internals as internals
 from ddpdebug.forensics.tensor_file import can_write, write_tensors
 from ddpdebug.probes.scene import Scene, is_container, items
+from ddpdebug.redaction import Redactor
 
 FORMAT = 1
 JSON_FILE = "bundle.json"
@@ -50,6 +51,7 @@ def write_bundle(
     *,
     limit: int = LIMIT,
     previous: Scene | None = None,
+    redactor: Redactor | None = None,
 ) -> Path:
     """Write the bundle of a forward into a new directory below `parent`; return it.
 
@@ -57,6 +59,7 @@ def write_bundle(
         facts: what else to write down: code, step, rank, finding, replay, scaler, command. JSON values.
         limit: bytes; what does not fit is left out, and the bundle says so.
         previous: the forward of the step before, whose inputs were good.
+        redactor: hides what is secret in all but the forward's arguments, which must stay what they are.
 
     Raises:
         BundleError: with the reason; nothing is left behind.
@@ -66,7 +69,8 @@ def write_bundle(
         raise BundleError("the model is gone")
     content = _Content(limit)
     document = content.describe(internals.unwrap_compiled(module), scene, previous)
-    document = {**_origin(internals.unwrap_compiled(module)), **document, **facts}
+    clean = (redactor or Redactor()).value
+    document = {**clean(_origin(internals.unwrap_compiled(module))), **document, **clean(plain(facts))}
     temporary = parent / f".{name}.{os.getpid()}.partial"
     try:
         parent.mkdir(parents=True, exist_ok=True)

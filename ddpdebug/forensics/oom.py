@@ -28,6 +28,7 @@ from ddpdebug.forensics.snapshot import by_line
 from ddpdebug.probes.guard import is_user_file, shorten
 from ddpdebug.probes.memory import Failure
 from ddpdebug.probes.recorder import Recorder
+from ddpdebug.redaction import Redactor
 
 _MAX_CONTRIBUTORS = 8
 _MAX_REPORTS = 4
@@ -62,6 +63,7 @@ class Reports:
     ) -> None:
         self.closed = False
         self.rank, self.world = 0, 1
+        self.redactor = Redactor()
         self.level = "off"  # how much of the allocator's history CUDA records: `off`, `light` or `full`
         self._recorder, self._add_to, self._announce = recorder, add_to, announce
         self._directory = directory
@@ -115,6 +117,7 @@ class Reports:
         numbers = self._numbers(failure)
         requested = failure.requested if failure is not None else requested_bytes(str(error))
         summary = {"failed": True, **place, **numbers, "requested": requested, "error": str(error)[:2000]}
+        summary = self.redactor.value(summary)  # an error may quote anything
         self._write(summary, failure)
         self._announce("alone:memory", summary)
 

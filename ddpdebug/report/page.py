@@ -8,6 +8,7 @@ from html import escape
 
 from ddpdebug.detectors.hlth.shapes import classify
 from ddpdebug.findings import Finding, Severity
+from ddpdebug.redaction import redact
 from ddpdebug.report.drawing import Points, lines, timeline
 from ddpdebug.report.reading import PHASES, History
 from ddpdebug.sinks.text import clean, counted, evidence_lines, ranks_text, subjects, where
@@ -178,7 +179,7 @@ def _facts(history: History) -> str:
     versions = history.run.get("versions")
     shown = versions if isinstance(versions, dict) else {}
     command = history.run.get("command")
-    words = " ".join(map(str, command)) if isinstance(command, list) else ""
+    words = " ".join(redact(list(map(str, command)))) if isinstance(command, list) else ""
     rows = {
         "directory": history.directory,
         "started": history.run.get("time"),

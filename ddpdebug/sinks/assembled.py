@@ -13,6 +13,7 @@ from pathlib import Path
 from ddpdebug import __version__
 from ddpdebug.config import Config
 from ddpdebug.grafana import Grafana, read_token
+from ddpdebug.redaction import Redactor
 from ddpdebug.sinks import RunStarted, Sink
 from ddpdebug.sinks.annotations import Annotations
 from ddpdebug.sinks.fanout import Fanout
@@ -23,7 +24,9 @@ from ddpdebug.sinks.run_directory import RunDirectory
 from ddpdebug.sinks.terminal import Terminal
 
 
-def build_sinks(config: Config, directory: Path, rank: int, local_rank: int) -> tuple[Fanout, str | None]:
+def build_sinks(
+    config: Config, directory: Path, rank: int, local_rank: int, redactor: Redactor
+) -> tuple[Fanout, str | None]:
     """Return the sinks of a rank and the URL of its metrics."""
     sinks: list[Sink] = [RunDirectory(directory, rank)]
     url = None
@@ -50,7 +53,7 @@ def build_sinks(config: Config, directory: Path, rank: int, local_rank: int) -> 
         sinks.append(Annotations(partial(_grafana, config.grafana_url, config.grafana_token_file)))
     if rank == 0 and not config.quiet:
         sinks.append(Terminal(rank, status=config.status))
-    return Fanout(sinks), url
+    return Fanout(sinks, redactor=redactor), url
 
 
 def _grafana(url: str, token_file: Path | None) -> Grafana:
@@ -64,11 +67,11 @@ def ports_of_the_job(environ: Mapping[str, str]) -> frozenset[int]:
 
 
 def open_sinks(
-    config: Config, directory: Path, *, rank: int, world: int, run_id: str, command: tuple[str, ...], time: str
+    config: Config, directory: Path, *, rank: int, world: int, run_id: str, redactor: Redactor, time: str
 ) -> tuple[Fanout, RunStarted]:
     """Return the sinks of a rank and the record with which the run begins."""
     local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
-    fanout, url = build_sinks(config, directory, rank, local_rank)
+    fanout, url = build_sinks(config, directory, rank, local_rank, redactor)
     return fanout, RunStarted(
         run_id=run_id,
         rank=rank,
@@ -76,7 +79,7 @@ def open_sinks(
         directory=directory,
         config=asdict(config),
         versions={"ddpdebug": __version__, "torch": metadata.version("torch"), "python": platform.python_version()},
-        command=command,
+        command=tuple(redactor.words),
         time=time,
         metrics_url=url,
         node=platform.node(),
