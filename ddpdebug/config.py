@@ -71,6 +71,12 @@ class Config:
         "Run directory; the default is ddpdebug-runs/<UTC time>-<run id>. The preflight writes only where it is given.",
         commands=("run", "check", "preflight"),
     )
+    file_mode: str = _option(
+        "private",
+        parsing.permissions,
+        "'private', 'umask' or an octal mode like 0640",
+        "Who may read the files of the run directory: only their owner, whom the umask lets, or whom the mode names.",
+    )
     budget: float = _option(
         0.01,
         parsing.number(0, 1),

@@ -9,6 +9,7 @@ cut off or malformed, check every type, and never read beyond fixed bounds. This
 | `findings.jsonl` | rank 0 | a finding a line, as soon as it is known; rewritten with final counts at the end |
 | `steps.bin`, `steps.00001.bin`, ... | rank 0 | per file a header, then rows as `observations.encode` makes them |
 | `observations.jsonl`, `observations.00001.jsonl`, ... | rank 0 | details and facts, with their place among the rows |
+| `ranks/<rank>/place.json` | each rank | where this rank runs, and the address of its metrics |
 | `ranks/<rank>/outcome.json` | each rank | how this rank ended |
 | `ranks/<rank>/stacks.txt` | `check` | where the rank's threads were when the time was over |
 | `ranks/<rank>/trouble.jsonl` | each rank | parts of ddpdebug that failed |
@@ -41,6 +42,8 @@ OBSERVATIONS = "observations.jsonl"
 RANKS = "ranks"
 BUNDLES = "bundles"
 OUTCOME = "outcome.json"
+PLACE = "place.json"
+BALLAST = ".ballast"
 TROUBLE = "trouble.jsonl"
 CHECK = "check.json"
 STACKS = "stacks.txt"

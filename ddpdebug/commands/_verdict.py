@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpdebug.config import Config
+from ddpdebug.disk import Disk
 from ddpdebug.findings import Severity
 from ddpdebug.redaction import Redactor
 from ddpdebug.run_files import CHECK, read_check, read_ends, read_findings, read_outcomes, read_run
@@ -50,10 +51,10 @@ class Witness:
         except (KeyError, TypeError, ValueError):
             return None
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, disk: Disk) -> None:
         """Keep the account for `ddpdebug verdict`; a directory that does not take it is no reason to fail."""
         try:
-            (directory / CHECK).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+            disk.replace(directory / CHECK, [json.dumps(asdict(self)).encode() + b"\n"])
         except OSError as error:
             print(f"ddpdebug: could not write {CHECK}: {error.strerror}", file=sys.stderr)
 

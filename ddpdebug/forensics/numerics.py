@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from ddpdebug.disk import Disk
 from ddpdebug.forensics.bundle import LIMIT, BundleError, plain, write_bundle
 from ddpdebug.forensics.lines import line_of
 from ddpdebug.forensics.loss_graph import explain_loss, watch_backward
 from ddpdebug.forensics.loss_source import place_of
+from ddpdebug.forensics.oom import checkpoint_bytes
 from ddpdebug.forensics.replay import SECONDS, Trace, replay
 from ddpdebug.probes.guard import Guard, short_path, user_frame
 from ddpdebug.probes.looks import Looks
@@ -41,6 +43,7 @@ def investigate(  # noqa: PLR0913 - what a finding is known by
     seconds: float = SECONDS,
     guard: Guard | None = None,
     redactor: Redactor | None = None,
+    disk: Disk | None = None,
 ) -> dict[str, Any]:
     """Replay the forwards of a step until one shows the fault; return a small JSON value about the first culprit.
 
@@ -70,7 +73,7 @@ def investigate(  # noqa: PLR0913 - what a finding is known by
             "rank": rank,
             "replay": trace.to_json(),
         }
-        options = {"limit": limit, "previous": previous, "redactor": redactor}
+        options = {"limit": limit, "previous": previous, "redactor": redactor, "disk": disk}
         found |= _bundle(bundle_directory(directory, rank), scene, document, options)
     return dict(plain(found))
 
@@ -84,6 +87,7 @@ class Investigator:
         limit: bytes of a bundle; 0 writes none.
         facts: what every bundle says of the run.
         redactor: hides what is secret in a bundle.
+        disk: says whether there is room for one.
     """
 
     def __init__(
@@ -94,8 +98,9 @@ class Investigator:
         limit: int = LIMIT,
         facts: Mapping[str, Any] | None = None,
         redactor: Redactor | None = None,
+        disk: Disk | None = None,
     ) -> None:
-        self._redactor = redactor
+        self._redactor, self._disk = redactor, disk or Disk()
         self._recorder, self._place, self._limit, self._facts = recorder, place, limit, dict(facts or {})
         self._places: dict[Any, dict[str, Any]] = {}
         recorder.on_nonfinite = self.step
@@ -105,6 +110,7 @@ class Investigator:
         """Replay a step whose forward or own gradients are non-finite."""
         del watch
         rank, directory = self._place()
+        self._disk.needed = max(self._disk.needed, checkpoint_bytes(self._recorder))
         scale = record.loss_scale() if record.loss_scale is not None else None
         return investigate(
             self._recorder.scenes,
@@ -115,6 +121,7 @@ class Investigator:
             limit=self._limit or LIMIT,
             guard=self._recorder.guard,
             redactor=self._redactor,
+            disk=self._disk,
         )
 
     def loss(self, loss: torch.Tensor, looks: Looks, *, finite: bool) -> dict[str, Any] | None:

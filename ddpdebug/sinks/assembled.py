@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ddpdebug import __version__
 from ddpdebug.config import Config
+from ddpdebug.disk import Disk
 from ddpdebug.grafana import Grafana, read_token
 from ddpdebug.redaction import Redactor
 from ddpdebug.sinks import RunStarted, Sink
@@ -25,10 +26,12 @@ from ddpdebug.sinks.terminal import Terminal
 
 
 def build_sinks(
-    config: Config, directory: Path, rank: int, local_rank: int, redactor: Redactor
+    config: Config, directory: Path, rank: int, local_rank: int, redactor: Redactor, disk: Disk
 ) -> tuple[Fanout, str | None]:
     """Return the sinks of a rank and the URL of its metrics."""
-    sinks: list[Sink] = [RunDirectory(directory, rank)]
+    sinks: list[Sink] = []
+    fanout = Fanout((), redactor=redactor)
+    sinks.append(RunDirectory(directory, rank, disk=disk, tell=fanout.write))
     url = None
     if config.metrics == "per-rank" or (config.metrics == "rank0" and rank == 0):
         discovery = None if config.sd_dir is None else Discovery(config.sd_dir)
@@ -53,7 +56,8 @@ def build_sinks(
         sinks.append(Annotations(partial(_grafana, config.grafana_url, config.grafana_token_file)))
     if rank == 0 and not config.quiet:
         sinks.append(Terminal(rank, status=config.status))
-    return Fanout(sinks, redactor=redactor), url
+    fanout.add(sinks)
+    return fanout, url
 
 
 def _grafana(url: str, token_file: Path | None) -> Grafana:
@@ -66,12 +70,20 @@ def ports_of_the_job(environ: Mapping[str, str]) -> frozenset[int]:
     return frozenset(int(value) for value in values if value.isascii() and value.isdecimal() and len(value) < 6)
 
 
-def open_sinks(
-    config: Config, directory: Path, *, rank: int, world: int, run_id: str, redactor: Redactor, time: str
+def open_sinks(  # noqa: PLR0913 - who the rank is
+    config: Config,
+    directory: Path,
+    *,
+    rank: int,
+    world: int,
+    run_id: str,
+    redactor: Redactor,
+    disk: Disk,
+    time: str,
 ) -> tuple[Fanout, RunStarted]:
     """Return the sinks of a rank and the record with which the run begins."""
     local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
-    fanout, url = build_sinks(config, directory, rank, local_rank, redactor)
+    fanout, url = build_sinks(config, directory, rank, local_rank, redactor, disk)
     return fanout, RunStarted(
         run_id=run_id,
         rank=rank,

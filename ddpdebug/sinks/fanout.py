@@ -35,6 +35,10 @@ class Fanout:
         self._waiting: deque[Record] = deque()
         self._writing = threading.Lock()
 
+    def add(self, sinks: Sequence[Sink]) -> None:
+        """Add sinks; they get what is written from now on."""
+        self._sinks = [*self._sinks, *sinks]
+
     def write(self, record: Record) -> None:
         """Give the record to each sink that still works."""
         self._waiting.append(record)
