@@ -397,9 +397,12 @@ def _pyproject(cwd: Path) -> tuple[Path, Mapping[str, Any]]:
     else:
         return Path(), {}
     try:
-        table = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {}).get("ddpdebug", {})
-    except (OSError, ValueError) as error:
+        tools = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {})
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"cannot read {file}: {error}") from None
+    if not isinstance(tools, dict):
+        raise UsageError(f"[tool] of {file} is not a table: {str(tools)[:80]!r}")
+    table = tools.get("ddpdebug", {})
     if not isinstance(table, dict):
         raise UsageError(f"[tool.ddpdebug] of {file} is not a table: {table!r}")
     return file, table

@@ -126,10 +126,10 @@ def _tiles(history: History) -> str:
     compared = [value for points in history.agreement.values() for _, value in points if not math.isnan(value)]
     severe = [finding for finding in history.findings if finding.severity >= Severity.ERROR]
     agree = ("differ", "bad") if any(compared) else ("agree", "good") if compared else ("not compared", "")
-    kind = "bad" if severe else "warn" if history.findings else "good"
+    kind = "bad" if severe or history.damage else "warn" if history.findings else "good"
     tiles = [
         ("Ranks agree", *agree),
-        ("Findings", f"{len(history.findings)}, {len(severe)} severe", kind),
+        ("Findings", f"{len(history.findings)}, {len(severe)} severe{', damaged' if history.damage else ''}", kind),
         ("Ranks", world, ""),
         ("Steps recorded", history.steps, ""),
         ("Outcome", reason or "still running, or killed", "good" if reason == "finished" else "warn"),
@@ -156,6 +156,8 @@ def _finding(finding: Finding) -> str:
 
 
 def _rest(history: History) -> str:
+    if history.damage:
+        return f'<p class="none">damaged: {escape("; ".join(clean(words) for words in history.damage))}</p>'
     if not history.findings:
         return '<p class="none">no findings: nothing wrong was seen in what was checked</p>'
     more = len(history.findings) - _MAX_FINDINGS

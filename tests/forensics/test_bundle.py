@@ -217,7 +217,7 @@ def test_disk_full(tmp_path: Path) -> None:
     assert found["bundle"] is None
     assert "2000 bytes (ulimit -f)" in found["bundle_reason"]
     assert found["reproduced"]
-    assert list((tmp_path / "bundles").iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
     assert model is not None
 
 
