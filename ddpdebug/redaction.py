@@ -58,6 +58,7 @@ _VALUE = re.compile(r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^\s,;&}\])"']+""")
 #: Long words of one piece, as generators of tokens make them; no path, no sentence.
 _LONG = re.compile(r"(?<![\w/+.=-])[A-Za-z0-9_+/=-]{32,}(?![\w/+.=-])")
 _LEAST_LEARNT = 6
+_ENTROPY = 3.7  # bits a letter, of which random base64 of 32 letters has 4.4, and names of runs with words have less
 _PLURALS = ("keys", "tokens", "secrets", "passwords", "credentials", "cookies", "webhooks")
 
 
@@ -213,10 +214,12 @@ def _assigned(text: str, learn: Any = None, *, strict: bool) -> str:
 
 
 def _random(match: re.Match[str]) -> str:
-    """Hide a long word that is as mixed as only random ones are: letters and digits, and no letter in excess."""
+    """Hide a long word of hexadecimal digits, or one that is as mixed as only random ones are."""
     word = match[0]
     if not (re.search(r"\d", word) and re.search(r"[A-Za-z]", word)) or word.count("/") > 2:
         return word
+    if re.fullmatch(r"[0-9a-fA-F]+", word):
+        return HIDDEN
     counts = Counter(word)
     entropy = -sum(n / len(word) * math.log2(n / len(word)) for n in counts.values())
-    return HIDDEN if entropy >= (3.0 if re.fullmatch(r"[0-9a-fA-F]+", word) else 3.7) else word
+    return HIDDEN if entropy >= _ENTROPY else word
