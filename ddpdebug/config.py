@@ -71,6 +71,12 @@ class Config:
         "Run directory; the default is ddpdebug-runs/<UTC time>-<run id>. The preflight writes only where it is given.",
         commands=("run", "check", "preflight"),
     )
+    file_mode: str = _option(
+        "private",
+        parsing.permissions,
+        "'private', 'umask' or an octal mode like 0640",
+        "Who may read the files of the run directory: only their owner, whom the umask lets, or whom the mode names.",
+    )
     budget: float = _option(
         0.01,
         parsing.number(0, 1),
@@ -96,10 +102,11 @@ class Config:
         "Address of the metrics endpoint; 0.0.0.0 opens it to the network.",
     )
     metrics_port: int = _option(
-        9400,
+        0,
         parsing.integer(0, 65535),
         "a port from 0 to 65535",
-        "Port of the metrics endpoint of local rank 0, the next ranks count up; 0 takes any free port.",
+        "Port of the metrics endpoint of local rank 0, the next ranks count up; 0 takes a free one, so that no port "
+        "that the job wants itself is taken.",
     )
     metrics_tls_cert: Path | None = _option(
         None, parsing.existing_file, "a PEM file", "Serve the metrics over TLS with this certificate chain."
@@ -390,9 +397,12 @@ def _pyproject(cwd: Path) -> tuple[Path, Mapping[str, Any]]:
     else:
         return Path(), {}
     try:
-        table = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {}).get("ddpdebug", {})
-    except (OSError, ValueError) as error:
+        tools = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {})
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"cannot read {file}: {error}") from None
+    if not isinstance(tools, dict):
+        raise UsageError(f"[tool] of {file} is not a table: {str(tools)[:80]!r}")
+    table = tools.get("ddpdebug", {})
     if not isinstance(table, dict):
         raise UsageError(f"[tool.ddpdebug] of {file} is not a table: {table!r}")
     return file, table

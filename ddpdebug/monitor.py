@@ -24,6 +24,7 @@ from ddpdebug import __version__, torch_internals as internals
 from ddpdebug.assembly import Assembler, fault_of
 from ddpdebug.config import Config, run_directory
 from ddpdebug.diagnosis import Diagnosis
+from ddpdebug.disk import Disk, mode_of
 from ddpdebug.errors import FindingError, StopRun
 from ddpdebug.exchange import Alone, Exchange, Group, Tick, wire_format
 from ddpdebug.findings import Finding, Severity
@@ -31,6 +32,7 @@ from ddpdebug.forensics.agreement import AgreementProbe
 from ddpdebug.forensics.elements import Elements
 from ddpdebug.forensics.memory import MemoryForensics
 from ddpdebug.forensics.numerics import Investigator
+from ddpdebug.forensics.oom import checkpoint_bytes
 from ddpdebug.numeric_guard import NumericGuard
 from ddpdebug.observations import Row, decode, encode
 from ddpdebug.probes.answering import Answering
@@ -42,6 +44,7 @@ from ddpdebug.probes.patches import Patches
 from ddpdebug.probes.place import gpu_uuid, place
 from ddpdebug.probes.record import StepRecord, encode_row
 from ddpdebug.probes.recorder import Recorder
+from ddpdebug.redaction import Redactor
 from ddpdebug.reporting import Reporter, key_of, unravel, utc
 from ddpdebug.schedule import Schedule
 from ddpdebug.sinks import Record, RunEnded, Saved, StepJudged, Trouble
@@ -49,6 +52,8 @@ from ddpdebug.sinks.assembled import open_sinks
 from ddpdebug.sinks.fanout import Fanout
 from ddpdebug.steps import Step
 
+#: When the model and the optimizers' state, as a checkpoint holds them, are measured: a scaler may skip first steps.
+_WEIGHED = frozenset({0, 1, 10, 100, 1000})
 #: As long as the job's own process groups wait by default: a rank that is stopped for a while is not lost.
 _GROUP_TIMEOUT = datetime.timedelta(minutes=30)
 #: What all ranks do at the same step is agreed on so long ahead of the fastest rank: a stop, and a look.
@@ -72,7 +77,9 @@ class Monitor:
     """
 
     def __init__(self, config: Config, command: Sequence[str] = ()) -> None:
-        self.config, self.command = config, tuple(command)
+        self.config, self.redactor = config, Redactor(command)
+        self.command = tuple(self.redactor.words)  # as it is written and shown
+        self.disk = Disk(mode_of(config.file_mode))
         self.rank, self.world, self._number = 0, 1, next(_NUMBERS)
         self.run_id = os.environ.get("DDPDEBUG_RUN_ID") or secrets.token_hex(3)
         self.reporter = Reporter(self._write, utc)
@@ -109,6 +116,8 @@ class Monitor:
             lambda: (self.rank, self.directory),
             limit=config.bundle_limit << 20,
             facts={"command": list(self.command), "run": self.run_id},
+            redactor=self.redactor,
+            disk=self.disk,
         )
         self.elements = Elements(0, self._say, self._plans)
         self.agreement = AgreementProbe(self._say, self._announce, self._plans)
@@ -117,6 +126,7 @@ class Monitor:
         self.memory = MemoryForensics(
             self.recorder, self.reporter.add_to, self._announce, lambda: self.directory, self._plans
         )
+        self.memory.reports.redactor, self.memory.reports.disk = self.redactor, self.disk
         self._members, self._progress = 1, 0
         self._answering = Answering(self.recorder, self._records, self._say, self._back)
         self._assembler, self._diagnosis = Assembler(1), Diagnosis(world=1)
@@ -232,7 +242,7 @@ class Monitor:
                 lost = str(error) if isinstance(error, ConnectionError) else f"{type(error).__name__}: {error}"
             if self._store is None and not lost:
                 self.rank, self.world = 0, 1
-        self.recorder.world, self.elements.rank = self.world, self.rank
+        self.recorder.world, self.elements.rank, self.disk.ranks = self.world, self.rank, self.world
         self.numeric_guard.meet(range(self.world))
         self.memory.begin(self.rank, self.world)
         config = {**asdict(self.config), "world": self.world}
@@ -332,8 +342,8 @@ class Monitor:
 
     def _open_sinks(self, directory: Path) -> None:
         self.directory, self.reporter.run_id = directory, self.run_id
-        who: dict[str, Any] = {"rank": self.rank, "world": self.world, "run_id": self.run_id}
-        self.fanout, started = open_sinks(self.config, directory, **who, command=self.command, time=utc())
+        who: dict[str, Any] = {"rank": self.rank, "world": self.world, "run_id": self.run_id, "time": utc()}
+        self.fanout, started = open_sinks(self.config, directory, **who, redactor=self.redactor, disk=self.disk)
         self._write(started)
         self.memory.flush()
         self._announce("place", place(started))
@@ -359,12 +369,17 @@ class Monitor:
         self._exchange.post(lambda: self._encode(record))
 
     def _after_step(self, watch: OptimizerWatch, step: int) -> None:
+        if step in _WEIGHED:
+            self.guard.run("probe:disk", self._weigh)
         self.guard.run("forensics:elements", self.elements.capture, watch, step)
         if watch.index == 0:
             every = self.config.probe_every
             if every and step % every == 0 and self.rank == 0 and self.recorder.last_inputs:
                 self.guard.run("forensics:agreement", self.agreement.offer, self.recorder.last_inputs)
             self.guard.run("forensics:agreement", self.agreement.run, self.recorder.wrappers, step)
+
+    def _weigh(self) -> None:
+        self.disk.needed = max(self.disk.needed, checkpoint_bytes(self.recorder))
 
     def _stop_now(self) -> BaseException | None:
         taken = max(self._steps.values(), default=0)

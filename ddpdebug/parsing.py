@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ddpdebug.disk import mode_of
+
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
 Parse = Callable[[Any], Any]
 
@@ -59,6 +61,13 @@ def one_of(*valid: str) -> Parse:
     return parse
 
 
+def permissions(value: Any) -> str:
+    """Read the mode of new files: `private`, `umask`, or octal digits, of which the text is kept."""
+    setting = f"{value:o}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    mode_of(setting)
+    return setting
+
+
 def text(value: Any) -> str:
     """Read a text that says something."""
     if not isinstance(value, str) or not value.strip():
@@ -68,7 +77,7 @@ def text(value: Any) -> str:
 
 def path(value: Any) -> Path:
     """Read the path of a file or a directory."""
-    if not isinstance(value, str | Path) or not str(value).strip():
+    if not isinstance(value, str | Path) or not str(value).strip() or "\0" in str(value):
         raise ValueError
     return Path(value).expanduser()
 

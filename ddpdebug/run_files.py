@@ -9,6 +9,7 @@ cut off or malformed, check every type, and never read beyond fixed bounds. This
 | `findings.jsonl` | rank 0 | a finding a line, as soon as it is known; rewritten with final counts at the end |
 | `steps.bin`, `steps.00001.bin`, ... | rank 0 | per file a header, then rows as `observations.encode` makes them |
 | `observations.jsonl`, `observations.00001.jsonl`, ... | rank 0 | details and facts, with their place among the rows |
+| `ranks/<rank>/place.json` | each rank | where this rank runs, and the address of its metrics |
 | `ranks/<rank>/outcome.json` | each rank | how this rank ended |
 | `ranks/<rank>/stacks.txt` | `check` | where the rank's threads were when the time was over |
 | `ranks/<rank>/trouble.jsonl` | each rank | parts of ddpdebug that failed |
@@ -29,6 +30,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from ddpdebug.errors import UsageError
 from ddpdebug.findings import Finding
 from ddpdebug.observations import LAYOUT_VERSION, ROW_BYTES, Row, decode
 from ddpdebug.sinks.segments import segment_paths
@@ -41,12 +43,17 @@ OBSERVATIONS = "observations.jsonl"
 RANKS = "ranks"
 BUNDLES = "bundles"
 OUTCOME = "outcome.json"
+PLACE = "place.json"
+BALLAST = ".ballast"
 TROUBLE = "trouble.jsonl"
 CHECK = "check.json"
 STACKS = "stacks.txt"
 
 CAP_BYTES = 64 << 20
 _MAX_DOCUMENT = 16 << 20
+_MAX_FINDINGS = 1 << 30
+#: More ranks than any job has; beyond it a number is damage, and must not be counted up to.
+MAX_WORLD = 1 << 20
 _MAX_LINE = CAP_BYTES // 8
 
 #: A file of rows begins with a magic word, the layout's version, the bytes of a row and the number of the first row.
@@ -68,18 +75,61 @@ def steps_header(first_row: int) -> bytes:
     return _HEADER.pack(_MAGIC, LAYOUT_VERSION, ROW_BYTES, first_row)
 
 
+class DamagedError(UsageError):
+    """A file of a run directory holds what no run writes."""
+
+
 def read_run(directory: Path) -> dict[str, Any]:
-    """Return the content of `run.json`; raise ValueError when the directory is not that of a run."""
+    """Return the content of `run.json`; raise ValueError when the directory is not that of a run.
+
+    `world` is a number of ranks that a run can have, or absent; anything else raises DamagedError.
+    """
     run = _document(directory / RUN)
     if run is None or not isinstance(run.get("run"), str):
         raise ValueError(f"{str(directory)!r} is not a run directory: it has no readable {RUN}")
+    world = run.get("world")
+    if world is not None and not (_is_count(world) and 1 <= world <= MAX_WORLD):
+        shown = repr(world) if not isinstance(world, int) or abs(world) < 1 << 63 else "a huge number"
+        raise DamagedError(
+            f"{str(directory / RUN)!r} is damaged: its world is {shown[:60]}, not a number of ranks (1 to {MAX_WORLD})"
+        )
     return run
 
 
 def read_findings(directory: Path) -> list[Finding]:
-    """Return the findings in the order in which they were raised."""
+    """Return the findings in the order in which they were raised; `damage` tells of those that cannot be read."""
     findings = (_finding(line) for line in _lines(directory / FINDINGS))
     return [finding for finding in findings if finding is not None]
+
+
+def damage(directory: Path) -> list[str]:
+    """Return in words what is missing of the findings: lines that cannot be read, fewer than the run has counted.
+
+    Of a run that is being written, or was killed, the last line may be cut off.
+    """
+    file = directory / FINDINGS
+    try:
+        data = file.read_bytes() if file.stat().st_size <= _MAX_FINDINGS else None
+    except OSError as error:
+        return [f"{FINDINGS} cannot be read: {error.strerror or error}"]
+    if data is None:
+        return [f"{FINDINGS} is larger than {_MAX_FINDINGS} bytes: it was not made by a run"]
+    words, lines = [], data.split(b"\n")
+    cut = lines.pop()
+    known = [len(line) < _MAX_LINE and _finding(line.decode("utf-8", "replace")) is not None for line in lines]
+    bad = [number for number, fine in enumerate(known, 1) if not fine]
+    if bad:
+        shown = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
+        words.append(f"{len(bad)} of {len(lines)} lines of {FINDINGS} cannot be read (line {shown})")
+    if cut:
+        words.append(f"the last line of {FINDINGS} is cut off")
+    outcome = (_document(directory / RUN) or {}).get("outcome")
+    counts = outcome.get("findings") if isinstance(outcome, dict) else None
+    if isinstance(counts, dict):
+        counted = sum(count for count in counts.values() if _is_count(count) and 0 <= count < 1 << 40)
+        if counted > sum(known):
+            words.append(f"the run had {counted} findings, of which {sum(known)} can be read")
+    return words
 
 
 def read_outcomes(directory: Path) -> dict[int, dict[str, Any]]:

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO
 
+from ddpdebug.disk import Disk
+
 #: `<seconds of the monotonic clock> <folder>`: when the ranks write their stacks, and where to.
 DEADLINE = "DDPDEBUG_DEADLINE"
 #: How long the stacks may take after the deadline.
@@ -87,11 +89,11 @@ def _read(file: Path) -> str:
         return ""
 
 
-def write_now(file: Path) -> str:
+def write_now(file: Path, disk: Disk) -> str:
     """Write the stacks of this process to a file and return them."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("w", encoding="utf-8") as opened:
+        disk.make_directory(file.parent)
+        with disk.create(file) as opened:
             faulthandler.dump_traceback(file=opened, all_threads=True)
             opened.flush()
             os.fsync(opened.fileno())

@@ -24,6 +24,7 @@ class Word(Enum):
     FAILED = "script failed"
     HANG = "hang"
     LOST = "lost rank"
+    DAMAGED = "damaged"
 
     @property
     def exit_code(self) -> int:
@@ -105,7 +106,7 @@ class _End(Enum):
 _WRONG = frozenset({_End.BY_FINDING, _End.FAILED, _End.LOST})
 
 
-def judge(
+def judge(  # noqa: PLR0913 - all that is known of a run
     findings: Sequence[Finding],
     outcomes: Mapping[int, Outcome],
     *,
@@ -114,6 +115,7 @@ def judge(
     timed_out: bool = False,
     statuses: Mapping[int, int] | None = None,
     places: Mapping[int, str] | None = None,
+    damage: Sequence[str] = (),
 ) -> Verdict:
     """Judge a run that has ended.
 
@@ -124,6 +126,7 @@ def judge(
         outcomes: by rank; a rank that could not write one is absent.
         statuses: exit statuses that the launcher saw, negative for a signal; ranks that it ended itself are absent.
         places: where the ranks were when the time was over, in words.
+        damage: what cannot be read of the findings; a run that would be clean is not then.
     """
     statuses = statuses or {}
     ends = _ends(outcomes, statuses, world)
@@ -132,10 +135,14 @@ def judge(
     word, blamed = _worst(ends, outcomes, timed_out=timed_out)
     if word is Word.CLEAN and (counting or _End.BY_FINDING in ends.values()):
         word = Word.FINDINGS
+    if word is Word.CLEAN and damage:
+        word = Word.DAMAGED
     return Verdict(
         word=word,
         failing=tuple(counting),
-        others=tuple(finding for finding in findings if finding not in counting),
+        others=tuple(
+            finding for finding in findings if finding.severity < fail_on or finding.severity <= Severity.INFO
+        ),
         ranks={
             rank: _late(outcomes.get(rank), (places or {}).get(rank))
             if timed_out
@@ -144,7 +151,7 @@ def judge(
         },
         outcomes=outcomes,
         blamed=tuple(blamed),
-        notes=tuple(_notes(ends, outcomes, statuses)),
+        notes=(*_notes(ends, outcomes, statuses), *damage),
     )
 
 

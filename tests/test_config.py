@@ -25,7 +25,7 @@ def test_defaults(tmp_path: Path) -> None:
     config = Config.load({}, {}, tmp_path)
     assert config == Config()
     assert (config.budget, config.every_step, config.metrics, config.guard) == (0.01, False, "per-rank", "observe")
-    assert (config.metrics_host, config.metrics_port, config.on_finding) == ("127.0.0.1", 9400, "report")
+    assert (config.metrics_host, config.metrics_port, config.on_finding) == ("127.0.0.1", 0, "report")
     assert (config.out, config.tolerance, config.nproc_per_node, config.steps) == (None, None, None, None)
 
 

@@ -14,7 +14,8 @@ _PACKAGE = Path(__file__).parent.parent / "ddpdebug"
 
 #: From the first layer to the last; a module may import from its own entry's left, and from its own folder.
 _LAYERS = (
-    ("errors", "observations", "findings", "parsing"),
+    ("errors", "observations", "findings", "redaction", "disk"),
+    ("parsing",),
     ("detectors.thresholds",),
     ("steps", "details", "config", "numeric_guard", "selftest"),
     ("detectors.base", "detectors.comparison", "detectors.examples"),
@@ -51,6 +52,8 @@ _ALLOWED = {("sinks.run_directory", "run_files"), ("run_files", "sinks.segments"
 
 _PURE = (
     "errors",
+    "redaction",
+    "disk",
     "observations",
     "findings",
     "steps",

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddpdebug import stacks
+from ddpdebug.disk import Disk
 
 _HANGS = {
     "in Python": "import time\ndef wait():\n    time.sleep(600)\nwait()",
@@ -54,5 +55,5 @@ def test_place_before_the_script() -> None:
 
 def test_own_stacks(tmp_path: Path) -> None:
     """A process can write its stacks itself; a folder that cannot be written is no failure."""
-    assert "test_own_stacks" in stacks.write_now(tmp_path / "a" / "stacks.txt")
-    assert stacks.write_now(Path("/proc/no/such")) == ""
+    assert "test_own_stacks" in stacks.write_now(tmp_path / "a" / "stacks.txt", Disk())
+    assert stacks.write_now(Path("/proc/no/such"), Disk()) == ""

@@ -39,7 +39,9 @@ def run(request: Request) -> int:
     show(request, bundle, trace, shrunk, notes)
     if request.json is not None:
         _write(request, bundle, trace, shrunk, notes)
-    return 1 if trace.reproduced else 0
+    if trace.reproduced:
+        return 1
+    return 0 if trace.complete else 3
 
 
 def _device(request: Request, bundle: Bundle) -> torch.device:

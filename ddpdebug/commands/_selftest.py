@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ddpdebug.commands._target import Request
 from ddpdebug.commands._verdict import Witness, judge_directory
+from ddpdebug.disk import Disk, mode_of
 from ddpdebug.errors import TargetError
 from ddpdebug.run_files import read_findings
 from ddpdebug.selftest import FAULT, FAULTS, STEPS, Fault, Proof, prove
@@ -44,7 +45,7 @@ def _prove(
     folder = scratch / fault.name
     folder.mkdir()
     place = directory / "self-test" / fault.name
-    place.mkdir(parents=True, exist_ok=True)
+    Disk(mode_of(request.config.file_mode)).make_directory(place, below=directory)
     verdict, _ = _run(request, place, start, {FAULT: f"{fault.name} {folder}"})
     note = "" if verdict.exit_code < 2 else f"its run ended as {verdict.word.value}"
     return prove(fault, read_findings(place), healthy, note)

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from ddpdebug.config import Config, Option, options
+from ddpdebug.disk import Disk, mode_of
 from ddpdebug.errors import TargetError, UsageError
 from ddpdebug.runner import Target
 
@@ -68,7 +69,7 @@ def prepare(given: Mapping[str, Any], words: Sequence[str], command: str) -> Req
         )
     if os.environ.get("RANK", "0") == "0":
         if config.out is not None:
-            _check_directory(config.out, "--out")
+            _check_directory(config.out, "--out", Disk(mode_of(config.file_mode)))
         if command == "check":
             check_outputs(config)
     return Request(config=config, given=given, target=target, in_rank=in_rank)
@@ -119,9 +120,9 @@ def click_option(option: Option) -> click.Option:
     return click.Option([option.flag], metavar="VALUE", default=None, multiple=option.repeated, help=about)
 
 
-def _check_directory(directory: Path, flag: str) -> None:
+def _check_directory(directory: Path, flag: str, disk: Disk | None = None) -> None:
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        (disk or Disk(None)).make_directory(directory)  # a place for files that CI reads is made as users expect
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:

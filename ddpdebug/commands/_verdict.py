@@ -6,15 +6,29 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from ddpdebug.config import Config
+from ddpdebug.disk import Disk
 from ddpdebug.findings import Severity
-from ddpdebug.run_files import CHECK, read_check, read_ends, read_findings, read_outcomes, read_run
+from ddpdebug.redaction import Redactor
+from ddpdebug.run_files import (
+    CHECK,
+    MAX_WORLD,
+    RUN,
+    DamagedError,
+    damage,
+    read_check,
+    read_ends,
+    read_findings,
+    read_outcomes,
+    read_run,
+)
+from ddpdebug.sinks.redacting import redacted_finding
 from ddpdebug.sinks.text import clean, subjects, where
 from ddpdebug.verdict import Outcome, Verdict, judge
 from ddpdebug.verdict_annotations import to_codequality, to_github, to_markdown
@@ -40,18 +54,18 @@ class Witness:
         try:
             return cls(
                 run=str(record["run"]),
-                world=max(1, int(record["world"])),
+                world=min(MAX_WORLD, max(1, int(record["world"]))),
                 timed_out=record["timed_out"] is True,
                 statuses={int(rank): int(status) for rank, status in dict(record["statuses"]).items()},
                 places={int(rank): clean(place) for rank, place in dict(record["places"]).items()},
             )
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             return None
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, disk: Disk) -> None:
         """Keep the account for `ddpdebug verdict`; a directory that does not take it is no reason to fail."""
         try:
-            (directory / CHECK).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+            disk.replace(directory / CHECK, [json.dumps(asdict(self)).encode() + b"\n"])
         except OSError as error:
             print(f"ddpdebug: could not write {CHECK}: {error.strerror}", file=sys.stderr)
 
@@ -64,7 +78,7 @@ def judge_directory(directory: Path, witness: Witness | None, fail_on: str) -> V
     """
     known = run_of(directory)
     world = witness.world if witness is not None else read_run(directory).get("world")
-    if not isinstance(world, int) or world < 1:
+    if world is None:
         raise ValueError(f"the run in {str(directory)!r} does not say how many ranks it had")
     written = known is not None and (witness is None or known == witness.run)  # else it is from another run
     return judge(
@@ -75,13 +89,20 @@ def judge_directory(directory: Path, witness: Witness | None, fail_on: str) -> V
         timed_out=witness is not None and witness.timed_out,
         statuses={} if witness is None else witness.statuses,
         places=None if witness is None else witness.places,
+        damage=damage(directory) if written else _unreadable(directory) if known is None else (),
     )
 
 
+def _unreadable(directory: Path) -> list[str]:
+    return [f"{RUN} cannot be read"] if (directory / RUN).exists() else []
+
+
 def run_of(directory: Path) -> str | None:
-    """Return the identity of the run whose files lie in a directory."""
+    """Return the identity of the run whose files lie in a directory; DamagedError where no run wrote them."""
     try:
         return str(read_run(directory)["run"])
+    except DamagedError:
+        raise
     except (OSError, ValueError):
         return None
 
@@ -105,7 +126,7 @@ def reported(directory: Path) -> dict[int, Outcome]:
 def _outcome(record: Mapping[str, Any]) -> Outcome | None:
     try:
         return Outcome.from_json(record)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None  # an incomplete report is none
 
 
@@ -114,27 +135,41 @@ def _outcome(record: Mapping[str, Any]) -> Outcome | None:
 
 def publish(verdict: Verdict, config: Config, directory: Path | None, script: str) -> None:
     """Write the files that were asked for, annotate where a CI service listens, and print the verdict."""
+    verdict = _redacted(verdict, Redactor(sys.argv))
     run = None if directory is None else str(directory)
     root = os.environ.get("GITHUB_WORKSPACE") or os.environ.get("CI_PROJECT_DIR") or str(Path.cwd())
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S")
-    _write(config.json, to_json(verdict, run))
-    _write(config.junit, to_junit(verdict, run, time=now))
-    _write(config.markdown, to_markdown(verdict, run))
-    _write(config.codequality, to_codequality(verdict, script, root))
+    _write(config.json, lambda: to_json(verdict, run))
+    _write(config.junit, lambda: to_junit(verdict, run, time=now))
+    _write(config.markdown, lambda: to_markdown(verdict, run))
+    _write(config.codequality, lambda: to_codequality(verdict, script, root))
     if os.environ.get("GITHUB_STEP_SUMMARY"):
-        _write(Path(os.environ["GITHUB_STEP_SUMMARY"]), to_markdown(verdict, run), add=True)
+        _write(Path(os.environ["GITHUB_STEP_SUMMARY"]), lambda: to_markdown(verdict, run), add=True)
     if os.environ.get("GITHUB_ACTIONS") == "true":
         for line in to_github(verdict, root):
             print(line, flush=True)
     _print(verdict, run, config)
 
 
-def _write(file: Path | None, text: str, *, add: bool = False) -> None:
+def _redacted(verdict: Verdict, redactor: Redactor) -> Verdict:
+    """Return the verdict as it may be shown: exceptions and findings may quote the command line."""
+    ends = {rank: replace(end, reason=redactor.text(end.reason)) for rank, end in verdict.outcomes.items()}
+    return replace(
+        verdict,
+        failing=tuple(redacted_finding(finding, redactor) for finding in verdict.failing),
+        others=tuple(redacted_finding(finding, redactor) for finding in verdict.others),
+        ranks={rank: redactor.text(words) for rank, words in verdict.ranks.items()},
+        outcomes=ends,
+        notes=tuple(map(redactor.text, verdict.notes)),
+    )
+
+
+def _write(file: Path | None, text: Callable[[], str], *, add: bool = False) -> None:
     if file is None:
         return
     try:
         with file.open("a" if add else "w", encoding="utf-8", errors="backslashreplace") as opened:
-            opened.write(text)
+            opened.write(text())
     except OSError as error:
         print(f"ddpdebug: could not write {str(file)!r}: {error.strerror}", file=sys.stderr)
 

@@ -22,6 +22,7 @@ from ddpdebug.commands._target import Request, target_command
 from ddpdebug.commands._verdict import Witness, judge_directory, publish, reported
 from ddpdebug.commands.run import Ending, attach
 from ddpdebug.config import Config, run_directory
+from ddpdebug.disk import PRIVATE, Disk, mode_of
 from ddpdebug.errors import TargetError, UsageError
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.run_files import CHECK, RANKS, STACKS
@@ -95,8 +96,9 @@ def run_ranks(request: Request, directory: Path, run_id: str, environ: Mapping[s
             late=lambda: found.update(stacks.collect(folder, range(world))),
         )
         statuses = _statuses(status, failures, world, launched=config.nproc_per_node is not None)
+    disk = Disk(mode_of(config.file_mode))
     for rank, text in found.items():
-        _keep(directory / RANKS / str(rank) / STACKS, text)
+        _keep(directory, rank, text, disk)
     witness = Witness(
         run=run_id,
         world=world,
@@ -104,7 +106,7 @@ def run_ranks(request: Request, directory: Path, run_id: str, environ: Mapping[s
         statuses=statuses,
         places={rank: stacks.place(text) for rank, text in found.items()},
     )
-    witness.save(directory)
+    witness.save(directory, disk)
     return witness
 
 
@@ -112,7 +114,7 @@ def _directory(config: Config, run_id: str) -> Path:
     """Make the run directory; where nobody named one and none can be made here, it is a temporary one."""
     directory = config.out or Path.cwd() / run_directory(run_id, datetime.now(UTC))
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        Disk(mode_of(config.file_mode)).make_directory(directory)
         (directory / CHECK).unlink(missing_ok=True)  # of an earlier run
     except OSError as error:
         if config.out is None:
@@ -121,10 +123,12 @@ def _directory(config: Config, run_id: str) -> Path:
     return directory
 
 
-def _keep(file: Path, text: str) -> None:
+def _keep(directory: Path, rank: int, text: str, disk: Disk) -> None:
     with contextlib.suppress(OSError):  # the verdict says the essence of it
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
+        folder = directory / RANKS / str(rank)
+        disk.make_directory(folder, below=directory)
+        if disk.refusal(folder, len(text), "summaries") is None:
+            disk.write(folder / STACKS, text.encode("utf-8", "backslashreplace"))
 
 
 def _statuses(status: int | None, failures: Path, world: int, *, launched: bool) -> dict[int, int]:
@@ -176,7 +180,8 @@ def _conclude(ending: Ending, request: Request, rank: int, *, timed_out: bool = 
     findings: Sequence[Finding] = getattr(ending.monitor, "findings", ())
     directory: Path | None = getattr(ending.monitor, "directory", None)
     run_id = str(getattr(ending.monitor, "run_id", ""))
-    places = _places(directory, rank, world) if timed_out else {}
+    disk = Disk(mode_of(config.file_mode))
+    places = _places(directory, rank, world, disk) if timed_out else {}
     outcomes = {} if directory is None else reported(directory)
     if rank == 0 and directory is not None and not timed_out and ending.exit_code == 0:
         deadline = time.monotonic() + _REPORT_SECONDS
@@ -200,7 +205,7 @@ def _conclude(ending: Ending, request: Request, rank: int, *, timed_out: bool = 
     claim = None if directory is None else directory / f".verdict-{run_id}"
     if _publishes(verdict, claim, rank):
         if directory is not None:
-            Witness(run=run_id, world=world, timed_out=timed_out, places=places).save(directory)
+            Witness(run=run_id, world=world, timed_out=timed_out, places=places).save(directory, disk)
         publish(verdict, config, directory, request.target.name)
     return verdict.exit_code
 
@@ -210,10 +215,10 @@ def _is_bad(outcomes: Mapping[int, Outcome]) -> bool:
     return any(outcome.exit_code not in {0, None} for outcome in outcomes.values())
 
 
-def _places(directory: Path | None, rank: int, world: int) -> dict[int, str]:
+def _places(directory: Path | None, rank: int, world: int, disk: Disk) -> dict[int, str]:
     """Write this rank's stacks and read those of the others, which write theirs at the same moment."""
     folder = (directory or Path(tempfile.mkdtemp(prefix="ddpdebug-"))) / RANKS
-    found = {rank: stacks.place(stacks.write_now(folder / str(rank) / STACKS))}
+    found = {rank: stacks.place(stacks.write_now(folder / str(rank) / STACKS, disk))}
     print(f"ddpdebug: rank {rank} did not end in time: {found[rank]}", file=sys.stderr, flush=True)
     if directory is not None:
         time.sleep(stacks.PATIENCE_SECONDS)
@@ -235,7 +240,7 @@ def _publishes(verdict: Verdict, claim: Path | None, rank: int) -> bool:
         while not claim.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
     try:
-        claim.touch(exist_ok=False)
+        claim.touch(PRIVATE, exist_ok=False)
     except FileExistsError:
         time.sleep(_PUBLISHING_SECONDS)
         return False

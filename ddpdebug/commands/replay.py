@@ -15,7 +15,8 @@ _TEXT = """Run a bad step again from its bundle, in one process, and name the fi
 The bundle holds tensors and numbers; it cannot bring code. Say where the model's class comes from with one of --model,
 --script, --import-class or --module: this runs your own code.
 
-Exit codes: 0 nothing non-finite came out, 1 it was reproduced, 2 wrong usage.
+Exit codes: 0 nothing non-finite came out, 1 it was reproduced, 2 wrong usage, 3 the step did not get to its end (the
+model raised, another version, another device), so that nothing is known of it.
 """
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import click
 
+from ddpdebug.disk import Disk
 from ddpdebug.errors import UsageError
+from ddpdebug.run_files import RUN
 
 _TEXT = """Write a page about the run in RUN_DIR: verdicts, findings with their evidence, loss, norms, times, memory.
 
@@ -31,7 +33,11 @@ def command(run_dir: Path, output: Path | None) -> Callable[[], int]:
 
     def act() -> int:
         try:
-            file.write_text(text, encoding="utf-8", errors="backslashreplace")
+            if output is None:  # in the run directory: for whom its other files are
+                mode = (run_dir / RUN).stat().st_mode & 0o666
+                Disk(mode).replace(file, [text.encode("utf-8", "backslashreplace")])
+            else:
+                file.write_text(text, encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             print(f"ddpdebug: error: cannot write {str(file)!r}: {error.strerror}", file=sys.stderr)
             return UsageError.exit_code

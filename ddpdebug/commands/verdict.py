@@ -13,13 +13,14 @@ from ddpdebug.commands._target import check_outputs, click_option
 from ddpdebug.commands._verdict import Witness, judge_directory, publish, run_of
 from ddpdebug.config import Config, options
 from ddpdebug.errors import TargetError, UsageError
-from ddpdebug.run_files import RANKS, read_run
+from ddpdebug.run_files import RANKS, DamagedError, read_run
 from ddpdebug.verdict import judge
 
 _TEXT = """Print the verdict of the run in RUN_DIR and exit with it.
 
 Launchers (torchrun, srun) flatten exit codes; this gives those of `check` back: 0 clean, 1 findings at or above
---fail-on, 2 wrong usage, 3 the script failed, 4 hang or lost rank. A rank without a report counts as lost.
+--fail-on, 2 wrong usage or no run directory, 3 the script failed, 4 hang, lost rank, or findings that cannot be read.
+A rank without a report counts as lost.
 """
 
 
@@ -39,7 +40,7 @@ def _act(directory: Path, config: Config) -> int:
     try:
         verdict = judge_directory(directory, witness, config.fail_on)
     except ValueError as error:
-        if not _is_begun(directory):
+        if isinstance(error, DamagedError) or not _is_begun(directory):
             raise TargetError(str(error)) from None
         verdict = judge((), {}, world=1)  # somebody began here, and nobody said how it ended
     publish(verdict, config, directory, _script(directory))
@@ -47,9 +48,8 @@ def _act(directory: Path, config: Config) -> int:
 
 
 def _is_begun(directory: Path) -> bool:
-    """Tell a run directory without reports from any other folder: it is empty, or has ranks in it."""
-    names = {path.name for path in directory.iterdir()}
-    return not names or RANKS in names
+    """Tell a run directory without reports from any other folder: it has ranks in it."""
+    return any(path.name == RANKS for path in directory.iterdir())
 
 
 def _script(directory: Path) -> str:

@@ -23,15 +23,15 @@ from typing import Any
 import torch
 
 from ddpdebug import __version__, torch_internals as internals
+from ddpdebug.disk import Disk, NoRoomError
 from ddpdebug.forensics.tensor_file import can_write, write_tensors
 from ddpdebug.probes.scene import Scene, is_container, items
+from ddpdebug.redaction import Redactor
 
 FORMAT = 1
 JSON_FILE = "bundle.json"
 TENSOR_FILE = "tensors.safetensors"
 LIMIT = 2 << 30
-#: Left on the disk for the job, whose next checkpoint is worth more than a bundle.
-RESERVE = 256 << 20
 _MAX_MODULES = 2000
 _MAX_TEXT = 200
 _MAX_DEPTH = 16
@@ -42,7 +42,7 @@ class BundleError(Exception):
     """A bundle could not be written; the text says why."""
 
 
-def write_bundle(
+def write_bundle(  # noqa: PLR0913 - what a bundle is made of
     parent: Path,
     name: str,
     scene: Scene,
@@ -50,6 +50,8 @@ def write_bundle(
     *,
     limit: int = LIMIT,
     previous: Scene | None = None,
+    redactor: Redactor | None = None,
+    disk: Disk | None = None,
 ) -> Path:
     """Write the bundle of a forward into a new directory below `parent`; return it.
 
@@ -57,6 +59,8 @@ def write_bundle(
         facts: what else to write down: code, step, rank, finding, replay, scaler, command. JSON values.
         limit: bytes; what does not fit is left out, and the bundle says so.
         previous: the forward of the step before, whose inputs were good.
+        redactor: hides what is secret in all but the forward's arguments, which must stay what they are.
+        disk: says whether there is room, before the bundle and before each piece of it.
 
     Raises:
         BundleError: with the reason; nothing is left behind.
@@ -66,18 +70,23 @@ def write_bundle(
         raise BundleError("the model is gone")
     content = _Content(limit)
     document = content.describe(internals.unwrap_compiled(module), scene, previous)
-    document = {**_origin(internals.unwrap_compiled(module)), **document, **facts}
+    clean = (redactor or Redactor()).value
+    document = {**clean(_origin(internals.unwrap_compiled(module))), **document, **clean(plain(facts))}
     temporary = parent / f".{name}.{os.getpid()}.partial"
+    disk = disk or Disk()
     try:
-        parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(parent).free
-        if free < content.size + _JSON_ROOM + RESERVE:
-            raise BundleError(f"{content.size} bytes are needed and the disk has {free} left")
-        temporary.mkdir()
-        document["tensor_bytes"] = write_tensors(temporary / TENSOR_FILE, content.tensors)
-        text = json.dumps(plain(document), allow_nan=False, indent=1)
-        (temporary / JSON_FILE).write_text(text, encoding="utf-8")
+        text = json.dumps(plain(document), allow_nan=False, indent=1).encode()
+        reason = disk.refusal(parent, content.size + len(text) + _JSON_ROOM, "bundles")
+        if reason is not None:
+            raise BundleError(reason)
+        disk.make_directory(parent, below=parent.parent)
+        disk.make_directory(temporary)
+        document["tensor_bytes"] = write_tensors(temporary / TENSOR_FILE, content.tensors, disk)
+        text = json.dumps(plain(document), allow_nan=False, indent=1).encode()
+        disk.write(temporary / JSON_FILE, text)
         return _publish(temporary, parent, name)
+    except NoRoomError as error:
+        raise BundleError(error.reason) from None
     except (OSError, ValueError, RuntimeError) as error:
         raise BundleError(f"{type(error).__name__}: {error}") from None
     finally:

@@ -94,7 +94,7 @@ def _document(file: Path) -> dict[str, Any]:
         raise UsageError(f"{str(file)!r} has {size} bytes; at most {_MAX_JSON} are read")
     try:
         document = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{str(file)!r} is cut off or no JSON: {error}") from None
     if not isinstance(document, dict) or _number(document.get("format"), 0) < 1:
         raise UsageError(f"{str(file)!r} does not describe a bundle: it has no format number")
@@ -117,6 +117,15 @@ def _regular(file: Path) -> int:
     return found.st_size
 
 
+def _memory() -> int:
+    """Return the bytes of memory that are free; where nobody says, no file is too large."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, StopIteration):
+        return 1 << 62
+
+
 class _Tensors:
     """The tensors of a bundle, by key."""
 
@@ -127,13 +136,15 @@ class _Tensors:
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
         if not 2 <= length <= min(_MAX_HEADER, size - 8):
             raise UsageError(f"{str(file)!r} is cut off or no safetensors file: its header has {length} bytes")
+        if size > (room := _memory()):
+            raise UsageError(f"{str(file)!r} has {size} bytes, and there are {room} bytes of memory to read them into")
         try:
             with safetensors.safe_open(file, framework="pt") as opened:
                 keys = list(opened.keys())
                 if len(keys) > _MAX_TENSORS:
                     raise UsageError(f"{str(file)!r} has {len(keys)} tensors; at most {_MAX_TENSORS} are read")
                 self._tensors: dict[str, torch.Tensor] = {key: opened.get_tensor(key) for key in keys}
-        except (safetensors.SafetensorError, OSError, ValueError, RuntimeError) as error:
+        except (safetensors.SafetensorError, OSError, ValueError, RuntimeError, MemoryError) as error:
             if isinstance(error, UsageError):
                 raise
             raise UsageError(f"{str(file)!r} is cut off or damaged: {clean(error)}") from None

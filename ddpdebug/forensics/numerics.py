@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from ddpdebug.disk import Disk
 from ddpdebug.forensics.bundle import LIMIT, BundleError, plain, write_bundle
 from ddpdebug.forensics.lines import line_of
 from ddpdebug.forensics.loss_graph import explain_loss, watch_backward
 from ddpdebug.forensics.loss_source import place_of
+from ddpdebug.forensics.oom import checkpoint_bytes
 from ddpdebug.forensics.replay import SECONDS, Trace, replay
 from ddpdebug.probes.guard import Guard, short_path, user_frame
 from ddpdebug.probes.looks import Looks
@@ -20,6 +22,7 @@ from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.record import StepRecord
 from ddpdebug.probes.recorder import Recorder
 from ddpdebug.probes.scene import Scene, Scenes
+from ddpdebug.redaction import Redactor
 from ddpdebug.run_files import BUNDLES, RANKS
 
 _MAX_BUNDLES = 4
@@ -39,6 +42,8 @@ def investigate(  # noqa: PLR0913 - what a finding is known by
     limit: int = LIMIT,
     seconds: float = SECONDS,
     guard: Guard | None = None,
+    redactor: Redactor | None = None,
+    disk: Disk | None = None,
 ) -> dict[str, Any]:
     """Replay the forwards of a step until one shows the fault; return a small JSON value about the first culprit.
 
@@ -68,7 +73,8 @@ def investigate(  # noqa: PLR0913 - what a finding is known by
             "rank": rank,
             "replay": trace.to_json(),
         }
-        found |= _bundle(bundle_directory(directory, rank), scene, document, limit, previous)
+        options = {"limit": limit, "previous": previous, "redactor": redactor, "disk": disk}
+        found |= _bundle(bundle_directory(directory, rank), scene, document, options)
     return dict(plain(found))
 
 
@@ -80,6 +86,8 @@ class Investigator:
         place: returns this rank's number and the run directory, as far as it is known.
         limit: bytes of a bundle; 0 writes none.
         facts: what every bundle says of the run.
+        redactor: hides what is secret in a bundle.
+        disk: says whether there is room for one.
     """
 
     def __init__(
@@ -89,7 +97,10 @@ class Investigator:
         *,
         limit: int = LIMIT,
         facts: Mapping[str, Any] | None = None,
+        redactor: Redactor | None = None,
+        disk: Disk | None = None,
     ) -> None:
+        self._redactor, self._disk = redactor, disk or Disk()
         self._recorder, self._place, self._limit, self._facts = recorder, place, limit, dict(facts or {})
         self._places: dict[Any, dict[str, Any]] = {}
         recorder.on_nonfinite = self.step
@@ -99,6 +110,7 @@ class Investigator:
         """Replay a step whose forward or own gradients are non-finite."""
         del watch
         rank, directory = self._place()
+        self._disk.needed = max(self._disk.needed, checkpoint_bytes(self._recorder))
         scale = record.loss_scale() if record.loss_scale is not None else None
         return investigate(
             self._recorder.scenes,
@@ -108,6 +120,8 @@ class Investigator:
             facts={**self._facts, "loss_scale": scale, "loss": _loss_alone(record)},
             limit=self._limit or LIMIT,
             guard=self._recorder.guard,
+            redactor=self._redactor,
+            disk=self._disk,
         )
 
     def loss(self, loss: torch.Tensor, looks: Looks, *, finite: bool) -> dict[str, Any] | None:
@@ -221,15 +235,13 @@ def _first_bad(kept: Sequence[Scene], deadline: float, guard: Guard | None) -> t
     return (incomplete or found)[0]
 
 
-def _bundle(
-    parent: Path, scene: Scene, document: Mapping[str, Any], limit: int, previous: Scene | None
-) -> dict[str, Any]:
+def _bundle(parent: Path, scene: Scene, document: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """Write the bundle; return its path, or why there is none."""
     try:
         if parent.is_dir() and sum(1 for _ in parent.iterdir()) >= _MAX_BUNDLES:
             return {"bundle": None, "bundle_reason": f"{_MAX_BUNDLES} bundles are enough"}
         name = f"{document['code']}-step{document['step']}-rank{document['rank']}"
-        path = write_bundle(parent, name, scene, document, limit=limit, previous=previous)
+        path = write_bundle(parent, name, scene, document, **options)
     except BundleError as error:
         return {"bundle": None, "bundle_reason": str(error)[:300]}
     except Exception as error:  # noqa: BLE001 - the job must not notice

@@ -22,12 +22,14 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpdebug import run_files, torch_internals as internals
 from ddpdebug.detectors.mem.explanation import explain
 from ddpdebug.detectors.mem.growth import size_text
+from ddpdebug.disk import Disk
 from ddpdebug.forensics.holders import release_locals
 from ddpdebug.forensics.oom_text import render
 from ddpdebug.forensics.snapshot import by_line
 from ddpdebug.probes.guard import is_user_file, shorten
 from ddpdebug.probes.memory import Failure
 from ddpdebug.probes.recorder import Recorder
+from ddpdebug.redaction import Redactor
 
 _MAX_CONTRIBUTORS = 8
 _MAX_REPORTS = 4
@@ -62,6 +64,7 @@ class Reports:
     ) -> None:
         self.closed = False
         self.rank, self.world = 0, 1
+        self.redactor, self.disk = Redactor(), Disk()
         self.level = "off"  # how much of the allocator's history CUDA records: `off`, `light` or `full`
         self._recorder, self._add_to, self._announce = recorder, add_to, announce
         self._directory = directory
@@ -115,6 +118,7 @@ class Reports:
         numbers = self._numbers(failure)
         requested = failure.requested if failure is not None else requested_bytes(str(error))
         summary = {"failed": True, **place, **numbers, "requested": requested, "error": str(error)[:2000]}
+        summary = self.redactor.value(summary)  # an error may quote anything
         self._write(summary, failure)
         self._announce("alone:memory", summary)
 
@@ -182,10 +186,15 @@ class Reports:
         if base is None or not self._pending:
             return
         folder = base / run_files.RANKS / str(self.rank) / "memory"
-        folder.mkdir(parents=True, exist_ok=True)
+        self.disk.make_directory(folder, below=base)
         while self._pending:
             name, data = self._pending.pop(0)
-            (folder / name).write_bytes(data)
+            what = "snapshots" if name.endswith(".pickle") else "summaries"
+            reason = self.disk.refusal(folder, len(data), what)
+            if reason is None:
+                self.disk.write(folder / name, data)
+            else:
+                self._add_to("MEM401", {f"{name} not written": reason})
 
 
 # --- where ------------------------------------------------------------------------------------------------------------
@@ -287,6 +296,15 @@ def split_of(recorder: Recorder, used: int) -> tuple[dict[str, int], dict[str, s
     order = ("parameters", "gradients", "optimizer_state", "buffers", "other")
     top = {name: size_text(size) for name, size in modules.most_common(_MAX_CONTRIBUTORS) if name}
     return {kind: sizes[kind] for kind in order}, top
+
+
+def checkpoint_bytes(recorder: Recorder) -> int:
+    """Return the bytes of all watched parameters, buffers and optimizer states: what a checkpoint holds."""
+    sizes: dict[int, int] = {}
+    for kind, _, tensor in (*_of_models(recorder), *_of_optimizers(recorder)):
+        if kind != "gradients" and isinstance(tensor, torch.Tensor):
+            sizes[id(tensor)] = tensor.nbytes
+    return sum(sizes.values())
 
 
 def _of_models(recorder: Recorder) -> Iterator[tuple[str, str, Any]]:

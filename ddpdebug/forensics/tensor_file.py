@@ -7,12 +7,14 @@ library's own writer would hold all of the bytes in memory; it is used for readi
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
+from ddpdebug.disk import Disk, NoRoomError, write_all
 from ddpdebug.probes.values import raw_bytes
 
 #: The format's names. Other dtypes are written as bytes, and the reader is told in the bundle's JSON.
@@ -38,8 +40,9 @@ def can_write(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.device.type != "meta" and not tensor.is_quantized
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> int:
-    """Write a new file; return its bytes. Raise OSError when the disk is full."""
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], disk: Disk | None = None) -> int:
+    """Write a new file; return its bytes. Raise OSError when the disk is full, or must be left to the job."""
+    disk = disk or Disk()
     header: dict[str, object] = {}
     end = 0
     for name, tensor in tensors.items():
@@ -49,12 +52,14 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> int:
         end += tensor.nbytes
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
-    with path.open("xb") as file:
-        file.write(struct.pack("<Q", len(head)))
-        file.write(head)
+    with disk.open(path, os.O_WRONLY | os.O_EXCL) as file:
+        write_all(file.fileno(), struct.pack("<Q", len(head)) + head)
         for tensor in tensors.values():
             flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
             step = max(1, _PIECE // max(1, flat.element_size()))
             for start in range(0, flat.numel(), step):
-                file.write(raw_bytes(flat[start : start + step].cpu()))
+                piece = raw_bytes(flat[start : start + step].cpu())
+                if (reason := disk.refusal(path, len(piece), "bundles")) is not None:
+                    raise NoRoomError(reason)  # the job has written something meanwhile
+                write_all(file.fileno(), piece)
     return 8 + len(head) + end

@@ -8,6 +8,7 @@ from html import escape
 
 from ddpdebug.detectors.hlth.shapes import classify
 from ddpdebug.findings import Finding, Severity
+from ddpdebug.redaction import redact
 from ddpdebug.report.drawing import Points, lines, timeline
 from ddpdebug.report.reading import PHASES, History
 from ddpdebug.sinks.text import clean, counted, evidence_lines, ranks_text, subjects, where
@@ -125,10 +126,10 @@ def _tiles(history: History) -> str:
     compared = [value for points in history.agreement.values() for _, value in points if not math.isnan(value)]
     severe = [finding for finding in history.findings if finding.severity >= Severity.ERROR]
     agree = ("differ", "bad") if any(compared) else ("agree", "good") if compared else ("not compared", "")
-    kind = "bad" if severe else "warn" if history.findings else "good"
+    kind = "bad" if severe or history.damage else "warn" if history.findings else "good"
     tiles = [
         ("Ranks agree", *agree),
-        ("Findings", f"{len(history.findings)}, {len(severe)} severe", kind),
+        ("Findings", f"{len(history.findings)}, {len(severe)} severe{', damaged' if history.damage else ''}", kind),
         ("Ranks", world, ""),
         ("Steps recorded", history.steps, ""),
         ("Outcome", reason or "still running, or killed", "good" if reason == "finished" else "warn"),
@@ -155,6 +156,8 @@ def _finding(finding: Finding) -> str:
 
 
 def _rest(history: History) -> str:
+    if history.damage:
+        return f'<p class="none">damaged: {escape("; ".join(clean(words) for words in history.damage))}</p>'
     if not history.findings:
         return '<p class="none">no findings: nothing wrong was seen in what was checked</p>'
     more = len(history.findings) - _MAX_FINDINGS
@@ -178,7 +181,7 @@ def _facts(history: History) -> str:
     versions = history.run.get("versions")
     shown = versions if isinstance(versions, dict) else {}
     command = history.run.get("command")
-    words = " ".join(map(str, command)) if isinstance(command, list) else ""
+    words = " ".join(redact(list(map(str, command)))) if isinstance(command, list) else ""
     rows = {
         "directory": history.directory,
         "started": history.run.get("time"),

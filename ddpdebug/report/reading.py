@@ -11,7 +11,7 @@ from typing import Any
 
 from ddpdebug.findings import Finding
 from ddpdebug.observations import Flag
-from ddpdebug.run_files import read_findings, read_outcomes, read_run, read_steps
+from ddpdebug.run_files import damage, read_findings, read_outcomes, read_run, read_steps
 from ddpdebug.sinks.agreement import COMPARED, dissenters
 from ddpdebug.steps import Step
 
@@ -100,6 +100,7 @@ class History:
     steps: int
     first: int
     last: int
+    damage: Sequence[str] = ()  # what cannot be read of the findings
 
 
 def read_history(directory: Path) -> History:
@@ -135,6 +136,7 @@ def read_history(directory: Path) -> History:
         steps=count,
         first=first,
         last=last,
+        damage=damage(directory),
     )
 
 

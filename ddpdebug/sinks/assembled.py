@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from importlib import metadata
@@ -11,7 +12,9 @@ from pathlib import Path
 
 from ddpdebug import __version__
 from ddpdebug.config import Config
+from ddpdebug.disk import Disk
 from ddpdebug.grafana import Grafana, read_token
+from ddpdebug.redaction import Redactor
 from ddpdebug.sinks import RunStarted, Sink
 from ddpdebug.sinks.annotations import Annotations
 from ddpdebug.sinks.fanout import Fanout
@@ -22,9 +25,13 @@ from ddpdebug.sinks.run_directory import RunDirectory
 from ddpdebug.sinks.terminal import Terminal
 
 
-def build_sinks(config: Config, directory: Path, rank: int, local_rank: int) -> tuple[Fanout, str | None]:
+def build_sinks(
+    config: Config, directory: Path, rank: int, local_rank: int, redactor: Redactor, disk: Disk
+) -> tuple[Fanout, str | None]:
     """Return the sinks of a rank and the URL of its metrics."""
-    sinks: list[Sink] = [RunDirectory(directory, rank)]
+    sinks: list[Sink] = []
+    fanout = Fanout((), redactor=redactor)
+    sinks.append(RunDirectory(directory, rank, disk=disk, tell=fanout.write))
     url = None
     if config.metrics == "per-rank" or (config.metrics == "rank0" and rank == 0):
         discovery = None if config.sd_dir is None else Discovery(config.sd_dir)
@@ -40,6 +47,7 @@ def build_sinks(config: Config, directory: Path, rank: int, local_rank: int) -> 
                 client_ca=config.metrics_client_ca,
                 password_file=config.metrics_password_file,
                 every=(lambda: None) if discovery is None else discovery.keep,
+                avoid=ports_of_the_job(os.environ),
             ),
         )
         url = prometheus.url
@@ -48,19 +56,34 @@ def build_sinks(config: Config, directory: Path, rank: int, local_rank: int) -> 
         sinks.append(Annotations(partial(_grafana, config.grafana_url, config.grafana_token_file)))
     if rank == 0 and not config.quiet:
         sinks.append(Terminal(rank, status=config.status))
-    return Fanout(sinks), url
+    fanout.add(sinks)
+    return fanout, url
 
 
 def _grafana(url: str, token_file: Path | None) -> Grafana:
     return Grafana(url, read_token(token_file), timeout=2.0)
 
 
-def open_sinks(
-    config: Config, directory: Path, *, rank: int, world: int, run_id: str, command: tuple[str, ...], time: str
+def ports_of_the_job(environ: Mapping[str, str]) -> frozenset[int]:
+    """Return the ports that the job's environment names: it may listen there only later, on any of the nodes."""
+    values = (value for name, value in environ.items() if name.endswith("_PORT") and not name.startswith("DDPDEBUG_"))
+    return frozenset(int(value) for value in values if value.isascii() and value.isdecimal() and len(value) < 6)
+
+
+def open_sinks(  # noqa: PLR0913 - who the rank is
+    config: Config,
+    directory: Path,
+    *,
+    rank: int,
+    world: int,
+    run_id: str,
+    redactor: Redactor,
+    disk: Disk,
+    time: str,
 ) -> tuple[Fanout, RunStarted]:
     """Return the sinks of a rank and the record with which the run begins."""
     local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
-    fanout, url = build_sinks(config, directory, rank, local_rank)
+    fanout, url = build_sinks(config, directory, rank, local_rank, redactor, disk)
     return fanout, RunStarted(
         run_id=run_id,
         rank=rank,
@@ -68,7 +91,7 @@ def open_sinks(
         directory=directory,
         config=asdict(config),
         versions={"ddpdebug": __version__, "torch": metadata.version("torch"), "python": platform.python_version()},
-        command=command,
+        command=tuple(redactor.words),
         time=time,
         metrics_url=url,
         node=platform.node(),

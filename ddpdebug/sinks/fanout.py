@@ -7,7 +7,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from ddpdebug.redaction import Redactor
 from ddpdebug.sinks import Record, Sink, Trouble
+from ddpdebug.sinks.redacting import redacted
 
 
 class Fanout:
@@ -18,13 +20,24 @@ class Fanout:
 
     Args:
         on_trouble: called with that trouble, for whoever counts them; what it raises is ignored.
+        redactor: hides what is secret in each record.
     """
 
-    def __init__(self, sinks: Sequence[Sink], on_trouble: Callable[[Trouble], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        sinks: Sequence[Sink],
+        on_trouble: Callable[[Trouble], None] = lambda _: None,
+        redactor: Redactor | None = None,
+    ) -> None:
         self._sinks = list(sinks)
+        self._redactor = redactor or Redactor()
         self._on_trouble = on_trouble
         self._waiting: deque[Record] = deque()
         self._writing = threading.Lock()
+
+    def add(self, sinks: Sequence[Sink]) -> None:
+        """Add sinks; they get what is written from now on."""
+        self._sinks = [*self._sinks, *sinks]
 
     def write(self, record: Record) -> None:
         """Give the record to each sink that still works."""
@@ -45,6 +58,7 @@ class Fanout:
                 self._tell(_trouble(sink, error))
 
     def _write_one(self, record: Record) -> None:
+        record = redacted(record, self._redactor)
         for sink in tuple(self._sinks):
             try:
                 sink.write(record)

@@ -1,47 +1,68 @@
 """Writes the run directory: rank 0 the shared files, every rank its own under `ranks/<rank>/`. Torch-free.
 
-Every method may raise OSError (a full disk, a read-only directory): the fan-out then switches this sink off. What was
-written until then stays readable: `run_files` describes the files and reads them.
+Where the run cannot begin (a read-only directory), `write` raises OSError and the fan-out switches this sink off.
+Later, what cannot be written is left out and said once; findings and how the run ended are tried again to the last.
+What was written stays readable: `run_files` describes the files and reads them.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ddpdebug import run_files as files
+from ddpdebug.disk import Ballast, Disk
 from ddpdebug.findings import Finding
 from ddpdebug.observations import Flag, encode, layout
 from ddpdebug.sinks import FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
 from ddpdebug.sinks.segments import Segments, segment_paths
 
 _MAX_TROUBLE_LINES = 100
+_BALLAST = 64 << 10
 
 
 class RunDirectory:
-    """A sink that keeps the run on disk. Writes from one thread at a time."""
+    """A sink that keeps the run on disk. Writes from one thread at a time.
 
-    def __init__(self, directory: Path, rank: int, *, cap_bytes: int = files.CAP_BYTES) -> None:
+    Args:
+        disk: says whether there is room, and makes the files.
+        tell: called with a `Trouble` when something stops being written.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        rank: int,
+        *,
+        cap_bytes: int = files.CAP_BYTES,
+        disk: Disk | None = None,
+        tell: Callable[[Trouble], None] = lambda _: None,
+    ) -> None:
         self._directory = directory
         self._rank = rank
         self._own = directory / files.RANKS / str(rank)
-        self._steps = Segments(directory / files.STEPS, cap=cap_bytes, header=self._steps_header)
-        self._observations = Segments(directory / files.OBSERVATIONS, cap=cap_bytes)
+        self._disk, self._tell = disk or Disk(), tell
+        options: dict[str, Any] = {"cap": cap_bytes, "disk": self._disk}
+        self._steps = Segments(directory / files.STEPS, header=self._steps_header, **options)
+        self._observations = Segments(directory / files.OBSERVATIONS, what="observations", **options)
+        self._ballast = Ballast(self._disk, self._own / files.BALLAST, _BALLAST if rank == 0 else _BALLAST // 8)
         self._run: dict[str, Any] = {}
         self._run_id: str | None = None
         self._findings: dict[object, Finding] = {}
         self._rows = 0
         self._skipped: Counter[int] = Counter()  # optimizer -> steps that the numeric guard skipped
         self._trouble_lines = 0
+        self._off: set[str] = set()  # what a failed write has switched off
+        self._said: set[str] = set()
 
     def write(self, record: Record) -> None:
-        """Write one record; raise OSError when the directory does not take it."""
+        """Write one record; raise OSError when the directory cannot be begun."""
         match record:
             case RunStarted():
                 self._start(record)
@@ -61,24 +82,63 @@ class RunDirectory:
         match record:
             case StepJudged():
                 rows = record.step.rows.values()
-                self._steps.append(b"".join(map(encode, rows)))
+                self._append(self._steps, b"".join(map(encode, rows)), "rows")
                 self._rows += len(rows)
                 self._skipped[record.step.optimizer] += record.step.any(Flag.GUARD_SKIPPED)
             case FindingRaised():
                 self._finding(record.finding)
             case Saved():
                 line = {"rows": self._rows, "kind": record.kind, "payload": record.payload}
-                self._observations.append(_json_line(line))
+                must = record.payload.get("topic") == "end"  # all that there is of a rank on another node
+                self._append(self._observations, _json_line(line), "observations", must=must)
+
+    def _append(self, segments: Segments, data: bytes, what: str, *, must: bool = False) -> None:
+        """Write rows or observations, where there is room; a write that failed is the last of its kind."""
+        if what in self._off and not must:
+            self._disk.left_out[what] += 1
+            return
+        try:
+            reason = segments.append(data, must=must)
+        except OSError as error:
+            self._off.add(what)
+            self._disk.left_out[what] += 1
+            reason = f"{type(error).__name__}: {error}"
+        if reason is not None:
+            self._say(what, reason)
+
+    def _say(self, what: str, reason: str) -> None:
+        """Say once that something is not written."""
+        if what not in self._said:
+            self._said.add(what)
+            self._tell(Trouble(part=f"sink:run_directory {what}", message=f"{what} are not written: {reason}"))
+
+    def _must(self, what: str, act: Callable[[], None]) -> bool:
+        """Write what must be written, in the room of the ballast if need be; tell whether that worked."""
+        try:
+            act()
+        except OSError:
+            self._ballast.drop()
+            try:
+                act()
+            except OSError as error:
+                self._disk.left_out[what] += 1
+                self._say(what, f"{type(error).__name__}: {error}")
+                return False
+        return True
 
     def _steps_header(self) -> bytes:
         return files.steps_header(self._rows)
 
     def _start(self, record: RunStarted) -> None:
-        self._own.mkdir(parents=True, exist_ok=True)
+        self._disk.make_directory(self._directory)
+        self._make_own()
         self._run_id = record.run_id
+        place = {"run": record.run_id, "rank": self._rank, "node": record.node, "metrics_url": record.metrics_url}
+        self._disk.replace(self._own / files.PLACE, [_json_line({**place, "local_rank": record.local_rank})])
+        self._ballast.take()
         if self._rank != 0:
             return
-        _set_aside(self._directory)
+        _set_aside(self._directory, self._disk)
         self._run = {
             "run": record.run_id,
             "time": record.time,
@@ -91,8 +151,11 @@ class RunDirectory:
             "layout": layout(),
             "outcome": None,
         }
-        _replace_file(self._directory / files.RUN, [_json_line(self._run)])
-        (self._directory / files.FINDINGS).touch()
+        self._disk.replace(self._directory / files.RUN, [_json_line(self._run)])
+        self._disk.append(self._directory / files.FINDINGS, b"")
+
+    def _make_own(self) -> None:
+        self._disk.make_directory(self._own, below=self._directory)
 
     def _finding(self, finding: Finding) -> None:
         key = finding.id or (
@@ -108,33 +171,42 @@ class RunDirectory:
             self._findings[key] = _merged(first, finding)
             return
         self._findings[key] = finding if finding.run is not None else replace(finding, run=self._run_id)
-        with (self._directory / files.FINDINGS).open("ab", buffering=0) as file:
-            _write_all(file.fileno(), _finding_line(self._findings[key]))
+        path, line = self._directory / files.FINDINGS, _finding_line(self._findings[key])
+        self._must("findings", lambda: self._disk.append(path, line))
 
     def _trouble(self, record: Trouble) -> None:
         if self._trouble_lines < _MAX_TROUBLE_LINES:
             self._trouble_lines += 1
-            self._own.mkdir(parents=True, exist_ok=True)
-            with (self._own / files.TROUBLE).open("ab", buffering=0) as file:
-                _write_all(file.fileno(), _json_line({"part": record.part, "message": record.message}))
+            with suppress(OSError):  # the terminal and the metrics have it
+                self._make_own()
+                line = _json_line({"part": record.part, "message": record.message})
+                self._disk.append(self._own / files.TROUBLE, line)
 
     def _end(self, record: RunEnded) -> None:
         self.close()
-        outcome = {
+        self._ballast.drop()
+        outcome: dict[str, Any] = {
             "reason": record.reason,
             "exit_code": record.exit_code,
             "steps": {str(optimizer): steps for optimizer, steps in record.steps.items()},
             "time": record.time,
         }
-        self._own.mkdir(parents=True, exist_ok=True)
-        own = {"run": self._run_id, "rank": self._rank, **outcome}
-        _replace_file(self._own / files.OUTCOME, [_json_line(own)])
         if self._rank == 0:
-            _replace_file(self._directory / files.FINDINGS, map(_finding_line, self._findings.values()))
+            path, lines = self._directory / files.FINDINGS, [_finding_line(each) for each in self._findings.values()]
+            self._must("findings", lambda: self._disk.replace(path, lines))
+        if self._disk.left_out:
+            outcome["not_written"] = dict(self._disk.left_out)
+        own = _json_line({"run": self._run_id, "rank": self._rank, **outcome})
+        if self._must("outcome", lambda: self._write_own(own)) and self._rank == 0:
             counts = Counter(finding.severity.label for finding in self._findings.values())
             skipped = {str(optimizer): steps for optimizer, steps in self._skipped.items() if steps}
             self._run["outcome"] = {**outcome, "findings": dict(counts), "skipped_steps": skipped}
-            _replace_file(self._directory / files.RUN, [_json_line(self._run)])
+            run = _json_line(self._run)
+            self._must("outcome", lambda: self._disk.replace(self._directory / files.RUN, [run]))
+
+    def _write_own(self, line: bytes) -> None:
+        self._make_own()
+        self._disk.replace(self._own / files.OUTCOME, [line])
 
 
 def _merged(first: Finding, again: Finding) -> Finding:
@@ -150,7 +222,7 @@ def _merged(first: Finding, again: Finding) -> Finding:
     )
 
 
-def _set_aside(directory: Path) -> None:
+def _set_aside(directory: Path, disk: Disk) -> None:
     """Move the shared files of an earlier run in this directory (an elastic restart, a second use) out of the way."""
     old = [directory / files.RUN, directory / files.FINDINGS]
     old += segment_paths(directory / files.STEPS) + segment_paths(directory / files.OBSERVATIONS)
@@ -161,7 +233,7 @@ def _set_aside(directory: Path) -> None:
     while (directory / f"previous-{number}").exists():
         number += 1
     target = directory / f"previous-{number}"
-    target.mkdir()
+    disk.make_directory(target, below=directory)
     for path in old:
         path.rename(target / path.name)
 
@@ -187,21 +259,3 @@ def _strict(value: Any) -> Any:
     if isinstance(value, list | tuple | set | frozenset):
         return [_strict(item) for item in value]
     return value
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
-
-
-def _replace_file(path: Path, lines: Iterable[bytes]) -> None:
-    """Write a file so that readers see the old or the new content, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.writelines(lines)
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise

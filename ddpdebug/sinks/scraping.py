@@ -12,7 +12,10 @@ PATTERN = "ddpdebug-*.json"
 
 
 def scrape_snippet(record: RunStarted) -> str:
-    """Return one line of YAML that lets Prometheus find the ranks of this run, and of later ones where it can."""
+    """Return one line of YAML that lets Prometheus find the ranks of this run, and of later ones where it can.
+
+    A port that the system has chosen is another one in the next run, which the line says.
+    """
     url = record.metrics_url or ""
     scheme = url.partition(":")[0]
     directory = record.config.get("sd_dir")
@@ -23,4 +26,5 @@ def scrape_snippet(record: RunStarted) -> str:
         path = json.dumps(str(Path(str(directory)).absolute() / PATTERN))
         return f"- {{job_name: ddpdebug, file_sd_configs: [{{files: [{path}]}}]{extra}}}"
     address = json.dumps(f"{url.removesuffix('/metrics')}/sd")
-    return f"- {{job_name: ddpdebug, http_sd_configs: [{{url: {address}}}]{extra}}}"
+    once = "" if record.config.get("metrics_port") else "  # this run; all runs: --sd-dir DIR or --metrics-port 9400"
+    return f"- {{job_name: ddpdebug, http_sd_configs: [{{url: {address}}}]{extra}}}{once}"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
+
+from ddpdebug.disk import Disk, write_all
 
 
 def segment_path(first: Path, number: int) -> Path:
@@ -27,30 +30,55 @@ class Segments:
     A record is handed to the operating system at once, so that it survives the death of the process, and never spans
     two files.
 
+    A record for which the disk has no room, or a whole file has none, is left out: the next one begins a new file.
+
     Args:
         header: gives the bytes that a new file begins with.
+        disk: says whether there is room, and for `what`.
     """
 
-    def __init__(self, first: Path, *, cap: int, header: Callable[[], bytes] = bytes, parts: int = 8) -> None:
+    def __init__(
+        self,
+        first: Path,
+        *,
+        cap: int,
+        header: Callable[[], bytes] = bytes,
+        parts: int = 8,
+        disk: Disk | None = None,
+        what: str = "rows",
+    ) -> None:
         self._first = first
         self._limit = max(1, cap // parts)
         self._keep = parts
         self._header = header
+        self._disk, self._what = disk or Disk(), what
         self._number = -1
         self._size = 0
         self._file: FileIO | None = None
 
-    def append(self, record: bytes) -> None:
-        """Write one record; raise OSError when that fails. One that is larger than a whole file is left out."""
+    def append(self, record: bytes, *, must: bool = False) -> str | None:
+        """Write one record; return why not where it was left out, and raise OSError where writing fails.
+
+        After a failure nothing of the record is there, and the next one may be tried. What `must` be written is tried
+        even where the room is left to the job.
+        """
         if len(record) > self._limit:
-            return
+            return f"a record of {len(record)} bytes is larger than a file may be"
+        refusal = None if must else self._disk.refusal(self._first.parent, len(record), self._what)
+        if refusal is not None:
+            self.close()
+            return refusal
         file = self._file
         if file is None or self._size + len(record) > self._limit:
             file = self._next()
-        written = file.write(record)
-        if written != len(record):  # a full disk may take a part
-            raise OSError(f"only {written} of {len(record)} bytes were written to {self._first.parent}")
-        self._size += written
+        try:
+            write_all(file.fileno(), record)
+        except OSError:
+            os.ftruncate(file.fileno(), self._size)  # a full disk may take a part
+            self.close()
+            raise
+        self._size += len(record)
+        return None
 
     def close(self) -> None:
         """Close the current file."""
@@ -60,10 +88,15 @@ class Segments:
 
     def _next(self) -> FileIO:
         self.close()
-        self._number += 1
-        header = self._header()
-        self._file = file = segment_path(self._first, self._number).open("wb", buffering=0)
-        self._size = file.write(header)
+        path = segment_path(self._first, self._number + 1)
+        header, file = self._header(), self._disk.create(path)
+        try:
+            write_all(file.fileno(), header)
+        except OSError:
+            file.close()
+            path.unlink(missing_ok=True)
+            raise
+        self._number, self._file, self._size = self._number + 1, file, len(header)
         dropped = self._number - self._keep + 1
         if dropped > 0:
             segment_path(self._first, dropped).unlink(missing_ok=True)

@@ -6,7 +6,7 @@ import json
 import math
 import time
 import urllib.request
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 
 from ddpdebug.findings import Finding
 from ddpdebug.observations import Flag, Row
-from ddpdebug.run_files import STEPS, read_findings, read_newest, read_outcomes, read_run
+from ddpdebug.run_files import STEPS, damage, read_findings, read_newest, read_outcomes, read_run
 from ddpdebug.sinks.agreement import COMPARED, dissenters
 from ddpdebug.sinks.segments import segment_paths
 from ddpdebug.steps import Step
@@ -56,6 +56,7 @@ class Snapshot:
     differing: Mapping[str, int] = field(default_factory=dict)  # what was compared -> ranks outvoted
     overhead: float = math.nan
     incidents: list[tuple[str, str, str]] = field(default_factory=list)  # code, severity, text; newest first
+    damage: Sequence[str] = ()  # what cannot be read of the findings
 
     @property
     def missing(self) -> int:
@@ -108,6 +109,7 @@ def from_directory(directory: Path) -> Snapshot:
         differing=differing,
         overhead=_overhead(rows),
         incidents=[(finding.code, finding.severity.label, _told(finding)) for finding in findings],
+        damage=damage(directory),
     )
 
 

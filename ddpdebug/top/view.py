@@ -19,12 +19,14 @@ _SLOW = 0.2
 def view(snapshot: Snapshot, height: int) -> RenderableType:
     """Return verdicts, ranks and the newest findings in at most `height` lines; the ill ranks come first."""
     incidents = snapshot.incidents[:5]
-    room = max(3, height - 6 - len(incidents))
+    room = max(3, height - 6 - len(incidents) - bool(snapshot.damage))
     shown = sorted(snapshot.ranks, key=_health)[:room]
     parts: list[RenderableType] = [Text(f"ddpdebug top · {clean(snapshot.title, 160)}", "bold"), _verdicts(snapshot)]
     parts.append(_ranks(snapshot, shown))
     if (hidden := len(snapshot.ranks) - len(shown)) > 0:
         parts.append(Text(f"{hidden} more ranks, none of them worse", _DIM))
+    if snapshot.damage:
+        parts.append(Text(f"damaged: {clean('; '.join(snapshot.damage), 200)}", _BAD))
     for code, severity, text in incidents:
         parts.append(Text.assemble((f"{clean(code, 12)} ", "bold"), f"{clean(severity, 10)} ", clean(text, 200)))
     return Group(*parts)

@@ -92,9 +92,9 @@ def test_reports_over_the_network_count(tmp_path: Path) -> None:
 
 
 def test_nobody_reported(tmp_path: Path) -> None:
-    """A directory that was made for a run which left nothing is a lost rank, with what the starter saw of it."""
+    """An empty folder is no run; one that ranks were started in is judged by what the starter saw of them."""
     (tmp_path / "empty").mkdir()
-    assert main(["verdict", "empty"]) == 4
+    assert main(["verdict", "empty"]) == 2
     folder = _run(tmp_path / "run", {}, statuses={"0": 1, "1": 1})
     (folder / "run.json").unlink()
     assert main(["verdict", "run"]) == 3

@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from ddpdebug.disk import Disk, Free
 from ddpdebug.errors import UsageError
 from ddpdebug.forensics.bundle import FORMAT, JSON_FILE, TENSOR_FILE, BundleError, write_bundle
 from ddpdebug.forensics.bundle_reading import read_bundle
@@ -214,19 +215,20 @@ def test_disk_full(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
     assert found["bundle"] is None
-    assert "File too large" in found["bundle_reason"]
+    assert "2000 bytes (ulimit -f)" in found["bundle_reason"]
     assert found["reproduced"]
-    assert list((tmp_path / "bundles").iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
     assert model is not None
 
 
-def test_room_for_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_for_the_job(tmp_path: Path) -> None:
     """A bundle does not take the last of the disk."""
     model, scenes = _run()
-    monkeypatch.setattr("ddpdebug.forensics.bundle.RESERVE", 1 << 60)
-    with pytest.raises(BundleError, match="the disk has"):
-        write_bundle(tmp_path, "b", scenes.current[0], {})
+    disk = Disk(free=lambda _: Free(300 << 20, 1 << 40, None))
+    with pytest.raises(BundleError, match="are left for the job"):
+        write_bundle(tmp_path, "b", scenes.current[0], {}, disk=disk)
     assert list(tmp_path.iterdir()) == []
+    assert disk.left_out == {"bundles": 1}
     assert model is not None
 
 

@@ -140,6 +140,8 @@ def test_training_jobs_run_what_exists_and_are_scraped(name: str) -> None:
     used = set(re.findall(r"(--[a-z-]+)=", ours)) - {"--nnodes", "--nproc-per-node", "--rdzv-backend"}
     assert used - {"--rdzv-endpoint", "--rdzv-id"} <= known
     assert 'ddpdebug: "true"' in text
+    assert "--metrics-port=9400" in ours
+    assert set(re.findall(r"containerPort: (\d+)", text)) == {"9400", "9401"}
     ports = {port["port"] for port in load("kubernetes/base/podmonitor.yaml")["spec"]["podMetricsEndpoints"]}
     assert set(re.findall(r"metrics-\d+", text)) & ports == {"metrics-0", "metrics-1"}
 

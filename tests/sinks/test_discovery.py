@@ -78,7 +78,7 @@ def test_who_has_a_port_replaces_the_file_of_who_had_it(tmp_path: Path) -> None:
     assert len(names) == 7
 
 
-@pytest.mark.parametrize("config", [{}, {"sd_dir": "some dir"}, {"metrics_password_file": "x"}])
+@pytest.mark.parametrize("config", [{}, {"metrics_port": 9400}, {"sd_dir": "some dir"}, {"metrics_password_file": "x"}])
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_the_snippet_is_what_prometheus_reads(
     tmp_path: Path, config: dict[str, str], scheme: str, need: Callable[[str], str]
@@ -90,3 +90,12 @@ def test_the_snippet_is_what_prometheus_reads(
     words = [need("promtool"), "check", "config", "--syntax-only", tmp_path / "prometheus.yml"]
     result = subprocess.run(words, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def test_the_snippet_says_when_it_is_for_one_run_only() -> None:
+    """A port that the system has chosen is another one in the next run."""
+    chosen = scrape_snippet(replace(STARTED, config={"metrics_port": 0}))
+    fixed = scrape_snippet(replace(STARTED, config={"metrics_port": 9400}))
+    assert chosen.startswith(fixed)
+    assert "--sd-dir" in chosen.removeprefix(fixed)
+    assert "#" not in scrape_snippet(replace(STARTED, config={"metrics_port": 0, "sd_dir": "targets"}))

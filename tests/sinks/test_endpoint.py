@@ -20,7 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpdebug.sinks.prometheus import PrometheusSink, connections
+from ddpdebug.sinks.assembled import ports_of_the_job
+from ddpdebug.sinks.prometheus import PrometheusSink, connections, endpoint
 from ddpdebug.sinks.prometheus.endpoint import Endpoint, Serving, json_app
 from ddpdebug.sinks.prometheus.frugal import Frugal
 
@@ -328,3 +329,61 @@ def test_rendering_has_a_budget_however_often_somebody_asks() -> None:
     assert refused == ["503 Service Unavailable"]
     now[0] += 60
     assert b"".join(frugal({"QUERY_STRING": "b"}, lambda status, headers: None)) == str(rendered[0]).encode()
+
+
+def test_a_port_that_the_job_will_want_is_not_taken(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system chooses it, the next one is taken instead, and the other one is free again."""
+    wanted = []
+
+    def choose(host: str, port: int) -> socket.socket:
+        listener = bound(host, wanted[0] if wanted else port)
+        wanted[:] = [] if wanted else wanted
+        return listener
+
+    bound = endpoint._bound
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        wanted.append(free.getsockname()[1])
+    port = wanted[0]
+    monkeypatch.setattr(endpoint, "_bound", choose)
+    served = Endpoint({"/x": json_app(lambda: 1)}, "127.0.0.1", 0, Serving(avoid=frozenset({port})))
+    stack.callback(served.close)
+    assert wanted == []
+    assert served.port != port
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+
+
+def test_the_ports_of_the_job_are_read_from_its_environment() -> None:
+    """MASTER_PORT and what else ends so; addresses and nonsense are no ports."""
+    environ = {"MASTER_PORT": "29500", "API_PORT": "41000", "REDIS_PORT": "tcp://1.2.3.4:6379", "A_PORT": "9" * 99}
+    assert ports_of_the_job({**environ, "DDPDEBUG_METRICS_PORT": "1", "PORTS": "7"}) == {29500, 41000}
+
+
+@pytest.mark.parametrize("name", ["127.0.0.1", "localhost", "LOCALHOST:9400", "[::1]:9400", "10.0.0.1:80", None])
+def test_this_machine_is_served_by_its_names(stack: ExitStack, name: str | None) -> None:
+    """Addresses, localhost, its own name, and scrapers that send no name."""
+    assert _status(stack, name) == 200
+    assert _status(stack, socket.gethostname()) == 200
+
+
+@pytest.mark.parametrize("name", ["evil.example", "evil.example:9400", "127.0.0.1.evil.example", "x@localhost"])
+def test_a_name_that_was_pointed_here_is_refused(stack: ExitStack, name: str) -> None:
+    """A web page that resolves to 127.0.0.1 cannot read the metrics."""
+    assert _status(stack, name) == 421
+
+
+def test_an_endpoint_for_everybody_goes_by_any_name(stack: ExitStack) -> None:
+    """Only the loopback address has names of its own."""
+    assert _status(stack, "node7.cluster", host="0.0.0.0") == 200
+
+
+def _status(stack: ExitStack, name: str | None, host: str = "127.0.0.1") -> int:
+    served = Endpoint({"/x": json_app(lambda: 1)}, host, 0, Serving())
+    stack.callback(served.close)
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=10)
+    stack.callback(connection.close)
+    connection.putrequest("GET", "/x", skip_host=True)
+    if name is not None:
+        connection.putheader("Host", name)
+    connection.endheaders()
+    return connection.getresponse().status

@@ -98,7 +98,8 @@ def test_other_ranks_write_only_their_own_folder(tmp_path: Path) -> None:
     for record in (started(tmp_path, 1), judged(0), FindingRaised(finding=FINDING), Saved(kind="fact"), ENDED):
         sink.write(record)
     assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()) == [
-        "ranks/1/outcome.json"
+        "ranks/1/outcome.json",
+        "ranks/1/place.json",
     ]
 
 

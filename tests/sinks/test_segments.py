@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -40,11 +42,21 @@ def test_a_record_larger_than_a_file_is_left_out(tmp_path: Path) -> None:
     assert segment_paths(tmp_path / "a.jsonl") == []
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path) -> None:
-    """The fan-out switches the sink off then."""
-    (tmp_path / "a.bin").symlink_to("/dev/full")
-    segments = Segments(tmp_path / "a.bin", cap=80)
-    with pytest.raises(OSError, match="No space left"):
-        segments.append(b"1")
+def test_a_write_that_fails_leaves_nothing_of_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one may be tried, and begins a new file."""
+    segments = Segments(tmp_path / "a.bin", cap=800, header=lambda: b"head")
+    segments.append(b"first")
+
+    def half(descriptor: int, data: bytes) -> int:
+        os.pwrite(descriptor, bytes(data)[:3], 9)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", half)
+        with pytest.raises(OSError, match="No space left"):
+            segments.append(b"second")
+        with pytest.raises(OSError, match="No space left"):
+            segments.append(b"third")
+    segments.append(b"fourth")
     segments.close()
+    assert [path.read_bytes() for path in segment_paths(tmp_path / "a.bin")] == [b"headfirst", b"headfourth"]

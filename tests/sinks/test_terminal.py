@@ -21,7 +21,7 @@ STARTED = RunStarted(
     rank=0,
     world=4,
     directory=Path("ddpdebug-runs/r1"),
-    config={},
+    config={"metrics_port": 9400},
     versions={},
     metrics_url="http://127.0.0.1:9400/metrics",
 )

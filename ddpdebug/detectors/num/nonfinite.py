@@ -133,7 +133,7 @@ def _with_replay(verdict: Verdict, replay: Mapping[str, Any]) -> Verdict:
     if node := replay.get("node"):
         forward = replay.get("forward_op")
         evidence["backward_of"] = f"{forward} ({node})" if forward else node
-    last = {"replay": replay.get("reason"), "bundle": replay.get("bundle")}
+    last = {"replay": replay.get("reason"), "bundle": replay.get("bundle"), "no_bundle": replay.get("bundle_reason")}
     own = dict(verdict.evidence)
     if verdict.code in {"NUM301", "NUM303"} and evidence["operation"]:
         # where the modules could not be looked at, the loss was: what it names only handed the bad numbers on

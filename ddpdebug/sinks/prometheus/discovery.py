@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from ddpdebug.disk import Disk
 from ddpdebug.sinks import Record, RunEnded, RunStarted
 from ddpdebug.sinks.scraping import PATTERN
 
@@ -59,13 +60,7 @@ class TargetFile:
         self.sweep()
 
     def _write(self) -> None:
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        try:
-            temporary.write_text(self._text, encoding="utf-8")
-            temporary.replace(self.path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+        Disk(None).replace(self.path, [self._text.encode()])  # Prometheus is another user
 
     def keep(self) -> None:
         """Show that this process lives, and remove the files of those that do not; call it often, it is cheap."""

@@ -11,17 +11,20 @@ import socket
 import ssl
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 from ddpdebug.sinks.prometheus.connections import App, Server
 
 _TRIES = 100
+#: What a container calls the machine that it runs on.
+_CONTAINERS = ("host.docker.internal", "host.containers.internal")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """Who may scrape, and how it is encrypted. Nothing given: everybody who reaches the address, in the clear.
+    """Who may scrape, where, and how it is encrypted. Nothing given: everybody who reaches the address, in the clear.
 
     Args:
         certificate: PEM file with the certificate chain; turns TLS on.
@@ -29,6 +32,7 @@ class Serving:
         client_ca: PEM file; only clients with a certificate signed by it are served.
         password_file: holds `name:password` on its first line; only who knows them is served.
         every: called about twice a second from the server's thread; must be quick.
+        avoid: ports that the job will want, which are not taken where the system chooses one.
     """
 
     certificate: Path | None = None
@@ -36,6 +40,7 @@ class Serving:
     client_ca: Path | None = None
     password_file: Path | None = None
     every: Callable[[], None] = lambda: None
+    avoid: frozenset[int] = frozenset()
 
     def context(self) -> ssl.SSLContext | None:
         """Return the TLS context; raise OSError where a file cannot be used."""
@@ -62,7 +67,7 @@ class Endpoint:
     """Serves applications by their paths, from its construction on.
 
     Args:
-        port: the first to try; one that is taken moves on to the next. 0 takes any free one.
+        port: the first to try; one that is taken moves on to the next. 0 takes any free one but those to avoid.
 
     Raises:
         OSError: no port is free, the host is not ours, or a file of `serving` cannot be used.
@@ -71,10 +76,12 @@ class Endpoint:
     def __init__(self, apps: Mapping[str, App], host: str, port: int, serving: Serving) -> None:
         context, credentials = serving.context(), serving.credentials()
         self._host, self._owner = host, os.getpid()
-        listener = _bound(host, port)
+        listener = _bound(host, port) if port else _anywhere(host, serving.avoid)
         self.port = int(listener.getsockname()[1])
         self.scheme = "http" if context is None else "https"
         app = _routed(apps)
+        if _is_loopback(listener.getsockname()[0]):
+            app = _for_this_machine(app)
         self._server = Server(
             listener, app if credentials is None else _protected(app, credentials), context, serving.every
         )
@@ -106,6 +113,51 @@ def _bound(host: str, port: int) -> socket.socket:
         else:
             return listener
     raise OSError(errno.EADDRINUSE, f"no free port from {port} to {port + _TRIES - 1} on {host!r} for metrics")
+
+
+def _anywhere(host: str, avoid: frozenset[int]) -> socket.socket:
+    """Return a socket on a port that the system chooses; one to avoid is held until another one is found."""
+    held = []
+    try:
+        for _ in range(len(avoid) + 1):
+            listener = _bound(host, 0)
+            if listener.getsockname()[1] not in avoid:
+                return listener
+            held.append(listener)
+    finally:
+        for other in held:
+            other.close()
+    raise OSError(errno.EADDRINUSE, f"no free port on {host!r} for metrics")
+
+
+def _is_loopback(address: str) -> bool:
+    return ip_address(address.partition("%")[0]).is_loopback
+
+
+def _for_this_machine(app: App) -> App:
+    """Refuse requests for other names: a web page whose name was pointed at 127.0.0.1 must not read the metrics.
+
+    Addresses and this machine's names are served, whatever the port: tunnels have others.
+    """
+    node = socket.gethostname().lower()
+    own = {"localhost", node, node.partition(".")[0], *_CONTAINERS}
+
+    def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        host = str(environ.get("HTTP_HOST", "")).strip().lower()
+        name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
+        if not host or name.rstrip(".") in own or _is_address(name):
+            return app(environ, start_response)
+        return answer(start_response, "421 Misdirected Request", "ask for an address, localhost or this machine\n")
+
+    return guarded
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _routed(apps: Mapping[str, App]) -> App:

@@ -1,0 +1,286 @@
+"""The disk as ddpdebug may use it: private files, and only room that the job can spare. Torch-free.
+
+A job writes checkpoints into the same file systems, and one that fails for lack of room costs hours, where a bundle
+costs a hint. So every writer asks `Disk.refusal` before each write, and what was not written is counted.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import resource
+import secrets
+import stat
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+#: Left for the job by what is large: so many times its parameters and optimizer state, at least so many bytes, at least
+#: this share of the file system, of which no more than so many bytes count.
+_TIMES, _FLOOR, _SHARE, _MOST_OF_SHARE = 4, 256 << 20, 0.05, 64 << 30
+#: Rows and observations are bounded (128 MiB in all) and worth more: they leave two checkpoints, and this.
+_ROWS_TIMES, _ROWS_FLOOR = 2, 32 << 20
+#: What stopped for lack of room goes on when there is so many times the room that it needs: no to and fro.
+_AGAIN = 2
+_SMALL = frozenset({"rows", "observations", "summaries"})
+_LEAST_FILES = 64
+_BLOCK = 4096
+
+PRIVATE = 0o600
+
+
+class Free(NamedTuple):
+    """What a file system has left for us."""
+
+    bytes: int
+    total: int
+    files: int | None  # None where it does not count them
+
+
+class NoRoomError(OSError):
+    """A write was not begun, because the job may need the room."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(errno.ENOSPC, reason)
+        self.reason = reason
+
+
+class Disk:
+    """Tells each writer whether there is room, and makes files that only their owner can read.
+
+    Args:
+        mode: permissions of new files; directories are passable for whom files are readable. None is what the
+            process's umask leaves.
+        ranks: how many ranks may write into the same file system: each takes its share of what can be spared.
+        free: looks at the file system of a path.
+    """
+
+    def __init__(
+        self, mode: int | None = PRIVATE, *, ranks: int = 1, free: Callable[[Path], Free] | None = None
+    ) -> None:
+        self.ranks = max(1, ranks)
+        self.needed = 0  # bytes of the job's parameters and optimizer state on this rank, once they are known
+        self.left_out: Counter[str] = Counter()  # what -> how often it was not written
+        self._mode, self._free = mode, free or free_of
+        self._stopped: set[str] = set()
+
+    # --- room ---------------------------------------------------------------------------------------------------------
+
+    def refusal(self, path: Path, size: int, what: str) -> str | None:
+        """Return why `size` bytes must not be written at a path now; None where there is room.
+
+        Args:
+            what: rows, observations and summaries leave less, everything else is large.
+        """
+        small = what in _SMALL
+        try:
+            free = self._free(path)
+        except OSError as error:
+            return self._refuse(what, f"the disk cannot be asked for its room: {error.strerror or error}")
+        if small:
+            reserve = max(_ROWS_FLOOR, _ROWS_TIMES * self.needed)
+        else:
+            share = min(int(_SHARE * free.total), _MOST_OF_SHARE)
+            reserve = max(_FLOOR, _TIMES * self.needed, share)
+        spare = max(0, free.bytes - reserve) // (1 if small else self.ranks)  # rows are rank 0's alone
+        wanted = size * _AGAIN if what in self._stopped and small else size
+        if small and what in self._stopped:
+            wanted += reserve * (_AGAIN - 1)
+        limit = _file_limit()
+        if free.files is not None and free.files < _LEAST_FILES:
+            return self._refuse(what, f"the file system has {free.files} files left")
+        if limit is not None and size > limit:
+            return self._refuse(what, f"files may have {limit} bytes (ulimit -f)")
+        if wanted > spare:
+            shared = f", shared by {self.ranks} ranks" if self.ranks > 1 and not small else ""
+            return self._refuse(
+                what,
+                f"{size} bytes are needed, and of {free.bytes} free ones {reserve} are left for the job{shared}",
+            )
+        self._stopped.discard(what)
+        return None
+
+    def _refuse(self, what: str, reason: str) -> str:
+        self.left_out[what] += 1
+        self._stopped.add(what)
+        return reason
+
+    # --- files --------------------------------------------------------------------------------------------------------
+
+    def make_directory(self, path: Path, below: Path | None = None) -> None:
+        """Make a directory and what is missing above it; raise OSError where that fails.
+
+        Args:
+            below: a directory that may be anything; what is under it must be real directories, and no links, which
+                somebody else may have laid.
+        """
+        missing = []
+        at = path
+        while not at.is_dir() and at != at.parent:
+            missing.append(at)
+            at = at.parent
+        for one in reversed(missing):
+            with suppress(FileExistsError):  # another rank was quicker, or it is a file, as the next call says
+                inside = one == path or (below is not None and below in one.parents)
+                one.mkdir(mode=0o777 if self._mode is None or not inside else self._directory_mode())
+                if inside and self._mode not in {None, PRIVATE}:
+                    one.chmod(self._directory_mode())
+            if not one.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, f"{str(one)!r} is no directory")
+        while below is not None and path != below and below in path.parents:
+            if path.is_symlink():
+                raise OSError(errno.ELOOP, f"{str(path)!r} is a link; files are not written through it")
+            path = path.parent
+
+    def open(self, path: Path, flags: int) -> io.FileIO:
+        """Open a file for writing with os.open's flags; a link in its place is not followed."""
+        mode = 0o666 if self._mode is None else PRIVATE
+        descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+        try:
+            _require_regular(descriptor, path)
+            if self._mode not in {None, PRIVATE}:
+                os.fchmod(descriptor, self._mode or PRIVATE)
+            return io.FileIO(descriptor, "ab" if flags & os.O_APPEND else "wb")
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def create(self, path: Path) -> io.FileIO:
+        """Open a new file, or an old one emptied."""
+        return self.open(path, os.O_WRONLY | os.O_TRUNC)
+
+    def append(self, path: Path, data: bytes) -> None:
+        """Add to a file, all or nothing; raise OSError where that fails."""
+        with self.open(path, os.O_WRONLY | os.O_APPEND) as file:
+            before = os.fstat(file.fileno()).st_size
+            try:
+                write_all(file.fileno(), data)
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(file.fileno(), before)
+                raise
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Write a file so that a failure leaves nothing of it."""
+        with self.create(path) as file:
+            try:
+                write_all(file.fileno(), data)
+            except OSError:
+                with suppress(OSError):
+                    path.unlink()
+                raise
+
+    def replace(self, path: Path, parts: Iterable[bytes]) -> None:
+        """Write a file so that readers see the old or the new content, never a part."""
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+        try:
+            with self.open(temporary, os.O_WRONLY | os.O_EXCL) as file:
+                for part in parts:
+                    write_all(file.fileno(), part)
+            temporary.replace(path)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+
+    def _directory_mode(self) -> int:
+        mode = PRIVATE if self._mode is None else self._mode
+        return mode | (mode & 0o444) >> 2
+
+
+def mode_of(setting: str) -> int | None:
+    """Return the permissions that a value of `file_mode` stands for; raise ValueError for anything else.
+
+    `private` is 0600, `umask` is None, others are octal: the owner must be able to read and write, and nothing that
+    ddpdebug writes is executable.
+    """
+    named = {"private": PRIVATE, "umask": None}
+    if setting in named:
+        return named[setting]
+    mode = int(setting.removeprefix("0o"), 8) if setting.isascii() else -1
+    if mode & ~0o666 or mode & 0o600 != 0o600:
+        raise ValueError(f"{setting!r} is no mode of a file that its owner can read and write")
+    return mode
+
+
+def _require_regular(descriptor: int, path: Path) -> None:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        raise OSError(errno.EINVAL, f"{str(path)!r} is no regular file")
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Hand all bytes to the operating system."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+class Ballast:
+    """A small file that makes room on a full disk for what must be written: a finding, how the run ended."""
+
+    def __init__(self, disk: Disk, path: Path, size: int) -> None:
+        self._disk, self._path, self._size = disk, path, size
+
+    def take(self) -> None:
+        """Take the room; without it on a disk that is full already."""
+        with suppress(OSError):
+            self._disk.write(self._path, os.urandom(_BLOCK) * (self._size // _BLOCK))
+
+    def drop(self) -> None:
+        """Give the room back."""
+        with suppress(OSError):
+            self._path.unlink()
+
+
+def free_of(path: Path) -> Free:
+    """Return what the file system of a path (or of the nearest directory above it that exists) has left.
+
+    A file system in memory (/dev/shm) has no more than the memory that is free.
+    """
+    at = path
+    while True:
+        try:
+            found = os.statvfs(at)
+            break
+        except FileNotFoundError:
+            if at == at.parent:
+                raise
+            at = at.parent
+    size = found.f_bavail * found.f_frsize
+    if (memory := _memory_of(at)) is not None:
+        size = min(size, memory)
+    files = found.f_favail if found.f_files else None
+    return Free(size, found.f_blocks * found.f_frsize, files)
+
+
+def _memory_of(path: Path) -> int | None:
+    """Return the bytes of memory that are free where a file system lies in it; None for disks."""
+    device = path.stat().st_dev
+    place = f"{os.major(device)}:{os.minor(device)}"
+    with suppress(OSError, ValueError, StopIteration):
+        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        kind = next(line.partition(" - ")[2].split()[0] for line in mounts if line.split()[2] == place)
+        if kind in {"tmpfs", "ramfs"}:
+            lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+            free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+            return min([free, *_group_memory()])
+    return None
+
+
+def _group_memory() -> list[int]:
+    """Return what the control group may still use, where it has a limit."""
+    base = Path("/sys/fs/cgroup")
+    pairs = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+    found = []
+    for limit, used in pairs:
+        with suppress(OSError, ValueError):
+            found.append(max(0, int((base / limit).read_text()) - int((base / used).read_text())))
+    return found
+
+
+def _file_limit() -> int | None:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
