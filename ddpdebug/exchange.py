@@ -407,7 +407,8 @@ class Exchange:
             try:
                 messages.append(dict(json.loads(zlib.decompressobj().decompress(packed, _MAX_MESSAGE))))
             except (zlib.error, ValueError, TypeError, RecursionError) as error:
-                self._tell(f"a message of rank {rank}", f"{type(error).__name__}: {error}")
+                if self.rank == self._members[0]:  # all ranks see it
+                    self._tell(f"a message of rank {rank}", f"{type(error).__name__}: {error}")
         return messages
 
 
