@@ -78,7 +78,7 @@ _KINDS = {"again": "", "file": "", "mine": "the job's store gives no connection 
 def test_groups_that_come_and_go(
     kind: str, run_jobs: Callable[..., Any], compare: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    """The ranks meet in the group that stays; a store that gives no connection of our own is left alone, which is said."""
+    """The ranks meet in the group that stays; a store that gives us no connection is left alone, and that is said."""
     job = {"script": "regroup.py", "args": [kind]}
     plain, watched = run_jobs([{**job, "options": None}, {**job, "options": ["--out", "run"], "cwd": str(tmp_path)}])
     assert [rank["status"] for rank in plain] == [0, 0], plain
