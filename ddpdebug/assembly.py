@@ -76,10 +76,11 @@ class Assembler:
         passed = all(self._reached.get(rank, -1) > step for rank in absent)
         return ahead >= (LAG_STEPS if passed else LATE_STEPS)
 
-    def rest(self) -> Iterator[Step]:
-        """Yield what is left, complete or not."""
+    def rest(self, *, complete: bool = False) -> Iterator[Step]:
+        """Yield what is left; with `complete` only the steps that have the rows of all members."""
         for key in sorted(self._open, key=lambda k: (k[1], k[0])):
-            yield self._close(key)
+            if not complete or self._members <= self._open[key].keys():
+                yield self._close(key)
 
     def _close(self, key: tuple[int, int]) -> Step:
         rows = self._open.pop(key)

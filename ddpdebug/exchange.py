@@ -180,7 +180,7 @@ class Exchange:
     def unmet(self) -> str:
         """Say, for people, who has not come to the meeting."""
         who = ranks_text(self.missing) if self.missing else "some rank"
-        return f"{who} has not come to meet the others: without ddpdebug, not attached yet, or out of reach"
+        return f"no word from {who}: without ddpdebug, not attached yet, or out of reach"
 
     def say(self, message: dict[str, Any]) -> bool:
         """Queue a JSON message to all ranks (this one too); return whether it will be sent.
@@ -407,7 +407,8 @@ class Exchange:
             try:
                 messages.append(dict(json.loads(zlib.decompressobj().decompress(packed, _MAX_MESSAGE))))
             except (zlib.error, ValueError, TypeError, RecursionError) as error:
-                self._tell(f"a message of rank {rank}", f"{type(error).__name__}: {error}")
+                if self.rank == self._members[0]:  # all ranks see it
+                    self._tell(f"a message of rank {rank}", f"{type(error).__name__}: {error}")
         return messages
 
 

@@ -262,43 +262,39 @@ class Monitor:
     # --- meeting the other ranks, in the background thread ------------------------------------------------------------
 
     def _connect(self, generation: int, members: tuple[int, ...]) -> Group:
-        if len(members) == 1:
-            return Alone()
-        if generation == 0:
-            prefix = self._meet()
-        else:
-            assert self._roll is not None
-            prefix = self._roll.meet_again(generation, len(members))
-        position = members.index(self.rank)
-        return internals.GlooGroup(self._store, f"{prefix}/{generation}", position, len(members), _GROUP_TIMEOUT)
-
-    def _meet(self) -> str:
-        """Return the prefix of the meeting's keys; where the process group is replaced meanwhile, meet in the new one.
+        """Return the side group; where the job's process group is replaced meanwhile, meet again in the new one.
 
         Raises:
             ConnectionError: the ranks cannot be compared, and why.
         """
+        if len(members) == 1:
+            return Alone()
         while True:
             group = internals.default_group_id()
-            waiting = internals.Waiting()
-            give_up = partial(self._why_not_wait, group, waiting)
-            self._roll = internals.RollCall(
-                self._store, self._number, self.rank, self.world, self._identity(), give_up, waiting
-            )
             try:
-                prefix = self._roll.meet()
-                break
+                size, position = len(members), members.index(self.rank)
+                if generation == 0 or self._roll is None:
+                    prefix = self._meet(group)
+                else:
+                    prefix = self._roll.meet_again(generation, size)
+                return internals.GlooGroup(self._store, f"{prefix}/{generation}", position, size, _GROUP_TIMEOUT)
             except Exception:
-                if not self._group_replaced(group):
+                if generation > 0 or not self._group_replaced(group):
                     raise
-        own = self._roll.settings
+
+    def _meet(self, group: int | None) -> str:
+        waiting = internals.Waiting()
+        give_up = partial(self._why_not_wait, group, waiting)
+        roll = internals.RollCall(self._store, self._number, self.rank, self.world, self._identity(), give_up, waiting)
+        prefix = roll.meet()
+        self._roll = roll
+        own = roll.settings
         self.schedule.follow(budget=own["~budget"], every_step=own["~every_step"])
-        for rank, identity in sorted(self._roll.identities.items()):
+        for rank, identity in sorted(roll.identities.items()):
             for name in ("budget", "every_step"):
-                if (value := identity.get(f"~{name}")) != own[f"~{name}"]:
-                    self._trouble(
-                        f"{name}={value} of rank {rank}", f"rank 0 has {own[f'~{name}']}, and that holds for all"
-                    )
+                value, ours = identity.get(f"~{name}"), own[f"~{name}"]
+                if value != ours:
+                    self._trouble(f"{name}={value} of rank {rank}", f"rank 0 has {ours}, and that holds for all")
         return prefix
 
     def _identity(self) -> dict[str, Any]:
@@ -448,7 +444,7 @@ class Monitor:
         fault = fault_of(row, rank, self._progress)
         if fault is None:
             self._assembler.add(rank, row)
-        elif rank not in self._doubted:
+        elif rank not in self._doubted and self.rank == 0:  # all ranks see it
             self._doubted.add(rank)
             self._back.tell(f"a row of rank {rank}", f"{fault}; it is left out, and so are others like it")
 
@@ -516,9 +512,13 @@ class Monitor:
         self._stopping = True
 
     def _judge_rest(self) -> None:
-        """Judge what is left; the thread has ended, and what belonged to it is the caller's."""
+        """Judge what is left; the thread has ended, and what belonged to it is the caller's.
+
+        A rank whose rows could not come any more has not failed to take the steps that they are about.
+        """
         run = self._back.run
-        for step in run("exchange:steps", lambda: list(self._assembler.rest())) or ():
+        lost = self._exchange is not None and self._exchange.lost
+        for step in run("exchange:steps", lambda: list(self._assembler.rest(complete=lost))) or ():
             self._judge(step)
         run("diagnosis", lambda: self._report(self._diagnosis.finish(), 0))
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from ddpdebug.assembly import LAG_STEPS, LATE_STEPS, Assembler
-from ddpdebug.observations import Row
+import pytest
+
+from ddpdebug.assembly import LAG_STEPS, LATE_STEPS, Assembler, fault_of
+from ddpdebug.observations import Flag, Row
 
 
 def add(assembler: Assembler, rank: int, step: int, optimizer: int = 0) -> None:
@@ -78,3 +80,29 @@ def test_the_rest_comes_out_at_the_end() -> None:
     add(assembler, 0, 3)
     assert [s.step for s in assembler.rest()] == [3]
     assert assembler.waiting == 0
+
+
+def test_what_ranks_could_not_deliver_any_more_is_not_judged() -> None:
+    """Where the exchange was lost, a missing row says nothing about the rank."""
+    assembler = Assembler(2)
+    add(assembler, 0, 3)
+    add(assembler, 1, 3)
+    add(assembler, 0, 4)
+    assert [s.step for s in assembler.rest(complete=True)] == [3]
+
+
+@pytest.mark.parametrize(
+    "row, says",
+    [
+        (Row(rank=1, step=5, optimizer=2, flags=int(Flag.CHECKED | Flag.VAL_LOSS_SEEN)), None),
+        (Row(rank=0, step=5), "it says that it is of rank 0"),
+        (Row(rank=1, step=79289689636194693), "it is of step 79289689636194693, and no rank has taken more than 6"),
+        (Row(rank=1, step=-1), "it is of step -1, and no rank has taken more than 6"),
+        (Row(rank=1, step=5, optimizer=-3), "it is of optimizer -3"),
+        (Row(rank=1, step=5, flags=-1), "its flags -0x1 are unknown"),
+        (Row(rank=1, step=5, flags=1 << 60), "its flags 0x1000000000000000 are unknown"),
+    ],
+)
+def test_rows_that_cannot_be_true(row: Row, says: str | None) -> None:
+    """Damaged memory or a foreign program may send anything."""
+    assert fault_of(row, 1, 6) == says

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 import time
+import zlib
 from collections.abc import Callable
 
 import pytest
@@ -39,6 +41,12 @@ class HubGroup:
 
     def close(self) -> None:
         self.hub.barrier.abort()
+
+    def leave_word(self, text: str) -> None:
+        pass
+
+    def word(self) -> str | None:
+        return None
 
 
 class World:
@@ -214,3 +222,140 @@ def test_the_bytes_of_a_tick_do_not_depend_on_what_the_ranks_say_elsewhere() -> 
     exchange.post(row(0, 0))
     assert exchange.close()
     assert max(sizes) <= 64 + BATCH_ROWS * ROW_BYTES
+
+
+def test_what_json_cannot_say_is_dropped_and_told_once() -> None:
+    """A circle, an object whose text raises, keys of other types: none of them reaches who says it."""
+
+    class Bad:
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    told: list[str] = []
+    exchange = Exchange(0, 2, World(2).connector(0), lambda _: False, lambda _: None, lambda part, _: told.append(part))
+    circle: dict[str, object] = {"kind": "fact"}
+    circle["itself"] = circle
+    assert not exchange.say(circle)
+    assert not exchange.say({"kind": "fact", "value": Bad()})
+    assert not exchange.say({"kind": "vote", "value": {(1, 2): 3}})
+    assert exchange.say({"kind": "fact", "value": object()})
+    assert told == ["message:fact", "message:vote"]
+
+
+def test_a_tick_that_fails_does_not_end_the_comparison() -> None:
+    """The other ranks wait for the next gather; the failure is told once."""
+    world = World(2)
+    told: list[tuple[str, str]] = []
+
+    def fails(tick: Tick) -> bool:
+        world.heard[0].append(tick)
+        raise RuntimeError("broken")
+
+    connect = world.connector(0)
+    world.ranks[0] = Exchange(0, 2, connect, fails, world.lost[0].append, lambda *trouble: told.append(trouble))
+    world.start()
+    for step in range(20):
+        for rank, exchange in enumerate(world.ranks):
+            exchange.post(row(rank, step))
+    assert all(world.close())
+    assert len(world.rows(0)) == len(world.rows(1)) == 40
+    assert told == [("tick", "RuntimeError: broken")]
+    assert world.lost == [[], []]
+
+
+def test_a_row_that_cannot_be_encoded_is_left_out() -> None:
+    """The header counts the rows that are there."""
+    world = World(2)
+    told: list[str] = []
+    world.ranks[0]._on_trouble = lambda part, message: told.append(part)
+
+    def broken() -> bytes:
+        raise RuntimeError("no row")
+
+    world.start()
+    for bad in (broken, lambda: b"short"):
+        world.ranks[0].post(bad)
+        world.ranks[0].post(row(0, 7))
+    assert all(world.close())
+    assert world.rows(1) == [(0, 7), (0, 7)]
+    assert told == ["row"]
+
+
+def test_a_message_that_cannot_be_read_does_not_take_the_next_ones_with_it() -> None:
+    """It is dropped on all ranks alike."""
+    world = World(2)
+    for garbage in (b"\0\1\2", zlib.compress(b"[1, 2]"), zlib.compress(b"{"), zlib.compress(b'"text"')):
+        world.ranks[1]._outbox += struct.pack("<I", len(garbage)) + garbage
+    world.ranks[1].say({"text": "whole"})
+    world.start()
+    assert all(world.close())
+    for heard in world.heard:
+        assert [message for tick in heard for _, message in tick.messages] == [{"text": "whole"}]
+
+
+def test_headers_that_cannot_be_true_end_it_without_a_huge_gather() -> None:
+    """A rank whose memory is damaged must not make the others allocate what it says."""
+
+    class Liar(Alone):
+        def gather(self, data: bytes) -> list[bytes]:
+            head = module._HEADER.pack(module.LAYOUT_VERSION, 0, 0, 0, 0, 1 << 60)
+            return [head + data[len(head) :]]
+
+    lost: list[str] = []
+    exchange = Exchange(0, 1, lambda _g, _m: Liar(), lambda _tick: False, lost.append)
+    exchange.start()
+    exchange.close()
+    assert "a header that cannot be true" in lost[0]
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), MemoryError(), RuntimeError("boom")])
+def test_who_gives_up_says_why(error: BaseException) -> None:
+    """`state` and `reason` tell it on this rank, the word that it leaves tells the others; who is told may raise."""
+    words: list[str] = []
+
+    class Breaks(Alone):
+        def leave_word(self, text: str) -> None:
+            words.append(text)
+
+    def lost(reason: str) -> None:
+        raise RuntimeError(reason)
+
+    exchange = Exchange(0, 2, lambda _g, _m: Breaks(), lambda _tick: False, lost)
+    exchange._message = lambda: (_ for _ in ()).throw(error)  # type: ignore[method-assign]
+    assert exchange.state == "meeting"
+    exchange.start()
+    assert exchange.close()
+    assert exchange.state == "lost"
+    assert exchange.reason.startswith(type(error).__name__)
+    assert words == [f"rank 0 has given up: {exchange.reason}"]
+    exchange.post(row(0, 0))
+    assert not exchange.say({})
+
+
+def test_the_state_follows_the_group() -> None:
+    """From the meeting to the end."""
+    world = World(2)
+    assert [rank.state for rank in world.ranks] == ["meeting", "meeting"]
+    assert Exchange(0, 1, lambda _g, _m: Alone(), lambda _: False, lambda _: None).state == "alone"
+    world.start()
+    while not (world.heard[0] and world.heard[1]):
+        time.sleep(0.01)
+    assert [rank.state for rank in world.ranks] == ["comparing", "comparing"]
+    assert all(world.close())
+    assert [rank.state for rank in world.ranks] == ["ended", "ended"]
+
+
+def test_who_has_met_nobody_keeps_the_newest_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that attaches late finds what is left; after `MEET_SECONDS` the rest is given up, with names."""
+    monkeypatch.setattr(module, "_MAX_WAITING", 4)
+    lost: list[str] = []
+    exchange = Exchange(0, 3, lambda _g, _m: Alone(), lambda _tick: False, lost.append)
+    for step in range(6):
+        exchange.post(row(0, step))
+    assert [decode(bytes(data)).step for data in exchange._rows] == [2, 3, 4, 5]  # type: ignore[arg-type]
+    assert (exchange.state, exchange.dropped_rows, lost) == ("meeting", 2, [])
+    monkeypatch.setattr(module, "MEET_SECONDS", 0.0)
+    exchange.missing = (1, 2)
+    exchange.post(row(0, 6))
+    assert (exchange.state, len(exchange._rows)) == ("lost", 0)
+    assert lost[0].startswith("no word from ranks 1-2")

@@ -182,6 +182,26 @@ def test_giving_up_says_why() -> None:
     assert rank.result == "the job is over"
 
 
+def test_who_withdraws_takes_all_or_none_with_it() -> None:
+    """Its process group ends while the ranks meet: either all go on with it, or the others know that it has gone."""
+    for pause in (0.0, 0.005, 0.01, 0.015, 0.02, 0.03):
+        store = HashStore()
+        ranks = [Rank(store, rank, 2) for rank in range(2)]
+        for rank in ranks:
+            rank.start()
+        time.sleep(pause)
+        ranks[1].end("group has ended")
+        if ranks[1].result != "group has ended":
+            ranks[0].join(10)
+            assert ranks[0].result == ranks[1].result
+            continue
+        next_one = Rank(store, 1, 2)
+        next_one.start()
+        for rank in (ranks[0], next_one):
+            rank.join(10)
+        assert ranks[0].result == next_one.result != ""
+
+
 def test_two_monitors_of_a_process_do_not_meet_each_other() -> None:
     """The ranks' n-th monitors belong together."""
     store = HashStore()

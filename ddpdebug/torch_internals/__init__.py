@@ -92,8 +92,7 @@ def private_store() -> Any | None:
         try:
             return store.clone()
         except Exception as error:
-            kind = type(getattr(store, "underlying_store", store)).__name__
-            raise ConnectionError(f"the job's store ({kind}) gives no connection of our own: {error}") from error
+            raise ConnectionError(f"the job's store gives no connection of our own: {error}") from error
     env = os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "MASTER_PORT" in env:
         attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -20,7 +20,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ddpdebug.sinks.text import ranks_text
@@ -109,11 +109,13 @@ class RollCall:
         }
         self._store.set(f"{self._base}/arrival/{ticket}", json.dumps(arrival))
 
-    def _polls(self) -> Any:
-        pause = _FIRST_SECONDS
+    def _polls(self, *, raises: bool = True) -> Iterator[str | None]:
+        """Yield for each look; after each one comes a pause. Yields the reason to give up where it is not raised."""
+        pause, reason = _FIRST_SECONDS, None
         while True:
-            yield None
-            if (reason := self._give_up()) is not None:
+            yield reason
+            reason = self._give_up()
+            if reason is not None and raises:
                 raise ConnectionError(reason)
             time.sleep(pause)
             pause = min(2 * pause, self._longest)
@@ -123,8 +125,12 @@ class RollCall:
     def _answer_call(self) -> str:
         key, token, started = f"{self._base}/answer/{self._nonce}", "", time.monotonic()
         queued, looked = started, False
-        for _ in self._polls():
+        for reason in self._polls(raises=False):
             now = time.monotonic()
+            if reason is not None:
+                if self._withdraw(token):
+                    raise ConnectionError(reason)
+                return token  # too late: the others have gone on with us
             if token or self._store.check([key]):
                 answer = json.loads(self._store.get(key))
                 if "refused" in answer:
@@ -132,18 +138,40 @@ class RollCall:
                 if answer["token"] != token:
                     token, self.settings = str(answer["token"]), dict(answer["settings"])
                     self._store.add(f"{self._base}/{token}/here", 1)
-                if self._store.check([f"{self._base}/{token}/all"]):
+                if self._is_decided(token):
                     return token
                 continue
             self._waiting.missing = (0,)
             if not looked and now - started > _OLD_SECONDS:
                 looked = True
-                if self._store.check([f"{self._old}/0"]):
-                    raise ConnectionError(_older([0], self.rank, self._identity))
+                self._look_for_older([0])
             if now - queued > _AGAIN_SECONDS:
                 queued = now
                 self._queue_up()
         raise AssertionError  # polls do not end by themselves
+
+    def _look_for_older(self, missing: Sequence[int]) -> None:
+        """Raise ConnectionError where ranks that have not come run version 0.1.0, which knows another place to meet."""
+        old = [rank for rank in missing if self._store.check([f"{self._old}/{rank}"])]
+        if old:
+            name = "versions of ddpdebug"
+            self._refuse(_different(name, [("0.1.0", old), (_text(self._identity.get(name)), [self.rank])]))
+
+    def _is_decided(self, token: str) -> bool:
+        key = f"{self._base}/{token}/all"
+        return bool(self._store.check([key])) and not self._store.get(key).startswith(b"void")
+
+    def _withdraw(self, token: str) -> bool:
+        """Call the meeting off, unless rank 0 has closed it a moment ago: then it counts on us."""
+        if not token:
+            return True
+        if int(self._store.add(f"{self._base}/{token}/decision", 1)) == 1:
+            self._store.set(f"{self._base}/{token}/all", f"void {self.rank}")
+            return True
+        deadline = time.monotonic() + _AGAIN_SECONDS
+        while not self._store.check([f"{self._base}/{token}/all"]) and time.monotonic() < deadline:
+            time.sleep(_FIRST_SECONDS)  # whoever was first is about to say what it has decided
+        return not self._is_decided(token)
 
     # --- rank 0 -------------------------------------------------------------------------------------------------------
 
@@ -158,15 +186,18 @@ class RollCall:
             if missing:
                 if not looked and time.monotonic() - started > _OLD_SECONDS:
                     looked = True
-                    old = [rank for rank in missing if self._store.check([f"{self._old}/{rank}"])]
-                    if old:
-                        self._refuse(_older(old, 0, self._identity))
+                    self._look_for_older(missing)
                 continue
             if not token:
                 token = self._invite()
-            if int(self._store.add(f"{self._base}/{token}/here", 0)) == self.world - 1:
+            if self._store.check([f"{self._base}/{token}/all"]):  # somebody has withdrawn
+                self._arrivals.pop(int(self._store.get(f"{self._base}/{token}/all").split()[1]), None)
+                token = ""
+            elif int(self._store.add(f"{self._base}/{token}/here", 0)) == self.world - 1 and (
+                int(self._store.add(f"{self._base}/{token}/decision", 1)) == 1
+            ):
                 self._store.set(f"{self._base}/done", str(self._tickets_read))
-                self._store.set(f"{self._base}/{token}/all", "1")
+                self._store.set(f"{self._base}/{token}/all", "go")
                 return token
         raise AssertionError  # polls do not end by themselves
 
@@ -244,8 +275,3 @@ def _different(name: str, groups: list[tuple[str, list[int]]]) -> str:
     has = ", ".join(f"{ranks_text(ranks)} {value}" for value, ranks in groups)
     remedy = "give all ranks the same" if name.startswith("settings") else "install the same on all nodes"
     return f"the ranks have different {name} ({has}): {remedy}"
-
-
-def _older(ranks: list[int], rank: int, identity: Mapping[str, Any]) -> str:
-    name = "versions of ddpdebug"
-    return _different(name, [("0.1.0", ranks), (_text(identity.get(name)), [rank])])
