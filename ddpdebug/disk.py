@@ -64,7 +64,7 @@ class Disk:
         self.ranks = max(1, ranks)
         self.needed = 0  # bytes of the job's parameters and optimizer state on this rank, once they are known
         self.left_out: Counter[str] = Counter()  # what -> how often it was not written
-        self._mode, self._free = mode, free or free_of
+        self._mode, self._free = mode, free or Volumes()
         self._stopped: set[str] = set()
 
     # --- room ---------------------------------------------------------------------------------------------------------
@@ -235,39 +235,54 @@ class Ballast:
             self._path.unlink()
 
 
-def free_of(path: Path) -> Free:
-    """Return what the file system of a path (or of the nearest directory above it that exists) has left.
+class Volumes:
+    """Looks at file systems; remembers which of them lie in memory."""
 
-    A file system in memory (/dev/shm) has no more than the memory that is free.
-    """
-    at = path
-    while True:
-        try:
-            found = os.statvfs(at)
-            break
-        except FileNotFoundError:
-            if at == at.parent:
-                raise
-            at = at.parent
-    size = found.f_bavail * found.f_frsize
-    if (memory := _memory_of(at)) is not None:
-        size = min(size, memory)
-    files = found.f_favail if found.f_files else None
-    return Free(size, found.f_blocks * found.f_frsize, files)
+    def __init__(self) -> None:
+        self._in_memory: dict[int, bool] = {}  # by the number of the device
+
+    def __call__(self, path: Path) -> Free:
+        """Return what the file system of a path (or of the nearest directory above it that exists) has left.
+
+        A file system in memory (/dev/shm) has no more than the memory that is free.
+        """
+        at = path
+        while True:
+            try:
+                found = os.statvfs(at)
+                break
+            except FileNotFoundError:
+                if at == at.parent:
+                    raise
+                at = at.parent
+        size = found.f_bavail * found.f_frsize
+        if self.in_memory(at):
+            size = min([size, *_free_memory(), *_group_memory()])
+        files = found.f_favail if found.f_files else None
+        return Free(size, found.f_blocks * found.f_frsize, files)
+
+    def in_memory(self, path: Path) -> bool:
+        """Tell whether what is written at a path takes memory."""
+        device = path.stat().st_dev
+        if device not in self._in_memory:
+            self._in_memory[device] = _kind_of(device) in {"tmpfs", "ramfs"}
+        return self._in_memory[device]
 
 
-def _memory_of(path: Path) -> int | None:
-    """Return the bytes of memory that are free where a file system lies in it; None for disks."""
-    device = path.stat().st_dev
+def _kind_of(device: int) -> str:
     place = f"{os.major(device)}:{os.minor(device)}"
-    with suppress(OSError, ValueError, StopIteration):
-        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        kind = next(line.partition(" - ")[2].split()[0] for line in mounts if line.split()[2] == place)
-        if kind in {"tmpfs", "ramfs"}:
-            lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-            free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-            return min([free, *_group_memory()])
-    return None
+    with suppress(OSError, IndexError):
+        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.split()[2] == place:
+                return line.partition(" - ")[2].split()[0]
+    return ""
+
+
+def _free_memory() -> list[int]:
+    with suppress(OSError, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        return [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    return []
 
 
 def _group_memory() -> list[int]:

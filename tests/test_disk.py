@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ddpdebug import disk as module, run_files
-from ddpdebug.disk import Disk, Free, free_of, mode_of
+from ddpdebug.disk import Disk, Free, Volumes, mode_of
 from ddpdebug.sinks import FindingRaised, Saved, Trouble
 from ddpdebug.sinks.fanout import Fanout
 from ddpdebug.sinks.run_directory import RunDirectory
@@ -98,8 +98,19 @@ def test_memory_is_not_disk() -> None:
         pytest.skip("no file system in memory")
     lines = Path("/proc/meminfo").read_text().splitlines()
     total = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemTotal:"))
-    assert module._memory_of(Path("/dev/shm")) is not None
-    assert 0 <= free_of(Path("/dev/shm/not/there")).bytes <= total
+    volumes = Volumes()
+    assert volumes.in_memory(Path("/dev/shm"))
+    assert not volumes.in_memory(Path("/proc"))
+    assert 0 <= volumes(Path("/dev/shm/not/there")).bytes <= total
+
+
+def test_the_control_group_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has left of its memory is all that a file system in memory has."""
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("no file system in memory")
+    monkeypatch.setattr(module, "_group_memory", lambda: [12345])
+    assert Volumes()(Path("/dev/shm")).bytes == min(12345, os.statvfs("/dev/shm").f_bavail * 4096)
+    assert Volumes()(Path("/proc/self")).bytes == 0
 
 
 # --- what was begun is not left ---------------------------------------------------------------------------------------

@@ -116,6 +116,30 @@ def _batch(samples: int = 6) -> torch.Tensor:
     return torch.linspace(1, 2, samples * 4).reshape(samples, 4)
 
 
+_RAISES = """
+import net
+
+
+class Raises(net.Net):
+    def forward(self, x):
+        raise RuntimeError("not on this machine")
+
+
+def build():
+    return Raises(4)
+"""
+
+
+def test_a_forward_that_raises_has_shown_nothing(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is neither reproduced nor fine: the exit code is of its own."""
+    (case.folder / "raises.py").write_text(_RAISES, encoding="utf-8")
+    bundle = case.bundle(_batch())
+    assert main(["replay", bundle, "--model", "net.py:build"]) == 0
+    capsys.readouterr()
+    assert main(["replay", bundle, "--model", "raises.py:build"]) == 3
+    assert "did not get to its end" in capsys.readouterr().out
+
+
 def test_names_the_operation(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     """Operation, line, module and operands are printed, and written as JSON; the exit code says that it fails."""
     x = _batch()

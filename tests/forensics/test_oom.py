@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ddpdebug.detectors.mem.explanation import explain, what_if
+from ddpdebug.disk import Disk, Free
 from ddpdebug.forensics import oom
 from ddpdebug.forensics.oom import Reports, is_out_of_memory, requested_bytes, where
 from ddpdebug.probes.guard import Guard
@@ -229,3 +230,19 @@ def test_what_if_counts_what_would_be_saved() -> None:
     ideas = what_if(SUMMARY)
     assert "`ZeroRedundancyOptimizer` over 4 ranks: saves about 12 GiB" in ideas
     assert any("checkpoint" in idea and "24 GiB" in idea for idea in ideas)
+
+
+def test_a_snapshot_leaves_the_room_to_the_job(recorder: Recorder, tmp_path: Path) -> None:
+    """The summaries are small and are written; the finding says why there is no snapshot."""
+    told: list[Any] = []
+    mine = reports(recorder, tmp_path, told)
+    mine.disk = Disk(free=lambda _: Free(100 << 20, 1 << 40, None))
+    recorder.memory.failure = Failure(
+        requested=6 * GIB, sample=MemorySample(), operation=None, snapshot={"segments": []}, table=""
+    )
+    mine.failed(raised(fail))
+    names = sorted(path.suffix for path in (tmp_path / "ranks/0/memory").iterdir())
+    assert names == [".json", ".txt"]
+    assert any("snapshot.pickle not written" in str(key) for item in told if isinstance(item, dict) for key in item)
+    assert mine.disk.left_out == {"snapshots": 1}
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "ranks/0/memory").iterdir()} == {0o600}

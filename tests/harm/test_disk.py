@@ -48,6 +48,32 @@ def test_the_checkpoint_fits_as_without_us(
     assert list(small.rglob("*.safetensors")) == []
 
 
+_ROOM = """
+from pathlib import Path
+from ddpdebug import disk
+disk.Volumes.__call__ = lambda self, path: disk.Free(int(Path("free").read_text()) << 20, 1 << 30, None)
+"""
+
+
+@pytest.mark.parametrize(("free", "bundles"), [(600, 0), (900, 2)])
+def test_the_size_of_model_and_state_decides(
+    run_jobs: Callable[..., Any], tmp_path: Path, free: int, bundles: int
+) -> None:
+    """Beyond four times 122 MiB both ranks' bundles of 61 MiB fit into 900 MiB; into 600 they would without that."""
+    (tmp_path / "free").write_text(str(free))
+    options = ["--out", "run", "--metrics", "off"]
+    job = {"script": "bad_samples.py", "options": options, "args": ["saved"], "cwd": str(tmp_path)}
+    (ranks,) = run_jobs([{**job, "inject": {"0": _ROOM, "1": _ROOM}}])
+    assert [rank["status"] for rank in ranks] == [0, 0]
+    run = tmp_path / "run"
+    found = [*run.glob("bundles/*"), *run.glob("ranks/1/bundles/*")]
+    assert (len(found) > 0) is (bundles > 0)
+    outcome = json.loads((run / "run.json").read_text())["outcome"]
+    assert ("bundles" in outcome.get("not_written", {})) is (bundles == 0)
+    for path in tmp_path.glob("saved*"):
+        path.unlink()
+
+
 def test_a_port_of_the_script_is_free(run_jobs: Callable[..., Any], compare: Callable[..., list[str]]) -> None:
     """The script binds a well-known port after ddpdebug has begun to serve."""
     job = {"script": "serves.py", "ranks": 1}
