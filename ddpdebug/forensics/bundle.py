@@ -177,7 +177,7 @@ class _Content:
             return described
         if isinstance(value, Lost):
             self.left_out.append({"what": key, "bytes": 0, "why": f"not kept: {value.what}"})
-            return {"left_out": "not kept"}
+            return {"left_out": value.what}
         what = f"{type(value).__module__}.{type(value).__qualname__}"
         self.left_out.append({"what": key, "bytes": 0, "why": f"a {what} is neither a tensor nor a plain value"})
         return {"left_out": what}

@@ -61,7 +61,7 @@ class Kept:
         """Keep a tensor's memory from here on, if it still is there and in host memory."""
         value = self._weak()
         if self._strong is None and type(value) is torch.Tensor and value.device.type == "cpu":
-            self._strong = internals.alias(value)
+            self._strong = internals.alias(value).requires_grad_(value.requires_grad)
 
     def let_go(self) -> None:
         """Keep nothing any more."""

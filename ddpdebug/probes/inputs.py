@@ -78,7 +78,9 @@ def bad_later(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> 
     looked = [(name, t, seen) for name, t, seen in looked if seen is not None]
     if not looked:
         return None
-    known = [{"argument": n, "dtype": ranges.dtype_name(t), "shape": list(t.shape)} for n, t, _ in looked]
+    known: list[dict[str, Any]] = [
+        {"argument": n, "dtype": ranges.dtype_name(t), "shape": list(t.shape)} for n, t, _ in looked
+    ]
     numbers = device.numbers([number for _, _, seen in looked if seen is not None for number in seen])
 
     def read() -> list[dict[str, Any]]:

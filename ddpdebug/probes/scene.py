@@ -212,7 +212,7 @@ class Scenes:
             return
         address, size = storage_of(gradient)
         if is_ours_to_keep(gradient) and scene in self.current and self._held(scene, {address: size}):
-            scene.gradients[position] = internals.alias(gradient).requires_grad_(requires_grad=False)
+            scene.gradients[position] = internals.alias(gradient)
         else:
             scene.gradients_lost += size
 

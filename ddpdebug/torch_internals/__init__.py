@@ -245,10 +245,12 @@ as_plain: type[AbstractContextManager[object]] = getattr(torch._C, "DisableTorch
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Return another tensor on the same memory, with the same counter of in-place changes, that no mode sees made."""
+    """Return another tensor on the same memory, with the same counter of in-place changes, that no mode sees made.
+
+    It carries no graph and needs no gradient.
+    """
     with torch._C._DisableTorchDispatch():
-        made = tensor.detach()
-    return made.requires_grad_() if tensor.requires_grad else made
+        return tensor.detach()
 
 
 def is_traced() -> bool:

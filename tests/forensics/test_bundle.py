@@ -243,7 +243,8 @@ class Evil:
         return os.system, ("touch /tmp/ddpdebug-was-here",)
 
 
-def test_other_objects_are_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("alive", [True, False])
+def test_other_objects_are_left_out(tmp_path: Path, alive: bool) -> None:
     """What is neither tensor nor plain value is described, and reading says what is missing."""
 
     class Takes(nn.Linear):
@@ -251,7 +252,10 @@ def test_other_objects_are_left_out(tmp_path: Path) -> None:
             return super().forward(x)
 
     model, scenes = Takes(4, 4), Scenes(GUARD)
-    scenes.begin(model, (torch.randn(3, 4), Evil()), {}, 0)
+    evil = Evil()
+    scenes.begin(model, (torch.randn(3, 4), evil), {}, 0)
+    if not alive:
+        del evil
     path = write_bundle(tmp_path, "b", scenes.current[0], {})
     with pytest.raises(UsageError, match=r"argument of the model is missing.*Evil"):
         read_bundle(path)
