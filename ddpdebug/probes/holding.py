@@ -28,7 +28,7 @@ _MAX_DEPTH = 8
 _PLAIN = (bool, int, float, complex, Enum, torch.dtype, torch.device, torch.layout, torch.Size, slice, range)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots: what looks into data classes asks for `vars`
 class Lost:
     """Stands for a value that was not kept."""
 

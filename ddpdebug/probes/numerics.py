@@ -293,7 +293,7 @@ class Numerics:
             seen = [found for t in outputs if (found := ranges.read(t)) is not None]
             detail["output_finite"] = all(math.isfinite(n) for found in seen for n in found) if seen else None
         module = None if looks.module is None else looks.module()
-        scene = self._recorder.scenes.newest(module)
+        scene = self._recorder.scenes.likeliest(module)
         if not looks.inputs and looks.loss is not None and module is not None and scene is not None:
             detail["inputs"] = looks.inputs = inputs.bad(module, scene.args, scene.kwargs)
             record.flags |= Flag.INPUT_NONFINITE if looks.inputs else Flag(0)

@@ -162,7 +162,9 @@ class Scenes:
             self.room.fit(sum(known.nbytes for known in self._models.values()))
         if len(self.current) == MAX_SCENES:
             self.dropped += 1
-            self._let_go(self.current.popleft())
+            oldest = next(scene for scene in self.current if not scene.suspected)
+            self._let_go(oldest)
+            self.current.remove(oldest)
         kept: dict[int, Kept] = {}
         scene = Scene(
             module=model.ref,
@@ -233,6 +235,7 @@ class Scenes:
             self._let_go(scene)
         for scene in self.current:
             if scene.suspected:
+                scene.suspected = False
                 self._let_go(scene)
             addresses = {address for address, _ in map(storage_of, scene.gradients.values())}
             scene.gradients.clear()
@@ -246,6 +249,7 @@ class Scenes:
     def clear(self) -> None:
         """Let go of everything."""
         for scene in (*self.previous, *self.current):
+            scene.suspected = False
             self._let_go(scene)
         self.current.clear()
         self.previous.clear()
@@ -258,6 +262,11 @@ class Scenes:
     def newest(self, module: torch.nn.Module | None) -> Scene | None:
         """Return the newest kept forward of a module in this step."""
         return next((s for s in reversed(self.current) if module is not None and s.module() is module), None)
+
+    def likeliest(self, module: torch.nn.Module | None) -> Scene | None:
+        """Return the forward of a module that is suspected, or the newest."""
+        suspects = (s for s in self.current if s.suspected and module is not None and s.module() is module)
+        return next(suspects, self.newest(module))
 
     def _hold_inputs(self, scene: Scene, inputs: list[tuple[torch.Tensor, Kept | None]]) -> None:
         """Hold the memory of a forward's inputs if all of it fits; say of each why it may be gone later."""
@@ -299,7 +308,7 @@ class Scenes:
 
     def _let_go(self, scene: Scene) -> None:
         """Hold nothing of a forward; what the job still has can be had from it."""
-        if not scene.suspected or scene not in self.current:
+        if not scene.suspected:
             for kept in scene.kept:
                 kept.let_go()
         scene.gradients_lost += sum(gradient.nbytes for gradient in scene.gradients.values())
