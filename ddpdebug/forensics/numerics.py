@@ -56,9 +56,9 @@ def investigate(  # noqa: PLR0913 - what a finding is known by
     trace, scene = _first_bad(kept, deadline, guard)
     found = compact(trace)
     if len(kept) > 1:
-        found["micro_batch"] = kept.index(scene) + scenes.dropped
+        found["micro_batch"] = scene.number
     if scenes.dropped:
-        found["notes"] = [*found["notes"], f"the first {scenes.dropped} micro-batches of the step were not kept"]
+        found["notes"] = [*found["notes"], f"{scenes.dropped} of the step's first micro-batches were not kept"]
     if directory is not None and limit > 0:
         previous = next((s for s in reversed(scenes.previous) if s not in kept), None)
         document = {

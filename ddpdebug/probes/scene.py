@@ -101,6 +101,7 @@ class Scene:
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # by the output's position
     gradients_lost: int = 0  # bytes
     partial: bool = False  # an output's gradient lacks what flows through the other outputs
+    number: int = 0  # in its step, from 0
     after: int = 0  # the number of the first autograd node that was made after the forward
     ended: bool = False
     kept: list[Kept] = field(default_factory=list)  # in `given`
@@ -174,6 +175,7 @@ class Scenes:
             autocast=Autocast.now(model.device),
             names=model.names,
             modes=model.modes(),
+            number=len(self.current) + self.dropped,
             called_at=None if (frame := user_frame()) is None else (frame.f_code.co_filename, frame.f_lineno),
         )
         scene.kept = list(kept.values())

@@ -176,7 +176,7 @@ def test_micro_batch(tmp_path: Path) -> None:
     found = investigate(scenes, step=0, rank=0)
     assert (found["micro_batch"], found["kind"], found["name"]) == (9, "input", "args[0]")
     assert (found["op"], found["location"]) == (None, None)
-    assert "the first 3 micro-batches of the step were not kept" in found["notes"]
+    assert "3 of the step's first micro-batches were not kept" in found["notes"]
 
 
 @pytest.mark.parametrize(
