@@ -61,6 +61,7 @@ bench: $(STAMP) ## what ddpdebug costs, against plain DDP and the naive methods
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/overhead.py
 	$(PYTHON) benchmarks/scaling.py
 	$(PYTHON) benchmarks/check.py
+	$(PYTHON) benchmarks/memory.py
 	$(PYTHON) benchmarks/scrapes.py
 
 demo: $(STAMP) ## train on 4 CPU ranks, break two things, see them found (under 90 s)

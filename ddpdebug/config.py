@@ -187,6 +187,13 @@ class Config:
         "an integer from 0 up",
         "Largest replay bundle in MiB; what does not fit is left out of it, and 0 writes none.",
     )
+    keep_inputs: int | None = _option(
+        None,
+        parsing.integer(0),
+        "an integer from 0 up",
+        "MiB of inputs and output gradients that are held for a replay; the default is an eighth of the parameters, "
+        "from 8 to 64. Above it a batch is there for as long as the script has it.",
+    )
     memory_history: str = _option(
         "off",
         parsing.one_of("off", "light", "full"),

@@ -38,6 +38,7 @@ from ddpdebug.observations import Row, decode, encode
 from ddpdebug.probes.answering import Answering
 from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.handover import Plans, StepStore
+from ddpdebug.probes.holding import Room
 from ddpdebug.probes.loaders import Loaders
 from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.patches import Patches
@@ -107,7 +108,7 @@ class Monitor:
         self._roll: internals.RollCall | None = None
         self._pid = os.getpid()
         self.recorder.stop = self._stop_now
-        self.recorder.keep_inputs = bool(config.probe_every)
+        self.recorder.scenes.room = Room(None if config.keep_inputs is None else config.keep_inputs << 20)
         self.recorder.want_norms = config.tolerance is not None
         self.numeric_guard = NumericGuard(config.guard, config.max_skips, self._say, self._trouble)
         self.recorder.guard_with(None if config.guard == "off" else self.numeric_guard)
@@ -127,7 +128,7 @@ class Monitor:
             self.recorder, self.reporter.add_to, self._announce, lambda: self.directory, self._plans
         )
         self.memory.reports.redactor, self.memory.reports.disk = self.redactor, self.disk
-        self._members, self._progress = 1, 0
+        self._members, self._progress, self._unoffered = 1, 0, False
         self._answering = Answering(self.recorder, self._records, self._say, self._back)
         self._assembler, self._diagnosis = Assembler(1), Diagnosis(world=1)
 
@@ -370,12 +371,22 @@ class Monitor:
         self.guard.run("forensics:elements", self.elements.capture, watch, step)
         if watch.index == 0:
             every = self.config.probe_every
-            if every and step % every == 0 and self.rank == 0 and self.recorder.last_inputs:
-                self.guard.run("forensics:agreement", self.agreement.offer, self.recorder.last_inputs)
+            if every and step % every == 0 and self.rank == 0:
+                self.guard.run("forensics:agreement", self._offer)
             self.guard.run("forensics:agreement", self.agreement.run, self.recorder.wrappers, step)
 
     def _weigh(self) -> None:
         self.disk.needed = max(self.disk.needed, checkpoint_bytes(self.recorder))
+
+    def _offer(self) -> None:
+        """Let the ranks compare what they make of the newest forward's inputs."""
+        first = self.recorder.wrappers[0].module() if self.recorder.wrappers else None
+        scene = self.recorder.scenes.newest(first)
+        if scene is not None and not scene.lost():
+            self.agreement.offer(scene.args)
+        elif scene is not None and not self._unoffered:
+            self._unoffered = True
+            self.guard.tell("agreement probe", f"a step was left out: the inputs were not kept: {scene.lost()[0]}")
 
     def _stop_now(self) -> BaseException | None:
         taken = max(self._steps.values(), default=0)

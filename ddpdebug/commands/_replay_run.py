@@ -16,7 +16,8 @@ from ddpdebug.forensics.bundle import plain
 from ddpdebug.forensics.bundle_reading import Bundle, read_bundle
 from ddpdebug.forensics.replay import Trace, replay
 from ddpdebug.forensics.shrink import Shrunk, shrink
-from ddpdebug.probes.scene import Autocast, Scene, is_container, items, rebuilt
+from ddpdebug.probes.holding import is_container, items, rebuilt
+from ddpdebug.probes.scene import Autocast, Scene
 
 _SECONDS = 3600.0
 
@@ -69,8 +70,7 @@ def _scene(bundle: Bundle, model: torch.nn.Module, device: torch.device, dtype: 
     rng = bundle.rng if device.type == "cuda" else replace(bundle.rng, cuda=None)
     return replace(
         scene,
-        args=move(scene.args),
-        kwargs=move(scene.kwargs),
+        given=(move(scene.args), move(scene.kwargs)),
         gradients={position: move(gradient) for position, gradient in gradients.items()},
         rng=rng,
         autocast=Autocast(device=device.type, enabled=cast.enabled, dtype=cast.dtype),

@@ -25,7 +25,8 @@ import torch
 from ddpdebug import __version__, torch_internals as internals
 from ddpdebug.disk import Disk, NoRoomError
 from ddpdebug.forensics.tensor_file import can_write, write_tensors
-from ddpdebug.probes.scene import Scene, is_container, items
+from ddpdebug.probes.holding import Lost, is_container, items
+from ddpdebug.probes.scene import Scene
 from ddpdebug.redaction import Redactor
 
 FORMAT = 1
@@ -183,6 +184,9 @@ class _Content:
                 return {"dict": [[k, part] for k, part in parts]}
         elif (described := _plain(value)) is not None:
             return described
+        if isinstance(value, Lost):
+            self.left_out.append({"what": key, "bytes": 0, "why": f"not kept: {value.what}"})
+            return {"left_out": value.what}
         what = f"{type(value).__module__}.{type(value).__qualname__}"
         self.left_out.append({"what": key, "bytes": 0, "why": f"a {what} is neither a tensor nor a plain value"})
         return {"left_out": what}

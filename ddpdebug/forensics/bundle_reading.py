@@ -58,8 +58,7 @@ class Bundle:
         return Scene(
             module=lambda: module,
             step=_number(self.facts.get("step"), -1),
-            args=self.args,
-            kwargs=self.kwargs,
+            given=(self.args, self.kwargs),
             rng=self.rng,
             autocast=self.autocast,
             names=tuple(self.modes),

@@ -61,9 +61,9 @@ def investigate(  # noqa: PLR0913 - what a finding is known by
     trace, scene = _first_bad(kept, deadline, guard)
     found = compact(trace)
     if len(kept) > 1:
-        found["micro_batch"] = kept.index(scene) + scenes.dropped
+        found["micro_batch"] = scene.number
     if scenes.dropped:
-        found["notes"] = [*found["notes"], f"the first {scenes.dropped} micro-batches of the step were not kept"]
+        found["notes"] = [*found["notes"], f"{scenes.dropped} of the step's first micro-batches were not kept"]
     if directory is not None and limit > 0:
         previous = next((s for s in reversed(scenes.previous) if s not in kept), None)
         document = {
@@ -133,24 +133,26 @@ class Investigator:
         if not scenes or not scenes[-1].ended:
             return None
         scene = scenes[-1]
+        model, called_at = scene.module, scene.called_at
         if finite:
 
-            def tell(found: dict[str, Any]) -> None:
-                looks.loss_backward = self._placed(found, scene)
+            def tell(found: dict[str, Any]) -> None:  # belongs to the graph, which may live long: holds no input
+                looks.loss_backward = self._placed(found, model(), called_at)
 
             watch_backward(loss, scene.after, self._recorder.guard, tell)
             return None
         found = explain_loss(loss, scene.after)
-        return None if found is None else self._placed(found, scene)
+        return None if found is None else self._placed(found, model(), called_at)
 
-    def _placed(self, found: dict[str, Any], scene: Scene) -> dict[str, Any]:
+    def _placed(
+        self, found: dict[str, Any], module: torch.nn.Module | None, at: tuple[str, int] | None
+    ) -> dict[str, Any]:
         """Add the line of an operation of the loss expression, as far as the source shows it."""
         frame, kinds, index = user_frame(), found.pop("nodes"), found.pop("index")
         key = (None if frame is None else (frame.f_code, frame.f_lineno), tuple(kinds), index)
         if key not in self._places and len(self._places) < _MAX_PLACES:
-            models = [m for m in (scene.module(), *(w.ref() for w in self._recorder.wrappers)) if m is not None]
-            run, at = self._recorder.guard.run, scene.called_at
-            place = run("forensics:loss_source", place_of, frame, kinds, index, models, at)
+            models = [m for m in (module, *(w.ref() for w in self._recorder.wrappers)) if m is not None]
+            place = self._recorder.guard.run("forensics:loss_source", place_of, frame, kinds, index, models, at)
             self._places[key] = place.to_json() if place is not None else {}
         return {"operation": found.pop("node"), **found, **self._places.get(key, {})}
 

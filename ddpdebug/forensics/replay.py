@@ -22,7 +22,8 @@ from ddpdebug.forensics.ranges import described, is_floating, nonfinite
 from ddpdebug.forensics.tracer import Origin, Stopped, Tracer
 from ddpdebug.forensics.undisturbed import StandIns, fresh_arguments, undisturbed
 from ddpdebug.probes.guard import Guard
-from ddpdebug.probes.scene import Scene, leaves
+from ddpdebug.probes.holding import leaves
+from ddpdebug.probes.scene import Scene
 from ddpdebug.probes.values import tensors_in
 
 SECONDS = 30.0
@@ -123,7 +124,7 @@ class _Replay:
             return
         module = internals.unwrap_compiled(module)
         if lost := scene.lost():
-            trace.reason = f"not all of the input was kept: {'; '.join(lost[:3])}"
+            trace.reason = f"the inputs were not kept: {'; '.join(lost[:3])}"
             return
         modes = dict(zip(scene.names, map(bool, scene.modes), strict=False))
         trace.reason = _refusal(module, modes)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ddpdebug.forensics.replay import Trace
-from ddpdebug.probes.scene import Scene, is_container, items, leaves, rebuilt
+from ddpdebug.probes.holding import is_container, items, leaves, rebuilt
+from ddpdebug.probes.scene import Scene
 
 _MAX_RUNS = 2000
 
@@ -105,4 +106,4 @@ def part(scene: Scene, samples: Sequence[int], batch: int) -> Scene:
         return rebuilt(value, [cut(item) for _, item in items(value)]) if is_container(value) else value
 
     gradients = {position: cut(gradient) for position, gradient in scene.gradients.items()}
-    return replace(scene, args=cut(scene.args), kwargs=cut(scene.kwargs), gradients=gradients)
+    return replace(scene, given=(cut(scene.args), cut(scene.kwargs)), gradients=gradients)

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from ddpdebug import torch_internals as internals
-from ddpdebug.probes.scene import RandomState, is_container, items, rebuilt
+from ddpdebug.probes.holding import is_container, items, rebuilt
+from ddpdebug.probes.scene import RandomState
 
 _BUFFER_BYTES = 64 << 20
 _MAX_ITEMS, _ALL_ITEMS = 10_000, 100_000

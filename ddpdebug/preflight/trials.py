@@ -16,7 +16,8 @@ import torch
 
 from ddpdebug.preflight.results import Check, Status
 from ddpdebug.preflight.subject import LossOf, Subject
-from ddpdebug.probes.scene import RandomState, is_container, items, rebuilt
+from ddpdebug.probes.holding import is_container, items, rebuilt
+from ddpdebug.probes.scene import RandomState
 
 _MAX_ERROR = 300
 

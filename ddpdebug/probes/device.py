@@ -33,11 +33,12 @@ def digests(tensors: Sequence[torch.Tensor | None]) -> Later:
     there = {i: t for i, t in enumerate(tensors) if t is not None and t.device.type != "cpu"}
     near = dict(zip(here, fingerprint.fingerprints(list(here.values())), strict=True))
     host, wait = _detached_copy(fingerprint.device_fingerprints(list(there.values())))
+    number, places = len(tensors), list(there)
 
-    def read() -> list[int]:
+    def read() -> list[int]:  # holds no tensor of the job: it is read late, and kept for longer
         wait()
-        far = dict(zip(there, (v & (1 << 64) - 1 or 1 for v in host.tolist()), strict=True))
-        return [near.get(i, far.get(i, 0)) for i in range(len(tensors))]
+        far = dict(zip(places, (v & (1 << 64) - 1 or 1 for v in host.tolist()), strict=True))
+        return [near.get(i, far.get(i, 0)) for i in range(number)]
 
     return read
 

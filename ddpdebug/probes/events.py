@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 #: Gathers that cut gradients are announced so often; the rest are other call sites of the same mistake.
 _MAX_GATHERS = 3
+_GATHERED_BYTES = 64 << 20
 
 
 class Events:
@@ -26,7 +27,7 @@ class Events:
         self._scaled_by: torch.Tensor | None = None
         self.tells_validation = False  # the script does: nothing has to be guessed
         self._gathers = 0
-        self._lists: list[tuple[list[Any], Any, dict[str, Any]]] = []
+        self._lists: list[tuple[list[Any], dict[str, Any]]] = []
 
     def clipped(self, norm: torch.Tensor, limit: float, location: str | None) -> None:
         """Note a gradient clipping; `before_sync` when it saw this rank's own gradients."""
@@ -79,15 +80,23 @@ class Events:
         self._recorder.window.loads.append({"what": what, "location": location})
 
     def gathered(self, outputs: list[Any], tensor: torch.Tensor, location: str | None) -> None:
-        """Note an all_gather of a tensor that requires grad; judged at backward, when the list is in its final form."""
-        self._lists = self._lists[-_MAX_GATHERS:]  # they hold their graph, and no backward may ever come (validation)
-        self._lists.append((outputs, tensor, {"location": location, "shapes": [list(tensor.shape)]}))
+        """Note an all_gather of a tensor that requires grad; judged at backward, when the list is in its final form.
+
+        The list is held until then, unless it is large, or a forward comes first.
+        """
+        size = sum(o.nbytes for some, _ in (*self._lists, (outputs, {})) for o in some if isinstance(o, torch.Tensor))
+        if len(self._lists) <= _MAX_GATHERS and size <= _GATHERED_BYTES:
+            self._lists.append((outputs, {"location": location, "shapes": [list(tensor.shape)]}))
+
+    def drop_gathers(self) -> None:
+        """Let go of lists that no backward has followed: in a validation none will, and they may hold their graph."""
+        self._lists.clear()
 
     def close_gathers(self) -> None:
         """Judge which gathers have cut the gradient: those whose own slot was not put back."""
         lists, self._lists = self._lists, []
-        for outputs, tensor, fact in lists:
-            if any(o is tensor or (isinstance(o, torch.Tensor) and o.requires_grad) for o in outputs):
+        for outputs, fact in lists:
+            if any(isinstance(o, torch.Tensor) and o.requires_grad for o in outputs):
                 continue  # the usual way to keep the local gradient
             self._recorder.window.gathered.append(fact)
             if self._gathers < _MAX_GATHERS:

@@ -72,10 +72,11 @@ def digests_at_step(
     dense = [(position, grad) for position, grad in rest if grad.layout == torch.strided]
     norms = device.numbers([norm_of(grad) for _, grad in dense])
     later = device.digests([grad for _, grad in rest])
+    number, positions = len(parameters), [position for position, _ in rest]
 
-    def read() -> list[int]:
-        found = {**known, **dict(zip((position for position, _ in rest), later(), strict=True))}
-        return [found[position] for position in range(len(parameters))]
+    def read() -> list[int]:  # holds no gradient: the record that has it stays for hundreds of steps
+        found = {**known, **dict(zip(positions, later(), strict=True))}
+        return [found[position] for position in range(number)]
 
     return read, [position for position, _ in dense], norms
 

@@ -75,19 +75,18 @@ def bad(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> list[d
 def bad_later(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Look at the arguments on a device; return what tells, in the background thread, which are non-finite, or None."""
     looked = [(name, t, ranges.look(t)) for name, t in named(module, args, kwargs) if t.device.type != "cpu"]
-    known: list[tuple[dict[str, Any], tuple[torch.Tensor, torch.Tensor]]] = [
-        ({"argument": n, "dtype": ranges.dtype_name(t), "shape": list(t.shape)}, s)
-        for n, t, s in looked
-        if s is not None
-    ]
-    if not known:
+    looked = [(name, t, seen) for name, t, seen in looked if seen is not None]
+    if not looked:
         return None
-    numbers = device.numbers([number for _, seen in known for number in seen])
+    known: list[dict[str, Any]] = [
+        {"argument": n, "dtype": ranges.dtype_name(t), "shape": list(t.shape)} for n, t, _ in looked
+    ]
+    numbers = device.numbers([number for _, _, seen in looked if seen is not None for number in seen])
 
     def read() -> list[dict[str, Any]]:
         values = numbers()
         found = []
-        for (about, _), low, high in zip(known, values[::2], values[1::2], strict=True):
+        for about, low, high in zip(known, values[::2], values[1::2], strict=True):
             kinds = ranges.kinds_of(low, high)
             if kinds and not (kinds == [ranges.MINUS_INF] and (_is_mask(about["argument"]) or high == 0)):
                 found.append({**about, "kinds": kinds, "count": None, "samples": []})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,6 @@ class Looks:
     inputs: list[dict[str, Any]] = field(default_factory=list)
     module: Any = None  # weak reference to the module whose forward ran last
     prefix: str = ""  # of its modules' paths
-    arguments: tuple[Any, Mapping[str, Any]] | None = None  # of that forward; let go of at the end of the step
     outputs: list[Any] = field(default_factory=list)  # weak references to what it returned
     output_finite: bool | None = None
     entry: dict[str, Any] | None = None
@@ -40,5 +39,7 @@ class Looks:
 
     def let_go(self) -> None:
         """Drop what belongs to the job: a record stays in the ring for many steps."""
-        self.module, self.arguments = None, None
+        self.module = None
         self.outputs.clear()
+        self.later_outputs.clear()  # copied out by now, as far as they are wanted
+        self.later_entries.clear()

@@ -75,7 +75,7 @@ class Numerics:
         self.inside = True
         looks = recorder.window.looks
         inner = internals.unwrap_compiled(module)
-        looks.module, looks.prefix, looks.arguments = weakref.ref(inner), prefix, (args, kwargs)
+        looks.module, looks.prefix = weakref.ref(inner), prefix
         if not recorder.checking:
             return
         if not looks.inputs:
@@ -140,6 +140,8 @@ class Numerics:
             self._recorder.guard.run("forensics:loss", explain)
         if math.isfinite(value) or not (here or self._recorder.checking):
             return
+        if here:
+            self._suspect()
         frame = user_frame()
         looks.loss = {
             "value": value,
@@ -171,12 +173,20 @@ class Numerics:
         if seen is None:
             return
         if not all(map(math.isfinite, seen)):
+            if not looks.local:
+                self._suspect()
             if key not in looks.local:
                 looks.local.append(key)
             return
         looks.largest[key] = max(looks.largest.get(key, 0.0), seen[1], -seen[0])
         if ranges.near_limit(grad.dtype, *seen) is not None:
             looks.near_gradients[key] = (looks.largest[key], torch.finfo(grad.dtype).max)
+
+    def _suspect(self) -> None:
+        """Keep the newest forward's inputs for the replay, where there will be one: not in every step of a bad run."""
+        step = self._recorder.next_step()
+        if step - 1 not in self._bad.values():
+            self._recorder.guard.run("probe:scene", self._recorder.scenes.suspect)
 
     # --- optimizer step -----------------------------------------------------------------------------------------------
 
@@ -283,8 +293,9 @@ class Numerics:
             seen = [found for t in outputs if (found := ranges.read(t)) is not None]
             detail["output_finite"] = all(math.isfinite(n) for found in seen for n in found) if seen else None
         module = None if looks.module is None else looks.module()
-        if not looks.inputs and looks.loss is not None and module is not None and looks.arguments is not None:
-            detail["inputs"] = looks.inputs = inputs.bad(module, *looks.arguments)
+        scene = self._recorder.scenes.likeliest(module)
+        if not looks.inputs and looks.loss is not None and module is not None and scene is not None:
+            detail["inputs"] = looks.inputs = inputs.bad(module, scene.args, scene.kwargs)
             record.flags |= Flag.INPUT_NONFINITE if looks.inputs else Flag(0)
         detail["reduced"] = [record.names[i] for i in reduced][:_MAX_NAMES]
         if before:

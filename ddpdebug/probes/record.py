@@ -171,7 +171,7 @@ def _health_fields(record: StepRecord) -> dict[str, float]:
 
 def _freeze(record: StepRecord) -> None:
     """Keep numbers instead of tensors: a record stays in the ring for many steps, and has some per parameter."""
-    for name in ("local", "reduced"):
+    for name in ("local", "reduced", "touched_norms", "norms"):
         later: LaterFloats | None = getattr(record, name)
         if later is not None:
             values = later()

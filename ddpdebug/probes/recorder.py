@@ -60,9 +60,7 @@ class Recorder:
         self.checking = True
         self.no_sync_depth: dict[int, int] = {}
         self.window = Window(started=time.perf_counter())
-        self.keep_inputs = False
         self.want_norms = False  # a comparison with a tolerance needs numbers, not digests
-        self.last_inputs: tuple[Any, ...] = ()
         self.after_step: Callable[[OptimizerWatch, int], None] = lambda watch, step: None
         self.last_look: Callable[[OptimizerWatch], None] = lambda watch: None  # its optimizer is gone
         self.stop: Callable[[], BaseException | None] = lambda: None
@@ -138,6 +136,7 @@ class Recorder:
         """Note the inputs and the promise of a DDP forward; return the time."""
         wrapper = self.wrapped(ddp)
         wrapper.in_forward = True
+        self.events.drop_gathers()
         if not torch.is_grad_enabled():
             if self.checking and not ddp.module.training and len(self.window.eval_batch) < _MAX_EVAL_FORWARDS:
                 self.window.eval_batch.append(fingerprint.combine(values.digests_of((args, kwargs), _BATCH_BYTES)))
@@ -154,8 +153,6 @@ class Recorder:
         if w.delivered:
             w.record.append(w.delivered)
             w.delivered = 0
-        if self.keep_inputs:
-            self.last_inputs = args
         tensors = list(tensors_in((args, kwargs)))
         self.guard.run("probe:memory", self.memory.inputs, tensors)
         for tensor in tensors:

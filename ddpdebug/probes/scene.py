@@ -1,7 +1,8 @@
 """What is kept of the newest training forwards so that they can be run once more. Never waits for a device.
 
-Inputs and output gradients are kept by reference, together with their version counters, so that a later in-place change
-is known. Outputs and graphs are never held. Small things are copied: random state, and the buffers that forward writes.
+Inputs are referred to weakly, and their memory and that of the output gradients is held while all of it together stays
+within a bound (see `holding`); a later in-place change shows in their version counters. Outputs and graphs are never
+held. Small things are copied: random state, and the buffers that forward writes.
 """
 
 from __future__ import annotations
@@ -19,24 +20,14 @@ import torch
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.probes.guard import Guard, location, user_frame
+from ddpdebug.probes.holding import Kept, Lost, Room, fetch, hold, is_ours_to_keep, leaves, size_text, storage_of
 from ddpdebug.probes.values import tensors_in
 
 #: Micro-batches of one step that are kept.
 MAX_SCENES = 8
 _BUFFER_BYTES = 1 << 20
-_GRADIENT_BYTES = 64 << 20
-#: An input that carries a graph is an activation of another model: it is kept without the graph, and only when small.
-_ACTIVATION_BYTES = 64 << 20
 _MAX_VERSIONS = 16
 _REFRESH = 100
-_MAX_DEPTH = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lost:
-    """Stands for a value that was not kept."""
-
-    what: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,22 +89,34 @@ class Scene:
 
     module: Callable[[], torch.nn.Module | None]
     step: int
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    given: tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs, as `hold` returns them
     rng: RandomState
     autocast: Autocast
     names: tuple[str, ...] = ()  # of the modules, in the order of `modes`
     modes: bytes = b""
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # copies, of those that forward writes
     buffers_lost: int = 0  # buffers that forward writes and that were too large to copy
-    versions: list[tuple[str, weakref.ref[torch.Tensor], int]] = field(default_factory=list)
+    versions: list[tuple[str, Callable[[], Any], int]] = field(default_factory=list)
     called_at: tuple[str, int] | None = None  # file and line of the call
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # by the output's position
     gradients_lost: int = 0  # bytes
-    room: list[int] = field(default_factory=lambda: [0])  # bytes for gradients, shared by the forwards of a step
     partial: bool = False  # an output's gradient lacks what flows through the other outputs
+    number: int = 0  # in its step, from 0
     after: int = 0  # the number of the first autograd node that was made after the forward
     ended: bool = False
+    kept: list[Kept] = field(default_factory=list)  # in `given`
+    pieces: dict[int, int] = field(default_factory=dict)  # memory that is held: address -> bytes
+    suspected: bool = False  # its inputs are held whatever their size, until the step is over
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """Return the positional arguments as far as they are still there, with `Lost` in place of the rest."""
+        return tuple(fetch(value) for value in self.given[0])
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """Return the named arguments likewise."""
+        return {key: fetch(value) for key, value in self.given[1].items()}
 
     @property
     def location(self) -> str | None:
@@ -123,9 +126,9 @@ class Scene:
     def changed(self) -> list[str]:
         """Return the names of inputs and parameters that were written in place since the forward."""
         found = []
-        for name, ref, version in self.versions:
-            tensor = ref()
-            if tensor is not None and internals.version_of(tensor) != version:
+        for name, read, version in self.versions:
+            tensor = read()
+            if isinstance(tensor, torch.Tensor) and internals.version_of(tensor) != version:
                 found.append(name)
         return found
 
@@ -133,56 +136,61 @@ class Scene:
         """Return what of the arguments was not kept."""
         return [f"{path}: {value.what}" for path, value in leaves((self.args, self.kwargs)) if isinstance(value, Lost)]
 
-    def keep_gradient(self, position: int, gradient: torch.Tensor | None) -> None:
-        """Keep an output's gradient by reference while the bound allows it."""
-        if gradient is None:  # under find_unused_parameters, of an output that the loss leaves out
-            return
-        size = gradient.untyped_storage().nbytes()
-        if size > self.room[0]:
-            self.gradients_lost += size
-        else:
-            self.room[0] -= size
-            self.gradients[position] = gradient
-
 
 class Scenes:
-    """Keeps the forwards of the current step, and of the step before it."""
+    """Keeps the forwards of the current step, and of the step before it.
 
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
-        self.current: deque[Scene] = deque(maxlen=MAX_SCENES)
-        self.previous: deque[Scene] = deque(maxlen=MAX_SCENES)
+    Args:
+        guard: what its hooks run under.
+        limit: bytes of inputs, output gradients and buffers that are held of all of them together; None takes a share
+            of the models' parameters.
+    """
+
+    def __init__(self, guard: Guard, limit: int | None = None) -> None:
+        self.guard = guard
+        self.current: deque[Scene] = deque()
+        self.previous: deque[Scene] = deque()
         self.dropped = 0  # micro-batches of the current step that are no longer kept
+        self.room = Room(limit)
         self._models: dict[int, _Model] = {}
-        self._room = [_GRADIENT_BYTES]
 
     def begin(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> None:
         """Note the beginning of a forward; only of one with gradients."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         model = self._model(module)
-        model.refresh_sometimes(module)
+        if model.refresh_sometimes(module):
+            self.room.fit(sum(known.nbytes for known in self._models.values()))
         if len(self.current) == MAX_SCENES:
             self.dropped += 1
+            oldest = next(scene for scene in self.current if not scene.suspected)
+            self._let_go(oldest)
+            self.current.remove(oldest)
+        kept: dict[int, Kept] = {}
         scene = Scene(
             module=model.ref,
             step=step,
-            args=hold(args),
-            kwargs=hold(kwargs),
+            given=(tuple(hold(value, kept) for value in args), {k: hold(value, kept) for k, value in kwargs.items()}),
             rng=RandomState.now(),
             autocast=Autocast.now(model.device),
             names=model.names,
             modes=model.modes(),
-            room=self._room,
+            number=len(self.current) + self.dropped,
             called_at=None if (frame := user_frame()) is None else (frame.f_code.co_filename, frame.f_lineno),
         )
-        model.copy_buffers(scene)
+        scene.kept = list(kept.values())
+        self.current.append(scene)
         named = [(path, v) for path, v in leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+        self._hold_inputs(scene, [(tensor, kept.get(id(tensor))) for _, tensor in named])
+        model.copy_buffers(scene)
+        if not self._held(scene, dict(map(storage_of, scene.buffers.values()))):
+            scene.buffers_lost += len(scene.buffers)
+            scene.buffers.clear()
         for path, tensor in (*named, *model.parameters()):
             version = internals.version_of(tensor)
             if version is not None:
-                scene.versions.append((path, weakref.ref(tensor), version))
-        self.current.append(scene)
+                known = kept.get(id(tensor))
+                scene.versions.append((path, weakref.ref(tensor) if known is None else known.get, version))
 
     def end(self, module: torch.nn.Module, output: Any) -> None:
         """Ask for the gradients of a forward's outputs, which are not held themselves."""
@@ -199,20 +207,52 @@ class Scenes:
                 continue
             seen.add(id(tensor))
             scene.partial = scene.partial or internals.is_sink(tensor.grad_fn)
-            tensor.register_hook(_KeepGradient(weakref.ref(scene), position, self._guard))
+            if tensor.device.type == "cpu":  # nothing is replayed on a device while the job runs
+                tensor.register_hook(_KeepGradient(weakref.ref(self), weakref.ref(scene), position))
+
+    def keep_gradient(self, scene: Scene, position: int, gradient: torch.Tensor | None) -> None:
+        """Hold an output's gradient while the bound allows it."""
+        if gradient is None:  # under find_unused_parameters, of an output that the loss leaves out
+            return
+        address, size = storage_of(gradient)
+        if is_ours_to_keep(gradient) and scene in self.current and self._held(scene, {address: size}):
+            scene.gradients[position] = internals.alias(gradient)
+        else:
+            scene.gradients_lost += size
+
+    def suspect(self) -> None:
+        """Hold the newest forward's inputs until the end of its step: something non-finite has come of them."""
+        scene = self.current[-1] if self.current else None
+        if scene is None or scene.suspected or any(known.suspected for known in self.current):
+            return
+        scene.suspected = True
+        for kept in scene.kept:
+            kept.hold()
 
     def next_step(self) -> None:
         """Make the current step's forwards the previous ones, without their gradients."""
         if not self.current:
             return
+        for scene in self.previous:
+            self._let_go(scene)
         for scene in self.current:
+            if scene.suspected:
+                scene.suspected = False
+                self._let_go(scene)
+            addresses = {address for address, _ in map(storage_of, scene.gradients.values())}
             scene.gradients.clear()
+            gone = {address: size for address, size in scene.pieces.items() if address in addresses}
+            self.room.give_back(gone)
+            scene.pieces = {address: size for address, size in scene.pieces.items() if address not in gone}
         self.current, self.previous = self.previous, self.current
         self.current.clear()
-        self.dropped, self._room = 0, [_GRADIENT_BYTES]
+        self.dropped = 0
 
     def clear(self) -> None:
         """Let go of everything."""
+        for scene in (*self.previous, *self.current):
+            scene.suspected = False
+            self._let_go(scene)
         self.current.clear()
         self.previous.clear()
         self._models.clear()
@@ -220,6 +260,65 @@ class Scenes:
     def of_step(self, step: int) -> list[Scene]:
         """Return the kept forwards of a step, oldest first."""
         return [scene for scene in (*self.previous, *self.current) if scene.step == step]
+
+    def newest(self, module: torch.nn.Module | None) -> Scene | None:
+        """Return the newest kept forward of a module in this step."""
+        return next((s for s in reversed(self.current) if module is not None and s.module() is module), None)
+
+    def likeliest(self, module: torch.nn.Module | None) -> Scene | None:
+        """Return the forward of a module that is suspected, or the newest."""
+        suspects = (s for s in self.current if s.suspected and module is not None and s.module() is module)
+        return next(suspects, self.newest(module))
+
+    def _hold_inputs(self, scene: Scene, inputs: list[tuple[torch.Tensor, Kept | None]]) -> None:
+        """Hold the memory of a forward's inputs if all of it fits; say of each why it may be gone later."""
+        pieces: dict[int, int] = {}
+        fitting: list[Kept] = []
+        for tensor, kept in inputs:
+            if kept is None:  # inside an object, which is not held
+                continue
+            if is_ours_to_keep(tensor):
+                address, size = storage_of(tensor)
+                pieces[address] = size
+                fitting.append(kept)
+            elif tensor.device.type != "cpu":
+                kept.why = "the memory of a device is left to the job"
+            else:
+                kept.why = "memory that is not ordinary (of a loader's worker, of NumPy, of a file, of a subclass)"
+        total, limit = sum(pieces.values()), self.room.limit
+        fits = self._held(scene, pieces)
+        for kept in fitting:
+            if fits:
+                kept.hold()
+                kept.why = f"newer forwards needed the {size_text(limit)} that are kept; --keep-inputs keeps more"
+            else:
+                kept.why = f"{size_text(total)}, above the bound of {size_text(limit)}; --keep-inputs raises it"
+
+    def _held(self, scene: Scene, pieces: dict[int, int]) -> bool:
+        """Count memory that a forward is about to hold; older forwards make room. False when it is too much."""
+        new = {address: size for address, size in pieces.items() if address not in scene.pieces}
+        if sum({**scene.pieces, **new}.values()) > self.room.limit:
+            return False
+        self.room.take(new)
+        scene.pieces |= new
+        for older in (*self.previous, *self.current):
+            if self.room.used <= self.room.limit:
+                break
+            if older is not scene:
+                self._let_go(older)
+        return True
+
+    def _let_go(self, scene: Scene) -> None:
+        """Hold nothing of a forward; what the job still has can be had from it."""
+        if not scene.suspected:
+            for kept in scene.kept:
+                kept.let_go()
+        scene.gradients_lost += sum(gradient.nbytes for gradient in scene.gradients.values())
+        scene.buffers_lost += len(scene.buffers)
+        scene.gradients.clear()
+        scene.buffers.clear()
+        self.room.give_back(scene.pieces)
+        scene.pieces = {}
 
     def _model(self, module: torch.nn.Module) -> _Model:
         key = id(module)
@@ -232,16 +331,16 @@ class Scenes:
 class _KeepGradient:
     """A tensor hook that changes nothing; it holds the scene weakly, so that a graph keeps no inputs alive."""
 
-    __slots__ = ("_guard", "_position", "_scene")
+    __slots__ = ("_position", "_scene", "_scenes")
     __torch_unserializable__ = True  # a tensor that carries it can be saved without a warning
 
-    def __init__(self, scene: weakref.ref[Scene], position: int, guard: Guard) -> None:
-        self._scene, self._position, self._guard = scene, position, guard
+    def __init__(self, scenes: weakref.ref[Scenes], scene: weakref.ref[Scene], position: int) -> None:
+        self._scenes, self._scene, self._position = scenes, scene, position
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
-        scene = self._scene()
-        if scene is not None:
-            self._guard.run("probe:scene", scene.keep_gradient, self._position, gradient)
+        scenes, scene = self._scenes(), self._scene()
+        if scenes is not None and scene is not None:
+            scenes.guard.run("probe:scene", scenes.keep_gradient, scene, self._position, gradient)
 
 
 class _Model:
@@ -249,7 +348,7 @@ class _Model:
 
     def __init__(self, module: torch.nn.Module, on_end: Callable[[Any], Any]) -> None:
         self.ref = weakref.ref(module, on_end)
-        self.device = "cpu"
+        self.device, self.nbytes = "cpu", 0  # bytes of the parameters
         self.names: tuple[str, ...] = ()
         self._modules: list[weakref.ref[torch.nn.Module]] = []
         self._parameters: list[tuple[str, weakref.ref[torch.Tensor]]] = []
@@ -258,11 +357,11 @@ class _Model:
         self._before: list[int | None] = []
         self._uses = 0
 
-    def refresh_sometimes(self, module: torch.nn.Module) -> None:
-        """Walk the tree anew at the first forward, and from time to time, since users change models."""
+    def refresh_sometimes(self, module: torch.nn.Module) -> bool:
+        """Walk the tree anew at the first forward, and from time to time, since users change models; tell if so."""
         if self._uses % _REFRESH and all(ref() is not None for ref in self._modules):
             self._uses += 1
-            return
+            return False
         self._uses += 1
         named = list(module.named_modules())
         self.names = tuple(name for name, _ in named)
@@ -278,6 +377,8 @@ class _Model:
         ]
         # Batch normalisation writes its statistics without telling the version counter.
         self._written |= {name for name, m in named if getattr(m, "running_mean", None) is not None}
+        self.nbytes = sum(dict(storage_of(p) for _, p in parameters).values())
+        return True
 
     def modes(self) -> bytes:
         """Return train/eval of every module."""
@@ -300,7 +401,7 @@ class _Model:
                 continue
             self._before.append(None)
             room -= buffer.nbytes
-            if room >= 0:
+            if room >= 0 and buffer.device.type == "cpu":
                 names.append(name)
                 buffers.append(buffer)
             else:
@@ -318,57 +419,3 @@ class _Model:
 
 def _buffer(module: torch.nn.Module | None, key: str) -> torch.Tensor | None:
     return None if module is None else internals.buffers_of(module).get(key)
-
-
-def hold(value: Any, depth: int = 0) -> Any:
-    """Return the value with its own containers but the same tensors, without their graphs."""
-    if isinstance(value, torch.Tensor):
-        if value.grad_fn is None:
-            return value
-        if value.untyped_storage().nbytes() > _ACTIVATION_BYTES:
-            return Lost(what=f"an activation of {value.nbytes} bytes")
-        return value.detach().requires_grad_(value.requires_grad)
-    if depth < _MAX_DEPTH and is_container(value):
-        return rebuilt(value, [hold(item, depth + 1) for _, item in items(value)])
-    if any(tensor.grad_fn is not None for tensor in tensors_in(value)):
-        return Lost(what=f"a {type(value).__name__} with tensors that carry a graph")
-    return value
-
-
-def is_container(value: Any) -> bool:
-    """Tell whether a value is a plain container, which can be made anew from its items."""
-    kind = type(value)
-    return kind in {dict, list, tuple} or (isinstance(value, tuple) and hasattr(kind, "_make"))
-
-
-def items(value: Any) -> list[tuple[Any, Any]]:
-    """Return keys and items of a container."""
-    return list(value.items()) if isinstance(value, dict) else list(enumerate(value))
-
-
-def rebuilt(value: Any, values: list[Any]) -> Any:
-    """Return a container like `value` with other items."""
-    if isinstance(value, dict):
-        return dict(zip(value, values, strict=True))
-    make = getattr(type(value), "_make", type(value))
-    return make(values)
-
-
-def leaves(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) of everything in args and kwargs that is no container: `args[0]["mask"]`, `x[1]`."""
-    args, kwargs = arguments
-    for i, value in enumerate(args):
-        yield from _leaves(f"args[{i}]", value, 0)
-    for key, value in kwargs.items():
-        yield from _leaves(str(key), value, 0)
-
-
-def _leaves(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
-    if depth < _MAX_DEPTH and is_container(value):
-        for key, item in items(value):
-            yield from _leaves(f"{path}[{key!r}]", item, depth + 1)
-        return
-    yield path, value
-    if hasattr(type(value), "__dataclass_fields__") and depth < _MAX_DEPTH:
-        for key, item in getattr(value, "__dict__", {}).items():
-            yield from _leaves(f"{path}.{key}", item, depth + 1)

@@ -265,6 +265,20 @@ def scale_of(scaler: Any) -> torch.Tensor | None:
 as_plain: type[AbstractContextManager[object]] = getattr(torch._C, "DisableTorchFunctionSubclass", nullcontext)
 
 
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return another tensor on the same memory, with the same counter of in-place changes, that no mode sees made.
+
+    It carries no graph and needs no gradient.
+    """
+    with torch._C._DisableTorchDispatch():
+        return tensor.detach()
+
+
+def is_traced() -> bool:
+    """Tell whether `torch.jit.trace` records what is done now."""
+    return torch._C._get_tracing_state() is not None
+
+
 def version_of(tensor: torch.Tensor) -> int | None:
     """Return how often a tensor was written in place, None when it does not count (inference mode)."""
     return None if tensor.is_inference() else int(tensor._version)

@@ -177,7 +177,7 @@ def test_micro_batch(tmp_path: Path) -> None:
     found = investigate(scenes, step=0, rank=0)
     assert (found["micro_batch"], found["kind"], found["name"]) == (9, "input", "args[0]")
     assert (found["op"], found["location"]) == (None, None)
-    assert "the first 3 micro-batches of the step were not kept" in found["notes"]
+    assert "3 of the step's first micro-batches were not kept" in found["notes"]
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,8 @@ class Evil:
         return os.system, ("touch /tmp/ddpdebug-was-here",)
 
 
-def test_other_objects_are_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("alive", [True, False])
+def test_other_objects_are_left_out(tmp_path: Path, alive: bool) -> None:
     """What is neither tensor nor plain value is described, and reading says what is missing."""
 
     class Takes(nn.Linear):
@@ -253,7 +254,10 @@ def test_other_objects_are_left_out(tmp_path: Path) -> None:
             return super().forward(x)
 
     model, scenes = Takes(4, 4), Scenes(GUARD)
-    scenes.begin(model, (torch.randn(3, 4), Evil()), {}, 0)
+    evil = Evil()
+    scenes.begin(model, (torch.randn(3, 4), evil), {}, 0)
+    if not alive:
+        del evil
     path = write_bundle(tmp_path, "b", scenes.current[0], {})
     with pytest.raises(UsageError, match=r"argument of the model is missing.*Evil"):
         read_bundle(path)

@@ -17,43 +17,57 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ddpdebug.forensics.numerics import investigate
-from ddpdebug.probes import scene as scene_module
 from ddpdebug.probes.guard import Guard
+from ddpdebug.probes.holding import Lost, fetch, hold, leaves
 from ddpdebug.probes.loaders import Loaders
 from ddpdebug.probes.patches import Patches
 from ddpdebug.probes.recorder import Recorder
-from ddpdebug.probes.scene import MAX_SCENES, Lost, Scenes, hold, leaves
+from ddpdebug.probes.scene import MAX_SCENES, Scenes
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 
 
-def test_inputs_by_reference() -> None:
-    """Tensors are the job's own, containers are copies, and paths name them."""
+def test_arguments_keep_their_form() -> None:
+    """Containers are copies, tensors are there while the job has them, and paths name them."""
     point = namedtuple("point", "x y")  # noqa: PYI024 - what users write
     x, y = torch.ones(2), torch.zeros(3)
     batch = {"a": [x, 1], "p": point(y, "text")}
-    held = hold((batch,))
+    held = hold((batch,), {})
     batch.pop("a")
-    assert held[0]["a"][0] is x
-    assert held[0]["p"].x is y
-    assert type(held[0]["p"]) is point
-    assert [path for path, value in leaves((held, {"k": y})) if isinstance(value, torch.Tensor)] == [
+    found = fetch(held)
+    assert found[0]["a"] == [x, 1]
+    assert found[0]["a"][0] is x
+    assert found[0]["p"] == point(y, "text")
+    assert type(found[0]["p"]) is point
+    assert [path for path, value in leaves((found, {"k": y})) if isinstance(value, torch.Tensor)] == [
         "args[0]['a'][0]",
         "args[0]['p'][0]",
         "k",
     ]
+    del batch, x, found
+    assert isinstance(fetch(held)[0]["a"][0], Lost)
 
 
-def test_no_graph_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An input that another model made is kept without its graph, or not at all when it is large."""
-    first = nn.Linear(4, 4)
+def test_no_graph_is_held() -> None:
+    """An input that another model made is kept without its graph."""
+    scenes, first, second = Scenes(GUARD), nn.Linear(4, 4), nn.Linear(4, 4)
     h = first(torch.ones(2, 4))
-    kept = hold(h)
+    assert h.grad_fn is not None
+    mark = nn.Module()  # any object; it dies with the node
+    h.grad_fn.metadata["mark"] = mark
+    node = weakref.ref(mark)
+    del mark
+    scenes.begin(second, (h,), {}, 0)
+    values = h.detach().clone()
+    (kept,) = scenes.current[0].args
     assert kept.grad_fn is None
     assert kept.requires_grad
-    assert kept.data_ptr() == h.data_ptr()
-    monkeypatch.setattr(scene_module, "_ACTIVATION_BYTES", 8)
-    assert isinstance(hold(h), Lost)
+    del h, kept
+    gc.collect()
+    assert node() is None
+    (kept,) = scenes.current[0].args
+    assert kept.requires_grad
+    assert torch.equal(kept, values)
 
 
 def test_outputs_and_models_are_not_kept() -> None:
@@ -66,26 +80,29 @@ def test_outputs_and_models_are_not_kept() -> None:
     del output, model
     gc.collect()
     assert [ref() for ref in refs] == [None, None, None]
-    assert scenes.current[0].args[0] is x
+    assert torch.equal(scenes.current[0].args[0], x)
 
 
-def test_gradients_of_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients are kept until the next step, up to a bound for all micro-batches together."""
-    monkeypatch.setattr(scene_module, "_GRADIENT_BYTES", 70)
-    scenes, model, x = Scenes(GUARD), nn.Linear(4, 4), torch.ones(2, 4)
+def test_gradients_of_outputs() -> None:
+    """Gradients are kept until the next step is reached, the newest as far as they fit."""
+    scenes, model, x = Scenes(GUARD, limit=130), nn.Linear(4, 4), torch.ones(2, 4)  # x and each gradient have 32 bytes
     for step in range(2):
-        for _ in range(3):
+        for factor in range(4):
             scenes.begin(model, (x,), {}, step)
             output = model(x)
             scenes.end(model, output)
-            (output * 2).sum().backward()
-        first, second, third = scenes.current
-        assert torch.equal(first.gradients[0], torch.full((2, 4), 2.0))
-        assert (len(second.gradients), second.gradients_lost) == (1, 0)
-        assert (len(third.gradients), third.gradients_lost) == (0, 32)
+            (output * (factor + torch.ones(2, 4))).sum().backward()
+        scenes_of_step = list(scenes.current)
+        assert [list(scene.gradients) for scene in scenes_of_step] == [[], [0], [0], [0]]
+        assert [scene.gradients_lost for scene in scenes_of_step] == [32, 0, 0, 0]
+        assert torch.equal(scenes_of_step[3].gradients[0], torch.full((2, 4), 4.0))
+        assert scenes.room.used == 128
         scenes.next_step()
-        assert list(scenes.previous) == [first, second, third]
-        assert first.gradients == {}
+        assert list(scenes.previous) == scenes_of_step
+        assert not any(scene.gradients for scene in scenes_of_step)
+        assert scenes.room.used == 32
+    scenes.clear()
+    assert scenes.room.used == 0
 
 
 def test_bounded() -> None:
@@ -220,7 +237,7 @@ def test_steps(watched: Watched) -> None:
         x = torch.ones(2, 4)
         ddp(x).sum().backward()
         (scene,) = scenes.current
-        assert scene.args[0] is x
+        assert scene.args[0].data_ptr() == x.data_ptr()
         assert scene.step == step
         assert 0 in scene.gradients
         assert scene.changed() == []

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,7 +14,18 @@ from ddpdebug import torch_internals as internals
 from ddpdebug.probes.values import tensors_in
 
 _MAX_NAMES = 20
-_Call = tuple[nn.Module, list[torch.Tensor], list[torch.Tensor]]
+
+
+class _Tensor(NamedTuple):
+    """What is noted of a tensor, which may be gone before the forward is over."""
+
+    shape: tuple[int, ...]
+    requires_grad: bool
+    floating: bool
+    address: int
+
+
+_Call = tuple[nn.Module, list[_Tensor], list[_Tensor]]
 
 
 class Cuts:
@@ -24,7 +36,7 @@ class Cuts:
     """
 
     def __init__(self, root: nn.Module, lacking: Sequence[torch.Tensor]) -> None:
-        self._root, self._lacking = root, {id(p) for p in lacking}
+        self._root, self._lacking = weakref.ref(root), {id(p) for p in lacking}
         self._calls: list[_Call] = []
         self._handle: Any = None
         self._given: set[int] = set()
@@ -45,8 +57,11 @@ class Cuts:
         """Take the hook away; say which parameters lie behind which cut."""
         self.release()
         calls, self._calls = self._calls, []
-        paths = {id(module): path for path, module in self._root.named_modules()}
-        names = {id(p): name for name, p in self._root.named_parameters()}
+        root = self._root()
+        if root is None:
+            return None
+        paths = {id(module): path for path, module in root.named_modules()}
+        names = {id(p): name for name, p in root.named_parameters()}
         found: dict[str, Any] = {}
         behind: dict[str, None] = {}  # what ran up to here without ever getting a gradient
         for i, (module, _, outputs) in enumerate(calls):
@@ -59,16 +74,23 @@ class Cuts:
                 found = {"names": list(behind)[:_MAX_NAMES], "after": paths.get(id(module), "?"), "before": target}
         return found or None
 
-    def _cut(self, outputs: Sequence[torch.Tensor], call: _Call, paths: dict[int, str]) -> str | None:
+    def _cut(self, outputs: Sequence[_Tensor], call: _Call, paths: dict[int, str]) -> str | None:
         """Return the path of a module that was given the outputs, or something of their shape, without their graph."""
         module, inputs, _ = call
-        floating = [t for t in inputs if t.is_floating_point() and t.data_ptr() not in self._given]
+        floating = [t for t in inputs if t.floating and t.address not in self._given]
         if not floating or any(t.requires_grad for t in floating):
             return None
-        shapes = {tuple(t.shape) for t in outputs if t.requires_grad}
-        return paths.get(id(module)) if any(tuple(t.shape) in shapes for t in floating) else None
+        shapes = {t.shape for t in outputs if t.requires_grad}
+        return paths.get(id(module)) if any(t.shape in shapes for t in floating) else None
 
     def _hook(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            inputs = [t for t in tensors_in(args) if internals.is_plain(t)]
-            self._calls.append((module, inputs, [t for t in tensors_in(output) if internals.is_plain(t)]))
+            self._calls.append((module, _noted(args), _noted(output)))
+
+
+def _noted(value: Any) -> list[_Tensor]:
+    return [
+        _Tensor(tuple(t.shape), t.requires_grad, t.is_floating_point(), t.data_ptr())
+        for t in tensors_in(value)
+        if internals.is_plain(t) and t.layout == torch.strided and not t.is_nested
+    ]
