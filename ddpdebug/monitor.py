@@ -32,7 +32,7 @@ from ddpdebug.forensics.elements import Elements
 from ddpdebug.forensics.memory import MemoryForensics
 from ddpdebug.forensics.numerics import Investigator
 from ddpdebug.numeric_guard import NumericGuard
-from ddpdebug.observations import Row, decode, encode
+from ddpdebug.observations import Flag, Row, decode, encode
 from ddpdebug.probes.answering import Answering
 from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.loaders import Loaders
@@ -42,12 +42,15 @@ from ddpdebug.probes.place import gpu_uuid, place
 from ddpdebug.probes.record import StepRecord, encode_row
 from ddpdebug.probes.recorder import Recorder
 from ddpdebug.reporting import Reporter, key_of, unravel, utc
+from ddpdebug.run_files import last_state
 from ddpdebug.schedule import Schedule
 from ddpdebug.sinks import Record, RunEnded, Saved, StepJudged, Trouble
 from ddpdebug.sinks.assembled import open_sinks
 from ddpdebug.sinks.fanout import Fanout
+from ddpdebug.steps import Step
 
 _RING_STEPS = 256
+_LAST_STATES = 16
 #: As long as the job's own process groups wait by default: a rank that is stopped for a while is not lost.
 _GROUP_TIMEOUT = datetime.timedelta(minutes=30)
 #: What all ranks do at the same step is agreed on so long ahead of the fastest rank: a stop, and a look.
@@ -103,8 +106,13 @@ class Monitor:
         self.recorder.last_look = partial(self.guard.run, "forensics:elements", self.elements.last_look)
         self.memory = MemoryForensics(self.recorder, self.reporter.add_to, self._announce, lambda: self.directory)
         self._members, self._progress = 1, 0
-        self._answering = Answering(self.recorder, self._ring, self._say)
-        self._assembler, self._diagnosis = Assembler(1), Diagnosis(world=1)
+        self.recorder.last_state.emit = self._emit_last
+        self._last: deque[StepRecord] = deque(maxlen=_LAST_STATES)
+        self._promised = 0  # last states that this rank has handed over
+        self._ended: set[int] = set()
+        self._awaited: dict[int, int] = {}  # rank -> last states of it that are still to come, once it has ended
+        self._answering = Answering(self.recorder, self._ring, self._last, self._say)
+        self._assembler, self._last_states, self._diagnosis = Assembler(1), Assembler(1), Diagnosis(world=1)
 
     # --- public -------------------------------------------------------------------------------------------------------
 
@@ -149,6 +157,8 @@ class Monitor:
         if self._closed or os.getpid() != self._pid:
             return
         self.memory.close(sys.exc_info()[1])
+        self.recorder.look_back()
+        self.recorder.last_state.emit = None
         self._closed = True
         atexit.unregister(self.close)
         for watch in self.recorder.watches:
@@ -169,7 +179,8 @@ class Monitor:
             newest = self._ring[-1]
             fact = {"reason": reason, "step": newest.step, "missing": list(newest.missing)}
             self._announce("alone:failure", fact)
-        self._say("fact", topic="end", value={"steps": self._steps, "reason": reason})
+        end = {"steps": self._steps, "reason": reason, "last_states": self._promised}
+        self._say("fact", topic="end", value=end)
         if self._exchange is None or self._exchange.close():
             self._judge_rest()
 
@@ -195,6 +206,7 @@ class Monitor:
     def forked(self) -> None:
         """Let go in a forked child, which is not the rank; nothing is freed, its threads are not here."""
         self._closed = True
+        self.recorder.last_state.emit = None
         self.patches.remove()
         self.recorder.release()
 
@@ -219,7 +231,7 @@ class Monitor:
         self.memory.begin(self.rank, self.world)
         config = {**asdict(self.config), "world": self.world}
         self._diagnosis = Diagnosis(world=self.world, config=config, on_trouble=self._trouble)
-        self._assembler = Assembler(self.world)
+        self._assembler, self._last_states = Assembler(self.world), Assembler(self.world)
         self._exchange = Exchange(self.rank, self.world, self._connect, self._on_tick, self._on_lost)
         if self.rank == 0:
             self._open_sinks(self.config.out or run_directory(self.run_id, datetime.datetime.now(datetime.UTC)))
@@ -262,6 +274,12 @@ class Monitor:
         self._exchange.progress = max(self._exchange.progress, record.step + 1)
         self._exchange.post(lambda: self._encode(record))
 
+    def _emit_last(self, record: StepRecord) -> None:
+        if self._exchange is not None:
+            self._last.append(record)
+            self._promised += 1
+            self._exchange.post(lambda: self._encode(record))
+
     def _after_step(self, watch: OptimizerWatch, step: int) -> None:
         self.guard.run("forensics:elements", self.elements.capture, watch, step)
         if watch.index == 0:
@@ -300,19 +318,29 @@ class Monitor:
             return encode(encode_row(record, self.rank))
         except Exception as error:  # noqa: BLE001 - the other ranks wait for this row: send what is certain
             self.guard.fail("probe:row", error)
-            return encode(Row(rank=self.rank, step=record.step, optimizer=record.optimizer, flags=0))
+            flags = int(record.flags & Flag.LAST_STATE)
+            return encode(Row(rank=self.rank, step=record.step, optimizer=record.optimizer, flags=flags))
 
     def _on_tick(self, tick: Tick) -> bool:
         self._progress = tick.progress
         for rank, message in tick.messages:
             self._hear(rank, message)
         for rank, data in tick.rows:
-            self._assembler.add(rank, decode(data))
+            row = decode(data)
+            if row.has(Flag.LAST_STATE):
+                self._awaited[rank] = self._awaited.get(rank, 0) - 1
+                self._last_states.add(rank, row)
+            else:
+                self._assembler.add(rank, row)
         self._members = len(tick.members)
         self.numeric_guard.meet(tick.members)
-        self._assembler.set_members(tick.members)
+        for assembler in (self._assembler, self._last_states):
+            assembler.set_members(tick.members)
         for step in self._assembler.ready():
             self._judge(step)
+        whole = all(rank in self._ended and self._awaited.get(rank) == 0 for rank in tick.members)
+        for step in self._last_states.rest() if whole else self._last_states.ready():
+            self._judge_last(step)
         self._report(self._diagnosis.tick(), tick.progress)
         self._answering.ask(self._diagnosis.requests())
         self._answering.work(patient=not self._closed)
@@ -326,12 +354,21 @@ class Monitor:
         interval = 1 if self.config.every_step else self.schedule.interval(step.step)
         self._write(StepJudged(step=step, interval=interval, overhead_ratio=self.schedule.ratio))
 
+    def _judge_last(self, step: Step) -> None:
+        """Compare what the last step has left; it is no step of its own."""
+        self._answering.ask(self._diagnosis.feed(step))
+        self._write(Saved(kind="last_state", payload=last_state(step)))
+
     def _hear(self, rank: int, message: Mapping[str, Any]) -> None:
         kind = message.get("kind")
         if kind == "detail":
             place = int(message["optimizer"]), int(message["step"])
-            self._diagnosis.answer(rank, *place, str(message["detail"]), message["value"])
+            detail, last = str(message["detail"]), bool(message.get("last"))
+            self._diagnosis.answer(rank, *place, detail, message["value"], last=last)
         elif kind == "fact":
+            if message["topic"] == "end":
+                self._ended.add(rank)
+                self._awaited[rank] = self._awaited.get(rank, 0) + int(message["value"]["last_states"])
             self._diagnosis.tell(str(message["topic"]), rank, message["value"])
             self.memory.hear(rank, message)
         elif kind == "vote":
@@ -362,6 +399,8 @@ class Monitor:
         try:
             for step in self._assembler.rest():
                 self._judge(step)
+            for step in self._last_states.rest():
+                self._judge_last(step)
             self._report(self._diagnosis.finish(), 0)
         except Exception as error:  # noqa: BLE001 - the end of a job must not fail because of us
             self._trouble("diagnosis", f"{type(error).__name__}: {error}")
@@ -372,6 +411,9 @@ class Monitor:
         if finding.code == "RANK101" and names and "values" not in finding.evidence:
             optimizer, name = names[0]
             self.elements.begin(key_of(finding), optimizer, name, progress + self.schedule.ahead(_LOOK_SECONDS))
+            if self._closed:  # no step comes; the training thread waits in `close`, the parameters are still there
+                watch = next((w for w in reversed(self.recorder.watches) if w.index == optimizer and w.names), None)
+                self.elements.last_look(watch) if watch is not None else self.elements.miss(key_of(finding))
 
     def _locate(self, key: str, evidence: dict[str, Any]) -> None:
         """Add the differing element to the finding it belongs to."""

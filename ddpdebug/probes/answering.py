@@ -19,11 +19,14 @@ class Answering:
 
     Args:
         ring: the recent steps.
+        last: what the last steps have left.
         say: sends (kind, fields) to all ranks.
     """
 
-    def __init__(self, recorder: Recorder, ring: Iterable[StepRecord], say: Callable[..., None]) -> None:
-        self._recorder, self._ring, self._say = recorder, ring, say
+    def __init__(
+        self, recorder: Recorder, ring: Iterable[StepRecord], last: Iterable[StepRecord], say: Callable[..., None]
+    ) -> None:
+        self._recorder, self._ring, self._last, self._say = recorder, ring, last, say
         self._asked: list[tuple[Request, int]] = []
 
     def ask(self, requests: Iterable[Request]) -> None:
@@ -36,7 +39,7 @@ class Answering:
         recorder = self._recorder
         for request, ticks in self._asked:
             place = (request.optimizer, request.step)
-            record = next((r for r in self._ring if (r.optimizer, r.step) == place), None)
+            record = next((r for r in (self._last if request.last else self._ring) if (r.optimizer, r.step) == place), None)
             wait = patient and ticks < _TICKS
             if record is not None and wait and not is_known(request.kind, record, recorder):
                 waiting.append((request, ticks + 1))
@@ -44,5 +47,6 @@ class Answering:
             value: Any = None
             if record is not None:
                 value = recorder.guard.run(f"answer:{request.kind}", answer, request.kind, record, recorder)
-            self._say("detail", optimizer=request.optimizer, step=request.step, detail=request.kind, value=value)
+            place_said = {"optimizer": request.optimizer, "step": request.step, "last": request.last}
+            self._say("detail", **place_said, detail=request.kind, value=value)
         self._asked = waiting

@@ -74,6 +74,7 @@ class Patches:
         self._wrap(torch.optim.Optimizer, "load_state_dict", _load)
         self._wrap(dist, "all_gather", _all_gather)
         self._wrap(dist, "init_process_group", _init_process_group)
+        self._wrap(dist, "destroy_process_group", _destroy_process_group)
         self._wrap(DataLoader, "__iter__", _loader_iter)
         self._wrap(internals.LoaderIterator, "__next__", _loader_next)
         for owner, name, make in recipe_patches.doors(self.recipe, run):
@@ -334,6 +335,14 @@ def _init_process_group(patches: Patches, original: Any) -> Any:
         return result
 
     return init_process_group
+
+
+def _destroy_process_group(patches: Patches, original: Any) -> Any:
+    def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
+        patches.recorder.look_back()  # most scripts do this last, while their models are alive
+        return original(*args, **kwargs)
+
+    return destroy_process_group
 
 
 def _loader_iter(patches: Patches, original: Any) -> Any:

@@ -99,6 +99,7 @@ class StepRecord:
     norms: LaterFloats | None = None  # with a tolerance: of the parameters after the step, then of the state tensors
     numerics: dict[str, Any] = field(default_factory=dict)  # the detail of that name
     numerics_later: Callable[[], Flag] | None = None  # completes it with what was still on a device
+    holds: Callable[[], bool] | None = None  # of a last state: nothing has rewritten it since the step; may wait
     judged: bool = False  # the flags about gradients are certain: a norm that overflowed was confirmed or cleared
     layers: Notes | None = None  # of a sampled step
     fields: dict[str, Any] = field(default_factory=dict)  # numbers that go into the row as they are
@@ -128,6 +129,8 @@ def encode_row(record: StepRecord, rank: int) -> Row:
     w = record.window
     fields = dict(record.fields)
     flags = record.flags | w.flags
+    if record.holds is not None and not record.holds():
+        record.after = record.state = None
     if record.loss_scale is not None:
         fields["loss_scale"] = record.loss_scale()
     losses = [read() for read in w.losses]
