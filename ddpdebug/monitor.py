@@ -348,7 +348,7 @@ class Monitor:
         return self._diagnosis.busy or self.elements.busy
 
     def _judge(self, step: Any) -> None:
-        self.schedule.learn(step)
+        self.schedule.learn(step, self._progress)
         self.memory.hunt.learn(step)
         self._answering.ask(self._diagnosis.feed(step))
         interval = 1 if self.config.every_step else self.schedule.interval(step.step)
@@ -392,6 +392,8 @@ class Monitor:
         for finding in self.reporter.report(raised):
             self._hunt(finding, progress)
             self.numeric_guard.found(finding)
+            if finding.severity >= Severity.WARNING and not self._closed:
+                self.schedule.bring_forward(progress)  # what else is wrong by now
             if self.config.on_finding == "raise" and finding.severity >= Severity.ERROR and self._stop_at is None:
                 self._stop_at = (progress + self.schedule.ahead(_STOP_SECONDS), FindingError(finding))
 
