@@ -39,7 +39,9 @@ class Answering:
         recorder = self._recorder
         for request, ticks in self._asked:
             place = (request.optimizer, request.step)
-            record = next((r for r in (self._last if request.last else self._ring) if (r.optimizer, r.step) == place), None)
+            record = next(
+                (r for r in (self._last if request.last else self._ring) if (r.optimizer, r.step) == place), None
+            )
             wait = patient and ticks < _TICKS
             if record is not None and wait and not is_known(request.kind, record, recorder):
                 waiting.append((request, ticks + 1))

@@ -29,6 +29,8 @@ _MOST_BYTES, _MOST_STATE_BYTES = 32 << 30, 8 << 30
 #: Optimizers that come and go in every step are looked at no longer when that has taken so many seconds, and this share
 #: of the time since the first step.
 _MOST_SECONDS, _MOST_SHARE = 1.0, 0.01
+#: The share of the time that looks at pauses may take: an epoch's end, an evaluation, a load.
+_PAUSE_SHARE = 0.002
 #: Of a step's flags, what holds for the state that it leaves.
 _KEPT = (
     *(Flag.NO_DDP, Flag.IN_JOIN, Flag.LOCAL_ONLY, Flag.SHARDED_STATE, Flag.BYPASS, Flag.UNSYNCED_BACKWARD),
@@ -52,11 +54,9 @@ class LastState:
         """Note what the step that just ended has left; called after every step."""
         self._began = self._began or time.perf_counter()
         watch.mark = None
-        if (chosen := self._choice(watch)) is not None:
-            params = watch.params
-            places = internals.places_of(params)
-            spots = _spots([params[i] for i in chosen])
-            watch.mark = Mark(record.step, record.flags & self._kept, watch.key, places, spots)
+        if self._choice(watch) is not None:
+            places = internals.places_of(watch.params)
+            watch.mark = Mark(record.step, record.flags & self._kept, watch.key, places, self._spots(watch))
 
     def look(self, watch: OptimizerWatch, loaded: bool) -> None:  # noqa: FBT001 - passed on by the guard
         """Hand over the fingerprints of what the last step has left, once, or that this is not known any more.
@@ -65,30 +65,48 @@ class LastState:
             loaded: a state was loaded since the step, so that the optimizer's need not be the step's.
         """
         mark, watch.mark = watch.mark, None
-        if mark is None or self.emit is None or self._dear():
+        if mark is not None and self.emit is not None and not self._dear(_MOST_SECONDS, _MOST_SHARE):
+            self._look(watch, mark, state=not loaded)
+
+    def glance_back(self, watch: OptimizerWatch) -> None:
+        """Hand over the fingerprints of the parameters where training pauses, as often as it costs next to nothing."""
+        mark = watch.mark
+        if mark is None or self.emit is None or self._dear(0.0, _PAUSE_SHARE):
             return
+        if self._stands(watch, mark):  # what was swapped may be swapped back
+            watch.mark = None
+            self._look(watch, mark, state=False)
+
+    def _look(self, watch: OptimizerWatch, mark: Mark, *, state: bool) -> None:
         started = time.perf_counter()
         record = StepRecord(watch.index, mark.step, mark.flags | Flag.CHECKED | Flag.LAST_STATE, Window())
         record.fields["overhead_seconds"] = 0.0
         record.names, record.owned = watch.names, watch.owned
         record.ids, record.slots = [id(p) for p in watch.params], watch.slots
-        if mark.key == watch.key and mark.places == internals.places_of(watch.params):
-            self._read(watch, record, mark, loaded=loaded)
+        if self._stands(watch, mark):
+            self._read(watch, record, mark, state=state)
         self._seconds += time.perf_counter() - started
-        self.emit(record)
+        if self.emit is not None:
+            self.emit(record)
 
-    def _read(self, watch: OptimizerWatch, record: StepRecord, mark: Mark, *, loaded: bool) -> None:
+    def _stands(self, watch: OptimizerWatch, mark: Mark) -> bool:
+        """Tell whether nothing has rewritten the parameters, as far as that is known without waiting for a device."""
+        if mark.key != watch.key or mark.places != internals.places_of(watch.params):
+            return False
+        return not isinstance(mark.spots, int) or self._spots(watch) == mark.spots
+
+    def _spots(self, watch: OptimizerWatch) -> int | torch.Tensor:
+        return _spots([watch.params[i] for i in self._choice(watch) or ()])
+
+    def _read(self, watch: OptimizerWatch, record: StepRecord, mark: Mark, *, state: bool) -> None:
         size = _bytes(watch.params)
         if watch.on_cpu and size > _MOST_BYTES:
             return
-        now, then = _spots([watch.params[i] for i in self._choice(watch) or ()]), mark.spots
-        if isinstance(now, torch.Tensor) and isinstance(then, torch.Tensor):
-            spots = device.digests([now, then])  # waiting for a device is for the background thread
+        if isinstance(mark.spots, torch.Tensor) and isinstance(now := self._spots(watch), torch.Tensor):
+            spots = device.digests([now, mark.spots])  # waiting for a device is for the background thread
             record.holds = lambda: len(set(spots())) == 1
-        elif now != then:
-            return
         record.after = device.digests(watch.params)
-        if loaded or not watch.optimizers():
+        if not (state and watch.optimizers()):
             return
         keys, tensors, plain = watch.state(whole=True)
         if not watch.on_cpu or size + _bytes(tensors) <= _MOST_STATE_BYTES:
@@ -101,8 +119,8 @@ class LastState:
             known = self._chosen[watch.index] = (watch.key, _choose(watch))
         return known[1]
 
-    def _dear(self) -> bool:
-        return self._seconds > max(_MOST_SECONDS, _MOST_SHARE * (time.perf_counter() - self._began))
+    def _dear(self, seconds: float, share: float) -> bool:
+        return self._seconds > max(seconds, share * (time.perf_counter() - self._began))
 
 
 def _choose(watch: OptimizerWatch) -> list[int] | None:

@@ -308,8 +308,9 @@ def _clip(patches: Patches, original: Any) -> Any:
 
 def _load(patches: Patches, original: Any) -> Any:
     def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
         recorder = patches.recorder
+        recorder.pause()
+        result = original(self, *args, **kwargs)
         recorder.guard.run("probe:load", lambda: recorder.events.loaded(type(self).__name__, user_location()))
         return result
 
@@ -358,7 +359,11 @@ def _loader_iter(patches: Patches, original: Any) -> Any:
 def _loader_next(patches: Patches, original: Any) -> Any:
     def __next__(self: Any) -> Any:  # noqa: N807
         started = time.perf_counter()
-        batch = original(self)
+        try:
+            batch = original(self)
+        except StopIteration:
+            patches.recorder.pause()  # an epoch is over
+            raise
         patches.recorder.guard.run("probe:loader", patches.loaders.delivered, batch, time.perf_counter() - started)
         return batch
 

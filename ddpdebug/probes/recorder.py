@@ -141,6 +141,7 @@ class Recorder:
         wrapper = self.wrapped(ddp)
         wrapper.in_forward = True
         if not torch.is_grad_enabled():
+            self.pause()
             if self.checking and not ddp.module.training and len(self.window.eval_batch) < _MAX_EVAL_FORWARDS:
                 self.window.eval_batch.append(fingerprint.combine(values.digests_of((args, kwargs), _BATCH_BYTES)))
             return 0.0
@@ -314,6 +315,12 @@ class Recorder:
         for watch in watches or self.watches:
             loaded = bool(self.window.loads)
             self.guard.run("probe:last-state", self.last_state.look, watch, loaded)
+
+    def pause(self) -> None:
+        """Look back where training pauses, unless the next step is checked: the script may rewrite the model next."""
+        for watch in self.watches:
+            if watch.mark is not None and not self._due(watch.index, watch.step):
+                self.guard.run("probe:last-state", self.last_state.glance_back, watch)
 
     def next_step(self) -> int:
         """Return the number of the optimizer step that the rank is heading for."""

@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.jobs, pytest.mark.slow]
+from ddpdebug.findings import Severity
+from ddpdebug.rejudge import rejudge
+
+pytestmark = [pytest.mark.jobs, pytest.mark.slow, pytest.mark.timeout(900)]
 
 #: The sampled tier runs in four steps only.
 _SAMPLED = "from ddpdebug.schedule import Schedule; Schedule.due = lambda self, optimizer, step: step < 4"
@@ -83,6 +86,8 @@ def test_ranks_that_have_parted_are_found(
         assert finding["evidence"]["equal_before_step"] == 3
     if event in {"edit", "edit-after-last"}:
         assert finding["evidence"]["index"] == [3, 5]
+    again = [(f.code, f.step, f.subject, f.phase) for f in rejudge(folder) if f.severity >= Severity.WARNING]
+    assert again == [(finding["code"], 11, tuple(finding["subject"]), None)]
 
 
 @pytest.mark.parametrize(("ending", "event"), SILENT)
