@@ -215,10 +215,9 @@ class Diagnosis:
         return self._run(rule, nothing, lambda: list(action(*args)))
 
     def _read(self, rule: Detector, step: Step) -> tuple[Reading, Labels | None]:
-        if step.any(Flag.LAST_STATE) and not rule.last_state:
-            return Reading.UNKNOWN, None
-        if not _has_symptom(rule):
-            return Reading.FREE, None
+        unread = step.any(Flag.LAST_STATE) and not rule.last_state
+        if unread or not _has_symptom(rule):
+            return Reading.UNKNOWN if unread else Reading.FREE, None
         key = ("symptom", rule.code)
         if key not in step.memo:
             step.memo[key] = rule.symptom(step)

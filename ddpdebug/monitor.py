@@ -366,9 +366,7 @@ class Monitor:
             detail, last = str(message["detail"]), bool(message.get("last"))
             self._diagnosis.answer(rank, *place, detail, message["value"], last=last)
         elif kind == "fact":
-            if message["topic"] == "end":
-                self._ended.add(rank)
-                self._awaited[rank] = self._awaited.get(rank, 0) + int(message["value"]["last_states"])
+            self._note_end(rank, message)
             self._diagnosis.tell(str(message["topic"]), rank, message["value"])
             self.memory.hear(rank, message)
         elif kind == "vote":
@@ -387,6 +385,11 @@ class Monitor:
             self._open_sinks(Path(str(message["directory"])))
         if kind in {"detail", "fact"}:
             self._write(Saved(kind=str(kind), payload={"rank": rank, **message}))
+
+    def _note_end(self, rank: int, message: Mapping[str, Any]) -> None:
+        if message["topic"] == "end":
+            self._ended.add(rank)
+            self._awaited[rank] = self._awaited.get(rank, 0) + int(message["value"]["last_states"])
 
     def _report(self, raised: Sequence[tuple[Finding, bool]], progress: int) -> None:
         for finding in self.reporter.report(raised):

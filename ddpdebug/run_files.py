@@ -195,7 +195,7 @@ def read_last_state(payload: Mapping[str, Any], world: int) -> Step | None:
     try:
         step, optimizer, rows = int(payload["step"]), int(payload["optimizer"]), {}
         for rank, told in payload["rows"].items():
-            digests = {name: int(told[name], 16) for name in _LAST_STATE}
+            digests: dict[str, Any] = {name: int(told[name], 16) for name in _LAST_STATE}
             rows[int(rank)] = Row(rank=int(rank), step=step, optimizer=optimizer, flags=int(told["flags"]), **digests)
     except (KeyError, TypeError, ValueError, AttributeError):
         return None

@@ -25,11 +25,11 @@ _MIN_AHEAD, _MAX_AHEAD = 2, 256
 #: The part of the budget that is spent. The clocks in the hooks and in the thread do not see all that a check costs: it
 #: empties caches and shares cores with the training (1.36 % of the step were measured where the clocks saw 1 %).
 _SEEN = 0.7
-#: A suspicion brings the next full check forward, to a step so far ahead that all ranks hear of it before they reach it.
+#: A suspicion brings the next full check forward, to a step so far ahead that no rank has reached it when it hears.
 _NOTICE_SECONDS = 0.25
 #: Checks brought forward: one for so many regular ones in the long run, and so many at once.
 _REGULAR_PER_EXTRA, _BURST = 4, 2
-#: What jumps: this many times the usual distance from the usual value, of the last steps, once there are enough of them.
+#: What jumps: so many times the usual distance from the usual value, of the last steps, once there are enough of them.
 _JUMP, _HISTORY, _FEWEST = 8.0, 32, 8
 #: ... and by this share of it at least. Losses and norms that hardly move have next to no usual distance.
 _LEAST_LOSS, _LEAST_NORM = 0.05, 1.0

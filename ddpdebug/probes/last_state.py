@@ -24,8 +24,8 @@ from ddpdebug.probes.record import StepRecord, Window
 _SPOTS = 64
 #: On a device each is a launch, of which a step can bear few.
 _SPOTS_ON_DEVICE = 8
-#: What is read at the end on the CPU, at some 30 GB/s: more is not judged. The state is left out first.
-_MOST_BYTES, _MOST_STATE_BYTES = 32 << 30, 8 << 30
+#: What is read at the end on the CPU, at 4 to 30 GB/s: more is not judged. The state is left out first.
+_MOST_BYTES = 8 << 30
 #: Optimizers that come and go in every step are looked at no longer when that has taken so many seconds, and this share
 #: of the time since the first step.
 _MOST_SECONDS, _MOST_SHARE = 1.0, 0.01
@@ -109,7 +109,7 @@ class LastState:
         if not (state and watch.optimizers()):
             return
         keys, tensors, plain = watch.state(whole=True)
-        if not watch.on_cpu or size + _bytes(tensors) <= _MOST_STATE_BYTES:
+        if not watch.on_cpu or size + _bytes(tensors) <= _MOST_BYTES:
             record.state_keys, record.state, record.state_plain = keys, device.digests(tensors), plain
 
     def _choice(self, watch: OptimizerWatch) -> list[int] | None:

@@ -129,8 +129,6 @@ def encode_row(record: StepRecord, rank: int) -> Row:
     w = record.window
     fields = dict(record.fields)
     flags = record.flags | w.flags
-    if record.holds is not None and not record.holds():
-        record.after = record.state = None
     if record.loss_scale is not None:
         fields["loss_scale"] = record.loss_scale()
     losses = [read() for read in w.losses]
@@ -185,6 +183,8 @@ def _freeze(record: StepRecord) -> None:
 
 def _checked_fields(record: StepRecord, fields: dict[str, Any]) -> Flag:
     flags = Flag(0)
+    if record.holds is not None and not record.holds():
+        record.after = record.state = None
     if record.grads is not None:
         fields["grads_digest"], fields["foreign_grads_digest"] = _by_owner(record.grads(), record.owned)
         fields["presence_digest"] = fingerprint.of_text(",".join(record.missing) or "all")

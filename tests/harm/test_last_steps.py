@@ -52,7 +52,7 @@ def _job(ending: str, event: str, folder: Path | None, *more: str) -> dict[str, 
 
 def _findings(folder: Path) -> list[dict[str, Any]]:
     lines = (folder / "findings.jsonl").read_text().splitlines()
-    return [finding for line in lines if (finding := json.loads(line))["severity"] not in {"info"}]
+    return [finding for line in lines if (finding := json.loads(line))["severity"] != "info"]
 
 
 @pytest.fixture(scope="module")
