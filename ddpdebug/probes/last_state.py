@@ -93,7 +93,7 @@ class LastState:
         """Tell whether nothing has rewritten the parameters, as far as that is known without waiting for a device."""
         if mark.key != watch.key or mark.places != internals.places_of(watch.params):
             return False
-        return not isinstance(mark.spots, int) or self._spots(watch) == mark.spots
+        return not isinstance(mark.spots, int) or bool(self._spots(watch) == mark.spots)
 
     def _spots(self, watch: OptimizerWatch) -> int | torch.Tensor:
         return _spots([watch.params[i] for i in self._choice(watch) or ()])

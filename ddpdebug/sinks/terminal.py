@@ -212,6 +212,8 @@ class Summary:
         known = [row for row in rows if int(row["params_after_digest"], 16) or int(row["foreign_params_digest"], 16)]
         if len(known) == len(rows) > 1:
             self.last_states.add((payload["optimizer"], payload["step"]))
+        intended = any(row["flags"] & int(Flag.LOCAL_ONLY | Flag.IN_JOIN) for row in rows)
+        self.disagreed += not intended and len({row["params_after_digest"] for row in known}) > 1
 
     def checked(self, world: int) -> bool:
         """Tell whether having no findings means anything."""

@@ -242,11 +242,21 @@ def test_the_last_line_says_what_was_compared() -> None:
     )
 
 
+def test_the_last_line_counts_a_step_that_was_found_to_differ_at_the_end() -> None:
+    """Nothing is said to agree that was found to differ; local training differs on purpose."""
+    for flags, said in ((0, True), (int(Flag.LOCAL_ONLY), False)):
+        own = {"flags": flags, "foreign_params_digest": "00"}
+        rows = {"0": {**own, "params_after_digest": "05"}, "1": {**own, "params_after_digest": "06"}}
+        last = Saved(kind="last_state", payload={"optimizer": 0, "step": 1, "rows": rows})
+        assert ("disagreed in 1 of 2 steps" in summary(judged(0, 5, 5), judged(1, 0, 0), last)) is said
+
+
 @pytest.mark.parametrize(("digests", "said"), [(("05", "05"), False), (("05", "00"), True)])
 def test_the_last_line_says_whether_the_last_step_was_compared(digests: tuple[str, str], *, said: bool) -> None:
     """At the end, where all ranks could tell what the step has left."""
     rows = {
-        str(rank): {"params_after_digest": value, "foreign_params_digest": "00"} for rank, value in enumerate(digests)
+        str(rank): {"flags": 0, "params_after_digest": value, "foreign_params_digest": "00"}
+        for rank, value in enumerate(digests)
     }
     last = Saved(kind="last_state", payload={"optimizer": 0, "step": 1, "rows": rows})
     assert ("last step's parameters were not compared" in summary(judged(0, 5, 5), judged(1, 0, 0), last)) is said
