@@ -87,7 +87,7 @@ class Config:
         False,
         parsing.switch,
         "true or false",
-        "Run every check in every step, whatever it costs.",
+        "Run every check in every step, whatever it costs. `check` does so where neither this nor a budget is given.",
     )
     metrics: str = _option(
         "per-rank",
@@ -300,12 +300,14 @@ class Config:
         cwd: Path,
         *,
         flags: bool = False,
+        command: str | None = None,
     ) -> Config:
         """Merge all sources and check every name and value.
 
         Args:
             explicit: arguments of the command line or of a Python call, the strongest source.
             flags: name the explicit ones as on the command line (`--every-step`) in messages.
+            command: whose defaults hold where nothing is said; `check` checks every step.
 
         Raises:
             UsageError: a name or a value is wrong; the message says in which source and what is valid.
@@ -326,6 +328,8 @@ class Config:
             flag = "--" + name.replace("_", "-")
             parsed = _parsed(name, value, flag if flags else name, cwd, shown=flag if flags else name)
             values[name] = {**values.get(name, {}), **parsed} if isinstance(parsed, dict) else parsed
+        if command == "check" and not {"every_step", "budget"} & values.keys():
+            values["every_step"] = True
         alone = {"metrics_tls_key", "metrics_client_ca"} & values.keys()
         if alone and values.get("metrics_tls_cert") is None:
             raise UsageError(f"{min(alone)} needs a certificate; give metrics_tls_cert too")

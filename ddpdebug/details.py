@@ -122,7 +122,8 @@ Announcements (topic -> JSON of one rank), compared once all ranks have spoken:
 `inputs`         {"step": int, "argument": int, "mean": float, "std": float, "min": float, "max": float, "kind": str}
                  of the model's first floating-point input over its first training forwards
 `growth`         [{"what": str, "bytes": int | null}, ...] growth that the user has declared (`expect_growth`)
-`end`            {"steps": {optimizer: int}, "reason": "finished" | "exception: ..." | "signal ..."}
+`end`            {"steps": {optimizer: int}, "reason": "finished" | "exception: ..." | "signal ...", "last_states": int}
+                 the number of rows with `Flag.LAST_STATE` that the rank has sent
 """
 
 from __future__ import annotations

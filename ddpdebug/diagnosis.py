@@ -17,6 +17,7 @@ from ddpdebug.details import KINDS
 from ddpdebug.detectors.base import Detector, Labels
 from ddpdebug.detectors.catalog import catalog
 from ddpdebug.findings import Finding
+from ddpdebug.observations import Flag
 from ddpdebug.steps import Step
 
 #: A parked step is judged with the details that have come after so many ticks.
@@ -43,6 +44,7 @@ class Request:
     optimizer: int
     step: int
     kind: str
+    last: bool = False  # about what the step has left, as it was at the end of the run
 
 
 class Reading(Enum):
@@ -73,6 +75,10 @@ class _Queued:
     looked_at: int = 0  # the number of judged steps when the rules were last asked what they want to know
     asked: dict[str, dict[int, Any]] = field(default_factory=dict)  # kind -> rank -> answer
     rules: frozenset[str] = frozenset()  # codes of the rules that asked
+
+    @property
+    def last(self) -> bool:
+        return self.step.any(Flag.LAST_STATE)
 
     def complete(self) -> bool:
         return all(answers.keys() >= self.step.rows.keys() for answers in self.asked.values())
@@ -130,10 +136,11 @@ class Diagnosis:
         requests, self._outbox = self._outbox, []
         return requests
 
-    def answer(self, rank: int, optimizer: int, step: int, kind: str, value: Any) -> None:
+    def answer(self, rank: int, optimizer: int, step: int, kind: str, value: Any, *, last: bool = False) -> None:
         """Take one rank's details; None means that it cannot tell."""
+        place = optimizer, step, last
         for queued in self._queue:
-            if (queued.step.optimizer, queued.step.step) == (optimizer, step) and kind in queued.asked:
+            if (queued.step.optimizer, queued.step.step, queued.last) == place and kind in queued.asked:
                 queued.asked[kind][rank] = value
 
     def tell(self, topic: str, rank: int, value: Any) -> None:
@@ -208,8 +215,9 @@ class Diagnosis:
         return self._run(rule, nothing, lambda: list(action(*args)))
 
     def _read(self, rule: Detector, step: Step) -> tuple[Reading, Labels | None]:
-        if not _has_symptom(rule):
-            return Reading.FREE, None
+        unread = step.any(Flag.LAST_STATE) and not rule.last_state
+        if unread or not _has_symptom(rule):
+            return Reading.UNKNOWN if unread else Reading.FREE, None
         key = ("symptom", rule.code)
         if key not in step.memo:
             step.memo[key] = rule.symptom(step)
@@ -242,9 +250,11 @@ class Diagnosis:
         queued.rules = frozenset(rules)
         for kind in sorted(wanted.keys() - queued.asked.keys(), key=KINDS.index):
             queued.asked[kind] = {}
-            self._outbox.append(Request(optimizer=step.optimizer, step=step.step, kind=kind))
+            self._outbox.append(Request(optimizer=step.optimizer, step=step.step, kind=kind, last=queued.last))
 
     def _curious(self, rule: Detector, step: Step) -> bool:
+        if step.any(Flag.LAST_STATE) and not rule.last_state:
+            return False
         if rule.samples:
             return rule.suspects(step)
         reading, _ = self._read(rule, step)
@@ -268,7 +278,10 @@ class Diagnosis:
         unknown: tuple[Reading, Labels | None] = (Reading.UNKNOWN, None)
         readings = {rule.code: self._run(rule, unknown, self._read, rule, step) for rule in tuple(self._rules)}
         found: dict[str, list[Finding]] = {}
+        last = queued.last
         for rule in tuple(self._rules):
+            if last and not rule.last_state:
+                continue
             # most steps show nothing, and most rules have nothing to remember of those
             if (readings[rule.code][0] not in _NOTHING or _remembers(rule)) and (
                 new := self._findings(rule, rule.detect, step)

@@ -38,6 +38,9 @@ BLOCK_BYTES = 4096
 #: Up to this size `glance` reads a tensor whole.
 GLANCE_BYTES = 1 << 16
 
+#: What `spots` reads of a tensor.
+SPOT_BYTES = 64
+
 _BLOCK = ctypes.c_char * BLOCK_BYTES
 _MASK = (1 << 64) - 1
 _NEVER_ZERO = 0x9E3779B97F4A7C15
@@ -101,6 +104,22 @@ def glance(tensor: Tensor) -> int:
     digest = xxh3_64_intdigest(_BLOCK.from_address(address), size & 0xFFFFFFFF)
     digest = xxh3_64_intdigest(_BLOCK.from_address(address + size // 2 // 64 * 64), digest)
     return xxh3_64_intdigest(_BLOCK.from_address(address + size - BLOCK_BYTES), digest) or _NEVER_ZERO
+
+
+def spots(tensors: Sequence[Tensor]) -> int:
+    """Return one fingerprint of `SPOT_BYTES` in the middle of each tensor's memory; all are dense and on the CPU.
+
+    Whatever rewrites a model (a load, an average, another precision) changes it; an edit elsewhere does not.
+    """
+    digest = _NEVER_ZERO
+    for tensor in tensors:
+        size, item = tensor.nbytes, tensor.itemsize
+        if size == 0 or size + tensor.storage_offset() * item > _storage_bytes(tensor):
+            continue
+        length = min(size, SPOT_BYTES)
+        address = tensor.data_ptr() + (size - length) // 2
+        digest = xxh3_64_intdigest(_memory_type(length).from_address(address), digest)
+    return digest
 
 
 def sampled_fingerprint(tensor: Tensor, limit_bytes: int = 1 << 20) -> tuple[int, bool]:

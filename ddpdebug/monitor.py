@@ -34,7 +34,7 @@ from ddpdebug.forensics.memory import MemoryForensics
 from ddpdebug.forensics.numerics import Investigator
 from ddpdebug.forensics.oom import checkpoint_bytes
 from ddpdebug.numeric_guard import NumericGuard
-from ddpdebug.observations import Row, decode, encode
+from ddpdebug.observations import Flag, Row, decode, encode
 from ddpdebug.probes.answering import Answering
 from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.handover import Plans, StepStore
@@ -47,6 +47,7 @@ from ddpdebug.probes.record import StepRecord, encode_row
 from ddpdebug.probes.recorder import Recorder
 from ddpdebug.redaction import Redactor
 from ddpdebug.reporting import Reporter, key_of, unravel, utc
+from ddpdebug.run_files import last_state
 from ddpdebug.schedule import Schedule
 from ddpdebug.sinks import Record, RunEnded, Saved, StepJudged, Trouble
 from ddpdebug.sinks.assembled import open_sinks
@@ -55,6 +56,7 @@ from ddpdebug.steps import Step
 
 #: When the model and the optimizers' state, as a checkpoint holds them, are measured: a scaler may skip first steps.
 _WEIGHED = frozenset({0, 1, 10, 100, 1000})
+_LAST_STATES = 16
 #: As long as the job's own process groups wait by default: a rank that is stopped for a while is not lost.
 _GROUP_TIMEOUT = datetime.timedelta(minutes=30)
 #: What all ranks do at the same step is agreed on so long ahead of the fastest rank: a stop, and a look.
@@ -129,8 +131,13 @@ class Monitor:
         )
         self.memory.reports.redactor, self.memory.reports.disk = self.redactor, self.disk
         self._members, self._progress, self._unoffered = 1, 0, False
-        self._answering = Answering(self.recorder, self._records, self._say, self._back)
-        self._assembler, self._diagnosis = Assembler(1), Diagnosis(world=1)
+        self.recorder.last_state.emit = self._emit_last
+        self._last = StepStore(_LAST_STATES)
+        self._promised = 0  # last states that this rank has handed over
+        self._ended: set[int] = set()  # this and the next: of the background thread
+        self._awaited: dict[int, int] = {}  # rank -> last states of it that are still to come, once it has ended
+        self._answering = Answering(self.recorder, self._records, self._last, self._say, self._back)
+        self._assembler, self._last_states, self._diagnosis = Assembler(1), Assembler(1), Diagnosis(world=1)
 
     # --- public -------------------------------------------------------------------------------------------------------
 
@@ -175,6 +182,8 @@ class Monitor:
         if self._closed or os.getpid() != self._pid:
             return
         self.memory.close(sys.exc_info()[1])
+        self.recorder.look_back()
+        self.recorder.last_state.emit = None
         self._closed = True
         atexit.unregister(self.close)
         for watch in self.recorder.watches:
@@ -194,7 +203,8 @@ class Monitor:
         if reason.startswith("exception") and (newest := self._records.newest()) is not None:
             fact = {"reason": reason, "step": newest.step, "missing": list(newest.missing)}
             self._announce("alone:failure", fact)
-        self._say("fact", topic="end", value={"steps": self._steps, "reason": reason})
+        end = {"steps": self._steps, "reason": reason, "last_states": self._promised}
+        self._say("fact", topic="end", value=end)
         if self._exchange is None or self._exchange.close():
             self._judge_rest()
 
@@ -220,6 +230,7 @@ class Monitor:
     def forked(self) -> None:
         """Let go in a forked child, which is not the rank; nothing is freed, its threads are not here."""
         self._closed = True
+        self.recorder.last_state.emit = None
         self.patches.remove()
         self.recorder.release()
 
@@ -248,7 +259,7 @@ class Monitor:
         self.memory.begin(self.rank, self.world)
         config = {**asdict(self.config), "world": self.world}
         self._diagnosis = Diagnosis(world=self.world, config=config, on_trouble=self._trouble)
-        self._assembler = Assembler(self.world)
+        self._assembler, self._last_states = Assembler(self.world), Assembler(self.world)
         self._exchange = Exchange(self.rank, self.world, self._connect, self._on_tick, self._on_lost, self._back.tell)
         if self.rank == 0:
             self._open_sinks(self.config.out or run_directory(self.run_id, datetime.datetime.now(datetime.UTC)))
@@ -365,6 +376,12 @@ class Monitor:
         self._exchange.progress = max(self._exchange.progress, record.step + 1)
         self._exchange.post(lambda: self._encode(record))
 
+    def _emit_last(self, record: StepRecord) -> None:
+        if self._exchange is not None:
+            self._last.add(record)
+            self._promised += 1
+            self._exchange.post(lambda: self._encode(record))
+
     def _after_step(self, watch: OptimizerWatch, step: int) -> None:
         if step in _WEIGHED:
             self.guard.run("probe:disk", self._weigh)
@@ -416,7 +433,8 @@ class Monitor:
             return encode(encode_row(record, self.rank))
         except Exception as error:  # noqa: BLE001 - the other ranks wait for this row: send what is certain
             self._back.fail("probe:row", error)
-            return encode(Row(rank=self.rank, step=record.step, optimizer=record.optimizer, flags=0))
+            flags = int(record.flags & Flag.LAST_STATE)
+            return encode(Row(rank=self.rank, step=record.step, optimizer=record.optimizer, flags=flags))
 
     def _on_tick(self, tick: Tick) -> bool:
         """Take what all ranks have said and seen. A part that fails is off, and the others go on.
@@ -435,9 +453,14 @@ class Monitor:
             self._take(rank, decode(data))
         self._members = len(tick.members)
         self.numeric_guard.meet(tick.members)
-        self._assembler.set_members(tick.members)
+        for assembler in (self._assembler, self._last_states):
+            assembler.set_members(tick.members)
         for step in run("exchange:steps", lambda: list(self._assembler.ready())) or ():
             self._judge(step)
+        whole = all(rank in self._ended and self._awaited.get(rank) == 0 for rank in tick.members)
+        last = self._last_states.rest if whole else self._last_states.ready
+        for step in run("exchange:steps", lambda: list(last())) or ():
+            self._judge_last(step)
         run("diagnosis", self._conclude)
         self._answering.work(patient=not self._closed)
         run("forensics:elements", self.elements.tick)
@@ -453,7 +476,10 @@ class Monitor:
 
     def _take(self, rank: int, row: Row) -> None:
         fault = fault_of(row, rank, self._progress)
-        if fault is None:
+        if fault is None and row.has(Flag.LAST_STATE):
+            self._awaited[rank] = self._awaited.get(rank, 0) - 1
+            self._last_states.add(rank, row)
+        elif fault is None:
             self._assembler.add(rank, row)
         elif rank not in self._doubted and self.rank == 0:  # all ranks see it
             self._doubted.add(rank)
@@ -461,11 +487,16 @@ class Monitor:
 
     def _judge(self, step: Step) -> None:
         run = self._back.run
-        run("schedule", self.schedule.learn, step)
+        run("schedule", self.schedule.learn, step, self._progress)
         run("forensics:holders", self.memory.hunt.learn, step)
         run("diagnosis", lambda: self._answering.ask(self._diagnosis.feed(step)))
         interval = 1 if self.schedule.every_step else self.schedule.interval(step.step)
         self._write(StepJudged(step=step, interval=interval, overhead_ratio=self.schedule.ratio))
+
+    def _judge_last(self, step: Step) -> None:
+        """Compare what the last step has left; it is no step of its own."""
+        self._back.run("diagnosis", lambda: self._answering.ask(self._diagnosis.feed(step)))
+        self._write(Saved(kind="last_state", payload=last_state(step)))
 
     def _conclude(self) -> None:
         self._report(self._diagnosis.tick(), self._progress)
@@ -475,8 +506,10 @@ class Monitor:
         run = self._back.run
         if kind == "detail":
             place = int(message["optimizer"]), int(message["step"])
-            run("diagnosis", self._diagnosis.answer, rank, *place, str(message["detail"]), message["value"])
+            what = (str(message["detail"]), message["value"])
+            run("diagnosis", self._diagnosis.answer, rank, *place, *what, last=bool(message.get("last")))
         elif kind == "fact":
+            self._note_end(rank, message)
             run("diagnosis", self._diagnosis.tell, str(message["topic"]), rank, message["value"])
             run("forensics:memory", self.memory.hear, rank, message)
         elif kind == "trouble" and self.rank == 0 and rank != 0:
@@ -504,11 +537,18 @@ class Monitor:
         elif kind == "stop":
             self._plan_stop(message)
 
+    def _note_end(self, rank: int, message: Mapping[str, Any]) -> None:
+        if message["topic"] == "end":
+            self._ended.add(rank)
+            self._awaited[rank] = self._awaited.get(rank, 0) + int(message["value"]["last_states"])
+
     def _report(self, raised: Sequence[tuple[Finding, bool]], progress: int) -> None:
         run = self._back.run
         for finding in self.reporter.report(raised):
             run("forensics:elements", self._hunt, finding, progress)
             run("guard", self.numeric_guard.found, finding)
+            if finding.severity >= Severity.WARNING and not self._closed:
+                run("schedule", self.schedule.bring_forward, progress)  # what else is wrong by now
             if self.config.on_finding == "raise" and finding.severity >= Severity.ERROR:
                 ahead = self.schedule.ahead(_STOP_SECONDS)
                 self._say("stop", finding=finding.to_json(), key=key_of(finding), ahead=ahead)
@@ -531,6 +571,8 @@ class Monitor:
         lost = self._exchange is not None and self._exchange.lost
         for step in run("exchange:steps", lambda: list(self._assembler.rest(complete=lost))) or ():
             self._judge(step)
+        for step in run("exchange:steps", lambda: list(self._last_states.rest(complete=lost))) or ():
+            self._judge_last(step)
         run("diagnosis", lambda: self._report(self._diagnosis.finish(), 0))
 
     def _hunt(self, finding: Finding, progress: int) -> None:
@@ -542,6 +584,9 @@ class Monitor:
         if names:
             optimizer, name = names[0]
             self.elements.begin(key_of(finding), optimizer, name, progress + self.schedule.ahead(_LOOK_SECONDS))
+            if self._closed:  # no step comes; the training thread waits in `close`, the parameters are still there
+                watch = next((w for w in reversed(self.recorder.watches) if w.index == optimizer and w.names), None)
+                self.elements.last_look(watch) if watch is not None else self.elements.miss(key_of(finding))
 
     def _locate(self, key: str, evidence: dict[str, Any]) -> None:
         """Add the differing element to the finding it belongs to."""

@@ -63,6 +63,7 @@ class Flag(IntFlag):
     UNSCALED_ACCUMULATION = 1 << 37  # one line added up gradients of several mean losses, and nothing divides them
     SINGLE_CLASS = 1 << 38  # all class labels of the step's losses were the same
     VAL_LOSS_SEEN = 1 << 39  # nobody has told `val_loss`: it was seen in an evaluation of the script
+    LAST_STATE = 1 << 40  # not a step: what this rank's last step has left, read in full when the run ended
 
 
 class Row(NamedTuple):

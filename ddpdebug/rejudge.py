@@ -16,9 +16,10 @@ from ddpdebug.detectors.base import Detector
 from ddpdebug.diagnosis import Diagnosis, Request
 from ddpdebug.findings import Finding
 from ddpdebug.reporting import Reporter
-from ddpdebug.run_files import Observed, numbered_rows, read_observations, read_run
+from ddpdebug.run_files import Observed, numbered_rows, read_last_state, read_observations, read_run
 from ddpdebug.steps import Step
 
+_Place = tuple[int, int, str, bool]  # optimizer, step, kind of detail, whether of what the last step has left
 _NONFINITE = frozenset({"nan", "inf", "-inf"})
 
 
@@ -59,8 +60,8 @@ class _Replay:
         size = world if isinstance(world, int) else 1
         settings = {**(config if isinstance(config, dict) else {}), "world": size}
         self._diagnosis = Diagnosis(world=size, config=settings, detectors=detectors)
-        self._to_come: dict[tuple[int, int, str], set[int]] = {}
-        self._heard: dict[tuple[int, int, str], dict[int, Any]] = {}
+        self._to_come: dict[_Place, set[int]] = {}
+        self._heard: dict[_Place, dict[int, Any]] = {}
         self._answered = False  # since steps were last judged
 
     def expect(self, observed: Iterable[Observed]) -> None:
@@ -76,8 +77,10 @@ class _Replay:
         if place is not None:
             value = _numbers(payload.get("value"))
             self._heard.setdefault(place, {})[payload["rank"]] = value
-            self._diagnosis.answer(payload["rank"], *place, value)
+            self._diagnosis.answer(payload["rank"], *place[:3], value, last=place[3])
             self._answered = True
+        elif one.kind == "last_state" and (step := read_last_state(payload, self._diagnosis.world)) is not None:
+            self.feed(step)
         elif one.kind == "fact" and isinstance(rank, int) and isinstance(payload.get("topic"), str):
             if self._answered:
                 self._judge()  # a step whose answers were complete was judged before this was heard
@@ -104,11 +107,11 @@ class _Replay:
     def _answer(self, requests: Iterable[Request]) -> None:
         """Answer at once what was heard already, and with nothing what never came."""
         for request in requests:
-            place = (request.optimizer, request.step, request.kind)
+            place = (request.optimizer, request.step, request.kind, request.last)
             heard = self._heard.get(place, {})
             for rank in range(self._diagnosis.world):
                 if rank in heard or rank not in self._to_come.get(place, ()):
-                    self._diagnosis.answer(rank, *place, heard.get(rank))
+                    self._diagnosis.answer(rank, *place[:3], heard.get(rank), last=request.last)
 
 
 def _steps(directory: Path, world: object) -> Iterator[tuple[int, Step]]:
@@ -121,14 +124,14 @@ def _steps(directory: Path, world: object) -> Iterator[tuple[int, Step]]:
         yield numbered[0][0], Step(step=step, optimizer=optimizer, world=size, rows=by_rank)
 
 
-def _place(one: Observed) -> tuple[int, int, str] | None:
+def _place(one: Observed) -> _Place | None:
     """Return which question a saved detail answers."""
     payload = one.payload
     optimizer, step, kind = payload.get("optimizer"), payload.get("step"), payload.get("detail")
     if one.kind != "detail" or not isinstance(payload.get("rank"), int):
         return None
     if isinstance(optimizer, int) and isinstance(step, int) and isinstance(kind, str):
-        return optimizer, step, kind
+        return optimizer, step, kind, payload.get("last") is True
     return None
 
 

@@ -57,6 +57,7 @@ MAX_WORLD = 1 << 20
 _MAX_LINE = CAP_BYTES // 8
 
 #: A file of rows begins with a magic word, the layout's version, the bytes of a row and the number of the first row.
+_LAST_STATE = ("params_after_digest", "foreign_params_digest", "state_digest")
 _HEADER = struct.Struct("<8sIIQ")
 _MAGIC = b"ddpdebug"
 
@@ -228,6 +229,27 @@ def read_observations(directory: Path) -> Iterator[Observed]:
             rows, kind, payload = (record.get(name) for name in ("rows", "kind", "payload"))
             if isinstance(rows, int) and isinstance(kind, str) and isinstance(payload, dict):
                 yield Observed(rows=rows, kind=kind, payload=payload)
+
+
+def last_state(step: Step) -> dict[str, Any]:
+    """Return what is kept of rows that are no step: what the last step has left (`Flag.LAST_STATE`)."""
+    rows = {
+        str(rank): {"flags": row.flags, **{name: f"{getattr(row, name):016x}" for name in _LAST_STATE}}
+        for rank, row in step.rows.items()
+    }
+    return {"optimizer": step.optimizer, "step": step.step, "rows": rows}
+
+
+def read_last_state(payload: Mapping[str, Any], world: int) -> Step | None:
+    """Return the step that `last_state` has described; None of what is malformed."""
+    try:
+        step, optimizer, rows = int(payload["step"]), int(payload["optimizer"]), {}
+        for rank, told in payload["rows"].items():
+            digests: dict[str, Any] = {name: int(told[name], 16) for name in _LAST_STATE}
+            rows[int(rank)] = Row(rank=int(rank), step=step, optimizer=optimizer, flags=int(told["flags"]), **digests)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+    return Step(step=step, optimizer=optimizer, world=world, rows=dict(sorted(rows.items())))
 
 
 def _lines(path: Path) -> Iterator[str]:

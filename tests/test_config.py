@@ -180,3 +180,27 @@ def test_run_directory() -> None:
 
     now = datetime(2026, 11, 21, 2, 9, tzinfo=UTC)
     assert run_directory("abc", now) == Path("ddpdebug-runs/20261121T020900Z-abc")
+
+
+CHECKED = (
+    ({}, {}, "", True),
+    ({"budget": "0.05"}, {}, "", False),
+    ({}, {"DDPDEBUG_BUDGET": "0.05"}, "", False),
+    ({}, {}, "budget = 0.05", False),
+    ({"every_step": False}, {}, "", False),
+    ({}, {"DDPDEBUG_EVERY_STEP": "0"}, "", False),
+    ({}, {}, "every_step = false", False),
+    ({"budget": "0.05"}, {}, "every_step = true", True),
+    ({"every_step": False}, {"DDPDEBUG_EVERY_STEP": "1"}, "", False),
+)
+
+
+@pytest.mark.parametrize(("explicit", "environ", "table", "every_step"), CHECKED)
+def test_check_checks_every_step_unless_told_otherwise(
+    explicit: dict[str, object], environ: dict[str, str], table: str, every_step: bool, tmp_path: Path
+) -> None:
+    """By a budget or by the option itself, wherever it is given; `run` samples unless told otherwise."""
+    (tmp_path / "pyproject.toml").write_text(f"[tool.ddpdebug]\n{table}\n")
+    assert Config.load(explicit, environ, tmp_path, command="check").every_step is every_step
+    told = "every_step" in explicit or "EVERY_STEP" in str(environ) or "every_step" in table
+    assert Config.load(explicit, environ, tmp_path, command="run").every_step is (every_step and told)

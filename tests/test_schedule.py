@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ddpdebug.observations import Flag, Row
 from ddpdebug.schedule import START_STEPS, Schedule
 from ddpdebug.steps import Step
@@ -64,3 +66,99 @@ def test_a_new_interval_takes_effect_later_than_any_rank_has_come() -> None:
     run(schedule, 9, seconds=0.2, full=0.02)
     assert schedule.interval(8 + 15) == 1
     assert schedule.interval(8 + 16) > 1
+
+
+# --- suspicion --------------------------------------------------------------------------------------------------------
+
+
+def sampled(interval: int = 16) -> Schedule:
+    """A schedule that has come to check every 16th step of a quarter of a second."""
+    schedule = Schedule(budget=0.0, every_step=False)
+    run(schedule, 64, seconds=0.25, full=0.02)
+    assert schedule.interval(100) == interval
+    return schedule
+
+
+def rows(number: int, **columns: tuple[float, float]) -> Step:
+    """A step of two ranks with these values."""
+    made = {r: Row(rank=r, step=number, **{name: pair[r] for name, pair in columns.items()}) for r in range(2)}  # type: ignore[arg-type]
+    return Step(step=number, optimizer=0, world=2, rows=made)
+
+
+def noisy(number: int) -> float:
+    return 1.0 + 0.02 * (number * 7 % 5 - 2)
+
+
+def told(schedule: Schedule, first: int, last: int, odd: dict[int, Step] | None = None) -> list[int]:
+    """Feed ordinary steps (but for the odd ones) and return which of them and of the 64 after them are checked."""
+    due = []
+    for number in range(first, last):
+        usual = rows(number, loss=(noisy(number), noisy(number + 1)), clip_norm=(noisy(number),) * 2)
+        schedule.learn((odd or {}).get(number, usual))
+        due.append(number) if schedule.due(0, number) else None
+    return due + [n for n in range(last, last + 64) if schedule.due(0, n)]
+
+
+SIGNS = {
+    "loss of one rank": rows(85, loss=(noisy(85), 9.0)),
+    "loss of one rank is NaN": Step(
+        step=85,
+        optimizer=0,
+        world=2,
+        rows={0: Row(rank=0, step=85, loss=1.0), 1: Row(rank=1, step=85, flags=int(Flag.LOSS_NONFINITE))},
+    ),
+    "norm": rows(85, clip_norm=(30.0, 30.0)),
+    "norms of the ranks": rows(85, clip_norm=(1.0, 1.001)),
+    "scale": rows(85, loss_scale=(32768.0, 32768.0)),
+    "skipped": rows(85, flags=(int(Flag.SKIPPED),) * 2),
+    "absent": Step(step=85, optimizer=0, world=2, rows={0: Row(rank=0, step=85)}),
+}
+
+
+@pytest.mark.parametrize("sign", SIGNS)
+def test_a_suspicion_brings_the_next_check_forward(sign: str) -> None:
+    """From step 96 to 88, which no rank has reached when it hears of step 85."""
+    schedule = sampled()
+    scaled = rows(84, loss_scale=(65536.0, 65536.0))
+    assert told(schedule, 66, 90, {84: scaled, 85: SIGNS[sign]})[:3] == [80, 88, 96]
+
+
+def test_what_all_ranks_show_is_no_suspicion() -> None:
+    """A hard batch, noise, and one rank whose loss always was another."""
+    schedule = sampled()
+    odd = {85: rows(85, loss=(9.0, 8.0)), 87: rows(87, loss=(0.97, 1.03)), 88: rows(88, clip_norm=(1.1, 1.1))}
+    assert told(schedule, 66, 90, odd)[:2] == [80, 96]
+    harder = {n: rows(n, loss=(noisy(n), 50 * noisy(n + 1))) for n in range(66, 90)}
+    assert told(sampled(), 66, 90, harder)[:2] == [80, 96]
+
+
+def test_a_check_that_comes_as_soon_is_not_doubled() -> None:
+    """Step 95 looks odd, step 96 is checked anyway."""
+    assert told(sampled(), 66, 97, {95: rows(95, loss=(1.0, 9.0))})[:3] == [80, 96, 112]
+
+
+def test_noise_does_not_turn_every_step_into_a_full_check() -> None:
+    """One check in four is added at most, whatever the losses do."""
+    schedule = sampled()
+    wild = {n: rows(n, loss=(1.0, 9.0 if n % 10 == 0 else noisy(n))) for n in range(66, 1000)}
+    due = told(schedule, 66, 1000, wild)
+    extra = [n for n in due if n % 16]
+    assert 8 <= len(extra) <= 2 + 1000 // (4 * 16)
+
+
+def test_all_ranks_bring_the_same_check_forward() -> None:
+    """They see the same rows; where another is when it hears of them does not matter."""
+    one, other = sampled(), sampled()
+    for number in range(66, 90):
+        both = rows(number, loss=(noisy(number), 9.0 if number == 85 else noisy(number + 1)))
+        one.learn(both, 87)
+        other.learn(both, 87)
+    assert [one.due(0, n) for n in range(300)] == [other.due(0, n) for n in range(300)]
+    assert one.due(0, 90)
+
+
+def test_one_rank_has_nobody_to_part_from() -> None:
+    """A single process is checked as often as before."""
+    schedule = sampled()
+    schedule.learn(Step(step=66, optimizer=0, world=1, rows={0: Row(rank=0, step=66, flags=int(Flag.SKIPPED))}))
+    assert not any(schedule.due(0, n) for n in range(66, 80))

@@ -19,6 +19,8 @@ def rank_words(request: Request, *, out: Path | None = None, as_check: bool = Fa
     given = {key: value for key, value in request.given.items() if key != "nproc_per_node"}
     if out is not None:
         given["out"] = out
+    if as_check:
+        given.setdefault("every_step", request.config.every_step)  # the rank knows of `run` only
     mark = ["--as-check"] if as_check else []
     return ["run", *mark, *to_flags(given, "run"), *request.target.command]
 

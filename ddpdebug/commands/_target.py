@@ -59,7 +59,7 @@ def target_command(name: str, act: Callable[..., int], text: str, *extra: click.
 
 def prepare(given: Mapping[str, Any], words: Sequence[str], command: str) -> Request:
     """Check everything that can be wrong before torch is loaded or a rank started; raise UsageError."""
-    config = Config.load(given, os.environ, Path.cwd(), flags=True)
+    config = Config.load(given, os.environ, Path.cwd(), flags=True, command=command)
     target = target_of(words, command)
     target.check()
     in_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ

@@ -58,6 +58,8 @@ class Detector:
     wants: ClassVar[tuple[str, ...]] = ()
     #: The details describe some steps whatever happens in them: they are wanted of each, also while a cause is open.
     samples: ClassVar[bool] = False
+    #: Judges what the last step has left as well (rows with `Flag.LAST_STATE`), which holds no more than its digests.
+    last_state: ClassVar[bool] = False
     #: Topics of announcements (see `details.py`, without `:<k>`) for which `compare` is called when all have spoken.
     topics: ClassVar[tuple[str, ...]] = ()
     #: Codes that explain this one: while one of them is open, this finding folds into it as evidence.

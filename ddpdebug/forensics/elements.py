@@ -93,6 +93,10 @@ class Elements:
         """Copy what is planned for an optimizer that will not step again."""
         self.capture(watch, watch.step - 1, last=True)
 
+    def miss(self, key: str) -> None:
+        """Tell the others that this rank has no such parameter any more, so that nobody waits for it."""
+        self._say("element", key=key, stage="none", data=[])
+
     def tick(self) -> None:
         """Tell the others about copies made since the last tick."""
         for key, hunt in tuple(self._hunts.items()):

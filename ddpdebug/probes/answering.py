@@ -23,12 +23,15 @@ class Answering:
 
     Args:
         store: the recent steps.
+        last: what the last steps have left.
         say: sends (kind, fields) to all ranks.
         guard: the background thread's own.
     """
 
-    def __init__(self, recorder: Recorder, store: StepStore, say: Callable[..., object], guard: Guard) -> None:
-        self._recorder, self._store, self._say, self._guard = recorder, store, say, guard
+    def __init__(
+        self, recorder: Recorder, store: StepStore, last: StepStore, say: Callable[..., object], guard: Guard
+    ) -> None:
+        self._recorder, self._store, self._last, self._say, self._guard = recorder, store, last, say, guard
         self._asked: list[tuple[Request, int]] = []
 
     def ask(self, requests: Iterable[Request]) -> None:
@@ -39,7 +42,7 @@ class Answering:
         """Answer what can be answered; everything, if not `patient`."""
         asked, self._asked = self._asked, []
         for request, ticks in asked:
-            record = self._store.get(request.optimizer, request.step)
+            record = (self._last if request.last else self._store).get(request.optimizer, request.step)
             part = f"answer:{request.kind}"
             if record is not None and patient and ticks < _TICKS:
                 known = self._guard.run(part, self._try, is_known, request.kind, record)
@@ -55,7 +58,7 @@ class Answering:
             self._tell(request, value)
 
     def _tell(self, request: Request, value: Any) -> None:
-        fields = {"optimizer": request.optimizer, "step": request.step, "detail": request.kind}
+        fields = {"optimizer": request.optimizer, "step": request.step, "last": request.last, "detail": request.kind}
         if self._say("detail", **fields, value=value) is False:  # nothing that JSON can say: the others wait for a word
             self._say("detail", **fields, value=None)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ddpdebug import fingerprint, torch_internals as internals
+from ddpdebug.observations import Flag
 from ddpdebug.probes.wrappers import Wrapper
 
 #: Optimizer state up to this size is fingerprinted before the step too, which tells who changed it outside, and as a
@@ -17,6 +18,16 @@ SMALL_STATE_BYTES = 1 << 20
 STATE_SHARES = 8
 #: Parameters on the CPU up to this size stay after their optimizer has gone, for a last look; larger ones go with it.
 _KEPT_BYTES = 4 << 20
+
+
+class Mark(NamedTuple):
+    """What tells later whether parameters are still those that a step has left."""
+
+    step: int
+    flags: Flag
+    key: tuple[int, ...]  # of the table of parameters
+    places: Sequence[tuple[int, int]]
+    spots: int | torch.Tensor
 
 
 class OptimizerWatch:
@@ -44,6 +55,7 @@ class OptimizerWatch:
         self.after_step = -1
         self.state_after: int = 0
         self.state_is_small = True
+        self.mark: Mark | None = None  # by which a change after the last step is known
         self._members: list[str] = []  # which parameters each group holds, as text
         self._key: tuple[int, ...] = ()
         self._forgotten: list[weakref.ref[torch.Tensor]] = []
@@ -52,6 +64,11 @@ class OptimizerWatch:
         self.on_end(self)
         if sum(map(_bytes, self.params)) > _KEPT_BYTES or any(p.device.type != "cpu" for p in self.params):
             self.forget()
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """What changes with the table of parameters; empty while there is none."""
+        return self._key
 
     def forget(self) -> None:
         """Let go of the parameters when no optimizer has them any more: watching a model must not keep it alive."""
@@ -122,10 +139,15 @@ class OptimizerWatch:
             return float(value) if value.device.type == "cpu" else float("nan")
         return float(value) if isinstance(value, int | float) else float("nan")
 
-    def state(self) -> tuple[list[tuple[str, str]], list[torch.Tensor], list[tuple[str, str, int]]]:
+    def state(
+        self, *, whole: bool = False
+    ) -> tuple[list[tuple[str, str]], list[torch.Tensor], list[tuple[str, str, int]]]:
         """Return the state as (name, key) of tensors, the tensors, and (name, key, digest) of plain values.
 
         Of a large state only this step's share; the shares take turns by the step, so they are the same on every rank.
+
+        Args:
+            whole: all of it, however large.
         """
         keys: list[tuple[str, str]] = []
         tensors: list[torch.Tensor] = []
@@ -133,7 +155,7 @@ class OptimizerWatch:
         optimizers = self.optimizers()
         share = self.step % STATE_SHARES
         for position, (name, p) in enumerate(zip(self.names, self.params, strict=True)):
-            if not self.state_is_small and position % STATE_SHARES != share:
+            if not (self.state_is_small or whole) and position % STATE_SHARES != share:
                 continue
             for optimizer in optimizers:
                 if p in optimizer.state:
@@ -143,7 +165,7 @@ class OptimizerWatch:
                             tensors.append(value)
                         else:
                             plain.append((name, key, fingerprint.of_text(repr(value))))
-        if self.state_is_small and sum(map(_bytes, tensors)) > SMALL_STATE_BYTES:
+        if self.state_is_small and not whole and sum(map(_bytes, tensors)) > SMALL_STATE_BYTES:
             self.state_is_small = False
             return self.state()
         return keys, tensors, plain

@@ -74,6 +74,7 @@ class Patches:
         self._wrap(torch.optim.Optimizer, "load_state_dict", _load)
         self._wrap(dist, "all_gather", _all_gather)
         self._wrap(dist, "init_process_group", _init_process_group)
+        self._wrap(dist, "destroy_process_group", _destroy_process_group)
         self._wrap(DataLoader, "__iter__", _loader_iter)
         self._wrap(internals.LoaderIterator, "__next__", _loader_next)
         for owner, name, make in recipe_patches.doors(self.recipe, run):
@@ -307,8 +308,9 @@ def _clip(patches: Patches, original: Any) -> Any:
 
 def _load(patches: Patches, original: Any) -> Any:
     def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
         recorder = patches.recorder
+        recorder.pause()
+        result = original(self, *args, **kwargs)
         recorder.guard.run("probe:load", lambda: recorder.events.loaded(type(self).__name__, user_location()))
         return result
 
@@ -336,6 +338,14 @@ def _init_process_group(patches: Patches, original: Any) -> Any:
     return init_process_group
 
 
+def _destroy_process_group(patches: Patches, original: Any) -> Any:
+    def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
+        patches.recorder.look_back()  # most scripts do this last, while their models are alive
+        return original(*args, **kwargs)
+
+    return destroy_process_group
+
+
 def _loader_iter(patches: Patches, original: Any) -> Any:
     def __iter__(self: Any) -> Any:  # noqa: N807
         patches.recorder.guard.run("probe:loader", patches.loaders.begin, self)
@@ -349,7 +359,11 @@ def _loader_iter(patches: Patches, original: Any) -> Any:
 def _loader_next(patches: Patches, original: Any) -> Any:
     def __next__(self: Any) -> Any:  # noqa: N807
         started = time.perf_counter()
-        batch = original(self)
+        try:
+            batch = original(self)
+        except StopIteration:
+            patches.recorder.pause()  # an epoch is over
+            raise
         patches.recorder.guard.run("probe:loader", patches.loaders.delivered, batch, time.perf_counter() - started)
         return batch
 

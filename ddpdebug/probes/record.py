@@ -99,6 +99,7 @@ class StepRecord:
     norms: LaterFloats | None = None  # with a tolerance: of the parameters after the step, then of the state tensors
     numerics: dict[str, Any] = field(default_factory=dict)  # the detail of that name
     numerics_later: Callable[[], Flag] | None = None  # completes it with what was still on a device
+    holds: Callable[[], bool] | None = None  # of a last state: nothing has rewritten it since the step; may wait
     judged: bool = False  # the flags about gradients are certain: a norm that overflowed was confirmed or cleared
     layers: Notes | None = None  # of a sampled step
     fields: dict[str, Any] = field(default_factory=dict)  # numbers that go into the row as they are
@@ -182,6 +183,8 @@ def _freeze(record: StepRecord) -> None:
 
 def _checked_fields(record: StepRecord, fields: dict[str, Any]) -> Flag:
     flags = Flag(0)
+    if record.holds is not None and not record.holds():
+        record.after = record.state = None
     if record.grads is not None:
         fields["grads_digest"], fields["foreign_grads_digest"] = _by_owner(record.grads(), record.owned)
         fields["presence_digest"] = fingerprint.of_text(",".join(record.missing) or "all")

@@ -23,6 +23,7 @@ from ddpdebug.probes.events import Events
 from ddpdebug.probes.guard import Guard, user_location
 from ddpdebug.probes.guarding import Guarding
 from ddpdebug.probes.hooks import GradientHooks
+from ddpdebug.probes.last_state import LastState
 from ddpdebug.probes.numerics import Numerics
 from ddpdebug.probes.optimizers import OptimizerWatch, first_step, index_of
 from ddpdebug.probes.record import StepRecord, Window
@@ -63,6 +64,7 @@ class Recorder:
         self.want_norms = False  # a comparison with a tolerance needs numbers, not digests
         self.after_step: Callable[[OptimizerWatch, int], None] = lambda watch, step: None
         self.last_look: Callable[[OptimizerWatch], None] = lambda watch: None  # its optimizer is gone
+        self.last_state = LastState()
         self.stop: Callable[[], BaseException | None] = lambda: None
         self.adopt: Callable[[list[torch.Tensor]], None] = lambda params: None  # of models that no DDP wraps
         self.averaged = False  # a ModelAverager was used: replicas differ on purpose in between
@@ -138,6 +140,7 @@ class Recorder:
         wrapper.in_forward = True
         self.events.drop_gathers()
         if not torch.is_grad_enabled():
+            self.pause()
             if self.checking and not ddp.module.training and len(self.window.eval_batch) < _MAX_EVAL_FORWARDS:
                 self.window.eval_batch.append(fingerprint.combine(values.digests_of((args, kwargs), _BATCH_BYTES)))
             return 0.0
@@ -293,12 +296,28 @@ class Recorder:
         if watch is None or (watch.ref is not None and watch.ref() is not optimizer):
             watch = OptimizerWatch(optimizer, index_of(optimizer, self.watches))
             watch.step = first_step(optimizer, self.watches)
-            watch.on_end = self.last_look
+            watch.on_end = self._ended
             self.forget()
             self.watches.append(watch)
             self._by_optimizer[id(optimizer)] = watch
         watch.step = max(w.step for w in self.watches if w.index == watch.index)
         return watch
+
+    def _ended(self, watch: OptimizerWatch) -> None:
+        self.look_back(watch)
+        self.last_look(watch)
+
+    def look_back(self, *watches: OptimizerWatch) -> None:
+        """Hand over what the last steps have left, of all optimizers unless some are named: they may step no more."""
+        for watch in watches or self.watches:
+            loaded = bool(self.window.loads)
+            self.guard.run("probe:last-state", self.last_state.look, watch, loaded)
+
+    def pause(self) -> None:
+        """Look back where training pauses, unless the next step is checked: the script may rewrite the model next."""
+        for watch in self.watches:
+            if watch.mark is not None and not self._due(watch.index, watch.step):
+                self.guard.run("probe:last-state", self.last_state.glance_back, watch)
 
     def next_step(self) -> int:
         """Return the number of the optimizer step that the rank is heading for."""
@@ -354,6 +373,8 @@ class Recorder:
         record.loss_scale = self.events.last_loss_scale
         self.after_step(watch, watch.step)
         self.window.looks.let_go()
+        if self.world > 1:
+            self.guard.run("probe:last-state", self.last_state.mark, watch, record)
         self._emit(record)
         self.guard.run("probe:scene", self.scenes.next_step)
         watch.step += 1

@@ -55,7 +55,7 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """Raw observations worth keeping for a later judgement: kind is `row`, `detail` or `fact`."""
+    """Raw observations worth keeping for a later judgement: kind is `detail`, `fact` or `last_state`."""
 
     kind: str
     payload: Mapping[str, Any] = field(default_factory=dict)

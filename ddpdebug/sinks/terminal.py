@@ -15,12 +15,12 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
-from typing import TextIO
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
 
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
-from ddpdebug.sinks import FindingRaised, Record, RunEnded, RunStarted, StepJudged, Trouble
+from ddpdebug.sinks import FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
 from ddpdebug.sinks.agreement import disagreeing
 from ddpdebug.sinks.scraping import scrape_snippet
 from ddpdebug.sinks.text import SEPARATOR, Part, clean, counted, evidence_lines, number, parts, percent
@@ -80,6 +80,8 @@ class Terminal:
                 self._summary.count(record)
                 self._show_skip(record)
                 self._show_status(record)
+            case Saved(kind="last_state"):
+                self._summary.count_last(record.payload)
             case FindingRaised():
                 self._finding(record.finding, new=record.new)
             case Trouble():
@@ -188,16 +190,30 @@ class Summary:
         self.disagreed = 0
         self.overhead = math.nan
         self.interval = 1
+        self.last: dict[int, int] = {}  # optimizer -> newest step
+        self.last_states: set[tuple[int, int]] = set()  # (optimizer, step) that was compared once more afterwards
 
     def count(self, record: StepJudged) -> None:
         """Add a step."""
         counts = disagreeing(record.step)
         self.steps[record.step.optimizer] += 1
+        self.last[record.step.optimizer] = record.step.step
+        if counts.keys() & {"parameters"}:
+            self.last_states.add((record.step.optimizer, record.step.step))
         self.skipped += record.step.any(Flag.GUARD_SKIPPED)
         self.compared += bool({"parameters", "gradients"} & counts.keys())
         self.disagreed += any(counts.values())
         self.overhead = record.overhead_ratio
         self.interval = record.interval
+
+    def count_last(self, payload: Mapping[str, Any]) -> None:
+        """Note what the last step has left, where all ranks could tell."""
+        rows = payload["rows"].values()
+        known = [row for row in rows if int(row["params_after_digest"], 16) or int(row["foreign_params_digest"], 16)]
+        if len(known) == len(rows) > 1:
+            self.last_states.add((payload["optimizer"], payload["step"]))
+        intended = any(row["flags"] & int(Flag.LOCAL_ONLY | Flag.IN_JOIN) for row in rows)
+        self.disagreed += not intended and len({row["params_after_digest"] for row in known}) > 1
 
     def checked(self, world: int) -> bool:
         """Tell whether having no findings means anything."""
@@ -219,6 +235,8 @@ class Summary:
             items.append(f"the ranks disagreed in {self.disagreed} of {counted(total, 'step')}")
         else:
             items.append(f"the ranks agreed in all {self.compared} that were compared")
+        if world > 1 and self.compared and not self.last.items() <= self.last_states:
+            items.append("the last step's parameters were not compared")
         if math.isfinite(self.overhead):
             items.append(f"overhead {percent(self.overhead)}")
         if self.interval > 1:

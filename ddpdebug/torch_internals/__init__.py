@@ -284,6 +284,17 @@ def version_of(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else int(tensor._version)
 
 
+def places_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return where each tensor's memory begins and how often it was written in place; both move when it is replaced.
+
+    A write through `.data` moves neither.
+
+    Raises:
+        RuntimeError: a tensor has no memory of its own, or does not count (inference mode).
+    """
+    return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+
+
 # --- data -------------------------------------------------------------------------------------------------------------
 
 #: What iterating over a DataLoader returns; batches come out of its `__next__`.

@@ -38,7 +38,7 @@ def _answering(store: StepStore, say: Any, **recorder: Any) -> tuple[Answering, 
     troubles: list[str] = []
     guard = Guard(lambda part, message: troubles.append(f"{part}: {message}"))
     fake: Any = SimpleNamespace(wrappers=[], watches=[], guard=guard, **recorder)
-    return Answering(fake, store, say, guard), troubles
+    return Answering(fake, store, StepStore(), say, guard), troubles
 
 
 def test_the_store_keeps_the_newest_steps() -> None:

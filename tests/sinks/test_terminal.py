@@ -12,7 +12,7 @@ import pytest
 
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Digest, Flag, Row
-from ddpdebug.sinks import FindingRaised, RunEnded, RunStarted, StepJudged, Trouble
+from ddpdebug.sinks import FindingRaised, RunEnded, RunStarted, Saved, StepJudged, Trouble
 from ddpdebug.sinks.terminal import Terminal
 from ddpdebug.steps import Step
 
@@ -222,7 +222,9 @@ def test_a_flood_of_findings_is_cut() -> None:
     assert stream.writes[-1] == "ddpdebug: 20 findings shown, further ones are only in the run directory\n"
 
 
-def summary(*records: StepJudged | FindingRaised, started: RunStarted = STARTED, ended: RunEnded = FINISHED) -> str:
+def summary(
+    *records: StepJudged | FindingRaised | Saved, started: RunStarted = STARTED, ended: RunEnded = FINISHED
+) -> str:
     """Return the last line of a run."""
     stream = Recording()
     terminal = Terminal(0, stream)
@@ -236,8 +238,28 @@ def test_the_last_line_says_what_was_compared() -> None:
     steps = [judged(i, 5, 5) if i % 5 == 0 else judged(i, 0, 0) for i in range(20)]
     assert summary(*steps) == (
         "ddpdebug: no findings · 20 steps · the ranks agreed in all 4 that were compared · "
-        "overhead 0.83 % · full check every 5 steps\n"
+        "the last step's parameters were not compared · overhead 0.83 % · full check every 5 steps\n"
     )
+
+
+def test_the_last_line_counts_a_step_that_was_found_to_differ_at_the_end() -> None:
+    """Nothing is said to agree that was found to differ; local training differs on purpose."""
+    for flags, said in ((0, True), (int(Flag.LOCAL_ONLY), False)):
+        own = {"flags": flags, "foreign_params_digest": "00"}
+        rows = {"0": {**own, "params_after_digest": "05"}, "1": {**own, "params_after_digest": "06"}}
+        last = Saved(kind="last_state", payload={"optimizer": 0, "step": 1, "rows": rows})
+        assert ("disagreed in 1 of 2 steps" in summary(judged(0, 5, 5), judged(1, 0, 0), last)) is said
+
+
+@pytest.mark.parametrize(("digests", "said"), [(("05", "05"), False), (("05", "00"), True)])
+def test_the_last_line_says_whether_the_last_step_was_compared(digests: tuple[str, str], *, said: bool) -> None:
+    """At the end, where all ranks could tell what the step has left."""
+    rows = {
+        str(rank): {"flags": 0, "params_after_digest": value, "foreign_params_digest": "00"}
+        for rank, value in enumerate(digests)
+    }
+    last = Saved(kind="last_state", payload={"optimizer": 0, "step": 1, "rows": rows})
+    assert ("last step's parameters were not compared" in summary(judged(0, 5, 5), judged(1, 0, 0), last)) is said
 
 
 def test_the_last_line_counts_findings_by_severity() -> None:

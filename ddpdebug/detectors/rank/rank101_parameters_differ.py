@@ -42,7 +42,9 @@ class ParametersDiffer(Detector):
 
     Diagnosis: the phase says when they parted. `init`: before the first step. `load`: a `load_state_dict` ran since
     the last step. `outside-optimizer`: between two steps, while the optimizer had left them equal. `optimizer`: in
-    the optimizer step, from equal parameters, gradients, settings and state. Print
+    the optimizer step, from equal parameters, gradients, settings and state. No phase: what the last step has left was
+    compared when the run ended, and the ranks parted in a step that was not checked, from `equal_before_step` on;
+    `--every-step` names it. Print
     `param.double().sum().item()` of the first named parameter on every rank before and after that place, and look
     for code there that runs under `if rank == 0`.
 
@@ -70,12 +72,14 @@ class ParametersDiffer(Detector):
         *("NUM304", "RANK103", "RANK104", "RANK105", "RANK109", "RANK112"),
         *("SYNC201", "SYNC202", "SYNC203", "SYNC205", "SYNC206", "SYNC208", "SYNC211"),
     )
+    last_state = True
     stage = 50
     fires_on = Examples(
         lambda: (
             (step_at(12, odd={2: _CHANGED}, parameters=ranks(4, _USUAL, {2: _EDITED})),),
             (step_at(3, odd={1: {"params_after_digest": 6}}, parameters=ranks(4, _USUAL, {1: _SHRUNK})),),
             (step_at(0, world=2, odd={1: {"params_before_digest": 5, "params_after_digest": 6}}),),
+            (step_at(30, flags=Flag.LAST_STATE, params_before_digest=0, odd={1: {"params_after_digest": 6}}),),
         )
     )
     silent_on = Examples(
@@ -84,6 +88,7 @@ class ParametersDiffer(Detector):
             (step_at(4, flags=Flag.LOCAL_ONLY, odd={1: {"params_after_digest": 6}}),),
             (step_at(4, flags=Flag.SHARDED_STATE, odd={1: {"params_after_digest": 6}}),),
             (step_at(4, odd={1: {"params_after_digest": 0}}),),
+            (step_at(30, flags=Flag.LAST_STATE, odd={1: {"params_after_digest": 0}}),),  # rewritten on purpose
             (step_at(4, world=1),),
         )
     )
@@ -91,6 +96,7 @@ class ParametersDiffer(Detector):
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
         self._agreed: dict[int, int] = {}  # optimizer -> newest step that left equal parameters
+        self._found_equal: dict[int, int] = {}  # optimizer -> newest step that found equal ones, all of them read
         self._changed: dict[int, tuple[int, ...]] = {}  # optimizer -> ranks that changed theirs before the last step
         self._edited: set[int] = (
             set()
@@ -110,7 +116,7 @@ class ParametersDiffer(Detector):
         return finding.subject[:1], finding.phase, finding.ranks
 
     def place(self, finding: Finding) -> int:
-        return self.stage if finding.phase == "optimizer" else 20
+        return self.stage if finding.phase in {"optimizer", None} else 20
 
     def folds(self, finding: Finding, cause: Finding) -> bool:
         # Who changed parameters between two steps did so whatever else is wrong, unless the steps are not the same, or
@@ -127,6 +133,8 @@ class ParametersDiffer(Detector):
             self._edited.add(step.optimizer)
         if step.known("params_after_digest") and not shown:
             self._agreed[step.optimizer] = step.step
+        if step.agrees("params_before_digest"):
+            self._found_equal[step.optimizer] = step.step
 
     def _telling(self, step: Step) -> bool:
         """Tell whether a change outside the optimizer on some ranks only is news, not what the code always does."""
@@ -148,7 +156,10 @@ class ParametersDiffer(Detector):
         evidence: dict[str, Any] = {"parameters": len(names), **element(step)}
         if names:
             evidence["digests"] = values_of(by_rank, names[0])
-        if step.optimizer in self._agreed:
+        if step.any(Flag.LAST_STATE):
+            if step.optimizer in self._found_equal:
+                evidence["equal_before_step"] = self._found_equal[step.optimizer]
+        elif step.optimizer in self._agreed:
             evidence["agreed_after_step"] = self._agreed[step.optimizer]
         if subset(changed, step) and self._telling(step):
             evidence["changed_on"] = list(changed)
@@ -161,7 +172,9 @@ class ParametersDiffer(Detector):
             evidence=evidence,
         )
 
-    def _phase(self, step: Step, stage: str) -> str:
+    def _phase(self, step: Step, stage: str) -> str | None:
+        if step.any(Flag.LAST_STATE):
+            return None  # they parted in some step that was not checked
         if stage == "after" and "params_before_digest" not in step.differing and step.known("params_before_digest"):
             return "optimizer"
         loads = any(table.get("loads") for table in tables(step, "parameters").values())

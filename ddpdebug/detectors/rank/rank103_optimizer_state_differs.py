@@ -62,6 +62,8 @@ class OptimizerStateDiffers(Detector):
         )
     )
 
+    last_state = True
+
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
         self._agreed: dict[int, int] = {}  # optimizer -> newest step that left equal state
