@@ -151,15 +151,15 @@ class Layers:
         self.forget()
         self._notes = Notes()
         rank = dist.get_rank() if dist.is_initialized() else 0
-        leaves = sum(not any(True for _ in module.children()) for module in root.modules())
+        leaves = sum(map(internals.is_leaf, root.modules()))
         self._stride, self._leaves = max(1, math.ceil(leaves / MAX_CALLS)), 0
         return rank < _RANKS
 
     def look(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """Take the statistics of one module call; containers only hand on what their children gave."""
-        if any(True for _ in module.children()):
+        if not internals.is_leaf(module):
             return
-        own = any(True for _ in module.parameters(recurse=False))
+        own = internals.has_parameters(module)
         self._leaves += 1
         if own:
             self._notes.order.setdefault(id(module), self._leaves)
@@ -187,7 +187,7 @@ class Layers:
         part = part if part.dtype == torch.float64 else part.float()
         kind = None if tensor.grad_fn is None else _KINDS.get(tensor.grad_fn.name())
         time = self._times[id(module)] = self._times.get(id(module), -1) + 1
-        std, mean = torch.std_mean(part, correction=0)
+        std, mean = _std_mean(part)
         about: dict[str, Any] = {"class": type(module).__name__, "role": role, "call": time, "kind": kind}
         about |= {"leaf": self._leaves, "mean": self._keep(mean), "std": self._keep(std)}
         if kind == "relu":
@@ -309,6 +309,21 @@ def _part(tensor: torch.Tensor) -> torch.Tensor:
             length = max(1, tensor.shape[dim] * MAX_ELEMENTS // tensor.numel())
             tensor = tensor.narrow(dim, 0, length)
     return tensor
+
+
+def _std_mean(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return deviation and mean.
+
+    On the CPU torch's own `std_mean` takes four times as long as this. Measured from one of the elements, the deviation
+    of equal elements is exactly 0.
+    """
+    if part.device.type != "cpu":
+        std, mean = torch.std_mean(part, correction=0)
+        return std, mean
+    origin = part[(0,) * part.dim()]
+    moved = part - origin
+    mean = moved.mean()
+    return torch.linalg.vector_norm(moved.sub_(mean)) / math.sqrt(part.numel()), mean + origin
 
 
 def _saturated(part: torch.Tensor, kind: str) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import fingerprint
 from ddpdebug.probes import device
-from ddpdebug.probes.optimizers import OptimizerWatch
+from ddpdebug.probes.optimizers import OptimizerWatch, living_modules
 from ddpdebug.probes.record import StepRecord
 from ddpdebug.probes.wrappers import Wrapper
 
@@ -46,7 +45,7 @@ class Replicas:
         taken = {id(p) for watch in watches for p in watch.params}
         inside = {id(m) for w in wrappers if (ddp := w.ref()) is not None for m in ddp.modules()}
         known = {id(r.module()) for r in self._known.values()}
-        modules = [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]
+        modules = living_modules()
         children = {id(child) for m in modules for child in m.children()}
         found: dict[str, torch.nn.Module] = {}
         for module in modules:
