@@ -299,10 +299,7 @@ class Diagnosis:
         resting: list[Group] = []
         telling = asked.union(found)
         for group, rules in self._groups(step.optimizer).items():
-            if len(rules) == 1:
-                reading, shown = readings[rules[0].code]
-            else:
-                reading, shown = max((readings[r.code] for r in rules), key=_weight)
+            reading, shown = _strongest([readings[r.code] for r in rules])
             if not shown and group.idle and not (telling and any(r.code in telling for r in rules)):
                 continue
             group.look(shown if reading is Reading.NEW else None)
@@ -370,6 +367,10 @@ def _remembers(rule: Detector) -> bool:
     kind = type(rule)
     more = not _has_symptom(rule) or kind.suspects is not Detector.suspects
     return kind.detect is not Detector.detect and (more or kind.__init__ is not Detector.__init__)
+
+
+def _strongest(pairs: Sequence[tuple[Reading, Labels | None]]) -> tuple[Reading, Labels | None]:
+    return pairs[0] if len(pairs) == 1 else max(pairs, key=_weight)
 
 
 def _weight(pair: tuple[Reading, Labels | None]) -> int:

@@ -223,6 +223,15 @@ def norms(tensors: Sequence[torch.Tensor]) -> list[float]:
     return [float(value) for value in torch.stack([norm.to(torch.float64) for norm in norms]).tolist()]
 
 
+def distances(
+    before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Return the 2-norms of tensors, and those of their differences from others, without waiting for a device."""
+    if not before:
+        return [], []
+    return torch._foreach_norm(list(before)), torch._foreach_norm(torch._foreach_sub(list(after), list(before)))
+
+
 def found_inf_of(optimizer: object) -> torch.Tensor | None:
     """Return GradScaler's verdict for an optimizer that skips the step by itself (fused), or None."""
     found = getattr(optimizer, "found_inf", None)
