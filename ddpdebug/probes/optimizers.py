@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -232,6 +233,21 @@ def living_modules() -> list[torch.nn.Module]:
 
     The loop runs in C, and asks no object for its class: a proxy may not like to be asked.
     """
+    kinds = _module_classes()
+    objects = gc.get_objects()
+    return list(itertools.compress(objects, map(kinds.__contains__, map(type, objects))))
+
+
+def module_census() -> dict[int, int]:
+    """Return the number of references to each class of modules, by its id.
+
+    Each module holds one to its class: where no number has changed, no module has come. Takes a thousandth of the time
+    of looking for them.
+    """
+    return {id(kind): sys.getrefcount(kind) for kind in _module_classes()}
+
+
+def _module_classes() -> set[type]:
     kinds: set[type] = set()
     waiting: list[type] = [torch.nn.Module]
     while waiting:
@@ -239,8 +255,7 @@ def living_modules() -> list[torch.nn.Module]:
         if kind not in kinds:
             kinds.add(kind)
             waiting += type.__subclasses__(kind)
-    objects = gc.get_objects()
-    return list(itertools.compress(objects, map(kinds.__contains__, map(type, objects))))
+    return kinds
 
 
 def index_of(optimizer: torch.optim.Optimizer, watches: Sequence[OptimizerWatch]) -> int:
