@@ -36,6 +36,7 @@ class OptimizerWatch:
         self.members: list[weakref.ref[torch.optim.Optimizer]] = []  # optimizers fused into backward
         self.names: list[str] = []
         self.params: list[torch.Tensor] = []
+        self.ids: list[int] = []
         self.owned: list[bool] = []
         self.owners: list[Wrapper | None] = []
         self.wrappers: list[Wrapper] = []  # the owners, each once
@@ -58,7 +59,8 @@ class OptimizerWatch:
         """Let go of the parameters when no optimizer has them any more: watching a model must not keep it alive."""
         if not self.optimizers():
             self._forgotten += [weakref.ref(p) for p in self.params]
-            self.names, self.params, self.owned, self.owners, self.wrappers, self._key = [], [], [], [], [], ()
+            self.names, self.params, self.ids, self.owned = [], [], [], []
+            self.owners, self.wrappers, self._key = [], [], ()
 
     def identities(self) -> set[int]:
         """Return the ids of the living parameters that are or were stepped here."""
@@ -84,6 +86,7 @@ class OptimizerWatch:
         table = sorted(_named(params, wrappers), key=lambda row: row[0])
         self.names = [name for name, _, _, _ in table]
         self.params = [p for _, p, _, _ in table]
+        self.ids = [id(p) for p in self.params]
         self.owned = [owned for _, _, owned, _ in table]
         self.owners = [owner for _, _, _, owner in table]
         self.on_cpu = all(p.device.type == "cpu" for p in self.params)
