@@ -299,8 +299,7 @@ class Layers:
                 for parameter, block in zip(self._parameters(watch, notes), blocks, strict=True)
                 if (new := _block(parameter)) is not None
             ]
-            old, new = [block.float() for block, _ in pairs], [block.float() for _, block in pairs]
-            norms, changes = internals.distances(old, new)
+            norms, changes = internals.distances([old.float() for old, _ in pairs], [now.float() for _, now in pairs])
         notes.norms = device.numbers([*norms, *changes, *self._symmetry])
 
     def _chosen(self, watch: OptimizerWatch, notes: Notes) -> list[tuple[str, torch.Tensor]]:
