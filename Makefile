@@ -58,7 +58,10 @@ detection: $(STAMP) ## run the corpus of faults and healthy scripts, print the s
 	$(PYTHON) tests/detection/score.py --require 0.95 --write docs/detection.md
 
 bench: $(STAMP) ## what ddpdebug costs, against plain DDP and the naive methods
-	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/overhead.py
+	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/overhead.py --rounds 6
+	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/overhead.py --rounds 4 --busy 2
+	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/overhead.py --rounds 4 \
+		--start 1 --steady 6 --ways plain,again,every-step,forward-probes,all-gather,isfinite,anomaly
 	$(PYTHON) benchmarks/scaling.py
 	$(PYTHON) benchmarks/check.py
 	$(PYTHON) benchmarks/memory.py

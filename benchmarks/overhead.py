@@ -1,12 +1,21 @@
-"""What watching costs: step time with ddpdebug as a ratio to plain DDP, in one run, alternating blocks, medians.
+"""What watching costs: each way of it as a ratio to plain DDP, in one run, in alternating blocks.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/overhead.py
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/overhead.py --busy 2 --rounds 5
 
-Two ratios for each way: of the median step's wall time, and (`cpu`) of the process's processor time, which a busy
-machine disturbs less. The ways: `plain` twice (the ratio of the second is the noise), ddpdebug by default, ddpdebug
-with every check on every step, its forward probes alone on every step, and what people do without it: all-gathering the
-parameters, an `isfinite().all()` hook on every module, `detect_anomaly`, and `DebugUnderflowOverflow` of Hugging Face's
-transformers where that is installed (`pip install transformers`).
+A block attaches anew and has two parts: the first steps after attaching (`start`, 16), and the next (`steady`, 24).
+Of each part three ratios to the plain block of the same round are printed, each the median over the rounds with the
+quartiles in brackets: of the wall time, of the processor time of all threads of all ranks (`processor`: `process_time`,
+so the background thread, gloo's threads and the metrics server count), and of the training threads alone (`training`:
+`thread_time`). `again` is plain a second time: how far it is from 1 is the noise. Attaching and detaching are not part
+of a block; what attaching takes is printed by itself. Garbage collection is left as it is.
+
+The ways: `default` (ddpdebug as `watch` attaches it, with its metrics endpoint), `settled` (the same monitor in all
+blocks, after `--learn` steps), `every-step`, `forward-probes` (alone, in every step), and what people do without
+ddpdebug: all-gathering the parameters, an `isfinite().all()` hook on every module, `detect_anomaly`, and
+`DebugUnderflowOverflow` of Hugging Face's transformers where that is installed.
+
+`--busy N` runs N busy loops beside the job, which compete for its cores as loaders and other jobs do.
 """
 
 from __future__ import annotations
@@ -15,24 +24,31 @@ import argparse
 import gc
 import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
-from importlib.util import find_spec
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import ddpdebug
 from ddpdebug.config import Config
 from ddpdebug.monitor import Monitor
 from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.looks import Looks
 from ddpdebug.probes.modules import ForwardProbe
+
+#: Ends by itself when the benchmark was killed.
+_LOOP = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum(range(200_000))\n"
+PARTS, CLOCKS = ("start", "steady"), ("wall", "processor", "training")
+Detach = Callable[[], None]
 
 
 class Block(nn.Module):
@@ -66,17 +82,30 @@ class Model(nn.Module):
         return self.head(self.blocks(self.embed(tokens)))
 
 
-def monitored(*, every_step: bool, out: Path) -> tuple[Callable[[], None], Callable[[], None], Monitor]:
-    """Return functions that attach and detach one monitor, which keeps what it has learned in between."""
-    monitor = Monitor(Config(out=out, metrics="off", quiet=True, every_step=every_step))
-    monitor._begin()  # noqa: SLF001 - the benchmark switches parts on and off
+def attached(training: Training, out: Path, *, every_step: bool) -> Detach:
+    """Attach as a user does; return what detaches."""
+    monitor = ddpdebug.watch(
+        training.model, training.optimizer, out=out, metrics_port=0, quiet=True, every_step=every_step
+    )
+    return monitor.close
 
-    def off() -> None:
-        monitor.patches.remove()
-        monitor.recorder.release()
-        monitor.recorder.wrappers.clear()
 
-    return monitor.patches.install, off, monitor
+class Settled:
+    """One monitor that is attached and detached again and keeps what it has learned in between."""
+
+    def __init__(self, out: Path) -> None:
+        self.monitor = Monitor(Config(out=out, metrics_port=0, quiet=True))
+        self.monitor._begin()  # noqa: SLF001 - the benchmark switches parts on and off
+
+    def attach(self) -> Detach:
+        """Put the hooks in place; return what takes them away."""
+        self.monitor.patches.install()
+        return self._detach
+
+    def _detach(self) -> None:
+        self.monitor.patches.remove()
+        self.monitor.recorder.release()
+        self.monitor.recorder.wrappers.clear()
 
 
 def finite_hooks(model: nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
@@ -130,109 +159,199 @@ class Training:
         self.generator = torch.Generator().manual_seed(dist.get_rank())
         self.batch, self.tokens = batch, tokens
 
-    def step(self) -> float:
-        """Take one step; return its seconds."""
+    def step(self) -> None:
+        """Take one step."""
         tokens = torch.randint(0, 512, (self.batch, self.tokens + 1), generator=self.generator)
-        start = time.perf_counter()
         loss = nn.functional.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
-        return time.perf_counter() - start
 
-    def all_gather_step(self) -> float:
-        """Take one step and compare all parameters in full; return the seconds of both."""
-        start = time.perf_counter()
+    def all_gather_step(self) -> None:
+        """Take one step and compare all parameters in full."""
         self.step()
         for p in self.model.parameters():
             outs = [torch.empty_like(p) for _ in range(dist.get_world_size())]
             dist.all_gather(outs, p.detach())
             for other in outs:
                 torch.equal(other, p)
-        return time.perf_counter() - start
 
 
-def measure(training: Training, ways: list[str], monitors: dict[str, Any], rounds: int, block: int) -> dict[str, Any]:
-    """Return the block medians of every way, in alternating order."""
-    medians: dict[str, list[float]] = {way: [] for way in [*ways, *(f"{way}: cpu" for way in ways)]}
-    for round_ in range(rounds):
-        for way in ways[round_ % len(ways) :] + ways[: round_ % len(ways)]:
-            handles = HOOKS[way](training.module) if way in HOOKS else []
-            torch.autograd.set_detect_anomaly(way == "anomaly")
-            if way in monitors:
-                monitors[way][0]()
-            run = training.all_gather_step if way == "all-gather" else training.step
+class Clocks:
+    """The clocks of this rank, all in seconds."""
+
+    def __init__(self) -> None:
+        self._at = time.perf_counter(), time.process_time(), time.thread_time()
+
+    def lap(self) -> list[float]:
+        """Return what has passed since the last lap, in the order of `CLOCKS`."""
+        before, self._at = self._at, (time.perf_counter(), time.process_time(), time.thread_time())
+        return [now - then for now, then in zip(self._at, before, strict=True)]
+
+
+class Bench:
+    """Runs blocks of steps and keeps their times: `times[way][part]` has one (wall, processor, training) a block."""
+
+    def __init__(self, training: Training, scratch: Path, steps: dict[str, int]) -> None:
+        self.training, self.scratch, self.steps = training, scratch, steps
+        self.times: dict[str, dict[str, list[list[float]]]] = {}
+        self.attaching: list[list[float]] = []
+        self.settled: Settled | None = None
+        self._blocks = 0
+
+    def block(self, way: str) -> None:
+        """Run one block."""
+        self._blocks += 1
+        gc.collect()
+        dist.barrier()
+        clocks = Clocks()
+        detach = self._attach(way)
+        attaching = clocks.lap()
+        if way in {"default", "every-step"}:
+            self.attaching.append(attaching)
+        run = self.training.all_gather_step if way == "all-gather" else self.training.step
+        for part, count in self.steps.items():
             dist.barrier()
-            gc.collect()
-            gc.disable()
-            run()
-            cpu = time.process_time()
-            medians[way].append(statistics.median(run() for _ in range(block)))
-            medians[f"{way}: cpu"].append(time.process_time() - cpu)
-            gc.enable()
-            if way in monitors:
-                monitors[way][1]()
+            clocks.lap()
+            for _ in range(count):
+                run()
+            self.times.setdefault(way, {}).setdefault(part, []).append(clocks.lap())
+        detach()
+
+    def _attach(self, way: str) -> Detach:
+        training = self.training
+        if way in {"default", "every-step"}:
+            return attached(training, self.scratch / f"{way}-{self._blocks}", every_step=way == "every-step")
+        if way == "settled":
+            assert self.settled is not None
+            return self.settled.attach()
+        torch.autograd.set_detect_anomaly(way == "anomaly")
+        handles = HOOKS[way](training.module) if way in HOOKS else []
+
+        def detach() -> None:
+            torch.autograd.set_detect_anomaly(False)
             for handle in handles:
                 handle.remove()
-        if dist.get_rank() == 0:
-            print(f"round {round_ + 1}/{rounds}", flush=True)
-    return medians
+
+        return detach
+
+    def learn(self, steps: int) -> None:
+        """Let the schedule of the settled monitor settle."""
+        self.settled = Settled(self.scratch / "settled")
+        detach = self.settled.attach()
+        for _ in range(steps):
+            self.training.step()
+        detach()
+
+
+def summed(times: dict[str, dict[str, list[list[float]]]]) -> dict[str, dict[str, list[list[float]]]]:
+    """Return the sums over all ranks."""
+    everyone: list[dict[str, dict[str, list[list[float]]]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, times)
+    return {
+        way: {
+            part: [
+                [sum(clock) for clock in zip(*ranks, strict=True)]
+                for ranks in zip(*(own[way][part] for own in everyone), strict=True)
+            ]
+            for part in parts
+        }
+        for way, parts in times.items()
+    }
+
+
+def ratios(mine: list[list[float]], plain: list[list[float]]) -> dict[str, list[float]]:
+    """Return clock -> (median, lower quartile, upper quartile) of the rounds' ratios."""
+    found = {}
+    for number, clock in enumerate(CLOCKS):
+        values = [own[number] / other[number] for own, other in zip(mine, plain, strict=True)]
+        low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+        found[clock] = [round(value, 4) for value in (middle, low, high)]
+    return found
+
+
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """Keep so many busy loops running, on rank 0's machine."""
+    number = count if dist.get_rank() == 0 else 0
+    loops = [
+        subprocess.Popen([sys.executable, "-c", _LOOP])  # noqa: S603 - our own text
+        for _ in range(number)
+    ]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
 
 
 def main() -> None:
-    """Run the benchmark and print one line per way."""
+    """Run the benchmark and print one line per way and part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--block", type=int, default=6)
-    parser.add_argument("--learn", type=int, default=180, help="steps before timing in which the schedule settles")
-    ways = "plain,again,default,every-step,forward-probes,all-gather,isfinite,anomaly"
-    parser.add_argument("--ways", default=ways + (",transformers" if find_spec("transformers") else ""))
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--start", type=int, default=16, help="steps of a block's first part")
+    parser.add_argument("--steady", type=int, default=24, help="steps of a block's second part")
+    parser.add_argument("--learn", type=int, default=100, help="steps in which the `settled` monitor settles")
+    parser.add_argument("--busy", type=int, default=0, help="busy loops beside the job")
+    parser.add_argument("--ways", default="plain,again,default")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "Anomaly Detection has been enabled")
     dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
     training = Training(args.width, args.depth, args.batch, args.tokens)
-    ways = args.ways.split(",")
-    with tempfile.TemporaryDirectory() as scratch:
-        monitors = {
-            way: monitored(every_step=way == "every-step", out=Path(scratch) / way)
-            for way in ways
-            if way in {"default", "every-step"}
-        }
+    ways = ["plain", *(way for way in args.ways.split(",") if way != "plain")]
+    with tempfile.TemporaryDirectory() as scratch, busy(args.busy):
+        bench = Bench(training, Path(scratch), {"start": args.start, "steady": args.steady})
         for _ in range(3):
             training.step()
-        if "default" in monitors:  # until it has learned what a check costs here and has chosen its interval
-            monitors["default"][0]()
-            for _ in range(args.learn):
-                training.step()
-            monitors["default"][1]()
-        medians = measure(training, ways, monitors, args.rounds, args.block)
-        result: dict[str, object] = {"parameters": training.size, "world": world}
-        for way in ways:
-            for name, base in ((way, "plain"), (f"{way}: cpu", "plain: cpu")):
-                pairs = zip(medians[name], medians[base], strict=True)
-                result[name] = round(statistics.median(mine / other for mine, other in pairs), 4)
-        result["plain_step_seconds"] = round(statistics.median(medians["plain"]), 4)
-        for way, (_, _, monitor) in monitors.items():
-            exchange = monitor._exchange  # noqa: SLF001 - as above
-            assert exchange is not None
-            result[f"{way}: bytes per tick and rank"] = exchange.gathered_bytes // max(1, exchange.ticks) // world
-            result[f"{way}: full check every ... steps"] = monitor.schedule.interval(10**9)
-            monitor.close()
-    if rank == 0:
-        for key, value in result.items():
-            print(f"{key:36} {value}")
-        if args.json:
-            args.json.write_text(json.dumps(result, indent=2) + "\n")
-    del training
+        if "settled" in ways:
+            bench.learn(args.learn)
+        for number in range(args.rounds):
+            at = number % len(ways)
+            for way in ways[at:] + ways[:at]:
+                bench.block(way)
+            if dist.get_rank() == 0:
+                print(f"round {number + 1}/{args.rounds}", flush=True)
+        if bench.settled is not None:
+            bench.settled.monitor.close()
+    times = summed(bench.times)
+    if dist.get_rank() == 0:
+        report(times, bench, args)
+    del bench, training
     gc.collect()
     dist.destroy_process_group()
+
+
+def report(times: dict[str, dict[str, list[list[float]]]], bench: Bench, args: argparse.Namespace) -> None:
+    """Print what was measured, and write it where that is wanted."""
+    steady = [block[0] / dist.get_world_size() / args.steady for block in times["plain"]["steady"]]
+    result: dict[str, object] = {
+        "parameters": bench.training.size,
+        "world": dist.get_world_size(),
+        "busy": args.busy,
+        "plain_step_seconds": round(statistics.median(steady), 4),
+    }
+    if bench.attaching:
+        seconds = [round(lap[1], 3) for lap in bench.attaching]
+        result["attaching the first time, processor seconds"] = seconds[0]
+        result["attaching again, processor seconds"] = statistics.median(seconds[1:] or seconds)
+    for key, value in result.items():
+        print(f"{key}: {value}")
+    print(f"{'':24}" + "".join(f"{clock:>24}" for clock in CLOCKS))
+    for way, parts in times.items():
+        for part, blocks in parts.items():
+            if way != "plain":
+                result[f"{way}: {part}"] = found = ratios(blocks, times["plain"][part])
+                shown = [f"{middle:.3f} [{low:.3f}, {high:.3f}]" for middle, low, high in found.values()]
+                print(f"{way + ', ' + part:24}" + "".join(f"{text:>24}" for text in shown))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

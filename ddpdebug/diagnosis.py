@@ -57,6 +57,8 @@ class Reading(Enum):
     KNOWN = "the symptom of an open cause"
     WAITING = "looked into before without result"
 
+    __hash__ = object.__hash__  # that of Enum is computed in Python, some hundred times a step
+
 
 @dataclass(slots=True, eq=False)
 class _Held:
@@ -105,6 +107,8 @@ class Diagnosis:
         self.world = world
         rules = [rule(config) for rule in catalog()] if detectors is None else list(detectors)
         self._rules = sorted(rules, key=lambda rule: rule.code)
+        self._with_symptom = frozenset(rule.code for rule in self._rules if _has_symptom(rule))
+        self._with_memory = frozenset(rule.code for rule in self._rules if _remembers(rule))
         self._on_trouble = on_trouble
         self._ledger = Ledger(world)
         self._queue: deque[_Queued] = deque()
@@ -204,20 +208,26 @@ class Diagnosis:
         try:
             return action(*args)
         except Exception as error:  # noqa: BLE001 - one bad rule must not take the others with it
-            self._rules = [r for r in self._rules if r is not rule]
-            self._members.clear()
-            if self._on_trouble is not None:
-                self._on_trouble(f"detector:{rule.code}", f"{type(error).__name__}: {error}")
+            self._drop(rule, error)
             return otherwise
 
+    def _drop(self, rule: Detector, error: Exception) -> None:
+        self._rules = [r for r in self._rules if r is not rule]
+        self._members.clear()
+        if self._on_trouble is not None:
+            self._on_trouble(f"detector:{rule.code}", f"{type(error).__name__}: {error}")
+
     def _findings(self, rule: Detector, action: Callable[..., Iterable[Finding]], *args: Any) -> list[Finding]:
-        nothing: list[Finding] = []
-        return self._run(rule, nothing, lambda: list(action(*args)))
+        try:
+            return list(action(*args))
+        except Exception as error:  # noqa: BLE001 - as above
+            self._drop(rule, error)
+            return []
 
     def _read(self, rule: Detector, step: Step) -> tuple[Reading, Labels | None]:
         unread = step.any(Flag.LAST_STATE) and not rule.last_state
-        if unread or not _has_symptom(rule):
-            return Reading.UNKNOWN if unread else Reading.FREE, None
+        if unread or rule.code not in self._with_symptom:
+            return _UNKNOWN if unread else _FREE
         key = ("symptom", rule.code)
         if key not in step.memo:
             step.memo[key] = rule.symptom(step)
@@ -275,18 +285,18 @@ class Diagnosis:
             for kind, answers in queued.asked.items()
         }
         step = queued.step.with_details(details) if details else queued.step
-        unknown: tuple[Reading, Labels | None] = (Reading.UNKNOWN, None)
-        readings = {rule.code: self._run(rule, unknown, self._read, rule, step) for rule in tuple(self._rules)}
+        readings = {rule.code: self._run(rule, _UNKNOWN, self._read, rule, step) for rule in tuple(self._rules)}
         found: dict[str, list[Finding]] = {}
-        last = queued.last
+        remembering, last = self._with_memory, queued.last
         for rule in tuple(self._rules):
+            code = rule.code
             if last and not rule.last_state:
                 continue
             # most steps show nothing, and most rules have nothing to remember of those
-            if (readings[rule.code][0] not in _NOTHING or _remembers(rule)) and (
+            if (code in remembering or readings[code][0] not in _NOTHING) and (
                 new := self._findings(rule, rule.detect, step)
             ):
-                found[rule.code] = new
+                found[code] = new
         self._settle(step, readings, found, queued.rules)
         self._judged += 1
 
@@ -299,9 +309,10 @@ class Diagnosis:
     ) -> None:
         admitted: list[tuple[Detector, Finding, Labels | None]] = []
         resting: list[Group] = []
+        telling = asked.union(found)
         for group, rules in self._groups(step.optimizer).items():
-            reading, shown = max((readings[r.code] for r in rules), key=_weight)
-            if group.idle and not shown and not any(r.code in found or r.code in asked for r in rules):
+            reading, shown = _strongest([readings[r.code] for r in rules])
+            if not shown and group.idle and not (telling and any(r.code in telling for r in rules)):
                 continue
             group.look(shown if reading is Reading.NEW else None)
             fresh = [(rule, f, shown) for rule in rules for f in found.get(rule.code, ())]
@@ -370,10 +381,16 @@ def _remembers(rule: Detector) -> bool:
     return kind.detect is not Detector.detect and (more or kind.__init__ is not Detector.__init__)
 
 
+def _strongest(pairs: Sequence[tuple[Reading, Labels | None]]) -> tuple[Reading, Labels | None]:
+    return pairs[0] if len(pairs) == 1 else max(pairs, key=_weight)
+
+
 def _weight(pair: tuple[Reading, Labels | None]) -> int:
     return _WEIGHT[pair[0]]
 
 
+_UNKNOWN: tuple[Reading, Labels | None] = (Reading.UNKNOWN, None)
+_FREE: tuple[Reading, Labels | None] = (Reading.FREE, None)
 _NOTHING = frozenset({Reading.UNKNOWN, Reading.QUIET})
 _WEIGHT = {
     Reading.UNKNOWN: 0,

@@ -16,11 +16,11 @@ SHORT_SECONDS = 0.1
 START_STEPS = 1000
 #: The longest interval, early and later: however dear a check is, some are made.
 _MAX_INTERVAL_EARLY, _MAX_INTERVAL = 16, 64
-_FIRST_DECISION, _DECIDE_EVERY = 8, 32
-#: A new interval takes effect this much later, so that no rank has passed the step yet when it learns of it. Rows of
-#: short steps may come in late.
-_LEAD_STEPS, _LEAD_STEPS_SHORT = 16, 64
-_WARM_UP = 3
+_FIRST_DECISION, _DECIDE_EVERY = 2, 32
+#: A new interval takes effect this much later, so that no rank has passed the step yet when it learns of it: rows wait
+#: for a second, and are then judged. Rows of short steps may come in late.
+_LEAD_SECONDS, _MIN_LEAD_STEPS, _MAX_LEAD_STEPS, _LEAD_STEPS_SHORT = 2.0, 4, 16, 64
+_WARM_UP = 1
 _MIN_AHEAD, _MAX_AHEAD = 2, 256
 #: The part of the budget that is spent. The clocks in the hooks and in the thread do not see all that a check costs: it
 #: empties caches and shares cores with the training (1.36 % of the step were measured where the clocks saw 1 %).
@@ -52,7 +52,7 @@ class Schedule:
         self._light: deque[float] = deque(maxlen=_DECIDE_EVERY)
         self._full: deque[float] = deque(maxlen=_DECIDE_EVERY)
         self._base: deque[float] = deque(maxlen=2 * _DECIDE_EVERY)
-        self._extra: deque[int] = deque(maxlen=16)  # steps whose check was brought forward
+        self._extra: tuple[int, ...] = ()  # newest steps whose check was brought forward; replaced as a whole
         self._signs: dict[int, Signs] = {}  # by optimizer
 
     def follow(self, *, budget: float, every_step: bool) -> None:
@@ -86,7 +86,7 @@ class Schedule:
         soon = any(self.interval(s) == 1 or s % self.interval(s) == 0 for s in range(progress + 1, step + 1))
         spent = sum(s > step - window for s in self._extra)
         if not (soon or spent >= _BURST or max(self._extra, default=-1) > progress):
-            self._extra.append(step)
+            self._extra = (*self._extra[-15:], step)
 
     def learn(self, step: Step, progress: int | None = None) -> None:
         """Take the costs of one step of all ranks, and what looks suspicious; all call this with the same steps.
@@ -113,9 +113,10 @@ class Schedule:
             self._decide(step.step)
 
     def _decide(self, step: int) -> None:
-        base = statistics.median(self._base)
+        base = statistics.median_low(self._base)
         short = base < SHORT_SECONDS
-        start = step + (_LEAD_STEPS_SHORT if short else _LEAD_STEPS)
+        lead = max(_MIN_LEAD_STEPS, min(_MAX_LEAD_STEPS, math.ceil(_LEAD_SECONDS / base)))
+        start = step + (_LEAD_STEPS_SHORT if short else lead)
         early = start < START_STEPS
         interval = 1 if early and short else self._affordable(_SEEN * self.budget * base)
         interval = min(interval, _MAX_INTERVAL_EARLY if early else _MAX_INTERVAL)

@@ -61,11 +61,27 @@ def test_all_ranks_come_to_the_same_schedule() -> None:
 
 
 def test_a_new_interval_takes_effect_later_than_any_rank_has_come() -> None:
-    """Ranks learn of it at different moments, but before it applies."""
+    """Ranks learn of it at different moments, but before it applies: about two seconds later."""
+    for seconds, lead in ((0.12, 16), (0.25, 9), (0.5, 5), (3.0, 4)):
+        schedule = Schedule(budget=0.01, every_step=False)
+        run(schedule, 3, seconds=seconds, full=0.02 * seconds)
+        assert schedule.interval(2 + lead - 1) == 1
+        assert schedule.interval(2 + lead) > 1
+
+
+def test_dear_checks_of_long_steps_are_thinned_out_at_once() -> None:
+    """The first steps of a run whose steps are long are no reason to spend ten budgets."""
     schedule = Schedule(budget=0.01, every_step=False)
-    run(schedule, 9, seconds=0.2, full=0.02)
-    assert schedule.interval(8 + 15) == 1
-    assert schedule.interval(8 + 16) > 1
+    run(schedule, 16, seconds=0.5, full=0.02, light=0.002)
+    assert sum(schedule.due(0, n) for n in range(16)) <= 8
+
+
+def test_a_slow_beginning_does_not_pass_for_long_steps() -> None:
+    """Compilers and autotuning take their time in the first steps: the shorter of two steps counts."""
+    schedule = Schedule(budget=0.01, every_step=False)
+    schedule.learn(step(1, seconds=5.0, full=0.02, light=0.0, checked=True))
+    schedule.learn(step(2, seconds=0.05, full=0.02, light=0.0, checked=True))
+    assert all(schedule.due(0, n) for n in range(64))
 
 
 # --- suspicion --------------------------------------------------------------------------------------------------------

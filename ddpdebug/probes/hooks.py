@@ -47,14 +47,14 @@ class GradientHooks:
         self._hooked.clear()
         self._owners.clear()
 
-    def arrived(self, key: int, grad: torch.Tensor | None) -> None:
-        """Note a gradient of a known parameter."""
-        recorder, wrapper = self._recorder(), self._owners.get(key)
-        if recorder is None or wrapper is None:
+    def arrived(self, key: int, parameter: torch.Tensor) -> None:
+        """Note a gradient of a known parameter; its object in Python is made only where the gradient is looked at."""
+        wrapper = self._owners.get(key)
+        if wrapper is None:
             return
         wrapper.arrived = True
-        if recorder.checking and wrapper.armed:
-            recorder.guard.run("probe:gradients", self._note, recorder, wrapper, key, grad)
+        if wrapper.armed and (recorder := self._recorder()) is not None and recorder.checking:
+            recorder.guard.run("probe:gradients", self._note, recorder, wrapper, key, parameter.grad)
 
     @staticmethod
     def _note(recorder: Recorder, wrapper: Wrapper, key: int, grad: torch.Tensor | None) -> None:
@@ -68,4 +68,4 @@ def on_gradient(hooks: weakref.ref[GradientHooks], key: int, parameter: torch.Te
     """Note that a gradient has arrived; it is still this rank's own."""
     me = hooks()
     if me is not None:
-        me.arrived(key, parameter.grad)
+        me.arrived(key, parameter)

@@ -340,7 +340,7 @@ class Recorder:
         flags |= contract.flags(watch) | (Flag.LOCAL_ONLY if self.averaged else Flag(0))
         record = StepRecord(watch.index, watch.step, flags, self.window)
         record.names, record.owned = watch.names, watch.owned
-        record.ids, record.slots = [id(p) for p in watch.params], watch.slots
+        record.ids, record.slots = watch.ids, watch.slots
         record.hyper = watch.hyper()
         record.contract = contract.facts(watch, wrappers=len(self.wrappers), world=self.world)
         record.fields["lr"] = watch.lr()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,11 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import fingerprint
 from ddpdebug.probes import device
-from ddpdebug.probes.optimizers import OptimizerWatch
+from ddpdebug.probes.optimizers import OptimizerWatch, living_modules, module_census
 from ddpdebug.probes.record import StepRecord
 from ddpdebug.probes.wrappers import Wrapper
 
-#: Copies are looked for after these steps only: a walk over all living objects costs tens of milliseconds.
+#: Copies are looked for after these steps only, and only if there are new modules since the last time: a walk over all
+#: living objects costs tens of milliseconds.
 _SEARCH_AT = frozenset({0, 16, 256})
 _WATCH_USE_STEPS = 4
 _MAX_REPLICAS = 4
@@ -28,6 +28,7 @@ class Replicas:
 
     def __init__(self) -> None:
         self._known: dict[str, _Replica] = {}
+        self._census: dict[int, int] = {}
 
     def add(self, name: str, module: torch.nn.Module) -> None:
         """Watch a module under a name."""
@@ -43,10 +44,14 @@ class Replicas:
         """Find root modules with parameters that neither a DDP nor an optimizer has."""
         if step not in _SEARCH_AT or not wrappers:
             return
+        census = module_census()
+        if census == self._census:
+            return
+        self._census = census
         taken = {id(p) for watch in watches for p in watch.params}
         inside = {id(m) for w in wrappers if (ddp := w.ref()) is not None for m in ddp.modules()}
         known = {id(r.module()) for r in self._known.values()}
-        modules = [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]
+        modules = living_modules()
         children = {id(child) for m in modules for child in m.children()}
         found: dict[str, torch.nn.Module] = {}
         for module in modules:

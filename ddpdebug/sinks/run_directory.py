@@ -243,7 +243,11 @@ def _finding_line(finding: Finding) -> bytes:
 
 
 def _json_line(value: Mapping[str, Any]) -> bytes:
-    return _line(json.dumps(_strict(value), ensure_ascii=False, allow_nan=False, default=str))
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError):  # something that JSON lacks, which is seldom: the slow way
+        text = json.dumps(_strict(value), ensure_ascii=False, allow_nan=False, default=str)
+    return _line(text)
 
 
 def _line(text: str) -> bytes:

@@ -244,6 +244,15 @@ def norms(tensors: Sequence[torch.Tensor]) -> list[float]:
     return [float(value) for value in torch.stack([norm.to(torch.float64) for norm in norms]).tolist()]
 
 
+def distances(
+    before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Return the 2-norms of tensors, and those of their differences from others, without waiting for a device."""
+    if not before:
+        return [], []
+    return torch._foreach_norm(list(before)), torch._foreach_norm(torch._foreach_sub(list(after), list(before)))
+
+
 def found_inf_of(optimizer: object) -> torch.Tensor | None:
     """Return GradScaler's verdict for an optimizer that skips the step by itself (fused), or None."""
     found = getattr(optimizer, "found_inf", None)
@@ -277,6 +286,16 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 def is_traced() -> bool:
     """Tell whether `torch.jit.trace` records what is done now."""
     return torch._C._get_tracing_state() is not None
+
+
+def is_leaf(module: torch.nn.Module) -> bool:
+    """Tell whether a module has no children; `children()` is a generator over a set, which costs ten times as much."""
+    return not module._modules or all(child is None for child in module._modules.values())
+
+
+def has_parameters(module: torch.nn.Module) -> bool:
+    """Tell whether a module has parameters of its own."""
+    return any(parameter is not None for parameter in module._parameters.values())
 
 
 def version_of(tensor: torch.Tensor) -> int | None:

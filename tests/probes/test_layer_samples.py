@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from ddpdebug.observations import Flag
-from ddpdebug.probes.layers import MAX_CALLS, MAX_ELEMENTS, MAX_PARAMETERS, Layers, is_due
+from ddpdebug.probes.layers import MAX_CALLS, MAX_ELEMENTS, MAX_PARAMETERS, Layers, _std_mean, is_due
 from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.record import StepRecord, Window, encode_row
 
@@ -163,3 +163,21 @@ def test_training_is_not_disturbed() -> None:
             optimizer.step()
         results.append([*(p.detach().clone() for p in net.parameters()), torch.get_rng_state()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_deviation_and_mean_are_those_of_torch() -> None:
+    """They are computed another way, which takes less; equal elements have no deviation at all."""
+    values = torch.randn(3, 40, 8, generator=torch.Generator().manual_seed(1)) * 0.5 + 100.0
+    std, mean = _std_mean(values.clone())
+    torch.testing.assert_close((std, mean), torch.std_mean(values.double(), correction=0), check_dtype=False)
+    assert float(_std_mean(torch.full((16, 1000), 0.1))[0]) == 0.0
+
+
+def test_what_is_written_in_place_later_was_seen_as_it_was() -> None:
+    """The statistics are computed at the end of the forward, of copies made as the modules returned."""
+    net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 2))
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(2))
+    expected = net[0](x).detach().mean()
+    found = detail(sample(net, Layers(), x))["modules"]
+    assert found["0"]["mean"] == pytest.approx(float(expected), rel=1e-4)
+    assert found["1 (input)"]["zero"] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -168,6 +169,30 @@ def test_gradients_that_are_cleared_in_any_way_are_not_carried_over() -> None:
     for clear in ("after", "zeros", "old style", "decay", "perturb"):
         assert loop(clear) == [(False, False, 0)] * 4, clear
     assert loop("never") == [(False, False, 0)] + [(True, False, 0)] * 3
+
+
+@pytest.mark.parametrize(
+    ("gradient", "zero"),
+    [
+        (torch.zeros(5), True),
+        (-torch.zeros(5), True),
+        (torch.zeros(4, 4).t()[1:], True),
+        (torch.zeros(3, dtype=torch.bfloat16), True),
+        (torch.tensor([0.0, 0.0, 1e-30]), False),
+        (torch.tensor([1.0, 0.0, 0.0]), False),
+        (torch.full((3,), -2.0), False),
+        (torch.full((3,), math.nan), False),
+        (torch.ones(4, 4).t()[1:], False),
+        (torch.tensor([0.0, 1j]), False),
+    ],
+)
+def test_a_gradient_of_zeros_is_told_by_its_bytes(gradient: torch.Tensor, zero: bool) -> None:
+    """As `any` tells it: -0.0 is zero, NaN is not."""
+    parameter = nn.Parameter(torch.zeros_like(gradient))
+    parameter.grad = gradient
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    fed = Clearing().of(optimizer)
+    assert fed.is_zero() is zero is not bool(gradient.any())
 
 
 def test_gradients_that_are_thrown_away() -> None:

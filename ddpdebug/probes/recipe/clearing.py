@@ -6,6 +6,7 @@ is read from a device; what the counter cannot tell (an old-style `p.grad.data.z
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -60,10 +61,10 @@ class Fed:
 
     def is_zero(self) -> bool:
         """Tell whether the gradients are zero, as far as can be told without waiting for a device."""
-        grads = [p.grad for p in self.sample() if p.grad is not None]
+        grads = [grad for p in self.sample() if (grad := p.grad) is not None]
         if any(grad.device.type != "cpu" or grad.is_sparse for grad in grads):
             return False
-        return not any(bool(grad.detach().flatten()[:_GLANCE].any()) for grad in grads)
+        return all(map(_begins_with_zeros, grads))
 
 
 class Clearing:
@@ -125,6 +126,16 @@ class Clearing:
         for key in gone:
             del self._fed[key]
         return list(self._fed.values())
+
+
+def _begins_with_zeros(grad: torch.Tensor) -> bool:
+    """Tell whether the first elements are 0 or -0: from their bytes, which is one call where torch takes five."""
+    if not (grad.is_floating_point() and grad.is_contiguous()) or type(grad) is not torch.Tensor or not grad.data_ptr():
+        return not bool(grad.detach().flatten()[:_GLANCE].any())
+    size = min(grad.nbytes, _GLANCE * grad.itemsize)
+    if size + grad.storage_offset() * grad.itemsize > grad.untyped_storage().nbytes():  # it was freed
+        return True
+    return not ctypes.string_at(grad.data_ptr(), size).strip(b"\0\x80")
 
 
 def _versions(fed: Fed) -> list[int | None]:
