@@ -57,7 +57,7 @@ class NumericGuard:
         self,
         mode: str,
         max_skips: int,
-        say: Callable[..., None],
+        say: Callable[..., object],
         trouble: Callable[[str, str], None],
         *,
         wait_seconds: float = WAIT_SECONDS,

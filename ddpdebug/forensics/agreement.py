@@ -36,7 +36,7 @@ class AgreementProbe:
     """
 
     def __init__(
-        self, say: Callable[..., None], announce: Callable[[str, Any], None], plans: Plans | None = None
+        self, say: Callable[..., object], announce: Callable[[str, Any], None], plans: Plans | None = None
     ) -> None:
         self._say, self._announce = say, announce
         self._plans = plans or Plans()

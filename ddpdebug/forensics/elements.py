@@ -62,7 +62,7 @@ class Elements:
         plans: carries the copies to the training thread.
     """
 
-    def __init__(self, rank: int, say: Callable[..., None], plans: Plans | None = None) -> None:
+    def __init__(self, rank: int, say: Callable[..., object], plans: Plans | None = None) -> None:
         self.rank = rank
         self._say = say
         self._plans = plans or Plans()

@@ -134,7 +134,8 @@ class GlooGroup:
             raise RuntimeError("the side group is closed")
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         outs = [torch.empty_like(own) for _ in range(self._world)]
-        options = dist.distributed_c10d.AllgatherOptions()
+        c10d: Any = dist.distributed_c10d
+        options = c10d.AllgatherOptions()
         options.timeout = self._timeout
         group.allgather([outs], [own], options).wait()
         return [ctypes.string_at(out.data_ptr(), out.numel()) for out in outs]
