@@ -23,6 +23,8 @@ import torch.distributed as dist
 from ddpdebug import torch_internals as internals
 from ddpdebug.assembly import Assembler
 from ddpdebug.config import Config, run_directory
+from ddpdebug.coverage import Coverage, RankCoverage
+from ddpdebug.covering import Covering
 from ddpdebug.diagnosis import Diagnosis
 from ddpdebug.errors import FindingError, StopRun
 from ddpdebug.exchange import Alone, Exchange, Group, Tick
@@ -34,6 +36,7 @@ from ddpdebug.forensics.numerics import Investigator
 from ddpdebug.numeric_guard import NumericGuard
 from ddpdebug.observations import Row, decode, encode
 from ddpdebug.probes.answering import Answering
+from ddpdebug.probes.coverage import CoverageProbe
 from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.loaders import Loaders
 from ddpdebug.probes.optimizers import OptimizerWatch
@@ -103,6 +106,10 @@ class Monitor:
         self.recorder.last_look = partial(self.guard.run, "forensics:elements", self.elements.last_look)
         self.memory = MemoryForensics(self.recorder, self.reporter.add_to, self._announce, lambda: self.directory)
         self._members, self._progress = 1, 0
+        announce = partial(self._announce, "coverage")
+        self.covering = Covering(self._account, self._write, announce, quiet=config.quiet)
+        self._counts = CoverageProbe(self.guard, self.recorder.wrappers, self._on_child)
+        self.recorder.on_lonely = self.covering.start
         self._answering = Answering(self.recorder, self._ring, self._say)
         self._assembler, self._diagnosis = Assembler(1), Diagnosis(world=1)
 
@@ -126,6 +133,11 @@ class Monitor:
     def findings(self) -> list[Finding]:
         """What was found so far, oldest first."""
         return self.reporter.findings
+
+    @property
+    def coverage(self) -> Coverage:
+        """What was looked at so far and what was not."""
+        return self.covering.coverage()
 
     def watch_replica(self, name: str, module: torch.nn.Module) -> None:
         """Compare a module outside DDP (EMA, teacher) between ranks, as RANK113, under the given name."""
@@ -157,7 +169,9 @@ class Monitor:
         whole = reason == "finished" and (bool(self.command) or self.loaders.repeated)  # of a script, or of an epoch
         self.guard.run("close:patches", lambda: self.patches.remove(finished=whole))
         self.guard.run("close:hooks", self.recorder.release)
+        self._counts.remove()
         self.guard.run("close:exchange", self._leave, reason)
+        self.guard.run("close:coverage", self.covering.close)
         self._write(RunEnded(reason=reason, exit_code=exit_code, steps=dict(self._steps), time=utc()))
         if self.fanout is not None:
             self.fanout.close()
@@ -169,6 +183,7 @@ class Monitor:
             newest = self._ring[-1]
             fact = {"reason": reason, "step": newest.step, "missing": list(newest.missing)}
             self._announce("alone:failure", fact)
+        self.covering.tell()
         self._say("fact", topic="end", value={"steps": self._steps, "reason": reason})
         if self._exchange is None or self._exchange.close():
             self._judge_rest()
@@ -186,6 +201,7 @@ class Monitor:
         if lacking := internals.missing():
             self._trouble("torch", f"this torch lacks {', '.join(lacking)}; some checks are off")
         self.patches.install()
+        self._counts.install()
         self.memory.install(self.config)
         atexit.register(self.close)
         me = weakref.ref(self)  # what is registered there stays for ever
@@ -196,6 +212,7 @@ class Monitor:
         """Let go in a forked child, which is not the rank; nothing is freed, its threads are not here."""
         self._closed = True
         self.patches.remove()
+        self._counts.remove()
         self.recorder.release()
 
     def _on_group(self) -> None:
@@ -212,8 +229,10 @@ class Monitor:
             self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         if self.world > 1:
             self._store = internals.private_store()
+            expected = self.world
             if self._store is None:
                 self.rank, self.world = 0, 1
+            self.covering.begin(self.rank, expected, self._store, f"ddpdebug/{self._number}")
         self.recorder.world, self.elements.rank = self.world, self.rank
         self.numeric_guard.meet(range(self.world))
         self.memory.begin(self.rank, self.world)
@@ -227,6 +246,7 @@ class Monitor:
         while self._early:
             self._exchange.say(self._early.pop(0))
         self._exchange.start()
+        self.covering.start()
 
     def _connect(self, generation: int, members: tuple[int, ...]) -> Group:
         if len(members) == 1:
@@ -234,7 +254,9 @@ class Monitor:
         prefix, rank = f"ddpdebug/{self._number}/group/{generation}", members.index(self.rank)
         exchange = self._exchange
         assert exchange is not None
+        self.covering.meeting(prefix)
         internals.meet(self._store, prefix, rank, len(members), lambda: exchange.impatient)
+        self.covering.connecting()
         return internals.GlooGroup(self._store, prefix, rank, len(members), _GROUP_TIMEOUT)
 
     def _open_sinks(self, directory: Path) -> None:
@@ -242,6 +264,7 @@ class Monitor:
         who: dict[str, Any] = {"rank": self.rank, "world": self.world, "run_id": self.run_id}
         self.fanout, started = open_sinks(self.config, directory, **who, command=self.command, time=utc())
         self._write(started)
+        self.covering.opened()
         self.memory.flush()
         self._announce("place", place(started))
         while self._troubles:
@@ -289,6 +312,26 @@ class Monitor:
         else:
             self._exchange.say(message)
 
+    def _account(self) -> RankCoverage:
+        """Return what this rank looked at; reads only, from any thread."""
+        counts = self._counts
+        return RankCoverage(
+            rank=self.rank,
+            steps=max(dict(self._steps).values(), default=0),
+            made=counts.made,
+            backwards=self.recorder.backwards,
+            wrappers=len(self.recorder.wrappers),
+            parameters=counts.parameters,
+            unwatched=dict(counts.unwatched),
+            left_out=dict(counts.left_out),
+            off=dict(self.covering.off),
+            children=counts.children,
+        )
+
+    def _on_child(self, fresh: bool) -> None:  # noqa: FBT001 - what happened
+        if fresh:  # beside a fork no thread is started
+            self.covering.start()
+
     # --- the background thread ----------------------------------------------------------------------------------------
 
     def _encode(self, record: StepRecord) -> bytes:
@@ -304,6 +347,7 @@ class Monitor:
 
     def _on_tick(self, tick: Tick) -> bool:
         self._progress = tick.progress
+        self.covering.ticked()
         for rank, message in tick.messages:
             self._hear(rank, message)
         for rank, data in tick.rows:
@@ -321,6 +365,7 @@ class Monitor:
 
     def _judge(self, step: Any) -> None:
         self.schedule.learn(step)
+        self.covering.judged(step)
         self.memory.hunt.learn(step)
         self._answering.ask(self._diagnosis.feed(step))
         interval = 1 if self.config.every_step else self.schedule.interval(step.step)
@@ -332,8 +377,7 @@ class Monitor:
             place = int(message["optimizer"]), int(message["step"])
             self._diagnosis.answer(rank, *place, str(message["detail"]), message["value"])
         elif kind == "fact":
-            self._diagnosis.tell(str(message["topic"]), rank, message["value"])
-            self.memory.hear(rank, message)
+            self._hear_fact(rank, message)
         elif kind == "vote":
             self.numeric_guard.hear(rank, message)
         elif kind == "agree":
@@ -350,6 +394,13 @@ class Monitor:
             self._open_sinks(Path(str(message["directory"])))
         if kind in {"detail", "fact"}:
             self._write(Saved(kind=str(kind), payload={"rank": rank, **message}))
+
+    def _hear_fact(self, rank: int, message: Mapping[str, Any]) -> None:
+        topic, value = str(message["topic"]), message["value"]
+        self._diagnosis.tell(topic, rank, value)
+        self.memory.hear(rank, message)
+        if topic == "coverage":
+            self.covering.hear(rank, value)
 
     def _report(self, raised: Sequence[tuple[Finding, bool]], progress: int) -> None:
         for finding in self.reporter.report(raised):
@@ -382,11 +433,14 @@ class Monitor:
 
     def _on_lost(self, reason: str) -> None:
         self.numeric_guard.lost()
+        self.covering.lost(reason)
         if not self._closed:
             self._trouble("exchange", f"the ranks can no longer be compared: {reason}")
 
     def _trouble(self, part: str, message: str) -> None:
         trouble = Trouble(part=part, message=message)
+        if part != "exchange":  # that one is known in more detail
+            self.covering.off[part] = message
         if self.rank != 0:
             self._say("trouble", part=part, message=message)  # rank 0 is the one that people see
         if self.fanout is None:

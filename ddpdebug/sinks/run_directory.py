@@ -18,7 +18,7 @@ from typing import Any
 from ddpdebug import run_files as files
 from ddpdebug.findings import Finding
 from ddpdebug.observations import Flag, encode, layout
-from ddpdebug.sinks import FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
+from ddpdebug.sinks import Covered, FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
 from ddpdebug.sinks.segments import Segments, segment_paths
 
 _MAX_TROUBLE_LINES = 100
@@ -66,6 +66,10 @@ class RunDirectory:
                 self._skipped[record.step.optimizer] += record.step.any(Flag.GUARD_SKIPPED)
             case FindingRaised():
                 self._finding(record.finding)
+            case Covered():
+                self._run["coverage"] = record.coverage.to_json()
+                if record.keep:
+                    _replace_file(self._directory / files.RUN, [_json_line(self._run)])
             case Saved():
                 line = {"rows": self._rows, "kind": record.kind, "payload": record.payload}
                 self._observations.append(_json_line(line))
@@ -89,6 +93,7 @@ class RunDirectory:
             "versions": dict(record.versions),
             "config": dict(record.config),
             "layout": layout(),
+            "coverage": None,
             "outcome": None,
         }
         _replace_file(self._directory / files.RUN, [_json_line(self._run)])

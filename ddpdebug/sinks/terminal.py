@@ -18,9 +18,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TextIO
 
+from ddpdebug.coverage import Coverage, Weight
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
-from ddpdebug.sinks import FindingRaised, Record, RunEnded, RunStarted, StepJudged, Trouble
+from ddpdebug.sinks import Covered, FindingRaised, Record, RunEnded, RunStarted, StepJudged, Trouble
 from ddpdebug.sinks.agreement import disagreeing
 from ddpdebug.sinks.scraping import scrape_snippet
 from ddpdebug.sinks.text import SEPARATOR, Part, clean, counted, evidence_lines, number, parts, percent
@@ -30,6 +31,7 @@ _TITLE, _SAVE_TITLE, _RESTORE_TITLE = "\x1b]2;{}\x07", "\x1b[22;2t", "\x1b[23;2t
 #: Consoles that have no window would print the title.
 _NO_TITLE = frozenset({"linux", "dumb"})
 _MAX_BLOCKS = 20
+_MAX_GAPS = 3
 _MAX_WIDTH = 120
 _LABEL_WIDTH = 10
 #: Evidence that is found out later and worth a second block: the first differing element.
@@ -87,6 +89,9 @@ class Terminal:
                 self._print(
                     f"ddpdebug: {clean(record.part, 60)} has switched itself off: {message} (the job goes on)\n"
                 )
+            case Covered():
+                self._summary.coverage = record.coverage
+                self._print("".join(f"ddpdebug: {clean(line, 500)}\n" for line in record.say))
             case RunEnded():
                 self._end(record)
 
@@ -155,7 +160,8 @@ class Terminal:
         self._has_title = True
 
     def _print(self, text: str) -> None:
-        self._put(f"{_CLEAR_LINE if self._tty else ''}{text}")
+        if text:
+            self._put(f"{_CLEAR_LINE if self._tty else ''}{text}")
 
     def _put(self, text: str) -> None:
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
@@ -188,6 +194,7 @@ class Summary:
         self.disagreed = 0
         self.overhead = math.nan
         self.interval = 1
+        self.coverage: Coverage | None = None
 
     def count(self, record: StepJudged) -> None:
         """Add a step."""
@@ -201,24 +208,30 @@ class Summary:
 
     def checked(self, world: int) -> bool:
         """Tell whether having no findings means anything."""
-        return bool(self.steps) and (world == 1 or self.compared > 0)
+        essential = self.coverage is not None and any(gap.weight is Weight.ESSENTIAL for gap in self.coverage.gaps)
+        return bool(self.steps) and (world == 1 or self.compared > 0) and not essential
 
     def items(self, world: int) -> list[str]:
         """Return the parts of the line; nothing that was not compared is said to agree."""
+        gaps = () if self.coverage is None else self.coverage.missed
+        unchecked = [f"not checked: {'; '.join(clean(gap.text, 200) for gap in gaps[:_MAX_GAPS])}"] if gaps else []
+        if len(gaps) > _MAX_GAPS:
+            unchecked.append(f"{len(gaps) - _MAX_GAPS} more in run.json")
         total = sum(self.steps.values())
         if not total:
-            return ["no optimizer step was seen, so nothing was checked"]
+            return unchecked or ["no optimizer step was seen, so nothing was checked"]
         items = [counted(total, "step")]
         if self.skipped:
             items.append(f"{self.skipped} skipped by the numeric guard")
         if world == 1:
             items.append("one rank, nothing to compare")
         elif not (self.compared or self.disagreed):
-            items.append("nothing was compared between the ranks")
+            items += [] if gaps else ["nothing was compared between the ranks"]
         elif self.disagreed:
             items.append(f"the ranks disagreed in {self.disagreed} of {counted(total, 'step')}")
         else:
             items.append(f"the ranks agreed in all {self.compared} that were compared")
+        items += unchecked
         if math.isfinite(self.overhead):
             items.append(f"overhead {percent(self.overhead)}")
         if self.interval > 1:
