@@ -40,6 +40,11 @@ class Gap:
     text: str
     action: str = ""
 
+    @property
+    def words(self) -> str:
+        """What is not checked, and of the gravest kind what to do about it."""
+        return f"{self.text}; {self.action}" if self.action and self.weight is Weight.ESSENTIAL else self.text
+
 
 #: What a gap may be about: the values of the metric's label.
 PARTS = (

@@ -183,7 +183,9 @@ class Covering:
             keep = self._ended or gaps != self._shown or now - self._kept > _KEEP_SECONDS
             if keep:
                 self._shown, self._kept = gaps, now
-            if lines and not (self._sinks_open and self._rank == 0):
+            if self._ended and self._sinks_open and self._rank == 0:
+                lines = []  # the last line says it
+            elif lines and not (self._sinks_open and self._rank == 0):
                 self._speak(lines)
                 lines = []
             self._write(Covered(coverage=known, say=tuple(lines), keep=keep))
@@ -217,7 +219,7 @@ class Covering:
             if gap.weight is Weight.ESSENTIAL or (gap.weight is Weight.PART and gap.part == "parameters")
         }
         fresh = [gap for key, gap in gaps.items() if key not in self._said]
-        lines = [f"{gap.text}; {gap.action}" if gap.action else gap.text for gap in fresh]
+        lines = [gap.words for gap in fresh]
         closed = self._said.keys() - gaps.keys()
         if ("ranks", Weight.ESSENTIAL) in closed and known.since is not None and not self._ended:
             lines.append(f"the ranks are compared now ({known.compared} of {known.world})")

@@ -56,8 +56,9 @@ class CoverageProbe:
 
         @functools.wraps(original)
         def start(process: Any) -> None:
+            target = getattr(process, "_target", None)  # it is gone once the process has started
             original(process)
-            self._guard.run("probe:coverage", self._child, process)
+            self._guard.run("probe:coverage", self._child, process, target)
 
         def undo() -> None:
             if process.start is start:
@@ -71,8 +72,7 @@ class CoverageProbe:
         while self._undo:
             self._undo.pop()()
 
-    def _child(self, process: Any) -> None:
-        target = getattr(process, "_target", None)
+    def _child(self, process: Any, target: Any) -> None:
         home = str(getattr(target, "__module__", "") or type(process).__module__)
         if home.startswith(_LIBRARIES) and not home.startswith("torch.multiprocessing"):
             return

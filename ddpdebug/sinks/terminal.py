@@ -214,7 +214,7 @@ class Summary:
     def items(self, world: int) -> list[str]:
         """Return the parts of the line; nothing that was not compared is said to agree."""
         gaps = () if self.coverage is None else self.coverage.missed
-        unchecked = [f"not checked: {'; '.join(clean(gap.text, 200) for gap in gaps[:_MAX_GAPS])}"] if gaps else []
+        unchecked = [f"not checked: {'; '.join(clean(gap.words, 400) for gap in gaps[:_MAX_GAPS])}"] if gaps else []
         if len(gaps) > _MAX_GAPS:
             unchecked.append(f"{len(gaps) - _MAX_GAPS} more in run.json")
         total = sum(self.steps.values())
