@@ -233,13 +233,13 @@ class Coverage:
                 f"no optimizer step was seen: the script has started {_counted(children, 'process', 'processes')} of "
                 f"its own, which {'is' if children == 1 else 'are'} not watched"
             )
-            action = "start the ranks by torchrun or --nproc-per-node, or call ddpdebug.watch() in each of them"
+            action = "start the ranks by torchrun or --nproc-per-node, or call ddpdebug.watch() in each"
         elif backwards:
             text = (
                 f"no optimizer step was seen, although backward ran {_counted(backwards, 'time')}: only the steps of "
                 "torch.optim optimizers are looked at"
             )
-            action = "let a torch.optim optimizer change the weights, for example SGD in place of an update by hand"
+            action = "use one, for example torch.optim.SGD in place of an update by hand"
         else:
             text = "no optimizer step was seen"
             action = "give a script that trains, and let it take at least one step"
@@ -335,10 +335,7 @@ class Coverage:
             return None
 
 
-_APART = (
-    "start every rank with ddpdebug, and open the ports between the nodes (gloo chooses them); training itself is not "
-    "touched by this"
-)
+_APART = "start every rank with ddpdebug, and let the nodes reach each other's ports; training goes on"
 
 
 class Tally:

@@ -29,7 +29,7 @@ _KEEP_SECONDS = 60.0
 #: Ranks that give no sign for so long while this one trains on are not compared.
 _SILENT_SECONDS = 60.0
 _NOT_REACHED = "the other ranks were not reached (port closed? other ranks not started with ddpdebug?)"
-_NO_CONNECTION = "the ranks found each other but cannot connect (is a firewall between them? gloo chooses the ports)"
+_NO_CONNECTION = "the ranks found each other but cannot connect (a firewall between them?)"
 
 
 class Store(Protocol):

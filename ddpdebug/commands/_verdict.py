@@ -68,16 +68,21 @@ def judge_directory(directory: Path, witness: Witness | None, fail_on: str, *, r
     if not isinstance(world, int) or world < 1:
         raise ValueError(f"the run in {str(directory)!r} does not say how many ranks it had")
     written = known is not None and (witness is None or known == witness.run)  # else it is from another run
+    outcomes, coverage = (reported(directory), covered(directory, world)) if written else ({}, None)
+    statuses = {} if witness is None else witness.statuses
+    if not statuses and coverage is not None and coverage.apart and coverage.joined is None:
+        # the others could not report to this directory: silence says nothing about them
+        statuses = dict.fromkeys(range(world) if 0 in outcomes else (), 0)
     verdict = judge(
         read_findings(directory) if written else (),
-        reported(directory) if written else {},
+        outcomes,
         world=world,
         fail_on=Severity.parse(fail_on),
         timed_out=witness is not None and witness.timed_out,
-        statuses={} if witness is None else witness.statuses,
+        statuses=statuses,
         places=None if witness is None else witness.places,
     )
-    return with_coverage(verdict, covered(directory, world) if written else None, required=require_checks)
+    return with_coverage(verdict, coverage, required=require_checks)
 
 
 def covered(directory: Path, world: int) -> Coverage | None:
