@@ -233,6 +233,13 @@ class Config:
         "Least severity that fails the check.",
         commands=("check", "verdict", "preflight"),
     )
+    require_checks: bool = _option(
+        False,
+        parsing.switch,
+        "true or false",
+        "Exit with 1 where something was not checked, instead of saying so only.",
+        commands=("check", "verdict"),
+    )
     junit: Path | None = _option(
         None,
         parsing.path,

@@ -13,11 +13,12 @@ from pathlib import Path
 
 from ddpdebug.commands.explain import Page, pages
 from ddpdebug.config import Config, options
+from ddpdebug.coverage import Coverage
 from ddpdebug.detectors.thresholds import thresholds
 from ddpdebug.errors import UsageError
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Row
-from ddpdebug.sinks import FindingRaised, RunStarted, StepJudged
+from ddpdebug.sinks import Covered, FindingRaised, RunStarted, StepJudged
 from ddpdebug.sinks.prometheus import PrometheusSink
 from ddpdebug.steps import Step
 
@@ -205,6 +206,7 @@ def _example_sink() -> PrometheusSink:
     sink.write(FindingRaised(finding=Finding(code="RANK101", severity=Severity.CRITICAL, title="")))
     sink.write(RunStarted(run_id="", rank=1, world=2, directory=None, config={}, versions={}))
     sink.write(StepJudged(step=Step(step=0, optimizer=0, world=2, rows={1: Row(rank=1)})))
+    sink.write(Covered(coverage=Coverage(world=2, ended=True)))
     return sink
 
 

@@ -23,6 +23,8 @@ import torch.distributed as dist
 from ddpdebug import __version__, torch_internals as internals
 from ddpdebug.assembly import Assembler, fault_of
 from ddpdebug.config import Config, run_directory
+from ddpdebug.coverage import Coverage, RankCoverage
+from ddpdebug.covering import Covering
 from ddpdebug.diagnosis import Diagnosis
 from ddpdebug.disk import Disk, mode_of
 from ddpdebug.errors import FindingError, StopRun
@@ -36,6 +38,7 @@ from ddpdebug.forensics.oom import checkpoint_bytes
 from ddpdebug.numeric_guard import NumericGuard
 from ddpdebug.observations import Flag, Row, decode, encode
 from ddpdebug.probes.answering import Answering
+from ddpdebug.probes.coverage import CoverageProbe
 from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.handover import Plans, StepStore
 from ddpdebug.probes.holding import Room
@@ -79,7 +82,7 @@ class Monitor:
         command: what runs, for the records.
     """
 
-    def __init__(self, config: Config, command: Sequence[str] = ()) -> None:
+    def __init__(self, config: Config, command: Sequence[str] = ()) -> None:  # noqa: PLR0915 - all of the wiring
         self.config, self.redactor = config, Redactor(command)
         self.command = tuple(self.redactor.words)  # as it is written and shown
         self.disk = Disk(mode_of(config.file_mode))
@@ -131,6 +134,10 @@ class Monitor:
         )
         self.memory.reports.redactor, self.memory.reports.disk = self.redactor, self.disk
         self._members, self._progress, self._unoffered = 1, 0, False
+        announce = partial(self._announce, "coverage")
+        self.covering = Covering(self._account, self._write, announce, quiet=config.quiet)
+        self._counts = CoverageProbe(self.guard, self.recorder.wrappers, self._on_child)
+        self.recorder.on_lonely = self.covering.start
         self.recorder.last_state.emit = self._emit_last
         self._last = StepStore(_LAST_STATES)
         self._promised = 0  # last states that this rank has handed over
@@ -159,6 +166,11 @@ class Monitor:
     def findings(self) -> list[Finding]:
         """What was found so far, oldest first."""
         return self.reporter.findings
+
+    @property
+    def coverage(self) -> Coverage:
+        """What was looked at so far and what was not."""
+        return self.covering.coverage()
 
     def watch_replica(self, name: str, module: torch.nn.Module) -> None:
         """Compare a module outside DDP (EMA, teacher) between ranks, as RANK113, under the given name."""
@@ -192,7 +204,9 @@ class Monitor:
         whole = reason == "finished" and (bool(self.command) or self.loaders.repeated)  # of a script, or of an epoch
         self.guard.run("close:patches", lambda: self.patches.remove(finished=whole))
         self.guard.run("close:hooks", self.recorder.release)
+        self._counts.remove()
         self.guard.run("close:exchange", self._leave, reason)
+        self.guard.run("close:coverage", self.covering.close)
         self._write(RunEnded(reason=reason, exit_code=exit_code, steps=dict(self._steps), time=utc()))
         if self.fanout is not None:
             self.fanout.close()
@@ -203,6 +217,7 @@ class Monitor:
         if reason.startswith("exception") and (newest := self._records.newest()) is not None:
             fact = {"reason": reason, "step": newest.step, "missing": list(newest.missing)}
             self._announce("alone:failure", fact)
+        self.covering.tell()
         end = {"steps": self._steps, "reason": reason, "last_states": self._promised}
         self._say("fact", topic="end", value=end)
         if self._exchange is None or self._exchange.close():
@@ -221,6 +236,7 @@ class Monitor:
         if lacking := internals.missing():
             self._trouble("torch", f"this torch lacks {', '.join(lacking)}; some checks are off")
         self.patches.install()
+        self._counts.install()
         self.memory.install(self.config)
         atexit.register(self.close)
         me = weakref.ref(self)  # what is registered there stays for ever
@@ -232,6 +248,7 @@ class Monitor:
         self._closed = True
         self.recorder.last_state.emit = None
         self.patches.remove()
+        self._counts.remove()
         self.recorder.release()
 
     def _on_group(self) -> None:
@@ -252,8 +269,10 @@ class Monitor:
                 self._store = internals.private_store()
             except Exception as error:  # noqa: BLE001 - a store of the user's may do anything
                 lost = str(error) if isinstance(error, ConnectionError) else f"{type(error).__name__}: {error}"
+            expected = self.world
             if self._store is None and not lost:
                 self.rank, self.world = 0, 1
+            self.covering.begin(self.rank, expected, self._store, f"ddpdebug/{self._number}")
         self.recorder.world, self.elements.rank, self.disk.ranks = self.world, self.rank, self.world
         self.numeric_guard.meet(range(self.world))
         self.memory.begin(self.rank, self.world)
@@ -270,6 +289,7 @@ class Monitor:
             self._exchange.lose(lost)
         else:
             self._exchange.start()
+        self.covering.start()
 
     # --- meeting the other ranks, in the background thread ------------------------------------------------------------
 
@@ -295,6 +315,7 @@ class Monitor:
                     raise
 
     def _meet(self, group: int | None) -> str:
+        self.covering.meeting()
         waiting = internals.Waiting()
         give_up = partial(self._why_not_wait, group, waiting)
         roll = internals.RollCall(self._store, self._number, self.rank, self.world, self._identity(), give_up, waiting)
@@ -307,6 +328,7 @@ class Monitor:
                 value, ours = identity.get(f"~{name}"), own[f"~{name}"]
                 if value != ours:
                     self._trouble(f"{name}={value} of rank {rank}", f"rank 0 has {ours}, and that holds for all")
+        self.covering.connecting()
         return prefix
 
     def _identity(self) -> dict[str, Any]:
@@ -324,7 +346,7 @@ class Monitor:
     def _why_not_wait(self, group: int | None, waiting: internals.Waiting) -> str | None:
         exchange = self._exchange
         assert exchange is not None
-        exchange.missing = waiting.missing
+        exchange.missing = self.covering.missing = waiting.missing
         if exchange.lost or exchange.impatient:
             return exchange.unmet()
         if group is not None and internals.default_group_id() != group:
@@ -353,6 +375,7 @@ class Monitor:
         who: dict[str, Any] = {"rank": self.rank, "world": self.world, "run_id": self.run_id, "time": utc()}
         self.fanout, started = open_sinks(self.config, directory, **who, redactor=self.redactor, disk=self.disk)
         self._write(started)
+        self.covering.opened()
         self.memory.flush()
         self._announce("place", place(started))
         with self._writing:
@@ -422,6 +445,26 @@ class Monitor:
             return True
         return self._exchange.say(message)
 
+    def _account(self) -> RankCoverage:
+        """Return what this rank looked at; reads only, from any thread."""
+        counts = self._counts
+        return RankCoverage(
+            rank=self.rank,
+            steps=max(dict(self._steps).values(), default=0),
+            made=counts.made,
+            backwards=self.recorder.backwards,
+            wrappers=len(self.recorder.wrappers),
+            parameters=counts.parameters,
+            unwatched=dict(counts.unwatched),
+            left_out=dict(counts.left_out),
+            off=dict(self.covering.off),
+            children=counts.children,
+        )
+
+    def _on_child(self, fresh: bool) -> None:  # noqa: FBT001 - what happened
+        if fresh:  # beside a fork no thread is started
+            self.covering.start()
+
     # --- the background thread ----------------------------------------------------------------------------------------
 
     def _encode(self, record: StepRecord) -> bytes:
@@ -444,6 +487,7 @@ class Monitor:
         """
         run = self._back.run
         self._progress = tick.progress
+        self.covering.ticked()
         for rank, message in tick.messages:
             kind = str(message.get("kind"))
             if kind in _MESSAGES:
@@ -488,6 +532,7 @@ class Monitor:
     def _judge(self, step: Step) -> None:
         run = self._back.run
         run("schedule", self.schedule.learn, step, self._progress)
+        run("coverage", self.covering.judged, step)
         run("forensics:holders", self.memory.hunt.learn, step)
         run("diagnosis", lambda: self._answering.ask(self._diagnosis.feed(step)))
         interval = 1 if self.schedule.every_step else self.schedule.interval(step.step)
@@ -512,6 +557,8 @@ class Monitor:
             self._note_end(rank, message)
             run("diagnosis", self._diagnosis.tell, str(message["topic"]), rank, message["value"])
             run("forensics:memory", self.memory.hear, rank, message)
+            if message["topic"] == "coverage":
+                run("coverage", self.covering.hear, rank, message["value"])
         elif kind == "trouble" and self.rank == 0 and rank != 0:
             self._write(Trouble(part=f"{message['part']} of rank {rank}", message=str(message["message"])))
         elif kind == "run" and self.fanout is None:
@@ -598,11 +645,14 @@ class Monitor:
 
     def _on_lost(self, reason: str) -> None:
         self.numeric_guard.lost()
+        self.covering.lost(reason)
         if not self._closed:
             self._trouble("exchange", f"the ranks can no longer be compared: {reason}")
 
     def _trouble(self, part: str, message: str) -> None:
         trouble = Trouble(part=part, message=message)
+        if part != "exchange":  # that one is known in more detail
+            self.covering.off[part] = message
         if self.rank != 0:
             self._say("trouble", part=part, message=message)  # rank 0 is the one that people see
         with self._writing:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+from ddpdebug.coverage import Coverage
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.golden import Comparison
 from ddpdebug.selftest import Proof
@@ -18,6 +19,7 @@ class Word(Enum):
     """What came of a check; the value is its name in files."""
 
     CLEAN = "clean"
+    UNCHECKED = "not checked"
     FINDINGS = "findings"
     MISSED = "known faults missed"
     DEPARTED = "left the recorded path"
@@ -31,7 +33,7 @@ class Word(Enum):
         """The exit code of the command (2 is wrong usage)."""
         if self in {Word.FINDINGS, Word.MISSED, Word.DEPARTED}:
             return 1
-        return {Word.CLEAN: 0, Word.FAILED: 3}.get(self, 4)
+        return {Word.CLEAN: 0, Word.UNCHECKED: 0, Word.FAILED: 3}.get(self, 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,8 @@ class Verdict:
         notes: what else a reader should know.
         proofs: what `--self-test` has shown.
         golden: what came of comparing with a recorded path.
+        coverage: what was looked at; None where nothing tells.
+        required: with `--require-checks` something that is not checked fails the check.
     """
 
     word: Word
@@ -81,13 +85,28 @@ class Verdict:
     notes: tuple[str, ...] = ()
     proofs: tuple[Proof, ...] = ()
     golden: Comparison | None = None
+    coverage: Coverage | None = None
+    required: bool = False
 
     @property
     def exit_code(self) -> int:
         """The exit code of the command."""
-        return self.word.exit_code
+        return self.word.exit_code or int(self.required and bool(self.unchecked))
+
+    @property
+    def unchecked(self) -> tuple[str, ...]:
+        """What was not checked, in words; one for each gap that forbids to say *clean*."""
+        if self.coverage is None:
+            return (_NOTHING_KNOWN,) if self.word is Word.UNCHECKED else ()
+        return tuple(gap.words for gap in self.coverage.missed)
+
+    @property
+    def title(self) -> str:
+        """The verdict for a person's eye."""
+        return "no findings, but not checked" if self.word is Word.UNCHECKED else self.word.value
 
 
+_NOTHING_KNOWN = "nothing says what was looked at; the ranks may have ended before they could"
 #: What a rank says that lost its peer: the cause lies elsewhere.
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|timed out waiting", re.IGNORECASE
@@ -153,6 +172,19 @@ def judge(  # noqa: PLR0913 - all that is known of a run
         blamed=tuple(blamed),
         notes=(*_notes(ends, outcomes, statuses), *damage),
     )
+
+
+def with_coverage(verdict: Verdict, coverage: Coverage | None, *, required: bool = False) -> Verdict:
+    """Return the verdict in view of what the run looked at: nothing is clean that nobody has checked.
+
+    Args:
+        coverage: None where nothing tells.
+        required: `--require-checks`.
+    """
+    known = replace(verdict, coverage=coverage, required=required)
+    if known.word is Word.CLEAN and (coverage is None or coverage.missed):
+        return replace(known, word=Word.UNCHECKED)
+    return known
 
 
 def _worst(ends: Mapping[int, _End], outcomes: Mapping[int, Outcome], *, timed_out: bool) -> tuple[Word, list[int]]:
@@ -228,11 +260,11 @@ def _notes(ends: Mapping[int, _End], outcomes: Mapping[int, Outcome], statuses: 
         for rank, status in sorted(statuses.items())
         if status < 0 and ends.get(rank) is _End.DONE
     ]
-    if outcomes and not any(any(outcome.steps.values()) for outcome in outcomes.values()):
-        notes.append("no optimizer step was seen, so nothing was compared")
     silent = [rank for rank, end in ends.items() if end is _End.DONE and rank not in outcomes]
     if silent:
-        notes.append(f"ranks {', '.join(map(str, silent))} left by os._exit: what they saw last may be missing")
+        who = ", ".join(map(str, silent))
+        why = "by os._exit, or out of reach of rank 0"
+        notes.append(f"ranks {who} left without a report ({why}): what they saw last may be missing")
     return notes
 
 

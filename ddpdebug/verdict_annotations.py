@@ -36,8 +36,9 @@ _GITLAB_SEVERITY = {
 
 def to_markdown(verdict: Verdict, run: str | None) -> str:
     """Return a summary: the verdict, a table of findings, what each rank did, the findings in full."""
-    sign = "✅" if verdict.exit_code == 0 else "❌"
-    lines = [f"## {sign} ddpdebug: {verdict.word.value}", "", _counts(verdict), ""]
+    fine = "⚠️" if verdict.word is Word.UNCHECKED else "✅"
+    sign = fine if verdict.exit_code == 0 else "❌"
+    lines = [f"## {sign} ddpdebug: {verdict.title}", "", _counts(verdict), ""]
     shown = [*verdict.failing, *verdict.others][:_MAX_FINDINGS]
     if shown:
         lines += ["| finding | | step | ranks | parameter | place |", "| --- | --- | --- | --- | --- | --- |"]
@@ -46,6 +47,7 @@ def to_markdown(verdict: Verdict, run: str | None) -> str:
         lines += ["", *([f"and {more} more in the run directory", ""] if more else [])]
     if verdict.blamed:
         lines += [f"- rank {rank}: {_markdown(verdict.ranks[rank])}" for rank in verdict.blamed] + [""]
+    lines += [f"- not checked: {_markdown(words)}" for words in verdict.unchecked] + ([""] if verdict.unchecked else [])
     lines += [f"- {_markdown(note)}" for note in verdict.notes] + ([""] if verdict.notes else [])
     if verdict.proofs:
         lines += [f"### {_proved(verdict)}", "", "| fault | |", "| --- | --- |"]
@@ -71,6 +73,8 @@ def to_github(verdict: Verdict, root: str | None = None) -> list[str]:
     if verdict.word in {Word.FAILED, Word.HANG, Word.LOST}:
         who = "; ".join(f"rank {rank}: {clean(verdict.ranks[rank], 400)}" for rank in verdict.blamed)
         lines.append(f"::error title={_property(f'ddpdebug: {verdict.word.value}')}::{_message(who)}")
+    kind = "error" if verdict.required else "warning"
+    lines += [f"::{kind} title=ddpdebug%3A not checked::{_message(clean(words))}" for words in verdict.unchecked]
     if verdict.golden is not None and verdict.golden.what is not None:
         lines.append(f"::error title=ddpdebug%3A golden run::{_message(clean(verdict.golden.words))}")
     lines += [f"::error title=ddpdebug%3A self-test::{_message(p.words)}" for p in verdict.proofs if not p.verified]

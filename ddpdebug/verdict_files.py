@@ -28,6 +28,8 @@ def to_json(verdict: Verdict, run: str | None) -> str:
         "ranks": {str(rank): _rank(verdict, rank) for rank in verdict.ranks},
         "blamed": list(verdict.blamed),
         "notes": list(verdict.notes),
+        "not_checked": list(verdict.unchecked),
+        "coverage": None if verdict.coverage is None else verdict.coverage.to_json(),
         "self_test": [
             {"fault": p.fault.name, "expected": list(p.fault.expected), "found": list(p.found), "verified": p.verified}
             for p in verdict.proofs
@@ -56,6 +58,9 @@ def to_junit(verdict: Verdict, run: str | None, *, time: str = EPOCH) -> str:
             if name not in rules and not len(case) and not output:
                 ET.SubElement(case, "skipped", message="no rule of this family exists yet")
         add_suite(root, name, time, properties, [case], output)
+    case, properties = new_case("coverage"), ET.Element("properties")
+    _coverage_case(case, verdict)
+    add_suite(root, "coverage", time, properties, [case], "")
     if verdict.proofs:
         add_suite(root, "self-test", time, ET.Element("properties"), list(map(_proof_case, verdict.proofs)), "")
     if verdict.golden is not None:
@@ -63,6 +68,18 @@ def to_junit(verdict: Verdict, run: str | None, *, time: str = EPOCH) -> str:
         _golden_case(case, properties, verdict.golden)
         add_suite(root, "golden", time, properties, [case], "")
     return document(root)
+
+
+def _coverage_case(case: ET.Element, verdict: Verdict) -> None:
+    """Fill in the case of what was looked at: skipped where something was not, failed where that was required."""
+    if not verdict.unchecked:
+        return
+    message = xml_text(clean("; ".join(verdict.unchecked)))
+    if verdict.required:
+        failure = ET.SubElement(case, "failure", type="not checked", message=message)
+        failure.text = xml_text("\n".join(map(clean, verdict.unchecked)))
+    else:
+        ET.SubElement(case, "skipped", message=message)
 
 
 def _proof_case(proof: Proof) -> ET.Element:

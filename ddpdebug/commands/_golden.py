@@ -54,7 +54,7 @@ def follow_path(request: Request, directory: Path, start: Start) -> Verdict:
     if course is None:
         return verdict
     found = compare(golden, course, request.config.nproc_per_node or 1)
-    word = Word.DEPARTED if found.what is not None and verdict.word is Word.CLEAN else verdict.word
+    word = Word.DEPARTED if found.what is not None and verdict.word in {Word.CLEAN, Word.UNCHECKED} else verdict.word
     return replace(verdict, golden=found, word=word)
 
 
@@ -75,7 +75,9 @@ def _run(request: Request, directory: Path, start: Start, shaken: str) -> tuple[
     with tempfile.TemporaryDirectory(prefix="ddpdebug-") as scratch:
         file = Path(scratch) / "trajectory.jsonl"
         witness = start(each, directory, secrets.token_hex(3), {TRAJECTORY: f"{shaken} {file}"})
-        verdict = judge_directory(directory, witness, request.config.fail_on)
+        verdict = judge_directory(
+            directory, witness, request.config.fail_on, require_checks=request.config.require_checks
+        )
         if verdict.exit_code > 1 or not file.exists():
             return verdict, None
         course = read_path(file, read_steps(directory))

@@ -31,10 +31,10 @@ def prove_detectors(request: Request, directory: Path, start: Start) -> Verdict:
     short = replace(request, given=given, config=replace(request.config, steps=STEPS, self_test=False))
     with tempfile.TemporaryDirectory(prefix="ddpdebug-") as scratch:
         verdict, healthy = _run(short, directory, start, {})
-        if verdict.word not in {Word.CLEAN, Word.FINDINGS}:
+        if verdict.word not in {Word.CLEAN, Word.UNCHECKED, Word.FINDINGS}:
             return replace(verdict, notes=(*verdict.notes, "the script does not run as it is: nothing was proved"))
         proofs = tuple(_prove(short, fault, healthy, directory, start, Path(scratch)) for fault in FAULTS)
-    missed = verdict.word is Word.CLEAN and not all(proof.verified for proof in proofs)
+    missed = verdict.word in {Word.CLEAN, Word.UNCHECKED} and not all(proof.verified for proof in proofs)
     return replace(verdict, proofs=proofs, word=Word.MISSED if missed else verdict.word)
 
 
@@ -53,5 +53,5 @@ def _prove(
 
 def _run(request: Request, directory: Path, start: Start, environ: Mapping[str, str]) -> tuple[Verdict, frozenset[str]]:
     witness = start(request, directory, secrets.token_hex(3), environ)
-    verdict = judge_directory(directory, witness, request.config.fail_on)
+    verdict = judge_directory(directory, witness, request.config.fail_on, require_checks=request.config.require_checks)
     return verdict, frozenset(finding.code for finding in (*verdict.failing, *verdict.others))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpdebug.config import Config
+from ddpdebug.coverage import Coverage, Tally
 from ddpdebug.disk import Disk
 from ddpdebug.findings import Severity
 from ddpdebug.redaction import Redactor
@@ -27,10 +28,11 @@ from ddpdebug.run_files import (
     read_findings,
     read_outcomes,
     read_run,
+    read_steps,
 )
 from ddpdebug.sinks.redacting import redacted_finding
 from ddpdebug.sinks.text import clean, subjects, where
-from ddpdebug.verdict import Outcome, Verdict, judge
+from ddpdebug.verdict import Outcome, Verdict, Word, judge, with_coverage
 from ddpdebug.verdict_annotations import to_codequality, to_github, to_markdown
 from ddpdebug.verdict_files import to_json, to_junit
 
@@ -70,7 +72,7 @@ class Witness:
             print(f"ddpdebug: could not write {CHECK}: {error.strerror}", file=sys.stderr)
 
 
-def judge_directory(directory: Path, witness: Witness | None, fail_on: str) -> Verdict:
+def judge_directory(directory: Path, witness: Witness | None, fail_on: str, *, require_checks: bool = False) -> Verdict:
     """Judge by what the ranks left in a directory and by what was seen of them from outside.
 
     Raises:
@@ -81,16 +83,37 @@ def judge_directory(directory: Path, witness: Witness | None, fail_on: str) -> V
     if world is None:
         raise ValueError(f"the run in {str(directory)!r} does not say how many ranks it had")
     written = known is not None and (witness is None or known == witness.run)  # else it is from another run
-    return judge(
+    outcomes, coverage = (reported(directory), covered(directory, world)) if written else ({}, None)
+    statuses = {} if witness is None else witness.statuses
+    if not statuses and coverage is not None and coverage.apart and coverage.joined is None:
+        # the others could not report to this directory: silence says nothing about them
+        statuses = dict.fromkeys(range(world) if 0 in outcomes else (), 0)
+    verdict = judge(
         read_findings(directory) if written else (),
-        reported(directory) if written else {},
+        outcomes,
         world=world,
         fail_on=Severity.parse(fail_on),
         timed_out=witness is not None and witness.timed_out,
-        statuses={} if witness is None else witness.statuses,
+        statuses=statuses,
         places=None if witness is None else witness.places,
         damage=damage(directory) if written else _unreadable(directory) if known is None else (),
     )
+    return with_coverage(verdict, coverage, required=require_checks)
+
+
+def covered(directory: Path, world: int) -> Coverage | None:
+    """Return what a run looked at: its own record, or what its rows say where it could not complete that."""
+    try:
+        known = Coverage.from_json(read_run(directory).get("coverage"))
+        if known is not None and known.ended:
+            return known
+        tally = Tally(world)
+        for step in read_steps(directory):
+            tally.add(step)
+    except (OSError, ValueError):
+        return None
+    ranks = {} if known is None else {rank.rank: rank for rank in known.ranks}
+    return tally.coverage(ranks, apart="" if known is None else known.apart, certain=True, ended=True)
 
 
 def _unreadable(directory: Path) -> list[str]:
@@ -181,13 +204,17 @@ def _print(verdict: Verdict, run: str | None, config: Config) -> None:
     width = None if sys.stderr.isatty() else max(200, shutil.get_terminal_size().columns)
     console = Console(stderr=True, highlight=False, soft_wrap=True, width=width)
     style = "bold green" if verdict.exit_code == 0 else "bold red"
-    line = Text.assemble(("ddpdebug: verdict: ", "bold"), (verdict.word.value, style))
+    if verdict.word is Word.UNCHECKED and verdict.exit_code == 0:
+        style = "bold yellow"
+    line = Text.assemble(("ddpdebug: verdict: ", "bold"), (verdict.title, style))
     line.append(_detail(verdict, config.fail_on))
     console.print(line)
     for finding in verdict.failing:
         place = [part for part in (where(finding), ", ".join(subjects(finding))) if part]
         summary = " · ".join([f"{finding.code} {finding.severity.label}: {clean(finding.title)}", *place])
         console.print(Text(f"  {summary}"))
+    for words in verdict.unchecked:
+        console.print(Text(f"  not checked: {clean(words)}"))
     for rank in verdict.blamed:
         console.print(Text(f"  rank {rank}: {clean(verdict.ranks[rank])}"))
     for proof in verdict.proofs:

@@ -22,17 +22,19 @@ from ddpdebug.commands._target import Request, target_command
 from ddpdebug.commands._verdict import Witness, judge_directory, publish, reported
 from ddpdebug.commands.run import Ending, attach
 from ddpdebug.config import Config, run_directory
+from ddpdebug.coverage import Coverage
 from ddpdebug.disk import PRIVATE, Disk, mode_of
 from ddpdebug.errors import TargetError, UsageError
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.run_files import CHECK, RANKS, STACKS
 from ddpdebug.runner import Attached, end_hard, run_script
 from ddpdebug.supervisor import supervise
-from ddpdebug.verdict import Outcome, Verdict, Word, judge
+from ddpdebug.verdict import Outcome, Verdict, Word, judge, with_coverage
 
 _TEXT = """Run a training script like `ddpdebug run`, print a verdict and exit with it.
 
-Exit codes: 0 clean, 1 findings at or above --fail-on, 2 wrong usage, 3 the script failed, 4 hang or lost rank.
+Exit codes: 0 clean, 1 findings at or above --fail-on, 2 wrong usage, 3 the script failed, 4 hang or lost rank. What was
+not checked is said; with --require-checks it exits with 1.
 """
 #: How long rank 0 waits under torchrun and srun for the others to say how they ended; who is silent then is lost.
 _REPORT_SECONDS = 60.0
@@ -67,7 +69,8 @@ def _from_outside(request: Request) -> int:
     elif config.golden is not None:
         verdict = follow_path(request, directory, run_ranks)
     else:
-        verdict = judge_directory(directory, run_ranks(request, directory, run_id), config.fail_on)
+        witness = run_ranks(request, directory, run_id)
+        verdict = judge_directory(directory, witness, config.fail_on, require_checks=config.require_checks)
     publish(verdict, config, directory, request.target.name)
     return verdict.exit_code
 
@@ -184,7 +187,7 @@ def _conclude(ending: Ending, request: Request, rank: int, *, timed_out: bool = 
     places = _places(directory, rank, world, disk) if timed_out else {}
     outcomes = {} if directory is None else reported(directory)
     if rank == 0 and directory is not None and not timed_out and ending.exit_code == 0:
-        deadline = time.monotonic() + _REPORT_SECONDS
+        deadline = time.monotonic() + (0.0 if _never_met(ending.monitor) else _REPORT_SECONDS)
         while len(outcomes) < world and time.monotonic() < deadline and not _is_bad(outcomes):
             time.sleep(0.2)
             outcomes = reported(directory)
@@ -192,22 +195,31 @@ def _conclude(ending: Ending, request: Request, rank: int, *, timed_out: bool = 
         steps = outcomes[rank].steps if rank in outcomes else {}
         outcomes[rank] = Outcome(rank=rank, reason=ending.reason, exit_code=ending.exit_code, steps=steps)
     # only rank 0 has waited for all: to another one, a rank that has said nothing may be at work or on another node
-    unknown = timed_out or rank == 0
+    unknown = timed_out or (rank == 0 and not _never_met(ending.monitor))
+    statuses = {} if unknown else dict.fromkeys(range(world), 0)
     verdict = judge(
         findings,
         outcomes,
         world=world,
         fail_on=Severity.parse(config.fail_on),
         timed_out=timed_out,
-        statuses={} if unknown else dict.fromkeys(range(world), 0),
+        statuses=statuses,
         places=places,
     )
+    verdict = with_coverage(verdict, getattr(ending.monitor, "coverage", None), required=config.require_checks)
     claim = None if directory is None else directory / f".verdict-{run_id}"
     if _publishes(verdict, claim, rank):
         if directory is not None:
-            Witness(run=run_id, world=world, timed_out=timed_out, places=places).save(directory, disk)
+            seen = statuses if rank == 0 else {}
+            Witness(run=run_id, world=world, timed_out=timed_out, places=places, statuses=seen).save(directory, disk)
         publish(verdict, config, directory, request.target.name)
     return verdict.exit_code
+
+
+def _never_met(monitor: object) -> bool:
+    """Tell whether this rank never heard the others: their reports cannot have come to its directory."""
+    coverage: Coverage | None = getattr(monitor, "coverage", None)
+    return coverage is not None and coverage.joined is None and bool(coverage.apart)
 
 
 def _is_bad(outcomes: Mapping[int, Outcome]) -> bool:

@@ -20,7 +20,7 @@ _TEXT = """Print the verdict of the run in RUN_DIR and exit with it.
 
 Launchers (torchrun, srun) flatten exit codes; this gives those of `check` back: 0 clean, 1 findings at or above
 --fail-on, 2 wrong usage or no run directory, 3 the script failed, 4 hang, lost rank, or findings that cannot be read.
-A rank without a report counts as lost.
+A rank without a report counts as lost. What was not checked is said; with --require-checks it exits with 1.
 """
 
 
@@ -38,7 +38,7 @@ def command(run_dir: Path, **given: Any) -> Callable[[], int]:
 def _act(directory: Path, config: Config) -> int:
     witness = Witness.of(directory)
     try:
-        verdict = judge_directory(directory, witness, config.fail_on)
+        verdict = judge_directory(directory, witness, config.fail_on, require_checks=config.require_checks)
     except ValueError as error:
         if isinstance(error, DamagedError) or not _is_begun(directory):
             raise TargetError(str(error)) from None

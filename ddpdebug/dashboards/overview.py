@@ -19,6 +19,7 @@ def board() -> Board:
     _agreement_tiles(made)
     _health_tiles(made)
     _progress_tiles(made)
+    _coverage_tile(made)
     made.row("Training")
     loss = q.by_rank(f"ddpdebug_loss{{{q.RANKS}}}")
     made.add(
@@ -157,6 +158,26 @@ def _progress_tiles(made: Board) -> None:
         "Time since the last optimizer step of any rank. Much longer than a step: evaluation, a checkpoint, or a "
         "hang; then py-spy dump on each rank says where.",
         width=3,
+        height=4,
+    )
+
+
+def _coverage_tile(made: Board) -> None:
+    complete = f"min({q.chosen('ddpdebug_coverage_complete')})"
+    compared = f"max({q.chosen('ddpdebug_ranks_compared')})"
+    # 0: everything is checked; 1: a part is not; 2: there are several ranks, or none, and nothing is compared
+    state = f"(1 - {complete}) * (1 + ({compared} == bool 0))"
+    made.add(
+        tile(
+            state,
+            words=[(0, "all checked", GOOD), (1, "not in all", WARN), (2, "nothing compared", BAD)],
+            steps=((None, GOOD), (1, WARN), (2, BAD)),
+            missing="not known yet",
+        ),
+        "Checked",
+        "Whether everything is checked that normally is. Not in all: ddpdebug_checks_off says what is missing. Nothing "
+        "compared: the green tiles beside this one mean nothing; run.json and the log of rank 0 say why.",
+        width=6,
         height=4,
     )
 

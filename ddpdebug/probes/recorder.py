@@ -34,6 +34,8 @@ from ddpdebug.probes.wrappers import Wrapper, announce_model
 _OUTPUT_BYTES = 1 << 16
 _MAX_EVAL_FORWARDS = 64
 _BATCH_BYTES = 1 << 20
+#: So many backward passes without any optimizer step are looked into.
+_LONELY_BACKWARDS = 8
 
 
 class Recorder:
@@ -67,6 +69,7 @@ class Recorder:
         self.last_state = LastState()
         self.stop: Callable[[], BaseException | None] = lambda: None
         self.adopt: Callable[[list[torch.Tensor]], None] = lambda params: None  # of models that no DDP wraps
+        self.on_lonely: Callable[[], None] = lambda: None  # backward runs, and no optimizer has stepped
         self.averaged = False  # a ModelAverager was used: replicas differ on purpose in between
         self._emit, self._announce, self._due = emit, announce, due
         self._by_optimizer: dict[int, OptimizerWatch] = {}
@@ -209,6 +212,8 @@ class Recorder:
         w.backward_seconds += time.perf_counter() - started
         w.micro_batches += 1
         self.backwards += 1
+        if self.backwards == _LONELY_BACKWARDS and not self.watches:
+            self.on_lonely()
         location: str | None = None
         for wrapper in self.wrappers:
             if not wrapper.arrived:

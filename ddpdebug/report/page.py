@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from html import escape
 
+from ddpdebug.coverage import Coverage, Weight
 from ddpdebug.detectors.hlth.shapes import classify
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.redaction import redact
@@ -72,6 +73,8 @@ def page(history: History) -> str:
         "<h2>Findings</h2>",
         *map(_finding, history.findings[:_MAX_FINDINGS]),
         _rest(history),
+        "<h2>What was checked</h2>",
+        _coverage(history),
         "<h2>Do the ranks agree?</h2>",
         timeline(history.agreement, steps, marks),
         "<p>Green: compared and equal. Red: some rank was outvoted. Nothing: not compared then.</p>",
@@ -132,10 +135,34 @@ def _tiles(history: History) -> str:
         ("Findings", f"{len(history.findings)}, {len(severe)} severe{', damaged' if history.damage else ''}", kind),
         ("Ranks", world, ""),
         ("Steps recorded", history.steps, ""),
+        ("Checked", *_checked(history)),
         ("Outcome", reason or "still running, or killed", "good" if reason == "finished" else "warn"),
     ]
     shown = (f'<div class="tile {kind}">{name}<b>{_text(value, 80)}</b></div>' for name, value, kind in tiles)
     return f'<div class="tiles">{"".join(shown)}</div>'
+
+
+def _checked(history: History) -> tuple[str, str]:
+    """Return the tile's word and colour: green only where everything was looked at."""
+    known = Coverage.from_json(history.run.get("coverage"))
+    if known is None or known.complete is None:
+        return "not known", ""
+    if known.complete:
+        return "all that normally is", "good"
+    essential = any(gap.weight is Weight.ESSENTIAL for gap in known.gaps)
+    return ("nothing compared", "bad") if essential and known.until is None else ("not in all", "warn")
+
+
+def _coverage(history: History) -> str:
+    known = Coverage.from_json(history.run.get("coverage"))
+    if known is None:
+        return '<p class="none">nothing says what was looked at: the run may have ended too early</p>'
+    rows = "".join(
+        f"<tr><td>{gap.part}</td><td>{_text(gap.text, 400)}</td><td>{_text(gap.action)}</td></tr>" for gap in known.gaps
+    )
+    line = f"<p>{_text(known.line(), 600)}</p>"
+    head = "<tr><th>about</th><th>not checked</th><th>what to do</th></tr>"
+    return f"{line}<table>{head}{rows}</table>" if rows else line
 
 
 def _finding(finding: Finding) -> str:

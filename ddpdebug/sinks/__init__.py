@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from ddpdebug.coverage import Coverage
 from ddpdebug.findings import Finding
 from ddpdebug.steps import Step
 
@@ -62,6 +63,15 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Covered:
+    """What the run has looked at so far and what it has not."""
+
+    coverage: Coverage
+    say: tuple[str, ...] = ()  # what a person should read now, a line each
+    keep: bool = True  # worth writing down: it has changed in more than its counts, or some time has passed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnded:
     """The last record of a rank."""
 
@@ -71,7 +81,7 @@ class RunEnded:
     time: str = ""
 
 
-Record = RunStarted | StepJudged | FindingRaised | Trouble | Saved | RunEnded
+Record = RunStarted | StepJudged | FindingRaised | Trouble | Saved | Covered | RunEnded
 
 
 class Sink(Protocol):

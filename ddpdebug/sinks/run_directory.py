@@ -7,6 +7,7 @@ What was written stays readable: `run_files` describes the files and reads them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections import Counter
@@ -20,7 +21,7 @@ from ddpdebug import run_files as files
 from ddpdebug.disk import Ballast, Disk
 from ddpdebug.findings import Finding
 from ddpdebug.observations import Flag, encode, layout
-from ddpdebug.sinks import FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
+from ddpdebug.sinks import Covered, FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
 from ddpdebug.sinks.segments import Segments, segment_paths
 
 _MAX_TROUBLE_LINES = 100
@@ -87,6 +88,11 @@ class RunDirectory:
                 self._skipped[record.step.optimizer] += record.step.any(Flag.GUARD_SKIPPED)
             case FindingRaised():
                 self._finding(record.finding)
+            case Covered():
+                self._run["coverage"] = record.coverage.to_json()
+                if record.keep:
+                    with contextlib.suppress(OSError):  # it is written again with the outcome
+                        self._disk.replace(self._directory / files.RUN, [_json_line(self._run)])
             case Saved():
                 line = {"rows": self._rows, "kind": record.kind, "payload": record.payload}
                 must = record.payload.get("topic") == "end"  # all that there is of a rank on another node
@@ -149,6 +155,7 @@ class RunDirectory:
             "versions": dict(record.versions),
             "config": dict(record.config),
             "layout": layout(),
+            "coverage": None,
             "outcome": None,
         }
         self._disk.replace(self._directory / files.RUN, [_json_line(self._run)])

@@ -18,9 +18,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
+from ddpdebug.coverage import Coverage, Weight
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
-from ddpdebug.sinks import FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
+from ddpdebug.sinks import Covered, FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
 from ddpdebug.sinks.agreement import disagreeing
 from ddpdebug.sinks.scraping import scrape_snippet
 from ddpdebug.sinks.text import SEPARATOR, Part, clean, counted, evidence_lines, number, parts, percent
@@ -30,6 +31,7 @@ _TITLE, _SAVE_TITLE, _RESTORE_TITLE = "\x1b]2;{}\x07", "\x1b[22;2t", "\x1b[23;2t
 #: Consoles that have no window would print the title.
 _NO_TITLE = frozenset({"linux", "dumb"})
 _MAX_BLOCKS = 20
+_MAX_GAPS = 3
 _MAX_WIDTH = 120
 _LABEL_WIDTH = 10
 #: Evidence that is found out later and worth a second block: the first differing element.
@@ -89,6 +91,9 @@ class Terminal:
                 self._print(
                     f"ddpdebug: {clean(record.part, 60)} has switched itself off: {message} (the job goes on)\n"
                 )
+            case Covered():
+                self._summary.coverage = record.coverage
+                self._print("".join(f"ddpdebug: {clean(line, 500)}\n" for line in record.say))
             case RunEnded():
                 self._end(record)
 
@@ -157,7 +162,8 @@ class Terminal:
         self._has_title = True
 
     def _print(self, text: str) -> None:
-        self._put(f"{_CLEAR_LINE if self._tty else ''}{text}")
+        if text:
+            self._put(f"{_CLEAR_LINE if self._tty else ''}{text}")
 
     def _put(self, text: str) -> None:
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
@@ -192,6 +198,7 @@ class Summary:
         self.interval = 1
         self.last: dict[int, int] = {}  # optimizer -> newest step
         self.last_states: set[tuple[int, int]] = set()  # (optimizer, step) that was compared once more afterwards
+        self.coverage: Coverage | None = None
 
     def count(self, record: StepJudged) -> None:
         """Add a step."""
@@ -217,32 +224,40 @@ class Summary:
 
     def checked(self, world: int) -> bool:
         """Tell whether having no findings means anything."""
-        return bool(self.steps) and (world == 1 or self.compared > 0)
+        essential = self.coverage is not None and any(gap.weight is Weight.ESSENTIAL for gap in self.coverage.gaps)
+        return bool(self.steps) and (world == 1 or self.compared > 0) and not essential
 
     def items(self, world: int) -> list[str]:
         """Return the parts of the line; nothing that was not compared is said to agree."""
+        gaps = () if self.coverage is None else self.coverage.missed
+        unchecked = [f"not checked: {'; '.join(clean(gap.words, 400) for gap in gaps[:_MAX_GAPS])}"] if gaps else []
+        if len(gaps) > _MAX_GAPS:
+            unchecked.append(f"{len(gaps) - _MAX_GAPS} more in run.json")
         total = sum(self.steps.values())
         if not total:
-            return ["no optimizer step was seen, so nothing was checked"]
-        items = [counted(total, "step")]
-        if self.skipped:
-            items.append(f"{self.skipped} skipped by the numeric guard")
-        if world == 1:
-            items.append("one rank, nothing to compare")
-        elif not (self.compared or self.disagreed):
-            items.append("nothing was compared between the ranks")
-        elif self.disagreed:
-            items.append(f"the ranks disagreed in {self.disagreed} of {counted(total, 'step')}")
-        else:
-            items.append(f"the ranks agreed in all {self.compared} that were compared")
-        if world > 1 and self.compared and not self.last.items() <= self.last_states:
-            items.append("the last step's parameters were not compared")
+            return unchecked or ["no optimizer step was seen, so nothing was checked"]
+        items = [counted(total, "step"), *self._agreement(world, total, said=bool(gaps))]
+        items += unchecked
         if math.isfinite(self.overhead):
             items.append(f"overhead {percent(self.overhead)}")
         if self.interval > 1:
             items.append(f"full check every {self.interval} steps")
         elif self.overhead > _DEAR:
             items.append("every step was checked (short ones are at first)")
+        return items
+
+    def _agreement(self, world: int, total: int, *, said: bool) -> list[str]:
+        items = [f"{self.skipped} skipped by the numeric guard"] if self.skipped else []
+        if world == 1:
+            items.append("one rank, nothing to compare")
+        elif not (self.compared or self.disagreed):
+            items += [] if said else ["nothing was compared between the ranks"]
+        elif self.disagreed:
+            items.append(f"the ranks disagreed in {self.disagreed} of {counted(total, 'step')}")
+        else:
+            items.append(f"the ranks agreed in all {self.compared} that were compared")
+        if world > 1 and self.compared and not self.last.items() <= self.last_states:
+            items.append("the last step's parameters were not compared")
         return items
 
 

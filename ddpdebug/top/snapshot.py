@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from ddpdebug.coverage import Coverage
 from ddpdebug.findings import Finding
 from ddpdebug.observations import Flag, Row
 from ddpdebug.run_files import STEPS, damage, read_findings, read_newest, read_outcomes, read_run
@@ -57,6 +58,7 @@ class Snapshot:
     overhead: float = math.nan
     incidents: list[tuple[str, str, str]] = field(default_factory=list)  # code, severity, text; newest first
     damage: Sequence[str] = ()  # what cannot be read of the findings
+    unchecked: str = ""  # what is not checked, in words
 
     @property
     def missing(self) -> int:
@@ -110,7 +112,13 @@ def from_directory(directory: Path) -> Snapshot:
         overhead=_overhead(rows),
         incidents=[(finding.code, finding.severity.label, _told(finding)) for finding in findings],
         damage=damage(directory),
+        unchecked=_unchecked(run.get("coverage")),
     )
+
+
+def _unchecked(record: object) -> str:
+    known = Coverage.from_json(record)
+    return "" if known is None or known.complete is not False else known.line()
 
 
 def _take(view: RankView, row: Row) -> None:
@@ -190,6 +198,7 @@ class _Gathered:
         self.incidents: dict[tuple[str, str, str], float] = {}
         self.sums: dict[tuple[int, str, str], float] = {}
         self.world, self.overhead = 0, math.nan
+        self.off: set[str] = set()
 
     def take(self, name: str, labels: Mapping[str, str], value: float) -> None:
         """Take one sample of a rank."""
@@ -197,6 +206,8 @@ class _Gathered:
         match name:
             case "world_size" if value > 0:
                 self.world = max(self.world, int(value))
+            case "checks_off" if value > 0:
+                self.off.add(labels.get("part", ""))
             case "overhead_ratio":
                 self.overhead = value
             case "ranks_disagreeing":
@@ -224,6 +235,7 @@ class _Gathered:
             differing=self.differing,
             overhead=self.overhead,
             incidents=sorted(self.incidents, key=lambda key: self.incidents[key], reverse=True),
+            unchecked=f"not checked, or not in all: {', '.join(sorted(self.off))}" if self.off else "",
         )
 
 

@@ -22,6 +22,8 @@ def view(snapshot: Snapshot, height: int) -> RenderableType:
     room = max(3, height - 6 - len(incidents) - bool(snapshot.damage))
     shown = sorted(snapshot.ranks, key=_health)[:room]
     parts: list[RenderableType] = [Text(f"ddpdebug top · {clean(snapshot.title, 160)}", "bold"), _verdicts(snapshot)]
+    if snapshot.unchecked:
+        parts.append(Text(clean(snapshot.unchecked, 400), _WARN))
     parts.append(_ranks(snapshot, shown))
     if (hidden := len(snapshot.ranks) - len(shown)) > 0:
         parts.append(Text(f"{hidden} more ranks, none of them worse", _DIM))

@@ -21,8 +21,9 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ddpdebug.coverage import Coverage, counted_off
 from ddpdebug.findings import Finding, Severity
-from ddpdebug.sinks import FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
+from ddpdebug.sinks import Covered, FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
 from ddpdebug.sinks.agreement import COMPARED, dissenters
 from ddpdebug.sinks.prometheus.connections import App
 from ddpdebug.sinks.prometheus.discovery import target
@@ -73,6 +74,7 @@ class PrometheusSink(Collector):
         self._disagreements = dict.fromkeys(COMPARED, 0)
         self._layers = Layers()
         self._errors = 0
+        self._coverage: Coverage | None = None
         self._last: StepJudged | None = None
         self._started: RunStarted | None = None
         self._targets: dict[int, str] = {}
@@ -104,6 +106,8 @@ class PrometheusSink(Collector):
                 self._finding(record)
             case Trouble():
                 self._errors += 1
+            case Covered():
+                self._coverage = record.coverage
             case Saved(kind="fact", payload={"topic": "place", "rank": int(rank), "value": dict(place)}):
                 self._place(rank, place)
             case Saved(kind="detail", payload={"detail": "layers", "rank": self._rank, "value": dict(detail)}):
@@ -213,11 +217,25 @@ class PrometheusSink(Collector):
         errors = CounterMetricFamily("ddpdebug_internal_errors", text, labels=("rank",))
         errors.add_metric([own], self._errors)
         yield errors
+        yield from self._coverage_metrics(own)
         last = self._last
         text = "Time spent in ddpdebug as a share of the time of a step, smoothed."
         yield _gauge("ddpdebug_overhead_ratio", text, own, float("nan") if last is None else last.overhead_ratio)
         text = "The full check runs every so many steps."
         yield _gauge("ddpdebug_check_interval_steps", text, own, float("nan") if last is None else last.interval)
+
+    def _coverage_metrics(self, own: str) -> Iterator[Metric]:
+        known = self._coverage
+        complete = None if known is None else known.complete
+        text = "1 while everything is checked that normally is, 0 while something is not, NaN until that is certain."
+        yield _gauge("ddpdebug_coverage_complete", text, own, float("nan") if complete is None else complete)
+        text = "Ranks that are compared with each other: 0 while none are, 1 in a world of one."
+        yield _gauge("ddpdebug_ranks_compared", text, own, 0 if known is None else known.compared_now)
+        text = "Things that are not checked, by what they are about; absent where there are none."
+        off = GaugeMetricFamily("ddpdebug_checks_off", text, labels=("rank", "part"))
+        for part, count in sorted(counted_off(known).items() if known is not None and complete is False else ()):
+            off.add_metric([own, part], count)
+        yield off
 
     def _incident_metrics(self) -> Iterator[Metric]:
         labels = ("rank", "incident", "code", "severity", "subject", "culprits")

@@ -1,0 +1,114 @@
+"""What the training thread counts so that silence can be told from nothing to see: steps, parameters, processes.
+
+It stands beside the other probes, not on them: it still counts where these are off.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing.process
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ddpdebug import torch_internals as internals
+from ddpdebug.probes.guard import Guard
+from ddpdebug.probes.wrappers import Wrapper
+
+#: Who makes processes of its own, that train nothing: the workers of loaders, compilers and pools, managers.
+_LIBRARIES = ("torch.utils.data", "torch._inductor", "concurrent.", "multiprocessing.", "joblib.")
+_MAX_KINDS = 8
+
+
+class CoverageProbe:
+    """Counts optimizer steps, the parameters that cannot be compared, and the processes that the script starts.
+
+    Args:
+        on_child: called after the script has started a process, with whether a new interpreter was started for it.
+    """
+
+    def __init__(self, guard: Guard, wrappers: list[Wrapper], on_child: Callable[[bool], None]) -> None:
+        self._guard, self._wrappers, self._on_child = guard, wrappers, on_child
+        self.made = self.children = self.parameters = 0
+        self.unwatched: dict[str, int] = {}
+        self.left_out: dict[str, int] = {}
+        self._known: dict[int, weakref.ref[Any]] = {}  # optimizers that were looked at
+        self._undo: list[Callable[[], None]] = []
+
+    def install(self) -> None:
+        """Begin to count."""
+
+        def after(optimizer: Any, *_: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self.made += 1
+                known = self._known.get(id(optimizer))
+                if known is None or known() is not optimizer:
+                    self._guard.run("probe:coverage", self._look, optimizer)
+
+        internals.leave_uncompiled(after)
+        self._undo.append(register_optimizer_step_post_hook(after).remove)
+        process, original = multiprocessing.process.BaseProcess, multiprocessing.process.BaseProcess.start
+
+        @functools.wraps(original)
+        def start(process: Any) -> None:
+            target = getattr(process, "_target", None)  # it is gone once the process has started
+            original(process)
+            self._guard.run("probe:coverage", self._child, process, target)
+
+        def undo() -> None:
+            if process.start is start:
+                process.start = original  # type: ignore[method-assign]
+
+        process.start = start  # type: ignore[method-assign, assignment]
+        self._undo.append(undo)
+
+    def remove(self) -> None:
+        """Count no more."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _child(self, process: Any, target: Any) -> None:
+        home = str(getattr(target, "__module__", "") or type(process).__module__)
+        if home.startswith(_LIBRARIES) and not home.startswith("torch.multiprocessing"):
+            return
+        self.children += 1
+        self._on_child(getattr(process, "_start_method", None) in {"spawn", "forkserver"})
+
+    def _look(self, optimizer: Any) -> None:
+        self._known[id(optimizer)] = weakref.ref(optimizer)
+        ignored = {
+            id(p) for w in self._wrappers if (m := w.module()) for n, p in m.named_parameters() if n in w.ignored
+        }
+        unwatched, left_out = Counter(self.unwatched), Counter(self.left_out)
+        count = 0
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                count += 1
+                if id(parameter) in ignored:
+                    left_out["on DDP's ignore list"] += 1
+                elif (reason := why_unwatched(parameter)) is not None:
+                    unwatched[reason if reason in unwatched or len(unwatched) < _MAX_KINDS else "other types"] += 1
+        if internals.is_sharded(optimizer):
+            left_out["their optimizer state is sharded over the ranks"] += count
+        self.parameters += count
+        self.unwatched, self.left_out = dict(unwatched), dict(left_out)
+
+
+def why_unwatched(parameter: Any) -> str | None:
+    """Return why a parameter's values are not compared between ranks; None where they are."""
+    if is_lazy(parameter):
+        return "not initialised yet"
+    kind = type(parameter)
+    names = {base.__name__ for base in kind.__mro__}
+    if "DTensor" in names:
+        return "DTensor, each rank holds a part of it"
+    if parameter.device.type == "meta":
+        return "on the meta device, without values"
+    if not internals.is_plain(parameter) and not hasattr(parameter, "__tensor_flatten__"):
+        return f"of the type {kind.__name__[:40]}"
+    return None

@@ -1,0 +1,239 @@
+"""The record of what a run looked at: its gaps, their words, and when they are said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ddpdebug.coverage import PARTS, Coverage, RankCoverage, Tally, Weight, counted_off
+from ddpdebug.covering import MEET_SECONDS, STEP_SECONDS, Covering
+from ddpdebug.observations import Flag, Row
+from ddpdebug.sinks import Covered, Record
+from ddpdebug.steps import Step
+from ddpdebug.verdict import Outcome, Word, judge, with_coverage
+
+
+def _step(number: int, ranks: int = 2, *, full: bool = True) -> Step:
+    digests: dict[str, Any] = {"params_before_digest": 5, "grads_digest": 7} if full else {}
+    flags = int(Flag.CHECKED) if full else 0
+    rows = {rank: Row(rank=rank, step=number, flags=flags, loss=1.0, **digests) for rank in range(ranks)}
+    return Step(step=number, optimizer=0, world=2, rows=rows)
+
+
+def _seen(*steps: Step, world: int = 2, **more: Any) -> Coverage:
+    tally = Tally(world)
+    for step in steps:
+        tally.add(step)
+    return tally.coverage(more.pop("ranks", None), **{"certain": True, **more})
+
+
+def _rank(**values: Any) -> dict[int, RankCoverage]:
+    return {0: RankCoverage(**values)}
+
+
+def test_a_run_that_was_compared_is_complete() -> None:
+    """And says since when and until when."""
+    known = _seen(_step(0), _step(1), _step(2, full=False))
+    assert (known.complete, known.missed, known.compared, known.since, known.until) == (True, (), 2, 0, 1)
+    assert (known.joined, known.newest, known.last_checked, known.checked) == (2, 2, False, 2)
+    assert known.line() == "2 of 2 ranks compared, steps 0 to 1"
+    assert [gap.text for gap in _seen(_step(0), _step(1, full=False), ended=True).gaps] == [
+        "the last step that was checked in full is 0 of 1"
+    ]
+
+
+CASES = {
+    "nothing": (_seen(ended=True), "steps", "no optimizer step was seen"),
+    "by hand": (
+        _seen(world=1, ranks=_rank(backwards=50)),
+        "steps",
+        (
+            "no optimizer step was seen, although backward ran 50 times: only the steps of torch.optim optimizers are "
+            "looked at"
+        ),
+    ),
+    "spawned": (
+        _seen(world=1, ranks=_rank(children=2)),
+        "steps",
+        "no optimizer step was seen: the script has started 2 processes of its own, which are not watched",
+    ),
+    "off": (
+        _seen(world=1, ranks=_rank(made=1, backwards=1)),
+        "steps",
+        "1 optimizer step was taken, and none could be looked at",
+    ),
+    "never met": (
+        _seen(ranks=_rank(steps=9), apart="rank 1 did not come"),
+        "ranks",
+        "nothing is compared between the ranks: rank 1 did not come",
+    ),
+    "lost": (
+        _seen(_step(0), _step(1), ranks=_rank(steps=9), apart="lost"),
+        "ranks",
+        "the ranks were compared until step 1 only: lost",
+    ),
+    "one of them": (_seen(_step(0, ranks=1)), "ranks", "rank 1 is not compared: no step of it was seen"),
+    "never in full": (
+        _seen(_step(0, full=False)),
+        "ranks",
+        "nothing is compared between the ranks: no step was checked in full on two of them",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_essential_gaps(name: str) -> None:
+    """Each has its words, its label and something to do, and is no clean verdict."""
+    known, part, text = CASES[name]
+    first = known.gaps[0]
+    assert (first.part, first.weight, first.text) == (part, Weight.ESSENTIAL, text)
+    assert first.action
+    assert known.complete is False
+    assert Coverage.from_json(known.to_json()) == known
+
+
+def test_parts_that_are_off() -> None:
+    """A probe that failed is a part; what only explains is a note; what is left out on purpose too."""
+    off = {"probe:numerics": "ValueError: x", "forensics:replay": "no", "probe:new-one": "y"}
+    known = _seen(_step(0), ranks=_rank(off=off, left_out={"on DDP's ignore list": 2}, unwatched={"DTensor": 3}))
+    texts = {gap.text: (gap.part, gap.weight) for gap in known.gaps}
+    assert texts == {
+        "3 parameters not compared: DTensor": ("parameters", Weight.PART),
+        "probe:numerics is off on rank 0: ValueError: x": ("numerics", Weight.PART),
+        "probe:new-one is off on rank 0: y": ("forward", Weight.PART),
+        "2 parameters not compared: on DDP's ignore list": ("parameters", Weight.NOTE),
+        "forensics:replay is off on rank 0: no": ("other", Weight.NOTE),
+    }
+    assert counted_off(known) == {"parameters": 1, "numerics": 1, "forward": 1}
+    assert counted_off(known).keys() <= set(PARTS)
+
+
+@pytest.mark.parametrize("record", [None, 3, {}, {"world": "x"}, {"world": 2, "ranks": [1]}, {"world": 1, "never": 3}])
+def test_damaged_records_are_none(record: object) -> None:
+    """They come from a file that anybody may have written."""
+    assert Coverage.from_json(record) is None
+
+
+def _done(world: int = 2) -> dict[int, Outcome]:
+    return {rank: Outcome(rank=rank, reason="finished", exit_code=0, steps={"0": 3}) for rank in range(world)}
+
+
+@pytest.mark.parametrize("required, code", [(False, 0), (True, 1)])
+def test_verdict(required: bool, code: int) -> None:
+    """Not checked is neither clean nor a failure, unless it is required; findings and failures come first."""
+    clean = judge((), _done(), world=2)
+    missed = with_coverage(clean, CASES["never met"][0], required=required)
+    assert (missed.word, missed.exit_code) == (Word.UNCHECKED, code)
+    assert missed.title == "no findings, but not checked"
+    assert missed.unchecked[0].startswith("nothing is compared between the ranks: rank 1 did not come; start every")
+    unknown = with_coverage(clean, None, required=required)
+    assert (unknown.word, unknown.exit_code) == (Word.UNCHECKED, code)
+    assert with_coverage(clean, _seen(_step(0)), required=required).word is Word.CLEAN
+    failed = judge((), {}, world=2, statuses={0: 1, 1: 1})
+    assert with_coverage(failed, CASES["never met"][0], required=required).exit_code == 3
+
+
+class _Run:
+    """A rank whose time passes by itself."""
+
+    def __init__(self, world: int = 2, rank: int = 0, *, sinks: bool = True) -> None:
+        self.now, self.steps = 1000.0, 0
+        self.records: list[Covered] = []
+        account = lambda: RankCoverage(rank=rank, steps=self.steps)  # noqa: E731
+        self.covering = Covering(account, self._write, lambda _: None, quiet=False, clock=lambda: self.now)
+        self.store = {}
+        self.covering.begin(rank, world, self, "p")
+        if sinks:
+            self.covering.opened()
+
+    def _write(self, record: Record) -> None:
+        assert isinstance(record, Covered)
+        self.records.append(record)
+
+    def check(self, keys: list[str]) -> bool:
+        return keys == ["g/here/0"]
+
+    def add(self, key: str, amount: int) -> int:
+        self.store[key] = self.store.get(key, 0) + amount
+        return self.store[key]
+
+    def after(self, seconds: float, steps: int | None = None) -> tuple[str, ...]:
+        """Let time pass and look; return what is said."""
+        self.now += seconds
+        self.steps = self.steps if steps is None else steps
+        self.covering.look()
+        return self.records[-1].say
+
+
+def test_said_once_when_it_is_certain() -> None:
+    """Not at once: the others may be on the way. Not twice. That they have come later is said too."""
+    run = _Run()
+    run.covering.meeting("g")
+    assert run.after(1, steps=1) == ()
+    assert run.records[-1].coverage.complete is None
+    (line,) = run.after(STEP_SECONDS)
+    assert line.startswith("nothing is compared between the ranks: rank 1 did not come (started without ddpdebug?); ")
+    assert run.records[-1].coverage.complete is False
+    assert run.after(5, steps=9) == ()
+    run.covering.ticked()
+    run.covering.judged(_step(9))
+    assert run.after(1, steps=10) == ("the ranks are compared now (2 of 2)",)
+
+
+def test_said_before_the_first_step() -> None:
+    """A job that waits for long before it steps hears it in its first minute."""
+    run = _Run()
+    run.covering.connecting()
+    assert run.after(1) == ()
+    (line,) = run.after(MEET_SECONDS)
+    assert "cannot connect (a firewall between them?)" in line
+
+
+def test_lost_in_the_middle() -> None:
+    """From then on the ranks are compared until that step; the metric is 0."""
+    run = _Run()
+    run.covering.ticked()
+    run.covering.judged(_step(4))
+    assert run.after(1, steps=5) == run.after(STEP_SECONDS, steps=5) == ()
+    assert run.records[-1].coverage.compared_now == 2
+    run.covering.lost("RuntimeError: [x] Connection closed by peer [127.0.0.1]:1")
+    (line,) = run.after(2, steps=9)
+    assert line.startswith("the ranks were compared until step 4 only: the connection to them was lost ([x] Connection")
+    assert run.records[-1].coverage.compared_now == 0
+
+
+def test_ranks_that_fall_silent() -> None:
+    """The group is not dead, but nobody answers while this rank trains on."""
+    run = _Run()
+    run.covering.ticked()
+    run.covering.judged(_step(4))
+    run.after(0.5, steps=5)
+    run.after(STEP_SECONDS, steps=5)
+    assert "have not answered for 60 s" in run.after(61, steps=90)[0]
+    run.covering.ticked()
+    run.covering.judged(_step(90))
+    assert run.after(1, steps=91) == ("the ranks are compared now (2 of 2)",)
+
+
+def test_the_end_of_a_short_run_is_certain() -> None:
+    """The last record is whole; the terminal's last line says it, so no other one does."""
+    run = _Run()
+    run.after(1, steps=3)
+    run.covering.close()
+    assert (run.records[-1].coverage.complete, run.records[-1].say, run.records[-1].keep) == (False, (), True)
+
+
+def test_one_rank_of_a_node_speaks_where_rank_0_does_not_hear(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 has its own terminal and takes the word for its node."""
+    run = _Run(rank=1, sinks=False)
+    run.after(1, steps=1)
+    run.after(STEP_SECONDS)
+    err = capsys.readouterr().err
+    assert err.startswith("ddpdebug: rank 1: nothing is compared between the ranks: ")
+    assert err.count("\n") == 1
+    other = _Run(rank=2, world=3, sinks=False)
+    other.store = run.store
+    other.after(1, steps=1)
+    other.after(STEP_SECONDS)
+    assert capsys.readouterr().err == ""
