@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import datetime
 import itertools
 import os
 import secrets
 import sys
 import time
-import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -24,7 +22,7 @@ from ddpdebug import torch_internals as internals
 from ddpdebug.assembly import Assembler
 from ddpdebug.config import Config, run_directory
 from ddpdebug.diagnosis import Diagnosis
-from ddpdebug.errors import FindingError, StopRun
+from ddpdebug.errors import FindingError, StopRun, text_of
 from ddpdebug.exchange import Alone, Exchange, Group, Tick
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.forensics.agreement import AgreementProbe
@@ -34,7 +32,7 @@ from ddpdebug.forensics.numerics import Investigator
 from ddpdebug.numeric_guard import NumericGuard
 from ddpdebug.observations import Row, decode, encode
 from ddpdebug.probes.answering import Answering
-from ddpdebug.probes.guard import Guard
+from ddpdebug.probes.guard import Guard, contained, is_users
 from ddpdebug.probes.loaders import Loaders
 from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.patches import Patches
@@ -148,19 +146,25 @@ class Monitor:
         """Deliver what is queued, write the outcome and take all hooks away. Idempotent; takes 5 s at most."""
         if self._closed or os.getpid() != self._pid:
             return
-        self.memory.close(sys.exc_info()[1])
+        run = self.guard.run
+        run("close:memory", self.memory.close, sys.exc_info()[1])
         self._closed = True
-        atexit.unregister(self.close)
+        run("close:optimizers", self._last_looks)
+        run("forensics:agreement", self.agreement.run, self.recorder.wrappers, -1, last=True)
+        whole = reason == "finished" and (bool(self.command) or run("close:loaders", lambda: self.loaders.repeated))
+        self.patches.remove(finished=bool(whole))  # of a script, or of an epoch
+        run("close:hooks", self.recorder.release)
+        run("close:exchange", self._leave, reason)
+        self.guard.contain("close:end", self._end, reason, exit_code)
+        if self.fanout is not None:
+            self.guard.contain("close:sinks", self.fanout.close)
+
+    def _last_looks(self) -> None:
         for watch in self.recorder.watches:
             self.recorder.last_look(watch)
-        self.guard.run("forensics:agreement", lambda: self.agreement.run(self.recorder.wrappers, -1, last=True))
-        whole = reason == "finished" and (bool(self.command) or self.loaders.repeated)  # of a script, or of an epoch
-        self.guard.run("close:patches", lambda: self.patches.remove(finished=whole))
-        self.guard.run("close:hooks", self.recorder.release)
-        self.guard.run("close:exchange", self._leave, reason)
+
+    def _end(self, reason: str, exit_code: int | None) -> None:
         self._write(RunEnded(reason=reason, exit_code=exit_code, steps=dict(self._steps), time=utc()))
-        if self.fanout is not None:
-            self.fanout.close()
 
     def _leave(self, reason: str) -> None:
         if self._exchange is None and (self._steps or self.command):
@@ -177,7 +181,7 @@ class Monitor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self.close("finished" if error is None else f"exception: {type(error).__name__}: {error}")
+        self.close("finished" if error is None else f"exception: {text_of(error)}")
 
     # --- start --------------------------------------------------------------------------------------------------------
 
@@ -185,21 +189,21 @@ class Monitor:
         """Put the hooks in place; from here on training is seen."""
         if lacking := internals.missing():
             self._trouble("torch", f"this torch lacks {', '.join(lacking)}; some checks are off")
-        self.patches.install()
-        self.memory.install(self.config)
-        atexit.register(self.close)
-        me = weakref.ref(self)  # what is registered there stays for ever
-        os.register_at_fork(after_in_child=lambda: None if (monitor := me()) is None else monitor.forked())
+        self.guard.run("patches", self.patches.install)
+        self.guard.run("memory", self.memory.install, self.config)
+        entries = self.recorder.entries
+        entries.at_exit("close", self.close)
+        entries.in_child("close:child", self.forked)
         self._on_group()
 
     def forked(self) -> None:
         """Let go in a forked child, which is not the rank; nothing is freed, its threads are not here."""
         self._closed = True
         self.patches.remove()
-        self.recorder.release()
+        self.guard.run("close:hooks", self.recorder.release)
 
     def _on_group(self) -> None:
-        if self._exchange is None and dist.is_initialized():
+        if self._exchange is None and dist.is_available() and dist.is_initialized():
             self.guard.run("exchange", self._begin)
 
     def _begin(self, *, alone: bool = False) -> None:
@@ -220,7 +224,9 @@ class Monitor:
         config = {**asdict(self.config), "world": self.world}
         self._diagnosis = Diagnosis(world=self.world, config=config, on_trouble=self._trouble)
         self._assembler = Assembler(self.world)
-        self._exchange = Exchange(self.rank, self.world, self._connect, self._on_tick, self._on_lost)
+        self._exchange = Exchange(
+            self.rank, self.world, contained(self._connect), contained(self._on_tick), contained(self._on_lost)
+        )
         if self.rank == 0:
             self._open_sinks(self.config.out or run_directory(self.run_id, datetime.datetime.now(datetime.UTC)))
             self._say("run", directory=str(self.directory or ""), run_id=self.run_id)
@@ -283,6 +289,9 @@ class Monitor:
         self._say("fact", topic=topic, value=value)
 
     def _say(self, kind: str, **fields: Any) -> None:
+        self.guard.contain("exchange:say", self._send, kind, **fields)
+
+    def _send(self, kind: str, /, **fields: Any) -> None:
         message = {"kind": kind, **fields}
         if self._exchange is None:
             self._early.append(message)
@@ -298,7 +307,7 @@ class Monitor:
         self._thread_seconds = spent
         try:
             return encode(encode_row(record, self.rank))
-        except Exception as error:  # noqa: BLE001 - the other ranks wait for this row: send what is certain
+        except BaseException as error:  # noqa: BLE001 - the other ranks wait for this row: send what is certain
             self.guard.fail("probe:row", error)
             return encode(Row(rank=self.rank, step=record.step, optimizer=record.optimizer, flags=0))
 
@@ -363,8 +372,10 @@ class Monitor:
             for step in self._assembler.rest():
                 self._judge(step)
             self._report(self._diagnosis.finish(), 0)
-        except Exception as error:  # noqa: BLE001 - the end of a job must not fail because of us
-            self._trouble("diagnosis", f"{type(error).__name__}: {error}")
+        except Exception as error:
+            if is_users(error):
+                raise
+            self.guard.tell("diagnosis", text_of(error))
 
     def _hunt(self, finding: Finding, progress: int) -> None:
         """Plan the search for the first differing element of a parameter; alike on all ranks."""
@@ -396,4 +407,4 @@ class Monitor:
 
     def _write(self, record: Record) -> None:
         if self.fanout is not None:
-            self.fanout.write(record)
+            self.guard.contain("sinks", self.fanout.write, record)

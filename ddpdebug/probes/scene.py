@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.guard import Guard, location, user_frame
 from ddpdebug.probes.values import tensors_in
 
@@ -199,7 +200,8 @@ class Scenes:
                 continue
             seen.add(id(tensor))
             scene.partial = scene.partial or internals.is_sink(tensor.grad_fn)
-            tensor.register_hook(_KeepGradient(weakref.ref(scene), position, self._guard))
+            keep = _KeepGradient(weakref.ref(scene), position).keep
+            entries_of(self._guard).on_tensor("probe:scene", tensor, keep)
 
     def next_step(self) -> None:
         """Make the current step's forwards the previous ones, without their gradients."""
@@ -225,30 +227,32 @@ class Scenes:
         key = id(module)
         known = self._models.get(key)
         if known is None or known.ref() is not module:
-            known = self._models[key] = _Model(module, lambda _: self._models.pop(key, None))
+            models = self._models
+            ref = entries_of(self._guard).when_gone("probe:scene", module, lambda: _drop(models, key))
+            known = self._models[key] = _Model(ref)
         return known
 
 
 class _KeepGradient:
     """A tensor hook that changes nothing; it holds the scene weakly, so that a graph keeps no inputs alive."""
 
-    __slots__ = ("_guard", "_position", "_scene")
-    __torch_unserializable__ = True  # a tensor that carries it can be saved without a warning
+    __slots__ = ("_position", "_scene")
 
-    def __init__(self, scene: weakref.ref[Scene], position: int, guard: Guard) -> None:
-        self._scene, self._position, self._guard = scene, position, guard
+    def __init__(self, scene: weakref.ref[Scene], position: int) -> None:
+        self._scene, self._position = scene, position
 
-    def __call__(self, gradient: torch.Tensor | None) -> None:
+    def keep(self, gradient: torch.Tensor | None) -> None:
+        """Keep the gradient that has come."""
         scene = self._scene()
         if scene is not None:
-            self._guard.run("probe:scene", scene.keep_gradient, self._position, gradient)
+            scene.keep_gradient(self._position, gradient)
 
 
 class _Model:
     """The lists of a model's parts, made seldom, because walking a module tree takes long. Holds everything weakly."""
 
-    def __init__(self, module: torch.nn.Module, on_end: Callable[[Any], Any]) -> None:
-        self.ref = weakref.ref(module, on_end)
+    def __init__(self, ref: weakref.ref[torch.nn.Module]) -> None:
+        self.ref = ref
         self.device = "cpu"
         self.names: tuple[str, ...] = ()
         self._modules: list[weakref.ref[torch.nn.Module]] = []
@@ -314,6 +318,10 @@ class _Model:
                 buffer = _buffer(ref(), key)
                 if buffer is not None and internals.version_of(buffer) != before:
                     self._written.add(owner)
+
+
+def _drop(models: dict[int, _Model], key: int) -> None:
+    models.pop(key, None)
 
 
 def _buffer(module: torch.nn.Module | None, key: str) -> torch.Tensor | None:

@@ -117,6 +117,15 @@ def without_global_hooks() -> Iterator[list[Any]]:
             getattr(owner, name).update(table)
 
 
+def drop_global_hooks(unwanted: Callable[[Any], bool]) -> None:
+    """Take those hooks of all modules away that are unwanted."""
+    owner: Any = torch.nn.modules.module
+    for name in (*_GLOBAL_HOOKS, _GLOBAL_PRE_HOOKS):
+        table = getattr(owner, name, {})
+        for key in [key for key, hook in table.items() if unwanted(hook)]:
+            del table[key]
+
+
 def syncs_statistics(module: torch.nn.Module) -> bool:
     """Tell whether a module's forward communicates in training: SyncBatchNorm, over more than one rank."""
     if not inherits(type(module), ("SyncBatchNorm",)) or not dist.is_initialized():

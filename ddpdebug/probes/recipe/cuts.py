@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.probes.entries import Entries
 from ddpdebug.probes.values import tensors_in
 
 _MAX_NAMES = 20
@@ -23,23 +23,21 @@ class Cuts:
         lacking: the model's parameters that should have had a gradient by now.
     """
 
-    def __init__(self, root: nn.Module, lacking: Sequence[torch.Tensor]) -> None:
+    def __init__(self, root: nn.Module, lacking: Sequence[torch.Tensor], entries: Entries) -> None:
         self._root, self._lacking = root, {id(p) for p in lacking}
         self._calls: list[_Call] = []
-        self._handle: Any = None
+        self._hook = entries.after_modules("probe:cuts", self._look)
         self._given: set[int] = set()
 
     def begin(self, inputs: Sequence[torch.Tensor]) -> None:
         """Look at the forward that begins now."""
         if not internals.anything_compiled():
             self._given = {t.data_ptr() for t in inputs if internals.is_plain(t)}
-            self._handle = register_module_forward_hook(self._hook)
+            self._hook.on()
 
     def release(self) -> None:
         """Take the hook away."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        self._hook.off()
 
     def end(self) -> dict[str, Any] | None:
         """Take the hook away; say which parameters lie behind which cut."""
@@ -68,7 +66,7 @@ class Cuts:
         shapes = {tuple(t.shape) for t in outputs if t.requires_grad}
         return paths.get(id(module)) if any(tuple(t.shape) in shapes for t in floating) else None
 
-    def _hook(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _look(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             inputs = [t for t in tensors_in(args) if internals.is_plain(t)]
             self._calls.append((module, inputs, [t for t in tensors_in(output) if internals.is_plain(t)]))
