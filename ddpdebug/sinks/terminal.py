@@ -84,9 +84,9 @@ class Terminal:
                 self._finding(record.finding, new=record.new)
             case Trouble():
                 message = clean(record.message, 300)
-                self._print(
-                    f"ddpdebug: {clean(record.part, 60)} has switched itself off: {message} (the job goes on)\n"
-                )
+                part = clean(record.part, 60)
+                said = f"{part} has switched itself off: {message}" if record.is_failure else message
+                self._print(f"ddpdebug: {said} (the job goes on)\n")
             case RunEnded():
                 self._end(record)
 
