@@ -465,3 +465,35 @@ def test_names_of_the_wrappers_file() -> None:
     assert "_bootstrap" in importlib_bootstrap.__file__
     assert not is_users(RuntimeError())
     assert sys.version_info >= (3, 11)
+
+
+def test_the_list_of_patches_is_complete() -> None:
+    """`docs/attaching.md` names everything that is registered for good, and nothing else."""
+    from ddpdebug.probes.loaders import Loaders
+    from ddpdebug.probes.patches import Patches
+    from ddpdebug.probes.recorder import Recorder
+
+    guard = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
+    recorder = Recorder(guard, lambda _: None, lambda *_: None, lambda *_: True, 1)
+    patches = Patches(recorder, Loaders(recorder, lambda *_: None), lambda: None)
+    patches.install()
+    patches.remove()
+    page = (_PACKAGE.parent / "docs" / "attaching.md").read_text(encoding="utf-8").partition("## What is patched")[2]
+    rows = [line for line in page.partition("\n\nFor a time")[0].splitlines() if line.startswith("| ")]
+    documented: set[str] = set()
+    for row in rows:
+        where, _, names = row.split("|")[1].partition(":")
+        owner = where.strip().strip("`")
+        documented |= {f"{owner}.{name}" for name in ast_names(names)} if names else {owner}
+    schedulers = "torch.optim.lr_scheduler"
+    registered = {
+        f"{schedulers}.step" if name.startswith(schedulers) and name.endswith(".step") else name
+        for name in entries_of(guard).listed
+    }
+    extra = {"where", "---", "`forward` of the class of a model that no DDP wraps"}
+    assert documented - {"where", "---", "forward` of the class of a model that no DDP wraps"} - extra == registered
+
+
+def ast_names(text: str) -> list[str]:
+    """Return the names in backticks of a table's cell; `step` of each class stands for all of them."""
+    return [part for part in text.split("`")[1::2] if part.strip()]

@@ -41,7 +41,8 @@ class Entries:
         self.stop: Callable[[], None] = _nothing  # raises what the user has asked to be raised
         self.listed: list[str] = []  # what was registered for good, as people write it
         self._undo: list[tuple[str, Callable[[], Any]]] = []
-        for function in (Guard.run, _Hook.__call__, _Step.__call__, ModuleHook.__call__):
+        doors = (_Door.opens, _Door.before, _Door.after, _Door.failed)
+        for function in (Guard.run, _Hook.__call__, _Step.__call__, ModuleHook.__call__, *doors):
             internals.leave_uncompiled(function)
 
     # --- wrappers -----------------------------------------------------------------------------------------------------
