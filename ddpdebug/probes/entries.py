@@ -120,9 +120,11 @@ class Entries:
         """Return a hook that is called before the forward of every module, while it is on."""
         return ModuleHook(self, part, look, all_modules.register_module_forward_pre_hook)
 
-    def after_modules(self, part: str, look: Callable[[torch.nn.Module, Any, Any], None], **how: bool) -> ModuleHook:
+    def after_modules(self, part: str, look: Callable[..., None], *, always_call: bool = False) -> ModuleHook:
         """Return a hook that is called after the forward of every module, while it is on."""
-        return ModuleHook(self, part, look, functools.partial(all_modules.register_module_forward_hook, **how))
+        return ModuleHook(
+            self, part, look, functools.partial(all_modules.register_module_forward_hook, always_call=always_call)
+        )
 
     def before_module(self, part: str, module: torch.nn.Module, look: Callable[[torch.nn.Module, Any], None]) -> Any:
         """Hook the forward of one module; return the handle. Copies and pickles of the module do not look."""
@@ -163,10 +165,10 @@ class Entries:
 
     def in_child(self, part: str, call: Callable[[], None]) -> None:
         """Call in a forked child. What is registered there stays for ever: it holds nothing."""
-        me, call = weakref.ref(self), weakref.WeakMethod(call)  # type: ignore[arg-type,type-var]
+        me, method = weakref.ref(self), weakref.WeakMethod(call)
 
         def forked() -> None:
-            entries, found = me(), call()
+            entries, found = me(), method()
             if entries is not None and found is not None and not entries.closed:
                 entries.guard.run(part, found)
 

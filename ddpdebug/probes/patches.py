@@ -231,7 +231,8 @@ class Patches:
 
     def _scene_begins(self, result: Any, ddp: DistributedDataParallel, *_: Any, **__: Any) -> None:
         module = internals.unwrap_compiled(ddp.module)
-        self.recorder.scenes.begin(module, *result, self.recorder.next_step())
+        args, kwargs = result
+        self.recorder.scenes.begin(module, args, kwargs, self.recorder.next_step())
 
     def _scene_ends(self, output: Any, ddp: DistributedDataParallel, *_: Any, **__: Any) -> None:
         self.recorder.scenes.end(internals.unwrap_compiled(ddp.module), output)

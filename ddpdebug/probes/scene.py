@@ -278,7 +278,7 @@ class _Model:
         self._buffers = [
             (f"{name}.{key}" if name else key, name, weakref.ref(m), key)
             for name, m in named
-            for key, _ in m.named_buffers(recurse=False)
+            for key in internals.own_buffers(m)
         ]
         # Batch normalisation writes its statistics without telling the version counter.
         self._written |= {name for name, m in named if getattr(m, "running_mean", None) is not None}

@@ -57,6 +57,8 @@ from ddpdebug.torch_internals.replaying import (
     keep_hooks as keep_hooks,
     module_tables as module_tables,
     next_sequence as next_sequence,
+    own_buffers as own_buffers,
+    own_parameters as own_parameters,
     saved_of as saved_of,
     sequence_of as sequence_of,
     set_version as set_version,

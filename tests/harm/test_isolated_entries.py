@@ -1,4 +1,4 @@
-"""Each thing of ours that a job calls, with a fault in it: the job ends as without us, and the part says that it is off.
+"""Each thing of ours that a job calls, with a fault in it: the job ends as without us, and the part says so.
 
 First the scripts run as they are, and what runs under the guard is written down; then each of these fails in turn, with
 an ordinary error and with one whose own text cannot be had.
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.jobs]
+pytestmark = [pytest.mark.slow, pytest.mark.jobs, pytest.mark.timeout(1500)]
 
 Run = Callable[[list[dict[str, Any]]], list[list[dict[str, Any]]]]
 

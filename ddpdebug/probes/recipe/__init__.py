@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.errors import text_of
 from ddpdebug.forensics.leak import Leaks
 from ddpdebug.observations import Flag
-from ddpdebug.probes.guard import text_of, user_location
+from ddpdebug.probes.guard import user_location
 from ddpdebug.probes.recipe.audit import Audit, held_by, unregistered
 from ddpdebug.probes.recipe.chance import Chance
 from ddpdebug.probes.recipe.clearing import Clearing

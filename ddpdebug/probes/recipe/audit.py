@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.probes.wrappers import Wrapper
@@ -181,4 +182,4 @@ def _params(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Tenso
 
 
 def _elements(params: Iterable[torch.Tensor]) -> int:
-    return sum(p.numel() for p in params)
+    return sum(p.numel() for p in params if not is_lazy(p))  # lazy ones have no shape yet

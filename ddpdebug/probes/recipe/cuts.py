@@ -48,7 +48,7 @@ class Cuts:
         found: dict[str, Any] = {}
         behind: dict[str, None] = {}  # what ran up to here without ever getting a gradient
         for i, (module, _, outputs) in enumerate(calls):
-            own = [names[id(p)] for p in module.parameters(recurse=False) if id(p) in self._lacking]
+            own = [names[id(p)] for p in internals.own_parameters(module) if id(p) in self._lacking]
             behind.update(dict.fromkeys(own))
             if not own or not any(t.requires_grad for t in outputs):
                 continue

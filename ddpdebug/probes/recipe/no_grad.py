@@ -94,7 +94,7 @@ class NoGrad:
 
     def _look(self, module: nn.Module, args: Any, output: Any) -> None:
         del args, output
-        own = [id(p) for p in module.parameters(recurse=False)]
+        own = [id(p) for p in internals.own_parameters(module)]
         if torch.is_grad_enabled():
             self._with.update(own)
             return
