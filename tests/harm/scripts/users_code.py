@@ -1,6 +1,7 @@
 """What users put around and into a training loop; prints what it leaves behind, and what the user's own code saw."""
 
 import contextlib
+import random
 import signal
 import sys
 import threading
@@ -15,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 kind = sys.argv[1]
 torch.manual_seed(0)
+random.seed(0)
 torch.set_num_threads(1)
 
 
