@@ -52,6 +52,14 @@ class StopRun(BaseException):  # `except Exception` of a script must not catch i
         super().__init__(f"stopped after {steps} optimizer steps")
 
 
+def text_of(error: BaseException) -> str:
+    """Return class and text of an error; the class alone where its own methods raise."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - any class of anybody's
+        return type(error).__name__
+
+
 def did_you_mean(name: str, valid: Iterable[str], *, prefix: str = "") -> str:
     """Return the end of an error message about an unknown name: a near match, if there is one, and the valid names."""
     names = list(valid)

@@ -204,7 +204,8 @@ def _fingerprint_of_unusual(tensor: Tensor) -> int:
         return NO_DATA
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        return combine([fingerprint(getattr(tensor, name)) for name in names])
+        inner = [value for name in names if isinstance(value := getattr(tensor, name), Tensor)]  # not a device mesh
+        return combine([fingerprint(value) for value in inner])
     if not _is_dense(tensor):
         return combine(fingerprints(_parts(tensor)))
     if tensor.numel() == 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import datetime
 import itertools
 import os
@@ -10,7 +9,6 @@ import secrets
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -27,7 +25,7 @@ from ddpdebug.coverage import Coverage, RankCoverage
 from ddpdebug.covering import Covering
 from ddpdebug.diagnosis import Diagnosis
 from ddpdebug.disk import Disk, mode_of
-from ddpdebug.errors import FindingError, StopRun
+from ddpdebug.errors import FindingError, StopRun, text_of
 from ddpdebug.exchange import Alone, Exchange, Group, Tick, wire_format
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.forensics.agreement import AgreementProbe
@@ -39,7 +37,7 @@ from ddpdebug.numeric_guard import NumericGuard
 from ddpdebug.observations import Flag, Row, decode, encode
 from ddpdebug.probes.answering import Answering
 from ddpdebug.probes.coverage import CoverageProbe
-from ddpdebug.probes.guard import Guard
+from ddpdebug.probes.guard import Guard, contained
 from ddpdebug.probes.handover import Plans, StepStore
 from ddpdebug.probes.holding import Room
 from ddpdebug.probes.loaders import Loaders
@@ -136,7 +134,7 @@ class Monitor:
         self._members, self._progress, self._unoffered = 1, 0, False
         announce = partial(self._announce, "coverage")
         self.covering = Covering(self._account, self._write, announce, quiet=config.quiet)
-        self._counts = CoverageProbe(self.guard, self.recorder.wrappers, self._on_child)
+        self._counts = CoverageProbe(self.recorder.entries, self.recorder.wrappers, self._on_child)
         self.recorder.on_lonely = self.covering.start
         self.recorder.last_state.emit = self._emit_last
         self._last = StepStore(_LAST_STATES)
@@ -193,23 +191,28 @@ class Monitor:
         """Deliver what is queued, write the outcome and take all hooks away. Idempotent; takes 5 s at most."""
         if self._closed or os.getpid() != self._pid:
             return
-        self.memory.close(sys.exc_info()[1])
-        self.recorder.look_back()
+        run = self.guard.run
+        run("close:memory", self.memory.close, sys.exc_info()[1])
+        run("close:last-state", self.recorder.look_back)
         self.recorder.last_state.emit = None
         self._closed = True
-        atexit.unregister(self.close)
+        run("close:optimizers", self._last_looks)
+        run("forensics:agreement", self.agreement.run, self.recorder.wrappers, -1, last=True)
+        whole = reason == "finished" and (bool(self.command) or run("close:loaders", lambda: self.loaders.repeated))
+        self.patches.remove(finished=bool(whole))  # of a script, or of an epoch
+        run("close:hooks", self.recorder.release)
+        run("close:exchange", self._leave, reason)
+        run("close:coverage", self.covering.close)
+        self.guard.contain("close:end", self._end, reason, exit_code)
+        if self.fanout is not None:
+            self.guard.contain("close:sinks", self.fanout.close)
+
+    def _last_looks(self) -> None:
         for watch in self.recorder.watches:
             self.recorder.last_look(watch)
-        self.guard.run("forensics:agreement", lambda: self.agreement.run(self.recorder.wrappers, -1, last=True))
-        whole = reason == "finished" and (bool(self.command) or self.loaders.repeated)  # of a script, or of an epoch
-        self.guard.run("close:patches", lambda: self.patches.remove(finished=whole))
-        self.guard.run("close:hooks", self.recorder.release)
-        self._counts.remove()
-        self.guard.run("close:exchange", self._leave, reason)
-        self.guard.run("close:coverage", self.covering.close)
+
+    def _end(self, reason: str, exit_code: int | None) -> None:
         self._write(RunEnded(reason=reason, exit_code=exit_code, steps=dict(self._steps), time=utc()))
-        if self.fanout is not None:
-            self.fanout.close()
 
     def _leave(self, reason: str) -> None:
         if self._exchange is None and (self._steps or self.command):
@@ -227,7 +230,7 @@ class Monitor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self.close("finished" if error is None else f"exception: {type(error).__name__}: {error}")
+        self.close("finished" if error is None else f"exception: {text_of(error)}")
 
     # --- start --------------------------------------------------------------------------------------------------------
 
@@ -235,12 +238,12 @@ class Monitor:
         """Put the hooks in place; from here on training is seen."""
         if lacking := internals.missing():
             self._trouble("torch", f"this torch lacks {', '.join(lacking)}; some checks are off")
-        self.patches.install()
-        self._counts.install()
-        self.memory.install(self.config)
-        atexit.register(self.close)
-        me = weakref.ref(self)  # what is registered there stays for ever
-        os.register_at_fork(after_in_child=lambda: None if (monitor := me()) is None else monitor.forked())
+        self.guard.run("patches", self.patches.install)
+        self.guard.run("probe:coverage", self._counts.install)
+        self.guard.run("memory", self.memory.install, self.config)
+        entries = self.recorder.entries
+        entries.at_exit("close", self.close)
+        entries.in_child("close:child", self.forked)
         self._on_group()
 
     def forked(self) -> None:
@@ -248,11 +251,10 @@ class Monitor:
         self._closed = True
         self.recorder.last_state.emit = None
         self.patches.remove()
-        self._counts.remove()
-        self.recorder.release()
+        self.guard.run("close:hooks", self.recorder.release)
 
     def _on_group(self) -> None:
-        if self._exchange is None and dist.is_initialized():
+        if self._exchange is None and dist.is_available() and dist.is_initialized():
             self.guard.run("exchange", self._begin)
 
     def _begin(self, *, alone: bool = False) -> None:
@@ -279,7 +281,8 @@ class Monitor:
         config = {**asdict(self.config), "world": self.world}
         self._diagnosis = Diagnosis(world=self.world, config=config, on_trouble=self._trouble)
         self._assembler, self._last_states = Assembler(self.world), Assembler(self.world)
-        self._exchange = Exchange(self.rank, self.world, self._connect, self._on_tick, self._on_lost, self._back.tell)
+        calls = (contained(call) for call in (self._connect, self._on_tick, self._on_lost))
+        self._exchange = Exchange(self.rank, self.world, *calls, self._back.tell)
         if self.rank == 0:
             self._open_sinks(self.config.out or run_directory(self.run_id, datetime.datetime.now(datetime.UTC)))
             self._say("run", directory=str(self.directory or ""), run_id=self.run_id)
@@ -439,6 +442,9 @@ class Monitor:
         self._say("fact", topic=topic, value=value)
 
     def _say(self, kind: str, **fields: Any) -> bool:
+        return bool(self.guard.contain("exchange:say", self._send, kind, **fields))
+
+    def _send(self, kind: str, /, **fields: Any) -> bool:
         message = {"kind": kind, **fields}
         if self._exchange is None:
             self._early.append(message)
@@ -474,7 +480,7 @@ class Monitor:
             record.fields["overhead_seconds"] += spent - self._thread_seconds
             self._thread_seconds = spent
             return encode(encode_row(record, self.rank))
-        except Exception as error:  # noqa: BLE001 - the other ranks wait for this row: send what is certain
+        except BaseException as error:  # noqa: BLE001 - the other ranks wait for this row: send what is certain
             self._back.fail("probe:row", error)
             flags = int(record.flags & Flag.LAST_STATE)
             return encode(Row(rank=self.rank, step=record.step, optimizer=record.optimizer, flags=flags))
@@ -663,4 +669,4 @@ class Monitor:
 
     def _write(self, record: Record) -> None:
         if self.fanout is not None:
-            self.fanout.write(record)
+            self.guard.contain("sinks", self.fanout.write, record)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug.attach import current, install
 from ddpdebug.config import Config
 from ddpdebug.monitor import Monitor
+from ddpdebug.probes.importlib_bootstrap import after_that
+
+
+def _watch() -> None:
+    install(Config.load({}, os.environ, Path.cwd()), command=tuple(sys.argv))
 
 
 class DebugDDP(DistributedDataParallel):
@@ -20,9 +24,7 @@ class DebugDDP(DistributedDataParallel):
     Settings come from `DDPDEBUG_*` variables and `[tool.ddpdebug]`; the monitor is `model.monitor`.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        install(Config.load({}, os.environ, Path.cwd()), command=tuple(sys.argv))
-        super().__init__(*args, **kwargs)
+    __init__ = after_that(_watch, DistributedDataParallel)  # a warning of torch's belongs to the line that calls this
 
     @property
     def monitor(self) -> Monitor | None:

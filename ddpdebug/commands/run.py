@@ -44,7 +44,8 @@ def attach(request: Request, *, strict: bool = False) -> Attached | None:
 
         return install(request.config, command=request.target.command)
     except Exception as error:
-        if strict:
+        guard = sys.modules.get("ddpdebug.probes.guard")
+        if strict or (guard is not None and guard.is_users(error)):  # a signal handler's is the job's
             raise
         message = f"{type(error).__name__}: {error}"
         print(f"ddpdebug: could not attach, the script runs without it: {message}", file=sys.stderr)

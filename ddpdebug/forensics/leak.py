@@ -19,6 +19,7 @@ import torch
 from ddpdebug import torch_internals as internals
 from ddpdebug.forensics.tracer import Stopped, Tracer
 from ddpdebug.forensics.undisturbed import StandIns, fresh_arguments, undisturbed
+from ddpdebug.probes.guard import is_users
 from ddpdebug.probes.holding import is_container, items, leaves, rebuilt
 from ddpdebug.probes.scene import Scene
 from ddpdebug.probes.values import tensors_in
@@ -114,7 +115,9 @@ def look(scene: Scene, known: Relation) -> dict[str, Any] | None:
         with undisturbed(module, scene.buffers, modes) as stand_ins:
             runs = [_run(module, scene, known, tokens, stand_ins) for tokens in (known.tokens, other)]
         return _judged(known, *runs)
-    except (Exception, Stopped):  # noqa: BLE001 - the model ran for us only, and so it raised for us only
+    except (Exception, Stopped) as error:
+        if is_users(error):
+            raise
         return None
 
 

@@ -17,6 +17,7 @@ from torch.nn import functional
 from ddpdebug import torch_internals as internals
 from ddpdebug.forensics.ranges import described, is_floating, nonfinite
 from ddpdebug.probes import ranges
+from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.guard import Guard
 
 _MAX_NODES = 10_000
@@ -98,16 +99,16 @@ def watch_backward(loss: torch.Tensor, after: int, guard: Guard, tell: Callable[
     nodes = _nodes(loss, after)
     names = [node.name() for node in nodes]
     risky = [i for i, name in enumerate(names) if kind_of(name) not in _HARMLESS]
-    watch = _Watch(names, guard, tell)
+    watch = _Watch(names, tell)
     for i in risky[:_MAX_HOOKS]:
-        nodes[i].register_hook(_AfterNode(watch, i))
+        entries_of(guard).after_node("probe:loss-backward", nodes[i], _AfterNode(watch, i).look)
 
 
 class _Watch:
     """What the hooks on one graph share."""
 
-    def __init__(self, names: Sequence[str], guard: Guard, tell: Callable[[dict[str, Any]], None]) -> None:
-        self.names, self.guard, self._tell = names, guard, tell
+    def __init__(self, names: Sequence[str], tell: Callable[[dict[str, Any]], None]) -> None:
+        self.names, self._tell = names, tell
         self.over = False
 
     def look(self, index: int, made: Sequence[torch.Tensor | None], given: Sequence[torch.Tensor | None]) -> None:
@@ -132,10 +133,10 @@ class _AfterNode:
     def __init__(self, watch: _Watch, index: int) -> None:
         self._watch, self._index = watch, index
 
-    def __call__(self, made: Sequence[torch.Tensor | None], given: Sequence[torch.Tensor | None]) -> None:
-        watch = self._watch
-        if not watch.over:
-            watch.guard.run("probe:loss-backward", watch.look, self._index, made, given)
+    def look(self, made: Sequence[torch.Tensor | None], given: Sequence[torch.Tensor | None]) -> None:
+        """Look at the gradients that the node was given, and at what it made of them."""
+        if not self._watch.over:
+            self._watch.look(self._index, made, given)
 
 
 def _first_bad(gradients: Sequence[torch.Tensor | None]) -> str | None:

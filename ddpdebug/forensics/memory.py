@@ -44,12 +44,12 @@ class MemoryForensics:
         """Take the settings; begin to count CPU tensors where there is a limit for them."""
         self.reports.level = config.memory_history
         if config.memory_limit and self._limit is None:
-            guard, memory = self._recorder.guard, self._recorder.memory
+            memory = self._recorder.memory
 
             def note(failure: Any) -> None:
                 memory.failure = failure
 
-            self._limit = CpuLimit(config.memory_limit, lambda: guard.active, note)
+            self._limit = CpuLimit(config.memory_limit, self._recorder.entries, note)
             memory.provider = self._limit
             self._limit.start()
 

@@ -16,7 +16,7 @@ from ddpdebug.forensics.loss_graph import explain_loss, watch_backward
 from ddpdebug.forensics.loss_source import place_of
 from ddpdebug.forensics.oom import checkpoint_bytes
 from ddpdebug.forensics.replay import SECONDS, Trace, replay
-from ddpdebug.probes.guard import Guard, short_path, user_frame
+from ddpdebug.probes.guard import Guard, is_users, short_path, user_frame
 from ddpdebug.probes.looks import Looks
 from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.record import StepRecord
@@ -246,6 +246,8 @@ def _bundle(parent: Path, scene: Scene, document: Mapping[str, Any], options: Ma
         path = write_bundle(parent, name, scene, document, **options)
     except BundleError as error:
         return {"bundle": None, "bundle_reason": str(error)[:300]}
-    except Exception as error:  # noqa: BLE001 - the job must not notice
+    except Exception as error:
+        if is_users(error):
+            raise
         return {"bundle": None, "bundle_reason": f"{type(error).__name__}: {error}"[:300]}
     return {"bundle": short_path(path), "bundle_reason": None}

@@ -76,7 +76,7 @@ class Reports:
 
     def prepare(self) -> None:
         """Ask CUDA to tell us before it raises, and to record what `level` says; at the first forward."""
-        if internals.observe_out_of_memory(self._observed) and self.level != "off":
+        if self._recorder.entries.when_out_of_memory("probe:memory", self._observed) and self.level != "off":
             internals.record_memory_history(self.level)
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class Reports:
         """Take the numbers while what fills the memory is still there: the error's way up frees much of it."""
         del device, total, free
         if not self.closed:
-            self._recorder.guard.run("probe:memory", self._note_failure, requested)
+            self._note_failure(requested)
 
     def _note_failure(self, requested: int) -> None:
         memory = self._recorder.memory

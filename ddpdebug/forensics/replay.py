@@ -21,7 +21,7 @@ from ddpdebug.forensics.lines import ends_stack, line_of
 from ddpdebug.forensics.ranges import described, is_floating, nonfinite
 from ddpdebug.forensics.tracer import Origin, Stopped, Tracer
 from ddpdebug.forensics.undisturbed import StandIns, fresh_arguments, undisturbed
-from ddpdebug.probes.guard import Guard
+from ddpdebug.probes.guard import Guard, is_users
 from ddpdebug.probes.holding import leaves
 from ddpdebug.probes.scene import Scene
 from ddpdebug.probes.values import tensors_in
@@ -95,7 +95,9 @@ def replay(
         if guard is not None:
             guard.quiet = True
         _Replay(scene, trace, started + seconds, autocast=autocast).run(backward=backward)
-    except Exception as error:  # noqa: BLE001 - the job must not notice; the reason says what happened
+    except Exception as error:
+        if is_users(error):
+            raise
         trace.complete, trace.reason = False, f"{type(error).__name__}: {error}"[:500]
     finally:
         if guard is not None:
@@ -141,7 +143,9 @@ class _Replay:
                 trace.complete = tracer.stopped is None
             except Stopped as stopped:
                 trace.reason = str(stopped)
-            except Exception as error:  # noqa: BLE001 - what was seen until then is still worth something
+            except Exception as error:
+                if is_users(error):
+                    raise
                 trace.reason = f"{type(error).__name__}: {error}"[:500]
             trace.reason = trace.reason or tracer.stopped
             trace.operations = tracer.operations

@@ -5,19 +5,16 @@ It stands beside the other probes, not on them: it still counts where these are 
 
 from __future__ import annotations
 
-import functools
 import multiprocessing.process
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.nn.parameter import is_lazy
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddpdebug import torch_internals as internals
-from ddpdebug.probes.guard import Guard
+from ddpdebug.probes.entries import Entries
 from ddpdebug.probes.wrappers import Wrapper
 
 #: Who makes processes of its own, that train nothing: the workers of loaders, compilers and pools, managers.
@@ -32,47 +29,31 @@ class CoverageProbe:
         on_child: called after the script has started a process, with whether a new interpreter was started for it.
     """
 
-    def __init__(self, guard: Guard, wrappers: list[Wrapper], on_child: Callable[[bool], None]) -> None:
-        self._guard, self._wrappers, self._on_child = guard, wrappers, on_child
+    def __init__(self, entries: Entries, wrappers: list[Wrapper], on_child: Callable[[bool], None]) -> None:
+        self._entries, self._wrappers, self._on_child = entries, wrappers, on_child
         self.made = self.children = self.parameters = 0
         self.unwatched: dict[str, int] = {}
         self.left_out: dict[str, int] = {}
         self._known: dict[int, weakref.ref[Any]] = {}  # optimizers that were looked at
-        self._undo: list[Callable[[], None]] = []
+        self._targets: dict[int, Any] = {}  # what processes run, by their object's id, while they start
 
     def install(self) -> None:
-        """Begin to count."""
+        """Begin to count, in all threads."""
+        self._entries.on_step(before=(), after=[("probe:coverage", self._stepped)], who=lambda _: True)
+        start = [("probe:coverage", self._starts)], [("probe:coverage", self._started)]
+        self._entries.patch(multiprocessing.process.BaseProcess, "start", before=start[0], after=start[1])
 
-        def after(optimizer: Any, *_: Any) -> None:
-            if not torch.compiler.is_compiling():
-                self.made += 1
-                known = self._known.get(id(optimizer))
-                if known is None or known() is not optimizer:
-                    self._guard.run("probe:coverage", self._look, optimizer)
+    def _stepped(self, optimizer: Any, *_: Any) -> None:
+        self.made += 1
+        known = self._known.get(id(optimizer))
+        if known is None or known() is not optimizer:
+            self._look(optimizer)
 
-        internals.leave_uncompiled(after)
-        self._undo.append(register_optimizer_step_post_hook(after).remove)
-        process, original = multiprocessing.process.BaseProcess, multiprocessing.process.BaseProcess.start
+    def _starts(self, process: Any) -> None:
+        self._targets[id(process)] = getattr(process, "_target", None)  # it is gone once the process has started
 
-        @functools.wraps(original)
-        def start(process: Any) -> None:
-            target = getattr(process, "_target", None)  # it is gone once the process has started
-            original(process)
-            self._guard.run("probe:coverage", self._child, process, target)
-
-        def undo() -> None:
-            if process.start is start:
-                process.start = original  # type: ignore[method-assign]
-
-        process.start = start  # type: ignore[method-assign, assignment]
-        self._undo.append(undo)
-
-    def remove(self) -> None:
-        """Count no more."""
-        while self._undo:
-            self._undo.pop()()
-
-    def _child(self, process: Any, target: Any) -> None:
+    def _started(self, _: None, process: Any) -> None:
+        target = self._targets.pop(id(process), None)
         home = str(getattr(target, "__module__", "") or type(process).__module__)
         if home.startswith(_LIBRARIES) and not home.startswith("torch.multiprocessing"):
             return

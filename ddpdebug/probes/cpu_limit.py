@@ -15,9 +15,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.probes.entries import Entries
 from ddpdebug.probes.guard import user_location
 from ddpdebug.probes.memory import Failure, MemorySample, SystemProvider
 from ddpdebug.probes.values import tensors_in
@@ -37,33 +37,40 @@ class CpuLimit(internals.OperationMode):
     """Counts, and raises beyond `limit` bytes.
 
     Args:
-        ours: tells whether ddpdebug's own code runs: it is neither counted nor stopped.
+        entries: what hooks are put in place through; what runs under its guard is neither counted nor stopped.
         on_failure: called before the error is raised.
     """
 
-    def __init__(self, limit: int, ours: Callable[[], bool], on_failure: Callable[[Failure], None]) -> None:
+    def __init__(self, limit: int, entries: Entries, on_failure: Callable[[Failure], None]) -> None:
         super().__init__()
         self.limit, self.live, self.peak = limit, 0, 0
-        self._ours, self._on_failure = ours, on_failure
+        self._entries, self._on_failure = entries, on_failure
         self._storages: dict[int, _Storage] = {}
         self._running: list[int] = []
-        self._handles: list[Any] = []
+        self._before = entries.before_modules("probe:memory-limit", self._enters)
+        self._after = entries.after_modules("probe:memory-limit", self._leaves, always_call=True)
         self._system = SystemProvider()
 
     def start(self) -> None:
         """Count from now on in this thread and in its backward passes."""
-        push, pop = self._running.append, self._running.pop
-        self._handles = [
-            register_module_forward_pre_hook(lambda module, args: push(id(module))),
-            register_module_forward_hook(lambda module, args, output: (pop(), None)[1], always_call=True),
-        ]
+        self._before.on()
+        self._after.on()
+        self._entries.guard.own_modes += 1
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
         """Stop counting."""
-        for handle in self._handles:
-            handle.remove()
+        self._before.off()
+        self._after.off()
+        self._entries.guard.own_modes -= 1
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _enters(self, module: torch.nn.Module, _: Any) -> None:
+        self._running.append(id(module))
+
+    def _leaves(self, *_: Any) -> None:
+        if self._running:
+            self._running.pop()
 
     def sample(self) -> MemorySample:
         """Return what the system tells, with the counts in the place of a device's."""
@@ -78,7 +85,7 @@ class CpuLimit(internals.OperationMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and count what it has made."""
         result = func(*args, **(kwargs or {}))
-        if not self._ours():
+        if not self._entries.guard.active:
             for tensor in tensors_in(result):
                 if tensor.device.type == "cpu" and tensor.layout is torch.strided:
                     self._take(tensor.untyped_storage(), func)
@@ -92,11 +99,14 @@ class CpuLimit(internals.OperationMode):
             self._fail(size, func)
         line = user_location(sys._getframe(1))  # noqa: SLF001 - the documented way to walk the stack cheaply
         module = self._running[-1] if self._running else None
-        self._storages[key] = _Storage(size, line, module, weakref.ref(storage, partial(self._gone, key)))
+        self._storages[key] = _Storage(size, line, module, self._until(storage, key))
         self.live += size
         self.peak = max(self.peak, self.live)
 
-    def _gone(self, key: int, _: object) -> None:
+    def _until(self, storage: torch.UntypedStorage, key: int) -> weakref.ref[Any]:
+        return self._entries.when_gone("probe:memory-limit", storage, partial(self._gone, key))
+
+    def _gone(self, key: int) -> None:
         storage = self._storages.pop(key, None)
         if storage is not None:
             self.live -= storage.size

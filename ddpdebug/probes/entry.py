@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ddpdebug.probes import ranges
+from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.looks import Looks
 
@@ -33,7 +34,7 @@ def watch_entry(outputs: Sequence[torch.Tensor], looks: Looks, guard: Guard, loc
         return  # by the time that anything is known of it there, the graph has gone
     refs = [weakref.ref(tensor) for tensor in outputs]
     for node, position in nodes.values():
-        node.register_prehook(_Entry(looks, refs, position, guard, locate))
+        entries_of(guard).before_node("probe:entry", node, _Entry(looks, refs, position, locate).look)
 
 
 class _Entry:
@@ -44,16 +45,13 @@ class _Entry:
         looks: Looks,
         outputs: Sequence[weakref.ref[torch.Tensor]],
         position: int,
-        guard: Guard,
         locate: Locate,
     ) -> None:
         self._looks, self._outputs, self._position = looks, outputs, position
-        self._guard, self._locate = guard, locate
+        self._locate = locate
 
-    def __call__(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        self._guard.run("probe:entry", self._look, gradients)
-
-    def _look(self, gradients: Sequence[torch.Tensor | None]) -> None:
+    def look(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Look at the gradients that come in."""
         for gradient in gradients:
             if gradient is None or (seen := ranges.look(gradient)) is None:
                 continue

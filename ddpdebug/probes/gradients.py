@@ -69,7 +69,7 @@ def digests_at_step(
     if not rest:
         values = list(known.values())
         return (lambda: values), [], list
-    dense = [(position, grad) for position, grad in rest if grad.layout == torch.strided]
+    dense = [(position, grad) for position, grad in rest if internals.is_plain(grad)]
     norms = device.numbers([norm_of(grad) for _, grad in dense])
     later = device.digests([grad for _, grad in rest])
     number, positions = len(parameters), [position for position, _ in rest]
@@ -87,13 +87,20 @@ def _untouched(grad: torch.Tensor, reduced: Reduced) -> bool:
 
 
 def norm_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the 2-norm of any tensor as a zero-dimensional one."""
+    """Return the 2-norm of any tensor as a zero-dimensional one, of complex numbers that of their magnitudes.
+
+    What has no elements to read has the norm 0.
+    """
+    if not internals.is_plain(tensor):
+        return torch.zeros((), device="cpu" if tensor.is_meta else tensor.device)
     dense = tensor.detach()
+    if dense.is_complex():
+        return _norm(torch.view_as_real(dense.resolve_conj()))
     return _norm(dense if dense.is_floating_point() else dense.to(torch.float64))
 
 
 def _summable(grad: torch.Tensor) -> bool:
-    return grad.layout == torch.strided and grad.is_floating_point()
+    return grad.is_floating_point() and internals.is_plain(grad)
 
 
 def _norm(grad: torch.Tensor) -> torch.Tensor:

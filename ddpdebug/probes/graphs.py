@@ -7,6 +7,7 @@ however many other tensors: `losses.append(loss)` and `total = total + loss` ali
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 _KEY = "ddpdebug"
@@ -14,35 +15,31 @@ _MAX_HOPS = 64
 
 
 class _Mark:
-    """Lies in the metadata of a node; leaves the table when the node dies."""
+    """Lies in the metadata of a node, and dies with it."""
 
-    __slots__ = ("step", "table")
+    __slots__ = ("__weakref__", "step")
 
-    def __init__(self, step: int, table: dict[int, int]) -> None:
-        self.step, self.table = step, table
-        table[step] = table.get(step, 0) + 1
-
-    def __del__(self) -> None:
-        left = self.table.get(self.step, 0) - 1
-        if left > 0:
-            self.table[self.step] = left
-        else:
-            self.table.pop(self.step, None)
+    def __init__(self, step: int) -> None:
+        self.step = step
 
 
 class LiveGraphs:
-    """The steps with living graphs, numbered by the calls of `end_step`."""
+    """The steps with living graphs, numbered by the calls of `end_step`.
+
+    A mark leaves its step's table without any code of ours: a signal that arrives while Python code runs for something
+    that dies is handled there, and what its handler raises is lost.
+    """
 
     def __init__(self) -> None:
         self._step = 0
-        self._alive: dict[int, int] = {}  # step -> marks
+        self._alive: dict[int, set[weakref.ref[_Mark]]] = {}  # step -> marks
 
     def mark(self, node: Any) -> None:
         """Follow the life of a graph, given a node far down in it.
 
         The mark lies as far up as a short walk leads: whatever tensor of the graph is kept keeps what is above it.
         """
-        known = self._step in self._alive  # a loss lies below the output that was marked
+        known = bool(self._alive.get(self._step))  # a loss lies below the output that was marked
         for _ in range(0 if known else _MAX_HOPS):
             further = next((above for above, _ in node.next_functions if _is_inner(above)), None)
             if further is None:
@@ -53,10 +50,14 @@ class LiveGraphs:
         except (AttributeError, RuntimeError):  # a custom function of an old style has none
             return
         if _KEY not in metadata:
-            metadata[_KEY] = _Mark(self._step, self._alive)
+            mark = metadata[_KEY] = _Mark(self._step)
+            table = self._alive.setdefault(self._step, set())
+            table.add(weakref.ref(mark, table.discard))
 
     def end_step(self) -> int:
         """Return how many steps before this one have living graphs; the next step begins."""
+        for step in [step for step, marks in self._alive.items() if not marks]:
+            del self._alive[step]
         count = len(self._alive) - (self._step in self._alive)
         self._step += 1
         return count

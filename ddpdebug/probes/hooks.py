@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ddpdebug import torch_internals as internals
 from ddpdebug.probes import gradients
 from ddpdebug.probes.wrappers import Wrapper
 
@@ -23,17 +24,19 @@ class GradientHooks:
         self._hooked: dict[int, weakref.ref[torch.Tensor]] = {}
         self._owners: dict[int, Wrapper] = {}
         self._handles: list[Any] = []
+        self._entries = recorder.entries
+        internals.leave_uncompiled(on_gradient)
 
     def add(self, parameter: torch.Tensor, wrapper: Wrapper | None) -> None:
         """Hook a parameter, once."""
         if wrapper is None or id(parameter) in self._hooked or not parameter.is_leaf or not parameter.requires_grad:
             return
         key = id(parameter)  # numbers are used again: forget it with the parameter
-        self._hooked[key] = weakref.ref(parameter, lambda _: self._hooked.pop(key, None))
+        me = weakref.ref(self)
+        gone = partial(_forget, me, key)
+        self._hooked[key] = self._entries.when_gone("probe:gradients", parameter, gone)
         self._owners[key] = wrapper
-        # The hook must not hold the wrapper: it would close a cycle through C++ that the collector cannot see.
-        hook = partial(on_gradient, weakref.ref(self), key)
-        self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        self._handles.append(self._entries.on_gradient(parameter, on_gradient, me, key))
 
     def forget(self) -> None:
         """Let go of the handles of parameters that are gone."""
@@ -52,7 +55,7 @@ class GradientHooks:
         wrapper = self._owners.get(key)
         if wrapper is None:
             return
-        wrapper.arrived = True
+        wrapper.arrived = True  # by whatever thread: torch's own work for the one that called backward
         if wrapper.armed and (recorder := self._recorder()) is not None and recorder.checking:
             recorder.guard.run("probe:gradients", self._note, recorder, wrapper, key, parameter.grad)
 
@@ -62,6 +65,11 @@ class GradientHooks:
         if norm is not None and grad is not None:
             halved = wrapper.hook_kind in {"half", "custom"}
             recorder.guard.run("probe:numerics", recorder.numerics.note_local, key, grad, norm, halved)
+
+
+def _forget(hooks: weakref.ref[GradientHooks], key: int) -> None:
+    if (me := hooks()) is not None:
+        me._hooked.pop(key, None)  # noqa: SLF001 - of this file
 
 
 def on_gradient(hooks: weakref.ref[GradientHooks], key: int, parameter: torch.Tensor) -> None:

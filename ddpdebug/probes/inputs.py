@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ddpdebug.probes import device, ranges
+from ddpdebug.probes.values import parts_of
 
 _MAX_DEPTH = 4
 _MAX_TENSORS = 64
@@ -42,20 +43,11 @@ def named(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Iter
 
 
 def _inside(path: str, value: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
+    if issubclass(type(value), torch.Tensor):
         yield path, value
-    elif depth > _MAX_DEPTH:
-        return
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _inside(f"{path}[{key!r}]", item, depth + 1)
-    elif isinstance(value, list | tuple):
-        names = getattr(value, "_fields", None)
-        for i, item in enumerate(value):
-            yield from _inside(f"{path}.{names[i]}" if names else f"{path}[{i}]", item, depth + 1)
-    elif hasattr(value, "__dataclass_fields__"):
-        for name, item in vars(value).items():
-            yield from _inside(f"{path}.{name}", item, depth + 1)
+    elif depth <= _MAX_DEPTH:
+        for place, item in parts_of(value) or ():
+            yield from _inside(path + place, item, depth + 1)
 
 
 def bad(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:

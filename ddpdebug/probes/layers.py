@@ -308,7 +308,7 @@ class Layers:
         for wrapper in watch.wrappers:
             module = wrapper.module()
             for part in () if module is None else module.modules():
-                for parameter in part.parameters(recurse=False):
+                for parameter in internals.own_parameters(part):
                     place.setdefault(id(parameter), (notes.order.get(id(part), 1 << 30), len(place)))
         rows = [(n, p) for n, p in zip(watch.names, watch.params, strict=True) if p.requires_grad]
         rows.sort(key=lambda row: place.get(id(row[1]), (1 << 30, 1 << 30)))

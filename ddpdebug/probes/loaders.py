@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,6 +29,7 @@ class Loaders:
         self._recorder, self.announce = recorder, announce
         self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
         self._known: weakref.WeakKeyDictionary[DataLoader[Any], dict[str, Any]] = weakref.WeakKeyDictionary()
+        self._asked = time.perf_counter()
         self.samples: int | None = None  # in the data set over which an epoch was begun last
 
     @property
@@ -51,10 +53,14 @@ class Loaders:
         """Note the iterator of an epoch: it has the workers."""
         self._iterators.add(iterator)
 
-    def delivered(self, batch: Any, seconds: float) -> None:
+    def waits(self, *_: Any) -> None:
+        """Note that the training asks for a batch."""
+        self._asked = time.perf_counter()
+
+    def delivered(self, batch: Any, *_: Any) -> None:
         """Note a batch and how long the training waited for it."""
         window = self._recorder.window
-        window.data_seconds += seconds
+        window.data_seconds += time.perf_counter() - self._asked
         values = [fingerprint.sampled_fingerprint(t, _RECORD_BYTES)[0] for t in tensors_in(batch)]
         window.delivered = fingerprint.combine(values) if values else 0
 

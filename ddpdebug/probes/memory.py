@@ -192,7 +192,7 @@ class MemoryProbe:
         """Note the shapes of a training forward's inputs."""
         prepare, self.prepare = self.prepare, _nothing
         prepare()
-        shapes = [tensor.shape for tensor in tensors]
+        shapes = [tensor.shape for tensor in tensors if not tensor.is_nested]  # strided nested ones have no shape
         self.shapes = [list(shape) for shape in shapes[:_MAX_SHAPES]]
         self.elements = max(self.elements, sum(shape.numel() for shape in shapes))
 

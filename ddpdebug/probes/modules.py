@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -25,6 +24,7 @@ import torch
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.probes import device, ranges
+from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.guard import Guard, local_values
 from ddpdebug.probes.looks import Looks
 from ddpdebug.probes.values import tensors_in
@@ -49,8 +49,7 @@ class ForwardProbe:
         self.also: Callable[[torch.nn.Module, Any, Any], None] | None = (
             None  # who wants to see this forward's calls too
         )
-        self._handle: Any = None
-        self._thread = 0
+        self._hook = entries_of(guard).after_modules("probe:modules", self._on_call)
         self._looks = Looks()
         self._order = 0
         self._micro_batch = 0
@@ -62,28 +61,23 @@ class ForwardProbe:
         self._pending: list[tuple[torch.nn.Module, dict[str, Any], torch.Tensor, torch.Tensor]] = []
         self._history: dict[str, deque[list[float]]] = {}
         self._halves: dict[int, tuple[torch.nn.Module, float]] = {}
-        internals.leave_uncompiled(self._on_call)
-        internals.leave_uncompiled(self._look)
 
     def begin(self, looks: Looks, step: int) -> None:
         """Watch from here to `end`."""
         self.abort()
         self._looks, self._micro_batch, self._step = looks, looks.forwards, step
         self._order = 0
-        self._thread = threading.get_ident()
-        self._handle = torch.nn.modules.module.register_module_forward_hook(self._on_call)
+        self._hook.on()
 
     def abort(self) -> None:
         """Stop watching, and forget what was seen."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        self._hook.off()
         for table in (self._calls, self._seen, self._bad, self._near, self._pending, self._halves):
             table.clear()
 
     def end(self, root: torch.nn.Module, prefix: str) -> None:
         """Stop watching, and note what was seen under the paths of the modules in `root`."""
-        if self._handle is None:
+        if not self._hook.is_on:
             return
         if self._bad or self._near or self._pending or self._halves:
             paths = {id(module): prefix + (name or ROOT) for name, module in root.named_modules()}
@@ -111,10 +105,9 @@ class ForwardProbe:
             self._looks.near.append({"module": name, **entry, "history": list(self._history.get(name, ()))})
 
     def _on_call(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if threading.get_ident() == self._thread and not torch.compiler.is_compiling():
-            self._guard.run("probe:modules", self._look, module, args, output)
-            if self.also is not None:
-                self._guard.run("probe:layers", self.also, module, args, output)
+        self._look(module, args, output)
+        if self.also is not None:
+            self._guard.run("probe:layers", self.also, module, args, output)
 
     def _look(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         key = id(module)

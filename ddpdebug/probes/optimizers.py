@@ -13,6 +13,7 @@ import torch
 
 from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.observations import Flag
+from ddpdebug.probes.entries import Entries
 from ddpdebug.probes.wrappers import Wrapper
 
 #: Optimizer state up to this size is fingerprinted before the step too, which tells who changed it outside, and as a
@@ -39,9 +40,14 @@ class OptimizerWatch:
     Tables are sorted by name: ranks that registered the same parameters in another order compare like with like.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer | None, index: int) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer | None, index: int, entries: Entries | None = None) -> None:
         self.index = index
-        self.ref = weakref.ref(optimizer, lambda _: self._ended()) if optimizer is not None else None
+        self.ref: weakref.ref[torch.optim.Optimizer] | None = None
+        if optimizer is not None and entries is not None:
+            self.ref = entries.when_gone("probe:optimizer", optimizer, self._ended)
+        elif optimizer is not None:
+            self.ref = weakref.ref(optimizer)
+        self.given_up = False  # several threads step its parameters
         self.on_end: Callable[[OptimizerWatch], None] = lambda watch: None
         self.step = 0
         self.members: list[weakref.ref[torch.optim.Optimizer]] = []  # optimizers fused into backward

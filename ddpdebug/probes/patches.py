@@ -1,33 +1,32 @@
 """The doors through which ddpdebug sees training: wrappers around a few public entry points of torch.
 
 Class-level only: nothing is left on the user's objects, which may be copied, pickled and sent elsewhere. Each wrapper
-calls the original exactly once with the same arguments; under `torch.compile` it steps aside, so that the compiled
-graph is the one without ddpdebug.
+calls the original exactly once with the same arguments (`probes/entries.py`); under `torch.compile` it steps aside, so
+that the compiled graph is the one without ddpdebug.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
-import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from ddpdebug import torch_internals as internals
-from ddpdebug.probes.guard import Guard, user_location
-from ddpdebug.probes.hooks import on_gradient
+from ddpdebug.probes.entries import entries_of
+from ddpdebug.probes.guard import user_location
 from ddpdebug.probes.loaders import Loaders
 from ddpdebug.probes.optimizers import roots
-from ddpdebug.probes.recipe import Recipe, patches as recipe_patches
+from ddpdebug.probes.recipe import Recipe
 from ddpdebug.probes.recipe.evaluations import Evaluations
+from ddpdebug.probes.recipe.schedules import STEPS
 from ddpdebug.probes.recorder import Recorder
 from ddpdebug.probes.wrappers import classify_hook
 
@@ -37,58 +36,118 @@ class Patches:
 
     def __init__(self, recorder: Recorder, loaders: Loaders, on_group: Callable[[], None]) -> None:
         self.recorder, self.loaders, self.on_group = recorder, loaders, on_group
+        self.entries = entries_of(recorder.guard)
         self.recipe = Recipe(recorder, loaders.announce)
         self.evaluations = Evaluations(recorder, loaders, self.models, self.recipe.tell)
-        self._undo: list[Callable[[], None]] = []
         self._modules: list[weakref.ref[torch.nn.Module]] = []
         self._kinds: set[type] = set()
+        recorder.forget_half += [self.recipe.cut]
 
     def install(self) -> None:
         """Put every wrapper in place."""
-        run, rec = self.recorder.guard.run, self.recorder
-
-        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if not torch.compiler.is_compiling():
-                run("probe:recipe", self.recipe.before_step, optimizer, args, kwargs)
-                run("probe:evaluation", self.evaluations.end)
-                run_step(run, rec, optimizer, args, kwargs)
-
-        def after(optimizer: Any, *_: Any) -> None:
-            if not torch.compiler.is_compiling():
-                run("probe:optimizer", rec.post_step, optimizer)
-                run("probe:recipe", self.recipe.after_step, optimizer)
-
-        for function in (before, after, Guard.run, on_gradient):
-            internals.leave_uncompiled(function)
-        self._undo += [register_optimizer_step_pre_hook(before).remove, register_optimizer_step_post_hook(after).remove]
-        self._wrap(DistributedDataParallel, "__init__", _init)
-        self._wrap(DistributedDataParallel, "forward", _forward)
-        self._wrap(DistributedDataParallel, internals.PRE_FORWARD, _pre_forward)
-        self._wrap(DistributedDataParallel, "no_sync", _no_sync)
-        self._wrap(DistributedDataParallel, "register_comm_hook", _register_comm_hook)
-        self._wrap(torch.autograd, "backward", _backward)
-        self._wrap(torch.amp.GradScaler, "step", _scaler_step)
-        self._wrap(torch.amp.GradScaler, "scale", _scaler_scale)
-        self._wrap(torch.nn.utils, "clip_grad_norm_", _clip)
-        self._wrap(torch.nn.Module, "load_state_dict", _load)
-        self._wrap(torch.optim.Optimizer, "load_state_dict", _load)
-        self._wrap(dist, "all_gather", _all_gather)
-        self._wrap(dist, "init_process_group", _init_process_group)
-        self._wrap(dist, "destroy_process_group", _destroy_process_group)
-        self._wrap(DataLoader, "__iter__", _loader_iter)
-        self._wrap(internals.LoaderIterator, "__next__", _loader_next)
-        for owner, name, make in recipe_patches.doors(self.recipe, run):
-            self._wrap(owner, name, make)
+        rec, recipe, here = self.recorder, self.recipe, here_of(self.entries.threads.is_here)
+        self.entries.stop = rec.stop_here
+        self.entries.on_step(
+            before=[
+                ("probe:recipe", recipe.before_step),
+                ("probe:evaluation", self._end_evaluation),
+                ("probe:optimizer", rec.pre_step),
+            ],
+            after=[("probe:optimizer", rec.post_step), ("probe:recipe", recipe.after_step)],
+            who=rec.follows_step,
+        )
+        self._install_ddp()
+        patch = self.entries.patch
+        patch(
+            torch.autograd,
+            "backward",
+            before=[("probe:recipe", recipe.begin_backward), ("probe:backward", rec.begin_backward)],
+            after=[("probe:backward", rec.end_backward), ("probe:recipe", recipe.end_backward)],
+            failed=[("probe:memory", _failed(rec)), ("probe:backward", rec.abort_backward)],
+            who=rec.follows_backward,
+        )
+        patch(
+            torch.amp.GradScaler,
+            "step",
+            before=[("probe:scaler", self._scaler_steps)],
+            after=[("probe:scaler", self._scaler_stepped)],
+            who=here,
+        )
+        patch(torch.amp.GradScaler, "scale", after=[("probe:scaler", self._scaled)], who=here)
+        patch(torch.amp.GradScaler, "unscale_", after=[("probe:clip", self._unscaled)], who=here)
+        patch(torch.nn.utils, "clip_grad_norm_", after=[("probe:clip", self._clipped)], who=here)
+        patch(torch.nn.utils, "clip_grad_value_", after=[("probe:clip", self._clipped_values)], who=here)
+        for owner in (torch.nn.Module, torch.optim.Optimizer):
+            before = [("probe:last-state", self._pauses)]
+            patch(owner, "load_state_dict", before=before, after=[("probe:load", self._loaded)], who=here)
+        patch(torch.optim.Optimizer, "__init__", after=[("probe:audit", self._built)])
+        for kind in STEPS:
+            patch(kind, "step", before=[("probe:schedules", recipe.scheduled)], who=here)
+        patch(ReduceLROnPlateau, "__init__", after=[("probe:schedules", recipe.scheduler_built)], who=here)
+        patch(dist, "all_gather", after=[("probe:gather", self._gathered)], who=here)
+        patch(dist, "init_process_group", after=[("exchange", self._initialized)])
+        # most scripts do this last, while their models are alive
+        patch(dist, "destroy_process_group", before=[("probe:last-state", self._ends)], who=here)
+        patch(
+            DataLoader,
+            "__iter__",
+            before=[("probe:loader", self.loaders.begin)],
+            after=[("probe:loader", self._loader_began)],
+        )
+        patch(
+            internals.LoaderIterator,
+            "__next__",
+            before=[("probe:loader", self.loaders.waits)],
+            after=[("probe:loader", self.loaders.delivered)],
+            failed=[("probe:last-state", self._epoch_ends)],
+            who=here,
+        )
         if not internals.anything_compiled():
-            look = self.evaluations.look
-            undo = run("probe:losses", internals.look_at_losses, lambda loss: run("probe:evaluation", look, loss))
-            self._undo += [] if undo is None else [undo]
+            what = "the code of the loss functions of torch.nn.functional"
+            self.entries.code("probe:evaluation", what, internals.look_at_losses, self.evaluations.look)
         averagers = sys.modules.get("torch.distributed.algorithms.model_averaging.averagers")
         if averagers is None:
             with contextlib.suppress(ImportError):
                 from torch.distributed.algorithms.model_averaging import averagers  # noqa: PLC0415
         if averagers is not None:
-            self._wrap(averagers.PeriodicModelAverager, "average_parameters", _average)
+            patch(averagers.PeriodicModelAverager, "average_parameters", before=[("probe:wrapper", self._averages)])
+
+    def _install_ddp(self) -> None:
+        rec, patch = self.recorder, self.entries.patch
+        patch(
+            DistributedDataParallel,
+            "__init__",
+            before=[("exchange", self._initialized), ("probe:structure", self._wraps)],
+            after=[("probe:wrapper", self._wrapped)],
+        )
+        patch(
+            DistributedDataParallel,
+            "forward",
+            before=[
+                ("probe:broadcast", self._broadcasts),
+                ("probe:forward", self._forward_begins),
+                ("probe:recipe", self._recipe_begins),
+                ("probe:numerics", self._numerics_begins),
+            ],
+            after=[
+                ("probe:numerics", self._numerics_ends),
+                ("probe:forward", self._forward_ends),
+                ("probe:recipe", self._recipe_ends),
+                ("probe:scene", self._scene_ends),
+            ],
+            failed=[
+                ("probe:numerics", self._numerics_aborts),
+                ("probe:recipe", self._recipe_aborts),
+                ("probe:forward", self._forward_fails),
+                ("probe:memory", _failed(rec)),
+            ],
+            who=rec.follows_forward,
+            stops=True,
+        )
+        after = [("probe:buffers", self._broadcast_done), ("probe:scene", self._scene_begins)]
+        patch(DistributedDataParallel, internals.PRE_FORWARD, after=after, who=here_of(self.entries.threads.is_here))
+        patch(DistributedDataParallel, "no_sync", after=[("probe:wrapper", rec.no_sync)])
+        patch(DistributedDataParallel, "register_comm_hook", after=[("probe:wrapper", self._hooked)])
 
     def adopt(self, params: list[torch.Tensor]) -> None:
         """Look at the models that hold these parameters, which no DDP does."""
@@ -107,272 +166,179 @@ class Patches:
     def watch_module(self, module: torch.nn.Module) -> None:
         """Look at the training forwards of a module that no DDP wraps, through its class."""
         kind = type(module)
-        if not isinstance(module, DistributedDataParallel) and not self.watches(module):
-            self._modules.append(weakref.ref(module, self._modules.remove))
-            if kind not in self._kinds:
-                self._kinds.add(kind)
-                self._wrap(kind, "forward", _module_forward)
+        if isinstance(module, DistributedDataParallel | torch.jit.ScriptModule) or self.watches(module):
+            return
+        self._modules = [ref for ref in self._modules if ref() is not None]
+        self._modules.append(weakref.ref(module))
+        if kind not in self._kinds:
+            self._kinds.add(kind)
+            self.entries.patch(
+                kind,
+                "forward",
+                before=[("probe:scene", self._module_begins), ("probe:numerics", self._module_numerics)],
+                after=[("probe:numerics", self._numerics_ends), ("probe:scene", self._module_ends)],
+                failed=[("probe:numerics", self._numerics_aborts)],
+                who=self._follows_module,
+                always_ask=True,
+            )
 
     def remove(self, *, finished: bool = False) -> None:
         """Restore the originals."""
-        self.recorder.guard.run("probe:recipe", lambda: self.recipe.close(finished=finished))
-        self.evaluations.release()
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
+        run = self.recorder.guard.run
+        run("close:recipe", self.recipe.close, finished=finished)
+        run("close:evaluation", self.evaluations.release)
+        self.entries.close()
 
-    def _wrap(self, owner: Any, name: str, make: Callable[[Patches, Any], Any]) -> None:
-        original, own = getattr(owner, name), name in vars(owner)
-        made = make(self, original)
-        internals.leave_uncompiled(made, nested=False)
-        replacement = functools.wraps(original)(made)
-        setattr(owner, name, replacement)
+    # --- DistributedDataParallel --------------------------------------------------------------------------------------
 
-        def undo() -> None:
-            if vars(owner).get(name) is replacement if isinstance(owner, type) else getattr(owner, name) is replacement:
-                setattr(owner, name, original) if own else delattr(owner, name)
+    def _initialized(self, *_: Any, **__: Any) -> None:
+        self.on_group()
 
-        self._undo.append(undo)
+    def _wraps(self, ddp: DistributedDataParallel, module: Any = None, *_: Any, **kwargs: Any) -> None:
+        module = kwargs.get("module", module)
+        if isinstance(module, torch.nn.Module) and self.entries.threads.may_build():
+            self.recorder.before_wrap(module, kwargs.get("process_group"))
 
+    def _wrapped(self, _: Any, ddp: DistributedDataParallel, *__: Any, **___: Any) -> None:
+        if self.entries.threads.may_build():
+            self.recorder.wrapped(ddp)
 
-def run_step(run: Any, recorder: Recorder, optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Run the pre-step probe; a stop that all ranks take alike is raised outside the guard."""
-    run("probe:optimizer", recorder.pre_step, optimizer, args, kwargs)
-    recorder.stop_here()
+    def _broadcasts(self, ddp: DistributedDataParallel, *_: Any, **__: Any) -> None:
+        self.recorder.buffers.before_forward(ddp)
 
+    def _forward_begins(self, ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        self.recorder.begin_forward(ddp, args, kwargs)
 
-def _init(patches: Patches, original: Any) -> Any:
-    def __init__(self: DistributedDataParallel, module: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        run, recorder = patches.recorder.guard.run, patches.recorder
-        patches.on_group()
-        if isinstance(module, torch.nn.Module):
-            run("probe:structure", recorder.before_wrap, module, kwargs.get("process_group"))
-        original(self, module, *args, **kwargs)
-        run("probe:wrapper", recorder.wrapped, self)
+    def _recipe_begins(self, ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        self.recipe.forward(ddp, args, kwargs)
 
-    return __init__
+    def _numerics_begins(self, ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        self.recorder.begin_numerics(ddp, args, kwargs)
 
+    def _numerics_ends(self, output: Any, *_: Any, **__: Any) -> None:
+        self.recorder.numerics.end(output)
 
-def _forward(patches: Patches, original: Any) -> Any:
-    def forward(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return original(self, *args, **kwargs)
-        run, recorder = patches.recorder.guard.run, patches.recorder
-        recorder.stop_here()
-        run("probe:broadcast", recorder.buffers.before_forward, self)
-        started = run("probe:forward", recorder.begin_forward, self, args, kwargs) or 0.0
-        run("probe:recipe", patches.recipe.forward, self, args, kwargs)
-        run("probe:numerics", recorder.begin_numerics, self, args, kwargs)
-        try:
-            output = original(self, *args, **kwargs)
-        except BaseException as error:
-            run("probe:numerics", recorder.numerics.abort)
-            run("probe:recipe", patches.recipe.abort)
-            if isinstance(error, Exception):
-                run("probe:memory", recorder.memory.failed, error)
-            raise
-        run("probe:numerics", recorder.numerics.end, output)
-        run("probe:forward", recorder.end_forward, self, output, started)
-        run("probe:recipe", patches.recipe.output, self, args, kwargs, output)
-        run("probe:scene", recorder.scenes.end, internals.unwrap_compiled(self.module), output)
-        return output
+    def _numerics_aborts(self, *_: Any, **__: Any) -> None:
+        self.recorder.numerics.abort()
 
-    return forward
+    def _forward_ends(self, output: Any, ddp: DistributedDataParallel, *_: Any, **__: Any) -> None:
+        self.recorder.end_forward(ddp, output)
 
+    def _forward_fails(self, _: BaseException, ddp: DistributedDataParallel, *__: Any, **___: Any) -> None:
+        self.recorder.abort_forward(ddp)
 
-def _module_forward(patches: Patches, original: Any) -> Any:
-    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        numerics = patches.recorder.numerics
-        if torch.compiler.is_compiling() or numerics.inside or not patches.watches(self):
-            return original(self, *args, **kwargs)
-        run, recorder = patches.recorder.guard.run, patches.recorder
-        run("probe:scene", recorder.scenes.begin, self, args, kwargs, recorder.next_step())
-        run("probe:numerics", numerics.begin, self, "", args, kwargs)
-        try:
-            output = original(self, *args, **kwargs)
-        except BaseException:
-            run("probe:numerics", numerics.abort)
-            raise
-        run("probe:numerics", numerics.end, output)
-        run("probe:scene", recorder.scenes.end, self, output)
-        return output
+    def _recipe_ends(self, output: Any, ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        self.recipe.output(ddp, args, kwargs, output)
 
-    return forward
+    def _recipe_aborts(self, error: BaseException, *_: Any, **__: Any) -> None:
+        self.recipe.abort(error)
 
+    def _scene_begins(self, result: Any, ddp: DistributedDataParallel, *_: Any, **__: Any) -> None:
+        module = internals.unwrap_compiled(ddp.module)
+        args, kwargs = result
+        self.recorder.scenes.begin(module, args, kwargs, self.recorder.next_step())
 
-def _pre_forward(patches: Patches, original: Any) -> Any:
-    def pre_forward(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        if not torch.compiler.is_compiling():
-            run, recorder = patches.recorder.guard.run, patches.recorder
-            run("probe:buffers", recorder.buffers.after_broadcast, self)
-            module = internals.unwrap_compiled(self.module)
-            run("probe:scene", recorder.scenes.begin, module, *result, recorder.next_step())
-        return result
+    def _scene_ends(self, output: Any, ddp: DistributedDataParallel, *_: Any, **__: Any) -> None:
+        self.recorder.scenes.end(internals.unwrap_compiled(ddp.module), output)
 
-    return pre_forward
+    def _broadcast_done(self, _: Any, ddp: DistributedDataParallel, *__: Any, **___: Any) -> None:
+        self.recorder.buffers.after_broadcast(ddp)
 
-
-def _no_sync(patches: Patches, original: Any) -> Any:
-    @contextlib.contextmanager
-    def no_sync(self: DistributedDataParallel) -> Iterator[None]:
-        depth = patches.recorder.no_sync_depth
-        with original(self):
-            depth[id(self)] = depth.get(id(self), 0) + 1
-            try:
-                yield
-            finally:
-                depth[id(self)] -= 1
-
-    return no_sync
-
-
-def _register_comm_hook(patches: Patches, original: Any) -> Any:
-    def register_comm_hook(self: DistributedDataParallel, state: Any, hook: Any) -> Any:
-        result = original(self, state, hook)
-        patches.recorder.guard.run("probe:wrapper", note, self, state, hook)
-        return result
-
-    def note(ddp: DistributedDataParallel, state: Any, hook: Any) -> None:
-        wrapper = patches.recorder.wrapped(ddp)
+    def _hooked(self, _: Any, ddp: DistributedDataParallel, state: Any, hook: Any) -> None:
+        wrapper = self.recorder.wrapped(ddp)
         wrapper.hook, wrapper.hook_kind = classify_hook(state, hook)
         if wrapper.hook_kind in {"known", "half"} and isinstance(state, dist.ProcessGroup):
             wrapper.group = internals.ranks_of(state)  # torch's own hooks reduce over the group that is their state
 
-    return register_comm_hook
+    def _pauses(self, *_: Any, **__: Any) -> None:
+        self.recorder.pause()
+
+    def _epoch_ends(self, error: BaseException, *_: Any, **__: Any) -> None:
+        if isinstance(error, StopIteration):
+            self.recorder.pause()
+
+    def _ends(self, *_: Any, **__: Any) -> None:
+        self.recorder.look_back()
+
+    def _averages(self, *_: Any, **__: Any) -> None:
+        self.recorder.averaged = True
+
+    # --- models that no DDP wraps -------------------------------------------------------------------------------------
+
+    def _follows_module(self, module: torch.nn.Module, *_: Any, **__: Any) -> bool:
+        return self.entries.threads.is_here() and not self.recorder.numerics.inside and self.watches(module)
+
+    def _module_begins(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        self.recorder.scenes.begin(module, args, kwargs, self.recorder.next_step())
+
+    def _module_numerics(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        self.recorder.numerics.begin(module, "", args, kwargs)
+
+    def _module_ends(self, output: Any, module: torch.nn.Module, *_: Any, **__: Any) -> None:
+        self.recorder.scenes.end(module, output)
+
+    # --- what stands between backward and step ------------------------------------------------------------------------
+
+    def _scaler_steps(self, scaler: Any, *_: Any, **__: Any) -> None:
+        self._pre_steps = self.recorder.pre_steps
+        if scaler.is_enabled():
+            self.recipe.scaler_steps()
+
+    def _scaler_stepped(self, _: Any, scaler: Any, optimizer: Any, *__: Any, **___: Any) -> None:
+        if self.recorder.pre_steps == self._pre_steps and scaler.is_enabled():
+            self.recorder.guard.run("probe:optimizer", self.recorder.skipped, optimizer)
+            self.recipe.skipped(optimizer)
+
+    _pre_steps = -1
+
+    def _scaled(self, _: Any, scaler: Any, *__: Any, **___: Any) -> None:
+        if not scaler.is_enabled():
+            self.recorder.events.note_no_scale()
+        elif (value := internals.scale_of(scaler)) is not None:
+            self.recorder.events.note_scale(value)
+
+    def _unscaled(self, *_: Any, **__: Any) -> None:
+        self.recipe.unscaled()
+
+    def _clipped(self, norm: Any, parameters: Any = None, max_norm: Any = None, *_: Any, **__: Any) -> None:
+        del parameters
+        self.recorder.events.clipped(norm, float(max_norm), user_location())
+        self.recipe.clipped(user_location())
+
+    def _clipped_values(self, *_: Any, **__: Any) -> None:
+        self.recipe.clipped(user_location())
+
+    def _loaded(self, _: Any, loaded: Any, *__: Any, **___: Any) -> None:
+        self.recorder.events.loaded(type(loaded).__name__, user_location())
+
+    def _gathered(self, _: Any, tensor_list: Any = None, tensor: Any = None, *__: Any, **___: Any) -> None:
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled():
+            self.recorder.events.gathered(tensor_list, tensor, user_location())
+
+    # --- the rest -----------------------------------------------------------------------------------------------------
+
+    def _end_evaluation(self, *_: Any) -> None:
+        self.evaluations.end()
+
+    def _built(self, _: Any, optimizer: Any, *__: Any, **___: Any) -> None:
+        self.recipe.built(optimizer)
+
+    def _loader_began(self, iterator: Any, *_: Any) -> None:
+        self.loaders.began(iterator)
 
 
-def _backward(patches: Patches, original: Any) -> Any:
-    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return original(tensors, *args, **kwargs)
-        run, recorder = patches.recorder.guard.run, patches.recorder
-        run("probe:recipe", patches.recipe.begin_backward, tensors)
-        started = run("probe:backward", recorder.begin_backward, tensors) or time.perf_counter()
-        try:
-            return original(tensors, *args, **kwargs)
-        except Exception as error:
-            run("probe:memory", recorder.memory.failed, error)
-            raise
-        finally:
-            run("probe:backward", recorder.end_backward, started)
-            run("probe:recipe", patches.recipe.end_backward)
+def _failed(recorder: Recorder) -> Callable[..., None]:
+    def failed(error: BaseException, *_: Any, **__: Any) -> None:
+        if isinstance(error, Exception):
+            recorder.memory.failed(error)
 
-    return backward
+    return failed
 
 
-def _scaler_step(patches: Patches, original: Any) -> Any:
-    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        recorder, recipe = patches.recorder, patches.recipe
-        steps = recorder.pre_steps
-        if self.is_enabled():
-            recorder.guard.run("probe:recipe", recipe.scaler_steps)
-        result = original(self, optimizer, *args, **kwargs)
-        if recorder.pre_steps == steps and self.is_enabled():
-            recorder.guard.run("probe:scaler", recorder.skipped, optimizer)
-            recorder.guard.run("probe:recipe", recipe.skipped, optimizer)
-        return result
+def here_of(is_here: Callable[[], bool]) -> Callable[..., bool]:
+    """Return `is_here` as something that may be called with the arguments of any function."""
 
-    return step
+    def here(*_: Any, **__: Any) -> bool:
+        return is_here()
 
-
-def _scaler_scale(patches: Patches, original: Any) -> Any:
-    def scale(self: Any, outputs: Any) -> Any:
-        result = original(self, outputs)
-        patches.recorder.guard.run("probe:scaler", note if self.is_enabled() else note_disabled, self)
-        return result
-
-    def note_disabled(_: Any) -> None:
-        patches.recorder.events.note_no_scale()
-
-    def note(scaler: Any) -> None:
-        value = internals.scale_of(scaler)
-        if value is not None:
-            patches.recorder.events.note_scale(value)
-
-    return scale
-
-
-def _clip(patches: Patches, original: Any) -> Any:
-    def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
-        result = original(parameters, max_norm, *args, **kwargs)
-        if torch.compiler.is_compiling():
-            return result
-        recorder = patches.recorder
-        recorder.guard.run("probe:clip", lambda: recorder.events.clipped(result, float(max_norm), user_location()))
-        recorder.guard.run("probe:recipe", lambda: patches.recipe.clipped(user_location()))
-        return result
-
-    return clip_grad_norm_
-
-
-def _load(patches: Patches, original: Any) -> Any:
-    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        recorder = patches.recorder
-        recorder.pause()
-        result = original(self, *args, **kwargs)
-        recorder.guard.run("probe:load", lambda: recorder.events.loaded(type(self).__name__, user_location()))
-        return result
-
-    return load_state_dict
-
-
-def _all_gather(patches: Patches, original: Any) -> Any:
-    def all_gather(tensor_list: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(tensor_list, tensor, *args, **kwargs)
-        compiling = torch.compiler.is_compiling()
-        if not compiling and isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled():
-            recorder = patches.recorder
-            recorder.guard.run("probe:gather", lambda: recorder.events.gathered(tensor_list, tensor, user_location()))
-        return result
-
-    return all_gather
-
-
-def _init_process_group(patches: Patches, original: Any) -> Any:
-    def init_process_group(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        patches.on_group()
-        return result
-
-    return init_process_group
-
-
-def _destroy_process_group(patches: Patches, original: Any) -> Any:
-    def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
-        patches.recorder.look_back()  # most scripts do this last, while their models are alive
-        return original(*args, **kwargs)
-
-    return destroy_process_group
-
-
-def _loader_iter(patches: Patches, original: Any) -> Any:
-    def __iter__(self: Any) -> Any:  # noqa: N807
-        patches.recorder.guard.run("probe:loader", patches.loaders.begin, self)
-        iterator = original(self)
-        patches.recorder.guard.run("probe:loader", patches.loaders.began, iterator)
-        return iterator
-
-    return __iter__
-
-
-def _loader_next(patches: Patches, original: Any) -> Any:
-    def __next__(self: Any) -> Any:  # noqa: N807
-        started = time.perf_counter()
-        try:
-            batch = original(self)
-        except StopIteration:
-            patches.recorder.pause()  # an epoch is over
-            raise
-        patches.recorder.guard.run("probe:loader", patches.loaders.delivered, batch, time.perf_counter() - started)
-        return batch
-
-    return __next__
-
-
-def _average(patches: Patches, original: Any) -> Any:
-    def average_parameters(self: Any, *args: Any, **kwargs: Any) -> Any:
-        patches.recorder.averaged = True
-        return original(self, *args, **kwargs)
-
-    return average_parameters
+    return here

@@ -17,11 +17,11 @@ _HALVES = frozenset({torch.float16, torch.bfloat16})
 
 def real_view(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the elements as real floating-point numbers that can be compared; None when there are none to read."""
-    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.layout is not torch.strided:
+    if not internals.is_plain(tensor):
         return None
-    if not tensor.numel() or not internals.is_plain(tensor):
+    own = internals.detached(tensor)
+    if not (own.is_floating_point() or own.is_complex()) or not own.numel():
         return None
-    own = tensor.detach()
     if own.is_complex():
         own = torch.view_as_real(own.resolve_conj())
     if own.dtype.itemsize == 1:  # float8 can be stored and converted, little else
@@ -108,8 +108,8 @@ def near_limit(dtype: torch.dtype, low: float, high: float) -> float | None:
 
 def nonfinite(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return the positions of tensors with non-finite elements: by norm, and where that is not finite, by range."""
-    dense = [(i, t.detach()) for i, t in enumerate(tensors) if t.is_floating_point() and t.layout is torch.strided]
-    plain = [(i, t) for i, t in dense if t.numel() and t.dtype.itemsize > 1 and internals.is_plain(t)]
+    dense = [(i, internals.detached(t)) for i, t in enumerate(tensors) if internals.is_plain(t)]
+    plain = [(i, t) for i, t in dense if t.is_floating_point() and t.numel() and t.dtype.itemsize > 1]
     if not plain:
         return []
     norms = internals.norms([t for _, t in plain])

@@ -30,6 +30,7 @@ class Window:
     """What happened since the previous row: micro-batches, events, times."""
 
     losses: list[Callable[[], float]] = field(default_factory=list)
+    cut: bool = False  # an exception has cut it short: what is here is not all
     micro_batches: int = 0
     number: int = 0  # of the step that this window is expected to end in, alike on all ranks
     started: float = 0.0

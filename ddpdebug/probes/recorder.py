@@ -6,6 +6,7 @@ Order of events in one step: forwards (each DDP decides there whether its backwa
 
 from __future__ import annotations
 
+import inspect
 import time
 import weakref
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from ddpdebug.numeric_guard import NumericGuard
 from ddpdebug.observations import Flag
 from ddpdebug.probes import contract, device, gradients, memory, notes, replicas, values
 from ddpdebug.probes.buffers import Buffers
+from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.events import Events
 from ddpdebug.probes.guard import Guard, user_location
 from ddpdebug.probes.guarding import Guarding
@@ -55,13 +57,17 @@ class Recorder:
         due: Callable[[int, int], bool],
         world: int,
     ) -> None:
-        self.guard, self.world = guard, world
+        self.guard, self.entries, self._world = guard, entries_of(guard), world
+        guard.on_cut = self.cut
+        self.forget_half: list[Callable[[], None]] = []  # called when an exception has cut something short
         self.wrappers: list[Wrapper] = []
         self.watches: list[OptimizerWatch] = []
-        self.replicas, self.scenes, self.memory = replicas.Replicas(), Scenes(guard), memory.MemoryProbe()
+        self.replicas, self.scenes = replicas.Replicas(self.entries), Scenes(guard)
+        self.memory = memory.MemoryProbe()
         self.backwards = self.syncs = self.in_backward = self.pre_steps = 0
         self.checking = True
-        self.no_sync_depth: dict[int, int] = {}
+        self._no_syncs: dict[int, list[weakref.ref[Any]]] = {}  # id of a DDP -> its contexts
+        self._started: list[float] = []  # of the forwards and backwards that run
         self.window = Window(started=time.perf_counter())
         self.want_norms = False  # a comparison with a tolerance needs numbers, not digests
         self.after_step: Callable[[OptimizerWatch, int], None] = lambda watch, step: None
@@ -88,7 +94,7 @@ class Recorder:
     def stop_here(self) -> None:
         """Raise what all ranks agreed to raise at this step, if anything (`--steps`, `on_finding="raise"`, guard)."""
         halt, self._halt = self._halt, None
-        if (error := halt or self.stop()) is not None:
+        if (error := halt or self.guard.contain("stop", self.stop)) is not None:
             raise error
 
     def guard_with(self, guard: NumericGuard | None) -> None:
@@ -96,6 +102,66 @@ class Recorder:
         self.numerics.on = guard is not None
         if guard is not None and guard.active:
             self.guarding, self.numerics.every_step = Guarding(self, guard), True
+
+    # --- which thread, and what was cut short -------------------------------------------------------------------------
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return self._world
+
+    @world.setter
+    def world(self, world: int) -> None:
+        self._world, self.entries.threads.compared = world, world > 1
+
+    def follows_forward(self, ddp: DistributedDataParallel, *_: Any, **__: Any) -> bool:
+        """Tell whether a forward runs in the thread that is followed; what trains in another one is left alone."""
+        threads = self.entries.threads
+        if not torch.is_grad_enabled():
+            return threads.is_here()
+        wrapper = self.wrapper_of(ddp)
+        if threads.begins(0 if wrapper is None else wrapper.index):
+            return True
+        if wrapper is not None:
+            wrapper.elsewhere = True
+        return False
+
+    def follows_backward(self, *_: Any, **__: Any) -> bool:
+        """Tell whether a backward runs in the thread that is followed."""
+        threads = self.entries.threads
+        return threads.begins() or (bool(self.in_backward) and threads.is_autograd())
+
+    def follows_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Tell whether an optimizer steps in the thread that is followed, or inside its backward.
+
+        Where another thread steps what is followed here, nothing can be told from its gradients any more.
+        """
+        threads = self.entries.threads
+        if (self.in_backward and threads.is_autograd()) or threads.begins():
+            return True
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for watch in self.watches:
+            if not watch.given_up and not stepped.isdisjoint(map(id, watch.params)):
+                watch.given_up = True
+                what = (
+                    f"parameters of optimizer {watch.index} are stepped by several threads: it is no longer looked at"
+                )
+                self.guard.tell("threads", what)
+        return False
+
+    def cut(self) -> None:
+        """Forget what was half noted when an exception of the user's came through: this step is not judged."""
+        number = self.window.number
+        self.window = Window(started=time.perf_counter(), overhead_before=self.guard.elapsed(), number=number, cut=True)
+        self._stepping.clear()
+        self._started.clear()
+        self._pre, self.in_backward, self._fused_stepped = None, 0, False
+        for wrapper in self.wrappers:
+            wrapper.cut()
+        self.numerics.abort()
+        for forget in self.forget_half:
+            forget()
+        self.entries.tidy()
 
     # --- models -------------------------------------------------------------------------------------------------------
 
@@ -114,7 +180,7 @@ class Recorder:
         """Begin to watch a DDP."""
         if (known := self.wrapper_of(ddp)) is not None:
             return known
-        wrapper = Wrapper(ddp, len(self.wrappers))
+        wrapper = Wrapper(ddp, len(self.wrappers), self.entries)
         self.wrappers.append(wrapper)
         self._announce(f"group:{wrapper.index}", {"ranks": wrapper.group})
         for parameter in ddp.module.parameters():
@@ -125,6 +191,18 @@ class Recorder:
     def wrapper_of(self, ddp: DistributedDataParallel) -> Wrapper | None:
         """Return the watch of a DDP, if there is one."""
         return next((w for w in self.wrappers if w.ref() is ddp), None)
+
+    def no_sync(self, context: Any, ddp: DistributedDataParallel) -> None:
+        """Note a context in which gradients are not reduced."""
+        known = self._no_syncs.setdefault(id(ddp), [])
+        known[:] = [ref for ref in known if ref() is not None]
+        known.append(weakref.ref(context))
+
+    def _in_no_sync(self, ddp: DistributedDataParallel) -> bool:
+        """Tell whether such a context has been entered and not left: its generator waits in its middle."""
+        contexts = (ref() for ref in self._no_syncs.get(id(ddp), ()))
+        generators = (getattr(context, "gen", None) for context in contexts)
+        return any(inspect.isgenerator(g) and inspect.getgeneratorstate(g) == inspect.GEN_SUSPENDED for g in generators)
 
     def release(self) -> None:
         """Remove every hook from the user's tensors."""
@@ -137,19 +215,19 @@ class Recorder:
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
-    def begin_forward(self, ddp: DistributedDataParallel, args: Any, kwargs: Any) -> float:
-        """Note the inputs and the promise of a DDP forward; return the time."""
+    def begin_forward(self, ddp: DistributedDataParallel, args: Any, kwargs: Any) -> None:
+        """Note the inputs and the promise of a DDP forward."""
         wrapper = self.wrapped(ddp)
-        wrapper.in_forward = True
+        wrapper.in_forward, wrapper.elsewhere = True, False
+        self._started.append(0.0)
         self.events.drop_gathers()
         if not torch.is_grad_enabled():
             self.pause()
             if self.checking and not ddp.module.training and len(self.window.eval_batch) < _MAX_EVAL_FORWARDS:
                 self.window.eval_batch.append(fingerprint.combine(values.digests_of((args, kwargs), _BATCH_BYTES)))
-            return 0.0
+            return
         location = None if ddp.require_backward_grad_sync else user_location()
-        in_no_sync = self.no_sync_depth.get(id(ddp), 0) > 0
-        wrapper.begin_forward(ddp, in_no_sync=in_no_sync, location=location)
+        wrapper.begin_forward(ddp, in_no_sync=self._in_no_sync(ddp), location=location)
         for topic, fact in wrapper.settings.at_forward(ddp.module):
             self._announce(f"{topic}:{wrapper.index}", {"step": self.next_step(), **fact})
         w = self.window
@@ -166,16 +244,17 @@ class Recorder:
             w.batch.append(value)
             if sampled:
                 w.flags |= Flag.BATCH_SAMPLED
-        return time.perf_counter()
+        self._started[-1] = time.perf_counter()
 
     def begin_numerics(self, ddp: DistributedDataParallel, args: Any, kwargs: Any) -> None:
         """Look at the numbers of a DDP forward from here on."""
         prefix = f"ddp{self.wrapped(ddp).index}." if len(self.wrappers) > 1 else ""
         self.numerics.begin(ddp.module, prefix, args, kwargs)
 
-    def end_forward(self, ddp: DistributedDataParallel, output: Any, started: float) -> None:
+    def end_forward(self, ddp: DistributedDataParallel, output: Any) -> None:
         """Note the output of a DDP forward."""
         self.wrapped(ddp).in_forward = False
+        started = self._started.pop() if self._started else 0.0
         self.guard.run("probe:memory", self.memory.graph, output)
         w = self.window
         if not torch.is_grad_enabled() or started == 0.0:
@@ -189,11 +268,19 @@ class Recorder:
         if w.rng and rng_digest() != w.rng:
             w.flags |= Flag.RNG_USED_IN_FORWARD
 
+    def abort_forward(self, ddp: DistributedDataParallel) -> None:
+        """Note that a DDP forward has raised."""
+        if (wrapper := self.wrapper_of(ddp)) is not None:
+            wrapper.in_forward = False
+        if self._started:
+            self._started.pop()
+
     # --- backward -----------------------------------------------------------------------------------------------------
 
-    def begin_backward(self, tensors: Any) -> float:
+    def begin_backward(self, tensors: Any = None, *_: Any, **__: Any) -> None:
         """Note the loss."""
         self.in_backward += 1
+        self._started.append(time.perf_counter())
         self.events.close_gathers()
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors or ())
         self.guard.run("probe:memory", self.memory.graph, roots)
@@ -201,10 +288,17 @@ class Recorder:
             scale = self.events.take_scale()
             self.window.losses.append(loss_reader(roots[0].detach(), scale))
             self.guard.run("probe:numerics", self.numerics.note_loss, roots[0], self.window.losses[-1])
-        return time.perf_counter()
+        self._started[-1] = time.perf_counter()
 
-    def end_backward(self, started: float) -> None:
-        """Note what was reduced; runs also when backward raised."""
+    def abort_backward(self, *_: Any, **__: Any) -> None:
+        """Note that a backward has raised: which gradients came and which were reduced, nobody knows."""
+        self.cut()
+
+    def end_backward(self, *_: Any, **__: Any) -> None:
+        """Note what was reduced."""
+        if not self.in_backward:  # it was cut
+            return
+        started = self._started.pop() if self._started else time.perf_counter()
         self.in_backward -= 1
         if self.in_backward:
             return
@@ -216,7 +310,7 @@ class Recorder:
             self.on_lonely()
         location: str | None = None
         for wrapper in self.wrappers:
-            if not wrapper.arrived:
+            if not wrapper.arrived or wrapper.elsewhere:
                 continue
             if wrapper.forwards == 0 or not wrapper.armed:
                 location = location or user_location()
@@ -229,7 +323,7 @@ class Recorder:
 
     # --- optimizer ----------------------------------------------------------------------------------------------------
 
-    def pre_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def pre_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: C901 - one order
         """Look at gradients, settings and parameters just before an optimizer changes them."""
         self.pre_steps += 1
         if self._stepping and id(optimizer) in self._stepping:
@@ -241,6 +335,8 @@ class Recorder:
             self._fuse(optimizer)
             return
         watch = self._watch(optimizer)
+        if watch.given_up:
+            return
         record = self._begin(watch)
         closure = any(map(callable, args)) or callable(kwargs.get("closure"))  # torch passes itself among `args`
         if closure:
@@ -271,7 +367,7 @@ class Recorder:
             self._halt = self.guarding.error()
         return ends
 
-    def post_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def post_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Look at parameters and state just after the step, and hand the record over."""
         if id(optimizer) not in self._stepping:
             return
@@ -299,7 +395,7 @@ class Recorder:
     def _watch(self, optimizer: torch.optim.Optimizer) -> OptimizerWatch:
         watch = self._by_optimizer.get(id(optimizer))
         if watch is None or (watch.ref is not None and watch.ref() is not optimizer):
-            watch = OptimizerWatch(optimizer, index_of(optimizer, self.watches))
+            watch = OptimizerWatch(optimizer, index_of(optimizer, self.watches), self.entries)
             watch.step = first_step(optimizer, self.watches)
             watch.on_end = self._ended
             self.forget()
@@ -340,7 +436,7 @@ class Recorder:
             if not any(watch.owned):
                 self.adopt(watch.params)
         flags = Flag.FIRST if watch.step == 0 else Flag(0)
-        if self.checking or self._due(watch.index, watch.step):
+        if (self.checking or self._due(watch.index, watch.step)) and not self.window.cut:
             flags |= Flag.CHECKED
         flags |= contract.flags(watch) | (Flag.LOCAL_ONLY if self.averaged else Flag(0))
         record = StepRecord(watch.index, watch.step, flags, self.window)
@@ -362,7 +458,7 @@ class Recorder:
             if self.want_norms:
                 record.norms = device.numbers([gradients.norm_of(t) for t in (*watch.params, *tensors)])
             notes.note_frozen(watch, record, self.watches, self.wrappers)
-            if record.optimizer == 0 and self.world > 1:
+            if record.optimizer == 0 and self.world > 1 and not self.entries.threads.several:
                 self.replicas.note(record, self.wrappers, self.watches)
             watch.after = None if glances is None else glances()
             watch.after_step = watch.step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import fingerprint
 from ddpdebug.probes import device
+from ddpdebug.probes.entries import Entries
 from ddpdebug.probes.optimizers import OptimizerWatch, living_modules, module_census
 from ddpdebug.probes.record import StepRecord
 from ddpdebug.probes.wrappers import Wrapper
@@ -26,13 +26,14 @@ _MAX_REPLICAS = 4
 class Replicas:
     """The watched copies of this rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, entries: Entries) -> None:
+        self._entries = entries
         self._known: dict[str, _Replica] = {}
         self._census: dict[int, int] = {}
 
     def add(self, name: str, module: torch.nn.Module) -> None:
         """Watch a module under a name."""
-        self._known[name] = _Replica(module, named=True)
+        self._known[name] = _Replica(module, self._entries, named=True)
 
     def note(self, record: StepRecord, wrappers: Sequence[Wrapper], watches: Sequence[OptimizerWatch]) -> None:
         """Fingerprint the copies at a checked step."""
@@ -65,7 +66,7 @@ class Replicas:
                 name += "'"
             found[name] = module
         for name in sorted(found)[: _MAX_REPLICAS - len(self._known)]:
-            self._known[name] = _Replica(found[name], named=False)
+            self._known[name] = _Replica(found[name], self._entries, named=False)
 
     def release(self) -> None:
         """Take the hooks off the user's modules."""
@@ -85,7 +86,8 @@ class Replicas:
 
 
 class _Replica:
-    def __init__(self, module: torch.nn.Module, *, named: bool) -> None:
+    def __init__(self, module: torch.nn.Module, entries: Entries, *, named: bool) -> None:
+        self._entries = entries
         self.module = weakref.ref(module)
         self._named = named
         self._first: int | None = None
@@ -119,19 +121,21 @@ class _Replica:
         """Hook a module that has not changed from one look to the next (a frozen teacher), for a few steps."""
         self._left -= 1
         if self._left == _WATCH_USE_STEPS - 1 and not self._changed and not self._named:
-            self._used.handle = module.register_forward_pre_hook(self._used)
+            self._used.handle = self._entries.before_module("probe:replicas", module, self._used.look)
         elif self._left <= 0 or self._changed:
             self._used.remove()
 
 
 class _Used:
-    """A forward pre-hook that remembers that it ran; inert when the module is copied or pickled."""
+    """Remembers that a module's forward ran."""
 
     def __init__(self) -> None:
         self.seen = False
         self.handle: Any = None
 
-    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+    def look(self, module: torch.nn.Module, args: Any) -> None:
+        """Note a forward."""
+        del module, args
         self.seen = True
         self.remove()
 
@@ -139,9 +143,3 @@ class _Used:
         """Take the hook off the user's module: once it knows, or when the time is over."""
         if self.handle is not None:
             self.handle.remove()
-
-    def __deepcopy__(self, memo: object) -> functools.partial[Any]:
-        return functools.partial(dict.get, {})  # called with (module, args) it returns args: nothing changes
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial, (dict.get, {})

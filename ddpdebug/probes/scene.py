@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.guard import Guard, location, user_frame
 from ddpdebug.probes.holding import Kept, Lost, Room, fetch, hold, is_ours_to_keep, leaves, size_text, storage_of
 from ddpdebug.probes.values import tensors_in
@@ -208,7 +209,8 @@ class Scenes:
             seen.add(id(tensor))
             scene.partial = scene.partial or internals.is_sink(tensor.grad_fn)
             if tensor.device.type == "cpu":  # nothing is replayed on a device while the job runs
-                tensor.register_hook(_KeepGradient(weakref.ref(self), weakref.ref(scene), position))
+                keep = _KeepGradient(weakref.ref(self), weakref.ref(scene), position).keep
+                entries_of(self.guard).on_tensor("probe:scene", tensor, keep)
 
     def keep_gradient(self, scene: Scene, position: int, gradient: torch.Tensor | None) -> None:
         """Hold an output's gradient while the bound allows it."""
@@ -324,7 +326,9 @@ class Scenes:
         key = id(module)
         known = self._models.get(key)
         if known is None or known.ref() is not module:
-            known = self._models[key] = _Model(module, lambda _: self._models.pop(key, None))
+            models = self._models
+            ref = entries_of(self.guard).when_gone("probe:scene", module, lambda: _drop(models, key))
+            known = self._models[key] = _Model(ref)
         return known
 
 
@@ -332,22 +336,22 @@ class _KeepGradient:
     """A tensor hook that changes nothing; it holds the scene weakly, so that a graph keeps no inputs alive."""
 
     __slots__ = ("_position", "_scene", "_scenes")
-    __torch_unserializable__ = True  # a tensor that carries it can be saved without a warning
 
     def __init__(self, scenes: weakref.ref[Scenes], scene: weakref.ref[Scene], position: int) -> None:
         self._scenes, self._scene, self._position = scenes, scene, position
 
-    def __call__(self, gradient: torch.Tensor | None) -> None:
+    def keep(self, gradient: torch.Tensor | None) -> None:
+        """Keep the gradient that has come."""
         scenes, scene = self._scenes(), self._scene()
         if scenes is not None and scene is not None:
-            scenes.guard.run("probe:scene", scenes.keep_gradient, scene, self._position, gradient)
+            scenes.keep_gradient(scene, self._position, gradient)
 
 
 class _Model:
     """The lists of a model's parts, made seldom, because walking a module tree takes long. Holds everything weakly."""
 
-    def __init__(self, module: torch.nn.Module, on_end: Callable[[Any], Any]) -> None:
-        self.ref = weakref.ref(module, on_end)
+    def __init__(self, ref: weakref.ref[torch.nn.Module]) -> None:
+        self.ref = ref
         self.device, self.nbytes = "cpu", 0  # bytes of the parameters
         self.names: tuple[str, ...] = ()
         self._modules: list[weakref.ref[torch.nn.Module]] = []
@@ -373,7 +377,7 @@ class _Model:
         self._buffers = [
             (f"{name}.{key}" if name else key, name, weakref.ref(m), key)
             for name, m in named
-            for key, _ in m.named_buffers(recurse=False)
+            for key in internals.own_buffers(m)
         ]
         # Batch normalisation writes its statistics without telling the version counter.
         self._written |= {name for name, m in named if getattr(m, "running_mean", None) is not None}
@@ -415,6 +419,10 @@ class _Model:
                 buffer = _buffer(ref(), key)
                 if buffer is not None and internals.version_of(buffer) != before:
                     self._written.add(owner)
+
+
+def _drop(models: dict[int, _Model], key: int) -> None:
+    models.pop(key, None)
 
 
 def _buffer(module: torch.nn.Module | None, key: str) -> torch.Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,19 +48,62 @@ def precision(module: torch.nn.Module) -> dict[str, Any]:
     }
 
 
+def parts_of(value: Any) -> Sequence[tuple[str, Any]] | None:
+    """Return what a container holds, each with how its place is written; None where the value is no container.
+
+    Dicts, lists, tuples, what inherits from them, dataclasses and model outputs. No code of their classes runs: it may
+    count, fetch, or raise, and is meant for the job.
+    """
+    kind = type(value)
+    if issubclass(kind, dict):
+        if "__dataclass_fields__" in vars(kind):  # a model output: its fields, those that are None left out
+            return [(f".{name}", item) for name, item in _fields(kind, value) if item is not None]
+        return [(f"[{key!r}]" if type(key) in _KEYS else "[...]", item) for key, item in dict.items(value)]
+    if issubclass(kind, tuple):
+        names = getattr(kind, "_fields", None)
+        items = enumerate(tuple.__iter__(value))
+        return [(f".{names[i]}" if names and i < len(names) else f"[{i}]", item) for i, item in items]
+    if issubclass(kind, list):
+        return [(f"[{i}]", item) for i, item in enumerate(list.__iter__(value))]
+    if hasattr(kind, "__dataclass_fields__") or hasattr(kind, "to_tuple"):
+        return [(f".{name}", item) for name, item in _fields(kind, value)]
+    return None
+
+
+_KEYS = {str, int, bool, float, bytes, type(None)}
+
+
+def _fields(kind: type, value: Any) -> list[tuple[str, Any]]:
+    try:
+        own = object.__getattribute__(value, "__dict__")
+    except AttributeError:  # a dataclass with slots
+        own = {}
+        for name in getattr(kind, "__dataclass_fields__", ()):
+            slot = inspect.getattr_static(kind, name, None)
+            if inspect.ismemberdescriptor(slot) and (found := _slot(slot, value)) is not None:
+                own[name] = found
+    return list(dict.items(own))
+
+
+def _slot(slot: Any, value: Any) -> Any:
+    try:
+        return slot.__get__(value)
+    except AttributeError:  # not set
+        return None
+
+
 def tensors_in(value: Any, depth: int = 0) -> Sequence[torch.Tensor]:
     """Return the tensors in nested tuples, lists, dicts, dataclasses and model outputs, in order."""
-    if isinstance(value, torch.Tensor):
+    if issubclass(type(value), torch.Tensor):
         return [value]
     if depth > 4:
         return []
-    if isinstance(value, dict):
-        return [t for key in value for t in tensors_in(value[key], depth + 1)]
-    if isinstance(value, list | tuple):
+    kind = type(value)
+    if kind is dict:
+        return [t for item in value.values() for t in tensors_in(item, depth + 1)]
+    if kind is list or kind is tuple:
         return [t for item in value for t in tensors_in(item, depth + 1)]
-    if hasattr(value, "__dataclass_fields__") or hasattr(value, "to_tuple"):
-        return [t for item in vars(value).values() for t in tensors_in(item, depth + 1)]
-    return []
+    return [t for _, item in parts_of(value) or () for t in tensors_in(item, depth + 1)]
 
 
 def digests_of(value: Any, limit: int) -> list[int]:

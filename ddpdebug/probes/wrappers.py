@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from types import FrameType
@@ -13,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.observations import CHECKSUM_SLOTS
+from ddpdebug.probes.entries import Entries
 from ddpdebug.probes.guard import local_values, location, user_frame, user_location
 from ddpdebug.probes.settings import Settings
 
@@ -27,9 +27,10 @@ class Wrapper:
     Holds the DDP weakly: watching a model must not keep it alive.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, index: int) -> None:
-        self.index = index
-        self.ref = weakref.ref(ddp, self._forget)
+    def __init__(self, ddp: DistributedDataParallel, index: int, entries: Entries) -> None:
+        self.index, self._entries = index, entries
+        me = weakref.ref(self)  # a wrapper must not live for as long as its DDP
+        self.ref = entries.when_gone("probe:wrapper", ddp, lambda: None if (w := me()) is None else w.forget())
         self.group = internals.group_ranks(ddp)
         self.ignored = internals.ignored_names(ddp.module)
         module = internals.unwrap_compiled(ddp.module)
@@ -51,14 +52,21 @@ class Wrapper:
         self.forward_location: str | None = None
         self.arrived = False
         self.in_forward = False
+        self.elsewhere = False  # another thread than the followed one trains it
         self._join: object | None = None
         self.unpaired = False  # ranks leave a Join with different counts: their later steps do not pair by number
         # since the last synchronised backward
         self.pending: dict[str, Any] | None = None
         self.call_site: CallSite | None = None  # looked for once the wrapper has been bypassed
 
-    def _forget(self, _: object) -> None:
-        self._accumulators.clear()  # the nodes hold the parameters, and those would outlive the model
+    def forget(self) -> None:
+        """Let go of what would outlive the model: the nodes hold its parameters."""
+        self._accumulators.clear()
+
+    def cut(self) -> None:
+        """Forget the micro-batch that an exception has cut short."""
+        self.forwards, self.armed, self.arrived, self.in_forward = 0, False, False, False
+        self.pending = None
 
     def module(self) -> torch.nn.Module | None:
         """Return the wrapped module if it still lives."""
@@ -91,7 +99,9 @@ class Wrapper:
             self.pending = {"bypass": {"location": location}}
             if self.call_site is None and ddp is not None:
                 inner = internals.unwrap_compiled(ddp.module)
-                self.call_site = CallSite(self, inner, parts=inner is ddp.module)  # a hook inside would recompile
+                self.call_site = CallSite(
+                    self, inner, self._entries, parts=inner is ddp.module
+                )  # a hook inside would recompile
         else:
             flag_now = bool(ddp is not None and ddp.require_backward_grad_sync)
             kind = "last-micro-batch"
@@ -116,17 +126,19 @@ class CallSite:
     """Finds the line that calls the inner module directly: forward pre-hooks that go away once one of them knows.
 
     On all of its modules, for a loss that is a method of the model calls parts of it and never the model itself.
-    Installed on suspicion only. Inert when a module is copied or pickled in the meantime.
+    Installed on suspicion only.
     """
 
-    def __init__(self, wrapper: Wrapper, module: torch.nn.Module, *, parts: bool = True) -> None:
+    def __init__(self, wrapper: Wrapper, module: torch.nn.Module, entries: Entries, *, parts: bool = True) -> None:
         self.location: str | None = None
         self._wrapper = weakref.ref(wrapper)
         modules = list(module.modules()) if parts else [module]
         self._own = {id(m) for m in modules}
-        self._handles = [m.register_forward_pre_hook(self) for m in modules]
+        self._handles: list[Any] = []
+        for m in modules:
+            self._handles.append(entries.before_module("probe:call-site", m, self._look))
 
-    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+    def _look(self, module: torch.nn.Module, args: Any) -> None:
         """Look at who calls."""
         wrapper = self._wrapper()
         if self._handles and (wrapper is None or not (wrapper.in_forward or not torch.is_grad_enabled())):
@@ -149,12 +161,6 @@ class CallSite:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-
-    def __deepcopy__(self, memo: object) -> functools.partial[Any]:
-        return functools.partial(dict.get, {})  # called with (module, args) it returns args: nothing changes
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial, (dict.get, {})
 
 
 def structure(module: torch.nn.Module) -> list[list[Any]]:

@@ -48,10 +48,15 @@ class FindingRaised:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trouble:
-    """A part of ddpdebug failed and switched itself off; the job goes on."""
+    """A part of ddpdebug failed and switched itself off, or cannot look at something; the job goes on."""
 
     part: str  # for example "probe:batches", "exchange", "detector:RANK101", "sink:prometheus"
     message: str
+
+    @property
+    def is_failure(self) -> bool:
+        """Tell whether a part is off; else the message says as a whole what is not looked at."""
+        return self.part.partition(" of rank ")[0] not in {"guard", "threads", "torch"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from ddpdebug.errors import text_of
 from ddpdebug.redaction import Redactor
 from ddpdebug.sinks import Record, Sink, Trouble
 from ddpdebug.sinks.redacting import redacted
@@ -86,4 +87,4 @@ def _close(sink: Sink) -> None:
 
 def _trouble(sink: Sink, error: Exception) -> Trouble:
     name = type(sink).__module__.rpartition(".")[2]
-    return Trouble(part=f"sink:{name}", message=f"{type(error).__name__}: {error}")
+    return Trouble(part=f"sink:{name}", message=text_of(error))

@@ -88,9 +88,9 @@ class Terminal:
                 self._finding(record.finding, new=record.new)
             case Trouble():
                 message = clean(record.message, 300)
-                self._print(
-                    f"ddpdebug: {clean(record.part, 60)} has switched itself off: {message} (the job goes on)\n"
-                )
+                part = clean(record.part, 60)
+                said = f"{part} has switched itself off: {message}" if record.is_failure else message
+                self._print(f"ddpdebug: {said} (the job goes on)\n")
             case Covered():
                 self._summary.coverage = record.coverage
                 self._print("".join(f"ddpdebug: {clean(line, 500)}\n" for line in record.say))

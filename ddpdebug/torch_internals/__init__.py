@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported at run time only
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.utils.data import dataloader
 
 from ddpdebug.torch_internals.losses import (
@@ -39,11 +40,19 @@ from ddpdebug.torch_internals.memory import (
     storage_key as storage_key,
     worker_pids as worker_pids,
 )
+from ddpdebug.torch_internals.modes import (
+    aside_of_modes as aside_of_modes,
+    can_step_aside as can_step_aside,
+    dispatch_modes as dispatch_modes,
+    function_modes as function_modes,
+    transform as transform,
+)
 from ddpdebug.torch_internals.names import inherits
 from ddpdebug.torch_internals.replaying import (
     OperationMode as OperationMode,
     buffers_of as buffers_of,
     clones as clones,
+    drop_global_hooks as drop_global_hooks,
     hooks_of as hooks_of,
     is_compiled as is_compiled,
     is_parallel as is_parallel,
@@ -51,6 +60,8 @@ from ddpdebug.torch_internals.replaying import (
     keep_hooks as keep_hooks,
     module_tables as module_tables,
     next_sequence as next_sequence,
+    own_buffers as own_buffers,
+    own_parameters as own_parameters,
     saved_of as saved_of,
     sequence_of as sequence_of,
     set_version as set_version,
@@ -230,11 +241,32 @@ def anything_compiled() -> bool:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor has elements of its own to read: no functorch wrapper, no subclass that dispatches."""
+    """Tell whether a tensor can be read like an array: it has elements of its own, in strided memory.
+
+    So it is not sparse (in any layout), nested, quantized, on `meta`, for oneDNN, wrapped by functorch, without memory
+    yet, or of a class that does its operations itself (DTensor, fake).
+    """
     kind = type(tensor)
-    if kind is not torch.Tensor and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return _is_array(tensor)
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or is_lazy(tensor):
         return False
-    return not (tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+    with as_plain():
+        return _is_array(tensor)
+
+
+def _is_array(tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without its graph, as one of the class that has no code of the user's."""
+    if type(tensor) is torch.Tensor:
+        return tensor.detach()
+    with as_plain():
+        return tensor.detach()
 
 
 def norms(tensors: Sequence[torch.Tensor]) -> list[float]:

@@ -39,6 +39,16 @@ def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
+def own_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return a module's own parameters, those of its children left out; `parameters` may be a method of the user's."""
+    return [parameter for parameter in module._parameters.values() if parameter is not None]
+
+
+def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return a module's own buffers by name, those of its children left out."""
+    return {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+
+
 class OperationMode(TorchDispatchMode):
     """A mode that sees every operation, and whose use does not load the compiler (a second, in the middle of a job)."""
 
@@ -117,6 +127,15 @@ def without_global_hooks() -> Iterator[list[Any]]:
             getattr(owner, name).update(table)
 
 
+def drop_global_hooks(unwanted: Callable[[Any], bool]) -> None:
+    """Take those hooks of all modules away that are unwanted."""
+    owner: Any = torch.nn.modules.module
+    for name in (*_GLOBAL_HOOKS, _GLOBAL_PRE_HOOKS):
+        table = getattr(owner, name, {})
+        for key in [key for key, hook in table.items() if unwanted(hook)]:
+            del table[key]
+
+
 def syncs_statistics(module: torch.nn.Module) -> bool:
     """Tell whether a module's forward communicates in training: SyncBatchNorm, over more than one rank."""
     if not inherits(type(module), ("SyncBatchNorm",)) or not dist.is_initialized():
@@ -129,6 +148,6 @@ def is_parallel(module: torch.nn.Module) -> str | None:
     """Return what a module is whose forward communicates (DDP, FSDP, tensor parallel), None for other modules."""
     names = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
     # what operations on these send is done below the mode that would see it
-    if any(inherits(type(parameter), ("DTensor",)) for parameter in module.parameters(recurse=False)):
+    if any(inherits(type(parameter), ("DTensor",)) for parameter in own_parameters(module)):
         return "module of DTensors"
     return next((name for name in names if inherits(type(module), (name,))), None)

@@ -20,6 +20,8 @@ from torch.nn.modules import module as hooks
 from ddpdebug import torch_internals as internals
 from ddpdebug.detectors.hlth.validation import ValidationSource
 from ddpdebug.observations import Flag, Row
+from ddpdebug.probes.entries import entries_of
+from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.recipe.evaluations import Evaluations
 from ddpdebug.probes.record import StepRecord, Window, encode_row
 from ddpdebug.steps import Step
@@ -148,6 +150,7 @@ class Script:
         self.recorder: Any = SimpleNamespace(
             window=Window(),
             wrappers=[],
+            entries=entries_of(Guard(lambda part, message: pytest.fail(f"{part}: {message}"))),
             in_backward=0,
             events=SimpleNamespace(tells_validation=False),
             next_step=lambda: self.step,

@@ -12,6 +12,8 @@ from torch import nn
 
 from ddpdebug.observations import Row
 from ddpdebug.probes.cpu_limit import CpuLimit
+from ddpdebug.probes.entries import entries_of
+from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.memory import (
     Failure,
     MemoryProbe,
@@ -21,6 +23,9 @@ from ddpdebug.probes.memory import (
     device_fields,
     private_bytes,
 )
+
+GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
+ENTRIES = entries_of(GUARD)
 
 
 class FakeProvider:
@@ -84,7 +89,7 @@ def test_control_groups(tmp_path: Path, groups: list[str], files: dict[str, str]
 
 def test_the_limit_counts_exactly_and_forgets_what_is_freed() -> None:
     """Views and in-place operations add nothing."""
-    limit = CpuLimit(1 << 20, lambda: False, lambda failure: None)
+    limit = CpuLimit(1 << 20, ENTRIES, lambda failure: None)
     limit.start()
     try:
         kept = torch.zeros(1000)
@@ -103,7 +108,7 @@ def test_the_limit_counts_exactly_and_forgets_what_is_freed() -> None:
 def test_the_limit_raises_in_the_operation_that_exceeds_it() -> None:
     """With torch's own error, and with the line and the module that hold most."""
     failures: list[Failure] = []
-    limit = CpuLimit(60_000, lambda: False, failures.append)
+    limit = CpuLimit(60_000, ENTRIES, failures.append)
     model = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 1000, bias=False))
     limit.start()
     try:

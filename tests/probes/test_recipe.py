@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, ReduceLROnPlateau, SequentialLR
 from torch.utils.checkpoint import checkpoint
 
+from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.recipe import Recipe
 from ddpdebug.probes.recipe.audit import unregistered
@@ -21,6 +22,9 @@ from ddpdebug.probes.recipe.losses import facts, is_mean, terms
 from ddpdebug.probes.recipe.modes import Modes
 from ddpdebug.probes.recipe.schedules import Schedules
 from ddpdebug.probes.recorder import Recorder
+
+GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
+ENTRIES = entries_of(GUARD)
 
 
 def kinds(loss: torch.Tensor) -> list[str]:
@@ -224,18 +228,18 @@ def test_the_other_networks_gradients_may_be_cleared() -> None:
 def test_schedulers_are_counted_where_the_user_calls_them() -> None:
     """Constructors and the parts of a schedule do not count, two calls for one step do, a skipped step is forgiven."""
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
-    seen = Schedules()
+    seen = Schedules(ENTRIES)
     schedule = SequentialLR(
         optimizer, [LinearLR(optimizer, total_iters=2), CosineAnnealingLR(optimizer, 8)], milestones=[2]
     )
     for _ in range(4):
         assert "scheduler" not in seen.before_step(optimizer, 1)
         optimizer.step()
-        seen.called(schedule, depth=1)
-    seen.called(schedule, depth=1)
+        seen.called(schedule)
+    seen.called(schedule)
     assert seen.before_step(optimizer, 2)["scheduler"]["calls"] == 2
-    seen.called(schedule, depth=1)
-    seen.called(schedule, depth=1)
+    seen.called(schedule)
+    seen.called(schedule)
     seen.forgive()
     assert "scheduler" not in seen.before_step(optimizer, 2)
 
@@ -256,7 +260,7 @@ def noted(seen: Schedules, schedule: LRScheduler) -> LRScheduler:
 def test_a_schedule_that_nothing_has_stepped() -> None:
     """It is named after enough steps, and also when it has ended with the function that made it."""
     weight = nn.Parameter(torch.ones(1))
-    seen, optimizer = Schedules(), torch.optim.SGD([weight], lr=1.0)
+    seen, optimizer = Schedules(ENTRIES), torch.optim.SGD([weight], lr=1.0)
     schedule = noted(seen, CosineAnnealingLR(optimizer, 10))
     trained(seen, optimizer)
     assert seen.never_called(6) == []
@@ -273,13 +277,13 @@ def test_a_schedule_that_nothing_has_stepped() -> None:
 def test_a_schedule_whose_time_has_not_come() -> None:
     """Parts of a schedule that was stepped, and one beside a rate that changes by other means, are let pass."""
     weight = nn.Parameter(torch.ones(1))
-    seen, optimizer = Schedules(), torch.optim.SGD([weight], lr=1.0)
+    seen, optimizer = Schedules(ENTRIES), torch.optim.SGD([weight], lr=1.0)
     parts = [noted(seen, LinearLR(optimizer, total_iters=99)), noted(seen, CosineAnnealingLR(optimizer, 8))]
     whole = SequentialLR(optimizer, parts, milestones=[99])
     optimizer.param_groups[0]["lr"] = 1.0
     for _ in range(5):
         trained(seen, optimizer, 1)
-        seen.called(whole, depth=1)
+        seen.called(whole)
     assert seen.never_called(5) == []
     other = torch.optim.SGD([weight], lr=1.0)
     late = noted(seen, CosineAnnealingLR(other, 10))
@@ -294,11 +298,11 @@ def test_a_rate_that_the_optimizer_does_not_read() -> None:
     """A schedule of another optimizer and an attribute are in vain; one that shares its groups is not."""
     weight = nn.Parameter(torch.ones(1))
     old, new = torch.optim.SGD([weight], lr=1.0), torch.optim.SGD([weight], lr=1.0)
-    seen, schedule = Schedules(), CosineAnnealingLR(old, 10)
+    seen, schedule = Schedules(ENTRIES), CosineAnnealingLR(old, 10)
     found = []
     for _ in range(8):
         found.append(seen.before_step(new, 1))
-        seen.called(schedule, depth=1)
+        seen.called(schedule)
     assert ["elsewhere" in own for own in (found[0], found[-1])] == [False, True]
     new.param_groups = old.param_groups
     assert "elsewhere" not in seen.before_step(new, 1)

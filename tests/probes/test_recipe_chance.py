@@ -14,7 +14,10 @@ from torch.nn import functional
 from torch.nn.functional import dropout as imported
 
 from ddpdebug.detectors.rcp.rcp820_eval_not_deterministic import EvalNotDeterministic
+from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.recipe.chance import FORWARDS, Chance
+
+GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 
 
 class Net(nn.Module):
@@ -32,7 +35,7 @@ class Net(nn.Module):
 
 def evaluate(net: nn.Module, times: int = 4) -> list[dict[str, Any]]:
     """Return what is told of some forwards; each gives what it gives without us."""
-    chance, told = Chance(), []
+    chance, told = Chance(GUARD), []
     x = torch.randn(3, 4)
     for seed in range(times):
         torch.manual_seed(seed)
@@ -103,7 +106,7 @@ def broken(_: nn.Module, x: Tensor) -> Tensor:
 
 def test_nothing_stays_behind_when_forward_raises() -> None:
     """The profile function is taken away; one of the user's is never replaced."""
-    chance, net, fail = Chance(), Net(lambda _, x: functional.dropout(x)).eval(), [False]
+    chance, net, fail = Chance(GUARD), Net(lambda _, x: functional.dropout(x)).eval(), [False]
     inside, net.inside = net.inside, lambda self, x: broken(self, x) if fail[0] else inside(self, x)
     chance.begin(net)
     net(torch.zeros(2, 4))
@@ -129,7 +132,7 @@ def profiled() -> Iterator[Any]:
 
 def test_a_profiler_of_the_user_is_left_in_place(profiled: Any) -> None:
     """While the user profiles nothing is followed."""
-    chance, net = Chance(), Net(lambda _, x: functional.dropout(x)).eval()
+    chance, net = Chance(GUARD), Net(lambda _, x: functional.dropout(x)).eval()
     for _ in range(3):
         chance.begin(net)
         net(torch.zeros(2, 4))
@@ -141,7 +144,7 @@ def test_a_profiler_that_hides_is_left_in_place(monkeypatch: pytest.MonkeyPatch)
     """That of yappi is not seen by `sys.getprofile`, and would see nothing any more."""
     running = [True]
     monkeypatch.setitem(sys.modules, "yappi", SimpleNamespace(is_running=lambda: running[0]))
-    chance, net = Chance(), Net(lambda _, x: functional.dropout(x)).eval()
+    chance, net = Chance(GUARD), Net(lambda _, x: functional.dropout(x)).eval()
     for _ in range(3):
         chance.begin(net)
         assert sys.getprofile() is None

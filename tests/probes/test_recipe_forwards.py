@@ -12,14 +12,19 @@ from torch import nn
 from torch.nn.modules import module as hooks
 from torch.utils.checkpoint import checkpoint
 
+from ddpdebug.probes.entries import entries_of
+from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.recipe.cuts import Cuts
 from ddpdebug.probes.recipe.inputs import FORWARDS, Inputs
 from ddpdebug.probes.recipe.no_grad import JUDGE, NoGrad
 
+GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
+ENTRIES = entries_of(GUARD)
+
 
 def look(model: nn.Module, x: torch.Tensor) -> list[dict[str, Any]]:
     told: list[dict[str, Any]] = []
-    inputs = Inputs(told.append)
+    inputs = Inputs(told.append, ENTRIES)
     for _ in range(FORWARDS + 2):
         inputs.begin()
         model(x)
@@ -65,7 +70,7 @@ class Pair(nn.Module):
 def test_cut(between: str, names: list[str] | None) -> None:
     """A layer whose output goes on without its graph is named; one whose output is not used is another matter."""
     model, x, given = Pair(between), torch.randn(3, 4), torch.randn(3, 5)
-    cuts = Cuts(model, list(model.one.parameters()))
+    cuts = Cuts(model, list(model.one.parameters()), ENTRIES)
     cuts.begin([x, given])
     model(x, given)
     found = cuts.end()
@@ -98,7 +103,7 @@ def run_parts(how: str) -> dict[str, Any] | None:
     """Train for a few steps as the recipe's probe sees them; return what is found."""
     model = Parts(how)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    seen = NoGrad(model)
+    seen = NoGrad(model, ENTRIES)
     for step in range(JUDGE + 1):
         seen.release() if step else seen.begin()
         model(torch.randn(3, 4)).sum().backward()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.errors import text_of
 from ddpdebug.forensics.leak import Leaks
 from ddpdebug.observations import Flag
 from ddpdebug.probes.guard import user_location
@@ -73,8 +73,9 @@ class Recipe:
 
     def __init__(self, recorder: Recorder, announce: Callable[[str, Any], None]) -> None:
         self._recorder, self._announce, self._pid = recorder, announce, os.getpid()
-        self.audit, self.clearing, self.schedules = Audit(), Clearing(), Schedules()
-        self._modes, self._labels, self._chance = Modes(), Labels(), Chance()
+        self._run, self._threads = recorder.guard.run, recorder.entries.threads
+        self.audit, self.clearing, self.schedules = Audit(), Clearing(), Schedules(recorder.entries)
+        self._modes, self._labels, self._chance = Modes(), Labels(), Chance(recorder.guard)
         self._leaks = Leaks(lambda on: setattr(recorder.guard, "quiet", on))
         self._loop = _Loop()
         self._passes: dict[str | None, int] = {}
@@ -94,7 +95,18 @@ class Recipe:
         """Note a new optimizer; one for each parameter (optimizers that step inside backward) are not followed."""
         self.audit.built(optimizer)
         if self.clearing.number() < _MAX_OPTIMIZERS:
-            self.clearing.of(optimizer)
+            self._run("probe:clearing", self.clearing.of, optimizer)
+
+    def scheduled(self, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        """Note a call of a scheduler's `step`; a given epoch is absolute: said twice it is the same."""
+        if args or kwargs:
+            self.schedules.moved(scheduler)
+        else:
+            self.schedules.called(scheduler)
+
+    def scheduler_built(self, _: Any, scheduler: Any, *__: Any, **___: Any) -> None:
+        """Note a scheduler whose constructor does not step it."""
+        self.schedules.built(scheduler)
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
@@ -102,10 +114,11 @@ class Recipe:
         """Look at a DDP forward that begins."""
         root = internals.unwrap_compiled(ddp.module)
         self._stepping.clear()
+        run = self._run
         if not root.training:
-            self._chance.begin(root)
+            run("probe:chance", self._chance.begin, root)
         if not torch.is_grad_enabled():
-            if self._modes.evaluates_in_train(root):
+            if run("probe:modes", self._modes.evaluates_in_train, root):
                 self._evaluation["forwards"] += 1
                 self._evaluation["location"] = self._evaluation["location"] or user_location()
             else:
@@ -114,7 +127,7 @@ class Recipe:
         self._end_evaluation()
         loop = self._loop
         loop.trained += 1
-        names = self._modes.trains_in_eval(root)
+        names = run("probe:modes", self._modes.trains_in_eval, root)
         if names:
             loop.in_eval += 1
             loop.eval_modules, loop.location = names, user_location()
@@ -123,27 +136,37 @@ class Recipe:
         self._forwards[key] = self._forwards.get(key, 0) + 1
         inputs = self._inputs.get(key)
         if inputs is None:
-            inputs = self._inputs[key] = Inputs(lambda fact: self._announce(f"inputs:{key}", self._at(fact)))
-        inputs.begin()
+            inputs = self._inputs[key] = Inputs(
+                lambda fact: self._announce(f"inputs:{key}", self._at(fact)), self._recorder.entries
+            )
+        run("probe:inputs", inputs.begin)
         if key in self._cuts:
-            self._cuts[key].begin(list(tensors_in((args, kwargs))))
+            run("probe:cuts", self._cuts[key].begin, list(tensors_in((args, kwargs))))
         if self._forwards[key] == 1 and not self._steps:
-            self._no_grad[key] = NoGrad(root)
-            self._no_grad[key].begin()
+            self._no_grad[key] = NoGrad(root, self._recorder.entries)
+            run("probe:no-grad", self._no_grad[key].begin)
 
     def output(self, ddp: DistributedDataParallel, args: Any, kwargs: Any, output: Any) -> None:
         """Look at a DDP forward that has ended."""
-        if calls := self._chance.end(internals.unwrap_compiled(ddp.module)):
+        run = self._run
+        if calls := run("probe:chance", self._chance.end, internals.unwrap_compiled(ddp.module)):
             others = [f"{call['function']} at {call['location']}" for call in calls[1:]]
             self.tell("chance", {**calls[0], "others": others})
         key = self._recorder.wrapped(ddp).index
         if key in self._inputs:
-            self._inputs[key].end()
+            run("probe:inputs", self._inputs[key].end)
         if key in self._no_grad:
             self._no_grad[key].release()
-        if key in self._cuts and torch.is_grad_enabled() and (cut := self._cuts.pop(key).end()) is not None:
-            self.tell("audit", {"kind": "detached", **cut})
+        if key in self._cuts and torch.is_grad_enabled():
+            cut = run("probe:cuts", self._cuts.pop(key).end)
+            if cut is not None:
+                self.tell("audit", {"kind": "detached", **cut})
         if torch.is_grad_enabled() and self._forwards.get(key) == 2:
+            run("probe:unregistered", self._unregistered, ddp, args, kwargs, output)
+
+    def _unregistered(self, ddp: DistributedDataParallel, args: Any, kwargs: Any, output: Any) -> None:
+        """Look for parameters that an output was computed with and that nobody has."""
+        if not self._threads.several:
             modules = [m for w in self._recorder.wrappers if (m := w.module()) is not None]
             known = {id(p) for module in modules for p in module.parameters()}
             known |= held_by(o for watch in self._recorder.watches for o in watch.optimizers())
@@ -153,7 +176,15 @@ class Recipe:
             if names:
                 self.tell("audit", {"kind": "unregistered", "names": names})
 
-    def abort(self) -> None:
+    def cut(self) -> None:
+        """Forget what was noted of a step that an exception of the user's has cut short."""
+        self.abort()
+        self._stepping.clear()
+        self._loop = _Loop()
+        self._labels.take({})
+        self._leaks.drop()
+
+    def abort(self, error: BaseException | None = None) -> None:
         """Take the hooks of a forward away that has raised."""
         self._chance.release()
         for inputs in self._inputs.values():
@@ -163,7 +194,7 @@ class Recipe:
         self._cuts.clear()
         for seen in self._no_grad.values():
             seen.release()
-        if _UNREDUCED in str(sys.exc_info()[1]):  # no further step will come
+        if isinstance(error, RuntimeError) and _UNREDUCED in text_of(error):  # no further step will come
             self._tell_no_grad()
 
     def _tell_no_grad(self) -> None:
@@ -183,12 +214,13 @@ class Recipe:
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
-    def begin_backward(self, tensors: Any) -> None:
+    def begin_backward(self, tensors: Any = None, *_: Any, **__: Any) -> None:
         """Look at the loss before backward frees its graph."""
         recorder = self._recorder
         if recorder.in_backward:
             return
-        self.clearing.begin_backward()
+        self.clearing.alone = not self._threads.several
+        self._run("probe:clearing", self.clearing.begin_backward)
         loop = self._loop
         scaled = recorder.events.is_scaled
         loop.scale = recorder.events.known_scale() if scaled else None
@@ -198,17 +230,21 @@ class Recipe:
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors or ())
         if len(roots) != 1 or roots[0].numel() != 1 or not (number <= _FIRST_PASSES or recorder.checking):
             return
-        found = terms(roots[0], by_scaler=scaled)
+        self._run("probe:losses", self._look_at_loss, roots[0], line, number, scaled)
+
+    def _look_at_loss(self, root: torch.Tensor, line: str | None, number: int, scaled: bool) -> None:  # noqa: FBT001
+        recorder, loop = self._recorder, self._loop
+        found = terms(root, by_scaler=scaled)
         plain = [name_of(term) for term in found if not term.scaled and is_mean(term)]
         loop.unscaled += plain[:1]
         for term in found:
             for fact in facts(term):
                 self.tell("loss", {**fact, "location": line})
-            self._labels.read(term)
+            self._run("probe:labels", self._labels.read, term)
         if len(found) == 1:
-            self._compare(found[0], roots[0], scaled=scaled)
+            self._run("probe:leaks", self._compare, found[0], root, scaled=scaled)
         if number == 1 and not recorder.next_step() and len(found) == 1:
-            first = self._labels.initial(found[0], roots[0], loop.scale)
+            first = self._run("probe:labels", self._labels.initial, found[0], root, loop.scale)
             if first is not None:
                 self.tell("loss", {**first, "location": line})
 
@@ -228,11 +264,11 @@ class Recipe:
 
         self._leaks.loss(scenes[-1], *target_of(term), reader)
 
-    def end_backward(self) -> None:
+    def end_backward(self, *_: Any, **__: Any) -> None:
         """See which gradients have come."""
         if not self._recorder.in_backward:
             self._backwards += 1
-            self.clearing.end_backward()
+            self._run("probe:clearing", self.clearing.end_backward)
 
     # --- what stands between backward and step ------------------------------------------------------------------------
 
@@ -260,10 +296,13 @@ class Recipe:
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Look at what led to an optimizer step."""
+        if id(optimizer) in self._stepping:
+            self._stepping.clear()  # its last step has raised
         self._stepping.append(id(optimizer))
         if self._recorder.in_backward or len(self._stepping) > 1:
             return
-        if (leak := self._leaks.work()) is not None:
+        run = self._run
+        if (leak := run("probe:leaks", self._leaks.work)) is not None:
             self.tell("leak", leak)
         closure = any(map(callable, args)) or callable(kwargs.get("closure"))  # torch passes itself among `args`
         flags, detail, loop = Flag(0), self._recorder.window.recipe, self._loop
@@ -271,14 +310,15 @@ class Recipe:
             flags |= Flag.EVAL_MODE
             detail["modes"] = {"modules": loop.eval_modules[:_MAX_NAMES], "location": loop.location}
         if not closure:
-            flags |= self._gradients(optimizer, detail)
-        flags |= self._labels.take(detail)
-        found = self.schedules.before_step(optimizer, len(loop.lines))
+            flags |= run("probe:clearing", self._gradients, optimizer, detail) or Flag(0)
+        flags |= run("probe:labels", self._labels.take, detail) or Flag(0)
+        found = run("probe:schedules", self.schedules.before_step, optimizer, len(loop.lines)) or {}
         detail.update(found)
         flags |= Flag.SCHEDULED_OFTEN if "scheduler" in found else Flag(0)
         flags |= Flag.SCHEDULED_ELSEWHERE if "elsewhere" in found else Flag(0)
         self._recorder.window.flags |= flags
-        self._count(optimizer)
+        if not self._threads.several:
+            run("probe:audit", self._count, optimizer)
 
     def _gradients(self, optimizer: torch.optim.Optimizer, detail: dict[str, Any]) -> Flag:
         loop, flags = self._loop, Flag(0)
@@ -330,7 +370,11 @@ class Recipe:
         self._steps += 1
         if self._steps == _CUTS:
             pairs = [(w, module) for w in self._recorder.wrappers if (module := w.module()) is not None]
-            self._cuts = {w.index: Cuts(m, lacking) for w, m in pairs if (lacking := self.audit.lacking(w))}
+            self._cuts = {
+                w.index: Cuts(m, lacking, self._recorder.entries)
+                for w, m in pairs
+                if (lacking := self.audit.lacking(w))
+            }
         if fact is not None:
             self._announce("alone:audit", fact)
 
@@ -347,21 +391,21 @@ class Recipe:
         if self._steps >= JUDGE:
             self._tell_no_grad()
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Begin the next step."""
         if not self._stepping or self._stepping.pop() != id(optimizer) or self._stepping:
             return
         if self._recorder.in_backward:
             return
         self._end_evaluation()
-        self.clearing.after_step(optimizer)
+        self._run("probe:clearing", self.clearing.after_step, optimizer)
         self._last = (weakref.ref(optimizer), self._backwards)
         self._loop = _Loop()
 
     def skipped(self, optimizer: torch.optim.Optimizer) -> None:
         """Begin the next step after one that GradScaler did not let happen."""
-        self.clearing.after_step(optimizer)
-        self.schedules.forgive()
+        self._run("probe:clearing", self.clearing.after_step, optimizer)
+        self._run("probe:schedules", self.schedules.forgive)
         self._leaks.drop()
         self._labels.take({})
         self._loop = _Loop()

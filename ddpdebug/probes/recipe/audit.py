@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.probes.wrappers import Wrapper
@@ -25,15 +26,19 @@ class Audit:
     """The optimizers of the process, and what the audits have seen."""
 
     def __init__(self) -> None:
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._known: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._held: dict[int, int] = {}  # id of an optimizer -> elements that were trainable when it was built
         self._marked: dict[int, tuple[weakref.ref[torch.Tensor], int | None]] = {}
         self._frozen = False
 
     def built(self, optimizer: torch.optim.Optimizer) -> None:
         """Note an optimizer."""
-        self._optimizers.add(optimizer)
+        self._known[id(optimizer)] = weakref.ref(optimizer)
         self._held[id(optimizer)] = _elements(p for p in _params([optimizer]) if p.requires_grad)
+
+    @property
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [optimizer for ref in list(self._known.values()) if (optimizer := ref()) is not None]
 
     def held(self) -> set[int]:
         """Return the ids of the parameters that an optimizer has."""
@@ -99,7 +104,7 @@ class Audit:
         """Look for optimizers that were built before ddpdebug watched; slow, so only when something is missing."""
         for thing in gc.get_objects():
             if issubclass(type(thing), torch.optim.Optimizer):
-                self._optimizers.add(thing)
+                self._known[id(thing)] = weakref.ref(thing)
 
     def _frozen_share(self, optimizer: torch.optim.Optimizer) -> float | None:
         """Return how much of what an optimizer was built to train is frozen as it steps, if it is the larger part."""
@@ -177,4 +182,4 @@ def _params(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Tenso
 
 
 def _elements(params: Iterable[torch.Tensor]) -> int:
-    return sum(p.numel() for p in params)
+    return sum(p.numel() for p in params if not is_lazy(p))  # lazy ones have no shape yet

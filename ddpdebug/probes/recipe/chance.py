@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import fingerprint, torch_internals as internals
-from ddpdebug.probes.guard import user_location
+from ddpdebug.probes.guard import Guard, user_location
 from ddpdebug.probes.values import rng_digest
 
 #: Forwards in eval mode of one model whose draws are looked at, and those that are followed.
@@ -53,7 +53,8 @@ class _Model:
 class Chance:
     """Watches the forwards of models in eval mode; one at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
         self._models: dict[int, _Model] = {}
         self._now: _Model | None = None
         self._before: tuple[int, ...] = ()
@@ -72,7 +73,7 @@ class Chance:
             self._before = _state(root)
         elif not _profiled():
             known.followed += 1
-            self._follower = _Follower(root)
+            self._follower = _Follower(root, self._guard)
             sys.setprofile(self._follower)
 
     def end(self, root: nn.Module) -> list[dict[str, Any]]:
@@ -98,8 +99,8 @@ class Chance:
 class _Follower:
     """A profile function: sees calls, and changes nothing."""
 
-    def __init__(self, root: nn.Module) -> None:
-        self._root = root
+    def __init__(self, root: nn.Module, guard: Guard) -> None:
+        self._root, self._guard = root, guard
         self._found: dict[tuple[str, str | None], tuple[nn.Module, float | None]] = {}
         self._before: tuple[int, ...] = ()
         functions = [inspect.unwrap(getattr(functional, name)) for name in _FUNCTIONS]
@@ -113,17 +114,19 @@ class _Follower:
         if self._broken:
             sys.setprofile(None)
             return
-        try:
-            if event == "call" and frame.f_code in self._codes:
-                self._function(self._codes[frame.f_code], frame)
-            elif arg is _ATTENTION and event == "c_call":
-                self._before = _state(self._root)
-            elif arg is _ATTENTION and event == "c_return" and self._before != _state(self._root):
-                self._note("scaled_dot_product_attention", None, frame)
-            elif frame.f_code is self._whole and event == "return":
-                sys.setprofile(None)  # whatever happens to the rest of ddpdebug meanwhile
-        except Exception:  # noqa: BLE001 - see above
-            self._broken = True
+        if (event == "call" and frame.f_code in self._codes) or arg is _ATTENTION:
+            self._broken = not self._guard.run("probe:chance", self._look, frame, event, arg)
+        elif frame.f_code is self._whole and event == "return":
+            sys.setprofile(None)  # whatever happens to the rest of ddpdebug meanwhile
+
+    def _look(self, frame: FrameType, event: str, arg: Any) -> bool:
+        if event == "call":
+            self._function(self._codes[frame.f_code], frame)
+        elif arg is _ATTENTION and event == "c_call":
+            self._before = _state(self._root)
+        elif arg is _ATTENTION and event == "c_return" and self._before != _state(self._root):
+            self._note("scaled_dot_product_attention", None, frame)
+        return True
 
     def calls(self) -> list[dict[str, Any]]:
         """Return what was found, where the module belongs to the model."""

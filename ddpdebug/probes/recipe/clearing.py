@@ -34,6 +34,7 @@ class Fed:
     carried: bool = False  # ... and a backward has added to that
     unused: bool = False  # a backward has fed them and no optimizer has stepped since
     versions: list[int | None] = field(default_factory=list)  # of the parameters at that time
+    stepped: bool = False  # in the thread that is followed
     discards: int = 0  # times that they were cleared unused, in this step
 
     def sample(self) -> list[torch.Tensor]:
@@ -62,7 +63,7 @@ class Fed:
     def is_zero(self) -> bool:
         """Tell whether the gradients are zero, as far as can be told without waiting for a device."""
         grads = [grad for p in self.sample() if (grad := p.grad) is not None]
-        if any(grad.device.type != "cpu" or grad.is_sparse for grad in grads):
+        if any(grad.device.type != "cpu" or not internals.is_plain(grad) for grad in grads):
             return False
         return all(map(_begins_with_zeros, grads))
 
@@ -72,6 +73,7 @@ class Clearing:
 
     def __init__(self) -> None:
         self._fed: dict[int, Fed] = {}
+        self.alone = True  # no other thread trains: one that does may change gradients while they are read
 
     def of(self, optimizer: torch.optim.Optimizer) -> Fed:
         """Return what is known of an optimizer."""
@@ -109,6 +111,7 @@ class Clearing:
     def before_step(self, optimizer: torch.optim.Optimizer) -> tuple[bool, bool, int]:
         """Return whether old gradients were carried over, whether the new ones are gone, how often that was before."""
         fed = self.of(optimizer)
+        fed.stepped = True
         now = fed.look()
         gone = fed.unused and now != fed.marks and (not any(now) or fed.is_zero()) and fed.versions == _versions(fed)
         return fed.carried and fed.stale and not gone, gone, fed.discards
@@ -125,7 +128,7 @@ class Clearing:
         gone = [key for key, fed in self._fed.items() if fed.optimizer() is None]
         for key in gone:
             del self._fed[key]
-        return list(self._fed.values())
+        return [fed for fed in list(self._fed.values()) if self.alone or fed.stepped]
 
 
 def _begins_with_zeros(grad: torch.Tensor) -> bool:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.probes.entries import Entries
 from ddpdebug.probes.values import tensors_in
 
 _MAX_NAMES = 20
@@ -35,23 +35,21 @@ class Cuts:
         lacking: the model's parameters that should have had a gradient by now.
     """
 
-    def __init__(self, root: nn.Module, lacking: Sequence[torch.Tensor]) -> None:
+    def __init__(self, root: nn.Module, lacking: Sequence[torch.Tensor], entries: Entries) -> None:
         self._root, self._lacking = weakref.ref(root), {id(p) for p in lacking}
         self._calls: list[_Call] = []
-        self._handle: Any = None
+        self._hook = entries.after_modules("probe:cuts", self._look)
         self._given: set[int] = set()
 
     def begin(self, inputs: Sequence[torch.Tensor]) -> None:
         """Look at the forward that begins now."""
         if not internals.anything_compiled():
             self._given = {t.data_ptr() for t in inputs if internals.is_plain(t)}
-            self._handle = register_module_forward_hook(self._hook)
+            self._hook.on()
 
     def release(self) -> None:
         """Take the hook away."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        self._hook.off()
 
     def end(self) -> dict[str, Any] | None:
         """Take the hook away; say which parameters lie behind which cut."""
@@ -65,7 +63,7 @@ class Cuts:
         found: dict[str, Any] = {}
         behind: dict[str, None] = {}  # what ran up to here without ever getting a gradient
         for i, (module, _, outputs) in enumerate(calls):
-            own = [names[id(p)] for p in module.parameters(recurse=False) if id(p) in self._lacking]
+            own = [names[id(p)] for p in internals.own_parameters(module) if id(p) in self._lacking]
             behind.update(dict.fromkeys(own))
             if not own or not any(t.requires_grad for t in outputs):
                 continue
@@ -83,7 +81,7 @@ class Cuts:
         shapes = {t.shape for t in outputs if t.requires_grad}
         return paths.get(id(module)) if any(t.shape in shapes for t in floating) else None
 
-    def _hook(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _look(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             self._calls.append((module, _noted(args), _noted(output)))
 

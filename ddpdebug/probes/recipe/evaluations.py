@@ -7,7 +7,6 @@ forward of the model itself and where the mode matters, they are an evaluation w
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.observations import Flag
@@ -84,7 +82,7 @@ class Evaluations:
         tell: Callable[[str, dict[str, Any]], None],
     ) -> None:
         self._recorder, self._loaders, self._models, self._tell = recorder, loaders, models, tell
-        self._thread: int | None = None
+        self._begun = False
         self._trained_on: int | None = None  # number of samples
         self._losses: dict[_Line, _Losses] = {}
         self._last: dict[_Line, int] = {}
@@ -94,7 +92,7 @@ class Evaluations:
 
     def look(self, loss: Any) -> None:
         """See what a loss function returns while gradients are off."""
-        if self._thread not in {None, threading.get_ident()} or not internals.is_readable(loss):
+        if self._recorder.entries.threads.several or not internals.is_readable(loss):
             return
         models = self._models()
         if any(not model.training for model in models):
@@ -113,9 +111,9 @@ class Evaluations:
         """An optimizer is about to step: what was computed before is an evaluation, or is not."""
         recorder = self._recorder
         if not recorder.in_backward:  # else it may be a thread of autograd's
-            if self._thread is None:
+            if not self._begun:
                 self._trained_on = self._loaders.samples
-            self._thread = threading.get_ident()
+            self._begun = True
         self._train_mode.end()
         if not self._losses:
             return
@@ -161,7 +159,7 @@ class _TrainMode:
     def __init__(self, recorder: Recorder, tell: Callable[[str, dict[str, Any]], None]) -> None:
         self._recorder, self._tell = recorder, tell
         self._modes = Modes()
-        self._handle: Any = None
+        self._hook = recorder.entries.before_modules("probe:evaluation", self._entered)
         self._roots: list[weakref.ref[nn.Module]] = []
         self._ran = False
         self._count = self._last = self._looks = 0
@@ -169,7 +167,7 @@ class _TrainMode:
 
     def look(self, models: list[nn.Module]) -> None:
         """See a loss."""
-        if self._handle is not None:
+        if self._hook.is_on:
             self._count += self._ran
             self._ran = False
         elif self._looks < _MAX_LOOKS and not internals.anything_compiled():
@@ -177,7 +175,7 @@ class _TrainMode:
             if roots:
                 self._looks += 1
                 self._roots, self._location = [weakref.ref(model) for model in roots], user_location()
-                self._handle = register_module_forward_pre_hook(self._entered)
+                self._hook.on()
 
     def _entered(self, module: nn.Module, args: Any) -> None:
         del args
@@ -201,6 +199,4 @@ class _TrainMode:
 
     def release(self) -> None:
         """Take the hook away."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        self._hook.off()

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
+from ddpdebug.probes.entries import Entries
 from ddpdebug.torch_internals import anything_compiled, is_plain
 
 #: Forwards that are looked at.
@@ -22,23 +22,21 @@ _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
 class Inputs:
     """Looks at one model's inputs, and takes itself away."""
 
-    def __init__(self, announce: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, announce: Callable[[dict[str, Any]], None], entries: Entries) -> None:
         self._announce = announce
-        self._handle: Any = None
+        self._hook = entries.before_modules("probe:inputs", self._look)
         self._seen: list[dict[str, float]] = []
         self._layer = ""
         self.over = False
 
     def begin(self) -> None:
         """Look at the forward that begins now."""
-        if not self.over and self._handle is None and not anything_compiled():
-            self._handle = register_module_forward_pre_hook(self._hook)
+        if not self.over and not self._hook.is_on and not anything_compiled():
+            self._hook.on()
 
     def release(self) -> None:
         """Take the hook away."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        self._hook.off()
 
     def end(self) -> None:
         """Take the hook away; announce once enough was seen."""
@@ -57,10 +55,10 @@ class Inputs:
                 }
             )
 
-    def _hook(self, module: nn.Module, args: Any) -> None:
+    def _look(self, module: nn.Module, args: Any) -> None:
         if isinstance(module, _NORMS):
             self.over = True  # the model brings its inputs into shape by itself
-        if self.over or self._handle is None or not isinstance(module, _LAYERS):
+        if self.over or not self._hook.is_on or not isinstance(module, _LAYERS):
             return
         self.release()
         tensor = args[0] if args else None
@@ -73,8 +71,8 @@ class Inputs:
 
 def _readable(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor is data that came from outside and can be read at once."""
-    usual = tensor.is_floating_point() and tensor.device.type == "cpu" and not tensor.requires_grad
-    return usual and is_plain(tensor) and not tensor.is_sparse and _LEAST <= tensor.numel() <= _MOST
+    usual = is_plain(tensor) and tensor.is_floating_point() and tensor.device.type == "cpu"
+    return usual and not tensor.requires_grad and _LEAST <= tensor.numel() <= _MOST
 
 
 def _look(tensor: torch.Tensor) -> dict[str, float]:

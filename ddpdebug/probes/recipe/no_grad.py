@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.probes.entries import Entries
 from ddpdebug.probes.guard import user_location
 
 #: Optimizer steps, from 0, without a gradient until it is told: more than an accident, and before SYNC207 judges.
@@ -31,9 +31,9 @@ class NoGrad:
         root: the model.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, entries: Entries) -> None:
         self._root = weakref.ref(root)
-        self._handle: Any = None
+        self._hook = entries.after_modules("probe:no-grad", self._look)
         self._with: set[int] = set()  # ids of the parameters of modules that ran with gradients
         self._without: set[int] = set()
         self._lines: dict[int, str | None] = {}  # of modules that ran without, by id, in the order of their returns
@@ -43,13 +43,11 @@ class NoGrad:
     def begin(self) -> None:
         """Look at the forward that begins now."""
         if not internals.anything_compiled():
-            self._handle = register_module_forward_hook(self._hook)
+            self._hook.on()
 
     def release(self) -> None:
         """Take the hook away."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        self._hook.off()
 
     def mark(self, lacking: Iterable[torch.Tensor]) -> None:
         """Note which modules that ran without gradients got none in the first step."""
@@ -94,9 +92,9 @@ class NoGrad:
                 taken |= params
                 yield path, module
 
-    def _hook(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _look(self, module: nn.Module, args: Any, output: Any) -> None:
         del args, output
-        own = [id(p) for p in module.parameters(recurse=False)]
+        own = [id(p) for p in internals.own_parameters(module)]
         if torch.is_grad_enabled():
             self._with.update(own)
             return

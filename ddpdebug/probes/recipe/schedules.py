@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import lr_scheduler
 
-from ddpdebug.probes.guard import is_user_file, user_location
+from ddpdebug.probes.entries import Entries
+from ddpdebug.probes.guard import calling_frame, is_user_file, user_location
 from ddpdebug.torch_internals.graph import parts_of
 
 #: A schedule that drives no stepping optimizer is in vain after so many calls, beside as many steps of another one.
@@ -49,22 +50,23 @@ class Steps:
 class Schedules:
     """All schedulers of the process."""
 
-    def __init__(self) -> None:
+    def __init__(self, entries: Entries) -> None:
+        self._entries = entries
         self._calls: dict[int, Calls] = {}
         self._steps: dict[int, Steps] = {}
         self._attributes: dict[int, Any] = {}
         self._unmoved: list[tuple[str, int]] = []  # class and optimizer steps of those that nothing has stepped
 
-    def called(self, scheduler: Any, depth: int = 3) -> None:
+    def called(self, scheduler: Any) -> None:
         """Note a call; those that torch makes itself, in a constructor or for a part, do not count."""
-        calls = self._of(scheduler)
-        if not is_user_file(sys._getframe(depth).f_code.co_filename):  # noqa: SLF001 - as in guard.py
+        calls, caller = self._of(scheduler), calling_frame()
+        if caller is None or not is_user_file(caller.f_code.co_filename):
             calls.inner += 1
             return
         calls.total += 1
         calls.pending += 1
         if calls.pending != 1 or calls.location is None:
-            calls.location = user_location(sys._getframe(depth))  # noqa: SLF001 - as above
+            calls.location = user_location(caller)
 
     def moved(self, scheduler: Any) -> None:
         """Note a call with an argument, an epoch or a metric: how often it is made says nothing."""
@@ -132,11 +134,9 @@ class Schedules:
         if known is None or known.scheduler() is not scheduler:
             key, name, calls = id(scheduler), type(scheduler).__name__, Calls(lambda: None)
 
-            def ended(_: Any) -> None:
-                self._judge(name, calls)
-
             known = self._calls[key] = calls
-            calls.scheduler = weakref.ref(scheduler, ended)
+            gone = partial(self._judge, name, calls)
+            calls.scheduler = self._entries.when_gone("probe:schedules", scheduler, gone)
             calls.optimizer = id(getattr(scheduler, "optimizer", None))
             for part in parts_of(scheduler):
                 self._of(part).part = True

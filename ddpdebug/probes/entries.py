@@ -1,0 +1,337 @@
+"""The one place through which torch and Python call ddpdebug: wrappers, hooks, exit handlers, callbacks.
+
+Whatever is registered here runs under `Guard.run` with a part of its own, does nothing any more once ddpdebug is
+closed, and is taken away then. Registering is under the guard as well: what this torch does not have is said, and left
+out. `tests/test_isolation.py` sees to it that nothing is registered anywhere else.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.modules import module as all_modules
+from torch.optim import optimizer as all_optimizers
+
+from ddpdebug import torch_internals as internals
+from ddpdebug.probes.guard import Guard
+from ddpdebug.probes.importlib_bootstrap import around
+from ddpdebug.probes.threads import Threads
+
+#: What looks, with the name of its part.
+Look = tuple[str, Callable[..., Any]]
+
+
+class Entries:
+    """Everything of one monitor that somebody else calls.
+
+    Args:
+        guard: what all of it runs under.
+    """
+
+    def __init__(self, guard: Guard) -> None:
+        self.guard, self.threads = guard, Threads(guard.tell)
+        self.closed = False
+        self.stop: Callable[[], None] = _nothing  # raises what the user has asked to be raised
+        self.listed: list[str] = []  # what was registered for good, as people write it
+        self._undo: list[tuple[str, Callable[[], Any]]] = []
+        doors = (_Door.opens, _Door.before, _Door.after, _Door.failed)
+        for function in (Guard.run, _Hook.__call__, _Step.__call__, ModuleHook.__call__, *doors):
+            internals.leave_uncompiled(function)
+
+    # --- wrappers -----------------------------------------------------------------------------------------------------
+
+    def patch(  # noqa: PLR0913 - one sentence about one function
+        self,
+        owner: Any,
+        name: str,
+        *,
+        before: Sequence[Look] = (),
+        after: Sequence[Look] = (),
+        failed: Sequence[Look] = (),
+        who: Callable[..., bool] | None = None,
+        stops: bool = False,
+        always_ask: bool = False,
+    ) -> None:
+        """Wrap a function of a module or class.
+
+        Args:
+            before: called with the call's arguments.
+            after: called with what it returned and its arguments.
+            failed: called with what it raised and its arguments.
+            who: tells with the call's arguments whether a thread that is not the followed one is looked at; None is all
+                threads.
+            stops: this is a place at which the job may be stopped, if the user has asked for that.
+            always_ask: ask `who` in the followed thread as well.
+        """
+        door = _Door(self, before, after, failed, who, stops=stops, always_ask=always_ask)
+        self.guard.run(f"patch:{name.strip('_')}", self._patch, owner, name, door)
+
+    def _patch(self, owner: Any, name: str, door: _Door) -> None:
+        if not hasattr(owner, name):
+            self.guard.tell("torch", f"this torch has no {_path(owner, name)}: what is seen there is not checked")
+            return
+        original, own = getattr(owner, name), name in vars(owner)
+        made = around(original, door)
+        internals.leave_uncompiled(made, nested=False)
+        replacement = functools.wraps(original)(made)
+
+        def undo() -> None:
+            if vars(owner).get(name) is replacement if isinstance(owner, type) else getattr(owner, name) is replacement:
+                setattr(owner, name, original) if own else delattr(owner, name)
+
+        self._undo.append((f"patch:{name}", undo))
+        setattr(owner, name, replacement)
+        self.listed.append(_path(owner, name))
+
+    def code(
+        self, part: str, what: str, change: Callable[[Callable[[Any], None]], Callable[[], None]], look: Any
+    ) -> None:
+        """Let `change` put a look into the code of functions; it returns what takes it out again."""
+
+        def seen(value: Any) -> None:
+            if not self.closed and self.threads.is_here():
+                self.guard.run(part, look, value)
+
+        undo = self.guard.run(part, change, seen)
+        if undo is not None:
+            self._undo.append((part, undo))
+            self.listed.append(what)
+
+    # --- hooks --------------------------------------------------------------------------------------------------------
+
+    def on_step(self, before: Sequence[Look], after: Sequence[Look], who: Callable[..., bool]) -> None:
+        """Hook the step of every optimizer; the job may be stopped before it."""
+        doors = _Step(self, before, who, stops=True), _Step(self, after, who, stops=False)
+        for name, door in zip(("pre", "post"), doors, strict=True):
+            register = getattr(all_optimizers, f"register_optimizer_step_{name}_hook")
+            handle = self.guard.run(f"patch:step_{name}", register, door)
+            if handle is not None:
+                self._undo.append((f"patch:step_{name}", handle.remove))
+                self.listed.append(f"torch.optim.optimizer.register_optimizer_step_{name}_hook")
+
+    def before_modules(self, part: str, look: Callable[[torch.nn.Module, Any], None]) -> ModuleHook:
+        """Return a hook that is called before the forward of every module, while it is on."""
+        return ModuleHook(self, part, look, all_modules.register_module_forward_pre_hook)
+
+    def after_modules(self, part: str, look: Callable[..., None], *, always_call: bool = False) -> ModuleHook:
+        """Return a hook that is called after the forward of every module, while it is on."""
+        return ModuleHook(
+            self, part, look, functools.partial(all_modules.register_module_forward_hook, always_call=always_call)
+        )
+
+    def before_module(self, part: str, module: torch.nn.Module, look: Callable[[torch.nn.Module, Any], None]) -> Any:
+        """Hook the forward of one module; return the handle. Copies and pickles of the module do not look."""
+        return module.register_forward_pre_hook(_Hook(self, part, look))
+
+    def on_tensor(self, part: str, tensor: torch.Tensor, look: Callable[[torch.Tensor | None], None]) -> Any:
+        """Hook the gradient of a tensor; return the handle. It is called in whatever thread runs the backward."""
+        return tensor.register_hook(_Hook(self, part, look))
+
+    def before_node(self, part: str, node: Any, look: Callable[[Any], None]) -> Any:
+        """Hook a node of the graph before its backward; return the handle."""
+        return node.register_prehook(_Hook(self, part, look))
+
+    def after_node(self, part: str, node: Any, look: Callable[[Any, Any], None]) -> Any:
+        """Hook a node of the graph after its backward; return the handle."""
+        return node.register_hook(_Hook(self, part, look))
+
+    @staticmethod
+    def on_gradient(parameter: torch.Tensor, arrived: Callable[..., None], *about: Any) -> Any:
+        """Hook the accumulation of a parameter's gradient, to call `arrived(*about, parameter)`; return the handle.
+
+        The call comes for each gradient of each step: it goes straight there, and must be under the guard itself where
+        it does more than note that it came. It holds nothing of ours, for it would hold the parameter in a cycle
+        through C++ that the collector cannot see.
+        """
+        return parameter.register_post_accumulate_grad_hook(functools.partial(arrived, *about))
+
+    # --- the process --------------------------------------------------------------------------------------------------
+
+    def at_exit(self, part: str, call: Callable[[], None]) -> None:
+        """Call at the end of the interpreter, unless it was closed before."""
+
+        def leave() -> None:
+            self.guard.run(part, call)
+
+        atexit.register(leave)
+        self._undo.append((part, functools.partial(atexit.unregister, leave)))
+
+    def in_child(self, part: str, call: Callable[[], None]) -> None:
+        """Call in a forked child. What is registered there stays for ever: it holds nothing."""
+        me, method = weakref.ref(self), weakref.WeakMethod(call)
+
+        def forked() -> None:
+            entries, found = me(), method()
+            if entries is not None and found is not None and not entries.closed:
+                entries.guard.run(part, found)
+
+        os.register_at_fork(after_in_child=forked)
+
+    def when_gone(self, part: str, thing: Any, call: Callable[[], None]) -> weakref.ref[Any]:
+        """Return a weak reference to a thing; `call` runs when the thing is gone."""
+        me = weakref.ref(self)
+
+        def gone(_: object) -> None:
+            entries = me()
+            if entries is not None and not entries.closed:
+                entries.guard.run(part, call)
+
+        return weakref.ref(thing, gone)
+
+    def when_out_of_memory(self, part: str, call: Callable[[int, int, int, int], None]) -> bool:
+        """Call with (device, requested, total, free) before CUDA raises; return whether torch can."""
+
+        def observed(*numbers: int) -> None:
+            if not self.closed:
+                self.guard.run(part, call, *numbers)
+
+        return bool(self.guard.run(part, internals.observe_out_of_memory, observed))
+
+    def close(self) -> None:
+        """Take everything away; what somebody else holds does nothing any more."""
+        self.closed = True
+        undo, self._undo = self._undo, []
+        for part, take_away in reversed(undo):
+            self.guard.run(part, take_away)
+
+    def tidy(self) -> None:
+        """Take hooks of modules away that an exception has left in place without anybody knowing."""
+
+        def is_left(hook: Any) -> bool:
+            return isinstance(hook, ModuleHook) and hook.entries is self and not hook.is_on
+
+        internals.drop_global_hooks(is_left)
+
+
+class _Door:
+    """The looks of one wrapper."""
+
+    __slots__ = ("_after", "_always_ask", "_before", "_entries", "_failed", "_run", "_stops", "_who")
+
+    def __init__(
+        self,
+        entries: Entries,
+        before: Sequence[Look],
+        after: Sequence[Look],
+        failed: Sequence[Look],
+        who: Callable[..., bool] | None,
+        *,
+        stops: bool,
+        always_ask: bool,
+    ) -> None:
+        self._entries, self._run, self._who = entries, entries.guard.run, who
+        self._stops, self._always_ask = stops, always_ask
+        self._before, self._after, self._failed = tuple(before), tuple(after), tuple(failed)
+
+    def opens(self, args: Any, kwargs: Any) -> bool:
+        entries = self._entries
+        if entries.closed:
+            return False
+        if self._who is None or (entries.threads.ident == threading.get_ident() and not self._always_ask):
+            return True
+        return bool(self._run("probe:threads", self._who, *args, **kwargs))
+
+    def before(self, args: Any, kwargs: Any) -> None:
+        if self._stops:
+            self._entries.stop()
+        for part, look in self._before:
+            self._run(part, look, *args, **kwargs)
+
+    def after(self, result: Any, args: Any, kwargs: Any) -> None:
+        for part, look in self._after:
+            self._run(part, look, result, *args, **kwargs)
+
+    def failed(self, error: BaseException, args: Any, kwargs: Any) -> None:
+        for part, look in self._failed:
+            self._run(part, look, error, *args, **kwargs)
+
+
+class _Step:
+    """A hook of all optimizers' steps."""
+
+    def __init__(self, entries: Entries, looks: Sequence[Look], who: Callable[..., bool], *, stops: bool) -> None:
+        self._entries, self._looks, self._who, self._stops = entries, tuple(looks), who, stops
+
+    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        entries = self._entries
+        if torch.compiler.is_compiling() or entries.closed:
+            return
+        run = entries.guard.run
+        if entries.threads.ident == threading.get_ident() or run("probe:threads", self._who, optimizer):
+            for part, look in self._looks:
+                run(part, look, optimizer, args, kwargs)
+            if self._stops:
+                entries.stop()
+
+
+class _Hook:
+    """A hook on one object of the user's; inert in copies and pickles of it."""
+
+    __slots__ = ("_entries", "_look", "_part")
+    __torch_unserializable__ = True  # a tensor that carries it can be saved without a warning
+
+    def __init__(self, entries: Entries, part: str, look: Callable[..., Any]) -> None:
+        self._entries, self._part, self._look = entries, part, look
+
+    def __call__(self, *args: Any) -> None:
+        entries = self._entries
+        if not entries.closed:
+            entries.guard.run(self._part, self._look, *args)
+
+    def __deepcopy__(self, memo: object) -> functools.partial[Any]:
+        return functools.partial(dict.get, {})  # called with (module, args) it returns args: nothing changes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (dict.get, {})
+
+
+class ModuleHook:
+    """A hook on the forward of all modules in the followed thread; `on` and `off` put it in place and take it away."""
+
+    def __init__(self, entries: Entries, part: str, look: Callable[..., None], register: Callable[..., Any]) -> None:
+        self.entries, self.is_on = entries, False
+        self._part, self._look, self._register = part, look, register
+        self._handle: Any = None
+
+    def on(self) -> None:
+        """Look from here on."""
+        if self._handle is None and not self.entries.closed:
+            self.is_on = True
+            self._handle = self._register(self)
+
+    def off(self) -> None:
+        """Look no more."""
+        self.is_on = False
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.remove()
+
+    def __call__(self, *args: Any) -> None:
+        """Let the probe look at one call; nothing of it changes."""
+        entries = self.entries
+        if self.is_on and not torch.compiler.is_compiling() and not entries.closed and entries.threads.is_here():
+            entries.guard.run(self._part, self._look, *args)
+
+
+def entries_of(guard: Guard) -> Entries:
+    """Return the entries that run under a guard; there is one such object for each."""
+    if guard.entries is None:
+        guard.entries = Entries(guard)
+    found: Entries = guard.entries
+    return found
+
+
+def _nothing() -> None:
+    """Stand in for what nobody has asked to be told."""
+
+
+def _path(owner: Any, name: str) -> str:
+    where = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+    return f"{where}.{name}"

@@ -1,0 +1,66 @@
+"""The wrappers that stand in the place of functions of torch. This file's name is part of what they do.
+
+A warning with `stacklevel=2` belongs to the line that calls: so many frames up the stack. A wrapper is one frame more,
+and the warning would be ours: another file, another line, another module for the filters. When Python counts, it leaves
+out the frames of its import system, which it knows by a file name with `importlib` and `_bootstrap` in it
+(`is_internal_frame` in `Python/_warnings.c`, `_is_internal_frame` in `warnings.py`). The frames of this file are left
+out with them. See docs/decisions/008.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, Protocol
+
+import torch
+
+
+class Door(Protocol):
+    """What a wrapper asks and tells; none of these raises unless the user has asked for it."""
+
+    def opens(self, args: Any, kwargs: Any) -> bool:
+        """Tell whether this call is looked at."""
+
+    def before(self, args: Any, kwargs: Any) -> None:
+        """Look at the call that begins."""
+
+    def after(self, result: Any, args: Any, kwargs: Any) -> None:
+        """Look at what the call has returned."""
+
+    def failed(self, error: BaseException, args: Any, kwargs: Any) -> None:
+        """Look at what the call has raised."""
+
+
+def around(original: Callable[..., Any], door: Door) -> FunctionType:
+    """Return a function that calls `original` once with the same arguments, and lets the door look before and after.
+
+    Under `torch.compile` it is the original.
+    """
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not door.opens(args, kwargs):
+            return original(*args, **kwargs)
+        door.before(args, kwargs)
+        try:
+            result = original(*args, **kwargs)
+        except BaseException as error:
+            door.failed(error, args, kwargs)
+            raise
+        door.after(result, args, kwargs)
+        return result
+
+    code, name = wrapper.__code__, getattr(original, "__name__", "wrapper")
+    wrapper.__code__ = code.replace(co_name=name, co_qualname=getattr(original, "__qualname__", name))
+    assert isinstance(wrapper, FunctionType)
+    return wrapper
+
+
+def after_that(first: Callable[[], Any], owner: type) -> Callable[..., None]:
+    """Return a constructor that calls `first`, and then that of `owner` as it is at the time."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        first()
+        owner.__init__(self, *args, **kwargs)  # type: ignore[misc]
+
+    return __init__

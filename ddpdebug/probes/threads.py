@@ -1,0 +1,79 @@
+"""Which thread of the process is followed: one that trains; a step of another one is another story.
+
+What belongs to a step (its batch, its gradients, the lines that ran) is told apart by nothing but the order of events,
+so the events of two threads would be mixed up, and gradients would be read while another thread writes them. The first
+thread that trains is followed until it ends. Where ranks are compared, all must follow the same one of several threads:
+the one of the first model.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+
+class Threads:
+    """The followed thread.
+
+    Args:
+        tell: takes (part, message) about what is not looked at.
+    """
+
+    def __init__(self, tell: Callable[[str, str], None]) -> None:
+        self.ident: int | None = None
+        self.several = False  # another one trains too: what is counted for the whole process is counted no more
+        self.compared = False  # between ranks
+        self._thread: threading.Thread | None = None
+        self._tell = tell
+
+    def is_here(self) -> bool:
+        """Tell whether this is the followed thread, or may still become it."""
+        return self.ident is None or self.ident == threading.get_ident()
+
+    def begins(self, model: int | None = None) -> bool:
+        """Tell whether the thread that trains here is the followed one; there has to be one from now on.
+
+        Args:
+            model: the number of the DDP that runs, None where it is not known.
+        """
+        if self.ident == threading.get_ident():
+            return True
+        if (self.ident is None or not self._lives()) and (not self.compared or self._is_alike(model)):
+            self._thread, self.ident = threading.current_thread(), threading.get_ident()
+            return True
+        if not self.several:
+            self.several = True
+            followed = "the first model's" if self._thread is None else repr(self._thread.name)
+            self._tell(
+                "threads",
+                f"several threads train at the same time; only {followed} is followed, and what thread "
+                f"{threading.current_thread().name!r} and any further one do is not checked",
+            )
+        return False
+
+    def may_build(self) -> bool:
+        """Tell whether a model that is built here gets the same number on every rank."""
+        return not self.compared or all(t is threading.main_thread() for t in self._others())
+
+    def is_autograd(self) -> bool:
+        """Tell whether this is a thread of torch's own, which works for the one that called backward."""
+        ident = threading.get_ident()
+        known = next((thread for thread in threading.enumerate() if thread.ident == ident), None)
+        return known is None or type(known).__name__ == "_DummyThread"
+
+    def _lives(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _is_alike(self, model: int | None) -> bool:
+        """Tell whether this thread would be chosen on every rank, whichever of them is the first there."""
+        others = list(self._others())
+        if not others or model == 0:
+            return True
+        # the main thread mostly waits for the one that trains; what owns no DDP has no number
+        return model is None and others == [threading.main_thread()]
+
+    @staticmethod
+    def _others() -> Iterator[threading.Thread]:
+        """Yield the threads that may train as well; helpers (loaders, loggers, ours) are daemons."""
+        own = threading.current_thread()
+        return (t for t in threading.enumerate() if t is not own and not t.daemon)

@@ -1,0 +1,115 @@
+"""Each thing of ours that a job calls, with a fault in it: the job ends as without us, and the part says so.
+
+First the scripts run as they are, and what runs under the guard is written down; then each of these fails in turn, with
+an ordinary error and with one whose own text cannot be had.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.jobs, pytest.mark.timeout(1500)]
+
+Run = Callable[[list[dict[str, Any]]], list[list[dict[str, Any]]]]
+
+_RECORD = """
+import atexit, json
+from ddpdebug.probes.guard import Guard
+seen, run, contain = {}, Guard.run, Guard.contain
+def key(part, probe):
+    return part + " " + getattr(probe, "__qualname__", type(probe).__name__)
+def noting(how):
+    def noted(self, part, probe, /, *args, **kwargs):
+        seen[key(part, probe)] = 1
+        return how(self, part, probe, *args, **kwargs)
+    return noted
+Guard.run, Guard.contain = noting(run), noting(contain)
+atexit.register(lambda: open(PLACE, "w").write(json.dumps(sorted(seen))))
+"""
+
+_FAULT = """
+import atexit, json
+from ddpdebug.probes.guard import Guard
+class Odd(RuntimeError):
+    def __str__(self): raise ValueError
+hits, run, contain = {}, Guard.run, Guard.contain
+def failing(how):
+    def faulty(self, part, probe, /, *args, **kwargs):
+        key = part + " " + getattr(probe, "__qualname__", type(probe).__name__)
+        def fail(*_, **__):
+            hits[key] = 1
+            raise Odd() if ODD else RuntimeError("injected")
+        return how(self, part, fail if key in KEYS else probe, *args, **kwargs)
+    return faulty
+Guard.run, Guard.contain = failing(run), failing(contain)
+atexit.register(lambda: open("hits.json", "w").write(json.dumps(sorted(hits))))
+"""
+_OPTIONS = ["--metrics", "off", "--every-step", "--out", "run"]
+
+
+def _job(args: list[str], options: list[str] | None, inject: str = "") -> dict[str, Any]:
+    return {"script": "every_entry.py", "args": args, "ranks": 1, "options": options, "inject": {"0": inject}}
+
+
+@pytest.mark.parametrize("args", [[], ["alone"]], ids=["ddp", "alone"])
+def test_every_entry_may_fail(args: list[str], run_jobs: Run, tmp_path: Path) -> None:
+    """Same output (weights, gradients, state, generators) and status, with one more line on stderr."""
+    place = tmp_path / "seen.json"
+    plain, recorded = run_jobs([_job(args, None), _job(args, _OPTIONS, f"PLACE = {str(place)!r}\n{_RECORD}")])
+    assert (plain[0]["status"], recorded[0]["status"]) == (0, 0), recorded[0]["err"] + plain[0]["err"]
+    assert recorded[0]["out"] == plain[0]["out"]
+    assert "switched itself off" not in recorded[0]["err"], recorded[0]["err"]
+    keys: list[str] = json.loads(place.read_text())
+    wanted = {"probe:optimizer", "probe:backward", "probe:clearing", "probe:schedules", "probe:scene", "probe:loader"}
+    assert {key.split()[0] for key in keys} >= wanted
+    for odd in (False, True):
+        left, size = set(keys), 16
+        while left:
+            groups = _groups(sorted(left), size)
+            places = [tmp_path / f"{odd}-{len(left)}-{size}-{number}" for number in range(len(groups))]
+            for folder in places:
+                folder.mkdir()
+            jobs = [
+                {**_job(args, _OPTIONS, f"KEYS, ODD = {group!r}, {odd}\n{_FAULT}"), "cwd": str(folder)}
+                for group, folder in zip(groups, places, strict=True)
+            ]
+            before = len(left)
+            for group, folder, result in zip(groups, places, run_jobs(jobs), strict=True):
+                hits = json.loads((folder / "hits.json").read_text())
+                about = f"{group}, {odd}: {result[0]['err'][-1500:]}"
+                assert result[0]["status"] == 0, about
+                assert result[0]["out"] == plain[0]["out"], about
+                assert "Traceback" not in result[0]["err"], about
+                _assert_said(hits, result[0]["err"], odd=odd)
+                left -= set(hits)
+            if len(left) == before:  # each hides one of its group
+                assert size > 1, f"never called again: {sorted(left)}"
+                size = 1 if size < 4 else size // 4
+
+
+def _groups(keys: list[str], size: int) -> list[list[str]]:
+    """Put keys of different parts together; of one part the first failure switches the others off."""
+    groups: list[list[str]] = []
+    for key in keys:
+        part = key.split()[0]
+        fits = (group for group in groups if len(group) < size and all(k.split()[0] != part for k in group))
+        found = next(fits, None)
+        if found is None:
+            groups.append([key])
+        else:
+            found.append(key)
+    return groups
+
+
+def _assert_said(hits: list[str], err: str, *, odd: bool) -> None:
+    parts = {key.split()[0] for key in hits}
+    if parts & {"sinks", "exchange", "exchange:say", "close:exchange", "close:sinks", "patches"}:
+        return  # nobody is left to be told, or to tell
+    for part in parts:
+        if not part.startswith(("close:", "patch:")):
+            assert f"{part} has switched itself off: {'Odd' if odd else 'RuntimeError: injected'}" in err, (part, err)

@@ -1,0 +1,58 @@
+"""The user's own code around and inside a training: modes, odd containers and tensors, signals, warnings, threads.
+
+Each script runs plain and attached: same output (weights, gradients, what the user saw), same status, and no part
+of ddpdebug switched off.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.jobs, pytest.mark.timeout(1500)]
+
+Run = Callable[[list[dict[str, Any]]], list[list[dict[str, Any]]]]
+_OPTIONS = ["--metrics", "off", "--every-step", "--out", "run"]
+_INPUTS = ("csr", "csc", "nested", "jagged", "dict", "subclass", "empty", "strided", "complex")
+_AROUND = ("dispatch", "functions", "flops", "device", "autocast", "anomaly", "float64", "deterministic", "vmap")
+_REST = ("signals", "timeouts", "interrupts", "runtime", "warnings", "threads", "ddp-threads")
+_ALL = [*_INPUTS, *_AROUND, *_REST]
+
+
+@pytest.fixture(scope="module")
+def pairs(run_jobs: Run, selected: set[tuple[str, ...]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Both runs of each case that is tested, and the folder of the watched one."""
+    cases = [kind for kind in _ALL if (kind,) in selected]
+    jobs, folders = [], []
+    for kind in cases:
+        for options in (None, _OPTIONS):
+            folders.append(tmp_path_factory.mktemp(kind))
+            job = {"script": "users_code.py", "args": [kind], "ranks": 2 if kind == "ddp-threads" else 1}
+            jobs.append({**job, "options": options, "cwd": str(folders[-1])})
+    results = run_jobs(jobs)
+    return {kind: (results[2 * i], results[2 * i + 1], folders[2 * i + 1]) for i, kind in enumerate(cases)}
+
+
+@pytest.mark.parametrize("kind", _ALL)
+def test_same_as_without(kind: str, pairs: dict[str, Any], compare: Callable[..., list[str]]) -> None:
+    """Nothing tells the two apart, and the watched one was watched."""
+    plain, watched, folder = pairs[kind]
+    assert compare(plain, watched) == []
+    assert plain[0]["status"] == 0, plain[0]["err"]
+    assert plain[0]["out"]
+    assert "switched itself off" not in watched[0]["err"], watched[0]["err"]
+    outcome = json.loads((Path(folder) / "run" / "run.json").read_text())["outcome"]
+    assert outcome["steps"], watched[0]["err"]
+    codes = {json.loads(line)["code"] for line in (Path(folder) / "run" / "findings.jsonl").read_text().splitlines()}
+    assert not {code for code in codes if code.startswith(("RANK", "HANG", "NUM"))}, codes
+    if "threads" in kind:
+        assert watched[0]["err"].count("several threads train at the same time") == 1, watched[0]["err"]
+    if kind == "warnings":
+        assert "users_code.py" in plain[0]["out"]
+        assert "RAISED" in plain[0]["out"]
+    if kind in {"complex", "csr"}:
+        assert watched[0]["err"].count("Warning") == plain[0]["err"].count("Warning"), watched[0]["err"]

@@ -1,0 +1,499 @@
+"""Nothing of ours reaches a job: what torch and Python call is registered in one place, and what fails stays there.
+
+The walk over all entries with a fault in each, in real jobs, is in tests/harm/test_isolated_entries.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddpdebug.probes import entries as entries_module
+from ddpdebug.probes.entries import Entries, entries_of
+from ddpdebug.probes.guard import Guard, contained, is_users
+from ddpdebug.probes.threads import Threads
+
+_PACKAGE = Path(__file__).parent.parent / "ddpdebug"
+_LIVE = ("probes", "forensics", "torch_internals", "sinks", "monitor.py", "attach.py", "wrapper.py", "exchange.py")
+_REGISTERS = {
+    "register",
+    "unregister",
+    "register_at_fork",
+    "setprofile",
+    "settrace",
+    "excepthook",
+    "signal",
+    "finalize",
+}
+#: Where something is registered elsewhere all the same, and why that cannot reach a job.
+_ALLOWED = {
+    ("probes/recipe/chance.py", "sys.setprofile"): "the function looks under the guard, and a job's own is left alone",
+    ("probes/graphs.py", "weakref.ref"): "the callback is a method of a set: no code of ours runs",
+    ("forensics/leak.py", "register_forward_hook"): "on a module that runs for us only, inside the guard",
+    ("forensics/replay.py", "register_forward_hook"): "as above",
+    ("forensics/replay.py", "register_forward_pre_hook"): "as above",
+    ("forensics/replay.py", "register_hook"): "as above, on a graph of ours",
+}
+
+
+def _registrations(tree: ast.Module) -> Iterator[str]:
+    """Yield what a module asks torch or Python to call, as it is written."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        owner, _, name = called.rpartition(".")
+        hooks = name.startswith("register_") and ("hook" in name or name == "register_prehook")
+        process = owner in {"atexit", "os", "sys", "signal", "threading", "weakref"} and name in _REGISTERS
+        callback = called in {"weakref.ref", "weakref.WeakMethod"} and len(node.args) > 1
+        patched = called == "setattr" and ast.unparse(node.args[0]) not in {"record", "recorder.guard"}
+        if hooks:
+            yield name
+        elif process or callback or patched:
+            yield called
+
+
+def _outside(files: dict[str, ast.Module]) -> set[tuple[str, str]]:
+    return {(name, found) for name, tree in files.items() for found in _registrations(tree)} - {*_ALLOWED}
+
+
+def _live() -> dict[str, ast.Module]:
+    places = [_PACKAGE / place for place in _LIVE]
+    files = [file for place in places for file in ([place] if place.suffix else place.rglob("*.py"))]
+    return {file.relative_to(_PACKAGE).as_posix(): ast.parse(file.read_text(encoding="utf-8")) for file in files}
+
+
+def test_one_place_registers() -> None:
+    """Whatever torch or Python calls of a live job's ddpdebug is put in place in `probes/entries.py`."""
+    files = _live()
+    assert _outside({name: tree for name, tree in files.items() if name != "probes/entries.py"}) == set()
+    assert set(_registrations(files["probes/entries.py"])) >= {"atexit.register", "weakref.ref", "setattr"}
+    everything = {(name, found) for name, tree in files.items() for found in _registrations(tree)}
+    assert set(_ALLOWED) <= everything  # no exception outlives what it was for
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "module.register_forward_hook(f)",
+        "node.register_prehook(f)",
+        "parameter.register_post_accumulate_grad_hook(f)",
+        "register_optimizer_step_pre_hook(f)",
+        "atexit.register(f)",
+        "os.register_at_fork(after_in_child=f)",
+        "weakref.ref(x, f)",
+        "weakref.finalize(x, f)",
+        "setattr(DistributedDataParallel, 'forward', f)",
+        "sys.setprofile(f)",
+        "signal.signal(15, f)",
+    ],
+)
+def test_registrations_are_seen(line: str) -> None:
+    """The check itself works."""
+    assert len(_outside({"probes/new.py": ast.parse(line)})) == 1
+
+
+# --- the guard --------------------------------------------------------------------------------------------------------
+
+
+class Unspeakable(RuntimeError):  # noqa: N818 - as it is
+    """An error whose own text cannot be had."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.fixture
+def troubles() -> list[tuple[str, str]]:
+    return []
+
+
+@pytest.fixture
+def guard(troubles: list[tuple[str, str]]) -> Guard:
+    return Guard(lambda part, message: troubles.append((part, message)))
+
+
+def _raising(error: BaseException) -> Callable[..., Any]:
+    def probe(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return probe
+
+
+def test_a_failing_probe_is_off_and_named(guard: Guard, troubles: list[tuple[str, str]]) -> None:
+    """What fails is off from then on, says so once, and its neighbours go on."""
+    for _ in range(2):
+        assert guard.run("probe:a", _raising(RuntimeError("x"))) is None
+        assert guard.run("probe:b", lambda: 3) == 3
+    assert troubles == [("probe:a", "RuntimeError: x")]
+    assert guard.run("probe:c", _raising(Unspeakable())) is None
+    assert guard.contain("sinks", _raising(Unspeakable())) is None
+    assert [part for part, _ in troubles] == ["probe:a", "probe:c", "sinks"]
+    assert not guard.active
+
+
+def test_nobody_left_to_be_told() -> None:
+    """A guard whose own words cannot be delivered keeps that to itself as well."""
+    guard = Guard(_raising(Unspeakable()))
+    assert guard.run("probe:a", _raising(RuntimeError("x"))) is None
+    guard.tell("threads", "text")
+    assert guard.off == {"probe:a"}
+
+
+class Preempted(Exception):  # noqa: N818 - what users write
+    pass
+
+
+def _alarm() -> None:
+    signal.raise_signal(signal.SIGALRM)
+
+
+def _keeps_frame(number: int, frame: Any) -> None:
+    raise Preempted
+
+
+def _star(*args: Any) -> None:
+    raise TimeoutError
+
+
+def _forgets(number: int, frame: Any = None) -> None:
+    del number
+    frame = None
+    raise RuntimeError(frame)
+
+
+class _Callable:
+    def __call__(self, number: int, frame: Any) -> None:
+        self._deeper()
+
+    def _deeper(self) -> None:
+        raise OSError("from further down")
+
+    def method(self, _: int, __: Any) -> None:
+        raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    "handler, kind",
+    [
+        (_keeps_frame, Preempted),
+        (_star, TimeoutError),
+        (_forgets, RuntimeError),
+        (_Callable(), OSError),
+        (_Callable().method, SystemExit),
+        (signal.default_int_handler, KeyboardInterrupt),
+    ],
+)
+def test_a_signal_handlers_exception_is_the_users(
+    handler: Any, kind: type[BaseException], guard: Guard, troubles: list[Any]
+) -> None:
+    """It goes through, switches nothing off, and what was half noted is told to be forgotten."""
+    cuts: list[int] = []
+    guard.on_cut = lambda: cuts.append(1)
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with pytest.raises(kind):
+            guard.run("probe:a", guard.run, "probe:b", _alarm)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert (troubles, guard.off, guard.active) == ([], set(), False)
+    assert cuts
+
+
+def test_an_exception_sent_by_another_thread_is_the_users(guard: Guard, troubles: list[Any]) -> None:
+    """As notebooks and time limits send it: it has no frame of its own."""
+    import ctypes
+
+    for kind in (Preempted, TimeoutError):
+        me = ctypes.c_ulong(threading.get_ident())
+
+        def probe(kind: type[Exception] = kind, me: Any = me) -> None:
+            entries_module._nothing()
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(me, ctypes.py_object(kind))
+            entries_module._nothing()
+
+        code = probe.__code__.replace(co_filename=entries_module.__file__)  # as if it were a probe of ours
+        with pytest.raises(kind):
+            guard.run("probe:a", type(probe)(code, globals(), "probe", probe.__defaults__, probe.__closure__))
+    assert troubles == []
+
+
+def test_what_the_users_code_raises_because_we_call_it_is_ours(guard: Guard, troubles: list[Any]) -> None:
+    """A container of the user's that raises when a probe walks it has raised for us only."""
+
+    class Odd:
+        def __len__(self) -> int:
+            raise Preempted("not for you")
+
+    assert guard.run("probe:a", lambda: len(Odd())) is None
+    assert troubles == [("probe:a", "Preempted: not for you")]
+
+
+def test_threads_of_ours_end_with_a_word() -> None:
+    """`SystemExit` ends a thread without one; an error without a text has none."""
+    for error in (SystemExit(1), Unspeakable(), GeneratorExit()):
+        with pytest.raises(RuntimeError, match=type(error).__name__):
+            contained(_raising(error))()
+    with pytest.raises(OSError, match="as it is"):
+        contained(_raising(OSError("as it is")))()
+
+
+class _Counts(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class _Functions(torch.overrides.TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_do_not_see_probes(guard: Guard, troubles: list[Any]) -> None:
+    """Dispatch and function modes, fake tensors, a default device: none of them gets an operation of ours."""
+    x = torch.arange(4.0)
+    for mode in (_Counts(), _Functions()):
+        with mode:
+            assert guard.run("probe:a", lambda: float(x.sum())) == 6.0
+            assert mode.seen == []
+            (x + 1).sum()
+        assert mode.seen
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        assert guard.run("probe:a", lambda: float(x.sum())) == 6.0
+    with torch.device("meta"):
+        assert guard.run("probe:a", lambda: float(torch.ones(3).sum())) == 3.0
+    assert torch.func.vmap(lambda row: row + (guard.run("probe:a", lambda: 1) or 0))(x).tolist() == x.tolist()
+    assert troubles == []
+
+
+def test_without_a_way_aside_nothing_is_looked_at(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch that has no such way: the probe does not run while a mode is on, and runs without one."""
+    monkeypatch.setattr("ddpdebug.torch_internals.modes._without_dispatch", None)
+    with _Counts() as mode:
+        assert guard.run("probe:a", lambda: float(torch.ones(2).sum())) is None
+    assert mode.seen == []
+    assert guard.run("probe:a", lambda: 2) == 2
+
+
+# --- entries ----------------------------------------------------------------------------------------------------------
+
+
+class Owner:
+    def add(self, a: int, b: int = 1) -> int:
+        """Add."""
+        if a < 0:
+            warnings.warn("negative", FutureWarning, stacklevel=2)
+        if a > 100:
+            raise OverflowError(a)
+        return a + b
+
+
+@pytest.fixture
+def entries(guard: Guard) -> Iterator[Entries]:
+    made = entries_of(guard)
+    yield made
+    made.close()
+
+
+def test_a_wrapper_looks_and_goes_away(entries: Entries) -> None:
+    """Same arguments, same result, once; looks before and after; nothing is left after `close`."""
+    seen: list[Any] = []
+    original = vars(Owner)["add"]
+    entries.patch(
+        Owner,
+        "add",
+        before=[("probe:a", lambda owner, *args, **kwargs: seen.append((args, kwargs)))],
+        after=[("probe:b", lambda result, owner, *args, **kwargs: seen.append(result))],
+        failed=[("probe:c", lambda error, owner, *args, **kwargs: seen.append(type(error)))],
+    )
+    assert Owner().add(1, b=5) == 6
+    with pytest.raises(OverflowError):
+        Owner().add(101)
+    assert seen == [((1,), {"b": 5}), 6, ((101,), {}), OverflowError]
+    assert (Owner.add.__doc__, Owner.add.__name__) == ("Add.", "add")
+    entries.close()
+    assert vars(Owner)["add"] is original
+
+
+def test_a_wrapper_below_somebody_elses_looks_no_more_after_close(entries: Entries) -> None:
+    """Who wrapped ours keeps it alive; it then calls the original and does nothing else."""
+    seen: list[int] = []
+    original = Owner.add
+    entries.patch(Owner, "add", before=[("probe:a", lambda *_, **__: seen.append(1))])
+    ours = Owner.add
+    Owner.add = lambda self, a: ours(self, a, 1)  # type: ignore[method-assign,assignment,misc]
+    try:
+        Owner().add(1)
+        entries.close()
+        assert Owner().add(1) == 2
+    finally:
+        Owner.add = original  # type: ignore[method-assign]
+    assert seen == [1]
+
+
+def test_what_torch_lacks_is_said_and_left_out(entries: Entries, troubles: list[tuple[str, str]]) -> None:
+    """One missing name switches one look off."""
+    entries.patch(Owner, "_no_such_name", before=[("probe:a", print)])
+    assert [part for part, _ in troubles] == ["torch"]
+    assert "Owner._no_such_name" in troubles[0][1]
+
+
+def test_a_warning_belongs_to_the_line_that_calls(entries: Entries) -> None:
+    """File, line and module of a warning are those without the wrapper, and so are the filters and `once` registers."""
+
+    def where() -> list[tuple[str, int]]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            Owner().add(-1)
+        return [(w.filename, w.lineno) for w in caught]
+
+    plain = where()
+    entries.patch(Owner, "add", before=[("probe:a", lambda *_, **__: None)])
+    assert where() == plain
+    assert plain[0][0] == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", category=FutureWarning, module=__name__.replace(".", r"\."))
+        with pytest.raises(FutureWarning):
+            Owner().add(-1)
+
+
+def test_tracebacks_show_the_original(entries: Entries) -> None:
+    """Where the original raises, the wrapper is one line of the traceback, with its source."""
+    import traceback
+
+    entries.patch(Owner, "add", before=[("probe:a", lambda *_, **__: None)])
+    with pytest.raises(OverflowError) as caught:
+        Owner().add(101)
+    text = "".join(traceback.format_exception(caught.value))
+    assert "result = original(*args, **kwargs)" in text
+    assert text.rstrip().endswith("OverflowError: 101")
+
+
+def test_hooks_of_all_modules_are_taken_away_whatever_happened(entries: Entries) -> None:
+    """Off is off, also where an exception came between the hook and the note of it."""
+    seen: list[Any] = []
+    hook = entries.after_modules("probe:a", lambda module, args, output: seen.append(type(module)))
+    hook.on()
+    nn.Linear(1, 1)(torch.ones(1))
+    hook._handle, hook.is_on = None, False  # as an exception would leave it
+    entries.tidy()
+    assert not torch.nn.modules.module._global_forward_hooks
+    nn.Linear(1, 1)(torch.ones(1))
+    assert seen == [nn.Linear]
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+def _in_thread(call: Callable[[], Any], name: str | None = None) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(call()), name=name)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_the_first_thread_that_trains_is_followed() -> None:
+    """Another one is left alone and that is said once; after its end the next one may be followed."""
+    told: list[str] = []
+    threads = Threads(lambda part, text: told.append(text))
+    assert threads.is_here()
+    assert threads.begins()
+    assert not _in_thread(threads.begins, "second")
+    assert not _in_thread(threads.is_here)
+    assert not _in_thread(threads.begins)
+    assert threads.several
+    assert len(told) == 1
+    assert "'MainThread' is followed" in told[0]
+    assert "'second'" in told[0]
+    alone = Threads(lambda part, text: told.append(text))
+    assert _in_thread(alone.begins)
+    assert alone.begins()  # the other one has ended
+    assert len(told) == 1
+
+
+def test_ranks_follow_the_same_one_of_several_threads() -> None:
+    """Whichever thread is the first on this rank, the one of the first model is followed."""
+    threads = Threads(lambda part, text: None)
+    threads.compared = True
+    ready, done = threading.Event(), threading.Event()
+    found: dict[int, bool] = {}
+
+    def second() -> None:
+        found[1] = threads.begins(1)
+        ready.set()
+        done.wait(10)
+
+    def first() -> None:
+        ready.wait(10)
+        found[0] = threads.begins(0)
+        done.set()
+
+    both = [threading.Thread(target=call) for call in (second, first)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    assert found == {1: False, 0: True}
+
+
+def test_names_of_the_wrappers_file() -> None:
+    """What Python leaves out when it counts frames is told by this name."""
+    from ddpdebug.probes import importlib_bootstrap
+
+    assert "importlib" in importlib_bootstrap.__file__
+    assert "_bootstrap" in importlib_bootstrap.__file__
+    assert not is_users(RuntimeError())
+    assert sys.version_info >= (3, 11)
+
+
+def test_the_list_of_patches_is_complete() -> None:
+    """`docs/attaching.md` names everything that is registered for good, and nothing else."""
+    from ddpdebug.probes.loaders import Loaders
+    from ddpdebug.probes.patches import Patches
+    from ddpdebug.probes.recorder import Recorder
+
+    guard = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
+    recorder = Recorder(guard, lambda _: None, lambda *_: None, lambda *_: True, 1)
+    patches = Patches(recorder, Loaders(recorder, lambda *_: None), lambda: None)
+    patches.install()
+    patches.remove()
+    page = (_PACKAGE.parent / "docs" / "attaching.md").read_text(encoding="utf-8").partition("## What is patched")[2]
+    rows = [line for line in page.partition("\n\nFor a time")[0].splitlines() if line.startswith("| ")]
+    documented: set[str] = set()
+    for row in rows:
+        where, _, names = row.split("|")[1].partition(":")
+        owner = where.strip().strip("`")
+        documented |= {f"{owner}.{name}" for name in ast_names(names)} if names else {owner}
+    schedulers = "torch.optim.lr_scheduler"
+    registered = {
+        f"{schedulers}.step" if name.startswith(schedulers) and name.endswith(".step") else name
+        for name in entries_of(guard).listed
+    }
+    extra = {"where", "---", "`forward` of the class of a model that no DDP wraps"}
+    assert documented - {"where", "---", "forward` of the class of a model that no DDP wraps"} - extra == registered
+
+
+def ast_names(text: str) -> list[str]:
+    """Return the names in backticks of a table's cell; `step` of each class stands for all of them."""
+    return [part for part in text.split("`")[1::2] if part.strip()]
