@@ -36,9 +36,6 @@ _NO_CONNECTION = "the ranks found each other but cannot connect (a firewall betw
 class Store(Protocol):
     """What is needed of the job's store."""
 
-    def check(self, keys: list[str]) -> bool:
-        """Tell whether all keys are there."""
-
     def add(self, key: str, amount: int) -> int:
         """Add to a counter and return it."""
 

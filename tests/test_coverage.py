@@ -151,9 +151,6 @@ class _Run:
         assert isinstance(record, Covered)
         self.records.append(record)
 
-    def check(self, keys: list[str]) -> bool:
-        return keys == ["g/here/0"]
-
     def add(self, key: str, amount: int) -> int:
         self.store[key] = self.store.get(key, 0) + amount
         return self.store[key]
@@ -169,7 +166,8 @@ class _Run:
 def test_said_once_when_it_is_certain() -> None:
     """Not at once: the others may be on the way. Not twice. That they have come later is said too."""
     run = _Run()
-    run.covering.meeting("g")
+    run.covering.meeting()
+    run.covering.missing = (1,)
     assert run.after(1, steps=1) == ()
     assert run.records[-1].coverage.complete is None
     (line,) = run.after(STEP_SECONDS)
