@@ -294,8 +294,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--start", type=int, default=16, help="steps of a block's first part")
-    parser.add_argument("--steady", type=int, default=24, help="steps of a block's second part")
+    parser.add_argument("--first", type=int, default=16, help="steps of the part `start`")
+    parser.add_argument("--steady", type=int, default=24, help="steps of the part `steady`")
     parser.add_argument("--learn", type=int, default=100, help="steps in which the `settled` monitor settles")
     parser.add_argument("--busy", type=int, default=0, help="busy loops beside the job")
     parser.add_argument("--ways", default="plain,again,default")
@@ -307,7 +307,7 @@ def main() -> None:
     training = Training(args.width, args.depth, args.batch, args.tokens)
     ways = ["plain", *(way for way in args.ways.split(",") if way != "plain")]
     with tempfile.TemporaryDirectory() as scratch, busy(args.busy):
-        bench = Bench(training, Path(scratch), {"start": args.start, "steady": args.steady})
+        bench = Bench(training, Path(scratch), {"start": args.first, "steady": args.steady})
         for _ in range(3):
             training.step()
         if "settled" in ways:
