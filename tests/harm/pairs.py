@@ -121,7 +121,7 @@ def _words(situation: Situation, options: list[str] | None) -> list[str]:
     run = [] if options is None else ["-m", "ddpdebug", "run", *options]
     if situation.how == "torchrun":
         launch = ["-m", "torch.distributed.run", f"--nproc-per-node={situation.ranks}"]
-        launch += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", *situation.options.get("torchrun", "").split()]
+        launch += ["--standalone", *situation.options.get("torchrun", "").split()]
         words = [*python, *launch, *run, script]
     else:
         words = [*python, *run, script]
@@ -274,7 +274,7 @@ def _measured(text: str) -> list[tuple[str, int, int]]:
 
 #: Lines of the launcher, of gloo and of torch's teardown: they carry times and ports, or come now and then.
 _NOISE = re.compile(
-    r"^(\[?[WEIF]\d{4} |\*+$|Setting OMP_NUM|\[Gloo\]|\[rank\d\]:\[[WE]|terminate called|\[W\d|USDT:|.*SyncActivityProfiler|=====|-----|\s*$)"
+    r"^(\[?[WEIF]\d{4} |\*+$|Setting OMP_NUM|\[Gloo\]|\[rank\d\]:\[?[WEI]|terminate called|\[W\d|USDT:|.*SyncActivityProfiler|=====|-----|\s*$)"
 )
 _OURS = re.compile(r"^(\[rank\d\]: )?ddpdebug")
 _OURS_MORE = re.compile(r"^  (where|what|evidence|perhaps|next|      )")

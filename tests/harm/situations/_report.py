@@ -4,6 +4,7 @@ import gc
 import hashlib
 import os
 import random
+import sys
 
 import numpy as np
 import torch
@@ -92,16 +93,17 @@ def _feed(found, value):
 
 def report(models=(), optimizers=(), losses=(), **more):
     """Print what training has left behind: weights, buffers, gradients, optimizer and random state, losses."""
-    print("losses", [float(loss).hex() for loss in losses])
+    lines = [f"losses {[float(loss.detach()).hex() for loss in losses]}"]
     for i, model in enumerate(models):
-        print("model", i, digest(model.state_dict()), digest([p.grad for p in model.parameters()]))
+        lines.append(f"model {i} {digest(model.state_dict())} {digest([p.grad for p in model.parameters()])}")
         hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) + len(m._backward_hooks) for m in model.modules()]
-        print("attributes", digest([sorted(vars(m)) for m in model.modules()]), sum(hooks))
+        lines.append(f"attributes {i} {digest([sorted(vars(m)) for m in model.modules()])} hooks {sum(hooks)}")
     for i, optimizer in enumerate(optimizers):
-        print("optimizer", i, digest(optimizer.state_dict()))
-    print("random", digest(torch.get_rng_state()), digest(random.getstate()), digest(np.random.get_state()))
-    for name, value in more.items():
-        print(name, value)
+        lines.append(f"optimizer {i} {digest(optimizer.state_dict())}")
+    lines.append(f"random {digest(torch.get_rng_state())} {digest(random.getstate())} {digest(np.random.get_state())}")
+    lines += [f"{name} {value}" for name, value in more.items()]
+    # in one piece: under torchrun several ranks write to the same place
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
 
 
 def at_most(name, value, more):
