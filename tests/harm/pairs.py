@@ -12,7 +12,7 @@ A situation is one script. The first line of its docstring names it; lines `key:
 - "under": a shell line around the command, which is "$@"
 - "timeout": seconds
 - "watched": "no" where ddpdebug cannot see a step
-- "ours": "yes" where what a closed stream does to our own messages is part of the output
+- "parts": "all" where no part of ddpdebug may switch itself off
 - "needs": "root"
 """
 
@@ -40,7 +40,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 FOLDER = HERE / "situations"
-_KEYS = {"run", "ranks", "python", "env", "torchrun", "under", "timeout", "watched", "needs"}
+_KEYS = {"run", "ranks", "python", "env", "torchrun", "under", "timeout", "watched", "parts", "needs"}
 
 Result = dict[str, Any]
 
@@ -216,6 +216,8 @@ class Pair:
             found.append(f"files: {self.files[0]} became {self.files[1]}")
         if self.situation.watched and not self.steps and not found:
             found.append("no step was watched: the comparison means nothing")
+        if self.situation.options.get("parts") == "all" and self.said:
+            found.append(f"switched off: {', '.join(self.said)}")
         return found
 
     def _of_rank(self, a: Result, b: Result) -> list[str]:

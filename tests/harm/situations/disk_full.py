@@ -1,26 +1,32 @@
-"""A file system of 24 MiB that is nearly full, and the script's checkpoint just fits; bad samples on the way.
+"""A file system of 440 MiB: two checkpoints just fit, and bad samples come on the way; two ranks.
 
-ranks: 1
+ranks: 2
 needs: root
+timeout: 150
 """
 
 import os
 import subprocess
 
 import torch
-from _report import ddp, finish, report, start
+import torch.distributed as dist
+from _report import ddp, group, report, start
 from torch import nn
 
 start()
-os.mkdir("small")
-subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", "small"], check=True)
+rank = group()
+if rank == 0:
+    os.mkdir("small")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=440m", "tmpfs", "small"], check=True)
+dist.barrier()
+start_folder = os.getcwd()
 os.chdir("small")
 try:
-    model = ddp(nn.Linear(1000, 1000))
+    model = ddp(nn.Linear(4000, 4000))
     optimizer = torch.optim.SGD(model.parameters(), 1e-6, momentum=0.9)
     losses = []
     for step in range(10):
-        x = torch.ones(2, 1000)
+        x = torch.ones(2, 4000)
         if step in (3, 4, 5, 6):
             x[0, 0] = float("nan")
         optimizer.zero_grad()
@@ -30,9 +36,13 @@ try:
             p.grad.nan_to_num_(0.0)
         optimizer.step()
         losses.append(loss.detach())
-    torch.save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, "first.pt")
-    torch.save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, "second.pt")
-    report([model], [optimizer], losses, sizes=[os.path.getsize(f"{name}.pt") for name in ("first", "second")])
+    if rank == 0:
+        torch.save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, "first.pt")
+        torch.save([t.clone() for t in model.module.state_dict().values()] + [torch.zeros(45_000_000)], "second.pt")
+        print("sizes", [os.path.getsize(f"{name}.pt") for name in ("first", "second")])
+    dist.barrier()
+    report([model], [optimizer], losses)
 finally:
-    os.chdir("..")
-    subprocess.run(["umount", "-l", "small"], check=True)
+    os.chdir(start_folder)
+    if rank == 0:
+        subprocess.run(["umount", "-l", "small"], check=True)

@@ -1,7 +1,4 @@
-"""A low recursion limit, and a model that nearly uses it up.
-
-ranks: 1
-"""
+"""A recursion limit of which a model uses all but ten frames."""
 
 import sys
 
@@ -16,14 +13,24 @@ class Deep(nn.Module):
         self.linear = nn.Linear(16, 16)
 
     def forward(self, x, depth=0):
-        return self.linear(x) if depth == 60 else self.forward(x, depth + 1) * 1.01
+        return self.linear(x) if depth == 400 else self.forward(x, depth + 1)
+
+
+def fits(limit):
+    sys.setrecursionlimit(limit)
+    try:
+        model(torch.ones(1, 16))
+    except RecursionError:
+        return False
+    return True
 
 
 start()
 model = ddp(Deep())
 optimizer = torch.optim.SGD(model.parameters(), 1e-2)
 losses = []
-sys.setrecursionlimit(95)
+least = next(limit for limit in range(400, 700) if fits(limit))
+sys.setrecursionlimit(least + 10)
 for x in batches():
     optimizer.zero_grad()
     loss = model(x).square().mean()

@@ -1,12 +1,9 @@
-"""A daemon thread is still training when the script ends.
-
-run: alone
-"""
+"""A daemon thread is still training when the script ends."""
 
 import threading
 
 import torch
-from _report import batches, report, start, train
+from _report import batches, start, train
 from torch import nn
 
 
@@ -22,7 +19,6 @@ start()
 model = nn.Linear(16, 4)
 optimizer = torch.optim.SGD(model.parameters(), 1e-2)
 losses = train(model, optimizer)
-state = torch.get_rng_state()
 started = threading.Event()
 threading.Thread(target=forever, daemon=True).start()
 started.wait()
