@@ -2,7 +2,7 @@
 
     python tests/harm/pairs.py                         # all of `situations/`, a line each
     python tests/harm/pairs.py --twice signal          # those with "signal" in their file name, plain against plain
-    python tests/harm/pairs.py --write docs/harm.md    # and write the table
+    python tests/harm/pairs.py --write docs/harm.md    # all, and write what was seen into the table of the page
 
 A situation is one script. The first line of its docstring names it; lines `key: value` below say how it is run:
 
@@ -11,6 +11,7 @@ A situation is one script. The first line of its docstring names it; lines `key:
 - "python": flags of the interpreter; "env": variables; "torchrun": options of the launcher
 - "under": a shell line around the command, which is "$@"
 - "timeout": seconds
+- "slow": "yes" where a run takes more than a few seconds; what is not forked is slow anyway
 - "watched": "no" where ddpdebug cannot see a step
 - "parts": "all" where no part of ddpdebug may switch itself off
 - "needs": "root"
@@ -40,7 +41,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 FOLDER = HERE / "situations"
-_KEYS = {"run", "ranks", "python", "env", "torchrun", "under", "timeout", "watched", "parts", "needs"}
+_KEYS = {"run", "ranks", "python", "env", "torchrun", "under", "timeout", "slow", "watched", "parts", "needs"}
 
 Result = dict[str, Any]
 
@@ -70,7 +71,12 @@ class Situation:
         return not self.options.get("watched", "yes").startswith("no")
 
     @property
+    def slow(self) -> bool:
+        return self.how != "forked" or "slow" in self.options
+
+    @property
     def group(self) -> str:
+        """The first word of the file's name."""
         return self.path.stem.partition("_")[0]
 
     @cached_property
@@ -383,6 +389,79 @@ def run(chosen: Iterable[Situation], *, twice: bool = False, options: Iterable[s
     return {pair.situation.path.stem: pair for pair in pairs}
 
 
+_BEGIN, _END = "<!-- situations -->\n", "<!-- end of situations -->\n"
+#: Of file names -> of the page.
+_GROUPS = {
+    "input": "Batches",
+    "container": "Containers of batches",
+    "mode": "Modes of torch",
+    "subclass": "Tensor subclasses",
+    "module": "Modules",
+    "compile": "Compiled models",
+    "optimizer": "Optimizers",
+    "warning": "Warnings",
+    "memory": "Memory",
+    "signal": "Signals and exceptions from outside",
+    "exit": "Ends",
+    "thread": "Threads",
+    "process": "Processes",
+    "limit": "Limits",
+    "disk": "Disks and directories",
+    "stream": "Streams",
+    "port": "Ports",
+    "environment": "Environment",
+    "python": "The interpreter",
+    "version": "Versions",
+}
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "\\<").replace("\n", " ")
+
+
+def _plainly(pair: Pair) -> str:
+    ends = [ending(r["status"]) for r in pair.plain]
+    if len(set(ends)) == 1:
+        return ends[0] if len(ends) == 1 else f"{ends[0]} on {len(ends)} ranks"
+    return ", ".join(f"rank {rank} {end}" for rank, end in enumerate(ends))
+
+
+def row(situation: Situation, pair: Pair | None) -> str:
+    """Return a line of the page's table; without a pair it was not run."""
+    if pair is None:
+        return f"| {_cell(situation.name)} | not run: {situation.skipped} | |"
+    if pair.differences:
+        seen = f"**differs**: {pair.differences[0][:160]}"
+    else:
+        seen = "the same" + (f"; switched itself off: {', '.join(pair.said)}" if pair.said else "")
+        seen += "" if pair.steps else "; nothing watched"
+    return f"| {_cell(situation.name)} | {_plainly(pair)} | {_cell(seen)} |"
+
+
+def table(chosen: Iterable[Situation], pairs: dict[str, Pair]) -> str:
+    """Return what was seen as Markdown, by groups."""
+    parts, chosen = [], list(chosen)
+    for group, title in _GROUPS.items():
+        rows = [row(s, pairs.get(s.path.stem)) for s in chosen if s.group == group]
+        if rows:
+            parts.append("\n".join([f"### {title}\n", "| situation | plain | attached |", "| --- | --- | --- |", *rows, ""]))
+    return "\n".join(parts)
+
+
+def write(page: Path, text: str) -> None:
+    """Put a new table into the page."""
+    old = page.read_text("utf-8")
+    before, after = old.partition(_BEGIN)[0], old.partition(_END)[2]
+    page.write_text(f"{before}{_BEGIN}\n{text}\n{_END}{after}", "utf-8")
+
+
+def names_on(page: Path) -> list[str]:
+    """Return the situations that the page lists."""
+    inside = page.read_text("utf-8").partition(_BEGIN)[2].partition(_END)[0]
+    cells = [line.split(" | ")[0][2:] for line in inside.splitlines() if line.startswith("| ")]
+    return [cell.replace("\\<", "<") for cell in cells if cell not in {"situation", "---"}]
+
+
 def main() -> None:
     """Run what the command line chooses."""
     parser = argparse.ArgumentParser(description="Run situations in pairs.")
@@ -390,11 +469,15 @@ def main() -> None:
     parser.add_argument("--twice", action="store_true", help="plain against plain")
     parser.add_argument("--option", action="append", default=[], help="an option for ddpdebug run")
     parser.add_argument("--verbose", action="store_true", help="show the outputs")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="write what was seen into the table of this page")
     args = parser.parse_args()
     names = args.names or [""]
     chosen = [s for s in situations() if any(name in s.path.stem for name in names)]
     failed = 0
-    for name, pair in sorted(run(chosen, twice=args.twice, options=args.option).items()):
+    pairs = run(chosen, twice=args.twice, options=args.option)
+    if args.write:
+        write(args.write, table(chosen, pairs))
+    for name, pair in sorted(pairs.items()):
         differences = pair.differences if not args.twice else [d for d in pair.differences if "watched" not in d]
         failed += bool(differences)
         plain = ", ".join(ending(r["status"]) for r in pair.plain)

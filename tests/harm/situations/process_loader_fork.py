@@ -1,5 +1,7 @@
 """DataLoader workers by fork: persistent, large batches, a worker_init_fn that draws, an error in a worker."""
 
+import gc
+
 import torch
 from _report import ddp, report, start, train
 from torch import nn
@@ -29,10 +31,11 @@ optimizer = torch.optim.SGD(model.parameters(), 1e-2)
 loader = DataLoader(Rows(), 8, shuffle=True, num_workers=2, persistent_workers=True, prefetch_factor=3)
 losses = train(model, optimizer, loader) + train(model, optimizer, loader)
 del loader
+losses += train(model, optimizer, DataLoader(Rows(), 32, num_workers=2, worker_init_fn=lambda i: torch.manual_seed(i)))
 caught = None
 try:
     losses += train(model, optimizer, DataLoader(Broken(), 8, num_workers=1))
 except KeyError as error:
     caught = "sample 20" in str(error)
-losses += train(model, optimizer, DataLoader(Rows(), 32, num_workers=2, worker_init_fn=lambda i: torch.manual_seed(i)))
+gc.collect()
 report([model], [optimizer], losses, caught=caught)
