@@ -282,7 +282,8 @@ def _measured(text: str) -> list[tuple[str, int, int]]:
 
 #: Lines of the launcher, of gloo and of torch's teardown: they carry times and ports, or come now and then.
 _NOISE = re.compile(
-    r"^(\[?[WEIF]\d{4} |\*+$|Setting OMP_NUM|\[Gloo\]|\[rank\d\]:\[?[WEI]|terminate called|\[W\d|USDT:|.*SyncActivityProfiler|=====|-----|\s*$)"
+    r"^(\[?[WEIF]\d{4} |\*+$|Setting OMP_NUM|\[Gloo\]|\[rank\d\]:\[?[WEI]|terminate called|\[W\d"
+    r"|USDT:|.*SyncActivityProfiler|=====|-----|\s*$)"
 )
 _OURS = re.compile(r"^(\[rank\d\]: )?ddpdebug")
 _OURS_MORE = re.compile(r"^  (where|what|evidence|perhaps|next|      )")
@@ -304,8 +305,7 @@ def _errors(text: str, situation: Situation, folder: str) -> list[str]:
             frame = False
         if ours or frame or _NOISE.match(line):
             continue
-        line = re.sub(rf"{re.escape(folder)}/(plain|attached)", "CWD", line) if folder else line
-        found.append(_ADDRESS.sub("#", line))
+        found.append(_ADDRESS.sub("#", re.sub(rf"{re.escape(folder)}/(plain|attached)", "CWD", line)))
     if situation.how == "torchrun":  # the launcher's report is full of times; the ranks' lines mix
         found = sorted(line for line in found if re.search(r"(?<!Child)(Warning|Error|Exception)\b", line))
     return found
@@ -379,7 +379,7 @@ def run(chosen: Iterable[Situation], *, twice: bool = False, options: Iterable[s
     folder = Path(tempfile.mkdtemp(prefix="pairs"))
     try:
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            size = max(1, min(16, -(-len(forked) // 2)))
+            size = max(1, -(-len(forked) // 2))
             parts = [forked[i : i + size] for i in range(0, len(forked), size)]
             waiting = [pool.submit(_run_forked, part, folder, **more) for part in parts]
             alone = [pool.submit(_run_alone, s, folder, **more) for s in chosen if s.how != "forked"]
@@ -444,7 +444,8 @@ def table(chosen: Iterable[Situation], pairs: dict[str, Pair]) -> str:
     for group, title in _GROUPS.items():
         rows = [row(s, pairs.get(s.path.stem)) for s in chosen if s.group == group]
         if rows:
-            parts.append("\n".join([f"### {title}\n", "| situation | plain | attached |", "| --- | --- | --- |", *rows, ""]))
+            head = [f"### {title}\n", "| situation | plain | attached |", "| --- | --- | --- |"]
+            parts.append("\n".join([*head, *rows, ""]))
     return "\n".join(parts)
 
 

@@ -55,6 +55,11 @@ def _attached(**changes: object) -> pairs.Pair:
     return replace(_PAIR, attached=[{**_END, **changes}])
 
 
+def _measured(value: int) -> pairs.Pair:
+    texts = [f"~ peak MiB {number} 5\n" for number in (90, value)]
+    return replace(_PAIR, plain=[{**_END, "out": texts[0]}], attached=[{**_END, "out": texts[1]}])
+
+
 @pytest.mark.parametrize(
     "pair, words",
     [
@@ -67,7 +72,7 @@ def _attached(**changes: object) -> pairs.Pair:
         (_attached(left=True), "a process outlived it"),
         (replace(_PAIR, files=(["a.pt 10"], ["a.pt 11"])), "files: ['a.pt 10'] became ['a.pt 11']"),
         (replace(_PAIR, steps=0), "no step was watched"),
-        (replace(_PAIR, plain=[{**_END, "out": "~ peak MiB 90 5\n"}], attached=[{**_END, "out": "~ peak MiB 96 5\n"}]), "peak"),
+        (_measured(96), "peak MiB 90 became 96, allowed are 5 more"),
     ],
 )
 def test_sees_a_difference(pair: pairs.Pair, words: str) -> None:
@@ -81,7 +86,7 @@ def test_sees_a_difference(pair: pairs.Pair, words: str) -> None:
         _PAIR,
         _attached(err="ddpdebug: warning RCP801\n  where     step 3\n            rank 1\n"),
         replace(_PAIR, steps=0, situation=replace(_SITUATION, options={"watched": "no, it trains nothing"})),
-        replace(_PAIR, plain=[{**_END, "out": "~ peak MiB 90 5\n"}], attached=[{**_END, "out": "~ peak MiB 95 5\n"}]),
+        _measured(95),
     ],
 )
 def test_the_same(pair: pairs.Pair) -> None:

@@ -3,6 +3,7 @@
 ranks: 2
 needs: root
 timeout: 150
+slow: yes
 """
 
 import os

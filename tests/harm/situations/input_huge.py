@@ -1,4 +1,7 @@
-"""A batch of 150 MiB: what is held at the peak, and whether `del` frees the batch."""
+"""A batch of 150 MiB: what is held at the peak, and whether `del` frees the batch.
+
+slow: yes
+"""
 
 import gc
 import resource

@@ -1,6 +1,7 @@
 """Eight micro-batches of 40 MiB a step: what is held at the peak, and which batches outlive their `del`.
 
 ranks: 1
+slow: yes
 """
 
 import gc

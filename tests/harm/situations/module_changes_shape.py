@@ -1,4 +1,7 @@
-"""Parameters are replaced, resized, frozen, moved to float64 and added in the middle of training."""
+"""Parameters are replaced, resized, frozen, moved to float64 and added in the middle of training.
+
+slow: yes
+"""
 
 import torch
 from _report import batches, report, start, train

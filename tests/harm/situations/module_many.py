@@ -1,4 +1,7 @@
-"""A model of 3,000 parameters."""
+"""A model of 3,000 parameters.
+
+slow: yes
+"""
 
 import torch
 from _report import batches, ddp, report, start, train

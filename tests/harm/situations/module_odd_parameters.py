@@ -11,7 +11,7 @@ class Model(nn.Module):
         self.linear = nn.Linear(16, 4)
         self.scale = nn.Parameter(torch.tensor(1.0))
         self.empty = nn.Parameter(torch.zeros(0, 4))
-        self.half = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+        self.low = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
         self.wide = nn.Parameter(torch.ones(4, dtype=torch.float64))
         self.turned = nn.Parameter(torch.randn(4, 4).t())
         self.register_parameter("nothing", None)
@@ -21,7 +21,7 @@ class Model(nn.Module):
         self.register_buffer("absent", None)
 
     def forward(self, x):
-        out = self.linear(x) @ self.turned * self.scale * self.half * self.wide
+        out = self.linear(x) @ self.turned * self.scale * self.low * self.wide
         return torch.cat([out, self.empty.double()]) * self.mask
 
 

@@ -17,8 +17,8 @@ seen = [sorted(world.pg_names.values()), world.group_count, len(world.pg_map)]
 half = dist.new_group([0])
 seen += [sorted(world.pg_names.values()), world.group_count]
 for x in batches():
-    works = [dist.all_reduce(x, async_op=True) for _ in range(3)]
-    losses += train(model, optimizer, [x / 8])
+    works = [dist.all_reduce(x.clone(), async_op=True) for _ in range(3)]
+    losses += train(model, optimizer, [x])
     for work in works:
         work.wait()
     gathered = [None, None]

@@ -1,4 +1,7 @@
-"""DataLoader workers by fork: persistent, large batches, a worker_init_fn that draws, an error in a worker."""
+"""DataLoader workers by fork: persistent, large batches, a worker_init_fn that draws, an error in a worker.
+
+slow: yes
+"""
 
 import gc
 

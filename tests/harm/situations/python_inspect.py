@@ -39,7 +39,12 @@ for function in (
 ):
     seen.append((function.__name__, function.__qualname__, function.__module__, str(inspect.signature(function))))
     seen.append(bool(function.__doc__))
-pickled = [pickle.loads(pickle.dumps(f)) is f for f in (torch.autograd.backward, nn.utils.clip_grad_norm_)]
+pickled = []
+for function in (torch.autograd.backward, nn.utils.clip_grad_norm_, torch.distributed.all_gather):
+    try:
+        pickled.append(pickle.loads(pickle.dumps(function)) is function)
+    except pickle.PicklingError as error:
+        pickled.append(error)
 kinds = type(model).__mro__[1] is DistributedDataParallel, isinstance(model, DistributedDataParallel)
 report([model], [optimizer], losses, pickled=pickled, kinds=kinds, state=type(optimizer.state).__name__)
 for line in seen:

@@ -1,6 +1,7 @@
 """Another thread throws an exception into the training thread, again and again; the script catches each one.
 
 timeout: 120
+slow: yes
 """
 
 import ctypes

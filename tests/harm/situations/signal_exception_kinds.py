@@ -1,4 +1,7 @@
-"""Handlers that raise KeyboardInterrupt, SystemExit, a BaseException, TimeoutError, StopIteration in turn."""
+"""Handlers that raise KeyboardInterrupt, SystemExit, a BaseException, TimeoutError, StopIteration in turn.
+
+slow: yes
+"""
 
 import random
 import signal

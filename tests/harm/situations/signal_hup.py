@@ -1,6 +1,7 @@
 """SIGHUP, SIGALRM, SIGUSR1 as they come, each in a child that trains: how each child ends.
 
 watched: no, the children are no ranks
+slow: yes
 """
 
 import os

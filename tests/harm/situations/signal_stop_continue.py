@@ -1,6 +1,7 @@
 """SIGSTOP, and SIGCONT half a second later, in one of two ranks.
 
 ranks: 2
+slow: yes
 """
 
 import os
