@@ -305,7 +305,8 @@ def _errors(text: str, situation: Situation, folder: str) -> list[str]:
             frame = False
         if ours or frame or _NOISE.match(line):
             continue
-        found.append(_ADDRESS.sub("#", re.sub(rf"{re.escape(folder)}/(plain|attached)", "CWD", line)))
+        short = re.sub(rf"{re.escape(folder)}/(plain|attached)", "CWD", line).replace(f"{ROOT}/", "")
+        found.append(_ADDRESS.sub("#", short))
     if situation.how == "torchrun":  # the launcher's report is full of times; the ranks' lines mix
         found = sorted(line for line in found if re.search(r"(?<!Child)(Warning|Error|Exception)\b", line))
     return found
