@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help format lint types test test-slow test-harm test-dist test-monitoring retest detection bench demo docs dashboards rules up down size check
+.PHONY: help format lint types test test-slow test-harm harm-table test-dist test-monitoring retest detection bench demo docs dashboards rules up down size check
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -47,6 +47,9 @@ retest: $(STAMP) ## run the tests again that failed last time, and nothing when 
 
 test-harm: $(STAMP) ## training is the same with and without ddpdebug, whatever breaks
 	$(PYTHON) -m pytest -q tests/harm
+
+harm-table: $(STAMP) ## run the situations of docs/harm.md and write what was seen into it
+	$(PYTHON) tests/harm/pairs.py --write docs/harm.md
 
 test-dist: $(STAMP) ## only the tests that start several ranks
 	$(PYTHON) -m pytest -q -m "jobs or ranks"

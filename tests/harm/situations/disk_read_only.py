@@ -1,0 +1,16 @@
+"""The working directory cannot be written (for root neither: it is a read-only file system).
+
+run: alone
+under: cd /proc/self && "$@"
+watched: no, there may be no place for a run directory
+"""
+
+import torch
+from _report import report, start, train
+from torch import nn
+
+start()
+model = nn.Linear(16, 4)
+optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+losses = train(model, optimizer)
+report([model], [optimizer], losses)

@@ -1,0 +1,14 @@
+"""os.abort() in the middle of training."""
+
+import os
+
+import torch
+from _report import batches, start, train
+from torch import nn
+
+start()
+model = nn.Linear(16, 4)
+optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+train(model, optimizer, batches(150))
+print("trained", flush=True)
+os.abort()

@@ -1,0 +1,30 @@
+"""SIGSTOP, and SIGCONT half a second later, in one of two ranks.
+
+ranks: 2
+slow: yes
+"""
+
+import os
+import signal
+import time
+
+import torch
+from _report import batches, ddp, finish, report, start, train
+from torch import nn
+
+start()
+model = ddp(nn.Linear(16, 4))
+optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+losses = train(model, optimizer)
+if os.environ["RANK"] == "1":
+    helper = os.fork()
+    if helper == 0:
+        os.kill(os.getppid(), signal.SIGSTOP)
+        time.sleep(0.5)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    os.waitpid(helper, 0)
+losses += train(model, optimizer, batches(seed=7))
+report([model], [optimizer], losses)
+del model
+finish()

@@ -1,0 +1,111 @@
+"""Scripts of every kind end, print and leave the same with ddpdebug as without; `situations/` has one for each."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+_HERE = Path(__file__).resolve().parent
+sys.path.append(str(_HERE))
+import pairs  # noqa: E402
+
+_PAGE = _HERE.parent.parent / "docs" / "harm.md"
+_ALL = {situation.path.stem: situation for situation in pairs.situations()}
+
+
+def _cases() -> list[object]:
+    return [pytest.param(name, marks=[pytest.mark.slow] if s.slow else []) for name, s in _ALL.items()]
+
+
+@pytest.fixture(scope="module")
+def seen(request: pytest.FixtureRequest) -> dict[str, pairs.Pair]:
+    """Run what is selected, plain and attached."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    names = {
+        item.callspec.params["name"] for item in items if item.path == request.path and item.originalname == "test_same"
+    }
+    return pairs.run(_ALL[name] for name in sorted(names))
+
+
+@pytest.mark.jobs
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("name", _cases())
+def test_same(name: str, seen: dict[str, pairs.Pair]) -> None:
+    """Exit, output, warnings, files, memory, and the bits of everything that was trained."""
+    if _ALL[name].skipped:
+        pytest.skip(_ALL[name].skipped)
+    pair = seen[name]
+    assert all(result["status"] is not None for result in pair.plain), pair.plain
+    texts = [result["err"][-4000:] for result in pair.attached]
+    assert pair.differences == [], "\n".join(texts)
+
+
+def test_page_names_each_situation() -> None:
+    """The page lists the situations of the folder, none twice."""
+    names = pairs.names_on(_PAGE)
+    assert sorted(names) == sorted(situation.name for situation in _ALL.values())
+    assert len(set(names)) == len(names)
+
+
+_END = {"status": 0, "out": "losses ['0x1p-3']\n", "err": "", "seconds": 1.0, "left": False}
+_SITUATION = pairs.Situation(Path("input_a.py"), "a", {})
+_PAIR = pairs.Pair(_SITUATION, [_END], [_END], steps=3)
+
+
+def _attached(**changes: object) -> pairs.Pair:
+    return replace(_PAIR, attached=[{**_END, **changes}])
+
+
+def _measured(value: int) -> pairs.Pair:
+    texts = [f"~ peak MiB {number} 5\n" for number in (90, value)]
+    return replace(_PAIR, plain=[{**_END, "out": texts[0]}], attached=[{**_END, "out": texts[1]}])
+
+
+@pytest.mark.parametrize(
+    "pair, words",
+    [
+        (_attached(status=1), "exit 0 became exit 1"),
+        (_attached(status=-11), "exit 0 became SIGSEGV"),
+        (_attached(status=None), "exit 0 became no end"),
+        (_attached(out="losses ['0x1p-4']\n"), "output \"losses ['0x1p-3']\" became \"losses ['0x1p-4']\""),
+        (_attached(out=""), "output lost"),
+        (_attached(err="train.py:3: UserWarning: mine\n"), "stderr gained 'train.py:3: UserWarning: mine'"),
+        (_attached(left=True), "a process outlived it"),
+        (replace(_PAIR, files=(["a.pt 10"], ["a.pt 11"])), "files: ['a.pt 10'] became ['a.pt 11']"),
+        (replace(_PAIR, steps=0), "no step was watched"),
+        (_measured(96), "peak MiB 90 became 96, allowed are 5 more"),
+    ],
+)
+def test_sees_a_difference(pair: pairs.Pair, words: str) -> None:
+    """Each kind of difference is seen, and named."""
+    assert [text for text in pair.differences if text.startswith(words)], pair.differences
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        _PAIR,
+        _attached(err="ddpdebug: warning RCP801\n  where     step 3\n            rank 1\n"),
+        replace(_PAIR, steps=0, situation=replace(_SITUATION, options={"watched": "no, it trains nothing"})),
+        _measured(95),
+    ],
+)
+def test_the_same(pair: pairs.Pair) -> None:
+    """Our own messages, and measured values within what is allowed, are no difference."""
+    assert pair.differences == []
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("how", ["forked", pytest.param("alone", marks=pytest.mark.slow)])
+def test_a_real_difference_is_seen(how: str, tmp_path: Path) -> None:
+    """A script that can tell the two apart is told apart; one that cannot is not."""
+    same, other = tmp_path / "exit_same.py", tmp_path / "exit_other.py"
+    text = f'"""Words.\n\nrun: {how}\nwatched: no\n"""\nimport sys\n'
+    same.write_text(f"{text}print(len(sys.argv))\n")
+    other.write_text(f"{text}sys.exit(3 * (sys.modules.get('ddpdebug') is not None))\n")
+    found = pairs.run([pairs.read(same), pairs.read(other)])
+    assert found["exit_same"].differences == []
+    assert found["exit_other"].differences == ["exit 0 became exit 3"]
