@@ -21,6 +21,7 @@ import ddpdebug
 from ddpdebug import fingerprint
 from ddpdebug.forensics.replay import replay
 from ddpdebug.probes import device, events, inputs
+from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.events import Events
 from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.holding import LEAST, MOST, Lost, Room, storage_of
@@ -405,7 +406,7 @@ def test_looking_for_a_cut_keeps_no_activation() -> None:
             return self.second(cut)
 
     model = Model()
-    cuts, x = Cuts(model, list(model.first.parameters())), torch.ones(2, 4)
+    cuts, x = Cuts(model, list(model.first.parameters()), entries_of(GUARD)), torch.ones(2, 4)
     cuts.begin([x])
     model(x)
     assert cuts.end() == {"names": ["first.weight", "first.bias"], "after": "first", "before": "second"}

@@ -9,9 +9,13 @@ import torch
 
 from ddpdebug import fingerprint
 from ddpdebug.observations import Flag
+from ddpdebug.probes.entries import entries_of
+from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.last_state import LastState, spots_on_device
 from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.record import StepRecord, Window, encode_row
+
+GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 
 
 def stepped() -> tuple[torch.nn.Module, torch.optim.Optimizer, OptimizerWatch, LastState, list[StepRecord]]:
@@ -20,7 +24,7 @@ def stepped() -> tuple[torch.nn.Module, torch.optim.Optimizer, OptimizerWatch, L
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 40)).sum().backward()
     optimizer.step()
-    watch, look, seen = OptimizerWatch(optimizer, 0), LastState(), list[StepRecord]()
+    watch, look, seen = OptimizerWatch(optimizer, 0, entries_of(GUARD)), LastState(), list[StepRecord]()
     watch.refresh([])
     look.emit = seen.append
     look.mark(watch, StepRecord(0, 7, Flag.NO_DDP | Flag.CLIPPED | Flag.CHECKED, Window()))

@@ -8,8 +8,13 @@ import pytest
 from torch import nn
 
 from ddpdebug.probes import replicas
+from ddpdebug.probes.entries import entries_of
+from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.optimizers import living_modules, module_census
 from ddpdebug.probes.replicas import Replicas
+
+
+GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 
 
 class Net(nn.Sequential):
@@ -51,7 +56,7 @@ def test_copies_made_between_two_searches_are_found(monkeypatch: pytest.MonkeyPa
         return [module for module in living_modules() if isinstance(module, Net)]
 
     monkeypatch.setattr(replicas, "living_modules", walk)
-    model, seen = Net(nn.Linear(2, 2)), Replicas()
+    model, seen = Net(nn.Linear(2, 2)), Replicas(entries_of(GUARD))
     seen.search(0, [Owner(model)], [])  # type: ignore[list-item]
     seen.search(16, [Owner(model)], [])  # type: ignore[list-item]
     assert (len(walks), list(seen.look())) == (1, [])
