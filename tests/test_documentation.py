@@ -89,7 +89,7 @@ def test_only_options_and_commands_that_exist_are_documented() -> None:
     for command in COMMANDS:
         params = importlib.import_module(f"ddpdebug.commands.{command}").command.params
         known |= {name for parameter in params for name in (*parameter.opts, *parameter.secondary_opts)}
-    foreign = {"--lr", "--standalone", "--pdb", "--wait", "--url", "--max-restarts"}
+    foreign = {"--lr", "--standalone", "--pdb", "--wait", "--url", "--max-restarts", "--max-tokens", "--key-file"}
     foreign |= {"--rounds", "--block", "--learn", "--ways", "--busy", "--first", "--steady"}  # of the benchmark
     foreign |= {"--option", "--twice"}  # of tests/harm/pairs.py
     for path in TEXTS:

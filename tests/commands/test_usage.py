@@ -38,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("-m", "needs the name of a module"),
         ("-m no_such_module.x", "no module named 'no_such_module'"),
         ("-m train.py/x", "not the name of a module"),
-        ("--bugdet 0.1 train.py", "unknown option --bugdet; did you mean --budget? valid are --out, --file-mode, --budget"),
+        ("--bugdet 0.1 train.py", "unknown option --bugdet; did you mean --budget? valid are --out, --file-mode"),
         ("--budget", "requires an argument"),
         ("--budget x train.py", "--budget: 'x' is not valid; give a number from 0 to 1"),
         ("--nproc-per-node 0 train.py", "--nproc-per-node: '0' is not valid"),

@@ -13,7 +13,6 @@ from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.optimizers import living_modules, module_census
 from ddpdebug.probes.replicas import Replicas
 
-
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 
 
