@@ -67,6 +67,7 @@ class Covering:
         self._others: dict[int, RankCoverage] = {}
         self._phase, self._lost = "", ""  # "", "meeting", "connecting", "met"
         self._store: Store | None = None
+        self._claim: int | None = None  # who of this node's ranks looked for the others first, from 1
         self._prefix = ""
         self.missing: tuple[int, ...] = ()  # ranks that have not come to the meeting, as far as this one knows
         self._begun = self._stepped = self._backward = self._ticked = self._kept = 0.0
@@ -96,8 +97,8 @@ class Covering:
 
     def meeting(self) -> None:
         """Note that this rank looks for the others; called in the exchange's thread."""
-        if self._rank == 0 and self._store is not None and self._phase == "meeting":
-            self._store.add(self._speaker(), 1)  # it has a terminal of its own: no other rank of this node need speak
+        if self._rank != 0 and self._store is not None and self._claim is None:  # later the store may be gone
+            self._claim = self._store.add(f"{self._prefix}/speaker/{platform.node()}", 1)
 
     def connecting(self) -> None:
         """Note that all ranks have come and now connect."""
@@ -237,15 +238,10 @@ class Covering:
             sys.stderr.flush()
 
     def _may_speak(self) -> bool:
-        """Tell whether this rank is the one of its node that rank 0 does not speak for."""
+        """Tell whether this rank is the one of its node that speaks besides rank 0."""
         if self._phase == "met" and not self._lost:
             return False
-        store = self._store
-        first = None if store is None else _in_time(lambda: store.add(self._speaker(), 1) == 1)
-        return os.environ.get("LOCAL_RANK", "0") == "0" if first is None else bool(first)
-
-    def _speaker(self) -> str:
-        return f"{self._prefix}/speaker/{platform.node()}"
+        return os.environ.get("LOCAL_RANK", "0") == "0" if self._claim is None else self._claim == 1
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
@@ -259,20 +255,6 @@ class Covering:
             except Exception as error:  # noqa: BLE001 - nothing of ours reaches the job
                 self.off["coverage"] = f"{type(error).__name__}: {error}"
                 return
-
-
-def _in_time(ask: Callable[[], Any]) -> Any:
-    """Return what the store answers; None when it is gone, or does not within two seconds."""
-    answers: list[Any] = []
-
-    def run() -> None:
-        with contextlib.suppress(Exception):  # whatever it says: there is no answer
-            answers.append(ask())
-
-    thread = threading.Thread(target=run, name="ddpdebug-coverage-ask", daemon=True)
-    thread.start()
-    thread.join(2.0)
-    return answers[0] if answers else None
 
 
 def _plain(reason: str) -> str:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -95,6 +96,7 @@ class Monitor:
         self.recorder.adopt = self.patches.adopt
         self.fanout: Fanout | None = None
         self.directory: Path | None = None
+        self._home: Path | None = None  # the same wherever the script moves to
         self._exchange: Exchange | None = None
         self._store: Any = None
         self._early: list[dict[str, Any]] = []  # announcements made before the ranks could talk
@@ -117,7 +119,7 @@ class Monitor:
         self.recorder.guard_with(None if config.guard == "off" else self.numeric_guard)
         self.investigator = Investigator(
             self.recorder,
-            lambda: (self.rank, self.directory),
+            lambda: (self.rank, self._home),
             limit=config.bundle_limit << 20,
             facts={"command": list(self.command), "run": self.run_id},
             redactor=self.redactor,
@@ -128,7 +130,7 @@ class Monitor:
         self.recorder.after_step = self._after_step
         self.recorder.last_look = partial(self.guard.run, "forensics:elements", self.elements.last_look)
         self.memory = MemoryForensics(
-            self.recorder, self.reporter.add_to, self._announce, lambda: self.directory, self._plans
+            self.recorder, self.reporter.add_to, self._announce, lambda: self._home, self._plans
         )
         self.memory.reports.redactor, self.memory.reports.disk = self.redactor, self.disk
         self._members, self._progress, self._unoffered = 1, 0, False
@@ -375,8 +377,12 @@ class Monitor:
 
     def _open_sinks(self, directory: Path) -> None:
         self.directory, self.reporter.run_id = directory, self.run_id
+        with suppress(FileNotFoundError):  # the working directory is gone
+            self._home = directory.absolute()
+        self._home = self._home or directory
         who: dict[str, Any] = {"rank": self.rank, "world": self.world, "run_id": self.run_id, "time": utc()}
-        self.fanout, started = open_sinks(self.config, directory, **who, redactor=self.redactor, disk=self.disk)
+        who |= {"redactor": self.redactor, "disk": self.disk}
+        self.fanout, started = open_sinks(self.config, directory, self._home, **who)
         self._write(started)
         self.covering.opened()
         self.memory.flush()

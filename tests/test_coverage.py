@@ -223,8 +223,9 @@ def test_the_end_of_a_short_run_is_certain() -> None:
 
 
 def test_one_rank_of_a_node_speaks_where_rank_0_does_not_hear(capsys: pytest.CaptureFixture[str]) -> None:
-    """Rank 0 has its own terminal and takes the word for its node."""
+    """The first that has looked for the others; nobody asks a store later, when it may be gone."""
     run = _Run(rank=1, sinks=False)
+    run.covering.meeting()
     run.after(1, steps=1)
     run.after(STEP_SECONDS)
     err = capsys.readouterr().err
@@ -232,6 +233,8 @@ def test_one_rank_of_a_node_speaks_where_rank_0_does_not_hear(capsys: pytest.Cap
     assert err.count("\n") == 1
     other = _Run(rank=2, world=3, sinks=False)
     other.store = run.store
+    other.covering.meeting()
+    run.store = other.store = None  # type: ignore[assignment]
     other.after(1, steps=1)
     other.after(STEP_SECONDS)
     assert capsys.readouterr().err == ""

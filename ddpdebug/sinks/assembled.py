@@ -73,6 +73,7 @@ def ports_of_the_job(environ: Mapping[str, str]) -> frozenset[int]:
 def open_sinks(  # noqa: PLR0913 - who the rank is
     config: Config,
     directory: Path,
+    home: Path,
     *,
     rank: int,
     world: int,
@@ -81,9 +82,14 @@ def open_sinks(  # noqa: PLR0913 - who the rank is
     disk: Disk,
     time: str,
 ) -> tuple[Fanout, RunStarted]:
-    """Return the sinks of a rank and the record with which the run begins."""
+    """Return the sinks of a rank and the record with which the run begins.
+
+    Args:
+        directory: the run directory as it is shown.
+        home: the same, also when the script changes its working directory.
+    """
     local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
-    fanout, url = build_sinks(config, directory, rank, local_rank, redactor, disk)
+    fanout, url = build_sinks(config, home, rank, local_rank, redactor, disk)
     return fanout, RunStarted(
         run_id=run_id,
         rank=rank,

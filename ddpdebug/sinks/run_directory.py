@@ -8,6 +8,7 @@ What was written stays readable: `run_files` describes the files and reads them.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 from collections import Counter
@@ -162,6 +163,9 @@ class RunDirectory:
         self._disk.append(self._directory / files.FINDINGS, b"")
 
     def _make_own(self) -> None:
+        """Make this rank's folder, which the next run's rank 0 may have set aside; not where all was deleted."""
+        if not self._directory.is_dir():
+            raise FileNotFoundError(errno.ENOENT, f"the run directory {str(self._directory)!r} is gone")
         self._disk.make_directory(self._own, below=self._directory)
 
     def _finding(self, finding: Finding) -> None:
