@@ -148,6 +148,7 @@ def test_one_name_everywhere() -> None:
     assert all(option.help.endswith(".") and option.valid for option in options())
     assert {option.name for option in options("check")} - {option.name for option in options("run")} == {
         "fail_on",
+        "require_checks",
         "junit",
         "json",
         "markdown",
