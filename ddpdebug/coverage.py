@@ -287,7 +287,7 @@ class Coverage:
             yield Gap(part=about, weight=weight, text=text, action="see ranks/*/trouble.jsonl in the run directory")
 
     def _notes(self) -> Iterator[Gap]:
-        if not self.ended or not self.steps:
+        if not self.ended or self.newest is None:
             return
         if self.last_checked is False and self.until is not None and self.newest is not None:
             text = f"the last step that was checked in full is {self.until} of {self.newest}"

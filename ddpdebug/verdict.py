@@ -95,7 +95,9 @@ class Verdict:
 
     @property
     def unchecked(self) -> tuple[str, ...]:
-        """What was not checked, in words; one for each gap that forbids to say *clean*."""
+        """What was not checked, in words; nothing where a rank did not come to its end, which says more."""
+        if self.word in {Word.FAILED, Word.HANG, Word.LOST}:
+            return ()
         if self.coverage is None:
             return (_NOTHING_KNOWN,) if self.word is Word.UNCHECKED else ()
         return tuple(gap.words for gap in self.coverage.missed)

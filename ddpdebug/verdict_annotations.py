@@ -73,8 +73,6 @@ def to_github(verdict: Verdict, root: str | None = None) -> list[str]:
     if verdict.word in {Word.FAILED, Word.HANG, Word.LOST}:
         who = "; ".join(f"rank {rank}: {clean(verdict.ranks[rank], 400)}" for rank in verdict.blamed)
         lines.append(f"::error title={_property(f'ddpdebug: {verdict.word.value}')}::{_message(who)}")
-    kind = "error" if verdict.required else "warning"
-    lines += [f"::{kind} title=ddpdebug%3A not checked::{_message(clean(words))}" for words in verdict.unchecked]
     if verdict.golden is not None and verdict.golden.what is not None:
         lines.append(f"::error title=ddpdebug%3A golden run::{_message(clean(verdict.golden.words))}")
     lines += [f"::error title=ddpdebug%3A self-test::{_message(p.words)}" for p in verdict.proofs if not p.verified]
@@ -83,6 +81,8 @@ def to_github(verdict: Verdict, root: str | None = None) -> list[str]:
         title = f"{clean(finding.code, 40)} {clean(finding.title, 200)}"
         place = f"file={_property(file)},line={line}," if file else ""
         lines.append(f"::error {place}title={_property(title)}::{_message(describe(finding)[:4000])}")
+    kind = "error" if verdict.required else "warning"
+    lines += [f"::{kind} title=ddpdebug%3A not checked::{_message(clean(words))}" for words in verdict.unchecked]
     return lines[:MAX_ANNOTATIONS]
 
 

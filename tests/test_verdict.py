@@ -126,7 +126,7 @@ def test_notes() -> None:
     verdict = judge([], {0: _done(0, steps=0), 1: _done(1, steps=0)}, world=3, statuses={0: 0, 1: _ABORT, 2: 0})
     text = "\n".join(verdict.notes)
     assert "rank 1 had finished and then died by SIGABRT" in text
-    assert "ranks 2 left without a report (by os._exit" in text
+    assert "ranks 2 left without a report (by os._exit, " in text
 
 
 def test_json() -> None:

@@ -13,10 +13,11 @@ import pytest
 import xmlschema
 from markdown_it import MarkdownIt
 
+from ddpdebug.coverage import RankCoverage, Tally
 from ddpdebug.findings import Finding, Severity
-from ddpdebug.verdict import Outcome, Verdict, judge
+from ddpdebug.verdict import Outcome, Verdict, judge, with_coverage
 from ddpdebug.verdict_annotations import MAX_ANNOTATIONS, to_codequality, to_github, to_markdown
-from ddpdebug.verdict_files import FAMILIES, to_junit
+from ddpdebug.verdict_files import FAMILIES, to_json, to_junit
 
 _SCHEMA = xmlschema.XMLSchema(Path(__file__).parent / "schemas" / "junit_strict.xsd")
 _EVIL = "w\x00]]>\x1b[31m\ud800 <script>&\u2028\n::error::x | `*_[a](b)"
@@ -101,6 +102,27 @@ def test_junit_skips_families_without_rules_and_shows_what_does_not_count() -> N
     assert suites["RANK"].find("testcase/skipped") is None
     assert suites["DATA"].find("testcase/failure") is None
     assert "DATA902" in (suites["DATA"].findtext("system-out") or "")
+
+
+@pytest.mark.parametrize("required, kind", [(False, "skipped"), (True, "failure")])
+def test_what_was_not_checked(required: bool, kind: str) -> None:
+    """It is a case of its own: skipped, or failed where checks are required; JSON, Markdown and GitHub have it too."""
+    account = {0: RankCoverage(backwards=8)}
+    missed = Tally(1).coverage(account, certain=True, ended=True)
+    verdict = with_coverage(VERDICTS["clean"], missed, required=required)
+    words = "no optimizer step was seen, although backward ran 8 times"
+    text = to_junit(verdict, "runs/x", time="2026-01-02T03:04:05")
+    _SCHEMA.validate(text.split("\n", 1)[1])
+    case = _suites(verdict)["coverage"].find(f"testcase/{kind}")
+    assert case is not None
+    assert (case.get("message") or "").startswith(words)
+    record = json.loads(to_json(verdict, None))
+    assert (record["verdict"], record["exit_code"], record["coverage"]["complete"]) == ("not checked", required, False)
+    assert record["not_checked"][0].startswith(words)
+    assert words in to_markdown(verdict, None)
+    assert to_github(verdict)[0].startswith(f"::{'error' if required else 'warning'} title=ddpdebug%3A not checked::")
+    complete = with_coverage(VERDICTS["clean"], Tally(1).coverage({0: RankCoverage(steps=3)}, ended=True))
+    assert not list(_suites(complete)["coverage"].iterfind("testcase/*"))
 
 
 def test_junit_of_a_hang_names_the_ranks() -> None:

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from ddpdebug.commands import main
+from ddpdebug.coverage import RankCoverage, Tally
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Digest, Flag, Row
 from ddpdebug.report import report
 from ddpdebug.report.drawing import lines, timeline
 from ddpdebug.report.reading import POINTS, Thinned, read_history
-from ddpdebug.sinks import FindingRaised, RunEnded, RunStarted, StepJudged
+from ddpdebug.sinks import Covered, FindingRaised, RunEnded, RunStarted, StepJudged
 from ddpdebug.sinks.run_directory import RunDirectory
 from ddpdebug.steps import Step
 
@@ -87,6 +88,20 @@ def test_the_page_has_verdicts_findings_and_charts(tmp_path: Path) -> None:
     assert "differ from step 20" in text
     assert "Shape of the curve: <b>healthy</b>, steps 0 to 39." in text
     assert "<td>2</td><td>no outcome: killed, or still running</td><td>20 steps</td>" in text
+
+
+def test_what_was_not_checked_is_on_the_page(tmp_path: Path) -> None:
+    """A red tile with words and a row with the reason; nothing is said to be checked where nothing tells."""
+    directory = tmp_path / "run"
+    write_run(directory)
+    assert "nothing says what was looked at" in report(directory)
+    sink = RunDirectory(tmp_path / "other", 0)
+    sink.write(RunStarted(run_id="r", rank=0, world=2, directory=None, config={}, versions={}))
+    account = {0: RankCoverage(steps=9)}
+    sink.write(Covered(coverage=Tally(2).coverage(account, apart="rank 1 did not <b>come", ended=True)))
+    text = report(tmp_path / "other")
+    assert '<div class="tile bad">Checked<b>nothing compared</b></div>' in text
+    assert "<td>nothing is compared between the ranks: rank 1 did not &lt;b&gt;come</td>" in text
 
 
 def test_a_validation_loss_is_drawn_and_judged(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ import pytest
 from rich.console import Console
 
 from ddpdebug.commands import main
+from ddpdebug.coverage import RankCoverage, Tally
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Digest, Flag, Row
-from ddpdebug.sinks import FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged
+from ddpdebug.sinks import Covered, FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged
 from ddpdebug.sinks.prometheus import PrometheusSink
 from ddpdebug.sinks.run_directory import RunDirectory
 from ddpdebug.steps import Step
@@ -96,6 +97,25 @@ def test_the_endpoints_say_the_same() -> None:
     assert snapshot.straggler == (2, pytest.approx(2.0))
     assert snapshot.incidents[0][:2] == ("RANK101", "critical")
     assert "ranks differ: parameters" in shown(snapshot)
+
+
+def test_what_is_not_checked_is_shown(directory: Path) -> None:
+    """From the directory with its reason, from an endpoint with what it is about; nothing where all is checked."""
+    assert "not checked" not in shown(from_directory(directory))
+    missed = Covered(coverage=Tally(2).coverage({0: RankCoverage(steps=9)}, apart="rank 1 did not come", certain=True))
+    sink = RunDirectory(directory / "other", 0)
+    sink.write(RunStarted(run_id="r", rank=0, world=2, directory=None, config={}, versions={}))
+    sink.write(missed)
+    assert "not checked: nothing is compared between the ranks: rank 1 did not come" in shown(
+        from_directory(directory / "other")
+    )
+    served = PrometheusSink(0, "127.0.0.1", 0)
+    served.write(missed)
+    assert served.url is not None
+    try:
+        assert "not checked, or not in all: ranks" in shown(from_url(served.url))
+    finally:
+        served.close()
 
 
 def test_one_endpoint_may_speak_for_all_ranks() -> None:
