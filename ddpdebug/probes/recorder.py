@@ -183,7 +183,7 @@ class Recorder:
         wrapper = Wrapper(ddp, len(self.wrappers), self.entries)
         self.wrappers.append(wrapper)
         self._announce(f"group:{wrapper.index}", {"ranks": wrapper.group})
-        for parameter in ddp.module.parameters():
+        for parameter in internals.parameters(ddp.module):
             if id(parameter) in wrapper.trainable:
                 self.hooks.add(parameter, wrapper)
         return wrapper
@@ -232,7 +232,7 @@ class Recorder:
             self._announce(f"{topic}:{wrapper.index}", {"step": self.next_step(), **fact})
         w = self.window
         if self.checking:
-            w.modes = (w.modes or b"") + bytes([m.training for m in ddp.module.modules()])
+            w.modes = (w.modes or b"") + bytes([m.training for m in internals.modules(ddp.module)])
             w.rng = w.rng or rng_digest()
         if w.delivered:
             w.record.append(w.delivered)

@@ -367,10 +367,10 @@ class _Model:
             self._uses += 1
             return False
         self._uses += 1
-        named = list(module.named_modules())
+        named = list(internals.named_modules(module))
         self.names = tuple(name for name, _ in named)
         self._modules = [weakref.ref(m) for _, m in named]
-        parameters = list(module.named_parameters())
+        parameters = list(internals.named_parameters(module))
         self.device = parameters[0][1].device.type if parameters else "cpu"
         spread = max(1, -(-len(parameters) // _MAX_VERSIONS))
         self._parameters = [(f"parameter {name}", weakref.ref(p)) for name, p in parameters[::spread]]

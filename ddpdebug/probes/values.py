@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ddpdebug import fingerprint
+from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.probes import device
 
 
@@ -40,7 +40,7 @@ def rng_digest() -> int:
 
 def precision(module: torch.nn.Module) -> dict[str, Any]:
     """Say in which precision a forward of this module would run now."""
-    kind = next((p.device.type for p in module.parameters()), "cpu")
+    kind = next((p.device.type for p in internals.parameters(module)), "cpu")
     enabled = torch.is_autocast_enabled(kind)
     return {
         "autocast": str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if enabled else None,
