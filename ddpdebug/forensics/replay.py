@@ -215,11 +215,11 @@ class _Replay:
             if foreign := leaf_ids - {id(t) for t in targets}:
                 self._trace.notes.append(f"no backward: it would reach {len(foreign)} tensors outside of the model")
                 return
-            with tracer:
+            with internals.as_users(), tracer:
                 torch.autograd.backward(roots, gradients)
             found = [t.grad for t in targets]
         else:
-            with tracer:
+            with internals.as_users(), tracer:
                 found = list(torch.autograd.grad(roots, targets, gradients, allow_unused=True))
         self._trace.backward = True
         self._trace.culprit = _blamed(tracer, [t for t in found if t is not None]) or late
