@@ -76,10 +76,11 @@ class Guard:
             with _as_plain():
                 return probe(*args, **kwargs)
         except Exception as error:
-            if is_users(error):
+            users = users_error(error)
+            if users is error:
                 self.cut()
                 raise
-            self.fail(part, error)
+            self._fail_or_pass_on(part, error, users)
             return None
         except BaseException:  # Ctrl-C, the end of the process: never ours
             self.cut()
@@ -99,10 +100,23 @@ class Guard:
         try:
             return call(*args, **kwargs)
         except Exception as error:
-            if is_users(error):
+            users = users_error(error)
+            if users is error:
                 raise
-            self.fail(part, error)
+            self._fail_or_pass_on(part, error, users)
             return None
+
+    def _fail_or_pass_on(self, part: str, error: Exception, users: BaseException | None) -> None:
+        """Switch a part off, or raise the user's error in whose place ours has come."""
+        if users is None:
+            self.fail(part, error)
+            return
+        self.cut()
+        context, suppressed = users.__context__, users.__suppress_context__
+        try:
+            raise users
+        finally:
+            users.__context__, users.__suppress_context__ = context, suppressed
 
     def cut(self) -> None:
         """Have what was half noted forgotten."""
@@ -176,6 +190,26 @@ def is_users(error: BaseException) -> bool:
     if kind is TimeoutError and not error.args:
         return not met_user  # nothing but a limit of time is raised without a word
     return not met_user and str(kind.__module__).partition(".")[0] not in _RAISE_HERE
+
+
+def users_error(error: BaseException) -> BaseException | None:
+    """Return the user's own error that one raised in our code is, or hides; None where it is ours.
+
+    A `StopIteration` that a handler raises inside a generator becomes a `RuntimeError`, and what is raised while
+    another error is on its way takes its place.
+    """
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        trace = current.__traceback__
+        # what the user's code is handling while it calls us has begun there
+        if current is not error and (trace is None or is_user_file(trace.tb_frame.f_code.co_filename)):
+            return None
+        if is_users(current):
+            return current
+        current = current.__cause__ or current.__context__
+    return None
 
 
 def _handles_signal(frame: FrameType, interrupted: FrameType) -> bool:
@@ -266,5 +300,7 @@ def shorten(name: str) -> str:
     """Return a file's path from the current directory, if it lies below it."""
     try:
         return str(Path(name).resolve().relative_to(Path.cwd()))
-    except (ValueError, OSError):
+    except (ValueError, OSError) as error:
+        if is_users(error):
+            raise
         return name

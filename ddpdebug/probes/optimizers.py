@@ -176,7 +176,7 @@ class OptimizerWatch:
                             tensors.append(value)
                         else:
                             plain.append((name, key, fingerprint.of_text(repr(value))))
-        if self.state_is_small and not whole and sum(map(_bytes, tensors)) > SMALL_STATE_BYTES:
+        if self.state_is_small and not whole and sum([_bytes(tensor) for tensor in tensors]) > SMALL_STATE_BYTES:
             self.state_is_small = False
             return self.state()
         return keys, tensors, plain
