@@ -204,7 +204,9 @@ def users_error(error: BaseException) -> BaseException | None:
         seen.add(id(current))
         trace = current.__traceback__
         # what the user's code is handling while it calls us has begun there
-        if current is not error and (trace is None or is_user_file(trace.tb_frame.f_code.co_filename)):
+        if not (current is error or isinstance(current, StopIteration)) and (
+            trace is None or is_user_file(trace.tb_frame.f_code.co_filename)
+        ):
             return None
         if is_users(current):
             return current

@@ -141,6 +141,8 @@ def is_ours_to_keep(tensor: torch.Tensor) -> bool:
 
 def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return address and bytes of the memory behind a tensor, (0, 0) when it has none to itself."""
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return 0, 0  # fake ones warn when they are asked
     try:
         storage = tensor.untyped_storage()
         return storage.data_ptr(), storage.nbytes()
