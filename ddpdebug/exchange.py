@@ -127,7 +127,9 @@ class Exchange:
         self._members = tuple(range(world))
         self._generation = 0
         self._group: Group | None = None
-        self._wake = threading.Condition()
+        # a `with` over the lock itself is C: no signal handler's exception can come between taking it and letting it go
+        self._wake_lock = threading.RLock()
+        self._wake = threading.Condition(self._wake_lock)
         self._started = time.monotonic()
         self._closing: float | None = None
         self._asked: float | None = None  # since when the thread waits for the others
@@ -154,7 +156,7 @@ class Exchange:
 
     def post(self, row: bytes | Callable[[], bytes]) -> None:
         """Queue a row, or a callable that encodes it in the background thread."""
-        with self._wake:
+        with self._wake_lock:
             if self._over:
                 return
             self._rows.append(row)
@@ -192,7 +194,7 @@ class Exchange:
         except Exception as error:  # noqa: BLE001 - circular, too deep, or the `str` of somebody's object raises
             self._tell(f"message:{message.get('kind')}", f"{type(error).__name__}: {error}")
             return False
-        with self._wake:
+        with self._wake_lock:
             if len(self._outbox) + len(data) >= _MAX_OUTBOX or self._over:
                 return False
             self._outbox += struct.pack("<I", len(data)) + data
@@ -216,7 +218,7 @@ class Exchange:
             return True
         if self._over:
             timeout = 0.0  # the thread is gone, or waits for somebody who does not come
-        with self._wake:
+        with self._wake_lock:
             if self._closing is None:
                 self._closing = time.monotonic()
             self._wake.notify()
@@ -239,13 +241,13 @@ class Exchange:
     def _run(self) -> None:
         try:
             self._group = self._connect(self._generation, self._members)
-            with self._wake:
+            with self._wake_lock:
                 if self.state == MEETING:
                     self.state = COMPARING
             self.missing = ()
             while not self._over and self._tick():
                 self._idle()
-            with self._wake:
+            with self._wake_lock:
                 if self.state == COMPARING:
                     self.state = ENDED
         except ConnectionError as error:  # of ours: a text for people
@@ -263,7 +265,7 @@ class Exchange:
             self._group = None  # who left in order says goodbye in order: the others may still read what was sent
 
     def _give_up(self, reason: str, *, silent: bool = False) -> None:
-        with self._wake:
+        with self._wake_lock:
             known, self._over = self._over, True
             if not known:
                 self.reason, self.state = reason, LOST
@@ -293,7 +295,7 @@ class Exchange:
         return None
 
     def _idle(self) -> None:
-        with self._wake:
+        with self._wake_lock:
             if self._closing is not None or self._busy:
                 self._wake.wait(0.005)
             elif self._someone_leaves:
@@ -354,7 +356,7 @@ class Exchange:
             return False
 
     def _message(self) -> bytes:
-        with self._wake:
+        with self._wake_lock:
             taken = [self._rows.popleft() for _ in range(min(self._capacity, len(self._rows)))]
             waiting, payload = len(self._rows), min(len(self._outbox), _CHUNK)
             flags = _BUSY if self._busy else 0
@@ -381,7 +383,7 @@ class Exchange:
         if not any(sizes):
             return []
         longest = max(sizes)
-        with self._wake:
+        with self._wake_lock:
             size = sizes[self._members.index(self.rank)]
             chunk = bytes(self._outbox[:size])
             del self._outbox[:size]

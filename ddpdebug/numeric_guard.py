@@ -66,7 +66,9 @@ class NumericGuard:
         self.active = mode in {"stop", "skip"}
         self._say, self._trouble = say, trouble
         self._wait_seconds = wait_seconds
-        self._news = threading.Condition()
+        # a `with` over the lock itself is C: no signal handler's exception can come between taking it and letting it go
+        self._news_lock = threading.RLock()
+        self._news = threading.Condition(self._news_lock)
         self._votes: dict[tuple[int, int], dict[int, bool]] = {}
         self._members: tuple[int, ...] = (0,)
         self._alone = False  # no waiting any more
@@ -101,7 +103,7 @@ class NumericGuard:
     def error(self, ballot: Ballot, note: str | None = None) -> FindingError:
         """Return what ends the run: the finding about this step, once the rules have made it."""
         deadline = time.monotonic() + FINDING_SECONDS
-        with self._news:
+        with self._news_lock:
             while (found := self._about(ballot.step)) is None:
                 left = deadline - time.monotonic()
                 if left <= 0 or not self._news.wait(left):
@@ -122,7 +124,7 @@ class NumericGuard:
     def _gather(self, key: tuple[int, int]) -> Mapping[int, bool] | None:
         deadline = time.monotonic() + self._wait_seconds
         members = self._members
-        with self._news:
+        with self._news_lock:
             while not self._alone:
                 votes = self._votes.get(key, {})
                 if votes.keys() >= set(self._members):
@@ -143,7 +145,7 @@ class NumericGuard:
     def hear(self, rank: int, message: Mapping[str, Any]) -> None:
         """Take a vote."""
         key = int(message["optimizer"]), int(message["step"])
-        with self._news:
+        with self._news_lock:
             self._votes.setdefault(key, {})[rank] = bool(message["bad"])
             while len(self._votes) > _KEPT:
                 self._votes.pop(next(iter(self._votes)))
@@ -153,19 +155,19 @@ class NumericGuard:
         """Learn who takes part."""
         known = tuple(members)
         if known != self._members:
-            with self._news:
+            with self._news_lock:
                 self._members = known
                 self._news.notify_all()
 
     def found(self, finding: Finding) -> None:
         """Learn of a finding."""
         if finding.code.startswith("NUM") and finding.severity >= Severity.ERROR:
-            with self._news:
+            with self._news_lock:
                 self._findings.append(finding)
                 self._news.notify_all()
 
     def lost(self) -> None:
         """Learn that the ranks can no longer talk."""
-        with self._news:
+        with self._news_lock:
             self._alone = True
             self._news.notify_all()

@@ -6,6 +6,7 @@ The walk over all entries with a fault in each, in real jobs, is in tests/harm/t
 from __future__ import annotations
 
 import ast
+import pickle
 import signal
 import sys
 import threading
@@ -18,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 
+from ddpdebug import torch_internals as internals
 from ddpdebug.probes import entries as entries_module
 from ddpdebug.probes.entries import Entries, entries_of
 from ddpdebug.probes.guard import Guard, contained, is_users
@@ -208,6 +210,77 @@ def test_a_signal_handlers_exception_is_the_users(
         signal.signal(signal.SIGALRM, before)
     assert (troubles, guard.off, guard.active) == ([], set(), False)
     assert cuts
+
+
+def test_what_a_generator_makes_of_a_handlers_stop_iteration_is_the_users(guard: Guard, troubles: list[Any]) -> None:
+    """The interpreter turns it into a RuntimeError; the user's own error goes on."""
+
+    def handler(number: int, frame: Any) -> None:
+        raise StopIteration("from the handler")
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with pytest.raises(StopIteration, match="from the handler"):
+            guard.run("probe:a", lambda: sum(_alarm() or 1 for _ in range(2)))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert troubles == []
+
+
+def test_classes_of_tensors_do_not_see_probes(guard: Guard, troubles: list[Any]) -> None:
+    """Their own code runs for the user only, a forward that is run again included."""
+    seen: list[str] = []
+
+    class Logged(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.__name__)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    tensor = torch.ones(2).as_subclass(Logged)
+    assert guard.run("probe:a", lambda: float((tensor + 1).sum())) == 4.0
+    assert seen == []
+
+    def again() -> None:
+        with internals.as_users():
+            tensor.add(1)
+
+    guard.run("probe:a", again)
+    assert "add" in seen
+    assert troubles == []
+
+
+def test_wrapped_functions_can_be_pickled(entries: Entries) -> None:
+    """Pickle looks for them where they were defined."""
+    home = sys.modules[nn.utils.clip_grad_norm_.__module__]
+    original = nn.utils.clip_grad_norm_
+    assert home is not nn.utils
+    entries.patch(nn.utils, "clip_grad_norm_", after=[("probe:a", lambda *_: None)])
+    assert nn.utils.clip_grad_norm_ is not original
+    assert pickle.loads(pickle.dumps(nn.utils.clip_grad_norm_)) is nn.utils.clip_grad_norm_
+    entries.close()
+    assert nn.utils.clip_grad_norm_ is original
+    assert vars(home)["clip_grad_norm_"] is original
+
+
+def test_a_models_own_methods_are_not_called() -> None:
+    """The tables say the same."""
+
+    class Own(nn.Sequential):
+        def named_parameters(self, *_: Any, **__: Any) -> Any:
+            raise AssertionError
+
+        named_modules = modules = parameters = named_buffers = buffers = children = named_parameters
+
+    linear = nn.Linear(2, 2)
+    parts = [linear, nn.BatchNorm1d(2), nn.Sequential(linear, nn.Linear(2, 1))]
+    own, usual = Own(*parts), nn.Sequential(*parts)
+    for name in ("named_parameters", "named_buffers"):
+        assert [n for n, _ in getattr(internals, name)(own)] == [n for n, _ in getattr(usual, name)()]
+    assert [n for n, _ in internals.named_modules(own)] == [n for n, _ in usual.named_modules()]
+    assert list(internals.children(own)) == parts
+    all_names = [n for n, _ in usual.named_parameters(remove_duplicate=False)]
+    assert [n for n, _ in internals.named_parameters(own, remove_duplicate=False)] == all_names
 
 
 def test_an_exception_sent_by_another_thread_is_the_users(guard: Guard, troubles: list[Any]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ddpdebug import fingerprint
+from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.probes.handover import Plans
 from ddpdebug.probes.values import raw_bytes, tensors_in
 from ddpdebug.probes.wrappers import Wrapper
@@ -69,11 +69,11 @@ class AgreementProbe:
 
 def look(module: torch.nn.Module, arguments: Sequence[Any]) -> dict[str, Any]:
     """Run `module(*arguments)` and return fingerprints of its output and of the weights that made it."""
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    device = next((p.device for p in internals.parameters(module)), torch.device("cpu"))
     moved = [a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments]
-    with undisturbed(module), torch.no_grad():
+    with undisturbed(module), torch.no_grad(), internals.as_users():
         output = module(*moved)
-    weights = fingerprint.combine(fingerprint.fingerprints([p.detach() for p in module.parameters()]) or [1])
+    weights = fingerprint.combine(fingerprint.fingerprints([p.detach() for p in internals.parameters(module)]) or [1])
     outputs = [fingerprint.fingerprint(t.detach()) for t in tensors_in(output)]
     return {"output": f"{fingerprint.combine(outputs or [1]):016x}", "weights": f"{weights:016x}"}
 
@@ -81,8 +81,8 @@ def look(module: torch.nn.Module, arguments: Sequence[Any]) -> dict[str, Any]:
 @contextmanager
 def undisturbed(module: torch.nn.Module) -> Iterator[None]:
     """Switch to eval mode; afterwards modes, buffers and random state are what they were, bit for bit."""
-    modes = [(m, m.training) for m in module.modules()]
-    buffers = [(b, b.detach().clone()) for b in module.buffers()]
+    modes = [(m, m.training) for m in internals.modules(module)]
+    buffers = [(b, b.detach().clone()) for b in internals.buffers(module)]
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         for m, _ in modes:

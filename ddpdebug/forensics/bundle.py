@@ -121,7 +121,7 @@ class _Content:
         numpy = None if rng.numpy is None else [rng.numpy[0], rng.numpy[1].tolist(), *rng.numpy[2:]]
         arguments = [scene.args, scene.kwargs]
         inputs = self._tree("inputs", arguments) if self._fits("inputs", _tensors(arguments)) else None
-        buffers = {name: scene.buffers.get(name, buffer) for name, buffer in module.named_buffers()}
+        buffers = {name: scene.buffers.get(name, buffer) for name, buffer in internals.named_buffers(module)}
         parameters, tied = _parameters(module)
         document: dict[str, Any] = {
             "inputs": inputs,
@@ -211,7 +211,7 @@ def _parameters(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[
     names: dict[int, str] = {}
     tied = {}
     found: dict[str, torch.Tensor] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    for name, parameter in internals.named_parameters(module, remove_duplicate=False):
         if id(parameter) in names:
             tied[name] = names[id(parameter)]
         else:
@@ -226,7 +226,7 @@ def _origin(module: torch.nn.Module) -> dict[str, Any]:
     file = line = None
     with contextlib.suppress(OSError, TypeError):
         file, line = inspect.getsourcefile(kind), inspect.getsourcelines(kind)[1]
-    named = list(itertools.islice(module.named_modules(), _MAX_MODULES))
+    named = list(itertools.islice(internals.named_modules(module), _MAX_MODULES))
     return {
         "format": FORMAT,
         "ddpdebug": __version__,

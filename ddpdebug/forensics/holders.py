@@ -32,7 +32,7 @@ import torch
 
 from ddpdebug.forensics.growth_line import filled_at
 from ddpdebug.probes.graphs import marked_step
-from ddpdebug.probes.guard import is_user_file, shorten
+from ddpdebug.probes.guard import is_user_file, is_users, shorten
 
 MAX_VISITS = 200_000
 #: Nodes of autograd graphs that are followed, and entries of one container that are looked at.
@@ -262,7 +262,9 @@ def _some(entries: Any, count: int) -> Iterable[Any]:
     step = -(-count // _MAX_ENTRIES) if count else 1
     try:
         return list(islice(entries, (count - 1) % step if count else 0, None, step))
-    except RuntimeError:  # another thread changes it
+    except RuntimeError as error:  # another thread changes it
+        if is_users(error):
+            raise
         return []
 
 
@@ -270,7 +272,9 @@ def _closure(function: FunctionType, place: _Place) -> Iterator[tuple[Any, _Plac
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         try:
             content = cell.cell_contents
-        except ValueError:  # not assigned yet
+        except ValueError as error:  # not assigned yet
+            if is_users(error):
+                raise
             continue
         line = f"{shorten(function.__code__.co_filename)}:{function.__code__.co_firstlineno}"
         yield content, _Place(name, function.__qualname__, (function.__code__, *place.codes), name, line)
@@ -340,5 +344,7 @@ def _holder(place: _Place) -> Holder:
 def _bytes(tensor: torch.Tensor) -> int:
     try:
         return int(tensor.nbytes)
-    except (RuntimeError, NotImplementedError):  # sparse, or without storage
+    except (RuntimeError, NotImplementedError) as error:  # sparse, or without storage
+        if is_users(error):
+            raise
         return 0

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ddpdebug import torch_internals as internals
 from ddpdebug.forensics.holders import search
 from ddpdebug.probes.handover import Plans
 from ddpdebug.probes.recorder import Recorder
@@ -104,8 +105,8 @@ def known_tensors(recorder: Recorder) -> set[int]:
     for wrapper in recorder.wrappers:
         module = wrapper.module()
         if module is not None:
-            known.update(map(id, module.parameters()))
-            known.update(map(id, module.buffers()))
+            known.update(map(id, internals.parameters(module)))
+            known.update(map(id, internals.buffers(module)))
     for watch in recorder.watches:
         known.update(map(id, watch.params))
         for optimizer in watch.optimizers():

@@ -123,7 +123,7 @@ def look(scene: Scene, known: Relation) -> dict[str, Any] | None:
 
 def _refuses(module: torch.nn.Module) -> bool:
     """Tell whether one rank must not run the module alone."""
-    parts = list(module.modules())
+    parts = list(internals.modules(module))
     return internals.anything_compiled() or any(
         internals.is_compiled(part) or internals.is_parallel(part) or isinstance(part, torch.jit.ScriptModule)
         for part in parts
@@ -137,12 +137,12 @@ def _run(module: torch.nn.Module, scene: Scene, known: Relation, tokens: torch.T
     tracer = Tracer(lambda: (None, None, 0), stand_ins.protected, time.monotonic() + _SECONDS)
     handles = [
         part.register_forward_hook(_keeper(seen, name, known, tracer), with_kwargs=True)
-        for name, part in module.named_modules()
+        for name, part in internals.named_modules(module)
         if name
     ]
     scene.rng.restore()
     try:
-        with torch.no_grad(), _cast(scene), tracer:
+        with torch.no_grad(), _cast(scene), internals.as_users(), tracer:
             output = module(*args, **kwargs)
     finally:
         for handle in handles:

@@ -18,7 +18,7 @@ from ddpdebug import torch_internals as internals
 from ddpdebug.forensics.ranges import described, is_floating, nonfinite
 from ddpdebug.probes import ranges
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.guard import Guard
+from ddpdebug.probes.guard import Guard, is_users
 
 _MAX_NODES = 10_000
 _MAX_HOOKS = 64
@@ -181,7 +181,9 @@ def _result(node: Any, saved: _Saved) -> str | None:
         try:
             with torch.no_grad():
                 result = _RESULTS[kind](saved)
-        except (KeyError, RuntimeError, TypeError):  # saved only as far as this backward needs it
+        except (KeyError, RuntimeError, TypeError) as error:  # saved only as far as this backward needs it
+            if is_users(error):
+                raise
             return None
     return nonfinite(result) if isinstance(result, torch.Tensor) and is_floating(result) else None
 

@@ -246,7 +246,7 @@ def _backward_module(recorder: Recorder) -> str | None:
         module = wrapper.module()
         if module is None or not wrapper.arrived:
             continue
-        for name, parameter in reversed(list(module.named_parameters())):
+        for name, parameter in reversed(list(internals.named_parameters(module))):
             if parameter.requires_grad and parameter.grad is None:
                 return name.rpartition(".")[0] or name
     return None
@@ -274,7 +274,7 @@ def module_names(recorder: Recorder) -> dict[int, str]:
     for wrapper in recorder.wrappers:
         module = wrapper.module()
         if module is not None:
-            for name, inner in module.named_modules():
+            for name, inner in internals.named_modules(module):
                 names.setdefault(id(inner), name or "(model)")
     return names
 
@@ -312,9 +312,9 @@ def _of_models(recorder: Recorder) -> Iterator[tuple[str, str, Any]]:
         module = wrapper.module()
         if module is None:
             continue
-        for name, buffer in module.named_buffers():
+        for name, buffer in internals.named_buffers(module):
             yield "buffers", name, buffer
-        for name, parameter in module.named_parameters():
+        for name, parameter in internals.named_parameters(module):
             yield "parameters", name, parameter
             yield "gradients", name, parameter.grad
 

@@ -160,7 +160,7 @@ class _Replay:
         _add_sources(tracer, args, kwargs, stand_ins)
         scene.rng.restore()
         with self._surroundings():
-            with tracer:
+            with internals.as_users(), tracer:
                 output = module(*args, **kwargs)
             outputs = list(tensors_in(output))
             self._trace.culprit = _blamed(tracer, outputs)
@@ -215,11 +215,11 @@ class _Replay:
             if foreign := leaf_ids - {id(t) for t in targets}:
                 self._trace.notes.append(f"no backward: it would reach {len(foreign)} tensors outside of the model")
                 return
-            with tracer:
+            with internals.as_users(), tracer:
                 torch.autograd.backward(roots, gradients)
             found = [t.grad for t in targets]
         else:
-            with tracer:
+            with internals.as_users(), tracer:
                 found = list(torch.autograd.grad(roots, targets, gradients, allow_unused=True))
         self._trace.backward = True
         self._trace.culprit = _blamed(tracer, [t for t in found if t is not None]) or late
@@ -248,7 +248,7 @@ class _Replay:
             notes.append(f"written in place since the forward: {', '.join(changed[:3])}{more}")
         if scene.buffers_lost:
             notes.append(f"{scene.buffers_lost} buffers have their present values, not those before the forward")
-        compiled = sum(internals.is_compiled(part) for part in module.modules())
+        compiled = sum(internals.is_compiled(part) for part in internals.modules(module))
         original = scene.module()
         if compiled or (original is not None and internals.is_compiled(original)):
             notes.append("torch.compile: the uncompiled code was run; values made by fused kernels are not seen")
@@ -278,7 +278,7 @@ class _ModuleStack:
 
     def follow(self, module: torch.nn.Module, tracer: Tracer) -> None:
         """Hook all modules; the caller takes the hooks away again."""
-        for name, part in module.named_modules():
+        for name, part in internals.named_modules(module):
             kind = type(part).__name__
 
             def begin(_: Any, __: Any, name: str = name, kind: str = kind) -> None:
@@ -322,7 +322,7 @@ class _ModuleStack:
 
 def _refusal(module: torch.nn.Module, modes: Mapping[str, bool]) -> str | None:
     """Return why a module cannot be run again by one rank."""
-    for name, part in module.named_modules():
+    for name, part in internals.named_modules(module):
         if kind := internals.is_parallel(part):
             return f"{name or 'the model'} is a {kind}, whose forward communicates"
         if isinstance(part, torch.jit.ScriptModule):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ddpdebug.forensics.node_kinds import kinds_of_call, kinds_of_operator
-from ddpdebug.probes.guard import is_user_file
+from ddpdebug.probes.guard import is_user_file, is_users
 
 _MAX_DEPTH = 6
 _MAX_FOUND = 1000
@@ -58,7 +58,9 @@ def function_tree(code: CodeType) -> ast.AST | None:
     try:
         block = lines if first == 1 else inspect.getblock(lines[first - 1 :])
         tree = ast.parse(textwrap.dedent("".join(block)))
-    except (SyntaxError, ValueError, tokenize.TokenError):
+    except (SyntaxError, ValueError, tokenize.TokenError) as error:
+        if is_users(error):
+            raise
         return None
     return ast.increment_lineno(tree, first - 1)
 
@@ -255,7 +257,9 @@ def _item(owner: Any, key: object) -> Any:
     if type(owner) in {dict, list, tuple}:
         try:
             return owner[key]
-        except (LookupError, TypeError):
+        except (LookupError, TypeError) as error:
+            if is_users(error):
+                raise
             return _UNKNOWN
     return _UNKNOWN
 
@@ -263,7 +267,9 @@ def _item(owner: Any, key: object) -> Any:
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # empty
+    except ValueError as error:  # empty
+        if is_users(error):
+            raise
         return _UNKNOWN
 
 

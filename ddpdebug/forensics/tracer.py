@@ -20,6 +20,7 @@ from ddpdebug import torch_internals as internals
 from ddpdebug.forensics.lines import user_stack
 from ddpdebug.forensics.ranges import described, is_floating, nonfinite
 from ddpdebug.forensics.undisturbed import CopyOnWrite
+from ddpdebug.probes.guard import is_users
 
 _COLLECTIVES = {"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor"}
 _UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "resize_"}
@@ -285,7 +286,9 @@ class _Call:
 def _address(tensor: torch.Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # sparse, or a wrapper without memory of its own
+    except (RuntimeError, NotImplementedError) as error:  # sparse, or a wrapper without memory of its own
+        if is_users(error):
+            raise
         return -id(tensor)
 
 

@@ -76,11 +76,11 @@ def undisturbed(
     with contextlib.ExitStack() as stack:
         stack.callback(random_state.restore)
         stack.callback(stand_ins.protected.undo)
-        for part in dict.fromkeys(module.modules()):
+        for part in dict.fromkeys(internals.modules(module)):
             stack.callback(_attributes(part))
         left_out = stack.enter_context(internals.without_global_hooks())
         _put_in(module, stand_ins, buffers)
-        for name, part in module.named_modules():
+        for name, part in internals.named_modules(module):
             part.training = modes.get(name, part.training)
             left_out += [hook for hook in internals.hooks_of(part) if not _is_computation(hook)]
             internals.keep_hooks(part, _is_computation)
@@ -91,7 +91,7 @@ def undisturbed(
 def _put_in(module: torch.nn.Module, stand_ins: StandIns, given: Mapping[str, torch.Tensor]) -> None:
     made: dict[int, torch.Tensor] = {}
     room = _BUFFER_BYTES
-    for name, part in module.named_modules(remove_duplicate=False):
+    for name, part in internals.named_modules(module, remove_duplicate=False):
         tables = internals.module_tables(part)
         prefix = f"{name}." if name else ""
         for key, parameter in tables["_parameters"].items():

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ddpdebug import torch_internals as internals
 from ddpdebug.probes.record import StepRecord
 from ddpdebug.probes.recorder import Recorder
 from ddpdebug.probes.wrappers import structure
@@ -143,7 +144,7 @@ def _modes(record: StepRecord, recorder: Recorder) -> dict[str, bool]:
         if ddp is None or position >= len(seen):
             continue
         prefix = f"ddp{wrapper.index}." if len(wrappers) > 1 else ""
-        for name, _ in ddp.module.named_modules():
+        for name, _ in internals.named_modules(ddp.module):
             if position < len(seen):
                 modes[prefix + (name or "(model)")] = bool(seen[position])
             position += 1

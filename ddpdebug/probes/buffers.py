@@ -33,6 +33,6 @@ class Buffers:
     def note(self, ddp: DistributedDataParallel) -> None:
         """Look at the buffers now."""
         ignored = internals.ignored_names(ddp.module)
-        named = [(n, b) for n, b in ddp.module.named_buffers() if n not in ignored]
+        named = [(n, b) for n, b in internals.named_buffers(ddp.module) if n not in ignored]
         if named:
             self._recorder.window.buffers.append(([n for n, _ in named], device.digests([b for _, b in named])))

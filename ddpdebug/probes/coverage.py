@@ -63,7 +63,11 @@ class CoverageProbe:
     def _look(self, optimizer: Any) -> None:
         self._known[id(optimizer)] = weakref.ref(optimizer)
         ignored = {
-            id(p) for w in self._wrappers if (m := w.module()) for n, p in m.named_parameters() if n in w.ignored
+            id(p)
+            for w in self._wrappers
+            if (m := w.module())
+            for n, p in internals.named_parameters(m)
+            if n in w.ignored
         }
         unwatched, left_out = Counter(self.unwatched), Counter(self.left_out)
         count = 0

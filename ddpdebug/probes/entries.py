@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -88,7 +89,21 @@ class Entries:
 
         self._undo.append((f"patch:{name}", undo))
         setattr(owner, name, replacement)
+        self._patch_home(owner, name, original, replacement)
         self.listed.append(_path(owner, name))
+
+    def _patch_home(self, owner: Any, name: str, original: Any, replacement: Any) -> None:
+        """Put a function's wrapper also where it was defined: pickle looks for it there, by name."""
+        home = sys.modules.get(str(getattr(original, "__module__", "")))
+        if isinstance(owner, type) or home is None or home is owner or vars(home).get(name) is not original:
+            return
+
+        def undo() -> None:
+            if vars(home).get(name) is replacement:
+                setattr(home, name, original)
+
+        self._undo.append((f"patch:{name}", undo))
+        setattr(home, name, replacement)
 
     def code(
         self, part: str, what: str, change: Callable[[Callable[[Any], None]], Callable[[], None]], look: Any
@@ -197,9 +212,10 @@ class Entries:
     def close(self) -> None:
         """Take everything away; what somebody else holds does nothing any more."""
         self.closed = True
-        undo, self._undo = self._undo, []
-        for part, take_away in reversed(undo):
+        while self._undo:  # one by one: an exception of the user's may come in between
+            part, take_away = self._undo[-1]
             self.guard.run(part, take_away)
+            self._undo.pop()
 
     def tidy(self) -> None:
         """Take hooks of modules away that an exception has left in place without anybody knowing."""

@@ -34,7 +34,7 @@ def note_reduced(window: Window, wrapper: Wrapper) -> None:
     if ddp is None:
         return
     with torch.no_grad():
-        for parameter in ddp.module.parameters():
+        for parameter in internals.parameters(ddp.module):
             grad = parameter.grad
             if grad is None or id(parameter) not in wrapper.trainable or not _summable(grad):
                 continue

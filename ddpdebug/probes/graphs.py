@@ -10,6 +10,8 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from ddpdebug.probes.guard import is_users
+
 _KEY = "ddpdebug"
 _MAX_HOPS = 64
 
@@ -47,7 +49,9 @@ class LiveGraphs:
             node = further
         try:
             metadata = node.metadata
-        except (AttributeError, RuntimeError):  # a custom function of an old style has none
+        except (AttributeError, RuntimeError) as error:  # a custom function of an old style has none
+            if is_users(error):
+                raise
             return
         if _KEY not in metadata:
             mark = metadata[_KEY] = _Mark(self._step)
@@ -72,6 +76,8 @@ def marked_step(node: Any) -> int | None:
     """Return the number of the step whose mark a node carries."""
     try:
         mark = node.metadata.get(_KEY)
-    except (AttributeError, RuntimeError):
+    except (AttributeError, RuntimeError) as error:
+        if is_users(error):
+            raise
         return None
     return mark.step if isinstance(mark, _Mark) else None

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.probes.guard import is_users
 from ddpdebug.probes.values import tensors_in
 
 #: Bytes that the kept forwards may hold together: this share of the models' parameters, and at least and at most so
@@ -114,7 +115,9 @@ def hold(value: Any, kept: dict[int, Kept], depth: int = 0) -> Any:
     if id(value) not in kept:
         try:
             kept[id(value)] = Kept(value)
-        except TypeError:  # no weak reference to it can be made
+        except TypeError as error:  # no weak reference to it can be made
+            if is_users(error):
+                raise
             return Lost(what=f"a {type(value).__name__}")
     return kept[id(value)]
 
@@ -138,10 +141,14 @@ def is_ours_to_keep(tensor: torch.Tensor) -> bool:
 
 def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return address and bytes of the memory behind a tensor, (0, 0) when it has none to itself."""
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return 0, 0  # fake ones warn when they are asked
     try:
         storage = tensor.untyped_storage()
         return storage.data_ptr(), storage.nbytes()
-    except (RuntimeError, ValueError):  # sparse, a wrapper of functorch or of a subclass, not initialised
+    except (RuntimeError, ValueError) as error:  # sparse, a wrapper of functorch or of a subclass, not initialised
+        if is_users(error):
+            raise
         return 0, 0
 
 

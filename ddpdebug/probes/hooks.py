@@ -57,10 +57,11 @@ class GradientHooks:
             return
         wrapper.arrived = True  # by whatever thread: torch's own work for the one that called backward
         if wrapper.armed and (recorder := self._recorder()) is not None and recorder.checking:
-            recorder.guard.run("probe:gradients", self._note, recorder, wrapper, key, parameter.grad)
+            recorder.guard.run("probe:gradients", self._note, recorder, wrapper, key, parameter)
 
     @staticmethod
-    def _note(recorder: Recorder, wrapper: Wrapper, key: int, grad: torch.Tensor | None) -> None:
+    def _note(recorder: Recorder, wrapper: Wrapper, key: int, parameter: torch.Tensor) -> None:
+        grad = parameter.grad
         norm = gradients.note_local(recorder.window, wrapper, key, grad)
         if norm is not None and grad is not None:
             halved = wrapper.hook_kind in {"half", "custom"}

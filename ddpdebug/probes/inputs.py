@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ddpdebug.probes import device, ranges
+from ddpdebug.probes.guard import is_users
 from ddpdebug.probes.values import parts_of
 
 _MAX_DEPTH = 4
@@ -22,7 +23,9 @@ def named(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Iter
     """Yield the tensors among a forward's arguments under the names that its signature gives them."""
     try:
         bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError) as error:
+        if is_users(error):
+            raise
         values: list[tuple[str, Any]] = [(f"args[{i}]", value) for i, value in enumerate(args)]
         values += list(kwargs.items())
     else:

@@ -164,7 +164,7 @@ class Layers:
         self.forget()
         self._notes = Notes()
         rank = dist.get_rank() if dist.is_initialized() else 0
-        leaves = sum(map(internals.is_leaf, root.modules()))
+        leaves = sum(map(internals.is_leaf, internals.modules(root)))
         self._stride, self._leaves = max(1, math.ceil(leaves / MAX_CALLS)), 0
         return rank < _RANKS
 
@@ -226,7 +226,7 @@ class Layers:
         """Note what was seen, under the modules' paths."""
         if not self._calls:
             return
-        paths = {id(module): prefix + (name or "(model)") for name, module in root.named_modules()}
+        paths = {id(module): prefix + (name or "(model)") for name, module in internals.named_modules(root)}
         given = {t.untyped_storage().data_ptr() for t in tensors_in(output) if ranges.real_view(t) is not None}
         last = max(self._notes.order.values(), default=0)
         for call in self._calls:
@@ -307,7 +307,7 @@ class Layers:
         place: dict[int, tuple[int, int]] = {}
         for wrapper in watch.wrappers:
             module = wrapper.module()
-            for part in () if module is None else module.modules():
+            for part in () if module is None else internals.modules(module):
                 for parameter in internals.own_parameters(part):
                     place.setdefault(id(parameter), (notes.order.get(id(part), 1 << 30), len(place)))
         rows = [(n, p) for n, p in zip(watch.names, watch.params, strict=True) if p.requires_grad]

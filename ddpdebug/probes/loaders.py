@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpdebug import fingerprint, torch_internals as internals
-from ddpdebug.probes.guard import is_user_file, shorten
+from ddpdebug.probes.guard import is_user_file, is_users, shorten
 from ddpdebug.probes.recorder import Recorder
 from ddpdebug.probes.values import tensors_in
 
@@ -93,7 +93,7 @@ def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
         "distributed": distributed,
         "length": _length(loader.dataset),
         "batch_size": loader.batch_size,
-        "batches": _length(loader),
+        "batches": _batches(loader),
         "indices": _indices(loader.dataset),
         "workers": loader.num_workers,
         "dataset": _source(loader.dataset),
@@ -108,8 +108,21 @@ def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
 def _length(dataset: Any) -> int | None:
     try:
         return len(dataset)
-    except TypeError:
+    except TypeError as error:
+        if is_users(error):
+            raise
         return None
+
+
+def _batches(loader: DataLoader[Any]) -> int | None:
+    """Return how many batches a loader says that it has; None where that would ask a class of the user's."""
+    whole = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    asked = [type(loader).__len__, type(whole).__len__ if hasattr(type(whole), "__len__") else None]
+    if type(whole) is BatchSampler:
+        asked.append(getattr(type(whole.sampler), "__len__", None))
+    shipped = all(str(getattr(how, "__module__", "builtins")).startswith(("torch.", "builtins")) for how in asked)
+    # an IterableDataset's loader remembers the answer, and warns where it is exceeded
+    return _length(loader) if shipped and not isinstance(loader.dataset, IterableDataset) else None
 
 
 def _indices(dataset: Any) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ import linecache
 from collections.abc import Iterator
 from types import FrameType
 
-from ddpdebug.probes.guard import location
+from ddpdebug.probes.guard import is_users, location
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _MAX_LINES = 20_000
@@ -23,7 +23,9 @@ def expression(frame: FrameType | None) -> str | None:
         return None
     try:
         tree = ast.parse("".join(lines))
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError) as error:
+        if is_users(error):
+            raise
         return None
     found = line_of_loss(tree, frame.f_lineno)
     return None if found is None else location(file, found)

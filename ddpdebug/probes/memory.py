@@ -18,6 +18,7 @@ import torch
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.probes.graphs import LiveGraphs
+from ddpdebug.probes.guard import is_users
 from ddpdebug.probes.values import tensors_in
 
 _STATM = "/proc/self/statm"
@@ -97,11 +98,15 @@ def resident_bytes(statm: str) -> tuple[int, int]:
     """Return (resident, private) bytes of a process; (0, 0) when it is gone or the system does not tell."""
     try:
         file = os.open(statm, os.O_RDONLY)
-    except OSError:
+    except OSError as error:
+        if is_users(error):
+            raise
         return 0, 0
     try:
         fields = os.read(file, 128).split()
-    except OSError:
+    except OSError as error:
+        if is_users(error):
+            raise
         return 0, 0
     finally:
         os.close(file)
@@ -114,7 +119,9 @@ def host_limit() -> int:
     """Return the bytes that this process may have: of its control group (either version), or of the machine."""
     try:
         groups = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
+    except OSError as error:
+        if is_users(error):
+            raise
         groups = []
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([total, *cgroup_limits(groups, _CGROUPS)])
@@ -132,7 +139,9 @@ def cgroup_limits(groups: Iterable[str], root: Path) -> list[int]:
         for folder in (place, *place.parents):
             try:
                 text = (base / folder / name).read_text(encoding="utf-8").strip()
-            except OSError:
+            except OSError as error:
+                if is_users(error):
+                    raise
                 continue
             if text.isdecimal() and 0 < int(text) < _NO_LIMIT:
                 limits.append(int(text))

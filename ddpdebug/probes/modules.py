@@ -80,7 +80,7 @@ class ForwardProbe:
         if not self._hook.is_on:
             return
         if self._bad or self._near or self._pending or self._halves:
-            paths = {id(module): prefix + (name or ROOT) for name, module in root.named_modules()}
+            paths = {id(module): prefix + (name or ROOT) for name, module in internals.named_modules(root)}
 
             def path(module: torch.nn.Module) -> str:
                 return paths.get(id(module), f"({type(module).__name__}, not part of the model)")
@@ -212,7 +212,7 @@ def _place(
     names = [ROOT]
     steps: list[str] = []
     for caller, called in itertools.pairwise(chain[places[-1] :]):
-        inside = next((name for name, module in caller.named_modules() if module is called), None)
+        inside = next((name for name, module in internals.named_modules(caller) if module is called), None)
         if inside is None:
             return {"module": path(called), "caller": prefix + names[-1]}
         steps.append(inside)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddpdebug import fingerprint
+from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.observations import Flag
 from ddpdebug.probes import device, gradients
 from ddpdebug.probes.optimizers import OptimizerWatch
@@ -52,7 +52,7 @@ def note_frozen(
         (n, p)
         for wrapper in wrappers
         if (module := wrapper.module()) is not None
-        for n, p in module.named_parameters()
+        for n, p in internals.named_parameters(module)
         if id(p) not in stepped and n not in wrapper.ignored and not p.requires_grad
     ]
     if frozen:

@@ -281,7 +281,7 @@ class Numerics:
         root = module() if module is not None else None
         rows = list(zip(watch.names, watch.params, strict=True))
         own = {id(p) for p in watch.params}
-        rows += [(n, p) for n, p in root.named_parameters() if id(p) not in own] if root is not None else []
+        rows += [(n, p) for n, p in internals.named_parameters(root) if id(p) not in own] if root is not None else []
         rows = [(name, p) for name, p in rows if thoroughly or (known and name in known)]
         return [rows[i][0] for i in ranges.nonfinite([p for _, p in rows])]
 

@@ -176,7 +176,7 @@ class OptimizerWatch:
                             tensors.append(value)
                         else:
                             plain.append((name, key, fingerprint.of_text(repr(value))))
-        if self.state_is_small and not whole and sum(map(_bytes, tensors)) > SMALL_STATE_BYTES:
+        if self.state_is_small and not whole and sum([_bytes(tensor) for tensor in tensors]) > SMALL_STATE_BYTES:
             self.state_is_small = False
             return self.state()
         return keys, tensors, plain
@@ -187,7 +187,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _settings(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key in sorted(group):
+    for key in sorted(key for key in group if type(key) is str):  # others are notes of the user's, in no order
         value = group[key]
         if key in {"params", "param_names"} or callable(value):
             continue
@@ -222,7 +222,7 @@ def _named(
         module = wrapper.module()
         if module is None:
             continue
-        for name, held in module.named_parameters():
+        for name, held in internals.named_parameters(module):
             if name in wrapper.ignored:
                 ignored.add(id(held))
             current.setdefault(id(held), (name, wrapper))
@@ -247,7 +247,7 @@ def foreign_names(params: Sequence[torch.Tensor]) -> dict[int, str]:
     wanted = {id(p) for p in params}
     names: dict[int, str] = {}
     for module in roots(params):
-        for name, held in module.named_parameters():
+        for name, held in internals.named_parameters(module):
             if id(held) in wanted:
                 names.setdefault(id(held), name)
     return names
@@ -257,9 +257,9 @@ def roots(params: Sequence[torch.Tensor]) -> list[torch.nn.Module]:
     """Return the outermost living modules that hold some of the parameters."""
     wanted = {id(p) for p in params}
     modules = living_modules()
-    children = {id(child) for module in modules for child in module.children()}
+    children = {id(child) for module in modules for child in internals.children(module)}
     outermost = [module for module in modules if id(module) not in children]
-    return [module for module in outermost if any(id(p) in wanted for p in module.parameters())]
+    return [module for module in outermost if any(id(p) in wanted for p in internals.parameters(module))]
 
 
 def living_modules() -> list[torch.nn.Module]:

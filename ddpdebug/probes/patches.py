@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.guard import user_location
+from ddpdebug.probes.guard import is_users, user_location
 from ddpdebug.probes.loaders import Loaders
 from ddpdebug.probes.optimizers import roots
 from ddpdebug.probes.recipe import Recipe
@@ -329,7 +329,7 @@ class Patches:
 
 def _failed(recorder: Recorder) -> Callable[..., None]:
     def failed(error: BaseException, *_: Any, **__: Any) -> None:
-        if isinstance(error, Exception):
+        if isinstance(error, Exception) and not is_users(error):  # a handler may raise MemoryError
             recorder.memory.failed(error)
 
     return failed

@@ -183,7 +183,7 @@ class Recorder:
         wrapper = Wrapper(ddp, len(self.wrappers), self.entries)
         self.wrappers.append(wrapper)
         self._announce(f"group:{wrapper.index}", {"ranks": wrapper.group})
-        for parameter in ddp.module.parameters():
+        for parameter in internals.parameters(ddp.module):
             if id(parameter) in wrapper.trainable:
                 self.hooks.add(parameter, wrapper)
         return wrapper
@@ -232,7 +232,7 @@ class Recorder:
             self._announce(f"{topic}:{wrapper.index}", {"step": self.next_step(), **fact})
         w = self.window
         if self.checking:
-            w.modes = (w.modes or b"") + bytes([m.training for m in ddp.module.modules()])
+            w.modes = (w.modes or b"") + bytes([m.training for m in internals.modules(ddp.module)])
             w.rng = w.rng or rng_digest()
         if w.delivered:
             w.record.append(w.delivered)
@@ -284,7 +284,7 @@ class Recorder:
         self.events.close_gathers()
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors or ())
         self.guard.run("probe:memory", self.memory.graph, roots)
-        if len(roots) == 1 and roots[0].numel() == 1 and self.in_backward == 1:
+        if len(roots) == 1 and self.in_backward == 1 and internals.is_plain(roots[0]) and roots[0].numel() == 1:
             scale = self.events.take_scale()
             self.window.losses.append(loss_reader(roots[0].detach(), scale))
             self.guard.run("probe:numerics", self.numerics.note_loss, roots[0], self.window.losses[-1])
@@ -331,7 +331,7 @@ class Recorder:
         self._stepping.append(id(optimizer))
         if len(self._stepping) > 1:
             return
-        if self.in_backward:
+        if self.in_backward and "probe:backward" not in self.guard.off:  # its end is not seen then
             self._fuse(optimizer)
             return
         watch = self._watch(optimizer)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpdebug import fingerprint
+from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.probes import device
 from ddpdebug.probes.entries import Entries
 from ddpdebug.probes.optimizers import OptimizerWatch, living_modules, module_census
@@ -50,15 +50,15 @@ class Replicas:
             return
         self._census = census
         taken = {id(p) for watch in watches for p in watch.params}
-        inside = {id(m) for w in wrappers if (ddp := w.ref()) is not None for m in ddp.modules()}
+        inside = {id(m) for w in wrappers if (ddp := w.ref()) is not None for m in internals.modules(ddp)}
         known = {id(r.module()) for r in self._known.values()}
         modules = living_modules()
-        children = {id(child) for m in modules for child in m.children()}
+        children = {id(child) for m in modules for child in internals.children(m)}
         found: dict[str, torch.nn.Module] = {}
         for module in modules:
             if id(module) in children or id(module) in inside or id(module) in known:
                 continue
-            params = list(module.parameters())
+            params = list(internals.parameters(module))
             if not params or any(id(p) in taken for p in params) or isinstance(module, DistributedDataParallel):
                 continue
             name = type(module).__name__
@@ -101,7 +101,7 @@ class _Replica:
     def look(self) -> dict[str, Any]:
         module = self.module()
         assert module is not None
-        named = [*module.named_parameters(), *module.named_buffers()]
+        named = [*internals.named_parameters(module), *internals.named_buffers(module)]
         values = device.digests([t for _, t in named])()
         digest = fingerprint.combine(values) if values else 0
         self._first = digest if self._first is None else self._first

@@ -184,7 +184,7 @@ class Scenes:
         named = [(path, v) for path, v in leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
         self._hold_inputs(scene, [(tensor, kept.get(id(tensor))) for _, tensor in named])
         model.copy_buffers(scene)
-        if not self._held(scene, dict(map(storage_of, scene.buffers.values()))):
+        if not self._held(scene, dict([storage_of(buffer) for buffer in scene.buffers.values()])):
             scene.buffers_lost += len(scene.buffers)
             scene.buffers.clear()
         for path, tensor in (*named, *model.parameters()):
@@ -241,7 +241,7 @@ class Scenes:
             if scene.suspected:
                 scene.suspected = False
                 self._let_go(scene)
-            addresses = {address for address, _ in map(storage_of, scene.gradients.values())}
+            addresses = {address for address, _ in [storage_of(gradient) for gradient in scene.gradients.values()]}
             scene.gradients.clear()
             gone = {address: size for address, size in scene.pieces.items() if address in addresses}
             self.room.give_back(gone)
@@ -367,10 +367,10 @@ class _Model:
             self._uses += 1
             return False
         self._uses += 1
-        named = list(module.named_modules())
+        named = list(internals.named_modules(module))
         self.names = tuple(name for name, _ in named)
         self._modules = [weakref.ref(m) for _, m in named]
-        parameters = list(module.named_parameters())
+        parameters = list(internals.named_parameters(module))
         self.device = parameters[0][1].device.type if parameters else "cpu"
         spread = max(1, -(-len(parameters) // _MAX_VERSIONS))
         self._parameters = [(f"parameter {name}", weakref.ref(p)) for name, p in parameters[::spread]]

@@ -56,7 +56,7 @@ class Settings:
 def _plain_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Return the floating-point tensors in attributes that are neither parameters nor buffers, lists and dicts too."""
     found: list[tuple[str, torch.Tensor]] = []
-    for path, part in module.named_modules():
+    for path, part in internals.named_modules(module):
         own = {id(t) for t in (*internals.own_parameters(part), *internals.own_buffers(part).values())}
         for name, value in list(vars(part).items()):
             if name.startswith("_"):

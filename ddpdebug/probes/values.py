@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from ddpdebug import fingerprint
+from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.probes import device
+from ddpdebug.probes.guard import is_users
 
 
 def loss_reader(loss: torch.Tensor, scale: torch.Tensor | None) -> Callable[[], float]:
@@ -40,7 +41,7 @@ def rng_digest() -> int:
 
 def precision(module: torch.nn.Module) -> dict[str, Any]:
     """Say in which precision a forward of this module would run now."""
-    kind = next((p.device.type for p in module.parameters()), "cpu")
+    kind = next((p.device.type for p in internals.parameters(module)), "cpu")
     enabled = torch.is_autocast_enabled(kind)
     return {
         "autocast": str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if enabled else None,
@@ -76,7 +77,9 @@ _KEYS = {str, int, bool, float, bytes, type(None)}
 def _fields(kind: type, value: Any) -> list[tuple[str, Any]]:
     try:
         own = object.__getattribute__(value, "__dict__")
-    except AttributeError:  # a dataclass with slots
+    except AttributeError as error:  # a dataclass with slots
+        if is_users(error):
+            raise
         own = {}
         for name in getattr(kind, "__dataclass_fields__", ()):
             slot = inspect.getattr_static(kind, name, None)
@@ -88,7 +91,9 @@ def _fields(kind: type, value: Any) -> list[tuple[str, Any]]:
 def _slot(slot: Any, value: Any) -> Any:
     try:
         return slot.__get__(value)
-    except AttributeError:  # not set
+    except AttributeError as error:  # not set
+        if is_users(error):
+            raise
         return None
 
 

@@ -34,7 +34,7 @@ class Wrapper:
         self.group = internals.group_ranks(ddp)
         self.ignored = internals.ignored_names(ddp.module)
         module = internals.unwrap_compiled(ddp.module)
-        named = [(n, p) for n, p in module.named_parameters() if n not in self.ignored]
+        named = [(n, p) for n, p in internals.named_parameters(module) if n not in self.ignored]
         #: id -> name, of everything that the reducer was given the chance to own
         self.wrapped: dict[int, str] = {id(p): n for n, p in named}
         self.trainable = {id(p) for _, p in named if p.requires_grad}
@@ -132,7 +132,7 @@ class CallSite:
     def __init__(self, wrapper: Wrapper, module: torch.nn.Module, entries: Entries, *, parts: bool = True) -> None:
         self.location: str | None = None
         self._wrapper = weakref.ref(wrapper)
-        modules = list(module.modules()) if parts else [module]
+        modules = list(internals.modules(module)) if parts else [module]
         self._own = {id(m) for m in modules}
         self._handles: list[Any] = []
         for m in modules:
@@ -167,10 +167,10 @@ def structure(module: torch.nn.Module) -> list[list[Any]]:
     """List kind, name, shape, dtype and requires_grad of parameters and buffers, in registration order."""
     ignored = internals.ignored_names(module)
     entries: list[list[Any]] = []
-    for name, p in module.named_parameters():
+    for name, p in internals.named_parameters(module):
         if name not in ignored:
             entries.append(["parameter", name, list(p.shape), str(p.dtype).removeprefix("torch."), p.requires_grad])
-    for name, b in module.named_buffers():
+    for name, b in internals.named_buffers(module):
         if name not in ignored:
             entries.append(["buffer", name, list(b.shape), str(b.dtype).removeprefix("torch."), False])
     return entries
@@ -183,7 +183,9 @@ def announce_model(module: torch.nn.Module, index: int, group: list[int], announ
     entries = structure(inner)
     digest = f"{fingerprint.of_text(repr(entries)):016x}"
     announce(f"structure:{index}", {"digest": digest, "entries": entries, "group": group})
-    named = [(n, t) for n, t in (*inner.named_parameters(), *inner.named_buffers()) if n not in ignored]
+    named = [
+        (n, t) for n, t in (*internals.named_parameters(inner), *internals.named_buffers(inner)) if n not in ignored
+    ]
     named = [(n, t) for n, t in named if t.device.type == "cpu"]
     values = fingerprint.fingerprints([t for _, t in named])
     announce(f"init:{index}", {"digests": {n: f"{v:016x}" for (n, _), v in zip(named, values, strict=True)}})

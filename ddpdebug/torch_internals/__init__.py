@@ -68,6 +68,15 @@ from ddpdebug.torch_internals.replaying import (
     syncs_statistics as syncs_statistics,
     without_global_hooks as without_global_hooks,
 )
+from ddpdebug.torch_internals.trees import (
+    buffers as buffers,
+    children as children,
+    modules as modules,
+    named_buffers as named_buffers,
+    named_modules as named_modules,
+    named_parameters as named_parameters,
+    parameters as parameters,
+)
 
 #: (what, where) pairs that this torch must offer; `missing()` names those that it does not.
 PRE_FORWARD = "_pre_forward"  # the part of DDP's forward that broadcasts buffers
@@ -303,8 +312,10 @@ def scale_of(scaler: Any) -> torch.Tensor | None:
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
-#: Keeps a tensor subclass's own code out of a look at its memory; there is no public way.
+#: Keeps a tensor subclass's own code (`__torch_function__`) out of what we do; there is no public way.
 as_plain: type[AbstractContextManager[object]] = getattr(torch._C, "DisableTorchFunctionSubclass", nullcontext)
+#: The contrary, for a forward of the user's that we run.
+as_users: type[AbstractContextManager[object]] = getattr(torch._C, "_EnableTorchFunction", nullcontext)
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -168,7 +168,7 @@ class Recipe:
         """Look for parameters that an output was computed with and that nobody has."""
         if not self._threads.several:
             modules = [m for w in self._recorder.wrappers if (m := w.module()) is not None]
-            known = {id(p) for module in modules for p in module.parameters()}
+            known = {id(p) for module in modules for p in internals.parameters(module)}
             known |= held_by(o for watch in self._recorder.watches for o in watch.optimizers())
             tensors = list(tensors_in((args, kwargs)))
             known |= self.audit.held() | {id(t) for t in tensors}
@@ -356,7 +356,7 @@ class Recipe:
         if not both:
             return None
         modules = [m for w in self._recorder.wrappers if (m := w.module()) is not None]
-        names = [n for m in modules for n, p in m.named_parameters() if id(p) in both and p.grad is not None]
+        names = [n for m in modules for n, p in internals.named_parameters(m) if id(p) in both and p.grad is not None]
         return {"other": type(other).__name__, "names": names[:_MAX_NAMES]} if names else None
 
     def _count(self, optimizer: torch.optim.Optimizer) -> None:

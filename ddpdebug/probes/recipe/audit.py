@@ -141,13 +141,13 @@ def held_by(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
 
 def _place(root: nn.Module, leaf: torch.Tensor) -> str:
     """Say in which plain container of which module a parameter hides."""
-    for path, module in root.named_modules():
+    for path, module in internals.named_modules(root):
         for name, value in vars(module).items():
             if name.startswith("_"):
                 continue
             for inner, part in _inside(value, 0):
                 if isinstance(part, nn.Module):
-                    names = [n for n, p in part.named_parameters() if p is leaf]
+                    names = [n for n, p in internals.named_parameters(part) if p is leaf]
                 elif part is leaf:
                     names = [""]
                 else:
@@ -171,7 +171,7 @@ def _inside(value: Any, depth: int) -> Iterator[tuple[str, Any]]:
 
 def _named(wrapper: Wrapper) -> Iterable[tuple[str, torch.Tensor]]:
     module = wrapper.module()
-    return () if module is None else module.named_parameters()
+    return () if module is None else internals.named_parameters(module)
 
 
 def _params(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:

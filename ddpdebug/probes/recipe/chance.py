@@ -130,7 +130,7 @@ class _Follower:
 
     def calls(self) -> list[dict[str, Any]]:
         """Return what was found, where the module belongs to the model."""
-        paths = {id(module): path or "(model)" for path, module in self._root.named_modules()}
+        paths = {id(module): path or "(model)" for path, module in internals.named_modules(self._root)}
         return [
             {
                 "function": name,
@@ -172,7 +172,7 @@ def _module_of(frame: FrameType | None) -> nn.Module | None:
 
 def _state(root: nn.Module) -> tuple[int, ...]:
     """Return fingerprints of the generators that a forward draws from; waits for nothing, draws nothing."""
-    device = next((p.device for p in root.parameters()), None)
+    device = next((p.device for p in internals.parameters(root)), None)
     if device is None or device.type != "cuda":
         return (rng_digest(),)
     if torch.cuda.is_current_stream_capturing():

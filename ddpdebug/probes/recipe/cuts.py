@@ -58,8 +58,8 @@ class Cuts:
         root = self._root()
         if root is None:
             return None
-        paths = {id(module): path for path, module in root.named_modules()}
-        names = {id(p): name for name, p in root.named_parameters()}
+        paths = {id(module): path for path, module in internals.named_modules(root)}
+        names = {id(p): name for name, p in internals.named_parameters(root)}
         found: dict[str, Any] = {}
         behind: dict[str, None] = {}  # what ran up to here without ever getting a gradient
         for i, (module, _, outputs) in enumerate(calls):

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from ddpdebug import torch_internals as internals
+
 #: So many forwards without gradients in a row are an evaluation.
 EVALUATION = 3
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -18,13 +20,13 @@ _Known = list[tuple[str, weakref.ref[nn.Module]]]
 
 def sensitive(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that the mode changes and that belong to a part of the model that trains."""
-    table = dict(root.named_modules())
+    table = dict(internals.named_modules(root))
     for name, module in table.items():
         if not name or not _changes(module):
             continue
         parents = [table[parent] for parent in _parents(name) if parent in table]
-        holder = next((m for m in (module, *parents) if next(m.parameters(), None) is not None), root)
-        if any(p.requires_grad for p in holder.parameters()):
+        holder = next((m for m in (module, *parents) if next(internals.parameters(m), None) is not None), root)
+        if any(p.requires_grad for p in internals.parameters(holder)):
             yield name, module
 
 

@@ -62,7 +62,7 @@ class NoGrad:
             self._marks[path] = [
                 (prefix + name, weakref.ref(p), internals.version_of(p)) for name, p in _trainable(module)
             ]
-            inside = (self._lines[id(part)] for part in module.modules() if id(part) in self._lines)
+            inside = (self._lines[id(part)] for part in internals.modules(module) if id(part) in self._lines)
             self._location[path] = next(inside, None)
 
     def keep(self) -> None:
@@ -86,7 +86,7 @@ class NoGrad:
     def _outermost(self, root: nn.Module, behind: set[int]) -> Iterator[tuple[str, nn.Module]]:
         """Yield the largest modules all of whose trainable parameters are cut off."""
         taken: set[int] = set()
-        for path, module in root.named_modules():
+        for path, module in internals.named_modules(root):
             params = {id(p) for _, p in _trainable(module)}
             if params and params <= behind and not params <= taken:
                 taken |= params
@@ -104,17 +104,19 @@ class NoGrad:
 
 
 def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    return [(name, p) for name, p in internals.named_parameters(module) if p.requires_grad]
 
 
 def _has_copy(root: nn.Module, module: nn.Module, behind: set[int]) -> bool:
     """Tell whether a module that trains is built alike: a teacher or a target network is a copy of its student."""
 
     def shape(of: nn.Module) -> list[tuple[str, torch.Size]]:
-        return [(name, p.shape) for name, p in of.named_parameters()]
+        return [(name, p.shape) for name, p in internals.named_parameters(of)]
 
     own = shape(module)
     return any(
-        type(other) is type(module) and shape(other) == own and not any(id(p) in behind for p in other.parameters())
-        for other in root.modules()
+        type(other) is type(module)
+        and shape(other) == own
+        and not any(id(p) in behind for p in internals.parameters(other))
+        for other in internals.modules(root)
     )

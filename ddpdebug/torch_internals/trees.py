@@ -1,0 +1,78 @@
+"""The tables of a module tree, read without calling its methods: `named_parameters` and its like may be the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def named_modules(
+    root: torch.nn.Module, prefix: str = "", *, remove_duplicate: bool = True
+) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield what `Module.named_modules` does, in its order."""
+    yield from _walk(root, prefix, set() if remove_duplicate else None)
+
+
+def _table(module: torch.nn.Module, name: str) -> Any:
+    """Return a table of a module; none of one that is still being built, or that is no Python object inside."""
+    own = vars(module).get(name)
+    return getattr(module, name, {}) if own is None else own
+
+
+def _walk(module: torch.nn.Module, path: str, seen: set[int] | None) -> Iterator[tuple[str, torch.nn.Module]]:
+    if seen is not None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+    yield path, module
+    for name, child in _table(module, "_modules").items():
+        if child is not None:
+            yield from _walk(child, f"{path}.{name}" if path else name, seen)
+
+
+def modules(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield what `Module.modules` does."""
+    return (module for _, module in named_modules(root))
+
+
+def children(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield what `Module.children` does."""
+    seen: set[int] = set()
+    for child in _table(module, "_modules").values():
+        if child is not None and id(child) not in seen:
+            seen.add(id(child))
+            yield child
+
+
+def named_parameters(
+    root: torch.nn.Module, *, remove_duplicate: bool = True
+) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield what `Module.named_parameters` does."""
+    return _members(root, "_parameters", remove_duplicate=remove_duplicate)
+
+
+def parameters(root: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """Yield what `Module.parameters` does."""
+    return (parameter for _, parameter in named_parameters(root))
+
+
+def named_buffers(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what `Module.named_buffers` does."""
+    return _members(root, "_buffers", remove_duplicate=True)
+
+
+def buffers(root: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yield what `Module.buffers` does."""
+    return (buffer for _, buffer in named_buffers(root))
+
+
+def _members(root: torch.nn.Module, table: str, *, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:
+    seen: set[int] = set()
+    for path, module in named_modules(root, remove_duplicate=remove_duplicate):
+        for name, tensor in _table(module, table).items():
+            if tensor is None or (remove_duplicate and id(tensor) in seen):
+                continue
+            seen.add(id(tensor))
+            yield (f"{path}.{name}" if path else name), tensor
