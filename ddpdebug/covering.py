@@ -24,7 +24,7 @@ from ddpdebug.steps import Step
 #: A run is asked what it compares so long after its first step (after the first backward where no step comes: some
 #: add up gradients for long), or so long after its ranks should have met.
 STEP_SECONDS, BACKWARD_SECONDS, MEET_SECONDS = 25.0, 50.0, 50.0
-_LOOK_SECONDS, _LOOK_SECONDS_LATER, _EARLY_SECONDS = 2.0, 15.0, 90.0
+_LOOK_SECONDS, _LOOK_SECONDS_LATER, _EARLY_SECONDS = 5.0, 15.0, 90.0
 #: What is known is written down at least so often.
 _KEEP_SECONDS = 60.0
 #: Ranks that give no sign for so long while this one trains on are not compared.

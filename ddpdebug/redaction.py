@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -58,6 +58,7 @@ _VALUE = re.compile(r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^\s,;&}\])"']+""")
 #: Long words of one piece, as generators of tokens make them; no path, no sentence.
 _LONG = re.compile(r"(?<![\w/+.=-])[A-Za-z0-9_+/=-]{32,}(?![\w/+.=-])")
 _LEAST_LEARNT = 6
+_NO_TEXT = frozenset({bool, float, int, type(None)})
 _ENTROPY = 3.7  # bits a letter, of which random base64 of 32 letters has 4.4, and names of runs with words have less
 _PLURALS = ("keys", "tokens", "secrets", "passwords", "credentials", "cookies", "webhooks")
 
@@ -88,17 +89,23 @@ class Redactor:
 
     def value(self, value: Any) -> Any:
         """Return a JSON value whose texts are all treated by `text`; the same object where nothing was hidden."""
+        if type(value) in _NO_TEXT:  # most of what is written are numbers
+            return value
         if isinstance(value, str):
             return self.text(value)
-        if isinstance(value, Mapping):  # its keys are names of ours, and of parameters
-            table = {key: self.value(item) for key, item in value.items()}
-            return value if all(table[key] is item for key, item in value.items()) else table
+        if isinstance(value, dict | Mapping):  # its keys are names of ours, and of parameters
+            hidden = self._hidden(value.items())
+            return {**value, **hidden} if hidden else value
         if isinstance(value, list | tuple):
-            found = [self.value(item) for item in value]
-            if all(a is b for a, b in zip(found, value, strict=True)):
-                return value
-            return found if isinstance(value, list) else tuple(found)
+            changes = self._hidden(enumerate(value))
+            found = [changes.get(place, item) for place, item in enumerate(value)] if changes else value
+            return tuple(found) if isinstance(value, tuple) and changes else found
         return value
+
+    def _hidden(self, items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+        """Return what differs from the items without secrets, by key or place."""
+        look = ((key, item, self.value(item)) for key, item in items if type(item) not in _NO_TEXT)
+        return {key: new for key, item, new in look if new is not item}
 
     def _line(self, words: Sequence[str]) -> Iterator[str]:
         waiting = ""  # the option whose value comes next

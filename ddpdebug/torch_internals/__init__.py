@@ -131,6 +131,22 @@ def default_group_id() -> int | None:
     return id(dist.group.WORLD) if dist.is_available() and dist.is_initialized() else None
 
 
+def _gloo_options(timeout: datetime.timedelta) -> tuple[Any, ...]:
+    """Return options for a group that shares the device of the job's gloo group; none where there is no such device.
+
+    A device is a listening port and a thread that wakes up a hundred times a second. Nothing of the job's group is
+    changed by another group that has connections of its own there.
+    """
+    try:
+        backend: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+        devices = backend.options._devices
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, options._threads, options._timeout = devices, 1, timeout
+    except Exception:  # noqa: BLE001 - no group yet, NCCL alone, a wrapper, another version of torch
+        return ()
+    return (options,) if devices else ()
+
+
 class GlooGroup:
     """A gloo process group that torch.distributed does not know of, so that it cannot collide with the job's groups.
 
@@ -145,7 +161,9 @@ class GlooGroup:
         self._rank, self._world, self._timeout = rank, world, timeout
         self._words = PrefixStore(f"{prefix}/words", store)
         connecting = datetime.timedelta(seconds=self.CONNECT_SECONDS)
-        self._group: Any = dist.ProcessGroupGloo(PrefixStore(prefix, store), rank, world, connecting)
+        self._group: Any = dist.ProcessGroupGloo(
+            PrefixStore(prefix, store), rank, world, *_gloo_options(connecting) or (connecting,)
+        )
 
     def gather(self, data: bytes) -> list[bytes]:
         """All-gather equally long byte strings; raise RuntimeError when a peer is gone or the timeout has passed."""

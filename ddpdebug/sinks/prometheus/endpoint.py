@@ -31,7 +31,7 @@ class Serving:
         key: PEM file with its private key, where it is not in the same file.
         client_ca: PEM file; only clients with a certificate signed by it are served.
         password_file: holds `name:password` on its first line; only who knows them is served.
-        every: called about twice a second from the server's thread; must be quick.
+        every: called every two seconds or so from the server's thread; must be quick.
         avoid: ports that the job will want, which are not taken where the system chooses one.
     """
 

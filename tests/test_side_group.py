@@ -1,0 +1,52 @@
+"""The side group beside the job's own gloo group: one listening port and one thread for both."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.jobs
+
+_SCRIPT = """
+import datetime, os
+import torch, torch.distributed as dist
+from ddpdebug.torch_internals import GlooGroup
+
+def loops():
+    names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+    return names.count("gloo_tcp_loop")
+
+def side(prefix):
+    return GlooGroup(dist.HashStore(), prefix, 0, 1, datetime.timedelta(seconds=30))
+
+def job():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+alone = side("alone")
+print(loops(), alone.gather(b"a"))
+alone.close()
+del alone
+job()
+before = loops()
+group = side("beside")
+print(loops() - before, group.gather(b"b"))
+dist.destroy_process_group()
+print(group.gather(b"c"))
+job()
+group.close()
+value = torch.ones(2)
+dist.all_reduce(value)
+print(value.tolist())
+dist.destroy_process_group()
+"""
+
+
+def test_the_side_group_adds_no_thread_of_gloos_where_the_job_has_one() -> None:
+    """It has one of its own where the job has none; each of the two groups lives on when the other one has ended."""
+    done = subprocess.run(  # noqa: S603 - our own text
+        [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["1 [b'a']", "0 [b'b']", "[b'c']", "[1.0, 1.0]"]
