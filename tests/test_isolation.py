@@ -6,6 +6,7 @@ The walk over all entries with a fault in each, in real jobs, is in tests/harm/t
 from __future__ import annotations
 
 import ast
+import contextlib
 import pickle
 import signal
 import sys
@@ -210,6 +211,24 @@ def test_a_signal_handlers_exception_is_the_users(
         signal.signal(signal.SIGALRM, before)
     assert (troubles, guard.off, guard.active) == ([], set(), False)
     assert cuts
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_exception_between_the_halves_of_no_grad_leaves_autograd_as_it_was(
+    guard: Guard, error: type[BaseException]
+) -> None:
+    """The context manager is written in Python: a handler may run after it has switched, before it can switch back."""
+
+    def probe(recording: bool) -> None:
+        torch.set_grad_enabled(recording)
+        raise error
+
+    for before in (True, False):
+        with torch.set_grad_enabled(before):
+            with contextlib.suppress(KeyboardInterrupt):
+                guard.run("probe:a", probe, not before)
+            assert torch.is_grad_enabled() is before
+    assert torch.is_grad_enabled()
 
 
 def test_what_a_generator_makes_of_a_handlers_stop_iteration_is_the_users(guard: Guard, troubles: list[Any]) -> None:

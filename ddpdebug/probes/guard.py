@@ -12,6 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+
 from ddpdebug import torch_internals as internals
 from ddpdebug.errors import text_of
 
@@ -24,6 +26,7 @@ _RAISE_HERE = frozenset({*sys.stdlib_module_names, *_LIBRARIES})
 #: Of this thread; a look at each takes 30 ns.
 _dispatch_modes, _function_modes = internals.dispatch_modes, internals.function_modes
 _transforms = internals.transform
+_gradients = torch.is_grad_enabled
 #: Of this thread; to enter and leave it takes 200 ns.
 _as_plain = internals.as_plain
 
@@ -67,7 +70,7 @@ class Guard:
             if not internals.can_step_aside():
                 return None
             args, probe = (probe, *args), internals.aside_of_modes
-        outermost = self._depth == 0
+        outermost, gradients = self._depth == 0, _gradients()
         self._depth += 1  # a signal is handled after a call at the earliest: nothing stands between this and `try`
         try:
             if not outermost:
@@ -76,6 +79,7 @@ class Guard:
             with _as_plain():
                 return probe(*args, **kwargs)
         except Exception as error:
+            _put_back(gradients)
             users = users_error(error)
             if users is error:
                 self.cut()
@@ -83,6 +87,7 @@ class Guard:
             self._fail_or_pass_on(part, error, users)
             return None
         except BaseException:  # Ctrl-C, the end of the process: never ours
+            _put_back(gradients)
             self.cut()
             raise
         finally:
@@ -144,6 +149,12 @@ class Guard:
         if part not in self.off:
             self.off.add(part)
             self.tell(part, text_of(error))
+
+
+def _put_back(gradients: bool) -> None:  # noqa: FBT001 - the state itself
+    """Let autograd record, or not, as before: an exception may come between the two halves of a `torch.no_grad()`."""
+    if _gradients() is not gradients:
+        torch.set_grad_enabled(gradients)
 
 
 def _nothing() -> None:
