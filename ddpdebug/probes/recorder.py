@@ -310,8 +310,8 @@ class Recorder:
             self.on_lonely()
         location: str | None = None
         for wrapper in self.wrappers:
-            if not wrapper.arrived or wrapper.elsewhere:
-                continue
+            if not wrapper.arrived or wrapper.elsewhere or "probe:forward" in self.guard.off:
+                continue  # without its forwards nothing is known of a wrapper, and it must not look bypassed
             if wrapper.forwards == 0 or not wrapper.armed:
                 location = location or user_location()
             if wrapper.end_backward(location):
