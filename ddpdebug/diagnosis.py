@@ -285,9 +285,11 @@ class Diagnosis:
             for kind, answers in queued.asked.items()
         }
         step = queued.step.with_details(details) if details else queued.step
-        readings = {rule.code: self._run(rule, _UNKNOWN, self._read, rule, step) for rule in tuple(self._rules)}
         found: dict[str, list[Finding]] = {}
         remembering, last = self._with_memory, queued.last
+        read = [rule for rule in self._rules if last or rule.code in self._with_symptom]
+        readings = dict.fromkeys((rule.code for rule in self._rules), _FREE)
+        readings.update((rule.code, self._run(rule, _UNKNOWN, self._read, rule, step)) for rule in read)
         for rule in tuple(self._rules):
             code = rule.code
             if last and not rule.last_state:
