@@ -283,8 +283,8 @@ class Monitor:
         config = {**asdict(self.config), "world": self.world}
         self._diagnosis = Diagnosis(world=self.world, config=config, on_trouble=self._trouble)
         self._assembler, self._last_states = Assembler(self.world), Assembler(self.world)
-        connect, tick, lost_call = map(contained, (self._connect, self._on_tick, self._on_lost))
-        self._exchange = Exchange(self.rank, self.world, connect, tick, lost_call, self._back.tell)
+        connect, tick = contained(self._connect), contained(self._on_tick)
+        self._exchange = Exchange(self.rank, self.world, connect, tick, contained(self._on_lost), self._back.tell)
         if self.rank == 0:
             self._open_sinks(self.config.out or run_directory(self.run_id, datetime.datetime.now(datetime.UTC)))
             self._say("run", directory=str(self.directory or ""), run_id=self.run_id)

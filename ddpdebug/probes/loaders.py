@@ -117,7 +117,7 @@ def _length(dataset: Any) -> int | None:
 def _batches(loader: DataLoader[Any]) -> int | None:
     """Return how many batches a loader says that it has; None where that would ask a class of the user's."""
     whole = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    asked = [type(loader).__len__, type(whole).__len__ if hasattr(type(whole), "__len__") else None]
+    asked: list[Any] = [getattr(type(thing), "__len__", None) for thing in (loader, whole)]
     if type(whole) is BatchSampler:
         asked.append(getattr(type(whole.sampler), "__len__", None))
     shipped = all(str(getattr(how, "__module__", "builtins")).startswith(("torch.", "builtins")) for how in asked)
