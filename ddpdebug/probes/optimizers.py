@@ -20,7 +20,7 @@ from ddpdebug.probes.wrappers import Wrapper
 #: whole; of a larger one each checked step takes the share of the parameters whose turn it is.
 SMALL_STATE_BYTES = 1 << 20
 STATE_SHARES = 8
-#: Parameters on the CPU up to this size stay after their optimizer has gone, for a last look; larger ones go with it.
+#: The memory of parameters on the CPU, up to this size, stays after their optimizer has gone, for a last look.
 _KEPT_BYTES = 4 << 20
 
 
@@ -72,8 +72,14 @@ class OptimizerWatch:
 
     def _ended(self) -> None:
         self.on_end(self)
-        if sum(map(_bytes, self.params)) > _KEPT_BYTES or any(p.device.type != "cpu" for p in self.params):
+        plain = all(type(p) in {torch.Tensor, torch.nn.Parameter} and p.device.type == "cpu" for p in self.params)
+        if not plain or sum(map(_bytes, self.params)) > _KEPT_BYTES:
             self.forget()
+            return
+        self._forgotten += [weakref.ref(p) for p in self.params]
+        self.params = [internals.alias(p) for p in self.params]  # their memory; the job's own objects may die
+        rows = zip(self.table, self.params, strict=True)
+        self.table = tuple((name, p, owned, owner) for (name, _, owned, owner), p in rows)
 
     @property
     def key(self) -> tuple[int, ...]:
