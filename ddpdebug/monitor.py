@@ -201,7 +201,7 @@ class Monitor:
         run("close:optimizers", self._last_looks)
         run("forensics:agreement", self.agreement.run, self.recorder.wrappers, -1, last=True)
         whole = reason == "finished" and (bool(self.command) or run("close:loaders", lambda: self.loaders.repeated))
-        self.patches.remove(finished=bool(whole))  # of a script, or of an epoch
+        run("close:patches", self.patches.remove, finished=bool(whole))  # of a script, or of an epoch
         run("close:hooks", self.recorder.release)
         run("close:exchange", self._leave, reason)
         run("close:coverage", self.covering.close)

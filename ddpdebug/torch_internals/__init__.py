@@ -140,8 +140,8 @@ def _gloo_options(timeout: datetime.timedelta) -> tuple[Any, ...]:
     try:
         backend: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
         devices = backend.options._devices
-        kind: Any = dist.ProcessGroupGloo
-        options = kind._Options()
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
         options._devices, options._threads, options._timeout = devices, 1, timeout
     except Exception:  # noqa: BLE001 - no group yet, NCCL alone, a wrapper, another version of torch
         return ()
