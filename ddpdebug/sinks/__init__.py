@@ -56,7 +56,8 @@ class Trouble:
     @property
     def is_failure(self) -> bool:
         """Tell whether a part is off; else the message says as a whole what is not looked at."""
-        return self.part.partition(" of rank ")[0] not in {"guard", "threads", "torch"}
+        part = self.part.partition(" of rank ")[0]
+        return part not in {"guard", "threads", "torch"} and not part.startswith("sink:run_directory ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

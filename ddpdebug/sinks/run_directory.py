@@ -117,7 +117,8 @@ class RunDirectory:
         """Say once that something is not written."""
         if what not in self._said:
             self._said.add(what)
-            self._tell(Trouble(part=f"sink:run_directory {what}", message=f"{what} are not written: {reason}"))
+            said = "the outcome is" if what == "outcome" else f"{what} are"
+            self._tell(Trouble(part=f"sink:run_directory {what}", message=f"{said} not written: {reason}"))
 
     def _must(self, what: str, act: Callable[[], None]) -> bool:
         """Write what must be written, in the room of the ballast if need be; tell whether that worked."""

@@ -200,7 +200,7 @@ monitor.close()
 def test_dead_exchange_holds_nothing(python: Python, tmp_path: Path) -> None:
     """Steps that nobody fetches any more do not pile up: after the group has died, and when it never came up."""
     source = """
-from ddpdebug.exchange import Exchange, _MAX_WAITING
+from ddpdebug.exchange import MEET_SECONDS, Exchange, _MAX_WAITING
 import time, threading
 lost = []
 def dies(*_): raise RuntimeError("dead")
@@ -214,6 +214,9 @@ def waits(*_): gate.wait(); raise RuntimeError("dead")
 exchange = Exchange(0, 2, waits, lambda tick: False, lost.append)
 exchange.start()
 for _ in range(3 * _MAX_WAITING): exchange.post(b"")
+assert len(lost) == 1 and len(exchange._rows) == _MAX_WAITING  # the others may still come: the newest are kept
+exchange._started -= 2 * MEET_SECONDS
+exchange.post(b"")
 assert len(lost) == 2 and not exchange._rows
 started = time.monotonic()
 exchange.close()
