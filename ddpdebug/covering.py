@@ -39,6 +39,15 @@ class Store(Protocol):
     def add(self, key: str, amount: int) -> int:
         """Add to a counter and return it."""
 
+    def set(self, key: str, value: str) -> None:
+        """Store a value."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Tell whether all keys are there."""
+
+    def get(self, key: str) -> bytes:
+        """Return a value."""
+
 
 class Covering:
     """The coverage of one rank's run.
@@ -97,13 +106,19 @@ class Covering:
 
     def meeting(self) -> None:
         """Note that this rank looks for the others; called in the exchange's thread."""
-        if self._rank != 0 and self._store is not None and self._claim is None:  # later the store may be gone
+        if self._rank == 0 and self._store is not None:
+            self._store.set(f"{self._prefix}/node", platform.node())
+        elif self._store is not None and self._claim is None:  # later the store may be gone
             self._claim = self._store.add(f"{self._prefix}/speaker/{platform.node()}", 1)
 
     def connecting(self) -> None:
         """Note that all ranks have come and now connect."""
         if self._phase == "meeting":
             self._phase = "connecting"
+        key = f"{self._prefix}/node"
+        known = self._store is not None and self._rank != 0 and self._store.check([key])
+        if known and self._store is not None and bytes(self._store.get(key)).decode() == platform.node():
+            self._claim = 0  # rank 0 has a terminal of its own, and speaks for its node
 
     def ticked(self) -> None:
         """Note that the ranks have exchanged something."""

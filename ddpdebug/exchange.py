@@ -101,6 +101,7 @@ class Exchange:
         on_lost: called once when the group is dead, with the reason; the loop ends. From the thread, or from the one
             that posts.
         on_trouble: told (part, message) of a row or message that was dropped.
+        is_users: tells an exception of a signal handler of the script's, which `say` lets through, from one of ours.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Exchange:
         on_tick: Callable[[Tick], bool],
         on_lost: Callable[[str], None],
         on_trouble: Callable[[str, str], None] = lambda part, message: None,
+        is_users: Callable[[BaseException], bool] = lambda error: False,
     ) -> None:
         self.rank, self.world = rank, world
         self.state, self.reason = ALONE if world == 1 else MEETING, ""
@@ -120,7 +122,7 @@ class Exchange:
         self.gathered_bytes = 0
         self.dropped_rows = 0  # that were too old when the ranks met
         self._connect, self._on_tick, self._on_lost = connect, on_tick, on_lost
-        self._on_trouble, self._told = on_trouble, set[str]()
+        self._on_trouble, self._is_users, self._told = on_trouble, is_users, set[str]()
         self._rows: deque[bytes | Callable[[], bytes]] = deque()
         self._outbox = bytearray()
         self._inboxes = [bytearray() for _ in range(world)]
@@ -191,7 +193,10 @@ class Exchange:
         """
         try:
             data = zlib.compress(json.dumps(message, default=str).encode(), 1)
-        except Exception as error:  # noqa: BLE001 - circular, too deep, or the `str` of somebody's object raises
+        except Exception as error:
+            if self._is_users(error):
+                raise
+            # circular, too deep, or the `str` of somebody's object raises
             self._tell(f"message:{message.get('kind')}", f"{type(error).__name__}: {error}")
             return False
         with self._wake_lock:

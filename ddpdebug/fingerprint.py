@@ -173,7 +173,9 @@ def _memory(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
 def _storage_bytes(tensor: Tensor) -> int:
     try:
         return tensor.untyped_storage().nbytes()
-    except (RuntimeError, NotImplementedError):  # layouts without a storage
+    except RuntimeError as error:  # layouts without a storage
+        if type(error) not in {RuntimeError, NotImplementedError}:
+            raise  # a class of somebody else's: a signal handler's
         return -1
 
 

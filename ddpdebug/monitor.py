@@ -38,7 +38,7 @@ from ddpdebug.numeric_guard import NumericGuard
 from ddpdebug.observations import Flag, Row, decode, encode
 from ddpdebug.probes.answering import Answering
 from ddpdebug.probes.coverage import CoverageProbe
-from ddpdebug.probes.guard import Guard, contained
+from ddpdebug.probes.guard import Guard, contained, is_users
 from ddpdebug.probes.handover import Plans, StepStore
 from ddpdebug.probes.holding import Room
 from ddpdebug.probes.loaders import Loaders
@@ -284,7 +284,8 @@ class Monitor:
         self._diagnosis = Diagnosis(world=self.world, config=config, on_trouble=self._trouble)
         self._assembler, self._last_states = Assembler(self.world), Assembler(self.world)
         connect, tick = contained(self._connect), contained(self._on_tick)
-        self._exchange = Exchange(self.rank, self.world, connect, tick, contained(self._on_lost), self._back.tell)
+        calls = connect, tick, contained(self._on_lost), self._back.tell, is_users
+        self._exchange = Exchange(self.rank, self.world, *calls)
         if self.rank == 0:
             self._open_sinks(self.config.out or run_directory(self.run_id, datetime.datetime.now(datetime.UTC)))
             self._say("run", directory=str(self.directory or ""), run_id=self.run_id)

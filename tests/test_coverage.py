@@ -151,6 +151,15 @@ class _Run:
         assert isinstance(record, Covered)
         self.records.append(record)
 
+    def set(self, key: str, value: str) -> None:
+        self.store[key] = value.encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.store for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return self.store[key]
+
     def add(self, key: str, amount: int) -> int:
         self.store[key] = self.store.get(key, 0) + amount
         return self.store[key]

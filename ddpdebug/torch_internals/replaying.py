@@ -80,8 +80,11 @@ def saved_of(node: Any) -> dict[str, Any]:
     found = {}
     for name in dir(node):
         if name.startswith("_saved_"):
-            with contextlib.suppress(RuntimeError, AttributeError):  # freed by backward
+            try:
                 found[name.removeprefix("_saved_")] = getattr(node, name)
+            except (RuntimeError, AttributeError) as error:
+                if type(error) not in {RuntimeError, AttributeError}:
+                    raise  # torch says by these that backward has freed it; a class below them is somebody else's
     return {name: value for name, value in found.items() if value is not None}
 
 

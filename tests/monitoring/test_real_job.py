@@ -87,7 +87,8 @@ def test_every_alert_fires_and_resolves_and_every_panel_has_data(
         "scrape_configs:\n- job_name: ddpdebug\n  file_sd_configs:\n"
         f"  - {{files: ['{job.targets}/ddpdebug-*.json'], refresh_interval: 1s}}\n"
     )
-    wanted = set(re.findall(r"alert: (\w+)", rules))
+    # the ranks of this job are compared; rules_test.yml fires this one, and tests/harm/test_silence.py has such jobs
+    wanted = set(re.findall(r"alert: (\w+)", rules)) - {"DdpdebugNotChecked"}
     fired: dict[str, dict[str, Any]] = {}
     resolved: set[str] = set()
 
