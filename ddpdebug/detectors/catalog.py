@@ -33,10 +33,5 @@ def planned() -> dict[str, dict[str, Any]]:
     Those with a key `found_by` are found by a command, for example `preflight`; the others are not found yet.
     """
     text = resources.files(detectors).joinpath("planned.toml").read_text(encoding="utf-8")
-    done = {rule.code for rule in catalog()}
     tables = tomllib.loads(text)
-    return {
-        code: {**tables[code], "severity": Severity.parse(tables[code]["severity"])}
-        for code in sorted(tables)
-        if code not in done
-    }
+    return {code: {**tables[code], "severity": Severity.parse(tables[code]["severity"])} for code in sorted(tables)}
