@@ -40,8 +40,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpdebug
 from ddpdebug.config import Config
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.monitor import Monitor
-from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.looks import Looks
 from ddpdebug.probes.modules import ForwardProbe
 

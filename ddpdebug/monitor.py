@@ -34,11 +34,12 @@ from ddpdebug.forensics.elements import Elements
 from ddpdebug.forensics.memory import MemoryForensics
 from ddpdebug.forensics.numerics import Investigator
 from ddpdebug.forensics.oom import checkpoint_bytes
+from ddpdebug.isolation.guard import Guard, contained
+from ddpdebug.isolation.user_code import is_users
 from ddpdebug.numeric_guard import NumericGuard
 from ddpdebug.observations import Flag, Row, decode, encode
 from ddpdebug.probes.answering import Answering
 from ddpdebug.probes.coverage import CoverageProbe
-from ddpdebug.probes.guard import Guard, contained, is_users
 from ddpdebug.probes.handover import Plans, StepStore
 from ddpdebug.probes.holding import Room
 from ddpdebug.probes.loaders import Loaders

@@ -202,6 +202,9 @@ def _worst(ends: Mapping[int, _End], outcomes: Mapping[int, Outcome], *, timed_o
 def _ends(outcomes: Mapping[int, Outcome], statuses: Mapping[int, int], world: int) -> dict[int, _End]:
     ends = {rank: _end(outcomes.get(rank), statuses.get(rank)) for rank in range(world)}
     first = [rank for rank, end in ends.items() if end in _WRONG and not _lost_its_peer(outcomes.get(rank))]
+    if not first and any(_lost_its_peer(outcomes.get(rank)) for rank, end in ends.items() if end is _End.FAILED):
+        # somebody has gone whom nobody could ask: who left without a word, whatever the launcher made of it
+        ends |= {rank: _End.LOST for rank, end in ends.items() if end is _End.DONE and rank not in outcomes}
     for rank, end in ends.items():
         alone = not set(first) - {rank}
         if end is _End.UNKNOWN:
@@ -242,7 +245,7 @@ def _end(outcome: Outcome | None, status: int | None) -> _End:
 def _words(end: _End, outcome: Outcome | None, status: int | None) -> str:
     if outcome is not None:
         return outcome.reason
-    if status is None:
+    if status is None or (status == 0 and end is _End.LOST):
         return "ended by the launcher" if end is _End.ENDED else "left without a word"
     if status < 0:
         return f"died by {_signal_name(-status)}"

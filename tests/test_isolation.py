@@ -21,9 +21,10 @@ import torch
 from torch import nn
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.guard import Guard, contained
+from ddpdebug.isolation.user_code import is_users
 from ddpdebug.probes import entries as entries_module
 from ddpdebug.probes.entries import Entries, entries_of
-from ddpdebug.probes.guard import Guard, contained, is_users
 from ddpdebug.probes.threads import Threads
 
 _PACKAGE = Path(__file__).parent.parent / "ddpdebug"

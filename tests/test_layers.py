@@ -14,7 +14,7 @@ _PACKAGE = Path(__file__).parent.parent / "ddpdebug"
 
 #: From the first layer to the last; a module may import from its own entry's left, and from its own folder.
 _LAYERS = (
-    ("errors", "observations", "findings", "redaction", "disk"),
+    ("errors", "observations", "findings", "redaction", "disk", "isolation.user_code"),
     ("parsing",),
     ("detectors.thresholds",),
     ("steps", "details", "config", "numeric_guard", "selftest"),
@@ -31,6 +31,7 @@ _LAYERS = (
     ("verdict_files", "launcher"),
     ("verdict_annotations",),
     ("torch_internals", "exchange"),
+    ("isolation",),
     ("fingerprint",),
     ("probes", "forensics"),
     ("reporting", "covering"),

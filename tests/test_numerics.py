@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ddpdebug
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.observations import Flag
 from ddpdebug.probes import inputs, modules, ranges
-from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.looks import Looks
 from ddpdebug.probes.loss_line import line_of_loss
 from ddpdebug.probes.modules import ForwardProbe

@@ -64,6 +64,7 @@ CASES = {
         (0, 1),
     ),
     "killed, its peer says so": ([], {0: _failed(0, _PEER)}, {0: 1, 1: _KILL}, False, Word.LOST, 4, (1,)),
+    "gone before they met, its peer says so": ([], {0: _failed(0, _PEER)}, {0: 0, 1: 0}, False, Word.LOST, 4, (1,)),
     "told to end, its peer says so": ([], {0: _failed(0, _PEER)}, {0: 1, 1: _TERM}, False, Word.LOST, 4, (1,)),
     "both raised": ([], {0: _failed(0), 1: _failed(1)}, {0: 1, 1: 1}, False, Word.FAILED, 3, (0, 1)),
     "exit 7": ([], {0: _failed(0, "exception: SystemExit: 7", 7), 1: _done(1)}, {0: 7}, False, Word.FAILED, 3, (0,)),

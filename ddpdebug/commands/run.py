@@ -11,6 +11,7 @@ from ddpdebug import stacks
 from ddpdebug.commands._launch import rank_words, ranks_environment, torchrun_words
 from ddpdebug.commands._target import Request, target_command
 from ddpdebug.golden import TRAJECTORY
+from ddpdebug.isolation.user_code import is_users
 from ddpdebug.runner import Attached, end_hard, run_script
 from ddpdebug.selftest import FAULT
 
@@ -44,8 +45,7 @@ def attach(request: Request, *, strict: bool = False) -> Attached | None:
 
         return install(request.config, command=request.target.command)
     except Exception as error:
-        guard = sys.modules.get("ddpdebug.probes.guard")
-        if strict or (guard is not None and guard.is_users(error)):  # a signal handler's is the job's
+        if strict or is_users(error):  # a signal handler's is the job's
             raise
         message = f"{type(error).__name__}: {error}"
         print(f"ddpdebug: could not attach, the script runs without it: {message}", file=sys.stderr)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import CodeType
 
-from ddpdebug.probes.guard import is_user_file, shorten
+from ddpdebug.isolation.user_code import is_user_file, shorten
 
 _MUTATORS = frozenset(
     {"append", "appendleft", "extend", "insert", "add", "update", "setdefault", "put", "push", "append_", "add_"}

@@ -31,8 +31,8 @@ from typing import Any
 import torch
 
 from ddpdebug.forensics.growth_line import filled_at
+from ddpdebug.isolation.user_code import is_user_file, is_users, shorten
 from ddpdebug.probes.graphs import marked_step
-from ddpdebug.probes.guard import is_user_file, is_users, shorten
 
 MAX_VISITS = 200_000
 #: Nodes of autograd graphs that are followed, and entries of one container that are looked at.

@@ -19,7 +19,7 @@ import torch
 from ddpdebug import torch_internals as internals
 from ddpdebug.forensics.tracer import Stopped, Tracer
 from ddpdebug.forensics.undisturbed import StandIns, fresh_arguments, undisturbed
-from ddpdebug.probes.guard import is_users
+from ddpdebug.isolation.user_code import is_users
 from ddpdebug.probes.holding import is_container, items, leaves, rebuilt
 from ddpdebug.probes.scene import Scene
 from ddpdebug.probes.values import tensors_in

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from types import CodeType, FrameType
 
-from ddpdebug.probes.guard import is_user_file, location
+from ddpdebug.isolation.user_code import is_user_file, location
 
 _MAX_LINES = 6
 _TORCH = ("/torch/", "/ddpdebug/")

@@ -16,9 +16,10 @@ from torch.nn import functional
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.forensics.ranges import described, is_floating, nonfinite
+from ddpdebug.isolation.guard import Guard
+from ddpdebug.isolation.user_code import is_users
 from ddpdebug.probes import ranges
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.guard import Guard, is_users
 
 _MAX_NODES = 10_000
 _MAX_HOOKS = 64

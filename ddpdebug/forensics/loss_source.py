@@ -15,7 +15,7 @@ from typing import Any
 
 from ddpdebug.forensics.loss_graph import kind_of
 from ddpdebug.forensics.source_reading import Reader, Written, function_tree
-from ddpdebug.probes.guard import local_values, location, user_frame
+from ddpdebug.isolation.user_code import local_values, location, user_frame
 from ddpdebug.probes.loss_line import assignment, backward_call, names_in, scope_at
 
 _MAX_NODES = 400

@@ -16,7 +16,8 @@ from ddpdebug.forensics.loss_graph import explain_loss, watch_backward
 from ddpdebug.forensics.loss_source import place_of
 from ddpdebug.forensics.oom import checkpoint_bytes
 from ddpdebug.forensics.replay import SECONDS, Trace, replay
-from ddpdebug.probes.guard import Guard, is_users, short_path, user_frame
+from ddpdebug.isolation.guard import Guard
+from ddpdebug.isolation.user_code import is_users, short_path, user_frame
 from ddpdebug.probes.looks import Looks
 from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.record import StepRecord

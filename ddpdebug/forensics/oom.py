@@ -26,7 +26,7 @@ from ddpdebug.disk import Disk
 from ddpdebug.forensics.holders import release_locals
 from ddpdebug.forensics.oom_text import render
 from ddpdebug.forensics.snapshot import by_line
-from ddpdebug.probes.guard import is_user_file, shorten
+from ddpdebug.isolation.user_code import is_user_file, shorten
 from ddpdebug.probes.memory import Failure
 from ddpdebug.probes.recorder import Recorder
 from ddpdebug.redaction import Redactor

@@ -21,7 +21,8 @@ from ddpdebug.forensics.lines import ends_stack, line_of
 from ddpdebug.forensics.ranges import described, is_floating, nonfinite
 from ddpdebug.forensics.tracer import Origin, Stopped, Tracer
 from ddpdebug.forensics.undisturbed import StandIns, fresh_arguments, undisturbed
-from ddpdebug.probes.guard import Guard, is_users
+from ddpdebug.isolation.guard import Guard
+from ddpdebug.isolation.user_code import is_users
 from ddpdebug.probes.holding import leaves
 from ddpdebug.probes.scene import Scene
 from ddpdebug.probes.values import tensors_in

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from ddpdebug.detectors.mem.growth import size_text
 from ddpdebug.errors import UsageError
-from ddpdebug.probes.guard import is_user_file, shorten
+from ddpdebug.isolation.user_code import is_user_file, shorten
 from ddpdebug.sinks.text import clean
 
 _MAX_LINES = 8

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ddpdebug.forensics.node_kinds import kinds_of_call, kinds_of_operator
-from ddpdebug.probes.guard import is_user_file, is_users
+from ddpdebug.isolation.user_code import is_user_file, is_users
 
 _MAX_DEPTH = 6
 _MAX_FOUND = 1000

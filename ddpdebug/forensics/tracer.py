@@ -20,7 +20,7 @@ from ddpdebug import torch_internals as internals
 from ddpdebug.forensics.lines import user_stack
 from ddpdebug.forensics.ranges import described, is_floating, nonfinite
 from ddpdebug.forensics.undisturbed import CopyOnWrite
-from ddpdebug.probes.guard import is_users
+from ddpdebug.isolation.user_code import is_users
 
 _COLLECTIVES = {"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor"}
 _UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "resize_"}

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddpdebug.errors import StopRun
+from ddpdebug.isolation.user_code import user_location
 from ddpdebug.preflight import ranks
 from ddpdebug.preflight.copies import optimizer_maker, unwrapped
 from ddpdebug.preflight.digests import digests
@@ -25,7 +26,6 @@ from ddpdebug.preflight.recorder import Recorder, Root
 from ddpdebug.preflight.seed_watch import SeedWatch
 from ddpdebug.preflight.subject import OptimizerFor, Subject
 from ddpdebug.preflight.tape import Tape, loss_of
-from ddpdebug.probes.guard import user_location
 
 #: Optimizer steps that are taken from a script: enough for duplicates across batches, few enough to wait for.
 STEPS = 4

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ddpdebug.errors import UsageError
+from ddpdebug.isolation.user_code import is_user_file, location
 from ddpdebug.preflight.results import Check, Status
 from ddpdebug.preflight.surroundings import TimeUp
-from ddpdebug.probes.guard import is_user_file, location
 
 
 def each(group: str, **parts: Callable[[], Iterable[Check]]) -> list[Check]:

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 
-from ddpdebug.probes.guard import user_location
+from ddpdebug.isolation.user_code import user_location
 
 #: The functions that seed, by the generator that they are for; libraries' own `set_seed` end in these.
 _DOORS: tuple[tuple[str, str, str], ...] = (

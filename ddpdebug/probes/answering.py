@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ddpdebug.diagnosis import Request
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.answers import answer, is_known
-from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.handover import StepStore
 from ddpdebug.probes.record import StepRecord
 from ddpdebug.probes.recorder import Recorder

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.user_code import user_location
 from ddpdebug.observations import Flag
-from ddpdebug.probes.guard import user_location
 from ddpdebug.probes.optimizers import OptimizerWatch
 
 _HOOK_FLAGS = {

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.user_code import user_location
 from ddpdebug.probes.entries import Entries
-from ddpdebug.probes.guard import user_location
 from ddpdebug.probes.memory import Failure, MemorySample, SystemProvider
 from ddpdebug.probes.values import tensors_in
 

@@ -21,7 +21,7 @@ from torch.nn.modules import module as all_modules
 from torch.optim import optimizer as all_optimizers
 
 from ddpdebug import torch_internals as internals
-from ddpdebug.probes.guard import Guard
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.importlib_bootstrap import around
 from ddpdebug.probes.threads import Threads
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes import ranges
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.looks import Looks
 
 _MAX_NODES = 20_000

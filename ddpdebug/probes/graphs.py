@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from ddpdebug.probes.guard import is_users
+from ddpdebug.isolation.user_code import is_users
 
 _KEY = "ddpdebug"
 _MAX_HOPS = 64

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ddpdebug import torch_internals as internals
-from ddpdebug.probes.guard import is_users
+from ddpdebug.isolation.user_code import is_users
 from ddpdebug.probes.values import tensors_in
 
 #: Bytes that the kept forwards may hold together: this share of the models' parameters, and at least and at most so
@@ -95,12 +95,12 @@ class Room:
             self.used += 0 if number else size
 
     def give_back(self, pieces: dict[int, int]) -> None:
-        """Count them no longer."""
+        """Count them no longer; what an exception of the user's has kept from being counted is passed over."""
         for address, size in pieces.items():
-            number = self._holders.pop(address)
+            number = self._holders.pop(address, 0)
             if number > 1:
                 self._holders[address] = number - 1
-            else:
+            elif number:
                 self.used -= size
 
 

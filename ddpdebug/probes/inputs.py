@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from ddpdebug.isolation.user_code import is_users
 from ddpdebug.probes import device, ranges
-from ddpdebug.probes.guard import is_users
 from ddpdebug.probes.values import parts_of
 
 _MAX_DEPTH = 4

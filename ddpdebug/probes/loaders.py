@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpdebug import fingerprint, torch_internals as internals
-from ddpdebug.probes.guard import is_user_file, is_users, shorten
+from ddpdebug.isolation.user_code import is_user_file, is_users, shorten
 from ddpdebug.probes.recorder import Recorder
 from ddpdebug.probes.values import tensors_in
 

@@ -7,7 +7,7 @@ import linecache
 from collections.abc import Iterator
 from types import FrameType
 
-from ddpdebug.probes.guard import is_users, location
+from ddpdebug.isolation.user_code import is_users, location
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _MAX_LINES = 20_000

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.user_code import is_users
 from ddpdebug.probes.graphs import LiveGraphs
-from ddpdebug.probes.guard import is_users
 from ddpdebug.probes.values import tensors_in
 
 _STATM = "/proc/self/statm"

@@ -23,9 +23,10 @@ from typing import Any
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.guard import Guard
+from ddpdebug.isolation.user_code import local_values
 from ddpdebug.probes import device, ranges
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.guard import Guard, local_values
 from ddpdebug.probes.looks import Looks
 from ddpdebug.probes.values import tensors_in
 

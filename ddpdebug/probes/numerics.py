@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.user_code import location, user_frame
 from ddpdebug.observations import Flag
 from ddpdebug.probes import inputs, loss_line, ranges
 from ddpdebug.probes.entry import watch_entry
-from ddpdebug.probes.guard import location, user_frame
 from ddpdebug.probes.layers import Layers
 from ddpdebug.probes.looks import Looks
 from ddpdebug.probes.modules import ForwardProbe

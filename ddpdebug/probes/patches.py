@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.user_code import is_users, user_location
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.guard import is_users, user_location
 from ddpdebug.probes.loaders import Loaders
 from ddpdebug.probes.optimizers import roots
 from ddpdebug.probes.recipe import Recipe

@@ -16,13 +16,14 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import fingerprint, torch_internals as internals
+from ddpdebug.isolation.guard import Guard
+from ddpdebug.isolation.user_code import user_location
 from ddpdebug.numeric_guard import NumericGuard
 from ddpdebug.observations import Flag
 from ddpdebug.probes import contract, device, gradients, memory, notes, replicas, values
 from ddpdebug.probes.buffers import Buffers
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.events import Events
-from ddpdebug.probes.guard import Guard, user_location
 from ddpdebug.probes.guarding import Guarding
 from ddpdebug.probes.hooks import GradientHooks
 from ddpdebug.probes.last_state import LastState

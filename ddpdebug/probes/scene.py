@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.guard import Guard
+from ddpdebug.isolation.user_code import location, user_frame
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.guard import Guard, location, user_frame
 from ddpdebug.probes.holding import Kept, Lost, Room, fetch, hold, is_ours_to_keep, leaves, size_text, storage_of
 from ddpdebug.probes.values import tensors_in
 

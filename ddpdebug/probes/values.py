@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ddpdebug import fingerprint, torch_internals as internals
+from ddpdebug.isolation.user_code import is_users
 from ddpdebug.probes import device
-from ddpdebug.probes.guard import is_users
 
 
 def loss_reader(loss: torch.Tensor, scale: torch.Tensor | None) -> Callable[[], float]:

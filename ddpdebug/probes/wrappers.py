@@ -11,9 +11,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import fingerprint, torch_internals as internals
+from ddpdebug.isolation.user_code import local_values, location, user_frame, user_location
 from ddpdebug.observations import CHECKSUM_SLOTS
 from ddpdebug.probes.entries import Entries
-from ddpdebug.probes.guard import local_values, location, user_frame, user_location
 from ddpdebug.probes.settings import Settings
 
 #: Of the gradients of a larger model each checked step sums those in `SLOTS_PER_STEP` of the slots, in turn.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ddpdebug.errors import text_of
+from ddpdebug.isolation.user_code import users_error
 from ddpdebug.redaction import Redactor
 from ddpdebug.sinks import Record, Sink, Trouble
 from ddpdebug.sinks.redacting import redacted
@@ -60,11 +61,16 @@ class Fanout:
 
     def _write_one(self, record: Record) -> None:
         record = redacted(record, self._redactor)
+        users: BaseException | None = None
         for sink in tuple(self._sinks):
             try:
                 sink.write(record)
             except Exception as error:  # noqa: BLE001 - whatever a sink does must not reach the training
-                self._drop(sink, error)
+                users = users_error(error) or users
+                if users is None:
+                    self._drop(sink, error)
+        if users is not None:  # a signal's handler has raised it while a sink was writing: it is the job's
+            raise users
 
     def _drop(self, sink: Sink, error: Exception) -> None:
         self._sinks = [other for other in self._sinks if other is not sink]

@@ -23,7 +23,7 @@ from ddpdebug.errors import UsageError
 from ddpdebug.findings import Severity
 from ddpdebug.forensics.bundle import JSON_FILE, TENSOR_FILE, write_bundle
 from ddpdebug.forensics.bundle_reading import read_bundle
-from ddpdebug.probes.guard import Guard
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.scene import Scenes
 from ddpdebug.sinks import FindingRaised, Saved
 from ddpdebug.sinks.run_directory import RunDirectory

@@ -17,7 +17,7 @@ from torch import nn
 
 from ddpdebug.commands import main
 from ddpdebug.forensics.bundle import JSON_FILE, write_bundle
-from ddpdebug.probes.guard import Guard
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.scene import Scenes
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))

@@ -20,7 +20,7 @@ from ddpdebug.forensics.bundle import FORMAT, JSON_FILE, TENSOR_FILE, BundleErro
 from ddpdebug.forensics.bundle_reading import read_bundle
 from ddpdebug.forensics.numerics import investigate
 from ddpdebug.forensics.replay import replay
-from ddpdebug.probes.guard import Guard
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.scene import Scenes
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))

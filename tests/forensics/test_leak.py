@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ddpdebug.forensics import leak
 from ddpdebug.forensics.leak import Leaks, look, relation
 from ddpdebug.forensics.replay import replay
-from ddpdebug.probes.guard import Guard
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.scene import Scene, Scenes
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from ddpdebug.forensics.loss_graph import explain_loss
-from ddpdebug.probes.guard import Guard
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.scene import Scenes
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ddpdebug.forensics.replay import Trace, replay
-from ddpdebug.probes.guard import Guard
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.scene import Scene, Scenes
 from ddpdebug.probes.values import tensors_in
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ddpdebug.forensics.replay import replay
 from ddpdebug.forensics.shrink import Shrunk, shrink
-from ddpdebug.probes.guard import Guard
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.scene import Scene, Scenes
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))

@@ -19,7 +19,7 @@ Run = Callable[[list[dict[str, Any]]], list[list[dict[str, Any]]]]
 
 _RECORD = """
 import atexit, json
-from ddpdebug.probes.guard import Guard
+from ddpdebug.isolation.guard import Guard
 seen, run, contain = {}, Guard.run, Guard.contain
 def key(part, probe):
     return part + " " + getattr(probe, "__qualname__", type(probe).__name__)
@@ -34,7 +34,7 @@ atexit.register(lambda: open(PLACE, "w").write(json.dumps(sorted(seen))))
 
 _FAULT = """
 import atexit, json
-from ddpdebug.probes.guard import Guard
+from ddpdebug.isolation.guard import Guard
 class Odd(RuntimeError):
     def __str__(self): raise ValueError
 hits, run, contain = {}, Guard.run, Guard.contain

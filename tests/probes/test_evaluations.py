@@ -19,9 +19,9 @@ from torch.nn.modules import module as hooks
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.detectors.hlth.validation import ValidationSource
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.observations import Flag, Row
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.recipe.evaluations import Evaluations
 from ddpdebug.probes.record import StepRecord, Window, encode_row
 from ddpdebug.steps import Step

@@ -14,9 +14,9 @@ import torch
 from ddpdebug.diagnosis import Request
 from ddpdebug.exchange import Alone, Exchange, Tick
 from ddpdebug.forensics.elements import Elements
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.observations import Flag, Row, encode
 from ddpdebug.probes.answering import Answering
-from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.handover import Plans, StepStore
 from ddpdebug.probes.record import StepRecord, Window
 

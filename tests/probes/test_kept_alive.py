@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ddpdebug
 from ddpdebug import fingerprint
 from ddpdebug.forensics.replay import replay
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes import device, events, inputs
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.events import Events
-from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.holding import LEAST, MOST, Lost, Room, storage_of
 from ddpdebug.probes.loaders import Loaders
 from ddpdebug.probes.patches import Patches

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.observations import Row
 from ddpdebug.probes.cpu_limit import CpuLimit
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.memory import (
     Failure,
     MemoryProbe,

@@ -12,8 +12,8 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, ReduceLROnPlateau, SequentialLR
 from torch.utils.checkpoint import checkpoint
 
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.recipe import Recipe
 from ddpdebug.probes.recipe.audit import unregistered
 from ddpdebug.probes.recipe.clearing import Clearing

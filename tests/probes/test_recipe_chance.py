@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.functional import dropout as imported
 
 from ddpdebug.detectors.rcp.rcp820_eval_not_deterministic import EvalNotDeterministic
-from ddpdebug.probes.guard import Guard
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.recipe.chance import FORWARDS, Chance
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.modules import module as hooks
 from torch.utils.checkpoint import checkpoint
 
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.recipe.cuts import Cuts
 from ddpdebug.probes.recipe.inputs import FORWARDS, Inputs
 from ddpdebug.probes.recipe.no_grad import JUDGE, NoGrad

@@ -7,9 +7,9 @@ import copy
 import pytest
 from torch import nn
 
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes import replicas
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.guard import Guard
 from ddpdebug.probes.optimizers import living_modules, module_census
 from ddpdebug.probes.replicas import Replicas
 

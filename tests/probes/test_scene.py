@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ddpdebug.forensics.numerics import investigate
-from ddpdebug.probes.guard import Guard
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.holding import Lost, fetch, hold, leaves
 from ddpdebug.probes.loaders import Loaders
 from ddpdebug.probes.patches import Patches

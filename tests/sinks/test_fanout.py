@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+
+import pytest
 
 from ddpdebug.sinks import Record, Trouble
 from ddpdebug.sinks.fanout import Fanout
@@ -115,3 +118,27 @@ def test_closing_releases_every_sink() -> None:
     Fanout([Stuck(), kept], heard.append).close()
     assert kept.closed == 1
     assert [trouble.message for trouble in heard] == ["RuntimeError: stuck"]
+
+
+def test_what_a_signal_handler_raises_while_a_sink_writes_is_the_jobs() -> None:
+    """The sink stays, the others get their record, and the error goes on its way."""
+
+    class Interrupted(Keeping):
+        def write(self, record: Record) -> None:
+            super().write(record)
+            signal.raise_signal(signal.SIGALRM)
+
+    def handler(_: int, __: object) -> None:
+        raise MemoryError("from the handler")
+
+    before = signal.signal(signal.SIGALRM, handler)
+    bad, after = Interrupted(), Keeping()
+    heard: list[Trouble] = []
+    fanout = Fanout([bad, after], heard.append)
+    try:
+        for _ in range(2):
+            with pytest.raises(MemoryError, match="from the handler"):
+                fanout.write(NEWS)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert (heard, bad.records, after.records) == ([], [NEWS, NEWS], [NEWS, NEWS])

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpdebug import torch_internals as internals
 from ddpdebug.errors import text_of
 from ddpdebug.forensics.leak import Leaks
+from ddpdebug.isolation.user_code import user_location
 from ddpdebug.observations import Flag
-from ddpdebug.probes.guard import user_location
 from ddpdebug.probes.recipe.audit import Audit, held_by, unregistered
 from ddpdebug.probes.recipe.chance import Chance
 from ddpdebug.probes.recipe.clearing import Clearing

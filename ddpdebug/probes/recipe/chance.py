@@ -20,7 +20,8 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import fingerprint, torch_internals as internals
-from ddpdebug.probes.guard import Guard, user_location
+from ddpdebug.isolation.guard import Guard
+from ddpdebug.isolation.user_code import user_location
 from ddpdebug.probes.values import rng_digest
 
 #: Forwards in eval mode of one model whose draws are looked at, and those that are followed.

@@ -65,7 +65,8 @@ class Fed:
         grads = [grad for p in self.sample() if (grad := p.grad) is not None]
         if any(grad.device.type != "cpu" or not internals.is_plain(grad) for grad in grads):
             return False
-        return all(map(_begins_with_zeros, grads))
+        # no `map`: a StopIteration of the user's would be taken for the end of the gradients
+        return all(_begins_with_zeros(grad) for grad in grads)
 
 
 class Clearing:

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.user_code import user_location
 from ddpdebug.observations import Flag
 from ddpdebug.probes import device
-from ddpdebug.probes.guard import user_location
 from ddpdebug.probes.loaders import Loaders
 from ddpdebug.probes.recipe.modes import EVALUATION, Modes
 from ddpdebug.probes.recorder import Recorder

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.user_code import user_location
 from ddpdebug.probes.entries import Entries
-from ddpdebug.probes.guard import user_location
 
 #: Optimizer steps, from 0, without a gradient until it is told: more than an accident, and before SYNC207 judges.
 JUDGE = 3

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
+from ddpdebug.isolation.user_code import calling_frame, is_user_file, user_location
 from ddpdebug.probes.entries import Entries
-from ddpdebug.probes.guard import calling_frame, is_user_file, user_location
 from ddpdebug.torch_internals.graph import parts_of
 
 #: A schedule that drives no stepping optimizer is in vain after so many calls, beside as many steps of another one.

@@ -1,4 +1,4 @@
-"""Isolation and timing of probes: a probe that fails switches itself off, says so once, and the job goes on."""
+"""The user's code, told from everybody else's: frames, files, and errors that it has raised on its own account."""
 
 from __future__ import annotations
 
@@ -6,16 +6,9 @@ import functools
 import inspect
 import signal
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
-
-import torch
-
-from ddpdebug import torch_internals as internals
-from ddpdebug.errors import text_of
 
 #: To a dictionary of locals that nobody else holds: by the frame, by our name, by the call that counts.
 _OWN_REFERENCES = 3
@@ -23,159 +16,6 @@ _OWN = str(Path(__file__).resolve().parent.parent) + "/"
 #: Packages whose errors may come from what a probe does; others are raised by nobody but the user.
 _LIBRARIES = ("ddpdebug", "functorch", "numpy", "prometheus_client", "rich", "safetensors", "torch")
 _RAISE_HERE = frozenset({*sys.stdlib_module_names, *_LIBRARIES})
-#: Of this thread; a look at each takes 30 ns.
-_dispatch_modes, _function_modes = internals.dispatch_modes, internals.function_modes
-_transforms = internals.transform
-_gradients = torch.is_grad_enabled
-#: Of this thread; to enter and leave it takes 200 ns.
-_as_plain = internals.as_plain
-
-
-class Guard:
-    """Runs probe code. Counts the time spent in it (`seconds`) and remembers which parts are off.
-
-    What the user's own code raises while a probe happens to run (a signal handler, an exception that another thread
-    sent) is the user's, and goes on its way. Modes that the user has put over torch's operations, and his classes of
-    tensors, do not see those of a probe, and nothing is looked at while `torch.func` transforms what runs.
-
-    Args:
-        on_trouble: called once per failing part with (part, message).
-    """
-
-    def __init__(self, on_trouble: Callable[[str, str], None]) -> None:
-        self.seconds = 0.0
-        self.off: set[str] = set()
-        self.quiet = False  # a replay is running: what it does is no part of the training
-        self.own_modes = 0  # dispatch modes of ours that lie on the stack
-        self.on_cut: Callable[[], None] = _nothing  # an exception of the user's has cut a probe short
-        self.entries: Any = None  # what runs under it, see `entries.py`
-        self._on_trouble = on_trouble
-        self._depth = 0
-        self._entered = 0.0
-
-    @property
-    def active(self) -> bool:
-        """Tell whether a probe runs."""
-        return self._depth > 0
-
-    def elapsed(self) -> float:
-        """Return the seconds spent so far, the current probe included."""
-        return self.seconds + (time.perf_counter() - self._entered if self._depth else 0.0)
-
-    def run(self, part: str, probe: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Return `probe(*args, **kwargs)`, or None when the part is off or fails."""
-        if part in self.off or (self.quiet and part.startswith("probe:")):
-            return None
-        if _dispatch_modes() > self.own_modes or _function_modes() or _transforms() is not None:
-            if not internals.can_step_aside():
-                return None
-            args, probe = (probe, *args), internals.aside_of_modes
-        outermost, gradients = self._depth == 0, _gradients()
-        self._depth += 1  # a signal is handled after a call at the earliest: nothing stands between this and `try`
-        try:
-            if not outermost:
-                return probe(*args, **kwargs)
-            self._entered = time.perf_counter()
-            with _as_plain():
-                return probe(*args, **kwargs)
-        except Exception as error:
-            _put_back(gradients)
-            users = users_error(error)
-            if users is error:
-                self.cut()
-                raise
-            self._fail_or_pass_on(part, error, users)
-            return None
-        except BaseException:  # Ctrl-C, the end of the process: never ours
-            _put_back(gradients)
-            self.cut()
-            raise
-        finally:
-            self._depth -= 1
-            if outermost:
-                self.seconds += time.perf_counter() - self._entered
-
-    def contain(self, part: str, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Return `call(*args, **kwargs)`, or None when the part is off or fails: what is no probe, in any thread.
-
-        Its time does not count, and torch is not asked for modes.
-        """
-        if part in self.off:
-            return None
-        try:
-            return call(*args, **kwargs)
-        except Exception as error:
-            users = users_error(error)
-            if users is error:
-                raise
-            self._fail_or_pass_on(part, error, users)
-            return None
-
-    def _fail_or_pass_on(self, part: str, error: Exception, users: BaseException | None) -> None:
-        """Switch a part off, or raise the user's error in whose place ours has come."""
-        if users is None:
-            self.fail(part, error)
-            return
-        self.cut()
-        context, suppressed = users.__context__, users.__suppress_context__
-        try:
-            raise users
-        finally:
-            users.__context__, users.__suppress_context__ = context, suppressed
-
-    def cut(self) -> None:
-        """Have what was half noted forgotten."""
-        try:
-            self.on_cut()
-        except Exception as error:
-            if is_users(error):
-                raise
-            self.fail("probe:cut", error)
-
-    def forgive(self, seconds: float) -> None:
-        """Take time back that was spent waiting for other ranks: it is no cost of looking."""
-        self.seconds -= seconds
-
-    def tell(self, part: str, message: str) -> None:
-        """Report something that is not looked at."""
-        try:
-            self._on_trouble(part, message)
-        except Exception as error:
-            if is_users(error):
-                raise
-
-    def fail(self, part: str, error: BaseException) -> None:
-        """Switch a part off and report it once."""
-        if part not in self.off:
-            self.off.add(part)
-            self.tell(part, text_of(error))
-
-
-def _put_back(gradients: bool) -> None:  # noqa: FBT001 - the state itself
-    """Let autograd record, or not, as before: an exception may come between the two halves of a `torch.no_grad()`."""
-    if _gradients() is not gradients:
-        torch.set_grad_enabled(gradients)
-
-
-def _nothing() -> None:
-    """Stand in for what nobody has asked to be told."""
-
-
-def contained(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a call for a thread of ours whose failures are all ordinary exceptions with a text.
-
-    `SystemExit` would end the thread without a word.
-    """
-
-    def run(*args: Any) -> Any:
-        try:
-            return call(*args)
-        except BaseException as error:
-            if isinstance(error, Exception) and text_of(error) != type(error).__name__:
-                raise
-            raise RuntimeError(text_of(error)) from error
-
-    return run
 
 
 def is_users(error: BaseException) -> bool:
