@@ -23,13 +23,19 @@ def current() -> Monitor | None:
     return _CURRENT[0] if _CURRENT and not _CURRENT[0].closed else None
 
 
-def install(config: Config, *, command: Sequence[str] = ()) -> Monitor:
-    """Attach to this process: every DDP made from now on, and every optimizer, is watched. Returns the monitor."""
+def install(config: Config, *, command: Sequence[str] = (), late: bool = False) -> Monitor:
+    """Attach to this process: every DDP made from now on, and every optimizer, is watched. Returns the monitor.
+
+    Args:
+        late: the job may have built modules and optimizers already; they are looked for among all objects, once.
+    """
     known = current()
     if known is not None:
         return known
     monitor = Monitor(config, command)
     monitor.install()
+    if late:
+        monitor.guard.run("probe:built", monitor.recorder.entries.built.look_around)
     _CURRENT[:] = [monitor]
     return monitor
 
@@ -51,7 +57,7 @@ def watch(
     """
     del optimizer  # the process-wide hooks see it when it steps
     config = Config.load(options, os.environ, Path.cwd())
-    monitor = install(config, command=tuple(sys.argv))
+    monitor = install(config, command=tuple(sys.argv), late=True)
     if isinstance(model, DistributedDataParallel):
         monitor.guard.run("probe:wrapper", monitor.recorder.wrapped, model)
     elif isinstance(model, torch.nn.Module):

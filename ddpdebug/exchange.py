@@ -14,6 +14,7 @@ Before the first tick the ranks meet (`connect`); how they find each other is to
 from __future__ import annotations
 
 import json
+import queue
 import struct
 import threading
 import time
@@ -131,7 +132,8 @@ class Exchange:
         self._group: Group | None = None
         # a `with` over the lock itself is C: no signal handler's exception can come between taking it and letting it go
         self._wake_lock = threading.RLock()
-        self._wake = threading.Condition(self._wake_lock)
+        # likewise in C: a `Condition` takes a RecursionError that a handler raises for an error of its own
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._started = time.monotonic()
         self._closing: float | None = None
         self._asked: float | None = None  # since when the thread waits for the others
@@ -163,7 +165,7 @@ class Exchange:
                 return
             self._rows.append(row)
             if len(self._rows) >= BATCH_ROWS:
-                self._wake.notify()
+                self._wake.put(None)
             if len(self._rows) <= _MAX_WAITING:
                 return
             if self.state == MEETING and time.monotonic() - self._started < MEET_SECONDS:
@@ -203,7 +205,7 @@ class Exchange:
             if len(self._outbox) + len(data) >= _MAX_OUTBOX or self._over:
                 return False
             self._outbox += struct.pack("<I", len(data)) + data
-            self._wake.notify()
+            self._wake.put(None)
         return True
 
     def _tell(self, part: str, message: str) -> None:
@@ -226,7 +228,7 @@ class Exchange:
         with self._wake_lock:
             if self._closing is None:
                 self._closing = time.monotonic()
-            self._wake.notify()
+            self._wake.put(None)
         until = time.monotonic() + timeout
         while self._thread.is_alive() and time.monotonic() < until and not self._unanswered():
             self._thread.join(0.1)
@@ -277,7 +279,7 @@ class Exchange:
                 self._last_word = "" if silent else f"rank {self.rank} has given up: {reason}"
             self._rows.clear()  # each holds what a step has left behind
             self._outbox.clear()
-            self._wake.notify()
+            self._wake.put(None)
         if known:
             return
         with suppress(Exception):  # whoever is told must not end what tells
@@ -300,13 +302,23 @@ class Exchange:
         return None
 
     def _idle(self) -> None:
+        self._drain()  # what has come so far is seen below
         with self._wake_lock:
             if self._closing is not None or self._busy:
-                self._wake.wait(0.005)
+                seconds = 0.005
             elif self._someone_leaves:
-                self._wake.wait(0.02)
+                seconds = 0.02
             elif not self._outbox and len(self._rows) < BATCH_ROWS:
-                self._wake.wait(IDLE_SECONDS)
+                seconds = IDLE_SECONDS
+            else:
+                return
+        with suppress(queue.Empty):
+            self._wake.get(timeout=seconds)
+
+    def _drain(self) -> None:
+        with suppress(queue.Empty):
+            while True:
+                self._wake.get_nowait()
 
     def _gather(self, data: bytes) -> list[bytes]:
         group = self._group

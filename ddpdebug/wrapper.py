@@ -15,7 +15,7 @@ from ddpdebug.probes.importlib_bootstrap import after_that
 
 
 def _watch() -> None:
-    install(Config.load({}, os.environ, Path.cwd()), command=tuple(sys.argv))
+    install(Config.load({}, os.environ, Path.cwd()), command=tuple(sys.argv), late=True)
 
 
 class DebugDDP(DistributedDataParallel):

@@ -107,6 +107,22 @@ def test_registrations_are_seen(line: str) -> None:
     assert len(_outside({"probes/new.py": ast.parse(line)})) == 1
 
 
+#: What `map` may call there: written in C, so that no signal handler runs inside.
+_IN_C = {"id", "str", "int", "float", "repr", "type", "len", "callable", "ord"}
+
+
+@pytest.mark.parametrize("file", sorted((_PACKAGE / "probes").rglob("*.py")), ids=lambda file: file.stem)
+def test_no_iterator_in_c_calls_our_code(file: Path) -> None:
+    """A StopIteration that a signal handler of the user's raises inside would be taken for the end of the iteration."""
+    found = [
+        f"line {node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"map", "filter"}
+        if (first := ast.unparse(node.args[0])) not in _IN_C and not first.startswith(("math.", "xxhash."))
+    ]
+    assert found == []
+
+
 # --- the guard --------------------------------------------------------------------------------------------------------
 
 

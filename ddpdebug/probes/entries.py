@@ -22,6 +22,7 @@ from torch.optim import optimizer as all_optimizers
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.guard import Guard
+from ddpdebug.probes.built import Built
 from ddpdebug.probes.importlib_bootstrap import around
 from ddpdebug.probes.threads import Threads
 
@@ -37,7 +38,7 @@ class Entries:
     """
 
     def __init__(self, guard: Guard) -> None:
-        self.guard, self.threads = guard, Threads(guard.tell)
+        self.guard, self.threads, self.built = guard, Threads(guard.tell), Built()
         self.closed = False
         self.stop: Callable[[], None] = _nothing  # raises what the user has asked to be raised
         self.listed: list[str] = []  # what was registered for good, as people write it
@@ -130,6 +131,15 @@ class Entries:
             if handle is not None:
                 self._undo.append((f"patch:step_{name}", handle.remove))
                 self.listed.append(f"torch.optim.optimizer.register_optimizer_step_{name}_hook")
+
+    def on_parts(self, part: str, look: Callable[[torch.nn.Module, str, Any], None]) -> None:
+        """Hook what modules are made of: called with (module, name, part) for each parameter, buffer and child."""
+        for kind in ("parameter", "buffer", "module"):
+            register = getattr(all_modules, f"register_module_{kind}_registration_hook")
+            handle = self.guard.run(part, register, _Hook(self, part, look))
+            if handle is not None:
+                self._undo.append((part, handle.remove))
+                self.listed.append(f"torch.nn.modules.module.register_module_{kind}_registration_hook")
 
     def before_modules(self, part: str, look: Callable[[torch.nn.Module, Any], None]) -> ModuleHook:
         """Return a hook that is called before the forward of every module, while it is on."""

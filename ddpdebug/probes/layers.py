@@ -164,7 +164,7 @@ class Layers:
         self.forget()
         self._notes = Notes()
         rank = dist.get_rank() if dist.is_initialized() else 0
-        leaves = sum(map(internals.is_leaf, internals.modules(root)))
+        leaves = sum(internals.is_leaf(module) for module in internals.modules(root))
         self._stride, self._leaves = max(1, math.ceil(leaves / MAX_CALLS)), 0
         return rank < _RANKS
 

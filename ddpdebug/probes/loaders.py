@@ -160,7 +160,7 @@ def _digest(value: Any) -> tuple[int | None, int]:
     items = [*value, *value.values()] if isinstance(value, dict) else value
     if all(isinstance(item, torch.Tensor) for item in items):
         return fingerprint.combine([fingerprint.glance(item) for item in items[:64]]), 1 << 12
-    if not all(map(_is_plain, items)):
+    if not all(_is_plain(item) for item in items):
         return None, 0
     text = repr(value)
     return fingerprint.of_text(text), len(text)

@@ -26,7 +26,7 @@ def summary(record: StepRecord, looks: Looks) -> tuple[Flag, dict[str, Any]]:
     near = list(looks.near)
     if record.loss_scale is None:  # a scaler takes scaled gradients to the limit on purpose
         near += _near_gradients(looks, names)
-    flags = Flag.FORWARD_NONFINITE if any(map(is_bad_call, looks.forward)) else Flag(0)
+    flags = Flag.FORWARD_NONFINITE if any(is_bad_call(call) for call in looks.forward) else Flag(0)
     flags |= Flag.INPUT_NONFINITE if looks.inputs else Flag(0)
     flags |= Flag.NEAR_OVERFLOW if near else Flag(0)
     detail: dict[str, Any] = {

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import itertools
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -13,6 +10,7 @@ import torch
 
 from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.observations import Flag
+from ddpdebug.probes.built import Built
 from ddpdebug.probes.entries import Entries
 from ddpdebug.probes.wrappers import Wrapper
 
@@ -42,6 +40,7 @@ class OptimizerWatch:
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, index: int, entries: Entries | None = None) -> None:
         self.index = index
+        self._built = Built() if entries is None else entries.built
         self.ref: weakref.ref[torch.optim.Optimizer] | None = None
         if optimizer is not None and entries is not None:
             self.ref = entries.when_gone("probe:optimizer", optimizer, self._ended)
@@ -73,7 +72,7 @@ class OptimizerWatch:
     def _ended(self) -> None:
         self.on_end(self)
         plain = all(type(p) in {torch.Tensor, torch.nn.Parameter} and p.device.type == "cpu" for p in self.params)
-        if not plain or sum(map(_bytes, self.params)) > _KEPT_BYTES:
+        if not plain or sum(_bytes(p) for p in self.params) > _KEPT_BYTES:
             self.forget()
             return
         self._forgotten += [weakref.ref(p) for p in self.params]
@@ -114,7 +113,7 @@ class OptimizerWatch:
             return False
         self._key = key
         self.after = None
-        table = sorted(_named(params, wrappers), key=lambda row: row[0])
+        table = sorted(_named(params, wrappers, self._built), key=lambda row: row[0])
         self.table = tuple(table)
         self.names = [name for name, _, _, _ in table]
         self.params = [p for _, p, _, _ in table]
@@ -218,7 +217,7 @@ def _flatten(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _named(
-    params: Sequence[torch.Tensor], wrappers: Sequence[Wrapper]
+    params: Sequence[torch.Tensor], wrappers: Sequence[Wrapper], built: Built
 ) -> Iterator[tuple[str, torch.Tensor, bool, Wrapper | None]]:
     """Yield (name, parameter, owned by a DDP at wrap time, its wrapper)."""
     current: dict[int, tuple[str, Wrapper]] = {}
@@ -234,7 +233,7 @@ def _named(
             current.setdefault(id(held), (name, wrapper))
     taken: set[str] = set()
     strangers = [p for p in params if id(p) not in current]
-    names = foreign_names(strangers) if strangers else {}
+    names = built.names(strangers) if strangers else {}
     for position, p in enumerate(params):
         if id(p) in ignored:
             continue
@@ -246,56 +245,6 @@ def _named(
         taken.add(name)
         owned = wrapper_or_none is not None and id(p) in wrapper_or_none.wrapped
         yield name, p, owned, wrapper_or_none
-
-
-def foreign_names(params: Sequence[torch.Tensor]) -> dict[int, str]:
-    """Name parameters that no DDP has, by the outermost module that holds them (found among the living objects)."""
-    wanted = {id(p) for p in params}
-    names: dict[int, str] = {}
-    for module in roots(params):
-        for name, held in internals.named_parameters(module):
-            if id(held) in wanted:
-                names.setdefault(id(held), name)
-    return names
-
-
-def roots(params: Sequence[torch.Tensor]) -> list[torch.nn.Module]:
-    """Return the outermost living modules that hold some of the parameters."""
-    wanted = {id(p) for p in params}
-    modules = living_modules()
-    children = {id(child) for module in modules for child in internals.children(module)}
-    outermost = [module for module in modules if id(module) not in children]
-    return [module for module in outermost if any(id(p) in wanted for p in internals.parameters(module))]
-
-
-def living_modules() -> list[torch.nn.Module]:
-    """Return the modules among all living objects: hundreds of thousands, so this takes tens of milliseconds.
-
-    The loop runs in C, and asks no object for its class: a proxy may not like to be asked.
-    """
-    kinds = _module_classes()
-    objects = gc.get_objects()
-    return list(itertools.compress(objects, map(kinds.__contains__, map(type, objects))))
-
-
-def module_census() -> dict[int, int]:
-    """Return the number of references to each class of modules, by its id.
-
-    Each module holds one to its class: where no number has changed, no module has come. Takes a thousandth of the time
-    of looking for them.
-    """
-    return {id(kind): sys.getrefcount(kind) for kind in _module_classes()}
-
-
-def _module_classes() -> set[type]:
-    kinds: set[type] = set()
-    waiting: list[type] = [torch.nn.Module]
-    while waiting:
-        kind = waiting.pop()
-        if kind not in kinds:
-            kinds.add(kind)
-            waiting += type.__subclasses__(kind)
-    return kinds
 
 
 def index_of(optimizer: torch.optim.Optimizer, watches: Sequence[OptimizerWatch]) -> int:

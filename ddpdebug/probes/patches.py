@@ -23,7 +23,6 @@ from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.user_code import is_users, user_location
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.loaders import Loaders
-from ddpdebug.probes.optimizers import roots
 from ddpdebug.probes.recipe import Recipe
 from ddpdebug.probes.recipe.evaluations import Evaluations
 from ddpdebug.probes.recipe.schedules import STEPS
@@ -80,6 +79,9 @@ class Patches:
         for owner in (torch.nn.Module, torch.optim.Optimizer):
             before = [("probe:last-state", self._pauses)]
             patch(owner, "load_state_dict", before=before, after=[("probe:load", self._loaded)], who=here)
+        self.entries.on_parts("probe:built", self.entries.built.has_part)
+        for owner in (torch.nn.Module, torch.optim.Optimizer):
+            patch(owner, "__setstate__", after=[("probe:built", self._state_set)])
         patch(torch.optim.Optimizer, "__init__", after=[("probe:audit", self._built)])
         for kind in STEPS:
             patch(kind, "step", before=[("probe:schedules", recipe.scheduled)], who=here)
@@ -151,7 +153,7 @@ class Patches:
 
     def adopt(self, params: list[torch.Tensor]) -> None:
         """Look at the models that hold these parameters, which no DDP does."""
-        for module in roots(params):
+        for module in self.entries.built.roots(params):
             self.watch_module(internals.unwrap_compiled(module))
 
     def watches(self, module: torch.nn.Module) -> bool:
@@ -319,6 +321,9 @@ class Patches:
 
     def _end_evaluation(self, *_: Any) -> None:
         self.evaluations.end()
+
+    def _state_set(self, _: Any, thing: Any, *__: Any, **___: Any) -> None:
+        self.entries.built.note(thing)
 
     def _built(self, _: Any, optimizer: Any, *__: Any, **___: Any) -> None:
         self.recipe.built(optimizer)

@@ -504,7 +504,7 @@ class Recorder:
         if self.guarding is not None:
             self.guarding.tell_unguarded()
         if self._fused is None:
-            self._fused = OptimizerWatch(None, len({w.index for w in self.watches}))
+            self._fused = OptimizerWatch(None, len({w.index for w in self.watches}), self.entries)
             self.watches.append(self._fused)
         if all(ref() is not optimizer for ref in self._fused.members):
             self._fused.members.append(weakref.ref(optimizer))

@@ -1,4 +1,4 @@
-"""Copies outside DDP that should be replicas: EMA and teacher models, found among the living modules or named."""
+"""Copies outside DDP that should be replicas: EMA and teacher models, found among all that was built, or named."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.probes import device
 from ddpdebug.probes.entries import Entries
-from ddpdebug.probes.optimizers import OptimizerWatch, living_modules, module_census
+from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.record import StepRecord
 from ddpdebug.probes.wrappers import Wrapper
 
-#: Copies are looked for after these steps only, and only if there are new modules since the last time: a walk over all
-#: living objects costs tens of milliseconds.
+#: Copies are looked for after these steps only, and only if modules have been built since the last time.
 _SEARCH_AT = frozenset({0, 16, 256})
 _WATCH_USE_STEPS = 4
 _MAX_REPLICAS = 4
@@ -29,7 +28,7 @@ class Replicas:
     def __init__(self, entries: Entries) -> None:
         self._entries = entries
         self._known: dict[str, _Replica] = {}
-        self._census: dict[int, int] = {}
+        self._modules_seen = 0  # at the last search
 
     def add(self, name: str, module: torch.nn.Module) -> None:
         """Watch a module under a name."""
@@ -45,18 +44,16 @@ class Replicas:
         """Find root modules with parameters that neither a DDP nor an optimizer has."""
         if step not in _SEARCH_AT or not wrappers:
             return
-        census = module_census()
-        if census == self._census:
+        built = self._entries.built
+        if built.modules_seen == self._modules_seen:
             return
-        self._census = census
+        self._modules_seen = built.modules_seen
         taken = {id(p) for watch in watches for p in watch.params}
         inside = {id(m) for w in wrappers if (ddp := w.ref()) is not None for m in internals.modules(ddp)}
         known = {id(r.module()) for r in self._known.values()}
-        modules = living_modules()
-        children = {id(child) for m in modules for child in internals.children(m)}
         found: dict[str, torch.nn.Module] = {}
-        for module in modules:
-            if id(module) in children or id(module) in inside or id(module) in known:
+        for module in built.outermost():
+            if id(module) in inside or id(module) in known:
                 continue
             params = list(internals.parameters(module))
             if not params or any(id(p) in taken for p in params) or isinstance(module, DistributedDataParallel):

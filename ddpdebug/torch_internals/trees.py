@@ -12,24 +12,24 @@ def named_modules(
     root: torch.nn.Module, prefix: str = "", *, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield what `Module.named_modules` does, in its order."""
-    yield from _walk(root, prefix, set() if remove_duplicate else None)
+    seen: set[int] = set()
+    waiting = [(prefix, root)]
+    while waiting:  # no recursion of generators: each level would pass on every module below it
+        path, module = waiting.pop()
+        if remove_duplicate:
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+        yield path, module
+        start = f"{path}." if path else ""
+        # read when the walk goes on, as `Module.named_modules` does
+        waiting += [(start + name, c) for name, c in reversed(_table(module, "_modules").items()) if c is not None]
 
 
 def _table(module: torch.nn.Module, name: str) -> Any:
     """Return a table of a module; none of one that is still being built, or that is no Python object inside."""
     own = vars(module).get(name)
     return getattr(module, name, {}) if own is None else own
-
-
-def _walk(module: torch.nn.Module, path: str, seen: set[int] | None) -> Iterator[tuple[str, torch.nn.Module]]:
-    if seen is not None:
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-    yield path, module
-    for name, child in _table(module, "_modules").items():
-        if child is not None:
-            yield from _walk(child, f"{path}.{name}" if path else name, seen)
 
 
 def modules(root: torch.nn.Module) -> Iterator[torch.nn.Module]:

@@ -24,6 +24,7 @@ def stepped() -> tuple[torch.nn.Module, torch.optim.Optimizer, OptimizerWatch, L
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 40)).sum().backward()
     optimizer.step()
+    entries_of(GUARD).built.module(model)
     watch, look, seen = OptimizerWatch(optimizer, 0, entries_of(GUARD)), LastState(), list[StepRecord]()
     watch.refresh([])
     look.emit = seen.append

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.observations import Flag
+from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.layers import MAX_CALLS, MAX_ELEMENTS, MAX_PARAMETERS, Layers, _std_mean, is_due
 from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.record import StepRecord, Window, encode_row
@@ -30,6 +32,15 @@ class Net(nn.Module):
         return found
 
 
+def watch_of(optimizer: torch.optim.Optimizer, net: nn.Module) -> OptimizerWatch:
+    """The watch of an optimizer whose model is known."""
+    entries = entries_of(Guard(lambda part, message: pytest.fail(f"{part}: {message}")))
+    entries.built.module(net)
+    watch = OptimizerWatch(optimizer, 0, entries)
+    watch.refresh([])
+    return watch
+
+
 def sample(net: nn.Module, layers: Layers, x: torch.Tensor, *, step: int = 0, lr: float = 0.1) -> StepRecord:
     """Train one step under the probe, as the recorder does."""
     window = Window(number=step)
@@ -40,8 +51,7 @@ def sample(net: nn.Module, layers: Layers, x: torch.Tensor, *, step: int = 0, lr
     layers.end(net, "", output)
     optimizer = torch.optim.SGD(net.parameters(), lr=lr)
     functional.mse_loss(output, torch.ones_like(output)).backward()
-    watch = OptimizerWatch(optimizer, 0)
-    watch.refresh([])
+    watch = watch_of(optimizer, net)
     record = StepRecord(0, step, Flag.CHECKED, window)
     record.names, record.owned = watch.names, watch.owned
     record.ids, record.slots = [id(p) for p in watch.params], watch.slots
@@ -138,8 +148,7 @@ def test_a_step_that_did_not_happen_has_no_update() -> None:
     """The row of a step that was kept from the optimizer is made all the same."""
     net, layers = Net(), Layers()
     record = sample(net, layers, torch.randn(8, 4))
-    watch = OptimizerWatch(torch.optim.SGD(net.parameters(), lr=0.1), 0)
-    watch.refresh([])
+    watch = watch_of(torch.optim.SGD(net.parameters(), lr=0.1), net)
     layers.begin(Window(number=1), net)
     kept = StepRecord(0, 1, Flag.CHECKED, Window(number=1))
     layers.before(watch, kept)

@@ -74,7 +74,8 @@ class Recipe:
     def __init__(self, recorder: Recorder, announce: Callable[[str, Any], None]) -> None:
         self._recorder, self._announce, self._pid = recorder, announce, os.getpid()
         self._run, self._threads = recorder.guard.run, recorder.entries.threads
-        self.audit, self.clearing, self.schedules = Audit(), Clearing(), Schedules(recorder.entries)
+        self.audit, self.clearing = Audit(recorder.entries.built), Clearing()
+        self.schedules = Schedules(recorder.entries)
         self._modes, self._labels, self._chance = Modes(), Labels(), Chance(recorder.guard)
         self._leaks = Leaks(lambda on: setattr(recorder.guard, "quiet", on))
         self._loop = _Loop()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.probes.built import Built
 from ddpdebug.probes.wrappers import Wrapper
 from ddpdebug.torch_internals.graph import leaf_of
 
@@ -25,24 +25,20 @@ _MAX_DEPTH = 2
 class Audit:
     """The optimizers of the process, and what the audits have seen."""
 
-    def __init__(self) -> None:
-        self._known: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
+    def __init__(self, built: Built) -> None:
+        self._all = built
         self._held: dict[int, int] = {}  # id of an optimizer -> elements that were trainable when it was built
         self._marked: dict[int, tuple[weakref.ref[torch.Tensor], int | None]] = {}
         self._frozen = False
 
     def built(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note an optimizer."""
-        self._known[id(optimizer)] = weakref.ref(optimizer)
+        """Note what a new optimizer trains."""
+        self._all.optimizer(optimizer)
         self._held[id(optimizer)] = _elements(p for p in _params([optimizer]) if p.requires_grad)
-
-    @property
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
-        return [optimizer for ref in list(self._known.values()) if (optimizer := ref()) is not None]
 
     def held(self) -> set[int]:
         """Return the ids of the parameters that an optimizer has."""
-        return held_by(self._optimizers)
+        return held_by(self._all.optimizers)
 
     def at_step(
         self, step: int, optimizer: torch.optim.Optimizer, wrappers: Sequence[Wrapper]
@@ -68,10 +64,6 @@ class Audit:
             return ref is not None and ref() is p and version is not None and internals.version_of(p) == version
 
         missing = [(name, p) for name, p in self._missing(wrappers) if untouched(p)]
-        if missing:
-            self._find_others()
-            held = self.held()
-            missing = [(name, p) for name, p in missing if id(p) not in held]
         if not missing:
             return None
         owned = [p for wrapper in wrappers for _, p in _named(wrapper) if p.requires_grad]
@@ -97,14 +89,8 @@ class Audit:
         """Name parameters of optimizers that never got a gradient and that no model has."""
         names = {key: name for wrapper in wrappers for key, name in wrapper.wrapped.items()}
         owned = {id(p) for wrapper in wrappers for _, p in _named(wrapper)}
-        lost = [p for p in _params(self._optimizers) if p.requires_grad and p.grad is None and id(p) not in owned]
+        lost = [p for p in _params(self._all.optimizers) if p.requires_grad and p.grad is None and id(p) not in owned]
         return [names.get(id(p), f"a parameter of shape {tuple(p.shape)}") for p in lost]
-
-    def _find_others(self) -> None:
-        """Look for optimizers that were built before ddpdebug watched; slow, so only when something is missing."""
-        for thing in gc.get_objects():
-            if issubclass(type(thing), torch.optim.Optimizer):
-                self._known[id(thing)] = weakref.ref(thing)
 
     def _frozen_share(self, optimizer: torch.optim.Optimizer) -> float | None:
         """Return how much of what an optimizer was built to train is frozen as it steps, if it is the larger part."""
