@@ -284,7 +284,7 @@ def _measured(text: str) -> list[tuple[str, int, int]]:
 _NOISE = re.compile(
     r"^(\[?[WEIF]\d{4} |\*+$|Setting OMP_NUM|\[Gloo\]|\[rank\d\]:\[?[WEI]|terminate called|\[W\d"
     r"|USDT:|.*SyncActivityProfiler|=====|-----|\s*$"
-    r"|Exception raised from \w+ at .*\(most recent call first\):$|frame #\d+: )"  # below a warning of a store that retries
+    r"|Exception raised from \w+ at .*\(most recent call first\):$|frame #\d+: )"  # below a store's warning
 )
 _OURS = re.compile(r"^(\[rank\d\]: )?ddpdebug")
 _OURS_MORE = re.compile(r"^  (where|what|evidence|perhaps|next|      )")
