@@ -7,12 +7,13 @@ they look like.
 Details of one step (kind -> JSON of one rank):
 
 `parameters`  {"before": {name: hex}, "after": {name: hex}, "previous": {name: hex}, "foreign": {name: hex},
-              "frozen": {name: hex}, "order": [name, ...], "loads": [{"location": "train.py:88", "what": "GPT"}]}
+              "frozen": {name: hex}, "order": [name, ...], "loads": [{"location": "train.py:88", "what": "GPT"}],
+              "norms": {name: float} after the step, only with a tolerance}
               `previous` is what this rank's last step left behind; `before` is what this step found.
 `gradients`   {"digests": {name: hex}, "foreign": {name: hex}, "missing": [name, ...],
               "local_sums": {name: float}, "local_norms": {name: float}, "reduced_sums": {name: float},
               "reduced_norms": {name: float}, "step_norms": {name: float},
-              "dtypes": {name: "float32"}, "bucket": {name: int}}
+              "dtypes": {name: "float32"}}
 `contract`    facts of the DDP contract, as this rank's code used it around this step:
               {"ddp": int (number of DDP wrappers), "world": int, "groups": [[0, 1], ...] one per wrapper,
                "bypass": {"location": "train.py:60" | null} | null,
@@ -23,10 +24,9 @@ Details of one step (kind -> JSON of one rank):
                "hook": null | "user.module.function", "find_unused": bool,
                "ignored": [name, ...], "location": "train.py:70" of the optimizer step}
 `hyper`       [{"lr": 0.1, "betas": [0.9, 0.999], ..., "params": "4 parameters, <hex>"}, ...]  one per parameter group
-`state`       {name: {key: hex}} after the step, {"previous": {...}} under the key "" when it changed outside a step
-`buffers`     {"digests": {name: hex}, "written": [name, ...]} after the broadcast; `written`: those forward updates
+`state`       {name: {key: hex}} after the step; with a tolerance the key "" has {"name:key": float}, the tensors' norms
+`buffers`     {"digests": {name: hex}} after the broadcast
 `modes`       {module path: true (train) | false}
-`structure`   [[kind, name, shape, dtype, requires_grad], ...] in registration order; kind is "parameter" or "buffer"
 `replicas`    {replica name: {"digest": hex, "tensors": {name: hex}, "changed": bool, "used": bool}}
 `numerics`    what was seen of non-finite numbers in this step; {} when nothing was:
               {"checked": bool (module outputs were looked at), "compiled": bool (not, because of torch.compile),
@@ -79,7 +79,6 @@ Details of one step (kind -> JSON of one rank):
                int, "location": ...}, "elsewhere": {"kind": "scheduler" | "attribute", "class": str, "location": ...},
                "accumulation": {"micro_batches": int, "location": ..., "loss": "MseLoss"},
                "label": int the only class among the labels of this step, "lr": [float, ...] of the groups}
-`element`     {"name": str, "index": [int, ...], "value": float, "step": int} see forensics/elements.py
 
 Announcements (topic -> JSON of one rank), compared once all ranks have spoken:
 
@@ -122,8 +121,8 @@ Announcements (topic -> JSON of one rank), compared once all ranks have spoken:
 `inputs`         {"step": int, "argument": int, "mean": float, "std": float, "min": float, "max": float, "kind": str}
                  of the model's first floating-point input over its first training forwards
 `growth`         [{"what": str, "bytes": int | null}, ...] growth that the user has declared (`expect_growth`)
-`end`            {"steps": {optimizer: int}, "reason": "finished" | "exception: ..." | "signal ...", "last_states": int}
-                 the number of rows with `Flag.LAST_STATE` that the rank has sent
+`end`            {"steps": {optimizer: int}, "reason": "finished" | "stopped" | "interrupted" | "exception: ...",
+                 "last_states": int} the number of rows with `Flag.LAST_STATE` that the rank has sent
 """
 
 from __future__ import annotations
@@ -140,7 +139,6 @@ KINDS = (
     "state",
     "buffers",
     "modes",
-    "structure",
     "replicas",
     "numerics",
     "layers",

@@ -6,15 +6,12 @@ are taken in one go; those of the user (modules, buffers) may change while they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
-
-import torch
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.probes.record import StepRecord
 from ddpdebug.probes.recorder import Recorder
-from ddpdebug.probes.wrappers import structure
 
 _MAX_NAMES = 20_000
 
@@ -122,7 +119,7 @@ def _state(record: StepRecord, recorder: Recorder) -> dict[str, Any]:
         table.setdefault(name, {})[key] = f"{value:016x}"
     if record.norms is not None:
         names = [f"{name}:{key}" for name, key in record.state_keys]
-        table["norms"] = dict(zip(names, record.norms()[len(record.names) :], strict=True))
+        table[""] = dict(zip(names, record.norms()[len(record.names) :], strict=True))
     return table
 
 
@@ -131,7 +128,7 @@ def _buffers(record: StepRecord, recorder: Recorder) -> dict[str, Any]:
     digests: dict[str, int] = {}
     for names, later in record.window.buffers:
         digests.update(zip(names, later(), strict=True))
-    return {"digests": _hex(digests), "written": []}
+    return {"digests": _hex(digests)}
 
 
 def _modes(record: StepRecord, recorder: Recorder) -> dict[str, bool]:
@@ -151,12 +148,6 @@ def _modes(record: StepRecord, recorder: Recorder) -> dict[str, bool]:
     return modes
 
 
-def _structure(record: StepRecord, recorder: Recorder) -> list[Any]:
-    del record
-    modules: Iterable[torch.nn.Module | None] = (w.module() for w in tuple(recorder.wrappers))
-    return [entry for module in modules if module is not None for entry in structure(module)]
-
-
 _BUILDERS: dict[str, Callable[[StepRecord, Recorder], Any]] = {
     "parameters": _parameters,
     "gradients": _gradients,
@@ -165,7 +156,6 @@ _BUILDERS: dict[str, Callable[[StepRecord, Recorder], Any]] = {
     "state": _state,
     "buffers": _buffers,
     "modes": _modes,
-    "structure": _structure,
     "replicas": lambda record, recorder: dict(record.replicas),
     "numerics": lambda record, recorder: record.numerics,
     "layers": lambda record, recorder: {} if record.layers is None else record.layers.detail(record),
