@@ -12,8 +12,7 @@ Details of one step (kind -> JSON of one rank):
               `previous` is what this rank's last step left behind; `before` is what this step found.
 `gradients`   {"digests": {name: hex}, "foreign": {name: hex}, "missing": [name, ...],
               "local_sums": {name: float}, "local_norms": {name: float}, "reduced_sums": {name: float},
-              "reduced_norms": {name: float}, "step_norms": {name: float},
-              "dtypes": {name: "float32"}}
+              "reduced_norms": {name: float}, "step_norms": {name: float}}
 `contract`    facts of the DDP contract, as this rank's code used it around this step:
               {"ddp": int (number of DDP wrappers), "world": int, "groups": [[0, 1], ...] one per wrapper,
                "bypass": {"location": "train.py:60" | null} | null,
@@ -105,8 +104,8 @@ Announcements (topic -> JSON of one rank), compared once all ranks have spoken:
                  ...} by the rank whose allocation failed, and then by the others, with `failed` false
 `alone:loss`     {"kind": "double-softmax" | "broadcast" | "range" | "initial" | "labels", "step": int, ...} what the
                  autograd graph of a loss shows, see probes/recipe/losses.py
-`alone:audit`    {"step": int, "missing": [name, ...], "share": float, "orphans": [name, ...], "unregistered": [name,
-                 ...], "frozen": float, ...} see probes/recipe/audit.py
+`alone:audit`    {"step": int, "kind": "missing" | "frozen" | "detached" | "unregistered" | "no_grad", ...} parameters
+                 that are not trained as they seem to be, see probes/recipe/audit.py
 `alone:validation`  {"step": int, "forwards": int, "since": int, "location": "train.py:88"} forwards without gradients
                  that ran in train mode
 `alone:chance`   {"step": int, "function": "dropout", "p": float | null, "module": path, "class": str, "location": ...,
@@ -118,8 +117,16 @@ Announcements (topic -> JSON of one rank), compared once all ranks have spoken:
 `alone:evaluation`  {"step": int, "location": "train.py:88" | null, "samples": int | null, "batches": int} of the line
                  whose losses without gradients, in eval mode, are the validation loss from here on; `samples` of the
                  data set that was begun last. Said again when another line takes its place
-`inputs`         {"step": int, "argument": int, "mean": float, "std": float, "min": float, "max": float, "kind": str}
-                 of the model's first floating-point input over its first training forwards
+`inputs:<k>`     {"step": int, "layer": class name, "mean": float, "std": float, "min": float, "max": float, "twice":
+                 bool (as if divided by 255 two times)} of what the k-th DDP's first layer with weights is given in its
+                 first training forwards
+`group:<k>`      {"ranks": [int, ...]} over which the k-th DDP reduces
+`gathered:<n>`   {"location": "train.py:88", "shapes": [[int, ...], ...]} of the n-th list of tensors that were gathered
+                 from all ranks without a gradient, before a backward
+`agreement:<n>`  {"step": int, "output": hex, "weights": hex} of the model, fed the n-th batch that `agree` was given
+`coverage`       what was looked at on this rank, see coverage.py: {"rank": int, "steps": int, "made": int, "backwards":
+                 int, "wrappers": int, "parameters": int, "unwatched": {why: int}, "left_out": {why: int}, "off": {part:
+                 message}, "children": int}
 `growth`         [{"what": str, "bytes": int | null}, ...] growth that the user has declared (`expect_growth`)
 `end`            {"steps": {optimizer: int}, "reason": "finished" | "stopped" | "interrupted" | "exception: ...",
                  "last_states": int} the number of rows with `Flag.LAST_STATE` that the rank has sent

@@ -73,8 +73,7 @@ def _gradients(record: StepRecord, recorder: Recorder) -> dict[str, Any]:
     local_sums, local_norms, reduced_sums, reduced_norms = record.checksums()
     norms = record.touched_norms() if record.touched_norms is not None else []
     touched = dict(zip((record.names[i] for i in record.touched), norms, strict=True))
-    rows = recorder.watch_of(record.optimizer).table
-    dtypes = {name: str(p.dtype).removeprefix("torch.") for name, p, _, _ in rows if name in table}
+    del recorder
     return {
         "digests": _hex(_split(table, record, owned=True)),
         "foreign": _hex(_split(table, record, owned=False)),
@@ -84,7 +83,6 @@ def _gradients(record: StepRecord, recorder: Recorder) -> dict[str, Any]:
         "reduced_sums": reduced_sums,
         "reduced_norms": reduced_norms,
         "step_norms": {**reduced_norms, **touched},
-        "dtypes": dtypes,
     }
 
 
