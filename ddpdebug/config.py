@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -341,10 +341,6 @@ class Config:
         if alone and values.get("metrics_tls_cert") is None:
             raise UsageError(f"{min(alone)} needs a certificate; give metrics_tls_cert too")
         return cls(**values)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the settings as JSON values."""
-        return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
 
 
 def run_directory(run_id: str, now: datetime) -> Path:

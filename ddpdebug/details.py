@@ -7,12 +7,12 @@ they look like.
 Details of one step (kind -> JSON of one rank):
 
 `parameters`  {"before": {name: hex}, "after": {name: hex}, "previous": {name: hex}, "foreign": {name: hex},
-              "frozen": {name: hex}, "order": [name, ...], "loads": [{"location": "train.py:88", "what": "GPT"}]}
+              "frozen": {name: hex}, "order": [name, ...], "loads": [{"location": "train.py:88", "what": "GPT"}],
+              "norms": {name: float} after the step, only with a tolerance}
               `previous` is what this rank's last step left behind; `before` is what this step found.
 `gradients`   {"digests": {name: hex}, "foreign": {name: hex}, "missing": [name, ...],
               "local_sums": {name: float}, "local_norms": {name: float}, "reduced_sums": {name: float},
-              "reduced_norms": {name: float}, "step_norms": {name: float},
-              "dtypes": {name: "float32"}, "bucket": {name: int}}
+              "reduced_norms": {name: float}, "step_norms": {name: float}}
 `contract`    facts of the DDP contract, as this rank's code used it around this step:
               {"ddp": int (number of DDP wrappers), "world": int, "groups": [[0, 1], ...] one per wrapper,
                "bypass": {"location": "train.py:60" | null} | null,
@@ -23,10 +23,9 @@ Details of one step (kind -> JSON of one rank):
                "hook": null | "user.module.function", "find_unused": bool,
                "ignored": [name, ...], "location": "train.py:70" of the optimizer step}
 `hyper`       [{"lr": 0.1, "betas": [0.9, 0.999], ..., "params": "4 parameters, <hex>"}, ...]  one per parameter group
-`state`       {name: {key: hex}} after the step, {"previous": {...}} under the key "" when it changed outside a step
-`buffers`     {"digests": {name: hex}, "written": [name, ...]} after the broadcast; `written`: those forward updates
+`state`       {name: {key: hex}} after the step; with a tolerance the key "" has {"name:key": float}, the tensors' norms
+`buffers`     {"digests": {name: hex}} after the broadcast
 `modes`       {module path: true (train) | false}
-`structure`   [[kind, name, shape, dtype, requires_grad], ...] in registration order; kind is "parameter" or "buffer"
 `replicas`    {replica name: {"digest": hex, "tensors": {name: hex}, "changed": bool, "used": bool}}
 `numerics`    what was seen of non-finite numbers in this step; {} when nothing was:
               {"checked": bool (module outputs were looked at), "compiled": bool (not, because of torch.compile),
@@ -79,7 +78,6 @@ Details of one step (kind -> JSON of one rank):
                int, "location": ...}, "elsewhere": {"kind": "scheduler" | "attribute", "class": str, "location": ...},
                "accumulation": {"micro_batches": int, "location": ..., "loss": "MseLoss"},
                "label": int the only class among the labels of this step, "lr": [float, ...] of the groups}
-`element`     {"name": str, "index": [int, ...], "value": float, "step": int} see forensics/elements.py
 
 Announcements (topic -> JSON of one rank), compared once all ranks have spoken:
 
@@ -106,8 +104,8 @@ Announcements (topic -> JSON of one rank), compared once all ranks have spoken:
                  ...} by the rank whose allocation failed, and then by the others, with `failed` false
 `alone:loss`     {"kind": "double-softmax" | "broadcast" | "range" | "initial" | "labels", "step": int, ...} what the
                  autograd graph of a loss shows, see probes/recipe/losses.py
-`alone:audit`    {"step": int, "missing": [name, ...], "share": float, "orphans": [name, ...], "unregistered": [name,
-                 ...], "frozen": float, ...} see probes/recipe/audit.py
+`alone:audit`    {"step": int, "kind": "missing" | "frozen" | "detached" | "unregistered" | "no_grad", ...} parameters
+                 that are not trained as they seem to be, see probes/recipe/audit.py
 `alone:validation`  {"step": int, "forwards": int, "since": int, "location": "train.py:88"} forwards without gradients
                  that ran in train mode
 `alone:chance`   {"step": int, "function": "dropout", "p": float | null, "module": path, "class": str, "location": ...,
@@ -119,11 +117,19 @@ Announcements (topic -> JSON of one rank), compared once all ranks have spoken:
 `alone:evaluation`  {"step": int, "location": "train.py:88" | null, "samples": int | null, "batches": int} of the line
                  whose losses without gradients, in eval mode, are the validation loss from here on; `samples` of the
                  data set that was begun last. Said again when another line takes its place
-`inputs`         {"step": int, "argument": int, "mean": float, "std": float, "min": float, "max": float, "kind": str}
-                 of the model's first floating-point input over its first training forwards
+`inputs:<k>`     {"step": int, "layer": class name, "mean": float, "std": float, "min": float, "max": float, "twice":
+                 bool (as if divided by 255 two times)} of what the k-th DDP's first layer with weights is given in its
+                 first training forwards
+`group:<k>`      {"ranks": [int, ...]} over which the k-th DDP reduces
+`gathered:<n>`   {"location": "train.py:88", "shapes": [[int, ...], ...]} of the n-th list of tensors that were gathered
+                 from all ranks without a gradient, before a backward
+`agreement:<n>`  {"step": int, "output": hex, "weights": hex} of the model, fed the n-th batch that `agree` was given
+`coverage`       what was looked at on this rank, see coverage.py: {"rank": int, "steps": int, "made": int, "backwards":
+                 int, "wrappers": int, "parameters": int, "unwatched": {why: int}, "left_out": {why: int}, "off": {part:
+                 message}, "children": int}
 `growth`         [{"what": str, "bytes": int | null}, ...] growth that the user has declared (`expect_growth`)
-`end`            {"steps": {optimizer: int}, "reason": "finished" | "exception: ..." | "signal ...", "last_states": int}
-                 the number of rows with `Flag.LAST_STATE` that the rank has sent
+`end`            {"steps": {optimizer: int}, "reason": "finished" | "stopped" | "interrupted" | "exception: ...",
+                 "last_states": int} the number of rows with `Flag.LAST_STATE` that the rank has sent
 """
 
 from __future__ import annotations
@@ -140,7 +146,6 @@ KINDS = (
     "state",
     "buffers",
     "modes",
-    "structure",
     "replicas",
     "numerics",
     "layers",

@@ -79,7 +79,6 @@ class Row(NamedTuple):
     micro_batches: int = 0  # backward passes that fed this step
     without_grad: int = 0  # trainable parameters of this optimizer without a gradient
     # agreement
-    structure_digest: Digest = Digest(0)  # names, order, shapes, dtypes, requires_grad
     modes_digest: Digest = Digest(0)  # train/eval of every module, at the first forward with gradients
     batch_digest: Digest = Digest(0)  # forward inputs; expected to DIFFER between ranks
     record_digest: Digest = Digest(0)  # what the DataLoader delivered, labels included; expected to DIFFER
@@ -98,7 +97,6 @@ class Row(NamedTuple):
     frozen_params_digest: Digest = Digest(0)  # DDP parameters that no optimizer has
     buffers_digest: Digest = Digest(0)  # right after DDP's broadcast at the start of forward
     replicas_digest: Digest = Digest(0)  # watched copies outside DDP (EMA, teacher)
-    sampler_digest: Digest = Digest(0)  # settings of the current DataLoader's sampler that must agree
     # numbers
     loss: float = float("nan")  # mean over the micro-batches, as given to backward, unscaled
     lr: float = float("nan")  # of the first group

@@ -160,11 +160,10 @@ def test_one_name_everywhere() -> None:
     }
 
 
-def test_to_flags(tmp_path: Path) -> None:
+def test_to_flags() -> None:
     """Given settings become a command line that means the same; others are left to the receiver's own sources."""
     given = {"budget": "0.5", "every_step": True, "quiet": False, "junit": "x.xml"}
     assert to_flags(given, "run") == ["--budget=0.5", "--every-step", "--no-quiet"]
-    assert Config.load({}, {}, tmp_path).as_dict()["out"] is None
 
 
 def test_config_is_frozen_and_keyword_only() -> None:

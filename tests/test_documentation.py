@@ -17,7 +17,7 @@ from ddpdebug.commands import COMMANDS
 from ddpdebug.commands.explain import pages
 from ddpdebug.config import Config, options
 from ddpdebug.documentation import PAGES, main
-from ddpdebug.observations import Row, encode, layout
+from ddpdebug.observations import ROW_BYTES, Row, encode, layout
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -113,6 +113,14 @@ def test_make_targets_that_are_named_exist() -> None:
     for path in TEXTS:
         assert set(re.findall(r"`make ([a-z-]+)`", path.read_text(encoding="utf-8"))) <= targets, path
     assert "make test" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_size_of_a_row_is_that_of_its_layout() -> None:
+    """Wherever a page says how large a row is."""
+    told = {path.name: re.findall(r"\brow has (\d+) bytes", path.read_text(encoding="utf-8")) for path in TEXTS}
+    told = {name: sizes for name, sizes in told.items() if sizes}
+    assert told.keys() >= {"how-it-works.md", "overhead.md"}
+    assert {size for sizes in told.values() for size in sizes} == {str(ROW_BYTES)}
 
 
 def test_links_lead_somewhere() -> None:

@@ -6,7 +6,7 @@ from ddpdebug.dashboards import parts, promql as q
 from ddpdebug.dashboards.parts import BAD, GOOD, WARN, Board, lines, listing, states, tile
 
 _ZERO_IS_GOOD = ((None, GOOD), (1, BAD))
-_AGREE = "parameters|optimizer_state|hyperparameters|buffers|modes|structure"
+_AGREE = "parameters|optimizer_state|hyperparameters|buffers|modes"
 
 
 def board() -> Board:
@@ -77,8 +77,8 @@ def _agreement_tiles(made: Board) -> None:
             q.shared(f'ddpdebug_ranks_disagreeing{{what=~"{_AGREE}"}}'), words=[(0, "agree", GOOD)], steps=_ZERO_IS_GOOD
         ),
         "Ranks agree",
-        "How many ranks differ from the majority in parameters, buffers, optimizer state, settings, modes or "
-        "structure. Not agree: the model that you train depends on the rank; open Rank agreement.",
+        "How many ranks differ from the majority in parameters, buffers, optimizer state, settings or "
+        "modes. Not agree: the model that you train depends on the rank; open Rank agreement.",
         width=3,
         height=4,
     )

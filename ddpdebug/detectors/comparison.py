@@ -123,16 +123,6 @@ def ordered(names: Collection[str], order: Sequence[str]) -> list[str]:
     return sorted(names, key=lambda name: (place.get(name, len(place)), name))
 
 
-def element(step: Step) -> dict[str, Any]:
-    """Return the evidence about the first differing element, if the ranks were asked for it."""
-    answers = {rank: a for rank, a in sorted(step.details.get("element", {}).items()) if isinstance(a, Mapping)}
-    if not answers:
-        return {}
-    first = next(iter(answers.values()))
-    values = {str(rank): answer.get("value") for rank, answer in answers.items()}
-    return {"index": first.get("index"), "values": values}
-
-
 def within(tolerance: float, numbers: Collection[float]) -> bool:
     """Tell whether all numbers agree up to a relative tolerance."""
     known = [n for n in numbers if math.isfinite(n)]

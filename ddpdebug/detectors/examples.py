@@ -77,7 +77,7 @@ def step_at(
         absent: ranks without a row.
         fields: detail kinds (rank -> JSON value), or fields of every row.
     """
-    details = {kind: fields.pop(kind) for kind in (*KINDS, "element") if kind in fields}
+    details = {kind: fields.pop(kind) for kind in KINDS if kind in fields}
     rows = {}
     for rank in range(world):
         own = dict((odd or {}).get(rank, {}))

@@ -179,11 +179,6 @@ def first_inputs(model: nn.Module) -> Iterator[list[Tensor]]:
             handle.remove()
 
 
-def sample_axis(seen: Seen) -> int:
-    """Return how many samples the batch has: the first dimension of the model's first input; 0 where there is none."""
-    return next((t.shape[0] for t in seen.inputs if t.dim()), 0)
-
-
 def floating(values: list[Tensor]) -> list[Tensor]:
     """Return those with fractions."""
     return [tensor for tensor in values if tensor.is_floating_point()]

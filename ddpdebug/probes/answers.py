@@ -6,15 +6,12 @@ are taken in one go; those of the user (modules, buffers) may change while they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
-
-import torch
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.probes.record import StepRecord
 from ddpdebug.probes.recorder import Recorder
-from ddpdebug.probes.wrappers import structure
 
 _MAX_NAMES = 20_000
 
@@ -76,8 +73,7 @@ def _gradients(record: StepRecord, recorder: Recorder) -> dict[str, Any]:
     local_sums, local_norms, reduced_sums, reduced_norms = record.checksums()
     norms = record.touched_norms() if record.touched_norms is not None else []
     touched = dict(zip((record.names[i] for i in record.touched), norms, strict=True))
-    rows = recorder.watch_of(record.optimizer).table
-    dtypes = {name: str(p.dtype).removeprefix("torch.") for name, p, _, _ in rows if name in table}
+    del recorder
     return {
         "digests": _hex(_split(table, record, owned=True)),
         "foreign": _hex(_split(table, record, owned=False)),
@@ -87,7 +83,6 @@ def _gradients(record: StepRecord, recorder: Recorder) -> dict[str, Any]:
         "reduced_sums": reduced_sums,
         "reduced_norms": reduced_norms,
         "step_norms": {**reduced_norms, **touched},
-        "dtypes": dtypes,
     }
 
 
@@ -122,7 +117,7 @@ def _state(record: StepRecord, recorder: Recorder) -> dict[str, Any]:
         table.setdefault(name, {})[key] = f"{value:016x}"
     if record.norms is not None:
         names = [f"{name}:{key}" for name, key in record.state_keys]
-        table["norms"] = dict(zip(names, record.norms()[len(record.names) :], strict=True))
+        table[""] = dict(zip(names, record.norms()[len(record.names) :], strict=True))
     return table
 
 
@@ -131,7 +126,7 @@ def _buffers(record: StepRecord, recorder: Recorder) -> dict[str, Any]:
     digests: dict[str, int] = {}
     for names, later in record.window.buffers:
         digests.update(zip(names, later(), strict=True))
-    return {"digests": _hex(digests), "written": []}
+    return {"digests": _hex(digests)}
 
 
 def _modes(record: StepRecord, recorder: Recorder) -> dict[str, bool]:
@@ -151,12 +146,6 @@ def _modes(record: StepRecord, recorder: Recorder) -> dict[str, bool]:
     return modes
 
 
-def _structure(record: StepRecord, recorder: Recorder) -> list[Any]:
-    del record
-    modules: Iterable[torch.nn.Module | None] = (w.module() for w in tuple(recorder.wrappers))
-    return [entry for module in modules if module is not None for entry in structure(module)]
-
-
 _BUILDERS: dict[str, Callable[[StepRecord, Recorder], Any]] = {
     "parameters": _parameters,
     "gradients": _gradients,
@@ -165,7 +154,6 @@ _BUILDERS: dict[str, Callable[[StepRecord, Recorder], Any]] = {
     "state": _state,
     "buffers": _buffers,
     "modes": _modes,
-    "structure": _structure,
     "replicas": lambda record, recorder: dict(record.replicas),
     "numerics": lambda record, recorder: record.numerics,
     "layers": lambda record, recorder: {} if record.layers is None else record.layers.detail(record),

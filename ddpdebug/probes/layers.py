@@ -172,7 +172,7 @@ class Layers:
         """Take the statistics of one module call; containers only hand on what their children gave."""
         if not internals.is_leaf(module):
             return
-        own = internals.has_parameters(module)
+        own = internals.own_parameters(module)
         self._leaves += 1
         if own:
             self._notes.order.setdefault(id(module), self._leaves)

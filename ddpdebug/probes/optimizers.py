@@ -12,7 +12,7 @@ from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.observations import Flag
 from ddpdebug.probes.built import Built
 from ddpdebug.probes.entries import Entries
-from ddpdebug.probes.wrappers import Wrapper
+from ddpdebug.probes.wrappers import Wrapper, slot_of
 
 #: Optimizer state up to this size is fingerprinted before the step too, which tells who changed it outside, and as a
 #: whole; of a larger one each checked step takes the share of the parameters whose turn it is.
@@ -59,7 +59,7 @@ class OptimizerWatch:
         self.table: tuple[tuple[str, torch.Tensor, bool, Wrapper | None], ...] = ()
         self.wrappers: list[Wrapper] = []  # the owners, each once
         self.on_cpu = True
-        self.slots: dict[int, int] = {}
+        self.slots: dict[int, int] = {}  # id -> checksum slot: that of its DDP where one has it
         self.after: list[int] | None = None  # digests that the previous step left, if that step was checked
         self.after_step = -1
         self.state_after: int = 0
@@ -122,7 +122,11 @@ class OptimizerWatch:
         self.owners = [owner for _, _, _, owner in table]
         self.on_cpu = all(p.device.type == "cpu" for p in self.params)
         self.wrappers = list({id(owner): owner for owner in self.owners if owner is not None}.values())
-        self.slots = {id(p): fingerprint.of_text(name) % 8 for name, p, _, _ in table}
+        # a table has each name once, so that it may call a parameter otherwise than its DDP, whose turns they are
+        self.slots = {
+            id(p): owner.slots[id(p)] if owner is not None and id(p) in owner.slots else slot_of(name)
+            for name, p, _, owner in table
+        }
         by_design = bool(self.members) or self.sharded()  # the groups of a rank are then its own
         self._members = [] if by_design else [self._held(group["params"]) for group in self.groups()]
         return True

@@ -78,7 +78,11 @@ class Replicas:
     @staticmethod
     def digest(looks: Mapping[str, Mapping[str, Any]]) -> int:
         """Return one digest over all copies that count: those that this rank changes or uses."""
-        values = [fingerprint.of_text(f"{n}:{look['digest']}") for n, look in sorted(looks.items()) if look["counts"]]
+        values = [
+            fingerprint.of_text(f"{n}:{look['digest']}")
+            for n, look in sorted(looks.items())
+            if look["changed"] or look["used"]
+        ]
         return fingerprint.combine(values) if values else 0
 
 
@@ -104,14 +108,12 @@ class _Replica:
         self._first = digest if self._first is None else self._first
         self._changed = self._changed or digest != self._first
         self._look_for_use(module)
-        counts = self._named or self._changed or self._used.seen
         tensors = {name: f"{value:016x}" for (name, _), value in zip(named, values, strict=True)}
         return {
             "digest": f"{digest:016x}",
             "tensors": tensors,
             "changed": self._changed,
             "used": self._used.seen or self._named,
-            "counts": counts,
         }
 
     def _look_for_use(self, module: torch.nn.Module) -> None:

@@ -21,6 +21,11 @@ LARGE_BYTES = 4 << 20
 SLOTS_PER_STEP = 2
 
 
+def slot_of(name: str) -> int:
+    """Return the checksum slot of a parameter, by its name in the DDP that has it."""
+    return fingerprint.of_text(name) % CHECKSUM_SLOTS
+
+
 class Wrapper:
     """One DDP: its parameters as they were at wrap time, and the state of the current micro-batch.
 
@@ -40,7 +45,7 @@ class Wrapper:
         self.trainable = {id(p) for _, p in named if p.requires_grad}
         self._accumulators = {id(p): internals.accumulator(p) for _, p in named if p.requires_grad}
         self.wrapped_names = {n for n, _ in named}
-        self.slots = {id(p): fingerprint.of_text(n) % CHECKSUM_SLOTS for n, p in named}
+        self.slots = {id(p): slot_of(n) for n, p in named}
         self.is_large = sum(p.nbytes for _, p in named if p.requires_grad) > LARGE_BYTES
         self.hook: str | None = None
         self.hook_kind: str | None = None  # None, "known", "half", "lossy", "local", "custom"

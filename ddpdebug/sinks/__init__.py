@@ -81,7 +81,7 @@ class Covered:
 class RunEnded:
     """The last record of a rank."""
 
-    reason: str  # "finished", "stopped" (after --steps), "exception: <type>: <text>", "signal <name>", "interrupted"
+    reason: str  # "finished", "stopped" (after --steps), "exception: <type>: <text>", "interrupted" (Ctrl-C)
     exit_code: int | None
     steps: Mapping[int, int]  # optimizer -> steps
     time: str = ""

@@ -6,6 +6,8 @@ declares as intended (sharded state, local SGD, Join) do not count.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ddpdebug.observations import Flag
 from ddpdebug.steps import Step
 
@@ -17,7 +19,6 @@ COMPARED = {
     "hyperparameters": ("hyper_digest",),
     "buffers": ("buffers_digest",),
     "modes": ("modes_digest",),
-    "structure": ("structure_digest",),
 }
 _REPLICAS_DIFFER = Flag.LOCAL_ONLY | Flag.IN_JOIN
 _INTENDED = {
@@ -28,8 +29,18 @@ _INTENDED = {
 }
 
 
-def dissenters(step: Step) -> dict[str, frozenset[int]]:
-    """Return what was compared in this step -> the ranks that were outvoted (all, where there is no majority)."""
+def dissenters(step: Step) -> Mapping[str, frozenset[int]]:
+    """Return what was compared in this step -> the ranks that were outvoted (all, where there is no majority).
+
+    Computed once per step, whoever asks.
+    """
+    if "dissenters" not in step.memo:
+        step.memo["dissenters"] = _dissenters(step)
+    found: Mapping[str, frozenset[int]] = step.memo["dissenters"]
+    return found
+
+
+def _dissenters(step: Step) -> dict[str, frozenset[int]]:
     found: dict[str, frozenset[int]] = {}
     for what, names in COMPARED.items():
         if what in _INTENDED and step.any(_INTENDED[what]):
@@ -40,8 +51,3 @@ def dissenters(step: Step) -> dict[str, frozenset[int]]:
             elif sum(map(bool, step.columns[name])) > 1:
                 found.setdefault(what, frozenset())
     return found
-
-
-def disagreeing(step: Step) -> dict[str, int]:
-    """Return what was compared in this step -> how many ranks were outvoted (all, where there is no majority)."""
-    return {what: len(ranks) for what, ranks in dissenters(step).items()}

@@ -22,7 +22,7 @@ from ddpdebug.coverage import Coverage, Weight
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
 from ddpdebug.sinks import Covered, FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
-from ddpdebug.sinks.agreement import disagreeing
+from ddpdebug.sinks.agreement import dissenters
 from ddpdebug.sinks.scraping import scrape_snippet
 from ddpdebug.sinks.text import SEPARATOR, Part, clean, counted, evidence_lines, number, parts, percent
 
@@ -202,14 +202,14 @@ class Summary:
 
     def count(self, record: StepJudged) -> None:
         """Add a step."""
-        counts = disagreeing(record.step)
+        outvoted = dissenters(record.step)
         self.steps[record.step.optimizer] += 1
         self.last[record.step.optimizer] = record.step.step
-        if counts.keys() & {"parameters"}:
+        if "parameters" in outvoted:
             self.last_states.add((record.step.optimizer, record.step.step))
         self.skipped += record.step.any(Flag.GUARD_SKIPPED)
-        self.compared += bool({"parameters", "gradients"} & counts.keys())
-        self.disagreed += any(counts.values())
+        self.compared += bool({"parameters", "gradients"} & outvoted.keys())
+        self.disagreed += any(outvoted.values())
         self.overhead = record.overhead_ratio
         self.interval = record.interval
 

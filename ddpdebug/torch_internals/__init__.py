@@ -356,11 +356,6 @@ def is_leaf(module: torch.nn.Module) -> bool:
     return not module._modules or all(child is None for child in module._modules.values())
 
 
-def has_parameters(module: torch.nn.Module) -> bool:
-    """Tell whether a module has parameters of its own."""
-    return any(parameter is not None for parameter in module._parameters.values())
-
-
 def version_of(tensor: torch.Tensor) -> int | None:
     """Return how often a tensor was written in place, None when it does not count (inference mode)."""
     return None if tensor.is_inference() else int(tensor._version)

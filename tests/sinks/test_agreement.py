@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ddpdebug.observations import Digest, Flag, Row
-from ddpdebug.sinks.agreement import disagreeing
+from ddpdebug.sinks.agreement import dissenters
 from ddpdebug.steps import Step
 
 
@@ -14,17 +14,17 @@ def step(*rows: Row) -> Step:
 
 def test_only_what_two_ranks_computed_was_compared() -> None:
     """A digest that one rank has, or none, is no comparison."""
-    assert disagreeing(step(Row(), Row(rank=1))) == {}
-    assert disagreeing(step(Row(params_after_digest=Digest(5)), Row(rank=1))) == {}
+    assert dissenters(step(Row(), Row(rank=1))) == {}
+    assert dissenters(step(Row(params_after_digest=Digest(5)), Row(rank=1))) == {}
 
 
-def test_outvoted_ranks_are_counted() -> None:
+def test_outvoted_ranks_are_named() -> None:
     """One of three, and all where there is no majority."""
     rows = [
         Row(rank=i, params_after_digest=Digest(5), grads_digest=Digest(i + 1), modes_digest=Digest(7)) for i in range(3)
     ]
     rows[2] = rows[2]._replace(params_after_digest=Digest(6))
-    assert disagreeing(step(*rows)) == {"parameters": 1, "gradients": 3, "modes": 0}
+    assert dissenters(step(*rows)) == {"parameters": {2}, "gradients": {0, 1, 2}, "modes": set()}
 
 
 def test_declared_differences_do_not_count() -> None:
@@ -33,4 +33,4 @@ def test_declared_differences_do_not_count() -> None:
         Row(rank=i, flags=flags, state_digest=Digest(i + 1), params_after_digest=Digest(i + 1), hyper_digest=Digest(3))
         for i, flags in enumerate((Flag.SHARDED_STATE, Flag.LOCAL_ONLY))
     ]
-    assert disagreeing(step(*rows)) == {"hyperparameters": 0}
+    assert dissenters(step(*rows)) == {"hyperparameters": set()}

@@ -11,7 +11,6 @@ from ddpdebug.detectors.comparison import (
     MAX_NAMES,
     agree_within,
     blame,
-    element,
     labels,
     ordered,
     subset,
@@ -153,7 +152,7 @@ class ParametersDiffer(Detector):
             return
         loads = [load for table in tables(step, "parameters").values() for load in table.get("loads", ())]
         by_rank = tables(step, "parameters", stage)
-        evidence: dict[str, Any] = {"parameters": len(names), **element(step)}
+        evidence: dict[str, Any] = {"parameters": len(names)}
         if names:
             evidence["digests"] = values_of(by_rank, names[0])
         if step.any(Flag.LAST_STATE):

@@ -7,14 +7,14 @@ from typing import Any
 
 from ddpdebug.details import differing_names
 from ddpdebug.detectors.base import Detector, Examples, Labels
-from ddpdebug.detectors.comparison import MAX_NAMES, culprits, element, labels, tables, values_of
+from ddpdebug.detectors.comparison import MAX_NAMES, culprits, labels, tables, values_of
 from ddpdebug.detectors.examples import step_at, steps, tables as ranks
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Flag
 from ddpdebug.steps import Step
 
-_USUAL: dict[str, Any] = {"digests": {"bn.running_mean": "a", "mask": "b"}, "written": []}
-_ODD: dict[str, Any] = {"digests": {"bn.running_mean": "f", "mask": "b"}, "written": ["bn.running_mean"]}
+_USUAL: dict[str, Any] = {"digests": {"bn.running_mean": "a", "mask": "b"}}
+_ODD: dict[str, Any] = {"digests": {"bn.running_mean": "f", "mask": "b"}}
 _UNSENT = "DDP was made with `broadcast_buffers=False`, so nothing brings the ranks' buffers together"
 
 
@@ -76,7 +76,7 @@ class BuffersDiffer(Detector):
         by_rank = tables(step, "buffers", "digests")
         names = differing_names(by_rank)
         unsent = step.any(Flag.BUFFERS_NOT_BROADCAST)
-        evidence: dict[str, Any] = {"buffers": len(names), "broadcast_buffers": not unsent, **element(step)}
+        evidence: dict[str, Any] = {"buffers": len(names), "broadcast_buffers": not unsent}
         if names:
             evidence["digests"] = values_of(by_rank, names[0])
         finding = self.finding(

@@ -100,7 +100,7 @@ class OptimizerStateDiffers(Detector):
             return  # different models on purpose
         names = differing_names(flat)
         tolerance = self.config.get("tolerance")
-        if tolerance and (not names or agree_within(float(tolerance), tables(step, "state", "norms"), names)):
+        if tolerance and (not names or agree_within(float(tolerance), tables(step, "state", ""), names)):
             return
         changed = step.ranks_with(Flag.STATE_CHANGED_OUTSIDE)
         evidence: dict[str, Any] = {"states": len(names), "keys": sorted({name.rpartition(":")[2] for name in names})}
@@ -120,6 +120,6 @@ def _flat(table: Mapping[str, Any]) -> dict[str, Any]:
     return {
         f"{name}:{key}": value
         for name, states in table.items()
-        if name not in {"", "norms"} and isinstance(states, Mapping)
+        if name and isinstance(states, Mapping)
         for key, value in states.items()
     }

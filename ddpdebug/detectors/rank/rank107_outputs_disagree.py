@@ -16,6 +16,7 @@ from ddpdebug.steps import Step, outvoted
 #: Losses that are closer than this differ by rounding (another kernel was chosen), which deserves a look at most.
 _ROUNDING = 1e-5
 _SAME: dict[str, Any] = {"batch_digest": digest(1), "record_digest": digest(2), "output_digest": digest(3), "loss": 1.0}
+_LOOKED = {"step": 4, "output": "a1", "weights": "b1"}
 _ODD: dict[int, Any] = {2: {"output_digest": digest(9), "loss": 1.5}}
 _PRECISION: dict[str, Any] = {"step": 0, "autocast": None, "matmul": None}
 _TABLE: dict[str, Any] = {"step": 4, "tensors": {"embed.b": "(2, 32):aa", "mean": "(3,):cc"}}
@@ -63,7 +64,7 @@ class OutputsDisagree(Detector):
                 ),
             ),
             (step_at(4, odd=_ODD, rng_digest=digest(5), **_SAME),),
-            (Facts(topic="agreement:0", values={0: {"loss": 1.0}, 1: {"loss": 1.0}, 2: {"loss": 1.2}}),),
+            (Facts(topic="agreement:1", values={0: _LOOKED, 1: _LOOKED, 2: {**_LOOKED, "output": "c1"}}),),
             (Facts(topic="precision:0", values={0: _PRECISION, 1: {**_PRECISION, "autocast": "bfloat16"}}),),
             (Facts(topic="constants:0", values={0: _TABLE, 1: {"step": 4, "tensors": {"embed.b": "(2, 32):bb"}}}),),
         )
@@ -77,7 +78,7 @@ class OutputsDisagree(Detector):
             (step_at(4, odd={2: {**_ODD[2], "params_before_digest": 5}}, **_SAME),),
             (step_at(4, flags=Flag.BATCH_SAMPLED, odd=_ODD, **{**_SAME, "record_digest": 0}),),
             steps(4),
-            (Facts(topic="agreement:0", values={0: {"loss": 1.0}, 1: {"loss": 1.0}}),),
+            (Facts(topic="agreement:1", values={0: _LOOKED, 1: _LOOKED}),),
             (Facts(topic="precision:0", values={0: _PRECISION, 1: _PRECISION}),),
             (Facts(topic="constants:0", values={0: _TABLE, 1: _TABLE}),),
             (  # of another shape: this rank's own part of something
@@ -195,23 +196,18 @@ class OutputsDisagree(Detector):
         if topic.startswith("constants"):
             yield from self._constants(told)
             return
-        losses = {rank: float(fact["loss"]) for rank, fact in told.items() if fact.get("loss") is not None}
         outputs = {rank: fact["output"] for rank, fact in told.items() if fact.get("output") is not None}
-        loss_parted = len(losses) > 1 and not within(self._tolerance(), losses.values())
-        parted = len(set(outputs.values())) > 1 and not (self.config.get("tolerance") and losses)
-        if not loss_parted and not parted:
+        if len(set(outputs.values())) < 2:
             return
         numbers = [fact["step"] for fact in told.values() if isinstance(fact.get("step"), int)]
-        only_rounding = len(losses) > 1 and not loss_parted
         yield self.finding(
             step=max(numbers, default=self._step),
-            severity=Severity.WARNING if only_rounding else self.severity,
-            ranks=outvoted(losses if loss_parted else outputs),
-            subject=("loss",) if loss_parted else ("output",),
+            ranks=outvoted(outputs),
+            subject=("output",),
             phase="agreement probe",
             evidence={
-                "loss": {str(r): v for r, v in losses.items()},
-                "output": {str(r): v for r, v in outputs.items()},
+                "output": {str(rank): value for rank, value in outputs.items()},
+                "weights": {str(rank): told[rank].get("weights") for rank in outputs},
             },
         )
 

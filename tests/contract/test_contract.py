@@ -1,0 +1,369 @@
+"""What is read of a run is produced by a run, and the other way round.
+
+Rules, sinks and reports are tested with rows and details made by hand, which hides a field that nothing fills in any
+more. Here they are compared with what four short jobs of two ranks really leave: every field of the row, every flag,
+every kind of detail with its keys, every topic of an announcement. What is read is collected from the code, what the
+rules' examples hold from the rules, what is promised from `details.py`; none of it is listed here.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ddpdebug
+from ddpdebug import details
+from ddpdebug.config import Config
+from ddpdebug.detectors.base import Facts, runbook
+from ddpdebug.detectors.catalog import catalog
+from ddpdebug.observations import Flag, Row
+from ddpdebug.run_files import read_observations, read_rows
+
+pytestmark = [pytest.mark.jobs, pytest.mark.slow, pytest.mark.timeout(300)]
+
+_HERE = Path(__file__).resolve().parent
+_PACKAGE = Path(ddpdebug.__file__).parent
+
+#: Filled in by the CUDA allocator only: `torch_internals/memory.py` reads nothing else's.
+_ON_CUDA_FIELDS = {
+    "device_allocated_bytes",
+    "device_reserved_bytes",
+    "device_peak_bytes",
+    "device_inactive_bytes",
+    "device_limit_bytes",
+    "device_retries",
+}
+#: Keys that need a GPU.
+_ON_CUDA_KEYS = {("place", "gpu_uuid")}
+#: Topics that another command than `run` brings up, and where that is run for real.
+_ELSEWHERE = {"equivalence": "tests/commands/test_equivalence.py"}
+
+#: Tables whose keys are names of the job's own (parameters, modules, ranks, attributes): kind or topic -> paths.
+_NAMED = {
+    "parameters": ("before", "after", "previous", "foreign", "frozen", "norms"),
+    "gradients": (*("digests", "foreign", "local_sums", "local_norms", "reduced_sums", "reduced_norms", "step_norms"),),
+    "contract": ("unreduced",),
+    "state": ("", "*"),
+    "buffers": ("digests",),
+    "modes": ("",),
+    "replicas": ("", "*.tensors"),
+    "numerics": ("largest",),
+    "layers": ("modules", "parameters"),
+    "init": ("digests",),
+    "loader": ("attributes",),
+    "constants": ("tensors",),
+    "end": ("steps",),
+    "coverage": ("unwatched", "left_out", "off"),
+}
+#: Values that `details.py` leaves to another page or to torch.
+_OPEN = {
+    "hyper": ("",),
+    "numerics": ("replay", "loss.operands", "loss_backward.operands"),
+    "alone:memory": ("",),
+    "alone:loss": ("",),
+    "alone:audit": ("",),
+}
+#: Keys that no code reads, for people who read `observations.jsonl`, and what these tell them.
+_FOR_PEOPLE = {
+    "before_sync": "which of several clippings came before the reduction",
+    "compiled": "why module outputs were not looked at",
+    "ignored": "which parameters DDP was told to leave alone",
+    "visits": "whether the search for a holder has seen all or stopped at its limit",
+}
+
+#: Who fills in rows, details and announcements; everything else reads them. `preflight` and `testing` do neither.
+_PRODUCERS = ("probes/", "forensics/", "torch_internals/", "preflight/", "testing/", "pytest_plugin/")
+_NEITHER = ("observations.py", "details.py", "documentation.py", "detectors/examples.py")
+
+#: What rules share.
+_RULES = ("detectors/comparison.py",)
+
+#: A rule that wants to know everything about every step, of every rank.
+_CURIOUS = """
+import ddpdebug.diagnosis
+from ddpdebug.details import KINDS
+from ddpdebug.detectors.base import Detector
+from ddpdebug.findings import Severity
+
+class Curious(Detector):
+    code, severity, title, wants, samples = "TEST999", Severity.INFO, "asks", KINDS, True
+
+    def sees(self, step):
+        return False
+
+    def suspects(self, step):
+        return True
+
+rules = ddpdebug.diagnosis.catalog()
+ddpdebug.diagnosis.catalog = lambda: (*rules, Curious)
+"""
+#: Script, arguments, options, exit status of the ranks.
+_JOBS: tuple[tuple[str, list[str], list[str], set[int]], ...] = (
+    ("loops.py", [], ["--tolerance", "1e-6"], {0}),
+    ("nonfinite.py", [], [], {0}),
+    ("nonfinite.py", ["fail"], ["--guard", "skip"], {1}),
+    ("memory.py", [], [], {1}),
+)
+
+
+@dataclass
+class Produced:
+    """What the jobs have left."""
+
+    fields: set[str] = field(default_factory=set)
+    flags: Flag = field(default_factory=lambda: Flag(0))
+    paths: dict[str, set[str]] = field(default_factory=dict)  # kind or topic -> dotted paths of keys
+    keys: set[str] = field(default_factory=set)  # all of them, also in values that are left to other pages
+
+    def take(self, directory: Path) -> None:
+        """Add a run directory."""
+        for row in read_rows(directory):
+            self.flags |= Flag(row.flags)
+            self.fields |= {
+                name for name, value in row._asdict().items() if value not in {0, None} and not math.isnan(value)
+            }
+        for observed in read_observations(directory):
+            about = observed.payload
+            if observed.kind == "last_state":
+                for row in about["rows"].values():
+                    self.flags |= Flag(row["flags"])
+            elif observed.kind == "detail":
+                self.say(about["detail"], about["value"])
+            else:
+                self.say(topic_of(about["topic"]), about["value"])
+
+    def say(self, kind: str, value: Any) -> None:
+        """Add a detail or an announcement."""
+        self.paths.setdefault(kind, set()).update(paths(kind, value))
+        self.keys |= words(paths("", value))
+
+
+def topic_of(topic: str) -> str:
+    """Return a topic without the number of the DDP or loader that it is about."""
+    return re.sub(r":\d+$", "", topic)
+
+
+def paths(kind: str, value: Any, at: str = "") -> Iterator[str]:
+    """Yield the dotted paths of all keys in a JSON value, names as `*`."""
+    if at in _OPEN.get(kind, ()):
+        return
+    if isinstance(value, dict):
+        named = at in _NAMED.get(kind, ())
+        for key, item in value.items():
+            below = f"{at}.{'*' if named else key}".removeprefix(".")
+            yield below
+            yield from paths(kind, item, below)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from paths(kind, item, at)
+
+
+def words(found: Iterable[str]) -> set[str]:
+    """Return the keys in dotted paths, without names."""
+    return {path.rpartition(".")[2] for path in found} - {"*"}
+
+
+@pytest.fixture(scope="module")
+def produced(tmp_path_factory: pytest.TempPathFactory) -> Produced:
+    """Run the jobs, every step of them looked at."""
+    folder = tmp_path_factory.mktemp("contract")
+    jobs = []
+    for number, (script, arguments, options, _) in enumerate(_JOBS):
+        (folder / str(number)).mkdir()
+        own = ["--out", str(folder / str(number) / "run"), "--every-step", "--metrics-port", "0", *options]
+        about = {
+            "script": str(_HERE / "scripts" / script),
+            "args": arguments,
+            "options": own,
+            "ranks": 2,
+            "timeout": 120,
+        }
+        jobs.append({**about, "cwd": str(folder / str(number)), "inject": {"0": _CURIOUS, "1": _CURIOUS}})
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(("DDPDEBUG_", "PYTEST_"))}
+    call = [sys.executable, _HERE.parent / "zygote.py", folder / "jobs.json", folder / "results.json"]
+    subprocess.run(call, check=True, env={**environ, "OMP_NUM_THREADS": "1"})
+    found = Produced()
+    for number, result in enumerate(json.loads((folder / "results.json").read_text())):
+        assert {rank["status"] for rank in result} == _JOBS[number][3], [rank["err"][-2000:] for rank in result]
+        found.take(folder / str(number) / "run")
+    return found
+
+
+# --- what the code reads ----------------------------------------------------------------------------------------------
+
+
+@cache
+def consumers() -> tuple[tuple[str, ast.Module], ...]:
+    """Return the modules that read what a run leaves, without the examples of the rules."""
+    trees = []
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        name = path.relative_to(_PACKAGE).as_posix()
+        if not name.startswith(_PRODUCERS) and name not in _NEITHER:
+            trees.append((name, _WithoutExamples().visit(ast.parse(path.read_text(encoding="utf-8")))))
+    return tuple(trees)
+
+
+class _WithoutExamples(ast.NodeTransformer):
+    """Takes away what a rule's examples are made of, and docstrings."""
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
+        names = {target.id for target in node.targets if isinstance(target, ast.Name)}
+        return None if names & {"fires_on", "silent_on"} else node
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
+        return None if isinstance(node.value, ast.Constant) else self.generic_visit(node)
+
+
+def texts(tree: ast.AST) -> set[str]:
+    """Return the texts in code, apart from the keys of what it makes itself."""
+    made = {id(key) for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys}
+    return {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in made
+    }
+
+
+def attributes(tree: ast.AST) -> set[str]:
+    """Return the names of the attributes that code reads."""
+    return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+
+
+def asked(tree: ast.AST) -> Iterator[str]:
+    """Yield the keys that code asks tables for: `x["key"]`, `x.get("key")`, `tables(step, kind, "key")`."""
+    for node in ast.walk(tree):
+        keys: list[ast.expr] = []
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+            keys = [node.slice]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
+            keys = node.args[:1]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "tables":
+            keys = node.args[1:]
+        yield from (key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
+
+
+def made(tree: ast.AST) -> Iterator[str]:
+    """Yield the keys of the tables that code makes itself: evidence of a finding."""
+    for node in ast.walk(tree):
+        keys: list[ast.expr | None] = []
+        if isinstance(node, ast.Dict):
+            keys = list(node.keys)
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            keys = [node.slice]
+        yield from (key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
+
+
+@cache
+def promised() -> dict[str, set[str]]:
+    """Return the keys that `details.py` promises, by kind and topic."""
+    sections: dict[str, str] = {}
+    current = ""
+    for line in (details.__doc__ or "").splitlines():
+        if head := re.match(r"`([\w:]+?)(?::<\w>)?` +(.*)", line):
+            current = head[1]
+            sections[current] = head[2]
+        elif line.startswith(" "):
+            sections[current] += "\n" + line
+    return {kind: set(re.findall(r'"(\w+)":', text)) for kind, text in sections.items()}
+
+
+# --- the row ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_field_of_the_row_is_filled_in(produced: Produced) -> None:
+    """On a CPU all but the device's."""
+    assert set(Row._fields) - produced.fields == _ON_CUDA_FIELDS
+
+
+def test_every_field_of_the_row_is_read() -> None:
+    """A field that nothing reads is sent for nothing."""
+    read = {word for _, tree in consumers() for word in attributes(tree) | texts(tree)}
+    slots = {f"{name}_{slot}" for name in ("local_sum", "local_norm", "reduced_sum") for slot in range(8)}
+    assert {"local_sums", "local_norms", "reduced_sums"} <= read
+    assert set(Row._fields) - slots - read == set()
+
+
+def test_every_flag_is_set_and_read(produced: Produced) -> None:
+    """By some step of the jobs, and by somebody who wants to know."""
+    assert [flag.name for flag in Flag if not produced.flags & flag] == []
+    read = {word for _, tree in consumers() for word in attributes(tree)}
+    assert [flag.name for flag in Flag if flag.name not in read] == []
+
+
+# --- details and announcements ----------------------------------------------------------------------------------------
+
+
+def test_all_that_is_said_is_promised(produced: Produced) -> None:
+    """Kinds, topics and their keys stand in `details.py`."""
+    assert produced.paths.keys() - promised().keys() == set()
+    unknown = {kind: words(found) - promised()[kind] for kind, found in produced.paths.items()}
+    assert {kind: sorted(keys) for kind, keys in unknown.items() if keys} == {}
+
+
+def test_all_that_is_promised_is_said(produced: Produced) -> None:
+    """And `details.py` promises nothing else."""
+    assert promised().keys() - produced.paths.keys() == _ELSEWHERE.keys()
+    assert set(details.KINDS) <= produced.paths.keys()
+    lacking = {
+        kind: keys - words(produced.paths[kind]) - {key for topic, key in _ON_CUDA_KEYS if topic == kind}
+        for kind, keys in promised().items()
+        if kind in produced.paths and kind not in _OPEN
+    }
+    assert {kind: sorted(keys) for kind, keys in lacking.items() if keys} == {}
+
+
+def test_every_topic_and_kind_that_rules_ask_for_is_said(produced: Produced) -> None:
+    """By the names under which rules register."""
+    topics = {topic for rule in catalog() for topic in rule.topics}
+    assert topics - {topic.partition(":")[0] for topic in produced.paths} == _ELSEWHERE.keys()
+    wanted = {kind for rule in catalog() for kind in rule.wants}
+    assert wanted == set(details.KINDS)
+
+
+def test_the_examples_of_rules_are_like_what_is_said(produced: Produced) -> None:
+    """A rule whose examples hold what no run produces passes its tests and never fires."""
+    strange: dict[str, set[str]] = {}
+    for rule in catalog():
+        for example in (*rule.fires_on, *rule.silent_on):
+            for item in example:
+                told = [(topic_of(item.topic), item.values)] if isinstance(item, Facts) else item.details.items()
+                for kind, by_rank in told:
+                    if kind in _ELSEWHERE:
+                        continue
+                    held = {path for value in by_rank.values() for path in paths(kind, value)}
+                    if unknown := held - produced.paths.get(kind, set()):
+                        strange.setdefault(f"{rule.code} {kind}", set()).update(unknown)
+    assert {what: sorted(unknown) for what, unknown in strange.items()} == {}
+
+
+def test_rules_read_keys_that_exist(produced: Produced) -> None:
+    """What a rule asks a table for is said by a run, or was made by a rule, or is a setting."""
+    rules = [(name, tree) for name, tree in consumers() if re.match("detectors/.+/", name) or name in _RULES]
+    known = produced.keys | set(Row._fields)
+    known |= {entry.name for entry in fields(Config)} | {word for _, tree in rules for word in made(tree)}
+    known |= {*details.KINDS, *(topic for topic in produced.paths)}
+    known |= runbook(catalog()[0]).keys()
+    for kind in _ELSEWHERE:
+        known |= promised()[kind]
+    lacking = {name: sorted(set(asked(tree)) - known) for name, tree in rules}
+    assert {name: keys for name, keys in lacking.items() if keys} == {}
+
+
+def test_all_that_is_said_is_read(produced: Produced) -> None:
+    """Or is kept for people, for a reason."""
+    read = {word for _, tree in consumers() for word in texts(tree) | attributes(tree)}
+    said = {word: kind for kind, found in produced.paths.items() for word in words(found)}
+    assert sorted(word for word in said if word not in read) == sorted(_FOR_PEOPLE)

@@ -1,0 +1,63 @@
+"""A parameter's checksum slot: one definition, for who sums its gradient in a step and for who adds up the slot."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddpdebug.detectors.sync.sync204_not_the_mean import NotTheMean
+from ddpdebug.observations import CHECKSUM_SLOTS
+from ddpdebug.probes.wrappers import SLOTS_PER_STEP
+from ddpdebug.run_files import read_steps
+
+_ZYGOTE = Path(__file__).resolve().parent.parent / "zygote.py"
+_STEPS = CHECKSUM_SLOTS // SLOTS_PER_STEP
+#: Two large models with equal names of parameters, both stepped by one optimizer, which must call them otherwise.
+_SCRIPT = f"""
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+models = [DDP(nn.Sequential(*(nn.Linear(280, 280) for _ in range(16)))) for _ in range(2)]
+optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=1e-3)
+for step in range({_STEPS}):
+    optimizer.zero_grad()
+    for model in models:
+        model(torch.randn(4, 280, generator=torch.Generator().manual_seed(dist.get_rank()))).mean().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.jobs
+def test_one_optimizer_over_two_large_models_with_equal_names(tmp_path: Path) -> None:
+    """Each checked step has whole checksums of the slots whose turn it is, and SYNC204 can judge the step by them."""
+    (tmp_path / "train.py").write_text(_SCRIPT)
+    options = ["--out", str(tmp_path / "run"), "--metrics", "off", "--every-step", "--quiet"]
+    job = {"script": str(tmp_path / "train.py"), "args": [], "ranks": 2, "cwd": str(tmp_path), "timeout": 60}
+    (tmp_path / "jobs.json").write_text(json.dumps([{**job, "options": options}]))
+    words = [sys.executable, _ZYGOTE, tmp_path / "jobs.json", tmp_path / "results.json"]
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(("DDPDEBUG_", "PYTEST_"))}
+    subprocess.run(words, check=True, timeout=90, env={**environ, "OMP_NUM_THREADS": "1"})
+    ranks = json.loads((tmp_path / "results.json").read_text())[0]
+    assert [rank["status"] for rank in ranks] == [0, 0], ranks
+    steps = list(read_steps(tmp_path / "run"))
+    assert len(steps) == _STEPS
+    summed: list[int] = []
+    for step in steps:
+        assert all(all(row.local_norms) for row in step.rows.values())  # of all slots, in each step
+        known = [slot for slot, total in enumerate(step.rows[0].reduced_sums) if math.isfinite(total)]
+        assert len(known) == SLOTS_PER_STEP
+        assert all(math.isfinite(row.local_sums[slot]) for row in step.rows.values() for slot in known)
+        summed += known
+        assert NotTheMean().sees(step)
+    assert sorted(summed) == list(range(CHECKSUM_SLOTS))
