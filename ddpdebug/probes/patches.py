@@ -61,7 +61,11 @@ class Patches:
         patch(
             torch.autograd,
             "backward",
-            before=[("probe:recipe", recipe.begin_backward), ("probe:backward", rec.begin_backward)],
+            before=[
+                ("probe:losses", recipe.look_at_loss),
+                ("probe:recipe", recipe.begin_backward),
+                ("probe:backward", rec.begin_backward),
+            ],
             after=[("probe:backward", rec.end_backward), ("probe:recipe", recipe.end_backward)],
             failed=[("probe:memory", _failed(rec)), ("probe:backward", rec.abort_backward)],
             who=rec.follows_backward,
@@ -126,18 +130,18 @@ class Patches:
             before=[
                 ("probe:broadcast", self._broadcasts),
                 ("probe:forward", self._forward_begins),
-                ("probe:recipe", self._recipe_begins),
-                ("probe:numerics", self._numerics_begins),
+                ("probe:recipe-forward", self._recipe_begins),
+                ("probe:numerics-forward", self._numerics_begins),
             ],
             after=[
-                ("probe:numerics", self._numerics_ends),
+                ("probe:numerics-forward", self._numerics_ends),
                 ("probe:forward", self._forward_ends),
-                ("probe:recipe", self._recipe_ends),
+                ("probe:recipe-forward", self._recipe_ends),
                 ("probe:scene", self._scene_ends),
             ],
             failed=[
-                ("probe:numerics", self._numerics_aborts),
-                ("probe:recipe", self._recipe_aborts),
+                ("probe:numerics-forward", self._numerics_aborts),
+                ("probe:recipe-forward", self._recipe_aborts),
                 ("probe:forward", self._forward_fails),
                 ("probe:memory", _failed(rec)),
             ],
@@ -175,9 +179,9 @@ class Patches:
             self.entries.patch(
                 kind,
                 "forward",
-                before=[("probe:scene", self._module_begins), ("probe:numerics", self._module_numerics)],
-                after=[("probe:numerics", self._numerics_ends), ("probe:scene", self._module_ends)],
-                failed=[("probe:numerics", self._numerics_aborts)],
+                before=[("probe:scene", self._module_begins), ("probe:numerics-forward", self._module_numerics)],
+                after=[("probe:numerics-forward", self._numerics_ends), ("probe:scene", self._module_ends)],
+                failed=[("probe:numerics-forward", self._numerics_aborts)],
                 who=self._follows_module,
                 always_ask=True,
             )
