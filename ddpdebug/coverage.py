@@ -64,7 +64,7 @@ PARTS = (
 #: What the probes look at -> the keys under which they go off, without their `probe:`. Those in `_NOTES` only explain.
 _PROBES = {
     "parameters": "parameters frozen replicas last-state structure",
-    "gradients": "gradients step-gradients wrapper backward clip gather call-site",
+    "gradients": "gradients step-gradients wrapper no-sync comm-hook backward clip gather call-site",
     "optimizer": "optimizer row scaler hyper state threads",
     "forward": "forward batch output broadcast buffers layers",
     "numerics": "numerics numerics-forward numerics-loss numerics-gradients numerics-after modules entry guard "

@@ -150,8 +150,8 @@ class Patches:
         )
         after = [("probe:buffers", self._broadcast_done), ("probe:scene", self._scene_begins)]
         patch(DistributedDataParallel, internals.PRE_FORWARD, after=after, who=here_of(self.entries.threads.is_here))
-        patch(DistributedDataParallel, "no_sync", after=[("probe:wrapper", rec.no_sync)])
-        patch(DistributedDataParallel, "register_comm_hook", after=[("probe:wrapper", self._hooked)])
+        patch(DistributedDataParallel, "no_sync", after=[("probe:no-sync", rec.no_sync)])
+        patch(DistributedDataParallel, "register_comm_hook", after=[("probe:comm-hook", self._hooked)])
 
     def adopt(self, params: list[torch.Tensor]) -> None:
         """Look at the models that hold these parameters, which no DDP does."""
@@ -250,6 +250,7 @@ class Patches:
 
     def _hooked(self, _: Any, ddp: DistributedDataParallel, state: Any, hook: Any) -> None:
         wrapper = self.recorder.wrapped(ddp)
+        wrapper.hook_kind = "custom"  # nothing is claimed of its sums if the next line fails
         wrapper.hook, wrapper.hook_kind = classify_hook(state, hook)
         if wrapper.hook_kind in {"known", "half"} and isinstance(state, dist.ProcessGroup):
             wrapper.group = internals.ranks_of(state)  # torch's own hooks reduce over the group that is their state

@@ -93,6 +93,9 @@ class Recorder:
         guard.when_off("probe:numerics", self.numerics.abort)
         guard.when_off("probe:scene", self.scenes.clear)
         guard.when_off("probe:replicas", self.replicas.release)
+        guard.needs("probe:buffers", "probe:broadcast")  # whether DDP has just made them alike
+        guard.needs("probe:forward", "probe:no-sync")  # whether its backward is meant to be reduced
+        guard.needs("probe:losses", "probe:scaler")  # what the losses were multiplied with
         guard.needs("probe:numerics-gradients", "probe:gradients")
         guard.needs(
             "probe:layers", "probe:modules", "probe:numerics-forward"
@@ -301,7 +304,8 @@ class Recorder:
         self.events.close_gathers()
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors or ())
         self.guard.run("probe:memory", self.memory.graph, roots)
-        if len(roots) == 1 and self.in_backward == 1 and internals.is_plain(roots[0]) and roots[0].numel() == 1:
+        known = "probe:scaler" not in self.guard.off  # else nobody knows what the loss was multiplied with
+        if known and len(roots) == self.in_backward == 1 and internals.is_plain(roots[0]) and roots[0].numel() == 1:
             scale = self.events.take_scale()
             self.window.losses.append(loss_reader(roots[0].detach(), scale))
             self.guard.run("probe:numerics-loss", self.numerics.note_loss, roots[0], self.window.losses[-1])
