@@ -42,7 +42,7 @@ test: $(STAMP) ## the tests (8 minutes on two cores)
 test-slow: $(STAMP) ## the slow ones: whatever breaks, Slurm, bisect, self-test, a job against a real Prometheus
 	$(PYTHON) -m pytest -q -m slow --durations=12
 
-retest: $(STAMP) ## run the tests again that failed last time, and nothing when none did
+retest: $(STAMP) ## as a diagnosis: run the tests that failed last time alone; they have failed all the same
 	$(PYTHON) -m pytest -q --last-failed --last-failed-no-failures none
 
 test-harm: $(STAMP) ## training is the same with and without ddpdebug, whatever breaks

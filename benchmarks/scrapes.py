@@ -1,9 +1,9 @@
 """Whether 100 scrapes a second slow training down: blocks of steps with and without them, in turn, in one process.
 
-    python benchmarks/scrapes.py [--rounds 15] [--rate 100] [--new-connections]
+    python benchmarks/scrapes.py [--rounds 15] [--rate 100]
 
 One rank trains in one thread; another process asks its endpoint for `/metrics`, so that on two cores only what happens
-inside the rank (rendering, the interpreter's lock) can cost it time. It keeps its connection, as Prometheus does.
+inside the rank (rendering, the interpreter's lock) can cost it time.
 `elsewhere` asks the same of an endpoint in a third process: what that costs is the machine's share, not ours.
 """
 
@@ -42,7 +42,6 @@ _SCRAPER = """
 import http.client, select, sys, time
 here, elsewhere = map(http.client.HTTPConnection, sys.argv[1:3])
 client, pause, on, count, bytes_ = here, 1 / float(sys.argv[3]), False, 0, 0
-headers = {"Connection": "close"} if len(sys.argv) > 4 else {}
 next_ = time.monotonic()
 while True:
     wait = max(0.0, next_ - time.monotonic()) if on else None
@@ -52,7 +51,7 @@ while True:
             break
         on, next_, client = word != "off", time.monotonic(), elsewhere if word == "elsewhere" else here
         continue
-    client.request("GET", "/metrics", headers=headers)
+    client.request("GET", "/metrics")
     size = len(client.getresponse().read())
     if client is here:
         bytes_, count = bytes_ + size, count + 1
@@ -67,7 +66,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--block", type=int, default=8, help="steps of a block")
     parser.add_argument("--rate", type=float, default=100.0, help="scrapes a second")
-    parser.add_argument("--new-connections", action="store_true", help="one for each scrape")
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -93,7 +91,6 @@ def main() -> None:
         third = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603
         other = f"127.0.0.1:{int(third.stdout.readline())}"
         words = [sys.executable, "-c", _SCRAPER, f"127.0.0.1:{port}", other, str(args.rate)]
-        words += ["new"] * args.new_connections
         scraper = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603
         times: dict[str, list[float]] = {"off": [], "on": [], "elsewhere": [], "off again": []}
         for _ in range(args.rounds):

@@ -61,27 +61,28 @@ PARTS = (
     "detectors",
     "other",
 )
-#: Parts of ddpdebug by the first words of their names -> what they look at, and the weight of their absence.
-_KINDS: tuple[tuple[str, str, Weight], ...] = (
-    ("probe:optimizer", "optimizer", Weight.PART),
-    ("probe:row", "optimizer", Weight.PART),
-    ("probe:scaler", "optimizer", Weight.PART),
-    ("probe:wrapper", "gradients", Weight.PART),
-    ("probe:gradients", "gradients", Weight.PART),
-    ("probe:backward", "gradients", Weight.PART),
-    ("probe:clip", "gradients", Weight.PART),
-    ("probe:gather", "gradients", Weight.PART),
-    ("probe:numerics", "numerics", Weight.PART),
-    ("probe:entry", "numerics", Weight.PART),
-    ("probe:guard", "numerics", Weight.PART),
-    ("probe:recipe", "recipe", Weight.PART),
-    ("probe:evaluation", "recipe", Weight.PART),
-    ("probe:losses", "recipe", Weight.PART),
-    ("probe:loader", "data", Weight.PART),
-    ("probe:memory", "memory", Weight.PART),
-    ("probe:scene", "other", Weight.NOTE),
-    ("probe:place", "other", Weight.NOTE),
-    ("probe:loss_line", "other", Weight.NOTE),
+#: What the probes look at -> the keys under which they go off, without their `probe:`. Those in `_NOTES` only explain.
+_PROBES = {
+    "parameters": "parameters frozen replicas last-state structure",
+    "gradients": "gradients step-gradients wrapper no-sync comm-hook backward clip gather call-site",
+    "optimizer": "optimizer row scaler hyper state threads",
+    "forward": "forward batch output broadcast buffers layers",
+    "numerics": "numerics numerics-forward numerics-loss numerics-gradients numerics-after modules entry guard "
+    "loss-backward",
+    "recipe": "recipe recipe-forward losses labels leaks clearing schedules audit modes chance inputs cuts no-grad "
+    "unregistered evaluation observe load",
+    "data": "loader",
+    "memory": "memory memory-limit",
+    "other": "coverage cut scene place loss_line disk",
+}
+_NOTES = {"scene", "place", "loss_line", "disk"}
+_KINDS: dict[str, tuple[str, Weight]] = {
+    f"probe:{key}": (about, Weight.NOTE if key in _NOTES else Weight.PART)
+    for about, keys in _PROBES.items()
+    for key in keys.split()
+}
+#: The same of other parts, and of probes that another version had, by the first words of their names.
+_OTHERS: tuple[tuple[str, str, Weight], ...] = (
     ("probe:", "forward", Weight.PART),
     ("answer:", "detectors", Weight.PART),
     ("detector:", "detectors", Weight.PART),
@@ -89,6 +90,11 @@ _KINDS: tuple[tuple[str, str, Weight], ...] = (
     ("torch", "other", Weight.PART),
     ("", "other", Weight.NOTE),
 )
+
+
+def kind_of(part: str) -> tuple[str, Weight]:
+    """Return what a part of ddpdebug looks at, one of `PARTS`, and the weight of its absence."""
+    return _KINDS.get(part) or next((about, weight) for words, about, weight in _OTHERS if part.startswith(words))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +287,7 @@ class Coverage:
                 where.setdefault(part, []).append(rank.rank)
                 said.setdefault(part, message)
         for part, ranks in sorted(where.items()):
-            _, about, weight = next(kind for kind in _KINDS if part.startswith(kind[0]))
+            about, weight = kind_of(part)
             place = f" on {_ranks(ranks)}" if len(ranks) < self.world else ""
             text = f"{part} is off{place}: {said[part]}"
             yield Gap(part=about, weight=weight, text=text, action="see ranks/*/trouble.jsonl in the run directory")

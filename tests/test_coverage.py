@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ddpdebug.coverage import PARTS, Coverage, RankCoverage, Tally, Weight, counted_off
+import ddpdebug
+from ddpdebug import coverage
+from ddpdebug.coverage import PARTS, Coverage, RankCoverage, Tally, Weight, counted_off, kind_of
 from ddpdebug.covering import MEET_SECONDS, STEP_SECONDS, Covering
 from ddpdebug.observations import Flag, Row
 from ddpdebug.sinks import Covered, Record
@@ -107,6 +112,19 @@ def test_parts_that_are_off() -> None:
     }
     assert counted_off(known) == {"parameters": 1, "numerics": 1, "forward": 1}
     assert counted_off(known).keys() <= set(PARTS)
+
+
+def test_every_probe_is_known_to_the_coverage() -> None:
+    """What the code runs a probe under says what is not looked at while it is off, and nothing else is listed."""
+    used = {
+        node.value
+        for path in Path(ddpdebug.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"probe:[\w-]+", node.value)
+    }
+    assert used == set(coverage._KINDS)
+    assert {kind_of(part)[0] for part in used} <= set(PARTS)
+    assert kind_of("probe:numerics-loss") == ("numerics", Weight.PART)
 
 
 @pytest.mark.parametrize("record", [None, 3, {}, {"world": "x"}, {"world": 2, "ranks": [1]}, {"world": 1, "never": 3}])

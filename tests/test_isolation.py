@@ -377,6 +377,38 @@ class _Functions(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def test_what_hangs_on_a_part_goes_off_with_it(guard: Guard, troubles: list[tuple[str, str]]) -> None:
+    """Each says so once, others go on, and what was in place is taken away, even if that fails too."""
+    gone: list[str] = []
+    guard.needs("probe:b", "probe:a", "probe:x")
+    guard.needs("probe:c", "probe:b")
+    guard.when_off("probe:b", _raising(RuntimeError("y")))
+    guard.when_off("probe:c", lambda: gone.append("c"))
+    guard.run("probe:a", _raising(ValueError("z")))
+    guard.run("probe:x", _raising(ValueError("z")))
+    assert guard.run("probe:b", lambda: 1) is guard.run("probe:c", lambda: 1) is None
+    assert guard.run("probe:d", lambda: 1) == 1
+    assert gone == ["c"]
+    assert sorted(troubles) == [
+        ("close:probe:b", "RuntimeError: y"),
+        ("probe:a", "ValueError: z"),
+        ("probe:b", "it needs probe:a, which is off"),
+        ("probe:c", "it needs probe:b, which is off"),
+        ("probe:x", "ValueError: z"),
+    ]
+
+
+def test_a_hook_of_all_modules_goes_with_its_part(entries: Entries, guard: Guard) -> None:
+    """The first call after its part went off takes it away; the forward in which it failed goes on."""
+    hook = entries.before_modules("probe:a", _raising(RuntimeError("x")))
+    hook.on()
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    assert model(torch.ones(1)).shape == (1,)
+    assert "probe:a" in guard.off
+    assert not hook.is_on
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
 def test_modes_do_not_see_probes(guard: Guard, troubles: list[Any]) -> None:
     """Dispatch and function modes, fake tensors, a default device: none of them gets an operation of ours."""
     x = torch.arange(4.0)

@@ -39,6 +39,7 @@ class Guard:
         self.on_cut: Callable[[], None] = _nothing  # an exception of the user's has cut a probe short
         self.entries: Any = None  # what runs under it, see `entries.py`
         self._on_trouble = on_trouble
+        self._when_off: dict[str, list[Callable[[], None]]] = {}
         self._depth = 0
         self._entered = 0.0
 
@@ -134,10 +135,25 @@ class Guard:
                 raise
 
     def fail(self, part: str, error: BaseException) -> None:
-        """Switch a part off and report it once."""
+        """Switch a part off and report it once; what hangs on it goes with it."""
+        self._switch_off(part, text_of(error))
+
+    def when_off(self, part: str, call: Callable[[], None]) -> None:
+        """Call when a part goes off: to take away what it has put in place, and what it has half noted."""
+        self._when_off.setdefault(part, []).append(call)
+
+    def needs(self, part: str, *others: str) -> None:
+        """Have a part go off with any of the others: without what they see it would judge half of the data."""
+        for other in others:
+            text = f"it needs {other}, which is off"
+            self.when_off(other, lambda text=text: self._switch_off(part, text))  # type: ignore[misc]  # its own text
+
+    def _switch_off(self, part: str, text: str) -> None:
         if part not in self.off:
             self.off.add(part)
-            self.tell(part, text_of(error))
+            self.tell(part, text)
+            for call in self._when_off.get(part, ()):
+                self.run(f"close:{part}", call)
 
 
 def _put_back(gradients: bool) -> None:  # noqa: FBT001 - the state itself

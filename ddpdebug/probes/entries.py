@@ -342,7 +342,9 @@ class ModuleHook:
     def __call__(self, *args: Any) -> None:
         """Let the probe look at one call; nothing of it changes."""
         entries = self.entries
-        if self.is_on and not torch.compiler.is_compiling() and not entries.closed and entries.threads.is_here():
+        if self._part in entries.guard.off:
+            self.off()
+        elif self.is_on and not torch.compiler.is_compiling() and not entries.closed and entries.threads.is_here():
             entries.guard.run(self._part, self._look, *args)
 
 

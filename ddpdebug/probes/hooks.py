@@ -65,7 +65,7 @@ class GradientHooks:
         norm = gradients.note_local(recorder.window, wrapper, key, grad)
         if norm is not None and grad is not None:
             halved = wrapper.hook_kind in {"half", "custom"}
-            recorder.guard.run("probe:numerics", recorder.numerics.note_local, key, grad, norm, halved)
+            recorder.guard.run("probe:numerics-gradients", recorder.numerics.note_local, key, grad, norm, halved)
 
 
 def _forget(hooks: weakref.ref[GradientHooks], key: int) -> None:

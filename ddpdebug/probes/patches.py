@@ -60,7 +60,11 @@ class Patches:
         patch(
             torch.autograd,
             "backward",
-            before=[("probe:recipe", recipe.begin_backward), ("probe:backward", rec.begin_backward)],
+            before=[
+                ("probe:losses", recipe.look_at_loss),
+                ("probe:recipe", recipe.begin_backward),
+                ("probe:backward", rec.begin_backward),
+            ],
             after=[("probe:backward", rec.end_backward), ("probe:recipe", recipe.end_backward)],
             failed=[("probe:memory", _failed(rec)), ("probe:backward", rec.abort_backward)],
             who=rec.follows_backward,
@@ -128,18 +132,18 @@ class Patches:
             before=[
                 ("probe:broadcast", self._broadcasts),
                 ("probe:forward", self._forward_begins),
-                ("probe:recipe", self._recipe_begins),
-                ("probe:numerics", self._numerics_begins),
+                ("probe:recipe-forward", self._recipe_begins),
+                ("probe:numerics-forward", self._numerics_begins),
             ],
             after=[
-                ("probe:numerics", self._numerics_ends),
+                ("probe:numerics-forward", self._numerics_ends),
                 ("probe:forward", self._forward_ends),
-                ("probe:recipe", self._recipe_ends),
+                ("probe:recipe-forward", self._recipe_ends),
                 ("probe:scene", self._scene_ends),
             ],
             failed=[
-                ("probe:numerics", self._numerics_aborts),
-                ("probe:recipe", self._recipe_aborts),
+                ("probe:numerics-forward", self._numerics_aborts),
+                ("probe:recipe-forward", self._recipe_aborts),
                 ("probe:forward", self._forward_fails),
                 ("probe:memory", _failed(rec)),
             ],
@@ -148,8 +152,8 @@ class Patches:
         )
         after = [("probe:buffers", self._broadcast_done), ("probe:scene", self._scene_begins)]
         patch(DistributedDataParallel, internals.PRE_FORWARD, after=after, who=here_of(self.entries.threads.is_here))
-        patch(DistributedDataParallel, "no_sync", after=[("probe:wrapper", rec.no_sync)])
-        patch(DistributedDataParallel, "register_comm_hook", after=[("probe:wrapper", self._hooked)])
+        patch(DistributedDataParallel, "no_sync", after=[("probe:no-sync", rec.no_sync)])
+        patch(DistributedDataParallel, "register_comm_hook", after=[("probe:comm-hook", self._hooked)])
 
     def adopt(self, params: list[torch.Tensor]) -> None:
         """Look at the models that hold these parameters, which no DDP does."""
@@ -177,9 +181,9 @@ class Patches:
             self.entries.patch(
                 kind,
                 "forward",
-                before=[("probe:scene", self._module_begins), ("probe:numerics", self._module_numerics)],
-                after=[("probe:numerics", self._numerics_ends), ("probe:scene", self._module_ends)],
-                failed=[("probe:numerics", self._numerics_aborts)],
+                before=[("probe:scene", self._module_begins), ("probe:numerics-forward", self._module_numerics)],
+                after=[("probe:numerics-forward", self._numerics_ends), ("probe:scene", self._module_ends)],
+                failed=[("probe:numerics-forward", self._numerics_aborts)],
                 who=self._follows_module,
                 always_ask=True,
             )
@@ -248,6 +252,7 @@ class Patches:
 
     def _hooked(self, _: Any, ddp: DistributedDataParallel, state: Any, hook: Any) -> None:
         wrapper = self.recorder.wrapped(ddp)
+        wrapper.hook_kind = "custom"  # nothing is claimed of its sums if the next line fails
         wrapper.hook, wrapper.hook_kind = classify_hook(state, hook)
         if wrapper.hook_kind in {"known", "half"} and isinstance(state, dist.ProcessGroup):
             wrapper.group = internals.ranks_of(state)  # torch's own hooks reduce over the group that is their state

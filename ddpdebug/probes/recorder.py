@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -88,6 +88,19 @@ class Recorder:
         self.hooks, self.buffers, self.numerics = GradientHooks(self), Buffers(self), Numerics(self)
         self.guarding: Guarding | None = None
         self._halt: BaseException | None = None
+        guard.when_off("probe:backward", self._forget_backward)
+        guard.when_off("probe:numerics-forward", self.numerics.abort)
+        guard.when_off("probe:numerics", self.numerics.abort)
+        guard.when_off("probe:scene", self.scenes.clear)
+        guard.when_off("probe:replicas", self.replicas.release)
+        guard.needs("probe:buffers", "probe:broadcast")  # whether DDP has just made them alike
+        guard.needs("probe:forward", "probe:no-sync")  # whether its backward is meant to be reduced
+        guard.needs("probe:losses", "probe:scaler")  # what the losses were multiplied with
+        guard.needs("probe:numerics-gradients", "probe:gradients")
+        guard.needs(
+            "probe:layers", "probe:modules", "probe:numerics-forward"
+        )  # which say when a sample begins and ends
+        guard.needs("probe:numerics-after", "probe:numerics", "probe:state")  # which judges the step before
         #: Called when this rank has made something non-finite, before the optimizer or backward: see Numerics.
         self.on_nonfinite: Callable[[OptimizerWatch, StepRecord], Any] = lambda watch, record: None
         self.on_loss: Callable[..., Any] = lambda loss, looks, *, finite: None
@@ -238,14 +251,20 @@ class Recorder:
         if w.delivered:
             w.record.append(w.delivered)
             w.delivered = 0
-        tensors = list(tensors_in((args, kwargs)))
+        self.guard.run("probe:batch", self._look_at_batch, args, kwargs)
+        self._started[-1] = time.perf_counter()
+
+    def _look_at_batch(self, args: Any, kwargs: Any) -> None:
+        w, tensors = self.window, list(tensors_in((args, kwargs)))
         self.guard.run("probe:memory", self.memory.inputs, tensors)
         for tensor in tensors:
             value, sampled = fingerprint.sampled_fingerprint(tensor, _BATCH_BYTES)
             w.batch.append(value)
             if sampled:
                 w.flags |= Flag.BATCH_SAMPLED
-        self._started[-1] = time.perf_counter()
+
+    def _look_at_output(self, output: Any) -> None:
+        self.window.output += values.digests_of(output, _OUTPUT_BYTES)
 
     def begin_numerics(self, ddp: DistributedDataParallel, args: Any, kwargs: Any) -> None:
         """Look at the numbers of a DDP forward from here on."""
@@ -265,7 +284,7 @@ class Recorder:
         w.forward_seconds += time.perf_counter() - started
         if not self.checking:
             return
-        w.output += values.digests_of(output, _OUTPUT_BYTES)
+        self.guard.run("probe:output", self._look_at_output, output)
         if w.rng and rng_digest() != w.rng:
             w.flags |= Flag.RNG_USED_IN_FORWARD
 
@@ -285,11 +304,17 @@ class Recorder:
         self.events.close_gathers()
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors or ())
         self.guard.run("probe:memory", self.memory.graph, roots)
-        if len(roots) == 1 and self.in_backward == 1 and internals.is_plain(roots[0]) and roots[0].numel() == 1:
+        known = "probe:scaler" not in self.guard.off  # else nobody knows what the loss was multiplied with
+        if known and len(roots) == self.in_backward == 1 and internals.is_plain(roots[0]) and roots[0].numel() == 1:
             scale = self.events.take_scale()
             self.window.losses.append(loss_reader(roots[0].detach(), scale))
-            self.guard.run("probe:numerics", self.numerics.note_loss, roots[0], self.window.losses[-1])
+            self.guard.run("probe:numerics-loss", self.numerics.note_loss, roots[0], self.window.losses[-1])
         self._started[-1] = time.perf_counter()
+
+    def _forget_backward(self) -> None:
+        """Be outside of any backward: nobody sees the end of this one, or of a later one."""
+        self.in_backward = 0
+        self._started.clear()
 
     def abort_backward(self, *_: Any, **__: Any) -> None:
         """Note that a backward has raised: which gradients came and which were reduced, nobody knows."""
@@ -318,13 +343,13 @@ class Recorder:
             if wrapper.end_backward(location):
                 self.syncs += 1
                 if self.checking:
-                    gradients.note_reduced(w, wrapper)
+                    self.guard.run("probe:gradients", gradients.note_reduced, w, wrapper)
         if self._fused_stepped:
             self._finish_fused()
 
     # --- optimizer ----------------------------------------------------------------------------------------------------
 
-    def pre_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: C901 - one order
+    def pre_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Look at gradients, settings and parameters just before an optimizer changes them."""
         self.pre_steps += 1
         if self._stepping and id(optimizer) in self._stepping:
@@ -344,11 +369,9 @@ class Recorder:
             record.flags |= Flag.CLOSURE
         if record.flags & Flag.CHECKED:
             if not closure:
-                notes.note_gradients(self.window, watch, record)
-            record.before = device.digests(watch.params)
-            if watch.after is not None and watch.after_step == watch.step - 1:
-                record.previous, record.before_glance = watch.after, device.glances(watch.params)
-            notes.note_small_state(watch, record)
+                self.guard.run("probe:step-gradients", notes.note_gradients, self.window, watch, record)
+            self.guard.run("probe:parameters", notes.note_before, watch, record)
+            self.guard.run("probe:state", notes.note_small_state, watch, record)
         if not closure:
             self.guard.run("probe:numerics", self.numerics.before_step, watch, record)
         if self.guarding is not None and self._is_kept_from(optimizer, watch, record):
@@ -380,7 +403,7 @@ class Recorder:
         self._pre = None
         record.fields["optimizer_seconds"] = time.perf_counter() - started
         if record.flags & Flag.CHECKED and record.flags & Flag.CLOSURE:
-            notes.note_gradients(self.window, watch, record)
+            self.guard.run("probe:step-gradients", notes.note_gradients, self.window, watch, record)
             self.guard.run("probe:numerics", self.numerics.before_step, watch, record)
         self._finish(watch, record)
 
@@ -432,8 +455,7 @@ class Recorder:
     def _begin(self, watch: OptimizerWatch) -> StepRecord:
         changed = watch.refresh(self.wrappers)
         if changed:
-            for p, owner in zip(watch.params, watch.owners, strict=True):
-                self.hooks.add(p, owner)
+            self.guard.run("probe:gradients", self._hook, watch)
             if not any(watch.owned):
                 self.adopt(watch.params)
         flags = Flag.FIRST if watch.step == 0 else Flag(0)
@@ -443,34 +465,34 @@ class Recorder:
         record = StepRecord(watch.index, watch.step, flags, self.window)
         record.names, record.owned = watch.names, watch.owned
         record.ids, record.slots = watch.ids, watch.slots
-        record.hyper = watch.hyper()
+        record.hyper = self.guard.run("probe:hyper", watch.hyper) or ()
         record.contract = contract.facts(watch, wrappers=len(self.wrappers), world=self.world)
-        record.fields["lr"] = watch.lr()
+        if (rate := self.guard.run("probe:hyper", watch.lr)) is not None:
+            record.fields["lr"] = rate
         record.fields["without_grad"] = sum(p.requires_grad and p.grad is None for p in watch.params)
         return record
 
+    def _hook(self, watch: OptimizerWatch) -> None:
+        for p, owner in zip(watch.params, watch.owners, strict=True):
+            self.hooks.add(p, owner)
+
     def _finish(self, watch: OptimizerWatch, record: StepRecord) -> None:
+        run = self.guard.run
         if record.flags & Flag.CHECKED:
-            glances = device.glances(watch.params)
-            record.after = glances or device.digests(watch.params)
-            keys, tensors, plain = watch.state()
-            record.state_keys, record.state, record.state_plain = keys, device.digests(tensors), plain
-            self.guard.run("probe:numerics", self.numerics.after_step, watch, record, keys, tensors)
+            run("probe:parameters", notes.note_after, watch, record)
+            keys, tensors = run("probe:state", notes.note_state, watch, record) or ((), ())
+            run("probe:numerics-after", self.numerics.after_step, watch, record, keys, tensors)
             if self.want_norms:
-                record.norms = device.numbers([gradients.norm_of(t) for t in (*watch.params, *tensors)])
-            notes.note_frozen(watch, record, self.watches, self.wrappers)
+                run("probe:parameters", self._note_norms, watch, record, tensors)
+            run("probe:frozen", notes.note_frozen, watch, record, self.watches, self.wrappers)
             if record.optimizer == 0 and self.world > 1 and not self.entries.threads.several:
-                self.replicas.note(record, self.wrappers, self.watches)
-            watch.after = None if glances is None else glances()
-            watch.after_step = watch.step
-            state = record.state() + [d for _, _, d in plain] if glances is not None and watch.state_is_small else []
-            watch.state_after = fingerprint.combine(state) if state else 0
+                run("probe:replicas", self.replicas.note, record, self.wrappers, self.watches)
         for wrapper in watch.wrappers:
             ddp = wrapper.ref()
             if ddp is not None and record.flags & Flag.CHECKED and not internals.broadcasts_buffers(ddp):
-                self.buffers.note(ddp)
+                run("probe:buffers", self.buffers.note, ddp)
             wrapper.pending = None
-        memory_now = self.guard.run("probe:memory", self.memory.end_step, watch.step) or {}
+        memory_now = run("probe:memory", self.memory.end_step, watch.step) or {}
         record.fields.update({**self._numbers(), **memory_now})
         record.loss_scale = self.events.last_loss_scale
         self.after_step(watch, watch.step)
@@ -484,6 +506,10 @@ class Recorder:
             started=time.perf_counter(), overhead_before=self.guard.elapsed(), number=max(w.step for w in self.watches)
         )
         self.checking = any(self._due(w.index, w.step) for w in self.watches)
+
+    @staticmethod
+    def _note_norms(watch: OptimizerWatch, record: StepRecord, tensors: Sequence[torch.Tensor]) -> None:
+        record.norms = device.numbers([gradients.norm_of(t) for t in (*watch.params, *tensors)])
 
     def _numbers(self) -> dict[str, Any]:
         w = self.window

@@ -7,6 +7,7 @@ an ordinary error and with one whose own text cannot be had.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,61 @@ def test_every_entry_may_fail(args: list[str], run_jobs: Run, tmp_path: Path) ->
             if len(left) == before:  # each hides one of its group
                 assert size > 1, f"never called again: {sorted(left)}"
                 size = 1 if size < 4 else size // 4
+
+
+_ALL = {"DATA901", "NUM301", "RANK101", "RCP801"}
+#: What is not found any more, at most, while a part is off; nothing else is.
+_COSTS = {
+    "probe:threads": _ALL,  # which thread trains: without it nothing is looked at
+    "probe:optimizer": _ALL - {"RCP801"},  # the row itself
+    "probe:forward": {"DATA901"},
+    "probe:parameters": {"RANK101"},
+    "probe:numerics": {"NUM301"},
+    "probe:numerics-forward": {"NUM301"},
+    "probe:losses": {"RCP801"},
+    "probe:labels": {"RCP801"},
+}
+#: What goes with a part, because it would judge half of the data.
+_WITH = {
+    "probe:recipe": {"probe:clearing"},
+    "probe:losses": {"probe:labels", "probe:leaks"},
+    "probe:gradients": {"probe:numerics-gradients"},
+    "probe:modules": {"probe:layers"},
+    "probe:numerics": {"probe:numerics-after"},
+    "probe:numerics-forward": {"probe:layers"},
+    "probe:state": {"probe:numerics-after"},
+}
+
+
+def test_a_fault_costs_only_what_depends_on_it(run_jobs: Run, tmp_path: Path) -> None:
+    """Of four faults of a job all are found but those for which the look is needed that fails; none is made up."""
+
+    def job(folder: Path, inject: str) -> dict[str, Any]:
+        folder.mkdir()
+        ranks = {"0": inject, "1": inject}
+        return {"script": "faulty.py", "ranks": 2, "options": _OPTIONS, "inject": ranks, "cwd": str(folder)}
+
+    place = tmp_path / "seen.json"
+    (recorded,) = run_jobs([job(tmp_path / "whole", f"PLACE = {str(place)!r}\n{_RECORD}")])
+    assert [rank["status"] for rank in recorded] == [0, 0], recorded
+    assert _codes(tmp_path / "whole") == _ALL
+    keys = [key for key in json.loads(place.read_text()) if key.startswith("probe:")]
+    assert {key.split()[0] for key in keys} >= _COSTS.keys() | _WITH.keys()
+    jobs = [job(tmp_path / str(i), f"KEYS, ODD = {[key]!r}, False\n{_FAULT}") for i, key in enumerate(keys)]
+    for i, (key, result) in enumerate(zip(keys, run_jobs(jobs), strict=True)):
+        part, about = key.split()[0], f"{key}: {result[0]['err'][-1500:]}"
+        assert [rank["status"] for rank in result] == [0, 0], about
+        said = set(re.findall(r"ddpdebug: (probe:\S+) has switched itself off", result[0]["err"]))
+        assert said <= {part} | _WITH.get(part, set()), about
+        found = _codes(tmp_path / str(i))
+        assert found >= _ALL - _COSTS.get(part, set()), about
+        allowed = {"NUM302"} if "NUM301" in _COSTS.get(part, set()) else set()  # the loss is NaN as well
+        assert found <= _ALL | allowed, about
+
+
+def _codes(folder: Path) -> set[str]:
+    lines = (folder / "run" / "findings.jsonl").read_text().splitlines()
+    return {json.loads(line)["code"] for line in lines}
 
 
 def _groups(keys: list[str], size: int) -> list[list[str]]:

@@ -366,7 +366,7 @@ def test_a_forked_child_announces_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     recorder = Recorder(Guard(lambda *_: None), lambda _: None, lambda *_: None, lambda *_: True, 1)
     recipe = Recipe(recorder, lambda topic, _: told.append(topic))
     loss = functional.cross_entropy(torch.randn(8, 3, requires_grad=True), torch.arange(8) % 3)
-    recipe.begin_backward(loss)
+    recipe.look_at_loss(loss)
     with monkeypatch.context() as patch:
         patch.setattr("os.getpid", lambda: -1)
         recipe.close()

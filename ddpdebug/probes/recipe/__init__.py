@@ -91,6 +91,21 @@ class Recipe:
         self._steps = 0  # of the first optimizer
         self._first: weakref.ref[torch.optim.Optimizer] | None = None
         self._evaluation: dict[str, Any] = {"forwards": 0, "location": None, "since": 0}
+        guard = recorder.guard
+        guard.when_off("probe:recipe", self._forget_loop)
+        guard.when_off("probe:recipe-forward", self._forget_forwards)
+        guard.needs("probe:clearing", "probe:recipe")  # which backward and step a gradient was seen in
+        guard.needs("probe:labels", "probe:losses")
+        guard.needs("probe:leaks", "probe:losses")
+
+    def _forget_loop(self) -> None:
+        """Keep nothing of a step that has no end any more."""
+        self._loop = _Loop()
+        self._stepping.clear()
+
+    def _forget_forwards(self) -> None:
+        self.abort()
+        self._loop.trained = self._loop.in_eval = 0
 
     def built(self, optimizer: torch.optim.Optimizer) -> None:
         """Note a new optimizer; one for each parameter (optimizers that step inside backward) are not followed."""
@@ -215,8 +230,8 @@ class Recipe:
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
-    def begin_backward(self, tensors: Any = None, *_: Any, **__: Any) -> None:
-        """Look at the loss before backward frees its graph."""
+    def begin_backward(self, *_: Any, **__: Any) -> None:
+        """Note a backward that begins."""
         recorder = self._recorder
         if recorder.in_backward:
             return
@@ -225,33 +240,38 @@ class Recipe:
         loop = self._loop
         scaled = recorder.events.is_scaled
         loop.scale = recorder.events.known_scale() if scaled else None
+        loop.lines.append(user_location())
+
+    def look_at_loss(self, tensors: Any = None, *_: Any, **__: Any) -> None:
+        """Look at what the loss is made of, before backward frees its graph."""
+        recorder, loop = self._recorder, self._loop
+        if recorder.in_backward:
+            return
         line = user_location()
-        loop.lines.append(line)
         number = self._passes[line] = self._passes.get(line, 0) + 1
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors or ())
         if len(roots) != 1 or roots[0].numel() != 1 or not (number <= _FIRST_PASSES or recorder.checking):
             return
-        self._run("probe:losses", self._look_at_loss, roots[0], line, number, scaled)
-
-    def _look_at_loss(self, root: torch.Tensor, line: str | None, number: int, scaled: bool) -> None:  # noqa: FBT001
-        recorder, loop = self._recorder, self._loop
+        root, scaled = roots[0], recorder.events.is_scaled
+        scale = recorder.events.known_scale() if scaled else None
         found = terms(root, by_scaler=scaled)
         plain = [name_of(term) for term in found if not term.scaled and is_mean(term)]
-        loop.unscaled += plain[:1]
+        if "probe:recipe" not in recorder.guard.off:  # which begins a new list with each step
+            loop.unscaled += plain[:1]
         for term in found:
             for fact in facts(term):
                 self.tell("loss", {**fact, "location": line})
             self._run("probe:labels", self._labels.read, term)
         if len(found) == 1:
-            self._run("probe:leaks", self._compare, found[0], root, scaled=scaled)
+            self._run("probe:leaks", self._compare, found[0], root, scale, scaled=scaled)
         if number == 1 and not recorder.next_step() and len(found) == 1:
-            first = self._run("probe:labels", self._labels.initial, found[0], root, loop.scale)
+            first = self._run("probe:labels", self._labels.initial, found[0], root, scale)
             if first is not None:
                 self.tell("loss", {**first, "location": line})
 
-    def _compare(self, term: Term, root: torch.Tensor, *, scaled: bool) -> None:
+    def _compare(self, term: Term, root: torch.Tensor, scale: float | None, *, scaled: bool) -> None:
         """Let one rank compare a loss's targets with the inputs, once it is suspiciously low."""
-        scale, scenes = self._loop.scale, self._recorder.scenes.current
+        scenes = self._recorder.scenes.current
         if (
             not scenes
             or (scaled and (scale is None or math.isnan(scale)))
@@ -275,6 +295,8 @@ class Recipe:
 
     def clipped(self, location: str | None) -> None:
         """Note a gradient clipping."""
+        if "probe:recipe" in self._recorder.guard.off:  # nothing would ever begin a new step
+            return
         loop = self._loop
         if loop.scale is not None and loop.scale != 1.0:
             loop.clip = loop.clip or location or "unknown"
@@ -328,7 +350,10 @@ class Recipe:
         if carried:
             flags |= Flag.GRADS_CARRIED
             detail["carried"] = {"location": user_location()}
-        if (gone or (discards and one_line and loop.trained >= len(loop.lines))) and not loop.input_gradient:
+        whole = (
+            "probe:recipe-forward" not in self._recorder.guard.off
+        )  # else nobody has asked for the inputs' gradients
+        if whole and (gone or (discards and one_line and loop.trained >= len(loop.lines))) and not loop.input_gradient:
             flags |= Flag.GRADS_DISCARDED
             kind = "all" if gone else "micro-batches"
             detail["discarded"] = {"kind": kind, "count": discards + gone, "location": loop.lines[-1]}

@@ -109,3 +109,17 @@ def report(models=(), optimizers=(), losses=(), **more):
 def at_most(name, value, more):
     """Print a measured value; attached it may exceed the plain one by `more`."""
     print("~", name, int(value), int(more))
+
+
+def listening():
+    """Return the ports on which this process listens; other processes of the machine may hold more."""
+    mine = set()
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            mine.add(os.readlink(f"/proc/self/fd/{entry}"))
+        except OSError:
+            continue
+    lines = [line.split() for line in open("/proc/self/net/tcp").readlines()[1:]]
+    return {
+        int(words[1].rpartition(":")[2], 16) for words in lines if words[3] == "0A" and f"socket:[{words[9]}]" in mine
+    }
