@@ -1,4 +1,4 @@
-"""Every use of a private torch API, behind one adapter with version probes. Nothing else may touch underscore names."""
+"""Every use of a private torch API, behind one adapter; the names and their probes are in `names.py`."""
 
 from __future__ import annotations
 
