@@ -1,7 +1,9 @@
-"""Writes the reference pages of `docs/` from the code, so that they cannot say anything else. Torch-free.
+"""Writes the reference pages of `docs/` from the code, so that they cannot say anything else.
+
+Torch is loaded for patches.md alone.
 
 `make docs` calls it as `python -m ddpdebug.documentation docs/findings.md docs/metrics.md docs/options.md
-docs/thresholds.md`.
+docs/patches.md docs/thresholds.md`.
 """
 
 from __future__ import annotations
@@ -102,6 +104,19 @@ This page is made from `ddpdebug/detectors/thresholds.toml` by `make docs`; [hea
 measured."""
 
 
+_PATCHES_HEAD = """\
+# What is patched
+
+While a monitor is open these are wrapped at class or module level, each calling the original once with the same
+arguments. All of it is registered in `ddpdebug/probes/entries.py`; what to look at stands in
+`ddpdebug/probes/patches.py`. `ddpdebug doctor --verbose` says what is in place on a machine, and what somebody else has
+wrapped. This page is made by `make docs` from a real attaching."""
+
+_PATCHES_MORE = (
+    "Of the class of a model that no DDP wraps, `forward` is wrapped as well: its inputs and outputs, for replays."
+)
+
+
 def findings_page() -> str:
     """Return docs/findings.md: every code by family, with its runbook where a rule detects it."""
     known = list(pages().values())
@@ -150,11 +165,32 @@ def thresholds_page() -> str:
     return f"{_THRESHOLDS_HEAD}\n\n{_table(('threshold', 'default', 'meaning', 'source', 'codes'), rows)}\n"
 
 
+def patches_page() -> str:
+    """Return docs/patches.md: what is wrapped while ddpdebug is attached, from an attaching to this process."""
+    from ddpdebug.doctor import attach_and_detach  # noqa: PLC0415 - loads torch
+    from ddpdebug.probes.entries import PASSING  # noqa: PLC0415 - loads torch
+
+    rows: dict[tuple[str, str], list[str]] = {}
+    for wrapper in attach_and_detach().wrappers:
+        parts = wrapper.where.split(".")
+        known = [n for n in range(1, len(parts)) if ".".join(parts[:n]) in sys.modules]
+        module, name = ".".join(parts[: max(known, default=0)]), ".".join(parts[max(known, default=0) :])
+        rows.setdefault((module, wrapper.why), []).append(name)
+    lasting = [
+        (f"`{module}`: {', '.join(f'`{name}`' for name in names)}" if module else names[0], why)
+        for (module, why), names in rows.items()
+    ]
+    passing = [*PASSING.values()]
+    parts = [_PATCHES_HEAD, _table(("where", "for"), lasting), _PATCHES_MORE, "For a time, or for one object:"]
+    return "\n\n".join([*parts, _table(("what", "when"), passing)]) + "\n"
+
+
 #: Each page by the name of its file.
 PAGES: Mapping[str, Callable[[], str]] = {
     "findings.md": findings_page,
     "metrics.md": metrics_page,
     "options.md": options_page,
+    "patches.md": patches_page,
     "thresholds.md": thresholds_page,
 }
 

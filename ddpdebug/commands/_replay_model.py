@@ -132,11 +132,11 @@ def _load(model: torch.nn.Module, bundle: Bundle) -> None:
         }
         made |= {name: made[first] for name, first in bundle.tied.items() if first in made}
         for name, parameter in made.items():
-            _put(model, name, "_parameters", parameter)
+            _put(model, name, internals.PARAMETERS, parameter)
     known = dict(model.named_buffers())
     for name, value in (bundle.buffers or {}).items():
         if name in known and known[name].shape == value.shape:
-            _put(model, name, "_buffers", value)
+            _put(model, name, internals.BUFFERS, value)
 
 
 def _put(model: torch.nn.Module, path: str, table: str, value: torch.Tensor) -> None:

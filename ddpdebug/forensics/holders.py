@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from ddpdebug import torch_internals as internals
 from ddpdebug.forensics.growth_line import filled_at
 from ddpdebug.isolation.user_code import is_user_file, is_users, shorten
 from ddpdebug.probes.graphs import marked_step
@@ -318,7 +319,7 @@ def _attributes(value: Any, place: _Place) -> Iterator[tuple[Any, _Place]]:
         plain = str(name)
         if place.collapsed:
             yield item, place
-        elif plain in {"_modules", "_parameters", "_buffers"} and type(item) is dict:
+        elif plain in {internals.MODULES, internals.PARAMETERS, internals.BUFFERS} and type(item) is dict:
             for inner, child in list(item.items()):
                 yield child, place.below(f"{place.name}.{inner}", str(inner), methods)
         else:

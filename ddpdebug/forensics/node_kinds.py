@@ -13,7 +13,7 @@ import torch
 
 #: Function -> the nodes that it makes one after the other, `a|b` where it depends.
 _MADE: dict[str, str] = {
-    "norm": "linalgvectornorm|norm|linalgmatrixnorm",
+    "norm": "linalgvectornorm|norm",
     "vectornorm": "linalgvectornorm",
     "square": "pow",
     "sub": "sub|rsub",
@@ -61,7 +61,6 @@ _OPERATORS: dict[type[ast.AST], str] = {
     ast.Div: "div|reciprocal",
     ast.Pow: "pow|exp2",
     ast.Mod: "remainder|fmod",
-    ast.FloorDiv: "floordivide|div",
     ast.MatMult: "mm|bmm|mv|dot|unsafeview",
     ast.USub: "neg",
 }

@@ -212,11 +212,11 @@ def where(error: BaseException, recorder: Recorder) -> dict[str, Any]:
         file, function = frame.f_code.co_filename, frame.f_code.co_name
         if "/torch/optim/" in file:
             phase = "optimizer"
-        elif "/torch/autograd/" in file and function in {"backward", "grad", "_engine_run_backward"}:
+        elif "/torch/autograd/" in file and function in {"backward", "grad", internals.RUN_BACKWARD}:
             phase = "backward"
         elif is_user_file(file):
             line = f"{shorten(file)}:{number}"
-        if function in {"forward", "_call_impl", "_wrapped_call_impl"}:
+        if function in {"forward", *internals.CALLS}:
             running = frame.f_locals.get("self")
             release_locals(frame)
             if isinstance(running, torch.nn.Module) and not isinstance(running, DistributedDataParallel):

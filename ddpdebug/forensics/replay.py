@@ -180,7 +180,7 @@ class _Replay:
                 if enabled
                 else contextlib.nullcontext()
             )
-            if "torch._dynamo" in sys.modules:  # what is compiled runs uncompiled
+            if internals.DYNAMO in sys.modules:  # what is compiled runs uncompiled
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
 

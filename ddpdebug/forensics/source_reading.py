@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ddpdebug import torch_internals as internals
 from ddpdebug.forensics.node_kinds import kinds_of_call, kinds_of_operator
 from ddpdebug.isolation.user_code import is_user_file, is_users
 
@@ -240,7 +241,7 @@ def _attribute(owner: Any, name: str) -> Any:
     """Return an attribute without running a property or `__getattr__`."""
     if owner is _UNKNOWN or isinstance(owner, ast.AST):
         return _UNKNOWN
-    if issubclass(type(owner), torch.nn.Module) and name in (modules := owner.__dict__.get("_modules", {})):
+    if issubclass(type(owner), torch.nn.Module) and name in (modules := owner.__dict__.get(internals.MODULES, {})):
         return modules[name]
     found = inspect.getattr_static(owner, name, _UNKNOWN)
     if isinstance(found, FunctionType) and not isinstance(owner, type) and inspect.ismodule(owner) is False:
@@ -253,7 +254,7 @@ def _attribute(owner: Any, name: str) -> Any:
 
 def _item(owner: Any, key: object) -> Any:
     if issubclass(type(owner), torch.nn.ModuleDict | torch.nn.ModuleList):
-        return owner.__dict__.get("_modules", {}).get(str(key), _UNKNOWN)
+        return owner.__dict__.get(internals.MODULES, {}).get(str(key), _UNKNOWN)
     if type(owner) in {dict, list, tuple}:
         try:
             return owner[key]

@@ -22,7 +22,6 @@ from ddpdebug.forensics.ranges import described, is_floating, nonfinite
 from ddpdebug.forensics.undisturbed import CopyOnWrite
 from ddpdebug.isolation.user_code import is_users
 
-_COLLECTIVES = {"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor"}
 _UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "resize_"}
 _CONSTANTS = {"lift", "lift_fresh", "lift_fresh_copy"}  # what `torch.tensor(...)` makes in a forward
 _OVERWRITING = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"}
@@ -142,12 +141,12 @@ class Tracer(internals.OperationMode):
         kwargs = kwargs or {}
         if self.muted:
             return func(*args, **kwargs)
-        if func.namespace in _COLLECTIVES:
+        if func.namespace in internals.COLLECTIVES:
             self.stop(f"it communicates ({func}), which one rank cannot do alone")
         if time.monotonic() > self._deadline:
             self.stop(f"out of time after {self.operations} operations")
         self.operations += 1
-        schema = func._schema  # noqa: SLF001 - this is how the dispatcher describes an operation
+        schema = internals.schema(func)
         call = _Call(str(func), schema.name.rpartition("::")[2], internals.current_node(), args, kwargs)
         call.take_operands(schema)
         for tensor in call.written:

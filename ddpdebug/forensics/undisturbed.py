@@ -94,7 +94,7 @@ def _put_in(module: torch.nn.Module, stand_ins: StandIns, given: Mapping[str, to
     for name, part in internals.named_modules(module, remove_duplicate=False):
         tables = internals.module_tables(part)
         prefix = f"{name}." if name else ""
-        for key, parameter in tables["_parameters"].items():
+        for key, parameter in tables[internals.PARAMETERS].items():
             if parameter is None:
                 continue
             if id(parameter) not in made:
@@ -102,8 +102,8 @@ def _put_in(module: torch.nn.Module, stand_ins: StandIns, given: Mapping[str, to
                 fresh = torch.nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
                 made[id(parameter)] = made[id(fresh)] = fresh
                 stand_ins.parameters[prefix + key] = fresh
-            tables["_parameters"][key] = made[id(parameter)]
-        for key, buffer in tables["_buffers"].items():
+            tables[internals.PARAMETERS][key] = made[id(parameter)]
+        for key, buffer in tables[internals.BUFFERS].items():
             if buffer is None:
                 continue
             if id(buffer) not in made:
@@ -115,7 +115,7 @@ def _put_in(module: torch.nn.Module, stand_ins: StandIns, given: Mapping[str, to
                 fresh = value.clone() if copied else value
                 made[id(buffer)] = made[id(fresh)] = fresh
                 stand_ins.buffers[prefix + key] = fresh
-            tables["_buffers"][key] = made[id(buffer)]
+            tables[internals.BUFFERS][key] = made[id(buffer)]
 
 
 def _attributes(module: torch.nn.Module) -> Callable[[], None]:

@@ -125,7 +125,7 @@ class _Follower(internals.OperationMode):
             self._note_nodes()
         output = func(*args, **(kwargs or {}))
         name = str(func)
-        base = func._schema.name.rpartition("::")[2]  # noqa: SLF001 - this is how the dispatcher describes an operation
+        base = internals.schema(func).name.rpartition("::")[2]
         if not base.startswith(_UNWRITTEN) and not func.is_view:
             self._compare(name, _digest(base, output), node)
         return output

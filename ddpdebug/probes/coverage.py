@@ -41,7 +41,13 @@ class CoverageProbe:
         """Begin to count, in all threads."""
         self._entries.on_step(before=(), after=[("probe:coverage", self._stepped)], who=lambda _: True)
         start = [("probe:coverage", self._starts)], [("probe:coverage", self._started)]
-        self._entries.patch(multiprocessing.process.BaseProcess, "start", before=start[0], after=start[1])
+        self._entries.patch(
+            multiprocessing.process.BaseProcess,
+            "start",
+            "processes that the script starts",
+            before=start[0],
+            after=start[1],
+        )
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
         self.made += 1

@@ -56,14 +56,14 @@ class CpuLimit(internals.OperationMode):
         self._before.on()
         self._after.on()
         self._entries.guard.own_modes += 1
-        self.__enter__()  # type: ignore[no-untyped-call]
+        self.__enter__()
 
     def stop(self) -> None:
         """Stop counting."""
         self._before.off()
         self._after.off()
         self._entries.guard.own_modes -= 1
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.__exit__(None, None, None)
 
     def _enters(self, module: torch.nn.Module, _: Any) -> None:
         self._running.append(id(module))

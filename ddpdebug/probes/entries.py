@@ -14,6 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +30,57 @@ from ddpdebug.probes.threads import Threads
 #: What looks, with the name of its part.
 Look = tuple[str, Callable[..., Any]]
 
+#: What is registered for a time or for one object only, by the method that does it: what, and when.
+PASSING = {
+    "before_modules": (
+        "a hook on the forward of all modules",
+        "in checked and in first training forwards, and while an evaluation is looked for; not with `torch.compile`",
+    ),
+    "after_modules": ("a hook after the forward of all modules", "as above"),
+    "before_module": (
+        "a forward hook of one module",
+        "while a direct call of a wrapped model, or of its copy, is looked for; copies and pickles do not carry it",
+    ),
+    "on_tensor": ("hooks of tensors", "on the outputs of a training forward, until its backward"),
+    "before_node": (
+        "hooks before nodes of the graph",
+        "on those that the loss's gradient enters by, until the backward",
+    ),
+    "after_node": ("hooks after nodes of the graph", "on those of a loss that is not finite, until the backward"),
+    "on_gradient": ("a hook on the accumulation of gradients", "on each parameter of a DDP or of a watched model"),
+    "when_gone": ("weak references with a callback", "on wrappers, optimizers, parameters, schedulers and models"),
+    "at_exit": ("`atexit`", "until it is closed"),
+    "in_child": ("`os.register_at_fork`", "for ever; it does nothing once it is closed"),
+    "when_out_of_memory": (
+        "torch's observer of failed CUDA allocations",
+        "from the first step on CUDA on, for ever; it does nothing once it is closed",
+    ),
+    "sys.setprofile": (
+        "`sys.setprofile`",
+        "in at most two forwards of a model in eval mode that drew random numbers, and never beside another profiler",
+    ),
+    "OperationMode": ("a mode that sees CPU operations", "with `memory_limit`, inside of training forwards"),
+}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """What was put in place of something of torch's or Python's until the monitor is closed.
+
+    Args:
+        where: module, class and name.
+        why: what it tells, for people.
+        over: the function that was found there, if that is not one of torch's or Python's.
+        hidden: tells what now stands in its place, None while it is ours.
+        is_wrapper: false for torch's own hooks and what is changed inside of functions.
+    """
+
+    where: str
+    why: str
+    over: str | None = None
+    hidden: Callable[[], str | None] = field(default=lambda: None, repr=False)
+    is_wrapper: bool = True
+
 
 class Entries:
     """Everything of one monitor that somebody else calls.
@@ -41,7 +93,8 @@ class Entries:
         self.guard, self.threads, self.built = guard, Threads(guard.tell), Built()
         self.closed = False
         self.stop: Callable[[], None] = _nothing  # raises what the user has asked to be raised
-        self.listed: list[str] = []  # what was registered for good, as people write it
+        self.placed: list[Placed] = []  # what is registered until the end
+        self.left_out: list[str] = []  # what could not be
         self._undo: list[tuple[str, Callable[[], Any]]] = []
         doors = (_Door.opens, _Door.before, _Door.after, _Door.failed)
         for function in (Guard.run, _Hook.__call__, _Step.__call__, ModuleHook.__call__, *doors):
@@ -53,6 +106,7 @@ class Entries:
         self,
         owner: Any,
         name: str,
+        why: str = "",
         *,
         before: Sequence[Look] = (),
         after: Sequence[Look] = (),
@@ -64,6 +118,7 @@ class Entries:
         """Wrap a function of a module or class.
 
         Args:
+            why: what it tells, in a few words, for people.
             before: called with the call's arguments.
             after: called with what it returned and its arguments.
             failed: called with what it raised and its arguments.
@@ -73,13 +128,16 @@ class Entries:
             always_ask: ask `who` in the followed thread as well.
         """
         door = _Door(self, before, after, failed, who, stops=stops, always_ask=always_ask)
-        self.guard.run(f"patch:{name.strip('_')}", self._patch, owner, name, door)
+        self.guard.run(f"patch:{name.strip('_')}", self._patch, owner, name, door, why)
+        if not any(placed.where == _path(owner, name) for placed in self.placed):
+            self.left_out.append(_path(owner, name))
 
-    def _patch(self, owner: Any, name: str, door: _Door) -> None:
+    def _patch(self, owner: Any, name: str, door: _Door, why: str) -> None:
         if not hasattr(owner, name):
             self.guard.tell("torch", f"this torch has no {_path(owner, name)}: what is seen there is not checked")
             return
         original, own = getattr(owner, name), name in vars(owner)
+        over = _stranger(owner, original)
         made = around(original, door)
         internals.leave_uncompiled(made, nested=False)
         replacement = functools.wraps(original)(made)
@@ -88,10 +146,14 @@ class Entries:
             if vars(owner).get(name) is replacement if isinstance(owner, type) else getattr(owner, name) is replacement:
                 setattr(owner, name, original) if own else delattr(owner, name)
 
+        def hidden() -> str | None:
+            found = vars(owner).get(name)
+            return None if found is replacement else _home(found)
+
         self._undo.append((f"patch:{name}", undo))
         setattr(owner, name, replacement)
         self._patch_home(owner, name, original, replacement)
-        self.listed.append(_path(owner, name))
+        self.placed.append(Placed(_path(owner, name), why, over, hidden))
 
     def _patch_home(self, owner: Any, name: str, original: Any, replacement: Any) -> None:
         """Put a function's wrapper also where it was defined: pickle looks for it there, by name."""
@@ -107,7 +169,12 @@ class Entries:
         setattr(home, name, replacement)
 
     def code(
-        self, part: str, what: str, change: Callable[[Callable[[Any], None]], Callable[[], None]], look: Any
+        self,
+        part: str,
+        what: str,
+        change: Callable[[Callable[[Any], None]], Callable[[], None]],
+        look: Any,
+        why: str = "",
     ) -> None:
         """Let `change` put a look into the code of functions; it returns what takes it out again."""
 
@@ -116,30 +183,38 @@ class Entries:
                 self.guard.run(part, look, value)
 
         undo = self.guard.run(part, change, seen)
-        if undo is not None:
+        if undo is None:
+            self.left_out.append(what)
+        else:
             self._undo.append((part, undo))
-            self.listed.append(what)
+            self.placed.append(Placed(what, why, is_wrapper=False))
 
     # --- hooks --------------------------------------------------------------------------------------------------------
 
-    def on_step(self, before: Sequence[Look], after: Sequence[Look], who: Callable[..., bool]) -> None:
+    def on_step(self, before: Sequence[Look], after: Sequence[Look], who: Callable[..., bool], why: str = "") -> None:
         """Hook the step of every optimizer; the job may be stopped before it."""
         doors = _Step(self, before, who, stops=True), _Step(self, after, who, stops=False)
         for name, door in zip(("pre", "post"), doors, strict=True):
             register = getattr(all_optimizers, f"register_optimizer_step_{name}_hook")
             handle = self.guard.run(f"patch:step_{name}", register, door)
-            if handle is not None:
+            where = f"torch.optim.optimizer.register_optimizer_step_{name}_hook"
+            if handle is None:
+                self.left_out.append(where)
+            else:
                 self._undo.append((f"patch:step_{name}", handle.remove))
-                self.listed.append(f"torch.optim.optimizer.register_optimizer_step_{name}_hook")
+                self.placed.append(Placed(where, why, is_wrapper=False))
 
-    def on_parts(self, part: str, look: Callable[[torch.nn.Module, str, Any], None]) -> None:
+    def on_parts(self, part: str, look: Callable[[torch.nn.Module, str, Any], None], why: str = "") -> None:
         """Hook what modules are made of: called with (module, name, part) for each parameter, buffer and child."""
         for kind in ("parameter", "buffer", "module"):
-            register = getattr(all_modules, f"register_module_{kind}_registration_hook")
+            where = f"torch.nn.modules.module.register_module_{kind}_registration_hook"
+            register = getattr(all_modules, where.rpartition(".")[2])
             handle = self.guard.run(part, register, _Hook(self, part, look))
-            if handle is not None:
+            if handle is None:
+                self.left_out.append(where)
+            else:
                 self._undo.append((part, handle.remove))
-                self.listed.append(f"torch.nn.modules.module.register_module_{kind}_registration_hook")
+                self.placed.append(Placed(where, why, is_wrapper=False))
 
     def before_modules(self, part: str, look: Callable[[torch.nn.Module, Any], None]) -> ModuleHook:
         """Return a hook that is called before the forward of every module, while it is on."""
@@ -358,6 +433,19 @@ def entries_of(guard: Guard) -> Entries:
 
 def _nothing() -> None:
     """Stand in for what nobody has asked to be told."""
+
+
+def _stranger(owner: Any, found: Any) -> str | None:
+    """Say where a function comes from that somebody has put into a module or class of torch's or Python's."""
+    home = str(getattr(found, "__module__", None) or "")
+    place = str(getattr(owner, "__module__" if isinstance(owner, type) else "__name__", ""))
+    known = {"", "torch", "ddpdebug", place.partition(".")[0], *sys.stdlib_module_names}
+    return None if home.partition(".")[0] in known else _home(found)
+
+
+def _home(thing: Any) -> str:
+    """Say where a function comes from."""
+    return f"{getattr(thing, '__module__', None)}.{getattr(thing, '__qualname__', type(thing).__name__)}"
 
 
 def _path(owner: Any, name: str) -> str:

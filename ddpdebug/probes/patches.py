@@ -54,12 +54,14 @@ class Patches:
             ],
             after=[("probe:optimizer", rec.post_step), ("probe:recipe", recipe.after_step)],
             who=rec.follows_step,
+            why="the step of every optimizer",
         )
         self._install_ddp()
         patch = self.entries.patch
         patch(
             torch.autograd,
             "backward",
+            "the loss, the phases of a step",
             before=[
                 ("probe:losses", recipe.look_at_loss),
                 ("probe:recipe", recipe.begin_backward),
@@ -72,37 +74,67 @@ class Patches:
         patch(
             torch.amp.GradScaler,
             "step",
+            "skipped steps",
             before=[("probe:scaler", self._scaler_steps)],
             after=[("probe:scaler", self._scaler_stepped)],
             who=here,
         )
-        patch(torch.amp.GradScaler, "scale", after=[("probe:scaler", self._scaled)], who=here)
-        patch(torch.amp.GradScaler, "unscale_", after=[("probe:clip", self._unscaled)], who=here)
-        patch(torch.nn.utils, "clip_grad_norm_", after=[("probe:clip", self._clipped)], who=here)
-        patch(torch.nn.utils, "clip_grad_value_", after=[("probe:clip", self._clipped_values)], who=here)
+        patch(torch.amp.GradScaler, "scale", "the loss scale", after=[("probe:scaler", self._scaled)], who=here)
+        patch(torch.amp.GradScaler, "unscale_", "unscaled gradients", after=[("probe:clip", self._unscaled)], who=here)
+        patch(torch.nn.utils, "clip_grad_norm_", "clipping", after=[("probe:clip", self._clipped)], who=here)
+        patch(torch.nn.utils, "clip_grad_value_", "clipping", after=[("probe:clip", self._clipped_values)], who=here)
         for owner in (torch.nn.Module, torch.optim.Optimizer):
             before = [("probe:last-state", self._pauses)]
-            patch(owner, "load_state_dict", before=before, after=[("probe:load", self._loaded)], who=here)
-        self.entries.on_parts("probe:built", self.entries.built.has_part)
+            patch(
+                owner,
+                "load_state_dict",
+                "where parameters and state were loaded",
+                before=before,
+                after=[("probe:load", self._loaded)],
+                who=here,
+            )
+        why = "which modules there are: averages and teachers beside the model, what an optimizer trains"
+        self.entries.on_parts("probe:built", self.entries.built.has_part, why)
         for owner in (torch.nn.Module, torch.optim.Optimizer):
-            patch(owner, "__setstate__", after=[("probe:built", self._state_set)])
-        patch(torch.optim.Optimizer, "__init__", after=[("probe:audit", self._built)])
+            what = "which modules and optimizers there are, copies too"
+            patch(owner, "__setstate__", what, after=[("probe:built", self._state_set)])
+        patch(torch.optim.Optimizer, "__init__", "which optimizers there are", after=[("probe:audit", self._built)])
         for kind in STEPS:
-            patch(kind, "step", before=[("probe:schedules", recipe.scheduled)], who=here)
-        patch(ReduceLROnPlateau, "__init__", after=[("probe:schedules", recipe.scheduler_built)], who=here)
-        patch(dist, "all_gather", after=[("probe:gather", self._gathered)], who=here)
-        patch(dist, "init_process_group", after=[("exchange", self._initialized)])
+            patch(kind, "step", "schedules against steps", before=[("probe:schedules", recipe.scheduled)], who=here)
+        patch(
+            ReduceLROnPlateau,
+            "__init__",
+            "schedules against steps",
+            after=[("probe:schedules", recipe.scheduler_built)],
+            who=here,
+        )
+        patch(
+            dist,
+            "all_gather",
+            "gathered tensors that need gradients",
+            after=[("probe:gather", self._gathered)],
+            who=here,
+        )
+        patch(dist, "init_process_group", "when ranks begin to exist", after=[("exchange", self._initialized)])
         # most scripts do this last, while their models are alive
-        patch(dist, "destroy_process_group", before=[("probe:last-state", self._ends)], who=here)
+        patch(
+            dist,
+            "destroy_process_group",
+            "when ranks cease to exist",
+            before=[("probe:last-state", self._ends)],
+            who=here,
+        )
         patch(
             DataLoader,
             "__iter__",
+            "samplers",
             before=[("probe:loader", self.loaders.begin)],
             after=[("probe:loader", self._loader_began)],
         )
         patch(
             internals.LoaderIterator,
             "__next__",
+            "batches, and the time that is waited for them",
             before=[("probe:loader", self.loaders.waits)],
             after=[("probe:loader", self.loaders.delivered)],
             failed=[("probe:last-state", self._epoch_ends)],
@@ -110,25 +142,33 @@ class Patches:
         )
         if not internals.anything_compiled():
             what = "the code of the loss functions of torch.nn.functional"
-            self.entries.code("probe:evaluation", what, internals.look_at_losses, self.evaluations.look)
+            why = "losses that are computed without gradients; the functions stay the same objects"
+            self.entries.code("probe:evaluation", what, internals.look_at_losses, self.evaluations.look, why)
         averagers = sys.modules.get("torch.distributed.algorithms.model_averaging.averagers")
         if averagers is None:
             with contextlib.suppress(ImportError):
                 from torch.distributed.algorithms.model_averaging import averagers  # noqa: PLC0415
         if averagers is not None:
-            patch(averagers.PeriodicModelAverager, "average_parameters", before=[("probe:wrapper", self._averages)])
+            patch(
+                averagers.PeriodicModelAverager,
+                "average_parameters",
+                "replicas that differ on purpose",
+                before=[("probe:wrapper", self._averages)],
+            )
 
     def _install_ddp(self) -> None:
         rec, patch = self.recorder, self.entries.patch
         patch(
             DistributedDataParallel,
             "__init__",
+            "wrapping",
             before=[("exchange", self._initialized), ("probe:structure", self._wraps)],
             after=[("probe:wrapper", self._wrapped)],
         )
         patch(
             DistributedDataParallel,
             "forward",
+            "batches, outputs, phases of a step",
             before=[
                 ("probe:broadcast", self._broadcasts),
                 ("probe:forward", self._forward_begins),
@@ -151,9 +191,22 @@ class Patches:
             stops=True,
         )
         after = [("probe:buffers", self._broadcast_done), ("probe:scene", self._scene_begins)]
-        patch(DistributedDataParallel, internals.PRE_FORWARD, after=after, who=here_of(self.entries.threads.is_here))
-        patch(DistributedDataParallel, "no_sync", after=[("probe:no-sync", rec.no_sync)])
-        patch(DistributedDataParallel, "register_comm_hook", after=[("probe:comm-hook", self._hooked)])
+        patch(
+            DistributedDataParallel,
+            internals.PRE_FORWARD,
+            "buffers, and inputs for a replay",
+            after=after,
+            who=here_of(self.entries.threads.is_here),
+        )
+        patch(
+            DistributedDataParallel, "no_sync", "the DDP contract: accumulation", after=[("probe:no-sync", rec.no_sync)]
+        )
+        patch(
+            DistributedDataParallel,
+            "register_comm_hook",
+            "the DDP contract: how gradients are reduced",
+            after=[("probe:comm-hook", self._hooked)],
+        )
 
     def adopt(self, params: list[torch.Tensor]) -> None:
         """Look at the models that hold these parameters, which no DDP does."""
@@ -181,6 +234,7 @@ class Patches:
             self.entries.patch(
                 kind,
                 "forward",
+                "inputs and outputs of a model that no DDP wraps, for replays",
                 before=[("probe:scene", self._module_begins), ("probe:numerics-forward", self._module_numerics)],
                 after=[("probe:numerics-forward", self._numerics_ends), ("probe:scene", self._module_ends)],
                 failed=[("probe:numerics-forward", self._numerics_aborts)],

@@ -1,4 +1,4 @@
-"""Every use of a private torch API, behind one adapter with version probes. Nothing else may touch underscore names."""
+"""Every use of a private torch API, behind one adapter; the names and their probes are in `names.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import inspect
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported at run time only
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.utils.data import dataloader
 
+from ddpdebug.torch_internals import names
 from ddpdebug.torch_internals.losses import (
     aside as aside,
     is_readable as is_readable,
@@ -47,7 +47,21 @@ from ddpdebug.torch_internals.modes import (
     function_modes as function_modes,
     transform as transform,
 )
-from ddpdebug.torch_internals.names import inherits
+from ddpdebug.torch_internals.names import (
+    BUFFERS as BUFFERS,
+    CALLS as CALLS,
+    COLLECTIVES as COLLECTIVES,
+    DYNAMO as DYNAMO,
+    MODULES as MODULES,
+    PARAMETERS as PARAMETERS,
+    PRE_FORWARD as PRE_FORWARD,
+    RUN_BACKWARD as RUN_BACKWARD,
+    MissingError as MissingError,
+    as_plain as as_plain,
+    as_users as as_users,
+    inherits,
+    schema as schema,
+)
 from ddpdebug.torch_internals.replaying import (
     OperationMode as OperationMode,
     buffers_of as buffers_of,
@@ -78,21 +92,12 @@ from ddpdebug.torch_internals.trees import (
     parameters as parameters,
 )
 
-#: (what, where) pairs that this torch must offer; `missing()` names those that it does not.
-PRE_FORWARD = "_pre_forward"  # the part of DDP's forward that broadcasts buffers
-_PROBES: tuple[tuple[str, Any, str], ...] = (
-    ("DDP forward stages", DistributedDataParallel, PRE_FORWARD),
-    ("DDP join state", DistributedDataParallel, "join"),
-    ("default store", dist.distributed_c10d, "_get_default_store"),
-    ("default group", dist.distributed_c10d, "_update_default_pg"),
-)
-
 
 def missing() -> list[str]:
-    """Return what this torch lacks of the private APIs that ddpdebug builds on (empty on a supported version)."""
-    lacking = [f"{what} ({name})" for what, owner, name in _PROBES if not hasattr(owner, name)]
+    """Return what this torch lacks of what ddpdebug builds on, each with what is off (empty on a supported version)."""
+    lacking = [f"{name.path} ({name.off})" for name in names.missing()]
     if not dist.is_gloo_available():
-        lacking.append("the gloo backend")
+        lacking.append("the gloo backend (the ranks are not compared)")
     return lacking
 
 
@@ -108,7 +113,7 @@ def private_store() -> Any | None:
         ConnectionError: the job's store cannot be had a second time (one written in Python has no `clone`).
     """
     if dist.is_available() and dist.is_initialized():
-        store: Any = dist.distributed_c10d._get_default_store()
+        store: Any = names.default_store()
         try:
             return store.clone()
         except Exception as error:
@@ -138,11 +143,12 @@ def _gloo_options(timeout: datetime.timedelta) -> tuple[Any, ...]:
     changed by another group that has connections of its own there.
     """
     try:
-        backend: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
-        devices = backend.options._devices
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices, options._threads, options._timeout = devices, 1, timeout
+        backend: Any = getattr(names.default_group(), names.GET_BACKEND)(torch.device("cpu"))
+        devices = getattr(backend.options, names.GLOO_DEVICES)
+        options: Any = getattr(names.ProcessGroupGloo, names.GLOO_OPTIONS)()
+        given = {names.GLOO_DEVICES: devices, names.GLOO_THREADS: 1, names.GLOO_TIMEOUT: timeout}
+        for name, value in given.items():
+            setattr(options, name, value)
     except Exception:  # noqa: BLE001 - no group yet, NCCL alone, a wrapper, another version of torch
         return ()
     return (options,) if devices else ()
@@ -162,7 +168,7 @@ class GlooGroup:
         self._rank, self._world, self._timeout = rank, world, timeout
         self._words = PrefixStore(f"{prefix}/words", store)
         connecting = datetime.timedelta(seconds=self.CONNECT_SECONDS)
-        self._group: Any = dist.ProcessGroupGloo(
+        self._group: Any = names.ProcessGroupGloo(
             PrefixStore(prefix, store), rank, world, *_gloo_options(connecting) or (connecting,)
         )
 
@@ -173,8 +179,7 @@ class GlooGroup:
             raise RuntimeError("the side group is closed")
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         outs = [torch.empty_like(own) for _ in range(self._world)]
-        c10d: Any = dist.distributed_c10d
-        options = c10d.AllgatherOptions()
+        options = names.AllgatherOptions()
         options.timeout = self._timeout
         group.allgather([outs], [own], options).wait()
         return [ctypes.string_at(out.data_ptr(), out.numel()) for out in outs]
@@ -199,7 +204,7 @@ class GlooGroup:
 
 def ignored_names(module: torch.nn.Module) -> frozenset[str]:
     """Return the names on DDP's ignore list (`_set_params_and_buffers_to_ignore_for_model`)."""
-    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    return frozenset(getattr(module, names.IGNORED, ()))
 
 
 def ranks_of(group: Any) -> list[int]:
@@ -219,18 +224,18 @@ def broadcasts_buffers(ddp: DistributedDataParallel) -> bool:
 
 def syncs_buffers_now(ddp: DistributedDataParallel) -> bool:
     """Tell whether this forward broadcasts buffers."""
-    probe = getattr(ddp, "will_sync_module_buffers", None)
+    probe = getattr(ddp, names.SYNCS_BUFFERS, None)
     return bool(probe()) if probe is not None else broadcasts_buffers(ddp)
 
 
 def join_session(ddp: DistributedDataParallel) -> object | None:
     """Return what identifies the `join` context that the wrapper is inside of, None outside."""
-    return getattr(ddp, "_join_config", None) if in_join(ddp) else None
+    return getattr(ddp, names.JOIN_CONFIG, None) if in_join(ddp) else None
 
 
 def in_join(ddp: DistributedDataParallel) -> bool:
     """Tell whether the wrapper is inside its `join` context."""
-    return bool(getattr(getattr(ddp, "_join_config", None), "enable", False))
+    return bool(getattr(getattr(ddp, names.JOIN_CONFIG, None), "enable", False))
 
 
 def accumulator(parameter: torch.Tensor) -> object:
@@ -243,7 +248,7 @@ def accumulator(parameter: torch.Tensor) -> object:
 
 def unwrap_compiled(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module inside `torch.compile`'s wrapper, or the module itself."""
-    inner = getattr(module, "_orig_mod", module)
+    inner = getattr(module, names.ORIGINAL, module)
     return inner if isinstance(inner, torch.nn.Module) else module
 
 
@@ -253,18 +258,15 @@ def leave_uncompiled(function: Any, *, nested: bool = True) -> None:
     Args:
         nested: false for a wrapper around the user's code, which must be compiled as without us.
     """
-    frames: Any = getattr(torch._C._dynamo, "eval_frame", None)
     code = getattr(inspect.unwrap(function), "__code__", None)
-    if code is not None and hasattr(frames, "set_code_exec_strategy"):
-        action = frames._FrameAction
-        inside = action.SKIP if nested else action.DEFAULT
-        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action.SKIP, inside))
+    change, action, strategy = names.set_exec_strategy, names.FrameAction, names.FrameExecStrategy
+    if code is not None and None not in (change, action, strategy):
+        change(code, strategy(action.SKIP, action.SKIP if nested else action.DEFAULT))
 
 
 def anything_compiled() -> bool:
     """Tell whether `torch.compile` was used in this process: a hook put in place now might get into a graph."""
-    frames = sys.modules.get("torch._dynamo.eval_frame")
-    backends = getattr(frames, "cached_backends", None)
+    backends = names.compiled_backends() if names.DYNAMO in sys.modules else None
     return isinstance(backends, dict) and any(backend is not None for backend in backends.values())
 
 
@@ -286,7 +288,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def _is_array(tensor: torch.Tensor) -> bool:
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
         return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return not names.is_functorch_wrapped(tensor)
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
@@ -299,7 +301,7 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
 
 def norms(tensors: Sequence[torch.Tensor]) -> list[float]:
     """Return the 2-norms of tensors; waits for a device."""
-    norms = torch._foreach_norm(list(tensors))
+    norms = names.foreach_norm(list(tensors))
     if all(norm.device.type == "cpu" for norm in norms):
         return [float(norm) for norm in norms]
     return [float(value) for value in torch.stack([norm.to(torch.float64) for norm in norms]).tolist()]
@@ -311,12 +313,12 @@ def distances(
     """Return the 2-norms of tensors, and those of their differences from others, without waiting for a device."""
     if not before:
         return [], []
-    return torch._foreach_norm(list(before)), torch._foreach_norm(torch._foreach_sub(list(after), list(before)))
+    return names.foreach_norm(list(before)), names.foreach_norm(names.foreach_sub(list(after), list(before)))
 
 
 def found_inf_of(optimizer: object) -> torch.Tensor | None:
     """Return GradScaler's verdict for an optimizer that skips the step by itself (fused), or None."""
-    found = getattr(optimizer, "found_inf", None)
+    found = getattr(optimizer, names.FOUND_INF, None)
     return found if isinstance(found, torch.Tensor) else None
 
 
@@ -325,16 +327,11 @@ def found_inf_of(optimizer: object) -> torch.Tensor | None:
 
 def scale_of(scaler: Any) -> torch.Tensor | None:
     """Return GradScaler's scale tensor without a device synchronisation, or None before its first use."""
-    scale = getattr(scaler, "_scale", None)
+    scale = getattr(scaler, names.SCALE, None)
     return scale if isinstance(scale, torch.Tensor) else None
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
-
-#: Keeps a tensor subclass's own code (`__torch_function__`) out of what we do; there is no public way.
-as_plain: type[AbstractContextManager[object]] = getattr(torch._C, "DisableTorchFunctionSubclass", nullcontext)
-#: The contrary, for a forward of the user's that we run.
-as_users: type[AbstractContextManager[object]] = getattr(torch._C, "_EnableTorchFunction", nullcontext)
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -342,23 +339,24 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 
     It carries no graph and needs no gradient.
     """
-    with torch._C._DisableTorchDispatch():
+    with names.without_dispatch_keys():
         return tensor.detach()
 
 
 def is_traced() -> bool:
     """Tell whether `torch.jit.trace` records what is done now."""
-    return torch._C._get_tracing_state() is not None
+    return names.tracing_state() is not None
 
 
 def is_leaf(module: torch.nn.Module) -> bool:
     """Tell whether a module has no children; `children()` is a generator over a set, which costs ten times as much."""
-    return not module._modules or all(child is None for child in module._modules.values())
+    children = getattr(module, names.MODULES)
+    return not children or all(child is None for child in children.values())
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
     """Return how often a tensor was written in place, None when it does not count (inference mode)."""
-    return None if tensor.is_inference() else int(tensor._version)
+    return None if tensor.is_inference() else int(names.version(tensor))
 
 
 def places_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
@@ -369,13 +367,14 @@ def places_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     Raises:
         RuntimeError: a tensor has no memory of its own, or does not count (inference mode).
     """
-    return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+    written = names.version
+    return [(tensor.data_ptr(), written(tensor)) for tensor in tensors]
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
 
 #: What iterating over a DataLoader returns; batches come out of its `__next__`.
-LoaderIterator: Any = dataloader._BaseDataLoaderIter
+LoaderIterator: Any = names.LoaderIterator
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
@@ -407,13 +406,12 @@ def alone() -> Iterator[Any]:
 @contextmanager
 def as_world(group: Any) -> Iterator[None]:
     """Make `group` the default group: who asks for rank, world size or a collective gets those of `group`."""
-    c10d: Any = dist.distributed_c10d
-    before = c10d._get_default_group()
-    c10d._update_default_pg(group)
+    before = names.default_group()
+    names.update_default_group(group)
     try:
         yield
     finally:
-        c10d._update_default_pg(before)
+        names.update_default_group(before)
 
 
 @contextmanager

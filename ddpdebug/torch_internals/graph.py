@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
+from ddpdebug.torch_internals import names
+
 
 def shape_at(node: Any, index: int = 0) -> tuple[int, ...] | None:
     """Return the shape of a node's result, None where it is not known."""
-    metadata = getattr(node, "_input_metadata", None)
+    metadata = getattr(node, names.INPUT_METADATA, None)
     if not metadata or index >= len(metadata):
         return None
     shape = getattr(metadata[index], "shape", None)
@@ -18,7 +20,7 @@ def shape_at(node: Any, index: int = 0) -> tuple[int, ...] | None:
 
 def saved_tensor(node: Any, name: str) -> torch.Tensor | None:
     """Return a tensor that a node has saved, None where it has not, or where a hook of the user would have to run."""
-    raw = getattr(node, f"_raw_saved_{name}", None)
+    raw = getattr(node, f"{names.RAW_SAVED}{name}", None)
     if raw is None or getattr(raw, "unpack_hook", None) is not None:
         return None
     data = raw.data
@@ -27,7 +29,7 @@ def saved_tensor(node: Any, name: str) -> torch.Tensor | None:
 
 def saved_number(node: Any, name: str) -> int | None:
     """Return a plain number that a node has saved."""
-    value = getattr(node, f"_saved_{name}", None)
+    value = getattr(node, f"{names.SAVED}{name}", None)
     return value if isinstance(value, int) else None
 
 
@@ -39,4 +41,4 @@ def leaf_of(node: Any) -> torch.Tensor | None:
 
 def parts_of(scheduler: Any) -> list[Any]:
     """Return the schedulers that a scheduler is made of."""
-    return list(getattr(scheduler, "_schedulers", ()))
+    return list(getattr(scheduler, names.SCHEDULERS, ()))

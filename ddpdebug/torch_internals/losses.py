@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ddpdebug.torch_internals import names
+
 #: Those whose value is a loss, and which the modules of the same names call.
 LOSSES = (
     "binary_cross_entropy",
@@ -133,15 +135,18 @@ class _Returns(ast.NodeTransformer):
 
 def is_readable(loss: object) -> bool:
     """Tell whether this is one number that may be read here and now: nothing traces, captures or follows operations."""
-    if type(loss) is not torch.Tensor or loss.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(loss):
+    if names.without_function is None or type(loss) is not torch.Tensor:
+        return False
+    if loss.is_meta or names.is_functorch_wrapped(loss):
         return False
     if loss.dim() or loss.is_complex():
         return False
-    if torch._C._is_tracing() or torch._C._len_torch_dispatch_stack():
+    if names.is_tracing() or names.dispatch_modes():
         return False
     return not (loss.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def aside() -> AbstractContextManager[object]:
     """Keep the user's `__torch_function__` and its modes out of what is done with a loss."""
-    return torch._C.DisableTorchFunction()
+    kept: AbstractContextManager[object] = names.without_function()
+    return kept

@@ -8,22 +8,24 @@ from typing import Any
 
 import torch
 
+from ddpdebug.torch_internals import names
+
 
 def device_memory_stats() -> Mapping[str, Any]:
     """Return the accelerator's nested allocator statistics, empty while it is not in use; asks no device."""
     kind = accelerator()
     if kind is None or (kind == "cuda" and not torch.cuda.is_initialized()):
         return {}
-    if not torch._C._accelerator_isAllocatorInitialized():
+    if not names.allocator_is_ready():
         return {}
-    stats: Mapping[str, Any] = torch._C._accelerator_getDeviceStats(torch.accelerator.current_device_index())
+    stats: Mapping[str, Any] = names.device_stats(torch.accelerator.current_device_index())
     return stats
 
 
 @functools.cache
 def accelerator() -> str | None:
     """Return the kind of accelerator that this torch is built for, without asking the driver."""
-    if not hasattr(torch._C, "_accelerator_getDeviceStats"):
+    if names.device_stats is None:
         return None
     device = torch.accelerator.current_accelerator()
     return None if device is None else device.type
@@ -39,7 +41,7 @@ def record_memory_history(level: str) -> bool:
 
     `light` keeps the Python stack of what is allocated now, `full` also a ring of the last 50,000 events.
     """
-    record = getattr(torch.cuda.memory, "_record_memory_history", None)
+    record = names.record_memory_history
     if record is None or not torch.cuda.is_initialized():
         return False
     if level == "full":
@@ -51,12 +53,12 @@ def record_memory_history(level: str) -> bool:
 
 def stop_memory_history() -> None:
     """End what `record_memory_history` began."""
-    torch.cuda.memory._record_memory_history(None)
+    names.record_memory_history(None)
 
 
 def memory_snapshot() -> Any:
     """Return the allocator's snapshot: plain containers and scalars; None without a CUDA device in use."""
-    return torch.cuda.memory._snapshot() if torch.cuda.is_initialized() else None
+    return names.memory_snapshot() if torch.cuda.is_initialized() else None
 
 
 def memory_summary() -> str:
@@ -66,7 +68,7 @@ def memory_summary() -> str:
 
 def observe_out_of_memory(observer: Callable[[int, int, int, int], None]) -> bool:
     """Have `observer(device, requested, total, free)` called before CUDA raises; it stays. Return whether this can."""
-    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    attach = names.observe_out_of_memory
     if attach is None or not torch.cuda.is_initialized():
         return False
     attach(observer)
@@ -75,15 +77,14 @@ def observe_out_of_memory(observer: Callable[[int, int, int, int], None]) -> boo
 
 def current_node() -> Any:
     """Return the autograd node that runs in this thread, None outside of backward."""
-    probe = getattr(torch._C, "_current_autograd_node", None)
-    return None if probe is None else probe()
+    return names.current_node()
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Return what identifies a storage while it lives, whatever Python object stands for it."""
-    return int(storage._cdata)
+    return int(names.storage_id(storage))
 
 
 def worker_pids(iterator: Any) -> list[int]:
     """Return the process ids of a DataLoader iterator's workers."""
-    return [int(worker.pid) for worker in getattr(iterator, "_workers", ()) if worker.pid is not None]
+    return [int(worker.pid) for worker in getattr(iterator, names.WORKERS, ()) if worker.pid is not None]

@@ -8,26 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch.utils import _python_dispatch
-
-
-def _none() -> int:
-    return 0
-
-
-def _no_transform() -> object | None:
-    return None
-
-
-#: How many modes lie on this thread's stacks; 0 where torch does not tell.
-dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", _none)
-function_modes: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack", _none)
-#: The innermost `torch.func` transform (vmap, grad, functionalize) that runs, None outside of all.
-transform: Callable[[], object | None] = getattr(torch._C._functorch, "peek_interpreter_stack", _no_transform)
-
-_without_dispatch: Any = getattr(_python_dispatch, "_disable_current_modes", None)
-_without_function: Any = getattr(torch._C, "DisableTorchFunction", None)
+from ddpdebug.torch_internals.names import (
+    dispatch_modes as dispatch_modes,
+    function_modes as function_modes,
+    transform as transform,
+    without_dispatch as _without_dispatch,
+    without_function as _without_function,
+)
 
 
 def can_step_aside() -> bool:

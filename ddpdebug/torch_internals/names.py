@@ -1,11 +1,378 @@
-"""Classes that are known by name, so that nobody must import them."""
+"""The private names of torch that ddpdebug uses, all of them: what each is for, and what is off without it.
+
+Nothing else in ddpdebug touches a name of torch's with an underscore (`tests/test_private_names.py`). A name that this
+torch has not is said when ddpdebug attaches; what needs it is left out, or switches its part off when it meets it. The
+training goes on as without ddpdebug. `ddpdebug doctor` prints the table. Names of autograd's nodes are in `nodes.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddpdebug.torch_internals.lookup import (
+    TABLE as TABLE,
+    Feature as Feature,
+    MissingError as MissingError,
+    Name as Name,
+    has,
+    key,
+    later,
+    load,
+    named_in as named_in,
+    reader,
+    register,
+    resolve,
+    thing,
+)
 
 
 def inherits(kind: type, names: Iterable[str]) -> bool:
-    """Tell whether a class or one of its bases has one of the names."""
+    """Tell whether a class or one of its bases has one of the names: classes that nobody must import for that."""
     wanted = set(names)
     return any(base.__name__ in wanted for base in kind.__mro__)
+
+
+def _cuda() -> bool:
+    return bool(torch.backends.cuda.is_built())
+
+
+def _none() -> None:
+    return None
+
+
+def _many() -> int:
+    return sys.maxsize
+
+
+def _no(*_: object) -> bool:
+    return False
+
+
+_C10D = "torch.distributed.distributed_c10d"
+_DDP = "torch.nn.parallel.DistributedDataParallel"
+_MODULE = "torch.nn.Module"
+
+# --- comparing ranks --------------------------------------------------------------------------------------------------
+
+_RANKS = Feature("comparing the ranks", "the ranks are not compared")
+default_store: Callable[[], Any] = thing(f"{_C10D}._get_default_store", _RANKS)
+ProcessGroupGloo: Any = thing("torch.distributed.ProcessGroupGloo", _RANKS, applies=dist.is_available)
+AllgatherOptions: Any = thing(f"{_C10D}.AllgatherOptions", _RANKS, applies=dist.is_available)
+
+_DEVICE = Feature("sharing gloo's device", "the ranks are compared over a listening port and a thread of their own")
+GET_BACKEND = key("torch.distributed.ProcessGroup._get_backend", _DEVICE, applies=dist.is_available)
+GLOO_OPTIONS = key("torch.distributed.ProcessGroupGloo._Options", _DEVICE, applies=dist.is_gloo_available)
+GLOO_DEVICES, GLOO_THREADS, GLOO_TIMEOUT = (
+    key(f"torch.distributed.ProcessGroupGloo._Options.{name}", _DEVICE, applies=dist.is_gloo_available)
+    for name in ("_devices", "_threads", "_timeout")
+)
+
+_ALONE = Feature("a world of one rank", "`equivalence` and `preflight` cannot run one rank of several alone")
+default_group: Callable[[], Any] = thing(f"{_C10D}._get_default_group", _ALONE)
+update_default_group: Callable[[Any], None] = thing(f"{_C10D}._update_default_pg", _ALONE)
+
+# --- DistributedDataParallel ------------------------------------------------------------------------------------------
+
+_WRAPPER = Feature("what DDP does", "what DDP does to buffers, inputs and uneven ranks is not known")
+#: The part of DDP's forward that broadcasts buffers.
+PRE_FORWARD = key(f"{_DDP}._pre_forward", _WRAPPER, off="buffers are not looked at after a broadcast, no step is kept")
+SYNCS_BUFFERS = key(f"{_DDP}.will_sync_module_buffers", _WRAPPER, off="forwards are taken to sync buffers")
+JOIN_CONFIG = key(
+    "torch.distributed.algorithms.join.Joinable._join_config",
+    _WRAPPER,
+    stored_by="torch.distributed.algorithms.join.Joinable.__init__",
+    off="ranks that shadow the others inside `join` are taken for ranks that train",
+)
+IGNORED = key(
+    f"{_DDP}._ddp_params_and_buffers_to_ignore",
+    _WRAPPER,
+    stored_by=f"{_DDP}._set_params_and_buffers_to_ignore_for_model",
+    off="parameters on DDP's ignore list are compared all the same",
+)
+#: The node that DDP puts behind a model's outputs.
+SINK = (
+    key("torch.nn.parallel.distributed._DDPSink", _WRAPPER, off="the loss is not followed through DDP's own node")
+    + "Backward"
+)
+
+# --- the optimizer ----------------------------------------------------------------------------------------------------
+
+_OPTIMIZER = Feature("scaler and schedulers", "the loss scale and skipped steps are not known")
+SCALE = key("torch.amp.GradScaler._scale", _OPTIMIZER, stored_by="torch.amp.GradScaler.__init__")
+FOUND_INF = key(
+    "torch.optim.Optimizer.found_inf",
+    _OPTIMIZER,
+    stored_by="torch.amp.GradScaler.step",
+    off="steps that a fused optimizer skips are taken for steps",
+)
+SCHEDULERS = key(
+    "torch.optim.lr_scheduler.SequentialLR._schedulers",
+    _OPTIMIZER,
+    stored_by="torch.optim.lr_scheduler.SequentialLR.__init__",
+    off="schedulers inside of schedulers are not looked at",
+)
+
+_NORMS = Feature("norms of many tensors at once", "gradient norms and the size of updates are not measured")
+foreach_norm: Callable[..., Any] = thing("torch._foreach_norm", _NORMS)
+foreach_sub: Callable[..., Any] = thing("torch._foreach_sub", _NORMS)
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+_TENSORS = Feature(
+    "writes to tensors",
+    "writes in place are not known: no inputs are kept, modules and their results are not looked at",
+)
+version: Callable[[Any], int] = reader("torch.Tensor._version", _TENSORS)
+storage_id: Callable[[Any], int] = reader("torch.UntypedStorage._cdata", _TENSORS, off="memory is not counted")
+is_functorch_wrapped: Callable[[Any], bool] = thing(
+    "torch._C._functorch.is_functorch_wrapped_tensor",
+    _TENSORS,
+    otherwise=_no,
+    off="tensors of `torch.func` transforms are taken for plain ones",
+)
+
+_STAND_ASIDE = Feature("unseen by modes and tensor classes", "modes and tensor classes of yours see operations of ours")
+#: How many modes lie on this thread's stacks; where torch does not tell, it is as if there always were some.
+dispatch_modes: Callable[[], int] = thing(
+    "torch._C._len_torch_dispatch_stack",
+    _STAND_ASIDE,
+    otherwise=_many,
+    off="each look takes some 10 us longer: it steps aside of modes also where there are none",
+)
+function_modes: Callable[[], int] = thing(
+    "torch._C._len_torch_function_stack",
+    _STAND_ASIDE,
+    otherwise=_many,
+    off="each look takes some 10 us longer: it steps aside of modes also where there are none",
+)
+#: The innermost `torch.func` transform (vmap, grad, functionalize) that runs, None outside of all.
+transform: Callable[[], object | None] = thing(
+    "torch._C._functorch.peek_interpreter_stack",
+    _STAND_ASIDE,
+    otherwise=_none,
+    off="what runs inside `torch.func` transforms is looked at",
+)
+without_dispatch: Any = thing(
+    "torch.utils._python_dispatch._disable_current_modes",
+    _STAND_ASIDE,
+    otherwise=None,
+    off="nothing is looked at while a mode is active",
+)
+without_function: Any = thing(
+    "torch._C.DisableTorchFunction",
+    _STAND_ASIDE,
+    otherwise=None,
+    off="nothing is looked at while a mode is active, and no loss is seen that is computed without gradients",
+)
+#: Keeps a tensor subclass's own code (`__torch_function__`) out of what we do; there is no public way.
+as_plain: type[AbstractContextManager[object]] = thing(
+    "torch._C.DisableTorchFunctionSubclass", _STAND_ASIDE, otherwise=nullcontext
+)
+#: The contrary, for a forward of the user's that we run.
+as_users: type[AbstractContextManager[object]] = thing(
+    "torch._C._EnableTorchFunction",
+    _STAND_ASIDE,
+    otherwise=nullcontext,
+    off="a forward that is replayed runs without the `__torch_function__` of its tensors",
+)
+without_dispatch_keys: Any = thing(
+    "torch._C._DisableTorchDispatch", _STAND_ASIDE, off="inputs of a step are not kept for its replay"
+)
+tracing_state: Callable[[], object | None] = thing(
+    "torch._C._get_tracing_state", _STAND_ASIDE, otherwise=_none, off="what `torch.jit.trace` records is looked at"
+)
+is_tracing: Callable[[], bool] = thing(
+    "torch._C._is_tracing", _STAND_ASIDE, otherwise=_no, off="what `torch.jit.trace` records is looked at"
+)
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+_TREE = Feature("the tables of modules", "models are not looked at")
+PARAMETERS, BUFFERS, MODULES = (
+    key(f"{_MODULE}.{name}", _TREE, stored_by=f"{_MODULE}.__init__") for name in ("_parameters", "_buffers", "_modules")
+)
+
+_HOOKS = Feature("hooks of modules", "a replay cannot keep hooks of yours apart from its own")
+#: The tables of hooks that a call of a module runs, and those that say how.
+HOOKS = tuple(
+    key(f"{_MODULE}.{name}", _HOOKS, stored_by=f"{_MODULE}.__init__")
+    for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+)
+HOOK_MARKS = tuple(
+    key(f"{_MODULE}.{name}", _HOOKS, stored_by=f"{_MODULE}.__init__")
+    for name in ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+)
+GLOBAL_HOOKS = tuple(
+    key(f"torch.nn.modules.module.{name}", _HOOKS)
+    for name in (
+        "_global_forward_hooks",
+        "_global_forward_pre_hooks",
+        "_global_backward_hooks",
+        "_global_backward_pre_hooks",
+    )
+)
+#: Functions of torch's by which a frame of a stack is known.
+CALLS = tuple(
+    key(f"{_MODULE}.{name}", _HOOKS, off="the module that ran out of memory is not named")
+    for name in ("_call_impl", "_wrapped_call_impl")
+)
+RUN_BACKWARD = key(
+    "torch.autograd.graph._engine_run_backward", _HOOKS, off="running out of memory in backward is not told apart"
+)
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+_GRAPH = Feature("reading the autograd graph", "no step is replayed, and the loss's operations are not named")
+next_sequence: Callable[[], int] = thing("torch._C._autograd._get_sequence_nr", _GRAPH)
+set_versions: Callable[..., None] = thing("torch._C._autograd._unsafe_set_version_counter", _GRAPH)
+foreach_clone: Callable[..., Any] = thing("torch._foreach_clone", _GRAPH)
+current_node: Callable[[], Any] = thing(
+    "torch._C._current_autograd_node", _GRAPH, otherwise=_none, off="operations of backward are not told by their line"
+)
+
+
+def _node() -> Any:
+    return torch.ones(2, requires_grad=True).log_softmax(0).grad_fn
+
+
+def _node_has(name: str) -> bool:
+    return hasattr(_node(), name)
+
+
+sequence: Callable[[Any], Any] = reader(
+    "torch.autograd.graph.Node._sequence_nr", _GRAPH, found=functools.partial(_node_has, "_sequence_nr"), by_doctor=True
+)
+_SAVED = Feature("what nodes have saved", "the recipe of the loss is not read: softmax, labels, shapes")
+INPUT_METADATA = key(
+    "torch.autograd.graph.Node._input_metadata",
+    _SAVED,
+    found=functools.partial(_node_has, "_input_metadata"),
+    by_doctor=True,
+)
+#: What the names of what a node has saved begin with; without raw ones a hook of the user's would have to run.
+SAVED = key(
+    "torch.autograd.graph.Node._saved_", _SAVED, found=functools.partial(_node_has, "_saved_dim"), by_doctor=True
+)
+RAW_SAVED = key(
+    "torch.autograd.graph.Node._raw_saved_",
+    _SAVED,
+    found=functools.partial(_node_has, "_raw_saved_result"),
+    by_doctor=True,
+)
+
+# --- operations -------------------------------------------------------------------------------------------------------
+
+_OPERATIONS = Feature("following operations", "no step is replayed, and two runs are not compared by operation")
+DispatchMode: Any = thing("torch.utils._python_dispatch.TorchDispatchMode", _OPERATIONS, otherwise=object)
+SKIPS_DYNAMO = register(
+    "torch.utils._python_dispatch.TorchDispatchMode._should_skip_dynamo",
+    _OPERATIONS,
+    off="a replay may load the compiler, which takes a second",
+)
+schema: Callable[[Any], Any] = reader(
+    "torch._ops.OpOverload._schema", _OPERATIONS, stored_by="torch._ops.OpOverload.__init__"
+)
+
+
+def _operation(path: str) -> bool:
+    load(path)
+    return has(path)
+
+
+#: Namespaces of operations that communicate, with one operation of each.
+COLLECTIVES = frozenset(
+    {"c10d", "c10d_functional", "symm_mem"}
+    | {
+        register(
+            f"torch.ops.{path}",
+            _OPERATIONS,
+            off="a replay of a forward that communicates by these may hang until its time is over",
+            found=functools.partial(_operation, f"torch.ops.{path}"),
+            applies=dist.is_available,
+            by_doctor=True,
+        ).path.split(".")[2]
+        for path in (
+            "_c10d_functional.all_reduce",
+            "_c10d_functional_autograd.all_to_all_single",
+            "_dtensor.shard_dim_alltoall",
+        )
+    }
+)
+
+# --- torch.compile ----------------------------------------------------------------------------------------------------
+
+_COMPILE = Feature("torch.compile", "compiled models are taken for others")
+#: The module by which it is known that something could have been compiled.
+DYNAMO = "torch._dynamo"
+_EVAL_FRAME = f"{DYNAMO}.eval_frame"
+
+
+def _dynamo_has(path: str) -> bool:
+    load(path)
+    return has(path)
+
+
+ORIGINAL = key(
+    f"{_EVAL_FRAME}.OptimizedModule._orig_mod",
+    _COMPILE,
+    found=lambda: _dynamo_has(_EVAL_FRAME) and named_in(f"{_EVAL_FRAME}.OptimizedModule.__init__", "_orig_mod"),
+    by_doctor=True,
+    off="a compiled model is looked at as if it were another one",
+)
+_EXEC = "torch._C._dynamo.eval_frame"
+_EXEC_OFF = "more breaks in what is compiled around our wrappers, and steps inside it are not seen"
+set_exec_strategy: Any = thing(f"{_EXEC}.set_code_exec_strategy", _COMPILE, otherwise=None, off=_EXEC_OFF)
+FrameAction: Any = thing(f"{_EXEC}._FrameAction", _COMPILE, otherwise=None, off=_EXEC_OFF)
+FrameExecStrategy: Any = thing(f"{_EXEC}._FrameExecStrategy", _COMPILE, otherwise=None, off=_EXEC_OFF)
+COMPILED_CALL = key(f"{_MODULE}._compiled_call_impl", _COMPILE, off="`model.compile()` is not seen")
+compiled_backends: Callable[[], Any] = later(
+    f"{_EVAL_FRAME}.cached_backends",
+    _COMPILE,
+    otherwise=None,
+    found=functools.partial(_dynamo_has, f"{_EVAL_FRAME}.cached_backends"),
+    by_doctor=True,
+    off="hooks that are only looked for in the first steps may be compiled into the graph",
+)
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+_DATA = Feature("iterating over a DataLoader", "batches, and the time that is waited for them, are not seen")
+#: What iterating over a DataLoader returns; batches come out of its `__next__`.
+LoaderIterator: Any = thing("torch.utils.data.dataloader._BaseDataLoaderIter", _DATA, otherwise=type("Nobody", (), {}))
+WORKERS = key(
+    "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._workers",
+    _DATA,
+    stored_by="torch.utils.data.dataloader._MultiProcessingDataLoaderIter.__init__",
+    off="the memory of a loader's workers is not counted",
+)
+
+# --- memory of devices ------------------------------------------------------------------------------------------------
+
+_MEMORY = Feature("the memory of devices", "the memory of devices is not measured")
+allocator_is_ready: Callable[[], bool] = thing("torch._C._accelerator_isAllocatorInitialized", _MEMORY, otherwise=_no)
+device_stats: Any = thing("torch._C._accelerator_getDeviceStats", _MEMORY, otherwise=None)
+_MEMORY_OFF = "there is no snapshot when CUDA's memory is exhausted"
+record_memory_history: Any = thing("torch.cuda.memory._record_memory_history", _MEMORY, otherwise=None, off=_MEMORY_OFF)
+memory_snapshot: Any = thing("torch.cuda.memory._snapshot", _MEMORY, otherwise=_none, off=_MEMORY_OFF)
+observe_out_of_memory: Any = thing(
+    "torch._C._cuda_attach_out_of_memory_observer", _MEMORY, otherwise=None, applies=_cuda, off=_MEMORY_OFF
+)
+
+
+def missing(*, doctor: bool = False) -> list[Name]:
+    """Return the names that this torch should have and has not.
+
+    Args:
+        doctor: probe also those whose probe loads or computes something.
+    """
+    return [name for name in TABLE if (doctor or not name.by_doctor) and name.is_missing()]
+
+
+__all__ = ["TABLE", "Feature", "MissingError", "Name", "inherits", "missing", "resolve"]

@@ -9,51 +9,50 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddpdebug.torch_internals import names
 from ddpdebug.torch_internals.names import inherits
 
 #: The parts of a module that running its forward may change, its own attributes aside.
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_HOOK_MARKS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
-_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
-_GLOBAL_PRE_HOOKS = "_global_backward_pre_hooks"
-_TABLES = ("_parameters", "_buffers", "_modules", *_HOOKS, *_HOOK_MARKS)
+_TABLES = (names.PARAMETERS, names.BUFFERS, names.MODULES, *names.HOOKS, *names.HOOK_MARKS)
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
     """Set the counter of in-place changes, after a change has been undone."""
     if not tensor.is_inference():
-        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+        names.set_versions((tensor,), (version,))
 
 
 def clones(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Copy many small tensors at once."""
     if not tensors:
         return []
-    return list(torch._foreach_clone([tensor.detach() for tensor in tensors]))
+    return list(names.foreach_clone([tensor.detach() for tensor in tensors]))
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """Return a module's own table of buffers."""
-    return module._buffers
+    table: dict[str, torch.Tensor | None] = getattr(module, names.BUFFERS)
+    return table
 
 
 def own_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Return a module's own parameters, those of its children left out; `parameters` may be a method of the user's."""
-    return [parameter for parameter in module._parameters.values() if parameter is not None]
+    return [parameter for parameter in getattr(module, names.PARAMETERS).values() if parameter is not None]
 
 
 def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return a module's own buffers by name, those of its children left out."""
-    return {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+    return {name: buffer for name, buffer in getattr(module, names.BUFFERS).items() if buffer is not None}
 
 
-class OperationMode(TorchDispatchMode):
+class OperationMode(names.DispatchMode):  # type: ignore[misc]  # looked up, so that it may be missing
     """A mode that sees every operation, and whose use does not load the compiler (a second, in the middle of a job)."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        if names.DispatchMode is object:
+            raise names.MissingError("this torch has no TorchDispatchMode: operations are not followed")
+        super().__init__()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -62,26 +61,26 @@ class OperationMode(TorchDispatchMode):
 
 def is_sink(node: object) -> bool:
     """Tell whether an autograd node is the one that DDP puts behind a model's outputs."""
-    return type(node).__name__ == "_DDPSinkBackward"
+    return type(node).__name__ == names.SINK
 
 
 def next_sequence() -> int:
     """Return the number that the next autograd node of this thread will get."""
-    return int(torch._C._autograd._get_sequence_nr())
+    return int(names.next_sequence())
 
 
 def sequence_of(node: Any) -> int:
     """Return the number of an autograd node."""
-    return int(node._sequence_nr())
+    return int(names.sequence(node)())
 
 
 def saved_of(node: Any) -> dict[str, Any]:
     """Return what a node has saved for backward, as far as it is still there."""
     found = {}
     for name in dir(node):
-        if name.startswith("_saved_"):
+        if name.startswith(names.SAVED):
             try:
-                found[name.removeprefix("_saved_")] = getattr(node, name)
+                found[name.removeprefix(names.SAVED)] = getattr(node, name)
             except (RuntimeError, AttributeError) as error:
                 if type(error) not in {RuntimeError, AttributeError}:
                     raise  # torch says by these that backward has freed it; a class below them is somebody else's
@@ -95,21 +94,21 @@ def module_tables(module: torch.nn.Module) -> dict[str, Any]:
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Tell whether `torch.compile` made this module or its call."""
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    return hasattr(module, names.ORIGINAL) or getattr(module, names.COMPILED_CALL, None) is not None
 
 
 def hooks_of(module: torch.nn.Module) -> list[Any]:
     """Return the hooks that a call of this module runs."""
-    return [hook for name in _HOOKS for hook in module.__dict__.get(name, {}).values()]
+    return [hook for name in names.HOOKS for hook in module.__dict__.get(name, {}).values()]
 
 
 def keep_hooks(module: torch.nn.Module, keep: Callable[[Any], bool]) -> None:
     """Give a module new tables of hooks, with those of its hooks that `keep` accepts."""
-    for name in _HOOKS:
+    for name in names.HOOKS:
         table = module.__dict__.get(name)
         if table is not None:
             module.__dict__[name] = OrderedDict((key, hook) for key, hook in table.items() if keep(hook))
-    for name in _HOOK_MARKS:
+    for name in names.HOOK_MARKS:
         table = module.__dict__.get(name)
         if table is not None:
             module.__dict__[name] = table.copy()
@@ -119,8 +118,7 @@ def keep_hooks(module: torch.nn.Module, keep: Callable[[Any], bool]) -> None:
 def without_global_hooks() -> Iterator[list[Any]]:
     """Run without the hooks that were registered for all modules; yields them."""
     owner: Any = torch.nn.modules.module
-    names = [name for name in (*_GLOBAL_HOOKS, _GLOBAL_PRE_HOOKS) if hasattr(owner, name)]
-    kept = [(name, dict(getattr(owner, name))) for name in names]
+    kept = [(name, dict(getattr(owner, name))) for name in names.GLOBAL_HOOKS if hasattr(owner, name)]
     try:
         for name, _ in kept:
             getattr(owner, name).clear()
@@ -133,7 +131,7 @@ def without_global_hooks() -> Iterator[list[Any]]:
 def drop_global_hooks(unwanted: Callable[[Any], bool]) -> None:
     """Take those hooks of all modules away that are unwanted."""
     owner: Any = torch.nn.modules.module
-    for name in (*_GLOBAL_HOOKS, _GLOBAL_PRE_HOOKS):
+    for name in names.GLOBAL_HOOKS:
         table = getattr(owner, name, {})
         for key in [key for key, hook in table.items() if unwanted(hook)]:
             del table[key]
@@ -149,8 +147,8 @@ def syncs_statistics(module: torch.nn.Module) -> bool:
 
 def is_parallel(module: torch.nn.Module) -> str | None:
     """Return what a module is whose forward communicates (DDP, FSDP, tensor parallel), None for other modules."""
-    names = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+    kinds = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
     # what operations on these send is done below the mode that would see it
     if any(inherits(type(parameter), ("DTensor",)) for parameter in own_parameters(module)):
         return "module of DTensors"
-    return next((name for name in names if inherits(type(module), (name,))), None)
+    return next((name for name in kinds if inherits(type(module), (name,))), None)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ddpdebug.torch_internals import names
+
 
 def named_modules(
     root: torch.nn.Module, prefix: str = "", *, remove_duplicate: bool = True
@@ -23,7 +25,7 @@ def named_modules(
         yield path, module
         start = f"{path}." if path else ""
         # read when the walk goes on, as `Module.named_modules` does
-        waiting += [(start + name, c) for name, c in reversed(_table(module, "_modules").items()) if c is not None]
+        waiting += [(start + name, c) for name, c in reversed(_table(module, names.MODULES).items()) if c is not None]
 
 
 def _table(module: torch.nn.Module, name: str) -> Any:
@@ -40,7 +42,7 @@ def modules(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
 def children(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Yield what `Module.children` does."""
     seen: set[int] = set()
-    for child in _table(module, "_modules").values():
+    for child in _table(module, names.MODULES).values():
         if child is not None and id(child) not in seen:
             seen.add(id(child))
             yield child
@@ -50,7 +52,7 @@ def named_parameters(
     root: torch.nn.Module, *, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield what `Module.named_parameters` does."""
-    return _members(root, "_parameters", remove_duplicate=remove_duplicate)
+    return _members(root, names.PARAMETERS, remove_duplicate=remove_duplicate)
 
 
 def parameters(root: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
@@ -60,7 +62,7 @@ def parameters(root: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
 
 def named_buffers(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield what `Module.named_buffers` does."""
-    return _members(root, "_buffers", remove_duplicate=True)
+    return _members(root, names.BUFFERS, remove_duplicate=True)
 
 
 def buffers(root: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -22,8 +22,8 @@ _MEAN = 1
 _FORM = frozenset(
     f"{name}Backward{i}"
     for name in (
-        *("View", "Reshape", "ReshapeAlias", "UnsafeView", "Transpose", "Permute", "T", "Squeeze", "Unsqueeze"),
-        *("ToCopy", "Clone", "Slice", "Select", "Index", "Alias", "Contiguous"),
+        *("View", "ReshapeAlias", "UnsafeView", "Transpose", "Permute", "T", "Squeeze", "Unsqueeze"),
+        *("ToCopy", "Clone", "Slice", "Select", "Index", "Alias"),
     )
     for i in (0, 1, 2)
 )

@@ -1,0 +1,193 @@
+"""Looking up private names of torch: each is registered with what it is for, its probe, and what is off without it."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import operator
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+
+_MUST: Any = object()
+
+
+class MissingError(RuntimeError):
+    """This torch has not what a part of ddpdebug is built on; the part that meets it switches itself off."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What ddpdebug does with private names of torch.
+
+    Args:
+        name: for people, a few words.
+        off: what is not there, or other than usual, where a name is missing.
+    """
+
+    name: str
+    off: str
+
+
+@dataclass(frozen=True)
+class Name:
+    """One private name of torch.
+
+    Args:
+        path: where it is, with its modules and class.
+        off: what is off without it.
+        found: whether this torch has it; asked anew each time.
+        applies: false where this build of torch, or this process, cannot have it: no CUDA, a part that is not loaded.
+        by_doctor: the probe loads or computes something, which only `ddpdebug doctor` and the tests do.
+    """
+
+    path: str
+    feature: Feature
+    off: str
+    found: Callable[[], bool]
+    applies: Callable[[], bool]
+    by_doctor: bool
+
+    def is_missing(self) -> bool:
+        """Tell whether this torch should have it and has not."""
+        return self.applies() and not self.found()
+
+
+#: Every private name of torch that ddpdebug uses.
+TABLE: list[Name] = []
+
+
+def resolve(path: str) -> Any:
+    """Return what stands at a path that begins with `torch.`; loads nothing.
+
+    Raises:
+        LookupError: nothing does.
+    """
+    parts = path.split(".")
+    there = max(n for n in range(1, len(parts) + 1) if ".".join(parts[:n]) in sys.modules)
+    try:
+        return functools.reduce(getattr, parts[there:], sys.modules[".".join(parts[:there])])
+    except AttributeError as error:
+        raise LookupError(f"this torch has no {path}") from error
+
+
+def has(path: str) -> bool:
+    """Tell whether something stands at a path."""
+    try:
+        resolve(path)
+    except LookupError:
+        return False
+    return True
+
+
+def named_in(place: str, name: str) -> bool:
+    """Tell whether the code of torch's function at `place` uses a name: so are attributes of instances probed.
+
+    Where somebody has put a function of his own there, it is taken for granted.
+    """
+    try:
+        code = getattr(inspect.unwrap(resolve(place)), "__code__", None)
+    except LookupError:
+        return False
+    if code is None or not code.co_filename.startswith(str(Path(torch.__file__).parent)):
+        return True
+    return _names(code, name)
+
+
+def _names(code: CodeType, name: str) -> bool:
+    if name in code.co_names or any(isinstance(const, str) and const == name for const in code.co_consts):
+        return True
+    return any(isinstance(const, CodeType) and _names(const, name) for const in code.co_consts)
+
+
+def _always() -> bool:
+    return True
+
+
+def register(
+    path: str,
+    feature: Feature,
+    *,
+    off: str = "",
+    found: Callable[[], bool] | None = None,
+    applies: Callable[[], bool] = _always,
+    by_doctor: bool = False,
+) -> Name:
+    """Enter a name in the table; without `found` it is looked up."""
+    name = Name(path, feature, off or feature.off, found or functools.partial(has, path), applies, by_doctor)
+    TABLE.append(name)
+    return name
+
+
+def thing(path: str, feature: Feature, *, otherwise: Any = _MUST, **more: Any) -> Any:
+    """Register a function, class or module of torch and return it.
+
+    Args:
+        otherwise: returned where it is missing; by default something that raises `MissingError` when it is used.
+    """
+    name = register(path, feature, **more)
+    try:
+        return resolve(path)
+    except LookupError:
+        return _Missing(name) if otherwise is _MUST else otherwise
+
+
+def later(path: str, feature: Feature, *, otherwise: Any = _MUST, **more: Any) -> Callable[[], Any]:
+    """Register something of torch that may be loaded later, or change; return what looks it up, as `thing` does."""
+    name = register(path, feature, **more)
+
+    def look_up() -> Any:
+        try:
+            return resolve(path)
+        except LookupError:
+            return _Missing(name) if otherwise is _MUST else otherwise
+
+    return look_up
+
+
+def key(path: str, feature: Feature, *, stored_by: str = "", **more: Any) -> str:
+    """Register an attribute of objects of torch's and return its bare name, to get it by; an unknown one where missing.
+
+    Args:
+        stored_by: the function that gives instances the attribute, or works with it, where it is no class's own.
+    """
+    bare = path.rpartition(".")[2]
+    if stored_by:
+        more["found"] = functools.partial(named_in, stored_by, bare)
+    name = register(path, feature, **more)
+    return bare if name.by_doctor or name.found() else f"{bare} (missing)"
+
+
+def reader(path: str, feature: Feature, **more: Any) -> Callable[[Any], Any]:
+    """Register an attribute as `key` does; return what reads it, as fast as an attribute is read."""
+    bare = key(path, feature, **more)
+    return _Missing(TABLE[-1]) if bare.endswith(" (missing)") else operator.attrgetter(bare)
+
+
+class _Missing:
+    """Stands for a name that is missing: says so where it is used, which switches the part off that does."""
+
+    def __init__(self, name: Name) -> None:
+        object.__setattr__(self, "_text", f"this torch has no {name.path}: {name.off}")
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise MissingError(object.__getattribute__(self, "_text"))
+
+    def __getattr__(self, _: str) -> Any:
+        raise MissingError(object.__getattribute__(self, "_text"))
+
+
+def load(path: str) -> None:
+    """Load the modules of a path as far as there are any; for the doctor."""
+    parts = path.split(".")
+    for n in range(2, len(parts)):
+        try:
+            importlib.import_module(".".join(parts[:n]))
+        except ImportError:
+            return

@@ -1,0 +1,143 @@
+"""`ddpdebug doctor`: what is there, what is off, and its exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpdebug import doctor
+from ddpdebug.commands import main
+from ddpdebug.config import Config
+from ddpdebug.probes.patches import Patches
+from ddpdebug.torch_internals import names
+
+_ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def _report(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, Any]:
+    status = main(["doctor", "--json", *words])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_everything_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit 0; versions, backends and every private name; what is wrapped is what an attaching puts in place."""
+    forward = DistributedDataParallel.forward
+    status, report = _report(capsys)
+    assert (status, report["ok"], report["off"]) == (0, True, [])
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["backends"]["gloo"] == "available"
+    assert sum(feature["names"] for feature in report["features"]) == len(names.TABLE)
+    wrappers = {wrapper["where"]: wrapper for wrapper in report["attached"]["wrappers"]}
+    assert wrappers["torch.nn.parallel.distributed.DistributedDataParallel.forward"]["in_place"]
+    assert len(wrappers) >= 30
+    assert all(wrapper["why"] for wrapper in wrappers.values())
+    assert report["attached"]["restored"]
+    assert DistributedDataParallel.forward is forward
+    assert {check["name"] for check in report["checks"]} == {"side group", "metrics port", "run directory"}
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_a_missing_name_is_off(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit 1; its feature says which name, and what is off without it; the other features are whole."""
+    monkeypatch.delattr(torch, "_foreach_norm")
+    status, report = _report(capsys)
+    assert status == 1
+    missing = {feature["name"]: feature["missing"] for feature in report["features"] if feature["missing"]}
+    off = "gradient norms and the size of updates are not measured"
+    assert missing == {"norms of many tensors at once": {"torch._foreach_norm": off}}
+    assert report["off"] == [f"torch._foreach_norm: {off}"]
+    assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "norms of many tensors at once    1 of 2  missing: torch._foreach_norm" in text
+    assert text.rstrip().endswith(f"off: 1\n  torch._foreach_norm: {off}")
+
+
+def test_what_cannot_be_wrapped_is_off(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A public function that is gone as well; everything else is wrapped and taken back."""
+    monkeypatch.delattr(torch.nn.utils, "clip_grad_value_")
+    status, report = _report(capsys)
+    assert status == 1
+    assert any("clip_grad_value_" in line for line in report["off"])
+    lost = [wrapper["where"] for wrapper in report["attached"]["wrappers"] if not wrapper["in_place"]]
+    assert lost == ["torch.nn.utils.clip_grad_value_"]
+    assert report["attached"]["restored"]
+
+
+def test_a_library_that_hides_a_wrapper(tmp_path: Path) -> None:
+    """What a module puts over ours while it is loaded is named; it is not taken away."""
+    (tmp_path / "their_library.py").write_text(
+        "import torch\n"
+        "original = torch.nn.utils.clip_grad_norm_\n"
+        "def clip(*args, **kwargs):\n    return original(*args, **kwargs)\n"
+        "torch.nn.utils.clip_grad_norm_ = clip\n"
+    )
+    words = [sys.executable, "-m", "ddpdebug", "doctor", "--import", "their_library"]
+    env = {"PYTHONPATH": f"{_ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1", "PATH": ""}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, env=env, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "torch.nn.utils.clip_grad_norm_  clipping; hidden under their_library.clip" in done.stdout
+    assert "off: 1\n" in done.stdout
+
+
+def test_what_is_found_in_torchs_place_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours lies over it, calls it, and nothing is off."""
+
+    def clip(*_: Any, **__: Any) -> None:
+        """Clip in a way of its own."""
+
+    clip.__module__ = "their_library"
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
+    report = doctor.examine(Config())
+    (wrapper,) = [w for w in report.attached.wrappers if w.where == "torch.nn.utils.clip_grad_norm_"]
+    assert "their_library" in str(wrapper.over)
+    assert report.off == []
+
+
+def test_what_fails_while_attaching_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the words of the failure."""
+
+    def fails(_: Patches) -> None:
+        raise RuntimeError("no hooks today")
+
+    monkeypatch.setattr(Patches, "install", fails)
+    assert "patches: RuntimeError: no hooks today" in doctor.examine(Config()).off
+
+
+def test_details(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--verbose` has every private name and every wrapper; without it neither."""
+    assert main(["doctor", "--verbose"]) == 0
+    text = capsys.readouterr().out
+    assert all(name.path in text for name in names.TABLE)
+    assert "torch.autograd.backward  the loss, the phases of a step" in text
+    assert main(["doctor"]) == 0
+    short = capsys.readouterr().out
+    assert "torch.autograd.backward" not in short
+    assert "everything is there" in short
+
+
+def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    """A module that is not there, and a setting of the environment that is wrong, say so."""
+    assert main(["doctor", "--import", "no_such_module_at_all"]) == 2
+    assert "cannot import 'no_such_module_at_all'" in capsys.readouterr().err
+    assert main(["doctor", "--no-such-option"]) == 2
+
+
+def test_a_wrong_setting_of_the_environment(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `run` would say it."""
+    monkeypatch.setenv("DDPDEBUG_METRICS_PORT", "many")
+    assert main(["doctor"]) == 2
+    assert "METRICS_PORT" in capsys.readouterr().err
