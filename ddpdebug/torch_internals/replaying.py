@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,12 +17,6 @@ _HOOK_MARKS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_f
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
 _GLOBAL_PRE_HOOKS = "_global_backward_pre_hooks"
 _TABLES = ("_parameters", "_buffers", "_modules", *_HOOKS, *_HOOK_MARKS)
-
-
-def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Set the counter of in-place changes, after a change has been undone."""
-    if not tensor.is_inference():
-        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def clones(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -98,36 +90,65 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def hooks_of(module: torch.nn.Module) -> list[Any]:
-    """Return the hooks that a call of this module runs."""
-    return [hook for name in _HOOKS for hook in module.__dict__.get(name, {}).values()]
+def hook_tables(module: torch.nn.Module) -> dict[str, dict[int, Any]]:
+    """Return the tables of the hooks that a call of this module runs, by name."""
+    return {name: module.__dict__[name] for name in _HOOKS if module.__dict__.get(name) is not None}
 
 
-def keep_hooks(module: torch.nn.Module, keep: Callable[[Any], bool]) -> None:
-    """Give a module new tables of hooks, with those of its hooks that `keep` accepts."""
-    for name in _HOOKS:
-        table = module.__dict__.get(name)
-        if table is not None:
-            module.__dict__[name] = OrderedDict((key, hook) for key, hook in table.items() if keep(hook))
-    for name in _HOOK_MARKS:
-        table = module.__dict__.get(name)
-        if table is not None:
-            module.__dict__[name] = table.copy()
+def call_own_hooks_only(module: torch.nn.Module) -> None:
+    """Have a copy of a module run with the forward hooks that it has itself, not with those of all modules.
+
+    torch looks `_call_impl` up on the instance, so that nobody else's calls change.
+    """
+    marks = [module.__dict__.get(name, {}) for name in _HOOK_MARKS]
+    with_kwargs, always, before_with_kwargs = marks
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for key, hook in tuple(module._forward_pre_hooks.items()):
+            changed: Any = hook(module, args, kwargs) if key in before_with_kwargs else hook(module, args)  # type: ignore[call-arg]
+            if changed is not None and key in before_with_kwargs:
+                args, kwargs = changed
+            elif changed is not None:
+                args = changed if isinstance(changed, tuple) else (changed,)
+        hooks = tuple(module._forward_hooks.items())
+        try:
+            output = module.forward(*args, **kwargs)
+        except Exception:
+            for key, hook in hooks:
+                if key in always:
+                    hook(module, args, None)
+            raise
+        for key, hook in hooks:
+            changed = hook(module, args, kwargs, output) if key in with_kwargs else hook(module, args, output)  # type: ignore[call-arg]
+            output = output if changed is None else changed
+        return output
+
+    replace_call(module, call)
 
 
-@contextlib.contextmanager
-def without_global_hooks() -> Iterator[list[Any]]:
-    """Run without the hooks that were registered for all modules; yields them."""
-    owner: Any = torch.nn.modules.module
-    names = [name for name in (*_GLOBAL_HOOKS, _GLOBAL_PRE_HOOKS) if hasattr(owner, name)]
-    kept = [(name, dict(getattr(owner, name))) for name in names]
+def replace_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:
+    """Let a call of one module run something else."""
+    module.__dict__["_compiled_call_impl"] = None
+    module.__dict__["_call_impl"] = call
+
+
+def calls_plainly(kind: type[torch.nn.Module]) -> bool:
+    """Tell whether a call of a class of modules goes through torch's `_call_impl`, which can be replaced."""
+    own: Any = torch.nn.Module
+    if getattr(kind, "_call_impl", None) is not getattr(own, "_call_impl", own):
+        return False
+    module = object.__new__(own)
+    replace_call(module, lambda: True)
     try:
-        for name, _ in kept:
-            getattr(owner, name).clear()
-        yield [hook for _, table in kept for hook in table.values()]
-    finally:
-        for name, table in kept:
-            getattr(owner, name).update(table)
+        return module() is True
+    except (AttributeError, TypeError):  # this torch calls in another way
+        return False
+
+
+def global_hooks() -> list[Any]:
+    """Return the hooks that are registered for all modules."""
+    owner: Any = torch.nn.modules.module
+    return [hook for name in (*_GLOBAL_HOOKS, _GLOBAL_PRE_HOOKS) for hook in getattr(owner, name, {}).values()]
 
 
 def drop_global_hooks(unwanted: Callable[[Any], bool]) -> None:
