@@ -38,12 +38,6 @@ class Written(NamedTuple):
     function: str
 
 
-class _Made(NamedTuple):
-    """An object of which only the class is known: the source says that it is made by calling that."""
-
-    kind: type
-
-
 class _Context(NamedTuple):
     """The code that is being read."""
 
@@ -91,36 +85,9 @@ class Reader:
         scope: ast.AST,
         lines: tuple[int, int],
     ) -> None:
-        """Read those statements of a running function that lie between two lines.
-
-        Args:
-            names: the values of its variables; empty where they cannot be had, and then what the source says of them.
-        """
+        """Read those statements of a running function that lie between two lines."""
         context = _Context(code.co_filename, code.co_name, dict(names), outer, None, 0)
-        if not names and code.co_flags & inspect.CO_OPTIMIZED:
-            context.names.update(dict.fromkeys((*code.co_varnames, *code.co_cellvars, *code.co_freevars), _UNKNOWN))
-            self._assume(scope, context)
         self._statements(getattr(scope, "body", []), context, lines)
-
-    def _assume(self, scope: ast.AST, context: _Context) -> None:
-        """Take for a variable's value what it is assigned, where that is done once."""
-        assigned = [
-            node.id for node in ast.walk(scope) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        ]
-        for node in getattr(scope, "body", []):
-            match node:
-                case ast.FunctionDef(name=name):
-                    context.names[name] = node
-                case ast.Assign(targets=[ast.Name(id=name)], value=value) if assigned.count(name) == 1:
-                    context.names[name] = self._assumed(value, context)
-
-    def _assumed(self, value: ast.expr, context: _Context) -> Any:
-        if not isinstance(value, ast.Call):
-            return self._resolve(value, context)
-        target = self._resolve(value.func, context)
-        if target is functools.partial and len(value.args) == 1:
-            return self._resolve(value.args[0], context)
-        return _Made(target) if isinstance(target, type) else _UNKNOWN
 
     # --- statements ---------------------------------------------------------------------------------------------------
 
@@ -252,7 +219,7 @@ def _is_readable(file: str) -> bool:
 
 def _function(target: object) -> tuple[FunctionType | None, object]:
     """Return the Python function that a call of `target` runs, and what is its first argument."""
-    kind = target.kind if isinstance(target, _Made) else type(target)
+    kind = type(target)
     if isinstance(target, FunctionType):
         wrapped = target.__dict__.get("__wrapped__")
         return _function(wrapped) if isinstance(wrapped, FunctionType) else (target, _UNKNOWN)
@@ -275,13 +242,12 @@ def _attribute(owner: Any, name: str) -> Any:
         return _UNKNOWN
     if issubclass(type(owner), torch.nn.Module) and name in (modules := owner.__dict__.get("_modules", {})):
         return modules[name]
-    kind = owner.kind if isinstance(owner, _Made) else None
-    found = inspect.getattr_static(kind or owner, name, _UNKNOWN)
+    found = inspect.getattr_static(owner, name, _UNKNOWN)
     if isinstance(found, FunctionType) and not isinstance(owner, type) and inspect.ismodule(owner) is False:
         in_own = name in getattr(owner, "__dict__", {})
         return found if in_own else MethodType(found, owner)
     if isinstance(found, classmethod):
-        return MethodType(found.__func__, kind or (owner if isinstance(owner, type) else type(owner)))
+        return MethodType(found.__func__, owner if isinstance(owner, type) else type(owner))
     return _UNKNOWN if isinstance(found, property) else found
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ddpdebug.forensics import loss_source
 from ddpdebug.forensics.loss_graph import explain_loss, watch_backward
 from ddpdebug.forensics.loss_source import Place, best_fits, place_of
 from ddpdebug.isolation.guard import Guard
@@ -268,38 +267,41 @@ def test_best_fits(written: list[set[str]], nodes: list[str], bad: int, fits: li
     assert best_fits(written, nodes, bad)[0] == fits
 
 
-def test_reading_locals_leaves_nothing_behind() -> None:
-    """A tensor that the function lets go of is gone, and a dictionary that the function keeps stays as it is."""
+def _reads() -> tuple[Any, Any, dict[str, Any]]:  # no `assert` here: pytest writes `locals()` into it
     tensor = torch.ones(3)
     ref = weakref.ref(tensor)
     frame = sys._getframe()
+    read = list(local_values(frame))
+    del tensor
+    return ref, read, local_values(frame)
+
+
+def _keeps() -> dict[str, Any]:
     kept = locals()
-    read = local_values(frame)
-    assert (read.get("ref") is ref) is (sys.version_info >= (3, 13))  # before, nothing is read
-    assert kept["ref"] is ref
-    del tensor, read
-    kept.clear()
-    assert local_values(frame) is not kept
+    kept["note"] = 1
+    return {"read": local_values(sys._getframe()), "kept": kept, "note": locals().get("note")}
+
+
+def _reads_one(x: int) -> dict[str, Any]:
+    return local_values(sys._getframe())
+
+
+def test_reading_locals_leaves_nothing_behind() -> None:
+    """A tensor that the function lets go of is gone; a function that has its variables as a dictionary keeps them."""
+    ref, first, then = _reads()
     assert ref() is None
-
-
-def test_a_variable_that_is_assigned_twice_is_not_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the values of variables the source decides, and only where it leaves no doubt."""
-
-    def either(case: Case) -> None:
-        criterion = partial(entropy)
-        if not case.node:
-            criterion = partial(two_logs)
-        loss = Loss(criterion(case.run() * 0).mean(), case)
-        loss.backward()
-
-    monkeypatch.setattr(loss_source, "local_values", lambda frame: {})
-    case = Case()
-    either(case)
-    assert case.place is None
-    once = Case()
-    partly_bound(once)
-    assert once.lines() == ["log of entropy"]
+    assert (set(first), set(then)) == ({"tensor", "ref", "frame"}, {"ref", "frame", "read"})
+    before_3_13 = sys.version_info < (3, 13)
+    found = _keeps()
+    assert found["kept"]["note"] == 1
+    assert found["note"] == (1 if before_3_13 else None)
+    assert not before_3_13 or found["read"] == {}
+    sys.setprofile(lambda *_: None)
+    try:
+        read = _reads_one(3)
+    finally:
+        sys.setprofile(None)
+    assert read == ({} if before_3_13 else {"x": 3})
 
 
 def test_hooks_change_no_gradient() -> None:
