@@ -80,9 +80,17 @@ class Plan:
 def measure(build: Build, *, steps: int = 3, device: torch.device | None = None) -> dict[str, Any]:
     """Compare the ranks of the default group with one process; return this rank's facts for SYNC209.
 
+    While a rank runs alone, its process is a world of its own for all that runs in it. So this is for the ranks that
+    `ddpdebug equivalence` starts and for tests, never for a process that trains.
+
     Raises:
-        UsageError: the factory cannot be compared, with the reason.
+        UsageError: the factory cannot be compared, with the reason; or this is no process for it.
     """
+    if not internals.is_claimed():
+        raise UsageError(
+            "equivalence makes its process a world of one for a moment, which a training process must not be; run "
+            "`ddpdebug equivalence file.py:build`, or use the assertion in a test of pytest"
+        )
     if not dist.is_initialized() or dist.get_world_size() < 2:
         raise UsageError("equivalence needs a process group of at least 2 ranks")
     plan = Plan(steps=steps, device=device or torch.device("cpu"))

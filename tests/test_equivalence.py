@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - the usual name
 from torch.nn.parallel import DistributedDataParallel
 
+import ddpdebug
+from ddpdebug import torch_internals as internals
 from ddpdebug.equivalence import bound, judge, measure
 from ddpdebug.errors import UsageError
 from ddpdebug.findings import Finding, Severity
@@ -316,6 +318,24 @@ def test_nothing_is_left_changed() -> None:
     assert torch.get_default_dtype() is torch.float32
     assert dist.get_world_size() == 2
     dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_a_training_process_is_not_made_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of tests and of the ranks that a command starts it is refused, and nothing has happened to the group."""
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    world = dist.group.WORLD
+    with pytest.raises(UsageError, match="run `ddpdebug equivalence"):
+        measure(plain)
+    with pytest.raises(UsageError, match="run `ddpdebug preflight --nproc-per-node N"):
+        ddpdebug.preflight(nn.Linear(2, 2), F.mse_loss, None, [(torch.ones(2, 2), torch.ones(2, 2))], only=["data"])
+    with pytest.raises(RuntimeError, match="may not be made a world of its own"), internals.alone():
+        pass
+    assert dist.group.WORLD is world
+    assert dist.get_world_size() == 2
+    monkeypatch.setenv("PYTEST_CURRENT_TEST", "this one")
+    with internals.one_rank():
+        assert dist.get_world_size() == 1
 
 
 def random_in_function() -> Made:

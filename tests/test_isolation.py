@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import pickle
 import signal
 import sys
 import threading
+import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -121,6 +124,46 @@ def test_no_iterator_in_c_calls_our_code(file: Path) -> None:
         if (first := ast.unparse(node.args[0])) not in _IN_C and not first.startswith(("math.", "xxhash."))
     ]
     assert found == []
+#: What a process has once: who takes it, and why that is nobody's.
+_TAKEN_ONCE = {
+    "faulthandler.dump_traceback_later": {"stacks.py": "in the ranks of `check`, before the script's first line"},
+    "signal.setitimer": {"preflight/surroundings.py": "in a preflight, where no timer runs"},
+    "signal.signal": {
+        "preflight/surroundings.py": "as above, put back",
+        "supervisor.py": "in the process that waits for ranks",
+        "pytest_plugin/zygote.py": "in the process that forks ranks",
+    },
+    "c10d._update_default_pg": {"torch_internals/__init__.py": "in a process that is claimed for it"},
+    "_unsafe_set_version_counter": {},
+    "sys.settrace": {},
+}
+
+
+def test_what_a_process_has_once_is_taken_by_few() -> None:
+    """Timers, handlers and the default group are the job's; who takes one is listed with the reason."""
+    found: dict[str, set[str]] = {name: set() for name in _TAKEN_ONCE}
+    for file in _PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            for name in (called, called.rpartition(".")[2]):
+                if name in found:
+                    found[name].add(file.relative_to(_PACKAGE).as_posix())
+    assert found == {name: set(places) for name, places in _TAKEN_ONCE.items()}
+
+
+def test_variables_of_running_functions_are_read_in_one_place() -> None:
+    """Where it is known what reading them leaves behind; a dictionary of theirs is emptied nowhere else."""
+    found = {
+        file.relative_to(_PACKAGE).as_posix()
+        for file in _PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr == "f_locals"
+    }
+    assert found == {
+        "isolation/user_code.py",
+        "forensics/holders.py",  # of a module, whose variables are globals
+        "probes/recipe/chance.py",  # inside the callback of a profile, which writes them back
+    }
 
 
 # --- the guard --------------------------------------------------------------------------------------------------------
@@ -228,6 +271,62 @@ def test_a_signal_handlers_exception_is_the_users(
         signal.signal(signal.SIGALRM, before)
     assert (troubles, guard.off, guard.active) == ([], set(), False)
     assert cuts
+
+
+def _once(number: int, frame: Any) -> None:
+    signal.signal(number, signal.SIG_IGN)
+    raise Preempted
+
+
+def _once_starred(*args: Any) -> None:
+    signal.signal(args[0], signal.SIG_IGN)
+    raise Preempted
+
+
+def _logged(handler: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(handler)
+    def logs(*args: Any, **kwargs: Any) -> None:
+        kwargs["seen"] = args
+        del kwargs["seen"], args
+        raise Preempted from None
+
+    return logs
+
+
+@pytest.mark.parametrize(
+    "handler", [_once, _once_starred, _logged(_keeps_frame), functools.partial(_logged(_keeps_frame), 1)]
+)
+def test_a_handler_that_is_wrapped_or_no_longer_installed(handler: Any, guard: Guard, troubles: list[Any]) -> None:
+    """It is known by its code while it is installed, and afterwards by what it was given."""
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with pytest.raises(Preempted):
+            guard.run("probe:a", _alarm)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert (troubles, guard.off) == ([], set())
+
+
+def test_looking_for_a_handler_keeps_no_variable(guard: Guard) -> None:
+    """The values of a frame that an error has left die with `traceback.clear_frames`."""
+    kept: list[BaseException] = []
+
+    def handler(number: int, frame: Any) -> None:
+        batch = torch.ones(3)
+        refs.append(weakref.ref(batch))
+        raise Preempted
+
+    refs: list[weakref.ref[torch.Tensor]] = []
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        guard.run("probe:a", _alarm)
+    except Preempted as error:
+        kept.append(error)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert refs[0]() is not None
+    traceback.clear_frames(kept[0].__traceback__)
+    assert refs[0]() is None
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])

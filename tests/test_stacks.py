@@ -37,6 +37,19 @@ def test_stacks_come_at_the_deadline(name: str, tmp_path: Path) -> None:
     assert "train.py" in stacks.place(found[3])
 
 
+def test_the_scripts_own_is_left_alone(tmp_path: Path) -> None:
+    """A process has one such timer: ours is set before the script's first line, and the script's replaces it."""
+    script = (
+        "import faulthandler, time\nfaulthandler.dump_traceback_later(0.2, file=open('own.txt', 'w'))\ntime.sleep(1.5)"
+    )
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
+    code = "import os, runpy; from ddpdebug import stacks; stacks.arm(os.environ); runpy.run_path('train.py')"
+    environ = {**os.environ, "RANK": "3", stacks.DEADLINE: stacks.deadline(1.0, tmp_path)}
+    subprocess.run([sys.executable, "-c", code], env=environ, cwd=tmp_path, timeout=60, check=True)
+    assert "train.py" in (tmp_path / "own.txt").read_text(encoding="utf-8")
+    assert (tmp_path / "3").read_text(encoding="utf-8") == ""
+
+
 def test_nothing_without_a_deadline(tmp_path: Path) -> None:
     """A rank that nobody gave a deadline, or a broken one, writes nothing and does not fail."""
     for environ in ({}, {stacks.DEADLINE: "x"}, {stacks.DEADLINE: f"1 {tmp_path / 'no'}"}):

@@ -33,7 +33,7 @@ def run(request: Request) -> int:
     notes = _notes(bundle, device)
 
     def once(part: Scene) -> Trace:
-        return replay(part, seconds=_SECONDS, autocast=request.amp and dtype is None)
+        return replay(part, seconds=_SECONDS, autocast=request.amp and dtype is None, alone=True)
 
     trace = once(scene)
     shrunk = shrink(scene, trace, once) if request.shrink else None

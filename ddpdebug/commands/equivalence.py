@@ -116,8 +116,9 @@ def _as_rank(path: str, name: str, result: Path | None, options: Mapping[str, An
     """Measure with the other ranks and leave the result; under torchrun rank 0 prints the verdict."""
     import torch  # noqa: PLC0415 - not before a rank runs
 
-    from ddpdebug import equivalence  # noqa: PLC0415
+    from ddpdebug import equivalence, torch_internals as internals  # noqa: PLC0415
 
+    internals.claim_process()
     rank, record = int(os.environ["RANK"]), dict[str, Any]()
     try:
         build = _load(path, name)

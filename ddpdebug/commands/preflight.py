@@ -185,10 +185,12 @@ def _from_factory(
 
 
 def _examine(subject: Any, config: Config, groups: Sequence[str] | None, note: str) -> int:
-    from ddpdebug.preflight.examine import examine  # noqa: PLC0415 - loads torch
+    from ddpdebug import torch_internals as internals  # noqa: PLC0415 - loads torch
+    from ddpdebug.preflight.examine import examine  # noqa: PLC0415
     from ddpdebug.preflight.files import write  # noqa: PLC0415
     from ddpdebug.preflight.results import Status  # noqa: PLC0415
 
+    internals.claim_process()  # the script has been stopped
     start = time.monotonic()
     checks = examine(subject, groups)
     print(f"ddpdebug: preflight: {clean(note)}; examined in {time.monotonic() - start:.1f} s", flush=True)

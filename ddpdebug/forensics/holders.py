@@ -32,7 +32,7 @@ import torch
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.forensics.growth_line import filled_at
-from ddpdebug.isolation.user_code import is_user_file, is_users, shorten
+from ddpdebug.isolation.user_code import is_user_file, is_users, local_values, shorten
 from ddpdebug.probes.graphs import marked_step
 
 MAX_VISITS = 200_000
@@ -204,11 +204,7 @@ def search(known: Collection[int], frame: FrameType | None) -> dict[str, Any]:
             frames.append(frame)
         frame = frame.f_back
     found = Search(known)
-    try:
-        holders = found.run(frames)
-    finally:
-        for each in frames:
-            release_locals(each)
+    holders = found.run(frames)
     return {"holders": [asdict(holder) for holder in holders], "visits": found.visits}
 
 
@@ -237,15 +233,10 @@ def _frame_items(frame: FrameType | None) -> Iterator[tuple[Any, _Place]]:
     top = code.co_name == "<module>"
     others = tuple(f.__code__ for f in list(frame.f_globals.values()) if type(f) is FunctionType)
     line = f"{shorten(code.co_filename)}:{frame.f_lineno}"
-    for name, value in list(frame.f_locals.items()):
+    variables = local_values(frame) if code.co_flags & inspect.CO_OPTIMIZED else frame.f_locals
+    for name, value in list(variables.items()):
         if not name.startswith("__"):
             yield value, _Place(name, None if top else code.co_name, (code, *others), name, line)
-
-
-def release_locals(frame: FrameType) -> None:
-    """Drop the copy of a function's variables that reading them has made, or it would keep them alive."""
-    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13) and sys.gettrace() is None:
-        frame.f_locals.clear()
 
 
 # --- how to go on -----------------------------------------------------------------------------------------------------
@@ -297,7 +288,6 @@ def _traceback(error: BaseException, place: _Place) -> Iterator[tuple[Any, _Plac
             return
         if trace.tb_frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # the others' variables are globals
             yield from ((value, place) for value, _ in _frame_items(trace.tb_frame))
-            release_locals(trace.tb_frame)
         trace = trace.tb_next
 
 

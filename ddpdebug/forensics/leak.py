@@ -1,9 +1,8 @@
 """Asks once whether a language model sees the token that it shall predict: one forward again with another token.
 
 Nothing happens before the loss is a small share of what it was at first and the targets turn out to be the inputs,
-moved by one position. Then the inner module runs twice in eval mode on the inputs of the last forward, on one rank,
-without gradients and in the way of a replay: on stand-ins, with random state, modes and buffers put back, and ended by
-any operation that would communicate.
+moved by one position. Then a copy of the inner module runs twice in eval mode on the inputs of the last forward, on one
+rank, without gradients and in the way of a replay, and is ended by any operation that would communicate.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from typing import Any
 import torch
 
 from ddpdebug import torch_internals as internals
-from ddpdebug.forensics.tracer import Stopped, Tracer
-from ddpdebug.forensics.undisturbed import StandIns, fresh_arguments, undisturbed
+from ddpdebug.forensics.tracer import Tracer
+from ddpdebug.forensics.undisturbed import StandIns, Stopped, undisturbed
 from ddpdebug.isolation.user_code import is_users
 from ddpdebug.probes.holding import is_container, items, leaves, rebuilt
 from ddpdebug.probes.scene import Scene
@@ -112,8 +111,8 @@ def look(scene: Scene, known: Relation) -> dict[str, Any] | None:
     row[known.position] = values[values != row[known.position]][0]
     modes = dict.fromkeys(scene.names, False)
     try:
-        with undisturbed(module, scene.buffers, modes) as stand_ins:
-            runs = [_run(module, scene, known, tokens, stand_ins) for tokens in (known.tokens, other)]
+        with undisturbed(module, scene.buffers, modes, (scene.args, scene.kwargs)) as stand_ins:
+            runs = [_run(scene, known, tokens, stand_ins) for tokens in (known.tokens, other)]
         return _judged(known, *runs)
     except (Exception, Stopped) as error:
         if is_users(error):
@@ -130,20 +129,20 @@ def _refuses(module: torch.nn.Module) -> bool:
     )
 
 
-def _run(module: torch.nn.Module, scene: Scene, known: Relation, tokens: torch.Tensor, stand_ins: StandIns) -> _Pass:
+def _run(scene: Scene, known: Relation, tokens: torch.Tensor, stand_ins: StandIns) -> _Pass:
     seen = _Pass()
-    args = tuple(fresh_arguments(_with(v, known.tokens, tokens), stand_ins.protected) for v in scene.args)
-    kwargs = {k: fresh_arguments(_with(v, known.tokens, tokens), stand_ins.protected) for k, v in scene.kwargs.items()}
-    tracer = Tracer(lambda: (None, None, 0), stand_ins.protected, time.monotonic() + _SECONDS)
+    args = tuple(stand_ins.argument(_with(v, known.tokens, tokens)) for v in scene.args)
+    kwargs = {k: stand_ins.argument(_with(v, known.tokens, tokens)) for k, v in scene.kwargs.items()}
+    tracer = Tracer(lambda: (None, None, 0), stand_ins, time.monotonic() + _SECONDS)
     handles = [
         part.register_forward_hook(_keeper(seen, name, known, tracer), with_kwargs=True)
-        for name, part in internals.named_modules(module)
+        for name, part in internals.named_modules(stand_ins.module)
         if name
     ]
     scene.rng.restore()
     try:
         with torch.no_grad(), _cast(scene), internals.as_users(), tracer:
-            output = module(*args, **kwargs)
+            output = stand_ins.module(*args, **kwargs)
     finally:
         for handle in handles:
             handle.remove()

@@ -23,10 +23,9 @@ from ddpdebug import run_files, torch_internals as internals
 from ddpdebug.detectors.mem.explanation import explain
 from ddpdebug.detectors.mem.growth import size_text
 from ddpdebug.disk import Disk
-from ddpdebug.forensics.holders import release_locals
 from ddpdebug.forensics.oom_text import render
 from ddpdebug.forensics.snapshot import by_line
-from ddpdebug.isolation.user_code import is_user_file, shorten
+from ddpdebug.isolation.user_code import is_user_file, local_values, shorten
 from ddpdebug.probes.memory import Failure
 from ddpdebug.probes.recorder import Recorder
 from ddpdebug.redaction import Redactor
@@ -217,8 +216,7 @@ def where(error: BaseException, recorder: Recorder) -> dict[str, Any]:
         elif is_user_file(file):
             line = f"{shorten(file)}:{number}"
         if function in {"forward", *internals.CALLS}:
-            running = frame.f_locals.get("self")
-            release_locals(frame)
+            running = local_values(frame).get("self")
             if isinstance(running, torch.nn.Module) and not isinstance(running, DistributedDataParallel):
                 module = names.get(id(running), type(running).__name__)
                 phase = phase or "forward"

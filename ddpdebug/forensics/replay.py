@@ -1,12 +1,14 @@
-"""Runs one kept forward and backward again, in place, and names the operation that made the first non-finite value.
+"""Runs one kept forward and backward again, and names the operation that made the first non-finite value.
 
-The inner module runs, not the wrapper: nothing is reduced, no hook of DDP or of the user fires. An operation that would
-communicate ends the replay instead. It never raises: what goes wrong is the reason why the trace is not complete.
+A copy of the inner module runs (see `undisturbed`), not the wrapper: nothing is reduced, no hook of DDP or of the user
+fires. An operation that would communicate ends the replay instead. It never raises: what goes wrong is the reason why
+the trace is not complete.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 from collections import Counter, deque
@@ -19,8 +21,8 @@ import torch
 from ddpdebug import torch_internals as internals
 from ddpdebug.forensics.lines import ends_stack, line_of
 from ddpdebug.forensics.ranges import described, is_floating, nonfinite
-from ddpdebug.forensics.tracer import Origin, Stopped, Tracer
-from ddpdebug.forensics.undisturbed import StandIns, fresh_arguments, undisturbed
+from ddpdebug.forensics.tracer import Origin, Tracer, WouldWriteError
+from ddpdebug.forensics.undisturbed import COPY_BYTES, CannotCopyError, StandIns, Stopped, undisturbed
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import is_users
 from ddpdebug.probes.holding import leaves
@@ -81,13 +83,20 @@ class Trace:
 
 
 def replay(
-    scene: Scene, *, backward: bool = True, seconds: float = SECONDS, guard: Guard | None = None, autocast: bool = True
+    scene: Scene,
+    *,
+    backward: bool = True,
+    seconds: float = SECONDS,
+    guard: Guard | None = None,
+    autocast: bool = True,
+    alone: bool = False,
 ) -> Trace:
     """Run a forward, and its backward, once more.
 
     Args:
         guard: its probes are silent meanwhile.
         autocast: false leaves autocast off even if it was on.
+        alone: in a process that does nothing else, where what is written elsewhere does no harm.
     """
     started = time.monotonic()
     trace = Trace(called_at=scene.location)
@@ -95,7 +104,7 @@ def replay(
     try:
         if guard is not None:
             guard.quiet = True
-        _Replay(scene, trace, started + seconds, autocast=autocast).run(backward=backward)
+        _Replay(scene, trace, started + seconds, autocast=autocast, alone=alone).run(backward=backward)
     except Exception as error:
         if is_users(error):
             raise
@@ -113,8 +122,8 @@ ends_stack(replay)
 class _Replay:
     """One replay while it runs."""
 
-    def __init__(self, scene: Scene, trace: Trace, deadline: float, *, autocast: bool) -> None:
-        self._scene, self._trace, self._autocast = scene, trace, autocast
+    def __init__(self, scene: Scene, trace: Trace, deadline: float, *, autocast: bool, alone: bool) -> None:
+        self._scene, self._trace, self._autocast, self._alone = scene, trace, autocast, alone
         self._modules = _ModuleStack()
         self._deadline = deadline
         self._done = False
@@ -134,35 +143,60 @@ class _Replay:
         if trace.reason is not None:
             return
         self._note_differences(module)
-        with undisturbed(module, scene.buffers, modes) as stand_ins:
-            if stand_ins.hooks_left_out:
-                trace.notes.append(f"{stand_ins.hooks_left_out} hooks on modules were left out")
-            tracer = Tracer(self._modules.where, stand_ins.protected, self._deadline)
-            self._modules.follow(module, tracer)
-            try:
-                self._both(module, tracer, stand_ins, backward=backward)
-                trace.complete = tracer.stopped is None
-            except Stopped as stopped:
-                trace.reason = str(stopped)
-            except Exception as error:
-                if is_users(error):
-                    raise
-                trace.reason = f"{type(error).__name__}: {error}"[:500]
-            trace.reason = trace.reason or tracer.stopped
-            trace.operations = tracer.operations
-            if not self._done:
-                trace.culprit = _first(tracer.origins)
-            self._tell(tracer)
+        noted, wanted = len(trace.notes), set[int]()
+        while (more := self._once(module, modes, wanted, backward=backward)) is not None:
+            wanted.add(more)
+            del trace.notes[noted:]
+            trace.reason, trace.backward, self._modules, self._done = None, False, _ModuleStack(), False
 
-    def _both(self, module: torch.nn.Module, tracer: Tracer, stand_ins: StandIns, *, backward: bool) -> None:
+    def _once(
+        self, module: torch.nn.Module, modes: Mapping[str, bool], wanted: set[int], *, backward: bool
+    ) -> int | None:
+        """Run; return the address of memory of which the run needs a copy and has none, if there is room for it."""
+        scene, trace = self._scene, self._trace
+        made = StandIns(math.inf if self._alone and wanted else COPY_BYTES, wanted, alone=self._alone)
+        try:
+            with undisturbed(module, scene.buffers, modes, (scene.args, scene.kwargs), made) as stand_ins:
+                return self._follow(stand_ins, backward=backward)
+        except CannotCopyError as error:
+            trace.reason = str(error)
+            return None
+
+    def _follow(self, stand_ins: StandIns, *, backward: bool) -> int | None:
+        trace = self._trace
+        if stand_ins.hooks_left_out:
+            trace.notes.append(f"{stand_ins.hooks_left_out} hooks on modules were left out")
+        tracer = Tracer(self._modules.where, stand_ins, self._deadline)
+        self._modules.follow(stand_ins.module, tracer)
+        try:
+            self._both(tracer, stand_ins, backward=backward)
+            trace.complete = tracer.stopped is None
+        except WouldWriteError as stopped:
+            if self._alone or stopped.size <= stand_ins.room:
+                return stopped.address
+            trace.reason = str(stopped)
+        except Stopped as stopped:
+            trace.reason = str(stopped)
+        except Exception as error:
+            if is_users(error):
+                raise
+            trace.reason = f"{type(error).__name__}: {error}"[:500]
+        trace.reason = trace.reason or tracer.stopped
+        trace.operations = tracer.operations
+        if not self._done:
+            trace.culprit = _first(tracer.origins)
+        self._tell(tracer)
+        return None
+
+    def _both(self, tracer: Tracer, stand_ins: StandIns, *, backward: bool) -> None:
         scene = self._scene
-        args = tuple(fresh_arguments(value, stand_ins.protected) for value in scene.args)
-        kwargs = {key: fresh_arguments(value, stand_ins.protected) for key, value in scene.kwargs.items()}
+        args = tuple(stand_ins.argument(value) for value in scene.args)
+        kwargs = {key: stand_ins.argument(value) for key, value in scene.kwargs.items()}
         _add_sources(tracer, args, kwargs, stand_ins)
         scene.rng.restore()
         with self._surroundings():
             with internals.as_users(), tracer:
-                output = module(*args, **kwargs)
+                output = stand_ins.module(*args, **kwargs)
             outputs = list(tensors_in(output))
             self._trace.culprit = _blamed(tracer, outputs)
             if self._trace.culprit is None and backward:
@@ -278,7 +312,7 @@ class _ModuleStack:
         self._forward = True
 
     def follow(self, module: torch.nn.Module, tracer: Tracer) -> None:
-        """Hook all modules; the caller takes the hooks away again."""
+        """Hook all modules of a copy, which dies with its hooks."""
         for name, part in internals.named_modules(module):
             kind = type(part).__name__
 

@@ -19,8 +19,9 @@ import torch
 from ddpdebug import torch_internals as internals
 from ddpdebug.forensics.lines import user_stack
 from ddpdebug.forensics.ranges import described, is_floating, nonfinite
-from ddpdebug.forensics.undisturbed import CopyOnWrite
+from ddpdebug.forensics.undisturbed import StandIns, Stopped
 from ddpdebug.isolation.user_code import is_users
+from ddpdebug.probes.holding import size_text
 
 _UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "resize_"}
 _CONSTANTS = {"lift", "lift_fresh", "lift_fresh_copy"}  # what `torch.tensor(...)` makes in a forward
@@ -28,8 +29,19 @@ _OVERWRITING = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", 
 _MAX_OPERANDS = 6
 
 
-class Stopped(BaseException):  # a user's `except Exception` in forward must not swallow it
-    """Ends a replay from the inside; the text is the reason."""
+class WouldWriteError(Stopped):
+    """Ends a run that is about to write memory of the job, which was lent to it.
+
+    Args:
+        address: of that memory.
+        size: its bytes.
+    """
+
+    def __init__(self, address: int, size: int, operation: str) -> None:
+        super().__init__(
+            f"it writes in place to {size_text(size)} of the job ({operation}), and there is no room for a copy of that"
+        )
+        self.address, self.size = address, size
 
 
 @dataclass(slots=True)
@@ -98,13 +110,14 @@ class Tracer(internals.OperationMode):
 
     Args:
         where: returns (path, class, call) of the module whose forward is running.
+        stand_ins: what runs, and which memory it may write.
         deadline: on the clock of `time.monotonic`.
     """
 
     def __init__(
         self,
         where: Callable[[], tuple[str | None, str | None, int]],
-        protected: CopyOnWrite,
+        stand_ins: StandIns,
         deadline: float,
     ) -> None:
         super().__init__()
@@ -112,7 +125,7 @@ class Tracer(internals.OperationMode):
         self.operations = 0
         self.stopped: str | None = None
         self.muted = False  # what runs now is not the model's
-        self._where, self._protected, self._deadline = where, protected, deadline
+        self._where, self._stand_ins, self._deadline = where, stand_ins, deadline
         self._at: dict[int, Origin] = {}  # by address of the storage
         self._ours: set[int] = set()  # addresses of memory that the replay made
         self._nodes: dict[int, _Made] = {}
@@ -149,13 +162,28 @@ class Tracer(internals.OperationMode):
         schema = internals.schema(func)
         call = _Call(str(func), schema.name.rpartition("::")[2], internals.current_node(), args, kwargs)
         call.take_operands(schema)
-        for tensor in call.written:
-            if tensor.layout is torch.strided and tensor.nbytes and _address(tensor) not in self._ours:
-                self._protected.before_write(tensor)
+        self._protect(call)
         self._note_node(call)
         output = func(*args, **kwargs)
         self._follow(call, list(_tensors(output)))
         return output
+
+    def _protect(self, call: _Call) -> None:
+        """End the replay before it touches what is the job's."""
+        stand_ins = self._stand_ins
+        for tensor in call.tensors:
+            if name := stand_ins.originals.get(id(tensor)):
+                self.stop(f"it uses the model's own {name}, by a way that could not be copied ({call.name})")
+        for tensor in call.written:
+            address = _address(tensor)
+            if tensor.layout is not torch.strided or not tensor.nbytes or address in self._ours:
+                continue
+            if address in stand_ins.lent:
+                stopped = WouldWriteError(address, stand_ins.lent[address], call.name)
+                self.stopped = str(stopped)
+                raise stopped
+            if not stand_ins.may_write(address):
+                self.stop(f"it writes in place what is no part of the model and no input ({call.name})")
 
     def _note_node(self, call: _Call) -> None:
         """Remember which line made the autograd node that this operation belongs to."""
@@ -243,7 +271,7 @@ class _Call:
 
     def __init__(self, name: str, base: str, node: Any, args: Any, kwargs: Any) -> None:
         self.name, self.base, self.node, self.args, self.kwargs = name, base, node, args, kwargs
-        everything = list(_tensors((args, kwargs)))
+        everything = self.tensors = list(_tensors((args, kwargs)))
         self.addresses = {_address(t) for t in everything}
         self.written: list[torch.Tensor] = []
         self.overwritten: list[torch.Tensor] = []  # written without being read

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import signal
 import sys
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
-#: To a dictionary of locals that nobody else holds: by the frame, by our name, by the call that counts.
-_OWN_REFERENCES = 3
+#: By what a function comes to the dictionary of its variables, which it may keep.
+_ASKS = frozenset({"locals", "vars", "eval", "exec", "f_locals"})
+#: A handler that wraps handlers that wrap handlers.
+_MAX_WRAPPED = 20
 _OWN = str(Path(__file__).resolve().parent.parent) + "/"
 #: Packages whose errors may come from what a probe does; others are raised by nobody but the user.
 _LIBRARIES = ("ddpdebug", "functorch", "numpy", "prometheus_client", "rich", "safetensors", "torch")
@@ -66,26 +69,59 @@ def users_error(error: BaseException) -> BaseException | None:
 
 
 def _handles_signal(frame: FrameType, interrupted: FrameType) -> bool:
-    code = frame.f_code
-    if code.co_filename.startswith(_OWN):
+    """Tell whether a frame, which has ended, is that of a signal handler."""
+    if frame.f_code.co_filename.startswith(_OWN):
         return False
-    names = code.co_varnames[: code.co_argcount]
-    rest = code.co_argcount + code.co_kwonlyargcount
-    values = local_values(frame)
-    if any(values.get(name) is interrupted for name in names):
+    if frame.f_code in _handlers():
         return True
-    if code.co_flags & inspect.CO_VARARGS and any(v is interrupted for v in values.get(code.co_varnames[rest], ())):
-        return True
-    return any(code is _code_of(signal.getsignal(number)) for number in signal.valid_signals())
+    # A handler that has put another in its place was given a number and the frame that it interrupts. What a frame that
+    # has ended refers to are its values, and its caller.
+    values = gc.get_referents(frame)
+    if not any(type(value) is int and value in signal.valid_signals() for value in values):
+        starred = [value for value in values if type(value) is tuple and len(value) == 2]
+        return any(pair[1] is interrupted for pair in starred)
+    return sum(value is interrupted for value in values) > _CALLERS
 
 
-def _code_of(handler: Any) -> Any:
-    """Return the code that runs when something is called; None where it is not Python's."""
-    while isinstance(handler, functools.partial):
-        handler = handler.func
-    handler = inspect.unwrap(getattr(handler, "__func__", handler)) if callable(handler) else None
-    called = getattr(type(handler), "__call__", None)  # noqa: B004 - its code is what is wanted
-    return getattr(handler, "__code__", None) or getattr(called, "__code__", None)
+def _handlers() -> set[CodeType]:
+    """Return the code of all signal handlers that are installed now."""
+    return {code for number in signal.valid_signals() for code in _codes_of(signal.getsignal(number))}
+
+
+def _codes_of(handler: Any) -> list[CodeType]:
+    """Return the code that runs when something is called, and that of what it wraps; none where it is not Python's."""
+    found: list[CodeType] = []
+    for _ in range(_MAX_WRAPPED):
+        if isinstance(handler, functools.partial):
+            handler = handler.func
+            continue
+        function = getattr(handler, "__func__", handler)
+        called = getattr(type(function), "__call__", None)  # noqa: B004 - its code is what is wanted
+        code = getattr(function, "__code__", None) or getattr(called, "__code__", None)
+        found += [code] if isinstance(code, CodeType) else []
+        handler = getattr(function, "__wrapped__", None)
+        if handler is None:
+            break
+    return found
+
+
+def _count_callers() -> int:
+    """Return how often a frame that has ended refers to its caller: it depends on the version of Python."""
+
+    def fail() -> None:
+        raise ValueError
+
+    try:
+        fail()
+    except ValueError as error:
+        trace = error.__traceback__
+        assert trace is not None
+        assert trace.tb_next is not None
+        return sum(value is trace.tb_frame for value in gc.get_referents(trace.tb_next.tb_frame))
+    return 0
+
+
+_CALLERS = _count_callers()
 
 
 def calling_frame() -> FrameType | None:
@@ -114,14 +150,18 @@ def local_values(frame: FrameType) -> dict[str, Any]:
     """Return a function's local variables without leaving anything of them behind; none of a module or class body.
 
     Before Python 3.13 a frame keeps the dictionary that it is asked for, and with it every value, until it ends: a
-    batch and its graph would live on. It is emptied, unless the function itself has called `locals()` and kept it.
+    batch and its graph would live on. There it is emptied again, which nobody can see but the function itself, and what
+    traces or profiles it. So nothing is read of a function that may ask for its own dictionary, or while that runs.
     """
     if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         return {}
+    if sys.version_info >= (3, 13):
+        return dict(frame.f_locals)
+    if not _ASKS.isdisjoint(frame.f_code.co_names) or sys.gettrace() is not None or sys.getprofile() is not None:
+        return {}
     kept = frame.f_locals
     found = dict(kept)
-    if type(kept) is dict and sys.getrefcount(kept) <= _OWN_REFERENCES:
-        kept.clear()
+    kept.clear()
     return found
 
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.errors import UsageError
 from ddpdebug.preflight.groups import GROUPS, chosen
 from ddpdebug.preflight.parts import reason
 from ddpdebug.preflight.results import Check, Status
@@ -18,7 +19,16 @@ _SECONDS = 60.0
 
 
 def examine(subject: Subject, groups: Sequence[str] | None = None) -> list[Check]:
-    """Return what the checks of the groups say, or of all groups; one that raises is skipped and says why."""
+    """Return what the checks of the groups say, or of all groups; one that raises is skipped and says why.
+
+    Raises:
+        UsageError: this process is one of several ranks that somebody trains with.
+    """
+    if internals.is_one_of_several() and not internals.is_claimed():
+        raise UsageError(
+            "preflight runs the loss as a world of one rank, which one of several that train must not be; call it "
+            "before init_process_group, or run `ddpdebug preflight --nproc-per-node N script.py`"
+        )
     wanted = list(GROUPS) if groups is None else chosen(",".join(groups))
     checks: list[Check] = []
     with internals.one_rank():

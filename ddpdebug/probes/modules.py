@@ -13,18 +13,15 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.isolation.user_code import local_values
 from ddpdebug.probes import device, ranges
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.looks import Looks
@@ -57,7 +54,7 @@ class ForwardProbe:
         self._step = 0
         self._calls: dict[int, int] = {}
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int | None]] = {}  # id -> (tensor, version) looked at
-        self._bad: list[tuple[list[torch.nn.Module], dict[str, Any]]] = []
+        self._bad: list[tuple[list[torch.nn.Module], dict[str, Any]]] = []  # with the modules around, as they end
         self._near: list[tuple[torch.nn.Module, dict[str, Any]]] = []
         self._pending: list[tuple[torch.nn.Module, dict[str, Any], torch.Tensor, torch.Tensor]] = []
         self._history: dict[str, deque[list[float]]] = {}
@@ -88,7 +85,8 @@ class ForwardProbe:
 
             self._remember(path)
             looks = self._looks
-            calls = [{**_place(root, prefix, chain, path), **entry} for chain, entry in self._bad]
+            bad = [(chain if any(m is root for m in chain) else [root, *chain], entry) for chain, entry in self._bad]
+            calls = [{**_place(root, prefix, chain, path), **entry} for chain, entry in bad]
             looks.forward += calls[: _MAX_BAD - len(looks.forward)]
             if self._pending:
                 looks.later.append(_later([({"module": path(m), **e}, a, b) for m, e, a, b in self._pending]))
@@ -111,6 +109,8 @@ class ForwardProbe:
             self._guard.run("probe:layers", self.also, module, args, output)
 
     def _look(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if self._bad and not internals.is_leaf(module):
+            self._enclose(module)
         key = id(module)
         call = self._calls[key] = self._calls.get(key, -1) + 1
         self._order += 1
@@ -158,7 +158,17 @@ class ForwardProbe:
             "input_range": [min(finite), max(finite)] if finite else None,
             "input_nonfinite": bool(kinds - {ranges.MINUS_INF}) if seen else None,
         }
-        self._bad.append((_callers(module), entry))
+        self._bad.append(([module], entry))
+
+    def _enclose(self, module: torch.nn.Module) -> None:
+        """Note that the forward of a module has ended: it was around the bad calls of what it holds.
+
+        A module that is registered in two places has two paths: who ends next tells which one it is.
+        """
+        held = {id(part) for part in internals.modules(module)}
+        for chain, _ in self._bad:
+            if chain[0] is not module and id(chain[0]) in held:
+                chain.insert(0, module)
 
     def _half(self, module: torch.nn.Module, tensor: torch.Tensor, low: float, high: float) -> None:
         largest = max(high, -low)
@@ -185,22 +195,6 @@ class ForwardProbe:
             if value is not tensor and not self._known(value) and (found := ranges.look(value)) is not None:
                 self._pending.append((module, {**entry, "role": "input"}, *found))
         self._pending.append((module, entry, *seen))
-
-
-def _callers(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the modules whose code is running, the outermost first and `module` last, as the Python stack shows them.
-
-    A module that is registered in two places has two paths: who calls tells which one it is.
-    """
-    chain = [module]
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented way to walk the stack
-    while frame is not None:
-        code = frame.f_code
-        first = local_values(frame).get(code.co_varnames[0]) if code.co_argcount else None
-        if isinstance(first, torch.nn.Module) and first is not chain[-1]:
-            chain.append(first)
-        frame = frame.f_back
-    return chain[::-1]
 
 
 def _place(

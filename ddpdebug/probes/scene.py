@@ -59,15 +59,24 @@ class RandomState:
         )
 
     def restore(self) -> None:
-        """Put the kept states back."""
-        if self.cpu is not None:
+        """Put the kept states back; a generator that nobody has drawn from since is not touched."""
+        if self.cpu is not None and not torch.equal(torch.default_generator.get_state(), self.cpu):
             torch.default_generator.set_state(self.cpu)
         if self.cuda is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(self.cuda, self.device)
-        if self.python is not None:
+        if self.python is not None and random.getstate() != self.python:
             random.setstate(self.python)
         if self.numpy is not None:
-            importlib.import_module("numpy.random").set_state(self.numpy)
+            numpy = importlib.import_module("numpy.random")
+            if repr(numpy.get_state()[2:]) != repr(self.numpy[2:]) or bytes(numpy.get_state()[1]) != bytes(
+                self.numpy[1]
+            ):
+                numpy.set_state(self.numpy)
+
+
+def _bits(state: Any) -> tuple[Any, ...]:
+    """Return a state of NumPy's generator as something that can be compared."""
+    return tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in state)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

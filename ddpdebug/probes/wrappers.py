@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import fingerprint, torch_internals as internals
-from ddpdebug.isolation.user_code import local_values, location, user_frame, user_location
+from ddpdebug.isolation.user_code import location, user_frame, user_location
 from ddpdebug.observations import CHECKSUM_SLOTS
 from ddpdebug.probes.entries import Entries
 from ddpdebug.probes.settings import Settings
@@ -138,7 +138,7 @@ class CallSite:
         self.location: str | None = None
         self._wrapper = weakref.ref(wrapper)
         modules = list(internals.modules(module)) if parts else [module]
-        self._own = {id(m) for m in modules}
+        self._methods = _code_of_methods(modules)
         self._handles: list[Any] = []
         for m in modules:
             self._handles.append(entries.before_module("probe:call-site", m, self._look))
@@ -153,19 +153,36 @@ class CallSite:
     def _caller(self) -> str | None:
         """Return the nearest user's line that is in no method of the model."""
         frame = user_frame()
-        while frame is not None and self._is_method(frame):
+        while frame is not None and frame.f_code in self._methods:
             frame = user_frame(frame.f_back) if frame.f_back is not None else None
         return None if frame is None else location(frame.f_code.co_filename, frame.f_lineno)
-
-    def _is_method(self, frame: FrameType) -> bool:
-        names = frame.f_code.co_varnames[: min(1, frame.f_code.co_argcount)]
-        return any(id(local_values(frame).get(name)) in self._own for name in names)
 
     def remove(self) -> None:
         """Stop looking."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+
+def _code_of_methods(modules: list[torch.nn.Module]) -> set[CodeType]:
+    """Return the code of the modules' methods, of what wraps them, and of functions that are written inside them."""
+    found: set[CodeType] = set()
+    waiting: list[object] = []
+    for kind in {base for module in modules for base in type(module).__mro__}:
+        waiting += [value for value in vars(kind).values() if not kind.__module__.startswith("torch.")]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, CodeType):
+            if value not in found:
+                found.add(value)
+                waiting += value.co_consts
+        elif isinstance(value, staticmethod | classmethod):
+            waiting.append(value.__func__)
+        elif isinstance(value, property):
+            waiting += [value.fget, value.fset]
+        elif isinstance(value, FunctionType):
+            waiting += [value.__code__, value.__dict__.get("__wrapped__")]
+    return found
 
 
 def structure(module: torch.nn.Module) -> list[list[Any]]:

@@ -65,22 +65,23 @@ from ddpdebug.torch_internals.names import (
 from ddpdebug.torch_internals.replaying import (
     OperationMode as OperationMode,
     buffers_of as buffers_of,
+    call_own_hooks_only as call_own_hooks_only,
+    calls_plainly as calls_plainly,
     clones as clones,
     drop_global_hooks as drop_global_hooks,
-    hooks_of as hooks_of,
+    global_hooks as global_hooks,
+    hook_tables as hook_tables,
     is_compiled as is_compiled,
     is_parallel as is_parallel,
     is_sink as is_sink,
-    keep_hooks as keep_hooks,
     module_tables as module_tables,
     next_sequence as next_sequence,
     own_buffers as own_buffers,
     own_parameters as own_parameters,
+    replace_call as replace_call,
     saved_of as saved_of,
     sequence_of as sequence_of,
-    set_version as set_version,
     syncs_statistics as syncs_statistics,
-    without_global_hooks as without_global_hooks,
 )
 from ddpdebug.torch_internals.trees import (
     buffers as buffers,
@@ -392,10 +393,29 @@ def is_local_sgd_state(state: object) -> bool:
 
 # --- a world of one ---------------------------------------------------------------------------------------------------
 
+_claimed = False
+
+
+def claim_process() -> None:
+    """Say that ddpdebug has started this process for a measurement: nobody's training runs in it."""
+    global _claimed  # noqa: PLW0603 - it is the process that is claimed
+    _claimed = True
+
+
+def is_claimed() -> bool:
+    """Tell whether what is process-wide may be changed for a while: nobody trains here, or a test of pytest runs."""
+    return _claimed or ("pytest" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ)
+
 
 @contextmanager
 def alone() -> Iterator[Any]:
-    """Give a process group of this process only."""
+    """Give a process group of this process only.
+
+    Raises:
+        RuntimeError: the process is not claimed.
+    """
+    if not is_claimed():
+        raise RuntimeError("a training process may not be made a world of its own")
     group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     try:
         yield group
@@ -405,7 +425,10 @@ def alone() -> Iterator[Any]:
 
 @contextmanager
 def as_world(group: Any) -> Iterator[None]:
-    """Make `group` the default group: who asks for rank, world size or a collective gets those of `group`."""
+    """Make `group` the default group: who asks for rank, world size or a collective gets those of `group`.
+
+    Any thread does, so that this is for processes in which nothing else runs: `alone` sees to that.
+    """
     before = names.default_group()
     names.update_default_group(group)
     try:
@@ -416,9 +439,18 @@ def as_world(group: Any) -> Iterator[None]:
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """Let what asks for the default group find a world of this process, where there is a group of several ranks."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    """Let what asks for the default group find a world of this process, where there is a group of several ranks.
+
+    Raises:
+        RuntimeError: the process is not claimed, and there is such a group.
+    """
+    if not is_one_of_several():
         yield
         return
     with alone() as group, as_world(group):
         yield
+
+
+def is_one_of_several() -> bool:
+    """Tell whether this process belongs to a default group of several ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

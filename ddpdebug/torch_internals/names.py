@@ -231,7 +231,6 @@ RUN_BACKWARD = key(
 
 _GRAPH = Feature("reading the autograd graph", "no step is replayed, and the loss's operations are not named")
 next_sequence: Callable[[], int] = thing("torch._C._autograd._get_sequence_nr", _GRAPH)
-set_versions: Callable[..., None] = thing("torch._C._autograd._unsafe_set_version_counter", _GRAPH)
 foreach_clone: Callable[..., Any] = thing("torch._foreach_clone", _GRAPH)
 current_node: Callable[[], Any] = thing(
     "torch._C._current_autograd_node", _GRAPH, otherwise=_none, off="operations of backward are not told by their line"

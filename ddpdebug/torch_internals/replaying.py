@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,12 +13,6 @@ from ddpdebug.torch_internals.names import inherits
 
 #: The parts of a module that running its forward may change, its own attributes aside.
 _TABLES = (names.PARAMETERS, names.BUFFERS, names.MODULES, *names.HOOKS, *names.HOOK_MARKS)
-
-
-def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Set the counter of in-place changes, after a change has been undone."""
-    if not tensor.is_inference():
-        names.set_versions((tensor,), (version,))
 
 
 def clones(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -97,35 +89,65 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return hasattr(module, names.ORIGINAL) or getattr(module, names.COMPILED_CALL, None) is not None
 
 
-def hooks_of(module: torch.nn.Module) -> list[Any]:
-    """Return the hooks that a call of this module runs."""
-    return [hook for name in names.HOOKS for hook in module.__dict__.get(name, {}).values()]
+def hook_tables(module: torch.nn.Module) -> dict[str, dict[int, Any]]:
+    """Return the tables of the hooks that a call of this module runs, by name."""
+    return {name: module.__dict__[name] for name in names.HOOKS if module.__dict__.get(name) is not None}
 
 
-def keep_hooks(module: torch.nn.Module, keep: Callable[[Any], bool]) -> None:
-    """Give a module new tables of hooks, with those of its hooks that `keep` accepts."""
-    for name in names.HOOKS:
-        table = module.__dict__.get(name)
-        if table is not None:
-            module.__dict__[name] = OrderedDict((key, hook) for key, hook in table.items() if keep(hook))
-    for name in names.HOOK_MARKS:
-        table = module.__dict__.get(name)
-        if table is not None:
-            module.__dict__[name] = table.copy()
+def call_own_hooks_only(module: torch.nn.Module) -> None:
+    """Have a copy of a module run with the forward hooks that it has itself, not with those of all modules.
+
+    torch looks the implementation of a call up on the instance, so that nobody else's calls change.
+    """
+    with_kwargs, always, before_with_kwargs = [module.__dict__.get(name, {}) for name in names.HOOK_MARKS]
+    after, before = [module.__dict__.get(name, {}) for name in names.HOOKS[:2]]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for key, hook in tuple(before.items()):
+            changed: Any = hook(module, args, kwargs) if key in before_with_kwargs else hook(module, args)
+            if changed is not None and key in before_with_kwargs:
+                args, kwargs = changed
+            elif changed is not None:
+                args = changed if isinstance(changed, tuple) else (changed,)
+        hooks = tuple(after.items())
+        try:
+            output = module.forward(*args, **kwargs)
+        except Exception:
+            for key, hook in hooks:
+                if key in always:
+                    hook(module, args, None)
+            raise
+        for key, hook in hooks:
+            changed = hook(module, args, kwargs, output) if key in with_kwargs else hook(module, args, output)
+            output = output if changed is None else changed
+        return output
+
+    replace_call(module, call)
 
 
-@contextlib.contextmanager
-def without_global_hooks() -> Iterator[list[Any]]:
-    """Run without the hooks that were registered for all modules; yields them."""
-    owner: Any = torch.nn.modules.module
-    kept = [(name, dict(getattr(owner, name))) for name in names.GLOBAL_HOOKS if hasattr(owner, name)]
+def replace_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:
+    """Let a call of one module run something else."""
+    module.__dict__[names.COMPILED_CALL] = None
+    module.__dict__[names.CALLS[0]] = call
+
+
+def calls_plainly(kind: type[torch.nn.Module]) -> bool:
+    """Tell whether a call of a class of modules goes through torch's own implementation, which can be replaced."""
+    own: Any = torch.nn.Module
+    if getattr(kind, names.CALLS[0], None) is not getattr(own, names.CALLS[0], own):
+        return False
+    module = object.__new__(own)
+    replace_call(module, lambda: True)
     try:
-        for name, _ in kept:
-            getattr(owner, name).clear()
-        yield [hook for _, table in kept for hook in table.values()]
-    finally:
-        for name, table in kept:
-            getattr(owner, name).update(table)
+        return module() is True
+    except (AttributeError, TypeError):  # this torch calls in another way
+        return False
+
+
+def global_hooks() -> list[Any]:
+    """Return the hooks that are registered for all modules."""
+    owner: Any = torch.nn.modules.module
+    return [hook for name in names.GLOBAL_HOOKS for hook in getattr(owner, name, {}).values()]
 
 
 def drop_global_hooks(unwanted: Callable[[Any], bool]) -> None:

@@ -133,10 +133,14 @@ def test_known_tensors_are_left_out() -> None:
 
 def test_a_million_objects() -> None:
     """The holder is found behind them, and the number of visits is bounded."""
-    records = [{"number": [i]} for i in range(333_000)]
-    store = {"records": records, "losses": [_graph() for _ in range(3000)]}
-    result = search(set(), sys._getframe())
-    assert len(store["records"]) == 333_000
+
+    def job() -> tuple[dict[str, Any], int]:  # no `assert` in it: pytest writes `locals()` there
+        records = [{"number": [i]} for i in range(333_000)]
+        store = {"records": records, "losses": [_graph() for _ in range(3000)]}
+        return search(set(), sys._getframe()), len(store["records"])
+
+    result, count = job()
+    assert count == 333_000
     assert result["visits"] <= MAX_VISITS  # all of them where the other test modules hold much
     assert result["holders"][0]["name"] == "store['losses']"
     assert result["holders"][0]["entries"] == 3000

@@ -267,17 +267,41 @@ def test_best_fits(written: list[set[str]], nodes: list[str], bad: int, fits: li
     assert best_fits(written, nodes, bad)[0] == fits
 
 
-def test_reading_locals_leaves_nothing_behind() -> None:
-    """A tensor that the function lets go of is gone, and a dictionary that the function keeps stays."""
+def _reads() -> tuple[Any, Any, dict[str, Any]]:  # no `assert` here: pytest writes `locals()` into it
     tensor = torch.ones(3)
     ref = weakref.ref(tensor)
     frame = sys._getframe()
-    assert local_values(frame)["tensor"] is tensor
+    read = list(local_values(frame))
     del tensor
-    assert ref() is None
+    return ref, read, local_values(frame)
+
+
+def _keeps() -> dict[str, Any]:
     kept = locals()
-    assert local_values(frame)["kept"] is kept
-    assert kept["ref"] is ref
+    kept["note"] = 1
+    return {"read": local_values(sys._getframe()), "kept": kept, "note": locals().get("note")}
+
+
+def _reads_one(x: int) -> dict[str, Any]:
+    return local_values(sys._getframe())
+
+
+def test_reading_locals_leaves_nothing_behind() -> None:
+    """A tensor that the function lets go of is gone; a function that has its variables as a dictionary keeps them."""
+    ref, first, then = _reads()
+    assert ref() is None
+    assert (set(first), set(then)) == ({"tensor", "ref", "frame"}, {"ref", "frame", "read"})
+    before_3_13 = sys.version_info < (3, 13)
+    found = _keeps()
+    assert found["kept"]["note"] == 1
+    assert found["note"] == (1 if before_3_13 else None)
+    assert not before_3_13 or found["read"] == {}
+    sys.setprofile(lambda *_: None)
+    try:
+        read = _reads_one(3)
+    finally:
+        sys.setprofile(None)
+    assert read == ({} if before_3_13 else {"x": 3})
 
 
 def test_hooks_change_no_gradient() -> None:
