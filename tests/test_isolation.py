@@ -124,6 +124,8 @@ def test_no_iterator_in_c_calls_our_code(file: Path) -> None:
         if (first := ast.unparse(node.args[0])) not in _IN_C and not first.startswith(("math.", "xxhash."))
     ]
     assert found == []
+
+
 #: What a process has once: who takes it, and why that is nobody's.
 _TAKEN_ONCE = {
     "faulthandler.dump_traceback_later": {"stacks.py": "in the ranks of `check`, before the script's first line"},
@@ -133,8 +135,7 @@ _TAKEN_ONCE = {
         "supervisor.py": "in the process that waits for ranks",
         "pytest_plugin/zygote.py": "in the process that forks ranks",
     },
-    "c10d._update_default_pg": {"torch_internals/__init__.py": "in a process that is claimed for it"},
-    "_unsafe_set_version_counter": {},
+    "names.update_default_group": {"torch_internals/__init__.py": "in a process that is claimed for it"},
     "sys.settrace": {},
 }
 

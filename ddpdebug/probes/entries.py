@@ -206,9 +206,12 @@ class Entries:
 
     def on_parts(self, part: str, look: Callable[[torch.nn.Module, str, Any], None], why: str = "") -> None:
         """Hook what modules are made of: called with (module, name, part) for each parameter, buffer and child."""
-        for kind in ("parameter", "buffer", "module"):
-            where = f"torch.nn.modules.module.register_module_{kind}_registration_hook"
-            register = getattr(all_modules, where.rpartition(".")[2])
+        for register in (
+            all_modules.register_module_parameter_registration_hook,
+            all_modules.register_module_buffer_registration_hook,
+            all_modules.register_module_module_registration_hook,
+        ):
+            where = f"torch.nn.modules.module.{register.__name__}"
             handle = self.guard.run(part, register, _Hook(self, part, look))
             if handle is None:
                 self.left_out.append(where)
