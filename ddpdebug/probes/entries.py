@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -106,13 +106,13 @@ class Entries:
         setattr(home, name, replacement)
 
     def code(
-        self, part: str, what: str, change: Callable[[Callable[[Any], None]], Callable[[], None]], look: Any
+        self, part: str, what: str, change: Callable[[Callable[[Any, str], None]], Callable[[], None]], look: Any
     ) -> None:
         """Let `change` put a look into the code of functions; it returns what takes it out again."""
 
-        def seen(value: Any) -> None:
+        def seen(value: Any, source: str) -> None:
             if not self.closed and self.threads.is_here():
-                self.guard.run(part, look, value)
+                self.guard.run(part, look, value, source)
 
         undo = self.guard.run(part, change, seen)
         if undo is not None:
@@ -140,6 +140,10 @@ class Entries:
         return ModuleHook(
             self, part, look, functools.partial(all_modules.register_module_forward_hook, always_call=always_call)
         )
+
+    def at_submodules(self, part: str, look: Callable[[torch.nn.Module, str, Any], None]) -> ModuleHook:
+        """Return a hook that is called when a module becomes part of another one, while it is on."""
+        return ModuleHook(self, part, look, all_modules.register_module_module_registration_hook)
 
     def before_module(self, part: str, module: torch.nn.Module, look: Callable[[torch.nn.Module, Any], None]) -> Any:
         """Hook the forward of one module; return the handle. Copies and pickles of the module do not look."""
@@ -309,15 +313,17 @@ class _Hook:
 
 
 class ModuleHook:
-    """A hook on the forward of all modules in the followed thread; `on` and `off` put it in place and take it away."""
+    """A hook on what all modules do in the followed thread; `on` and `off` put it in place and take it away."""
 
     def __init__(self, entries: Entries, part: str, look: Callable[..., None], register: Callable[..., Any]) -> None:
         self.entries, self.is_on = entries, False
         self._part, self._look, self._register = part, look, register
         self._handle: Any = None
+        self._kinds: frozenset[type] = frozenset()
 
-    def on(self) -> None:
-        """Look from here on."""
+    def on(self, kinds: Iterable[type] = ()) -> None:
+        """Look from here on, at modules of these classes and of those that inherit from them; at all without any."""
+        self._kinds = frozenset(kinds)
         if self._handle is None and not self.entries.closed:
             self.is_on = True
             self._handle = self._register(self)
@@ -332,6 +338,8 @@ class ModuleHook:
     def __call__(self, *args: Any) -> None:
         """Let the probe look at one call; nothing of it changes."""
         entries = self.entries
+        if self._kinds and self._kinds.isdisjoint(type(args[0]).__mro__):
+            return
         if self.is_on and not torch.compiler.is_compiling() and not entries.closed and entries.threads.is_here():
             entries.guard.run(self._part, self._look, *args)
 

@@ -34,11 +34,14 @@ from ddpdebug.probes.wrappers import classify_hook
 class Patches:
     """Installs the wrappers and takes them away again."""
 
-    def __init__(self, recorder: Recorder, loaders: Loaders, on_group: Callable[[], None]) -> None:
+    def __init__(
+        self, recorder: Recorder, loaders: Loaders, on_group: Callable[[], None], validation_loss: str = "modules"
+    ) -> None:
         self.recorder, self.loaders, self.on_group = recorder, loaders, on_group
         self.entries = entries_of(recorder.guard)
         self.recipe = Recipe(recorder, loaders.announce)
-        self.evaluations = Evaluations(recorder, loaders, self.models, self.recipe.tell)
+        self.evaluations = Evaluations(recorder, loaders, self.models, self.recipe.tell, validation_loss)
+        self._functions = validation_loss == "functions"
         self._modules: list[weakref.ref[torch.nn.Module]] = []
         self._kinds: set[type] = set()
         recorder.forget_half += [self.recipe.cut]
@@ -53,7 +56,11 @@ class Patches:
                 ("probe:evaluation", self._end_evaluation),
                 ("probe:optimizer", rec.pre_step),
             ],
-            after=[("probe:optimizer", rec.post_step), ("probe:recipe", recipe.after_step)],
+            after=[
+                ("probe:optimizer", rec.post_step),
+                ("probe:recipe", recipe.after_step),
+                ("probe:evaluation", self.evaluations.begin),
+            ],
             who=rec.follows_step,
         )
         self._install_ddp()
@@ -102,7 +109,7 @@ class Patches:
             failed=[("probe:last-state", self._epoch_ends)],
             who=here,
         )
-        if not internals.anything_compiled():
+        if self._functions and not internals.anything_compiled():
             what = "the code of the loss functions of torch.nn.functional"
             self.entries.code("probe:evaluation", what, internals.look_at_losses, self.evaluations.look)
         averagers = sys.modules.get("torch.distributed.algorithms.model_averaging.averagers")
@@ -124,6 +131,7 @@ class Patches:
             DistributedDataParallel,
             "forward",
             before=[
+                ("probe:evaluation", self.evaluations.forward),
                 ("probe:broadcast", self._broadcasts),
                 ("probe:forward", self._forward_begins),
                 ("probe:recipe", self._recipe_begins),
@@ -175,7 +183,11 @@ class Patches:
             self.entries.patch(
                 kind,
                 "forward",
-                before=[("probe:scene", self._module_begins), ("probe:numerics", self._module_numerics)],
+                before=[
+                    ("probe:evaluation", self.evaluations.train),
+                    ("probe:scene", self._module_begins),
+                    ("probe:numerics", self._module_numerics),
+                ],
                 after=[("probe:numerics", self._numerics_ends), ("probe:scene", self._module_ends)],
                 failed=[("probe:numerics", self._numerics_aborts)],
                 who=self._follows_module,

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import dataloader
 
 from ddpdebug.torch_internals.losses import (
+    LossModule as LossModule,
     aside as aside,
     is_readable as is_readable,
     look_at_losses as look_at_losses,
@@ -241,9 +242,13 @@ def accumulator(parameter: torch.Tensor) -> object:
         return node.next_functions[0][0]
 
 
+#: Under this name the wrapper that `torch.compile` makes of a module holds it.
+COMPILED = "_orig_mod"
+
+
 def unwrap_compiled(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module inside `torch.compile`'s wrapper, or the module itself."""
-    inner = getattr(module, "_orig_mod", module)
+    inner = getattr(module, COMPILED, module)
     return inner if isinstance(inner, torch.nn.Module) else module
 
 

@@ -133,7 +133,7 @@ def without_global_hooks() -> Iterator[list[Any]]:
 def drop_global_hooks(unwanted: Callable[[Any], bool]) -> None:
     """Take those hooks of all modules away that are unwanted."""
     owner: Any = torch.nn.modules.module
-    for name in (*_GLOBAL_HOOKS, _GLOBAL_PRE_HOOKS):
+    for name in (*_GLOBAL_HOOKS, _GLOBAL_PRE_HOOKS, "_global_module_registration_hooks"):
         table = getattr(owner, name, {})
         for key in [key for key, hook in table.items() if unwanted(hook)]:
             del table[key]
