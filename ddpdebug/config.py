@@ -156,6 +156,14 @@ class Config:
         "NAME=VALUE, several separated by commas",
         "Adjust a threshold of the rules about training and its data (docs/thresholds.md); may be repeated.",
     )
+    validation_loss: str = _option(
+        "modules",
+        parsing.one_of("told", "modules", "functions"),
+        "'told', 'modules' or 'functions'",
+        "Where validation losses are read: only in what observe(val_loss=...) tells; in what loss modules of torch.nn "
+        "and the model itself return in evaluation; or in what the loss functions of torch.nn.functional return, whose "
+        "code is exchanged for that in the whole process. What observe() tells counts in any case.",
+    )
     guard: str = _option(
         "observe",
         parsing.one_of("off", "observe", "stop", "skip"),

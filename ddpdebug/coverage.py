@@ -18,6 +18,8 @@ from ddpdebug.steps import Step
 #: Of so many ranks each is listed in `run.json`; of more only those with something to tell.
 MAX_RANKS = 64
 _MAX_REASONS = 16
+#: Fewer evaluations show nothing anyway.
+_EVALUATIONS = 2
 _MAX_TEXT = 200
 _COMPARED = ("params_before_digest", "params_after_digest", "foreign_params_digest", "frozen_params_digest")
 _REDUCED = ("grads_digest", "foreign_grads_digest")
@@ -111,6 +113,7 @@ class RankCoverage:
         left_out: likewise, of those that differ between ranks on purpose.
         off: parts of ddpdebug that failed on it -> what they said.
         children: processes that the script has started by multiprocessing, without the workers of libraries.
+        evaluations: those of which no validation loss was seen.
     """
 
     rank: int = 0
@@ -123,6 +126,7 @@ class RankCoverage:
     left_out: Mapping[str, int] = field(default_factory=dict)
     off: Mapping[str, str] = field(default_factory=dict)
     children: int = 0
+    evaluations: int = 0
 
     @property
     def remarkable(self) -> bool:
@@ -132,7 +136,7 @@ class RankCoverage:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> RankCoverage:
         """Read an account from anywhere; raise ValueError on anything else."""
-        counts = ("rank", "steps", "made", "backwards", "wrappers", "parameters", "children")
+        counts = ("rank", "steps", "made", "backwards", "wrappers", "parameters", "children", "evaluations")
         try:
             values: dict[str, Any] = {name: int(record.get(name, 0)) for name in counts}
             for name in ("unwatched", "left_out"):
@@ -158,6 +162,7 @@ class Coverage:
         checked: steps that were checked in full on every rank that was there.
         gradients: whether gradients were ever compared, or seen in a world of one.
         losses: whether a loss was ever seen.
+        validated: whether a validation loss was ever told or seen.
         never: ranks of which no row was ever seen, at most `MAX_RANKS`; empty until some was.
         apart: why the ranks cannot be compared, or not any more; empty while they can.
         ranks: the ranks' own accounts, as far as they are known, by rank.
@@ -175,6 +180,7 @@ class Coverage:
     checked: int = 0
     gradients: bool = False
     losses: bool = False
+    validated: bool = False
     never: tuple[int, ...] = ()
     apart: str = ""
     ranks: tuple[RankCoverage, ...] = ()
@@ -208,6 +214,12 @@ class Coverage:
     def complete(self) -> bool | None:
         """Tell whether everything was checked that normally is; None while it is too early to say."""
         return not self.missed if self.certain or self.ended else None
+
+    @property
+    def hint(self) -> str:
+        """What the script could tell so that more is looked at, on one line; empty where there is nothing."""
+        gap = self._unvalidated()
+        return "" if gap is None else f"{gap.text}: {gap.action}"
 
     def line(self) -> str:
         """Return the coverage on one line."""
@@ -303,6 +315,16 @@ class Coverage:
         if not self.losses:
             text = "no loss was seen"
             yield Gap(part="other", weight=Weight.NOTE, text=text, action="tell it by ddpdebug.observe(loss=...)")
+        if (gap := self._unvalidated()) is not None:
+            yield gap
+
+    def _unvalidated(self) -> Gap | None:
+        """Say that a model was evaluated and nobody knows how well; on one rank it may be told for all."""
+        count = max((rank.evaluations for rank in self.ranks), default=0)
+        if self.validated or count < _EVALUATIONS:
+            return None
+        text = f"no validation loss was seen in {_counted(count, 'evaluation')}"
+        return Gap(part="recipe", weight=Weight.NOTE, text=text, action=_TELL_VALIDATION)
 
     # --- files --------------------------------------------------------------------------------------------------------
 
@@ -334,13 +356,14 @@ class Coverage:
                 never=tuple(int(rank) for rank in list(record.get("never", ()))[:MAX_RANKS]),
                 apart=_short(record.get("apart") or ""),
                 ranks=ranks,
-                **{name: record.get(name) is True for name in ("gradients", "losses", "certain", "ended")},
+                **{name: record.get(name) is True for name in ("gradients", "losses", "validated", "certain", "ended")},
                 **numbers,
             )
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
             return None
 
 
+_TELL_VALIDATION = "ddpdebug.observe(val_loss=...), an nn loss module or --validation-loss functions shows it"
 _APART = "start every rank with ddpdebug, and let the nodes reach each other's ports; training goes on"
 
 
@@ -369,6 +392,8 @@ class Tally:
             changed["checked"] = known.checked + 1
         if not known.losses:
             changed["losses"] = any(loss == loss for loss in columns["loss"]) or step.any(Flag.LOSS_NONFINITE)  # noqa: PLR0124 - NaN
+        if not known.validated:
+            changed["validated"] = any(loss == loss for loss in columns["val_loss"])  # noqa: PLR0124 - NaN
         least = min(2, known.world)
         parameters = max(sum(map(bool, columns[name])) for name in _COMPARED)
         gradients = max(sum(map(bool, columns[name])) for name in _REDUCED)

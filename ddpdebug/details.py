@@ -114,9 +114,9 @@ Announcements (topic -> JSON of one rank), compared once all ranks have spoken:
 `alone:leak`     {"step": int, "kind": "moved" | "same" (targets beside inputs), "change": float, "module": path | null,
                  "position": int, "length": int, "first_loss": float, "loss": float} see forensics/leak.py
 `alone:schedule` {"step": int, "class": str} a scheduler that nothing had stepped when the run came to its end
-`alone:evaluation`  {"step": int, "location": "train.py:88" | null, "samples": int | null, "batches": int} of the line
-                 whose losses without gradients, in eval mode, are the validation loss from here on; `samples` of the
-                 data set that was begun last. Said again when another line takes its place
+`alone:evaluation`  {"step": int, "location": "train.py:88" | null, "samples": int | null, "batches": int, "source":
+                 "by nn.MSELoss"} of the line whose losses without gradients, in eval mode, are the validation loss from
+                 here on; `samples` of the data set that was begun last. Said again when another line takes its place
 `inputs:<k>`     {"step": int, "layer": class name, "mean": float, "std": float, "min": float, "max": float, "twice":
                  bool (as if divided by 255 two times)} of what the k-th DDP's first layer with weights is given in its
                  first training forwards

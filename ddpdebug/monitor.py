@@ -93,7 +93,7 @@ class Monitor:
         self.guard = Guard(self._trouble)
         self.recorder = Recorder(self.guard, self._emit, self._announce, self.schedule.due, 1)
         self.loaders = Loaders(self.recorder, self._announce)
-        self.patches = Patches(self.recorder, self.loaders, self._on_group)
+        self.patches = Patches(self.recorder, self.loaders, self._on_group, config.validation_loss)
         self.recorder.adopt = self.patches.adopt
         self.fanout: Fanout | None = None
         self.directory: Path | None = None
@@ -473,6 +473,7 @@ class Monitor:
             left_out=dict(counts.left_out),
             off=dict(self.covering.off),
             children=counts.children,
+            evaluations=self.patches.evaluations.without_loss,
         )
 
     def _on_child(self, fresh: bool) -> None:  # noqa: FBT001 - what happened

@@ -86,6 +86,7 @@ def test_values(name: str, given: Any, value: Any, tmp_path: Path) -> None:
         ("on_finding", "resync", "'report' or 'raise'"),
         ("tolerance", -1, "0 up"),
         ("guard", "on", "'off', 'observe', 'stop' or 'skip'"),
+        ("validation_loss", "codes", "'told', 'modules' or 'functions'"),
         ("probe_every", -1, "0 up"),
         ("bundle_limit", "2G", "0 up"),
         ("nproc_per_node", 0, "1 up"),

@@ -98,6 +98,25 @@ def test_essential_gaps(name: str) -> None:
     assert Coverage.from_json(known.to_json()) == known
 
 
+def test_evaluations_without_a_loss_are_a_hint() -> None:
+    """Said with what to do; the run is complete all the same, and one rank's loss is everybody's."""
+    ranks = {0: RankCoverage(), 1: RankCoverage(rank=1, evaluations=12)}
+    known = _seen(_step(0), ranks=ranks, ended=True)
+    assert [(gap.text, gap.weight) for gap in known.gaps] == [
+        ("no validation loss was seen in 12 evaluations", Weight.NOTE)
+    ]
+    for word in ("observe(val_loss=...)", "nn loss module", "--validation-loss functions"):
+        assert word in known.hint
+    assert (known.complete, known.missed) == (True, ())
+    assert with_coverage(judge((), _done(), world=2), known, required=True).word is Word.CLEAN
+    assert Coverage.from_json(known.to_json()) == known
+    assert RankCoverage.from_json({"evaluations": 3}).evaluations == 3
+    row = Row(rank=0, step=1, val_loss=0.5)
+    told = _seen(_step(0), Step(step=1, optimizer=0, world=2, rows={0: row}), ranks=ranks, ended=True)
+    assert told.hint == ""
+    assert _seen(_step(0), ranks={0: RankCoverage(evaluations=1)}, ended=True).hint == ""
+
+
 def test_parts_that_are_off() -> None:
     """A probe that failed is a part; what only explains is a note; what is left out on purpose too."""
     off = {"probe:numerics": "ValueError: x", "forensics:replay": "no", "probe:new-one": "y"}

@@ -44,7 +44,6 @@ _REGISTERS = {
 }
 #: Where something is registered elsewhere all the same, and why that cannot reach a job.
 _ALLOWED = {
-    ("probes/recipe/chance.py", "sys.setprofile"): "the function looks under the guard, and a job's own is left alone",
     ("probes/graphs.py", "weakref.ref"): "the callback is a method of a set: no code of ours runs",
     ("forensics/leak.py", "register_forward_hook"): "on a module that runs for us only, inside the guard",
     ("forensics/replay.py", "register_forward_hook"): "as above",
@@ -87,6 +86,22 @@ def test_one_place_registers() -> None:
     assert set(_registrations(files["probes/entries.py"])) >= {"atexit.register", "weakref.ref", "setattr"}
     everything = {(name, found) for name, tree in files.items() for found in _registrations(tree)}
     assert set(_ALLOWED) <= everything  # no exception outlives what it was for
+
+
+def _tracers(tree: ast.Module) -> list[str]:
+    """Return where a module takes the slot of the interpreter's profilers and tracers, by whatever name."""
+    slots = {"setprofile", "settrace", "setprofile_all_threads", "settrace_all_threads", "monitoring"}
+    names = [node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "") for node in ast.walk(tree)]
+    imported = [alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names]
+    return [name for name in (*names, *imported) if name in slots]
+
+
+def test_nothing_traces_the_job() -> None:
+    """The interpreter's slots for profilers and tracers belong to the user; a preflight works on copies."""
+    files = [file for file in _PACKAGE.rglob("*.py") if "preflight" not in file.relative_to(_PACKAGE).parts]
+    assert {file.name: found for file in files if (found := _tracers(ast.parse(file.read_text("utf-8"))))} == {}
+    for line in ("sys.setprofile(f)", "threading.settrace(f)", "from sys import setprofile", "x = sys.monitoring"):
+        assert _tracers(ast.parse(line)), line
 
 
 @pytest.mark.parametrize(
@@ -717,7 +732,7 @@ def test_whatever_registers_is_described() -> None:
     found = {name for name, node in methods.items() if {*_registrations(ast.Module([node], []))}} - lasting
     found |= {name for name, node in methods.items() if "ModuleHook(" in ast.unparse(node)} - {"__init__", "tidy"}
     assert found - {"close"} <= {*entries_module.PASSING}
-    elsewhere = {"sys.setprofile", "OperationMode"}  # by probes that say so here
+    elsewhere = {"OperationMode"}  # by probes that say so here
     assert {*entries_module.PASSING} - elsewhere <= {*methods}
 
 

@@ -39,7 +39,7 @@ class Written(NamedTuple):
     function: str
 
 
-class _Context(NamedTuple):
+class Context(NamedTuple):
     """The code that is being read."""
 
     file: str
@@ -87,12 +87,18 @@ class Reader:
         lines: tuple[int, int],
     ) -> None:
         """Read those statements of a running function that lie between two lines."""
-        context = _Context(code.co_filename, code.co_name, dict(names), outer, None, 0)
+        context = Context(code.co_filename, code.co_name, dict(names), outer, None, 0)
         self._statements(getattr(scope, "body", []), context, lines)
+
+    def method(self, function: FunctionType, owner: object) -> None:
+        """Read a method of an object, of whose other arguments nothing is known."""
+        code = function.__code__
+        call = ast.Call(ast.Name("self", ast.Load(), lineno=code.co_firstlineno), [], [])
+        self._read(function, owner, call, Context(code.co_filename, code.co_name, {}, {}, None, 0))
 
     # --- statements ---------------------------------------------------------------------------------------------------
 
-    def _statements(self, body: Sequence[ast.AST], context: _Context, lines: tuple[int, int] | None) -> None:
+    def _statements(self, body: Sequence[ast.AST], context: Context, lines: tuple[int, int] | None) -> None:
         for node in body:
             first, last = _span(node)
             if lines is not None and (last < lines[0] or first > lines[1]):
@@ -107,7 +113,7 @@ class Reader:
             for part in parts:
                 self._statements(part, context, lines)
 
-    def _visit(self, node: ast.AST, context: _Context) -> None:
+    def _visit(self, node: ast.AST, context: Context) -> None:
         if len(self.found) >= _MAX_FOUND:
             return
         match node:
@@ -130,13 +136,13 @@ class Reader:
                     self._visit(child, context)
                 self._add(kinds_of_operator(node), node, context)
 
-    def _add(self, kinds: Sequence[frozenset[str]], node: ast.AST, context: _Context) -> None:
+    def _add(self, kinds: Sequence[frozenset[str]], node: ast.AST, context: Context) -> None:
         place = context.at or (context.file, _line(node))
         self.found += [Written(some, place, context.function) for some in kinds]
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    def _call(self, node: ast.Call, context: _Context) -> None:
+    def _call(self, node: ast.Call, context: Context) -> None:
         for child in ast.iter_child_nodes(node):
             self._visit(child, context)
         target = self._resolve(node.func, context)
@@ -153,7 +159,7 @@ class Reader:
         if function is None or not self._read(function, owner, node, context):
             self._add(kinds_of_call(_name(node.func), self._base(node.func, context)), node.func, context)
 
-    def _read(self, function: FunctionType, owner: object, node: ast.Call, context: _Context) -> bool:
+    def _read(self, function: FunctionType, owner: object, node: ast.Call, context: Context) -> bool:
         """Read a function in the place of its call; return False if that cannot be done."""
         code = function.__code__
         if context.depth >= _MAX_DEPTH or self._reads >= _MAX_READS or not _is_readable(code.co_filename):
@@ -173,11 +179,11 @@ class Reader:
         names |= {k.arg: self._resolve(k.value, context) for k in node.keywords if k.arg in names}
         own = is_user_file(code.co_filename)
         at = context.at if context.at or own else (context.file, _line(node.func))
-        inner = _Context(code.co_filename, code.co_name, names, function.__globals__, at, context.depth + 1)
+        inner = Context(code.co_filename, code.co_name, names, function.__globals__, at, context.depth + 1)
         self._inline(found[0], inner if own and not at else inner._replace(function=context.function))
         return True
 
-    def _inline(self, tree: ast.AST, context: _Context) -> None:
+    def _inline(self, tree: ast.AST, context: Context) -> None:
         body = getattr(tree, "body", [])
         if context.depth > _MAX_DEPTH:
             return
@@ -186,7 +192,7 @@ class Reader:
         else:
             self._statements(body, context, None)
 
-    def _arguments(self, node: ast.Call, context: _Context) -> list[Any]:
+    def _arguments(self, node: ast.Call, context: Context) -> list[Any]:
         values: list[Any] = []
         for argument in node.args:
             if isinstance(argument, ast.Starred):
@@ -196,11 +202,11 @@ class Reader:
 
     # --- names --------------------------------------------------------------------------------------------------------
 
-    def _base(self, node: ast.expr, context: _Context) -> Any:
+    def _base(self, node: ast.expr, context: Context) -> Any:
         """Return the object on which a method is called."""
         return self._resolve(node.value, context) if isinstance(node, ast.Attribute) else _UNKNOWN
 
-    def _resolve(self, node: ast.AST, context: _Context) -> Any:
+    def _resolve(self, node: ast.AST, context: Context) -> Any:
         match node:
             case ast.Name(id=name):
                 return context.names.get(name, context.outer.get(name, _UNKNOWN))

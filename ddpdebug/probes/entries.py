@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,10 @@ PASSING = {
         "in checked and in first training forwards, and while an evaluation is looked for; not with `torch.compile`",
     ),
     "after_modules": ("a hook after the forward of all modules", "as above"),
+    "at_submodules": (
+        "a hook on what becomes part of a module",
+        "from an optimizer step to the next training forward; not with `--validation-loss told`",
+    ),
     "before_module": (
         "a forward hook of one module",
         "while a direct call of a wrapped model, or of its copy, is looked for; copies and pickles do not carry it",
@@ -54,10 +58,6 @@ PASSING = {
     "when_out_of_memory": (
         "torch's observer of failed CUDA allocations",
         "from the first step on CUDA on, for ever; it does nothing once it is closed",
-    ),
-    "sys.setprofile": (
-        "`sys.setprofile`",
-        "in at most two forwards of a model in eval mode that drew random numbers, and never beside another profiler",
     ),
     "OperationMode": ("a mode that sees CPU operations", "with `memory_limit`, inside of training forwards"),
 }
@@ -172,15 +172,15 @@ class Entries:
         self,
         part: str,
         what: str,
-        change: Callable[[Callable[[Any], None]], Callable[[], None]],
+        change: Callable[[Callable[[Any, str], None]], Callable[[], None]],
         look: Any,
         why: str = "",
     ) -> None:
         """Let `change` put a look into the code of functions; it returns what takes it out again."""
 
-        def seen(value: Any) -> None:
+        def seen(value: Any, source: str) -> None:
             if not self.closed and self.threads.is_here():
-                self.guard.run(part, look, value)
+                self.guard.run(part, look, value, source)
 
         undo = self.guard.run(part, change, seen)
         if undo is None:
@@ -228,6 +228,10 @@ class Entries:
         return ModuleHook(
             self, part, look, functools.partial(all_modules.register_module_forward_hook, always_call=always_call)
         )
+
+    def at_submodules(self, part: str, look: Callable[[torch.nn.Module, str, Any], None]) -> ModuleHook:
+        """Return a hook that is called when a module becomes part of another one, while it is on."""
+        return ModuleHook(self, part, look, all_modules.register_module_module_registration_hook)
 
     def before_module(self, part: str, module: torch.nn.Module, look: Callable[[torch.nn.Module, Any], None]) -> Any:
         """Hook the forward of one module; return the handle. Copies and pickles of the module do not look."""
@@ -397,15 +401,17 @@ class _Hook:
 
 
 class ModuleHook:
-    """A hook on the forward of all modules in the followed thread; `on` and `off` put it in place and take it away."""
+    """A hook on what all modules do in the followed thread; `on` and `off` put it in place and take it away."""
 
     def __init__(self, entries: Entries, part: str, look: Callable[..., None], register: Callable[..., Any]) -> None:
         self.entries, self.is_on = entries, False
         self._part, self._look, self._register = part, look, register
         self._handle: Any = None
+        self._kinds: frozenset[type] = frozenset()
 
-    def on(self) -> None:
-        """Look from here on."""
+    def on(self, kinds: Iterable[type] = ()) -> None:
+        """Look from here on, at modules of these classes and of those that inherit from them; at all without any."""
+        self._kinds = frozenset(kinds)
         if self._handle is None and not self.entries.closed:
             self.is_on = True
             self._handle = self._register(self)
@@ -420,6 +426,8 @@ class ModuleHook:
     def __call__(self, *args: Any) -> None:
         """Let the probe look at one call; nothing of it changes."""
         entries = self.entries
+        if self._kinds and self._kinds.isdisjoint(type(args[0]).__mro__):
+            return
         if self._part in entries.guard.off:
             self.off()
         elif self.is_on and not torch.compiler.is_compiling() and not entries.closed and entries.threads.is_here():

@@ -33,11 +33,14 @@ from ddpdebug.probes.wrappers import classify_hook
 class Patches:
     """Installs the wrappers and takes them away again."""
 
-    def __init__(self, recorder: Recorder, loaders: Loaders, on_group: Callable[[], None]) -> None:
+    def __init__(
+        self, recorder: Recorder, loaders: Loaders, on_group: Callable[[], None], validation_loss: str = "modules"
+    ) -> None:
         self.recorder, self.loaders, self.on_group = recorder, loaders, on_group
         self.entries = entries_of(recorder.guard)
         self.recipe = Recipe(recorder, loaders.announce)
-        self.evaluations = Evaluations(recorder, loaders, self.models, self.recipe.tell)
+        self.evaluations = Evaluations(recorder, loaders, self.models, self.recipe.tell, validation_loss)
+        self._functions = validation_loss == "functions"
         self._modules: list[weakref.ref[torch.nn.Module]] = []
         self._kinds: set[type] = set()
         recorder.forget_half += [self.recipe.cut]
@@ -52,7 +55,11 @@ class Patches:
                 ("probe:evaluation", self._end_evaluation),
                 ("probe:optimizer", rec.pre_step),
             ],
-            after=[("probe:optimizer", rec.post_step), ("probe:recipe", recipe.after_step)],
+            after=[
+                ("probe:optimizer", rec.post_step),
+                ("probe:recipe", recipe.after_step),
+                ("probe:evaluation", self.evaluations.begin),
+            ],
             who=rec.follows_step,
             why="the step of every optimizer",
         )
@@ -140,7 +147,7 @@ class Patches:
             failed=[("probe:last-state", self._epoch_ends)],
             who=here,
         )
-        if not internals.anything_compiled():
+        if self._functions and not internals.anything_compiled():
             what = "the code of the loss functions of torch.nn.functional"
             why = "losses that are computed without gradients; the functions stay the same objects"
             self.entries.code("probe:evaluation", what, internals.look_at_losses, self.evaluations.look, why)
@@ -170,6 +177,7 @@ class Patches:
             "forward",
             "batches, outputs, phases of a step",
             before=[
+                ("probe:evaluation", self.evaluations.forward),
                 ("probe:broadcast", self._broadcasts),
                 ("probe:forward", self._forward_begins),
                 ("probe:recipe-forward", self._recipe_begins),
@@ -235,7 +243,11 @@ class Patches:
                 kind,
                 "forward",
                 "inputs and outputs of a model that no DDP wraps, for replays",
-                before=[("probe:scene", self._module_begins), ("probe:numerics-forward", self._module_numerics)],
+                before=[
+                    ("probe:evaluation", self.evaluations.train),
+                    ("probe:scene", self._module_begins),
+                    ("probe:numerics-forward", self._module_numerics),
+                ],
                 after=[("probe:numerics-forward", self._numerics_ends), ("probe:scene", self._module_ends)],
                 failed=[("probe:numerics-forward", self._numerics_aborts)],
                 who=self._follows_module,

@@ -132,7 +132,10 @@ class Terminal:
             items.insert(0, clean(record.reason, 200))
         if self._findings and self._directory:
             items.append(f"{self._directory}/findings.jsonl")
-        self._print(f"ddpdebug: {SEPARATOR.join(items)}\n{_RESTORE_TITLE if self._has_title else ''}")
+        hint = "" if self._summary.coverage is None else self._summary.coverage.hint
+        lines = [*([clean(hint, 300)] if hint else []), SEPARATOR.join(items)]
+        text = "".join(f"ddpdebug: {line}\n" for line in lines)
+        self._print(f"{text}{_RESTORE_TITLE if self._has_title else ''}")
         self._has_title = False
 
     def _block(self, finding: Finding, title: str, content: list[Part]) -> str:

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from ddpdebug.torch_internals import names
 from ddpdebug.torch_internals.losses import (
+    LOSS_MODULES as LOSS_MODULES,
     aside as aside,
     is_readable as is_readable,
     look_at_losses as look_at_losses,
@@ -53,6 +54,7 @@ from ddpdebug.torch_internals.names import (
     COLLECTIVES as COLLECTIVES,
     DYNAMO as DYNAMO,
     MODULES as MODULES,
+    ORIGINAL as ORIGINAL,
     PARAMETERS as PARAMETERS,
     PRE_FORWARD as PRE_FORWARD,
     RUN_BACKWARD as RUN_BACKWARD,

@@ -1,5 +1,7 @@
 """The loss functions of `torch.nn.functional`, told of when they are called without gradients.
 
+Only where the user has asked for it (`--validation-loss functions`): it changes functions for the whole process.
+
 A wrapper in their place would be seen: by pickle (a reference that was taken before or is kept after is no longer the
 object of that name), by `__torch_function__` tables and by `torch.compile` (which know them by identity), by
 TorchScript (which compiles their source), by warnings (whose line is so many frames away). Hooks of modules do not see
@@ -48,18 +50,25 @@ LOSSES = (
     "soft_margin_loss",
     "triplet_margin_loss",
 )
+#: What all loss modules of `torch.nn` inherit from, and most of other people's; nothing where this torch has no such class.
+LOSS_MODULES: tuple[type[torch.nn.Module], ...] = () if names.loss_module is None else (names.loss_module,)
 _PLACE = "here comes what looks at the loss"
 _UNSEEN = "torch.is_grad_enabled() or torch.compiler.is_compiling()"
 
 
-def look_at_losses(look: Callable[[Any], None]) -> Callable[[], None]:
-    """Let `look` see what each loss function returns without gradients, before its caller does; return the undoing."""
+def look_at_losses(look: Callable[[Any, str], None]) -> Callable[[], None]:
+    """Let `look` see what each loss function returns without gradients, before its caller does; return the undoing.
+
+    Args:
+        look: takes the value and by what it was computed, in words.
+    """
     changed: list[tuple[FunctionType, CodeType, CodeType]] = []
     for name in LOSSES:
         function = getattr(functional, name, None)
         if not isinstance(function, FunctionType) or function.__globals__ is not vars(functional):
             continue  # somebody has put a function of his own there, which need not even know `torch`
-        if (code := _with_look(function, look)) is not None:
+        source = f"by torch.nn.functional.{name} (--validation-loss functions)"
+        if (code := _with_look(function, look, source)) is not None:
             changed.append((function, function.__code__, code))
     for function, _, code in changed:
         function.__code__ = code
@@ -72,7 +81,7 @@ def look_at_losses(look: Callable[[Any], None]) -> Callable[[], None]:
     return undo
 
 
-def _with_look(function: FunctionType, look: Callable[[Any], None]) -> CodeType | None:
+def _with_look(function: FunctionType, look: Callable[[Any, str], None], source: str) -> CodeType | None:
     """Return a function's code with the look; None where its source is not at hand, or not that of its code."""
     original = function.__code__
     try:
@@ -96,7 +105,7 @@ def _with_look(function: FunctionType, look: Callable[[Any], None]) -> CodeType 
         return None
 
     def seen(result: Any) -> Any:
-        look(result)
+        look(result, source)
         return result
 
     return code.replace(co_consts=tuple(seen if c == _PLACE else c for c in code.co_consts))
@@ -137,9 +146,9 @@ def is_readable(loss: object) -> bool:
     """Tell whether this is one number that may be read here and now: nothing traces, captures or follows operations."""
     if names.without_function is None or type(loss) is not torch.Tensor:
         return False
-    if loss.is_meta or names.is_functorch_wrapped(loss):
+    if loss.is_meta or loss.layout is not torch.strided or names.is_functorch_wrapped(loss):
         return False
-    if loss.dim() or loss.is_complex():
+    if loss.dim() or loss.is_complex() or loss.is_quantized:
         return False
     if names.is_tracing() or names.dispatch_modes():
         return False

@@ -199,6 +199,9 @@ PARAMETERS, BUFFERS, MODULES = (
     key(f"{_MODULE}.{name}", _TREE, stored_by=f"{_MODULE}.__init__") for name in ("_parameters", "_buffers", "_modules")
 )
 
+_LOSSES = Feature("loss modules", "validation losses of `torch.nn`'s loss modules are not seen")
+loss_module: Any = thing("torch.nn.modules.loss._Loss", _LOSSES, otherwise=None)
+
 _HOOKS = Feature("hooks of modules", "a replay cannot keep hooks of yours apart from its own")
 #: The tables of hooks that a call of a module runs, and those that say how.
 HOOKS = tuple(
@@ -218,6 +221,7 @@ GLOBAL_HOOKS = tuple(
         "_global_backward_pre_hooks",
     )
 )
+REGISTRATION_HOOKS = key("torch.nn.modules.module._global_module_registration_hooks", _HOOKS)
 #: Functions of torch's by which a frame of a stack is known.
 CALLS = tuple(
     key(f"{_MODULE}.{name}", _HOOKS, off="the module that ran out of memory is not named")

@@ -1,6 +1,7 @@
 # title: A large network sees a few noisy samples again and again; validation gets worse from an early step on
 # source: constructed
 # nproc: 2
+# options: --validation-loss functions
 # expect.codes: HLTH712
 # expect.ranks: all
 # expect.subject: any

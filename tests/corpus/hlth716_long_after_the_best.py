@@ -1,6 +1,7 @@
 # title: Training goes on for many evaluations after the best one, with a rate that has decayed to nothing
 # source: constructed
 # nproc: 2
+# options: --validation-loss functions
 # expect.codes: HLTH716, HLTH712
 # expect.ranks: all
 # expect.subject: any

@@ -81,7 +81,8 @@ def run(script: Path) -> str:
     ranks = int(re.search(r"^# nproc: (\d+)", head, re.MULTILINE)[1])  # type: ignore[index]
     scratch = Path(tempfile.mkdtemp(prefix="ddpdebug-golden-"))
     env = {"FAULT": "1", "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": str(ranks), "DDPDEBUG_EVERY_STEP": "1"}
-    options = ["--out", str(scratch / "run"), "--metrics", "off"]
+    more = re.search(r"^# options: (.*)$", head, re.MULTILINE)
+    options = ["--out", str(scratch / "run"), "--metrics", "off", *(more[1].split() if more else [])]
     try:
         job = {"script": str(script), "args": [], "ranks": ranks, "cwd": str(scratch), "timeout": 120}
         zygote.run({**job, "options": options, "env": env})

@@ -2,9 +2,9 @@
 
     python tests/detection/score.py [--jobs 1] [--only sync205,clean] [--write docs/detection.md] [--folder DIR]
 
-Each script runs through `ddpdebug run` with default options, once with FAULT=1 and once with FAULT=0 (its clean twin);
-healthy scripts run once. The ranks are forked from a process that has loaded torch, which saves most of the time;
-`--launch` starts them as a user does.
+Each script runs through `ddpdebug run` with default options and those that its head names (`options`), once with
+FAULT=1 and once with FAULT=0 (its clean twin); healthy scripts run once. The ranks are forked from a process that has
+loaded torch, which saves most of the time; `--launch` starts them as a user does.
 A fault counts as found when a finding has one of the expected codes, an expected rank, an expected name and the
 expected first step; a HLTH or RCP code must be one of the first two. A clean run fails when anything at `error` or
 above is reported, or more than one warning.
@@ -52,6 +52,11 @@ class Case:
         """The accepted codes, the ideal one first."""
         text = self.keys.get("expect.codes", "none")
         return [] if text.strip() == "none" else [code.strip() for code in text.split(",")]
+
+    @property
+    def options(self) -> list[str]:
+        """Options of `ddpdebug run` without which the script's fault is not seen."""
+        return self.keys.get("options", "").split()
 
 
 @dataclass
@@ -103,7 +108,7 @@ def run(case: Case, *, fault: bool, launch: bool) -> Result:
 
 def _launched(case: Case, scratch: Path, env: dict[str, str]) -> tuple[int | None, str]:
     """Return exit status (None: it took too long) and what was printed to stderr."""
-    words = ["--nproc-per-node", case.keys["nproc"], "--out", str(scratch / "run"), "--metrics", "off"]
+    words = ["--nproc-per-node", case.keys["nproc"], "--out", str(scratch / "run"), "--metrics", "off", *case.options]
     try:
         done = subprocess.run(
             [sys.executable, "-m", "ddpdebug", "run", *words, str(case.path)],
@@ -116,7 +121,7 @@ def _launched(case: Case, scratch: Path, env: dict[str, str]) -> tuple[int | Non
 
 def _forked(case: Case, scratch: Path, env: dict[str, str]) -> tuple[int | None, str]:
     ranks = int(case.keys["nproc"])
-    options = ["--out", str(scratch / "run"), "--metrics", "off"]
+    options = ["--out", str(scratch / "run"), "--metrics", "off", *case.options]
     job = {"script": str(case.path), "args": [], "ranks": ranks, "cwd": str(scratch), "timeout": _TIMEOUT}
     env["LOCAL_WORLD_SIZE"] = str(ranks)
     results = zygote.run({**job, "options": options, "env": env})
@@ -195,7 +200,8 @@ def report(results: list[Result]) -> str:
     lines = [
         "# Detection score",
         "",
-        "Written by `make detection`, which runs `tests/corpus/` with default options. A fault counts as found when",
+        "Written by `make detection`, which runs `tests/corpus/` with default options, and with",
+        "`--validation-loss functions` the scripts that evaluate with functional losses. A fault counts as found when",
         "code, rank, name and first step are right, and a HLTH or RCP code is one of the first two; a run is clean",
         "when nothing at `error` or above is reported and at most one warning.",
         "",

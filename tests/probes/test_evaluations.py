@@ -1,4 +1,4 @@
-"""Validation losses of scripts that tell nothing, and the code of torch's loss functions that sees them."""
+"""Validation losses of scripts that tell nothing: hooks of loss modules, and the code of torch's loss functions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ddpdebug.detectors.hlth.validation import ValidationSource
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.observations import Flag, Row
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.recipe.evaluations import Evaluations
+from ddpdebug.probes.recipe.evaluations import Evaluations, loss_in
 from ddpdebug.probes.record import StepRecord, Window, encode_row
 from ddpdebug.steps import Step
 from ddpdebug.torch_internals.losses import LOSSES
@@ -36,7 +36,7 @@ X, Y, Z = torch.randn(8, 4), torch.randint(0, 4, (8,)), torch.randn(8, 4)
 def seen() -> Iterator[list[Any]]:
     """What the functions have returned without gradients."""
     found: list[Any] = []
-    undo = internals.look_at_losses(found.append)
+    undo = internals.look_at_losses(lambda loss, source: found.append(loss))
     yield found
     undo()
 
@@ -44,7 +44,7 @@ def seen() -> Iterator[list[Any]]:
 def test_every_loss_function_is_known_and_restored() -> None:
     """None is left alone in this torch, and none keeps the other code."""
     before = {name: getattr(functional, name).__code__ for name in LOSSES}
-    undo = internals.look_at_losses(lambda loss: None)
+    undo = internals.look_at_losses(lambda loss, source: None)
     assert [name for name in LOSSES if getattr(functional, name).__code__ is before[name]] == []
     undo()
     assert all(getattr(functional, name).__code__ is code for name, code in before.items())
@@ -64,7 +64,7 @@ def test_functions_stay_what_they_are() -> None:
         return [functions, pickle.dumps(functions), text, [(w.filename, w.lineno) for w in told]]
 
     plain = facts()
-    undo = internals.look_at_losses(lambda loss: None)
+    undo = internals.look_at_losses(lambda loss, source: None)
     with_look = facts()
     undo()
     assert with_look == plain
@@ -86,7 +86,7 @@ def test_what_is_seen(seen: list[Any]) -> None:
 def test_a_function_of_somebody_else_in_its_place_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its module need not know `torch`, which the look asks."""
     monkeypatch.setattr(functional, "l1_loss", FunctionType(_halved.__code__, {}))
-    undo = internals.look_at_losses(lambda loss: None)
+    undo = internals.look_at_losses(lambda loss, source: None)
     with torch.no_grad():
         assert functional.l1_loss(4, 0) == 2  # type: ignore[arg-type]
     undo()
@@ -144,7 +144,7 @@ def test_compiled_models_are_the_same(seen: list[Any], backend: str) -> None:
 class Script:
     """A script's optimizer steps and evaluations, without the rest."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, source: str = "modules") -> None:
         self.model, self.step = model, 0
         self.facts: list[Any] = []
         self.recorder: Any = SimpleNamespace(
@@ -157,7 +157,7 @@ class Script:
         )
         self.loaders: Any = SimpleNamespace(samples=None)
         tell = lambda topic, fact: self.facts.append((topic, fact))  # noqa: E731 - one line
-        self.evaluations = Evaluations(self.recorder, self.loaders, lambda: [self.model], tell)
+        self.evaluations = Evaluations(self.recorder, self.loaders, lambda: [self.model], tell, source)
 
     def train(self, steps: int = 1) -> list[float]:
         """Take steps; return the validation losses of their rows."""
@@ -169,13 +169,14 @@ class Script:
             assert row.has(Flag.VAL_LOSS_SEEN) == (not math.isnan(row.val_loss))
             found.append(row.val_loss)
             self.step += 1
+            self.evaluations.begin()
         return found
 
     @torch.no_grad()
     def compute(self, *values: float) -> None:
         """Compute losses on one line."""
         for value in values:
-            self.evaluations.look(torch.tensor(float(value)))
+            self.evaluations.look(torch.tensor(float(value)), "by a test")
 
 
 def told(values: list[float]) -> list[float]:
@@ -253,37 +254,222 @@ def test_tensors_of_several_numbers_are_left_alone() -> None:
     """Nobody knows how the script sums them up."""
     script = evaluating()
     script.train(5)
-    script.evaluations.look(torch.ones(3))
-    script.evaluations.look("loss")
+    script.evaluations.look(torch.ones(3), "by a test")
+    script.evaluations.look("loss", "by a test")
     assert told(script.train()) == []
 
 
-@pytest.mark.parametrize("runs, found", [("model", [4]), ("average", []), ("nothing", [])])
-def test_evaluation_in_train_mode(runs: str, found: list[int]) -> None:
-    """Of the model itself it is told; a copy may be evaluated while the model stays in train mode."""
+# --- what is seen of modules ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def no_hooks() -> Iterator[None]:
+    """No test leaves a hook behind, whatever it has looked at."""
+    yield
+    tables = (hooks._global_forward_hooks, hooks._global_module_registration_hooks)
+    for table in tables:
+        table.clear()
+
+
+def is_hooked() -> bool:
+    return bool(hooks._global_forward_hooks)
+
+
+@pytest.mark.parametrize("gradients", [torch.no_grad, torch.inference_mode])
+def test_loss_modules_are_seen(gradients: Any) -> None:
+    """Those of torch and classes of them, by name; the mean of a line goes out with the next row."""
+
+    class Halved(nn.modules.loss._Loss):
+        def forward(self, x: Any, y: Any) -> Any:
+            return (x - y).square().mean() / 2
+
+    script = evaluating()
+    for criterion, name in ((nn.MSELoss(), "by nn.MSELoss"), (Halved(), f"by {Halved.__qualname__}")):
+        script = evaluating()
+        script.train(5)
+        with gradients():
+            values = [float(criterion(script.model(x[:, :2]), y[:, :2])) for x, y in ((X, Z), (Z, X))]
+        assert told(script.train(5)) == pytest.approx([sum(values) / 2])
+        assert [(fact["source"], fact["batches"]) for _, fact in script.facts] == [(name, 2)]
+        assert script.evaluations.without_loss == 0
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        lambda loss: loss,
+        lambda loss: (torch.ones(3), loss),
+        lambda loss: {"loss": loss, "logits": torch.ones(3)},
+    ],
+)
+def test_losses_that_a_model_returns_are_seen(output: Any) -> None:
+    """As many language models do: alone, beside the logits, or by name."""
+
+    class Model(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return output(functional.mse_loss(x, Z))
+
+    script = Script(Model().eval())
+    script.train(5)
+    with torch.no_grad():
+        script.model(X)
+    assert told(script.train(5)) == [functional.mse_loss(X, Z).item()]
+    assert [fact["source"] for _, fact in script.facts] == ["in the model's output"]
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        None,
+        "loss",
+        torch.ones(3),
+        torch.tensor(3),
+        torch.tensor(1j),
+        (torch.tensor(1.0), torch.tensor(2.0)),
+        {"loss": "0.5"},
+        {"total": torch.tensor(1.0)},
+        torch.tensor(1.0).to_sparse(),
+        torch.tensor(1.0, device="meta"),
+    ],
+)
+def test_other_outputs_are_no_loss(output: Any) -> None:
+    """Nothing is guessed."""
+    assert loss_in(output) is None
+
+
+@pytest.mark.parametrize(
+    "output", [lambda x: (x.mean(), 1), lambda x: {"loss": x.mean()}, lambda x: x.mean().to_sparse()]
+)
+def test_odd_outputs_of_loss_modules_are_let_pass(output: Any) -> None:
+    """They reach the script as they are, and are no validation loss."""
+
+    class Odd(nn.modules.loss._Loss):
+        def forward(self, x: Any) -> Any:
+            return output(x)
+
+    script = evaluating()
+    script.train(5)
+    with torch.no_grad():
+        script.model(X[:, :2])
+        assert type(Odd()(X)) is type(output(X))
+    assert told(script.train(5)) == []
+    assert script.facts == []
+
+
+def test_training_never_meets_the_hook() -> None:
+    """It lies there from a step to the next forward with gradients, of whatever model that trains."""
+    script = evaluating()
+    assert not is_hooked()
+    script.train()
+    assert is_hooked()
+    with torch.no_grad():
+        script.model(X[:, :2])
+    nn.Linear(4, 1)(X)  # of somebody else
+    assert is_hooked()
+    script.model(X[:, :2])
+    assert not is_hooked()
+    script.train()
+    script.evaluations.train()
+    assert not is_hooked()
+    script.train()
+    script.evaluations.forward(SimpleNamespace(module=script.model))  # type: ignore[arg-type]
+    assert not is_hooked()
+
+
+def test_no_hook_beside_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled model warns of hooks on all modules: they go as soon as one is made, and do not come back."""
+    script = evaluating()
+    script.train()
+    assert is_hooked()
+    compiled = torch.compile(script.model, backend="eager")
+    assert not is_hooked()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        compiled(X[:, :2])
+    script.train()
+    assert not is_hooked()
+    torch._dynamo.reset()
+    monkeypatch.setattr(internals, "anything_compiled", lambda: True)
+    script.train()
+    assert not is_hooked()
+
+
+@pytest.mark.parametrize("source", ["told", "functions"])
+def test_where_the_user_wants_no_look_at_modules(source: str) -> None:
+    """Their losses are not counted beside those of the functions that they call."""
+    script = Script(evaluating().model, source)
+    script.train(5)
+    assert is_hooked() == (source == "functions")
+    with torch.no_grad():
+        nn.MSELoss()(script.model(X[:, :2]), Z[:, :2])
+    assert told(script.train(5)) == []
+
+
+def test_evaluations_without_a_loss_are_counted() -> None:
+    """Not what happens at every step, and not where the script tells."""
+    script = evaluating()
+    for _ in range(3):
+        script.train(5)
+        with torch.no_grad():
+            functional.mse_loss(script.model(X[:, :2]), Z[:, :2])
+    script.train(3)
+    assert script.evaluations.without_loss == 3
+    for _ in range(9):  # a target at every step
+        script.train()
+        with torch.no_grad():
+            script.model(X[:, :2])
+    script.train(5)
+    assert script.evaluations.without_loss == 4  # the first of them came after a pause
+    script.recorder.events.tells_validation = True
+    with torch.no_grad():
+        script.model(X[:, :2])
+    script.train(5)
+    assert script.evaluations.without_loss == 4
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_forwards_of_the_wrapper_are_evaluations(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no hook is used; each is counted once."""
+    monkeypatch.setattr(internals, "anything_compiled", lambda: compiled)
+    script = evaluating()
+    script.train(5)
+    ddp: Any = SimpleNamespace(module=script.model)
+    with torch.no_grad():
+        script.evaluations.forward(ddp)
+        script.model(X[:, :2])
+    script.train(5)
+    assert script.evaluations.without_loss == 1
+
+
+@pytest.mark.parametrize(
+    "runs, loss, other, found",
+    [
+        ("model", "module", False, [4]),
+        ("average", "module", False, []),
+        ("nothing", "module", False, []),
+        ("model", "function", False, []),
+        ("model", "function", True, [4]),
+        ("model", "nothing", True, [4]),
+        ("average", "function", True, []),
+    ],
+)
+def test_evaluation_in_train_mode(runs: str, loss: str, other: bool, found: list[int]) -> None:
+    """Of the model itself it is told, where a loss or other data show it; a copy may be evaluated meanwhile."""
     script = evaluating()
     script.model.train()
     average = nn.Linear(2, 2).eval()
     for _ in range(2):
+        script.loaders.samples = 100
         script.train(6)
+        script.loaders.samples = 30 if other else 100
         with torch.no_grad():
             for _ in range(4):
                 if runs != "nothing":
                     (script.model if runs == "model" else average)(X[:, :2])
-                script.evaluations.look(torch.tensor(1.0))
+                if loss != "nothing":
+                    (nn.MSELoss() if loss == "module" else functional.mse_loss)(X, Z)
     script.train()
     assert [fact["forwards"] for _, fact in script.facts] == found * 2
-    assert not hooks._global_forward_pre_hooks
-
-
-def test_no_hook_meets_training() -> None:
-    """It goes at the first forward with gradients, whatever came before."""
-    script = evaluating()
-    script.model.train()
-    script.compute(1.0)
-    assert len(hooks._global_forward_pre_hooks) == 1
-    script.model(X[:, :2])
-    assert not hooks._global_forward_pre_hooks
 
 
 # --- the rules' side --------------------------------------------------------------------------------------------------
@@ -300,16 +486,20 @@ def step_with(**rows: tuple[float, bool]) -> Step:
 def test_told_values_replace_seen_ones() -> None:
     """On whatever rank they are told; and what was seen before is another quantity."""
     source = ValidationSource()
-    source.hear("alone:evaluation", {1: {"location": "train.py:88", "batches": 12, "samples": None}})
+    fact = {"location": "train.py:88", "batches": 12, "samples": None, "source": "by nn.L1Loss"}
+    source.hear("alone:evaluation", {1: fact})
     assert source.values(step_with(r0=(1.0, True), r1=(2.0, True))) == [1.0, 2.0]
     assert not source.renewed()
     assert source.location() == "train.py:88"
-    assert source.evidence() == {"validation_loss": "as seen at train.py:88, mean of 12 batches"}
+    assert source.evidence() == {
+        "validation_loss": "seen by nn.L1Loss in evaluation at train.py:88, mean of 12 batches"
+    }
     assert source.values(step_with(r0=(1.0, False), r1=(2.0, True))) == [1.0]
     assert source.renewed()
     assert not source.renewed()
     assert source.values(step_with(r0=(math.nan, False), r1=(2.0, True))) == []
-    assert (source.location(), source.evidence()) == (None, {})
+    assert (source.location(), source.evidence()) == (None, {"validation_loss": "told by observe(val_loss=)"})
+    assert ValidationSource().evidence() == {}
 
 
 def test_another_line_is_another_quantity() -> None:

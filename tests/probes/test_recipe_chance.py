@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import cProfile
 import sys
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,30 +13,110 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import dropout as imported
+from torch.nn.modules import module as hooks
+from torch.overrides import TorchFunctionMode
 
 from ddpdebug.detectors.rcp.rcp820_eval_not_deterministic import EvalNotDeterministic
 from ddpdebug.isolation.guard import Guard
+from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.recipe.chance import FORWARDS, Chance
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 
 
 class Net(nn.Module):
-    """A layer whose output goes through what a test gives."""
+    """A layer whose output goes through a method that each model below writes."""
 
-    def __init__(self, inside: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layer, self.drop, self.inside = nn.Linear(4, 4), nn.Dropout(0.5), inside
+        self.layer, self.drop, self.p, self.mc = nn.Linear(4, 4), nn.Dropout(0.5), 0.2, True
 
     def forward(self, x: Tensor) -> Tensor:
         kept = x
-        x = self.inside(self, self.layer(x))
+        x = self.inside(self.layer(x))
         return x + kept.sum()
+
+    def inside(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Own(Net):
+    def inside(self, x: Tensor) -> Tensor:
+        return functional.dropout(x, self.p)
+
+
+class Imported(Net):
+    def inside(self, x: Tensor) -> Tensor:
+        return imported(x)
+
+
+class OneDimension(Net):
+    def inside(self, x: Tensor) -> Tensor:
+        return functional.dropout1d(x[None], p=0.25)[0]
+
+
+class Alpha(Net):
+    def inside(self, x: Tensor) -> Tensor:
+        return functional.alpha_dropout(x, 0.1, training=True)
+
+
+class Attention(Net):
+    def inside(self, x: Tensor) -> Tensor:
+        p = self.p
+        return functional.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=p)[0]
+
+
+class Helped(Net):
+    def inside(self, x: Tensor) -> Tensor:
+        return helper(x, self.training)
+
+
+def helper(x: Tensor, training: bool) -> Tensor:
+    return functional.dropout(x, 0.3, training=not training)
+
+
+class Told(Net):
+    def inside(self, x: Tensor) -> Tensor:
+        return functional.dropout(x, 0.2, self.training)
+
+
+class Never(Net):
+    def inside(self, x: Tensor) -> Tensor:
+        return functional.dropout(x, 0.0)
+
+
+class ByModule(Net):
+    def inside(self, x: Tensor) -> Tensor:
+        return self.drop(x)
+
+
+class Samples(Net):
+    def inside(self, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+
+class SamplesBesideDropout(Net):
+    def inside(self, x: Tensor) -> Tensor:
+        x = functional.dropout(x, self.p if self.training else 0.0) + torch.rand_like(x)
+        return functional.dropout(helper(x, not self.training), self.p, training=self.training)
+
+
+class AlphaByDefault(Net):
+    def inside(self, x: Tensor) -> Tensor:
+        return functional.alpha_dropout(x)
+
+
+class Raises(Net):
+    def inside(self, x: Tensor) -> Tensor:
+        x = functional.dropout(x)
+        if self.mc:
+            return x
+        raise RuntimeError("no")
 
 
 def evaluate(net: nn.Module, times: int = 4) -> list[dict[str, Any]]:
     """Return what is told of some forwards; each gives what it gives without us."""
-    chance, told = Chance(GUARD), []
+    chance, told = Chance(entries_of(GUARD)), []
     x = torch.randn(3, 4)
     for seed in range(times):
         torch.manual_seed(seed)
@@ -46,114 +127,122 @@ def evaluate(net: nn.Module, times: int = 4) -> list[dict[str, Any]]:
         told += chance.end(net)
         assert torch.equal(got, expected[0])
         assert torch.equal(torch.default_generator.get_state(), expected[1])
-        assert sys.getprofile() is None
+        assert not hooks._global_forward_hooks
+        assert not hooks._global_forward_pre_hooks
     return told
 
 
-def attention(_: nn.Module, x: Tensor) -> Tensor:
-    return functional.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.3)[0]
-
-
 @pytest.mark.parametrize(
-    "inside, function, p",
+    "kind, function, p",
     [
-        (lambda _, x: functional.dropout(x, 0.2), "dropout", 0.2),
-        (lambda _, x: imported(x), "dropout", 0.5),
-        (lambda _, x: functional.dropout1d(x[None], p=0.25)[0], "dropout1d", 0.25),
-        (lambda _, x: functional.alpha_dropout(x, 0.1, training=True), "alpha_dropout", 0.1),
-        (attention, "scaled_dot_product_attention", None),
+        (Own, "dropout", 0.2),
+        (Imported, "dropout", 0.5),
+        (OneDimension, "dropout1d", 0.25),
+        (Alpha, "alpha_dropout", 0.1),
+        (Attention, "scaled_dot_product_attention", None),
+        (Helped, "dropout", 0.3),
     ],
 )
-def test_active_functions_are_named(inside: Any, function: str, p: float | None) -> None:
+def test_active_functions_are_named(kind: type[Net], function: str, p: float | None) -> None:
     """Whatever name it was imported by, the function is told with the module and the line that call it."""
-    first = evaluate(Net(inside).eval())[0]
-    assert (first["function"], first["p"], first["module"]) == (function, p, "(model)")
-    assert first["location"].startswith("tests/probes/test_recipe_chance.py:")
+    first = evaluate(kind().eval())[0]
+    assert (first["function"], first["p"], first["module"], first["class"]) == (function, p, "(model)", kind.__name__)
+    file, _, line = first["location"].partition(":")
+    assert file == "tests/probes/test_recipe_chance.py"
+    called = Path(__file__).read_text(encoding="utf-8").splitlines()[int(line) - 1]
+    assert f"{function}(" in called or "imported(" in called
 
 
 def test_the_innermost_module_is_named() -> None:
-    """The path is that of the module whose forward makes the call, through helper functions."""
-    net = nn.Sequential(nn.Linear(4, 4), Net(lambda _, x: functional.dropout(x, 0.2))).eval()
+    """The path is that of the module whose own code draws."""
+    net = nn.Sequential(nn.Linear(4, 4), Own()).eval()
     assert evaluate(net)[0]["module"] == "1"
 
 
-@pytest.mark.parametrize(
-    "inside",
-    [
-        lambda self, x: functional.dropout(x, 0.2, self.training),
-        lambda self, x: functional.dropout(x, 0.0),
-        lambda self, x: self.drop(x),
-        lambda self, x: x + torch.rand_like(x),  # a model that samples
-        lambda self, x: functional.alpha_dropout(x),  # its default is False
-    ],
-)
-def test_what_is_right_is_let_pass(inside: Any) -> None:
+@pytest.mark.parametrize("kind", [Told, Never, ByModule, Samples, AlphaByDefault])
+def test_what_is_right_is_let_pass(kind: type[Net]) -> None:
     """Functions that are told the mode, modules, and other draws are no finding."""
-    assert evaluate(Net(inside).eval(), FORWARDS + 2) == []
+    assert evaluate(kind().eval(), FORWARDS + 2) == []
+
+
+def test_beside_other_draws_only_what_is_certain_is_told() -> None:
+    """A model that samples draws anyway: a dropout whose mode only running it would tell may be off."""
+    assert evaluate(SamplesBesideDropout().eval(), FORWARDS + 2) == []
 
 
 def test_monte_carlo_dropout_is_let_pass() -> None:
     """A dropout module that was put into train mode alone draws on purpose."""
-    net = Net(lambda self, x: self.drop(x)).eval()  # type: ignore[operator]
+    net = ByModule().eval()
     net.drop.train()
     assert evaluate(net) == []
 
 
-def broken(_: nn.Module, x: Tensor) -> Tensor:
-    functional.dropout(x)
-    raise RuntimeError("no")
-
-
 def test_nothing_stays_behind_when_forward_raises() -> None:
-    """The profile function is taken away; one of the user's is never replaced."""
-    chance, net, fail = Chance(GUARD), Net(lambda _, x: functional.dropout(x)).eval(), [False]
-    inside, net.inside = net.inside, lambda self, x: broken(self, x) if fail[0] else inside(self, x)
+    """The hooks are taken away, and what comes later is looked at as before."""
+    chance, net = Chance(entries_of(GUARD)), Raises().eval()
     chance.begin(net)
     net(torch.zeros(2, 4))
     chance.end(net)
-    fail[0] = True
+    net.mc = False
     chance.begin(net)
-    assert sys.getprofile() is not None
+    assert hooks._global_forward_hooks
     with pytest.raises(RuntimeError, match="no"):
         net(torch.zeros(2, 4))
     chance.release()
-    assert sys.getprofile() is None
+    assert not hooks._global_forward_hooks
+    assert not hooks._global_forward_pre_hooks
+    net.mc = True
+    chance.begin(net)
+    net(torch.zeros(2, 4))
+    assert [call["function"] for call in chance.end(net)] == ["dropout"]
 
 
 @pytest.fixture
-def profiled() -> Iterator[Any]:
-    def own(*_: Any) -> None:
-        return None
-
-    sys.setprofile(own)
+def profiled() -> Iterator[cProfile.Profile]:
+    own = cProfile.Profile()
+    own.enable()
     yield own
-    sys.setprofile(None)
+    own.disable()
 
 
-def test_a_profiler_of_the_user_is_left_in_place(profiled: Any) -> None:
-    """While the user profiles nothing is followed."""
-    chance, net = Chance(GUARD), Net(lambda _, x: functional.dropout(x)).eval()
-    for _ in range(3):
-        chance.begin(net)
-        net(torch.zeros(2, 4))
-        assert chance.end(net) == []
-        assert sys.getprofile() is profiled
+def test_a_profiler_of_the_user_stays_in_place(profiled: cProfile.Profile) -> None:
+    """It is never replaced, and the call is found all the same."""
+    before = sys.getprofile()
+    assert evaluate(Own().eval())[0]["function"] == "dropout"
+    assert sys.getprofile() is before
+    assert before is profiled
 
 
-def test_a_profiler_that_hides_is_left_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of yappi is not seen by `sys.getprofile`, and would see nothing any more."""
-    running = [True]
-    monkeypatch.setitem(sys.modules, "yappi", SimpleNamespace(is_running=lambda: running[0]))
-    chance, net = Chance(GUARD), Net(lambda _, x: functional.dropout(x)).eval()
-    for _ in range(3):
-        chance.begin(net)
-        assert sys.getprofile() is None
-        net(torch.zeros(2, 4))
-        assert chance.end(net) == []
-    running[0] = False
-    chance.begin(net)
-    net(torch.zeros(2, 4))
-    assert chance.end(net) != []
+class _Counting(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_of_the_user_sees_the_same() -> None:
+    """None of ours lies beside it, and what looks asks torch for nothing that it would count."""
+
+    def counted(forward: Callable[[Net, Tensor], Tensor]) -> list[str]:
+        net, x = Own().eval(), torch.zeros(2, 4)
+        with _Counting() as mode:
+            for _ in range(4):
+                forward(net, x)
+        return mode.seen
+
+    chance, told = Chance(entries_of(GUARD)), []
+
+    def attached(net: Net, x: Tensor) -> Tensor:
+        GUARD.run("probe:chance", chance.begin, net)
+        out: Tensor = net(x)
+        told.append(GUARD.run("probe:chance", chance.end, net))
+        return out
+
+    assert counted(attached) == counted(lambda net, x: net(x))
+    assert any(told)
 
 
 def test_the_finding_names_every_call() -> None:

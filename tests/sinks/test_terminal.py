@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from ddpdebug.coverage import Coverage, RankCoverage
 from ddpdebug.findings import Finding, Severity
 from ddpdebug.observations import Digest, Flag, Row
-from ddpdebug.sinks import FindingRaised, RunEnded, RunStarted, Saved, StepJudged, Trouble
+from ddpdebug.sinks import Covered, FindingRaised, RunEnded, RunStarted, Saved, StepJudged, Trouble
 from ddpdebug.sinks.terminal import Terminal
 from ddpdebug.steps import Step
 
@@ -231,6 +232,19 @@ def summary(
     for record in (started, *records, ended):
         terminal.write(record)
     return stream.writes[-1]
+
+
+def test_a_hint_stands_before_the_last_line() -> None:
+    """Once, at the end, and only where nothing told or showed the validation loss."""
+    stream = Recording()
+    terminal = Terminal(0, stream)
+    for ended in (False, True):
+        known = Coverage(ranks=(RankCoverage(steps=20, evaluations=4),), ended=ended)
+        terminal.write(Covered(coverage=known, say=(), keep=True))
+    terminal.write(FINISHED)
+    hint, last = stream.getvalue().splitlines()
+    assert hint.startswith("ddpdebug: no validation loss was seen in 4 evaluations: ddpdebug.observe(val_loss=...)")
+    assert last.startswith("ddpdebug: no optimizer step")
 
 
 def test_the_last_line_says_what_was_compared() -> None:

@@ -42,10 +42,14 @@ class ValidationSource:
         return next((fact.get("location") for fact in self._seen.values()), None) if not self._told else None
 
     def evidence(self) -> dict[str, Any]:
-        """Say where the value comes from, where nobody has told it."""
+        """Say where the value comes from."""
+        if self._told:
+            return {"validation_loss": "told by observe(val_loss=)"}
         fact = next(iter(self._seen.values()), None)
-        if fact is None or self._told:
+        if fact is None:
             return {}
+        source = f" {fact['source']}" if fact.get("source") else ""
         place = f" at {fact['location']}" if fact.get("location") else ""
         batches = fact.get("batches")
-        return {"validation_loss": f"as seen{place}, mean of {batches} batch{'es' if batches != 1 else ''}"}
+        mean = f"mean of {batches} batch{'es' if batches != 1 else ''}"
+        return {"validation_loss": f"seen{source} in evaluation{place}, {mean}"}

@@ -26,8 +26,8 @@ class EvalNotDeterministic(Detector):
     """A dropout function was active inside a module in eval mode: the same batch gives other outputs each time.
 
     While training it is looked for in evaluations that go through DDP's forward: once one has drawn random numbers,
-    the next is searched for the call. `model.module(x)` and compiled models are not seen; `ddpdebug preflight` runs a
-    batch twice.
+    the next tells which module's own code does, and the source of that module names the call. `model.module(x)` and
+    compiled models are not seen; `ddpdebug preflight` runs a batch twice.
 
     Impact: validation metrics carry noise that does not come from the data, and are worse than the model is; exported
     models behave randomly.

@@ -76,7 +76,7 @@ class Recipe:
         self._run, self._threads = recorder.guard.run, recorder.entries.threads
         self.audit, self.clearing = Audit(recorder.entries.built), Clearing()
         self.schedules = Schedules(recorder.entries)
-        self._modes, self._labels, self._chance = Modes(), Labels(), Chance(recorder.guard)
+        self._modes, self._labels, self._chance = Modes(), Labels(), Chance(recorder.entries)
         self._leaks = Leaks(lambda on: setattr(recorder.guard, "quiet", on))
         self._loop = _Loop()
         self._passes: dict[str | None, int] = {}

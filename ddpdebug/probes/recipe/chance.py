@@ -1,41 +1,28 @@
 """Finds dropout functions that run in eval mode: looked for once an evaluation has drawn random numbers.
 
-The functions themselves are never replaced: `torch.jit.script` would compile no model with dropout, what holds the
-original could not be pickled, and a table of overrides would not find it. The generators before and after the first
-forwards in eval mode say whether there is anything to look for; only then one forward is followed by a profile
-function, which sees every call whatever name it goes by, and changes none.
+Nothing of the model's is replaced or traced: the functions stay what they are, no profiler is set, and no mode lies
+over torch's operations (under one, attention takes another path, with other rounding). The generators before and after
+the first forwards in eval mode say whether there is anything to look for; only then hooks of one more forward tell
+which module's own code draws, and its source which call that is (`forensics/dropout_calls.py`).
 """
 
 from __future__ import annotations
 
-import inspect
-import sys
 import weakref
-from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import fingerprint, torch_internals as internals
-from ddpdebug.isolation.guard import Guard
-from ddpdebug.isolation.user_code import user_location
+from ddpdebug.forensics.dropout_calls import active_calls
+from ddpdebug.probes.entries import Entries, ModuleHook
 from ddpdebug.probes.values import rng_digest
 
 #: Forwards in eval mode of one model whose draws are looked at, and those that are followed.
 FORWARDS, FOLLOWED = 16, 2
 _MAX_CALLS = 8
-_MAX_FRAMES = 16
-_FUNCTIONS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-_ATTENTION = functional.scaled_dot_product_attention
-
-
-def _profiled() -> bool:
-    """Tell whether somebody else profiles this thread, and would no longer after us."""
-    yappi = sys.modules.get("yappi")  # puts its function where `sys.getprofile` does not see it
-    return sys.getprofile() is not None or (yappi is not None and bool(yappi.is_running()))
+_MAX_MODULES = 32
 
 
 class _Model:
@@ -54,12 +41,11 @@ class _Model:
 class Chance:
     """Watches the forwards of models in eval mode; one at a time."""
 
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
+    def __init__(self, entries: Entries) -> None:
         self._models: dict[int, _Model] = {}
         self._now: _Model | None = None
         self._before: tuple[int, ...] = ()
-        self._follower: _Follower | None = None
+        self._drawing = _Drawing(entries)
 
     def begin(self, root: nn.Module) -> None:
         """Look at the forward that begins now, of a model in eval mode."""
@@ -70,105 +56,92 @@ class Chance:
             return
         self._now = known
         known.forwards += 1
-        if not known.drew:
-            self._before = _state(root)
-        elif not _profiled():
+        if known.drew:
             known.followed += 1
-            self._follower = _Follower(root, self._guard)
-            sys.setprofile(self._follower)
+            self._drawing.begin(root)
+        else:
+            self._before = _state(root)
 
     def end(self, root: nn.Module) -> list[dict[str, Any]]:
         """Return the calls of dropout functions that were active in modules in eval mode."""
-        now, follower = self._now, self._follower
+        now, follows = self._now, self._drawing.is_on
         if now is None or now.ref() is not root:
             return []
         self.release()
-        if follower is not None:
-            calls = follower.calls()
+        if follows:
+            calls = self._drawing.calls(root)
             now.followed = FOLLOWED if calls else now.followed
             return calls
         now.drew = now.drew or (bool(self._before) and _state(root) != self._before)
         return []
 
     def release(self) -> None:
-        """Take the profile function away."""
-        if self._follower is not None and sys.getprofile() is self._follower:
-            sys.setprofile(None)
-        self._now, self._follower = None, None
+        """Take the hooks away."""
+        self._drawing.release()
+        self._now = None
 
 
-class _Follower:
-    """A profile function: sees calls, and changes nothing."""
+class _Drawing:
+    """Tells which modules draw random numbers by code of their own, not by that of modules inside them."""
 
-    def __init__(self, root: nn.Module, guard: Guard) -> None:
-        self._root, self._guard = root, guard
-        self._found: dict[tuple[str, str | None], tuple[nn.Module, float | None]] = {}
-        self._before: tuple[int, ...] = ()
-        functions = [inspect.unwrap(getattr(functional, name)) for name in _FUNCTIONS]
-        codes = (getattr(function, "__code__", None) for function in functions)
-        self._codes: dict[CodeType, str] = {c: n for c, n in zip(codes, _FUNCTIONS, strict=True) if c is not None}
-        self._whole = inspect.unwrap(DistributedDataParallel.forward).__code__
-        self._broken = False
+    def __init__(self, entries: Entries) -> None:
+        self._before: ModuleHook = entries.before_modules("probe:chance", self._enters)
+        self._after: ModuleHook = entries.after_modules("probe:chance", self._leaves)
+        self._root: weakref.ref[nn.Module] | None = None
+        self._state: tuple[int, ...] = ()
+        self._inside: list[nn.Module] = []
+        self._found: dict[int, nn.Module] = {}
 
-    def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
-        """Look at one event; an error of ours must not reach the model, and ends the search."""
-        if self._broken:
-            sys.setprofile(None)
+    @property
+    def is_on(self) -> bool:
+        return self._after.is_on
+
+    def begin(self, root: nn.Module) -> None:
+        self._root, self._state = weakref.ref(root), _state(root)
+        self._inside, self._found = [], {}
+        self._before.on()
+        self._after.on()
+
+    def release(self) -> None:
+        self._before.off()
+        self._after.off()
+        self._inside = []
+
+    def _enters(self, module: nn.Module, args: Any) -> None:
+        del args
+        self._look()
+        self._inside.append(module)
+
+    def _leaves(self, module: nn.Module, args: Any, output: Any) -> None:
+        del args, output
+        self._look()
+        if any(inside is module for inside in self._inside):
+            while self._inside.pop() is not module:  # what has raised and was caught
+                pass
+
+    def _look(self) -> None:
+        root = None if self._root is None else self._root()
+        if root is None:
             return
-        if (event == "call" and frame.f_code in self._codes) or arg is _ATTENTION:
-            self._broken = not self._guard.run("probe:chance", self._look, frame, event, arg)
-        elif frame.f_code is self._whole and event == "return":
-            sys.setprofile(None)  # whatever happens to the rest of ddpdebug meanwhile
-
-    def _look(self, frame: FrameType, event: str, arg: Any) -> bool:
-        if event == "call":
-            self._function(self._codes[frame.f_code], frame)
-        elif arg is _ATTENTION and event == "c_call":
-            self._before = _state(self._root)
-        elif arg is _ATTENTION and event == "c_return" and self._before != _state(self._root):
-            self._note("scaled_dot_product_attention", None, frame)
-        return True
-
-    def calls(self) -> list[dict[str, Any]]:
-        """Return what was found, where the module belongs to the model."""
-        paths = {id(module): path or "(model)" for path, module in internals.named_modules(self._root)}
-        return [
-            {
-                "function": name,
-                "p": share,
-                "location": line,
-                "module": paths[id(module)],
-                "class": type(module).__name__,
-            }
-            for (name, line), (module, share) in self._found.items()
-            if id(module) in paths
-        ]
-
-    def _function(self, name: str, frame: FrameType) -> None:
-        values = frame.f_locals  # not to be emptied: the interpreter writes them back after the call
-        share = values.get("p")
-        if values.get("training") and isinstance(share, int | float) and share > 0 and frame.f_back is not None:
-            self._note(name, float(share), frame.f_back)
-
-    def _note(self, name: str, share: float | None, frame: FrameType) -> None:
-        module = _module_of(frame)
+        before, self._state = self._state, _state(root)
+        module = self._inside[-1] if self._inside else None
         # a part that was put into train mode by itself draws on purpose (Monte Carlo dropout)
-        if module is not None and not module.training and len(self._found) < _MAX_CALLS:
-            self._found.setdefault((name, user_location(frame)), (module, share))
+        if module is not None and self._state != before and not module.training and len(self._found) < _MAX_MODULES:
+            self._found[id(module)] = module
 
-
-def _module_of(frame: FrameType | None) -> nn.Module | None:
-    """Return the innermost module whose method a frame, or one that it was called from, runs."""
-    for _ in range(_MAX_FRAMES):
-        if frame is None:
-            return None
-        code = frame.f_code
-        if code.co_argcount and code.co_varnames[0] == "self":
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, nn.Module):
-                return owner
-        frame = frame.f_back
-    return None
+    def calls(self, root: nn.Module) -> list[dict[str, Any]]:
+        """Return the dropout calls in the code of what was found, where the module belongs to the model."""
+        found, self._found = self._found, {}
+        told: dict[tuple[str, str], dict[str, Any]] = {}
+        for path, module in internals.named_modules(root):
+            if id(module) not in found:
+                continue
+            for call in active_calls(module):
+                fact = {"function": call.function, "p": call.p, "location": call.location}
+                place = {"module": path or "(model)", "class": type(module).__name__}
+                if len(told) < _MAX_CALLS:
+                    told.setdefault((call.function, call.location), {**fact, **place})
+        return list(told.values())
 
 
 def _state(root: nn.Module) -> tuple[int, ...]:

@@ -1,0 +1,47 @@
+"""Models and losses that are compiled for the first time in an evaluation, with warnings as errors.
+
+timeout: 120
+slow: yes
+parts: all
+"""
+
+import warnings
+
+import torch
+from _report import batches, ddp, digest, finish, report, start
+from torch import nn
+
+
+def evaluate():
+    inner.eval()
+    compiled = torch.compile(inner, backend="eager", fullgraph=True)
+    loss_of = torch.compile(nn.HuberLoss(), backend="eager", fullgraph=True)
+    step = torch.compile(lambda x: nn.functional.l1_loss(inner(x), x[:, :4]), backend="eager", fullgraph=True)
+    with torch.no_grad():
+        values = [(loss_of(compiled(x), x[:, :4]), step(x), criterion(inner(x), x[:, :4])) for x in batches(3, seed=7)]
+    inner.train()
+    return values
+
+
+start()
+inner = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+model = ddp(inner)
+criterion = nn.SmoothL1Loss()
+optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+losses, found = [], []
+for epoch in range(4):
+    for x in batches(5):
+        optimizer.zero_grad()
+        loss = criterion(model(x), x[:, :4])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    if epoch:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found.append(digest(evaluate()))
+counters = torch._dynamo.utils.counters
+report([inner], [optimizer], losses, found=found, graphs=counters["stats"]["unique_graphs"])
+report(breaks=dict(counters["graph_break"]), recompiles=dict(counters["recompiles"]))
+del model
+finish()

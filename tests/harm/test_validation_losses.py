@@ -1,0 +1,107 @@
+"""Where a validation loss comes from, in real runs: told, seen by module or function, or said to be missing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpdebug.commands._verdict import judge_directory
+from ddpdebug.run_files import read_findings
+from ddpdebug.verdict import Word
+
+pytestmark = [pytest.mark.jobs, pytest.mark.slow]
+
+#: The longer it trains, the further the targets of the validation are from what it learns.
+_SCRIPT = """
+import sys
+import torch
+from torch import nn
+from torch.nn import functional as F
+kind = sys.argv[1]
+torch.manual_seed(0)
+model, criterion = nn.Linear(8, 1), nn.MSELoss()
+opt = torch.optim.SGD(model.parameters(), lr=0.02)
+weight, gen = torch.randn(8, 1), torch.Generator().manual_seed(1)
+for step in range(90):
+    x = torch.randn(64, 8, generator=gen)
+    opt.zero_grad(); loss = F.mse_loss(model(x), x @ weight); loss.backward(); opt.step()
+    if step % 5 == 4:
+        model.eval()
+        with torch.no_grad():
+            x = torch.randn(64, 8, generator=gen)
+            away = x @ weight + 0.05 * step
+            value = criterion(model(x), away) if kind == "module" else F.mse_loss(model(x), away)
+        if kind == "told":
+            import ddpdebug
+            ddpdebug.observe(val_loss=value)
+        model.train()
+print([p.sum().item().hex() for p in model.parameters()], loss.item().hex())
+"""
+_OPTIONS = ["--out", "o", "--metrics", "off"]
+_FUNCTIONS = ["--validation-loss", "functions"]
+_JOBS: dict[str, tuple[str, list[str] | None]] = {
+    "plain": ("function", None),
+    "function": ("function", _OPTIONS),
+    "module": ("module", _OPTIONS),
+    "told": ("told", _OPTIONS),
+    "functions": ("function", [*_OPTIONS, *_FUNCTIONS]),
+    "module by functions": ("module", [*_OPTIONS, *_FUNCTIONS]),
+    "nothing": ("module", [*_OPTIONS, "--validation-loss", "told"]),
+}
+_SEEN = {
+    "module": "seen by nn.MSELoss in evaluation at script.py:19, mean of 1 batch",
+    "told": "told by observe(val_loss=)",
+    "functions": "seen by torch.nn.functional.mse_loss (--validation-loss functions) in evaluation at script.py:19, "
+    "mean of 1 batch",
+    "module by functions": "seen by torch.nn.functional.mse_loss (--validation-loss functions) in evaluation at "
+    "script.py:19, mean of 1 batch",
+}
+
+
+@pytest.fixture(scope="module")
+def results(
+    run_jobs: Callable[[list[dict[str, Any]]], list[Any]], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[dict[str, Any], Path]]:
+    """Run all of them once."""
+    jobs = []
+    for kind, options in _JOBS.values():
+        folder = tmp_path_factory.mktemp("validation")
+        (folder / "script.py").write_text(_SCRIPT)
+        cwd = str(folder)
+        job = {"script": f"{cwd}/script.py", "cwd": cwd, "args": [kind], "ranks": 1, "options": options}
+        jobs.append(job)
+    done = run_jobs(jobs)
+    return {name: (done[i][0], Path(jobs[i]["cwd"]) / "o") for i, name in enumerate(_JOBS)}
+
+
+@pytest.mark.parametrize("name", [name for name in _JOBS if name != "plain"])
+def test_training_is_the_same(results: dict[str, Any], name: str) -> None:
+    """Whatever looks at the losses."""
+    assert results["plain"][0]["status"] == 0, results["plain"][0]["err"][-3000:]
+    assert (results[name][0]["status"], results[name][0]["out"]) == (0, results["plain"][0]["out"])
+
+
+@pytest.mark.parametrize("name", _SEEN)
+def test_findings_say_their_source(results: dict[str, Any], name: str) -> None:
+    """The loss that a rule judges, in its evidence; then nothing is missing."""
+    findings = {finding.code: finding for finding in read_findings(results[name][1])}
+    assert findings["HLTH712"].evidence["validation_loss"] == _SEEN[name]
+    assert "no validation loss" not in results[name][0]["err"]
+
+
+@pytest.mark.parametrize("name", ["function", "nothing"])
+def test_a_missing_loss_is_said_once(results: dict[str, Any], name: str) -> None:
+    """In a line at the end, and in the record; it takes nothing from the verdict."""
+    result, directory = results[name]
+    assert [finding.code for finding in read_findings(directory)] == []
+    if name == "nothing":  # there nothing looks at evaluations without a DDP
+        assert "no validation loss" not in result["err"]
+        return
+    assert result["err"].count("no validation loss was seen in 17 evaluations") == 1
+    gaps = json.loads((directory / "run.json").read_text())["coverage"]["gaps"]
+    assert [(gap["text"], gap["weight"]) for gap in gaps] == [("no validation loss was seen in 17 evaluations", "note")]
+    assert judge_directory(directory, None, "error", require_checks=True).word is Word.CLEAN
