@@ -105,7 +105,7 @@ def call_own_hooks_only(module: torch.nn.Module) -> None:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         for key, hook in tuple(module._forward_pre_hooks.items()):
-            changed: Any = hook(module, args, kwargs) if key in before_with_kwargs else hook(module, args)  # type: ignore[call-arg]
+            changed: Any = hook(module, args, kwargs) if key in before_with_kwargs else hook(module, args)
             if changed is not None and key in before_with_kwargs:
                 args, kwargs = changed
             elif changed is not None:
@@ -119,7 +119,7 @@ def call_own_hooks_only(module: torch.nn.Module) -> None:
                     hook(module, args, None)
             raise
         for key, hook in hooks:
-            changed = hook(module, args, kwargs, output) if key in with_kwargs else hook(module, args, output)  # type: ignore[call-arg]
+            changed = hook(module, args, kwargs, output) if key in with_kwargs else hook(module, args, output)
             output = output if changed is None else changed
         return output
 
