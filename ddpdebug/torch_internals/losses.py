@@ -50,7 +50,7 @@ LOSSES = (
     "soft_margin_loss",
     "triplet_margin_loss",
 )
-#: What all loss modules of `torch.nn` inherit from, and most of other people's; nothing where this torch has no such class.
+#: What all loss modules of `torch.nn` inherit from; nothing where this torch has no such class.
 LOSS_MODULES: tuple[type[torch.nn.Module], ...] = () if names.loss_module is None else (names.loss_module,)
 _PLACE = "here comes what looks at the loss"
 _UNSEEN = "torch.is_grad_enabled() or torch.compiler.is_compiling()"
