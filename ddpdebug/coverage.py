@@ -65,7 +65,7 @@ PARTS = (
 )
 #: What the probes look at -> the keys under which they go off, without their `probe:`. Those in `_NOTES` only explain.
 _PROBES = {
-    "parameters": "parameters frozen replicas last-state structure",
+    "parameters": "parameters frozen replicas built last-state structure",
     "gradients": "gradients step-gradients wrapper no-sync comm-hook backward clip gather call-site",
     "optimizer": "optimizer row scaler hyper state threads",
     "forward": "forward batch output broadcast buffers layers",

@@ -150,10 +150,19 @@ class Entries:
             found = vars(owner).get(name)
             return None if found is replacement else _home(found)
 
+        undo.where = _path(owner, name)  # type: ignore[attr-defined]
         self._undo.append((f"patch:{name}", undo))
         setattr(owner, name, replacement)
         self._patch_home(owner, name, original, replacement)
         self.placed.append(Placed(_path(owner, name), why, over, hidden))
+
+    def unpatch(self, owner: Any, name: str) -> None:
+        """Take the wrappers of one function away before the end."""
+        where = _path(owner, name)
+        for entry in [entry for entry in self._undo if getattr(entry[1], "where", None) == where]:
+            self._undo.remove(entry)
+            self.guard.run(entry[0], entry[1])
+        self.placed = [placed for placed in self.placed if placed.where != where]
 
     def _patch_home(self, owner: Any, name: str, original: Any, replacement: Any) -> None:
         """Put a function's wrapper also where it was defined: pickle looks for it there, by name."""

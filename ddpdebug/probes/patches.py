@@ -101,7 +101,7 @@ class Patches:
                 who=here,
             )
         why = "which modules there are: averages and teachers beside the model, what an optimizer trains"
-        self.entries.on_parts("probe:built", self.entries.built.has_part, why)
+        self.entries.on_parts("probe:built", self._has_part, why)
         for owner in (torch.nn.Module, torch.optim.Optimizer):
             what = "which modules and optimizers there are, copies too"
             patch(owner, "__setstate__", what, after=[("probe:built", self._state_set)])
@@ -237,7 +237,7 @@ class Patches:
             return
         self._modules = [ref for ref in self._modules if ref() is not None]
         self._modules.append(weakref.ref(module))
-        if kind not in self._kinds:
+        if kind not in self._kinds and not internals.anything_compiled():
             self._kinds.add(kind)
             self.entries.patch(
                 kind,
@@ -253,6 +253,13 @@ class Patches:
                 who=self._follows_module,
                 always_ask=True,
             )
+
+    def _has_part(self, module: torch.nn.Module, name: str, part: Any) -> None:
+        if name == internals.ORIGINAL:  # `torch.compile` makes a wrapper: it would see ours instead of the model's own
+            for kind in self._kinds:
+                self.entries.unpatch(kind, "forward")
+            self._kinds.clear()
+        self.entries.built.has_part(module, name, part)
 
     def remove(self, *, finished: bool = False) -> None:
         """Restore the originals."""
