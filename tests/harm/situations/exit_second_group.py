@@ -3,6 +3,9 @@
 ranks: 2
 """
 
+import os
+import time
+
 import torch
 from _report import ddp, finish, report, start, train
 from torch import nn
@@ -16,4 +19,5 @@ for _ in range(3):
     inner = model.module
     del model
     finish()
+    time.sleep(0.5 * int(os.environ["RANK"]))  # the new store must listen before another rank finds the old one
 report([inner], [optimizer], losses)
