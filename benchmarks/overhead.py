@@ -39,11 +39,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpdebug
-from ddpdebug.config import Config
+from ddpdebug.config.settings import Config
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.monitor import Monitor
-from ddpdebug.probes.looks import Looks
-from ddpdebug.probes.modules import ForwardProbe
+from ddpdebug.monitor.monitor import Monitor
+from ddpdebug.probes.module_outputs import ForwardProbe
+from ddpdebug.probes.nonfinite_notes import Looks
 
 #: Ends by itself when the benchmark was killed.
 _LOOP = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum(range(200_000))\n"

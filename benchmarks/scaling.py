@@ -26,9 +26,9 @@ from overhead import Model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpdebug.attach import install
-from ddpdebug.config import Config
-from ddpdebug.observations import ROW_BYTES
+from ddpdebug.config.settings import Config
+from ddpdebug.monitor.attach import install
+from ddpdebug.schema.row import ROW_BYTES
 
 #: name -> (width, depth)
 SIZES = {"1M": (128, 4), "10M": (384, 5), "100M": (1024, 8)}

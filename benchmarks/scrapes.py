@@ -25,8 +25,8 @@ from overhead import Model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpdebug.attach import install
-from ddpdebug.config import Config
+from ddpdebug.config.settings import Config
+from ddpdebug.monitor.attach import install
 
 #: Serves as many bytes as a rank does, until its input ends.
 _ELSEWHERE = """

@@ -8,32 +8,32 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from ddpdebug.attach import expect_growth, observe, watch
-    from ddpdebug.errors import DdpdebugError, FindingError, UsageError
-    from ddpdebug.findings import Finding, Severity
-    from ddpdebug.monitor import Monitor
-    from ddpdebug.preflight.api import preflight
-    from ddpdebug.preflight.lr_finder import find_lr
-    from ddpdebug.seeding import seed_everything
-    from ddpdebug.wrapper import DebugDDP
+from ddpdebug._version import __version__ as __version__
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from ddpdebug.errors import DdpdebugError, FindingError, UsageError
+    from ddpdebug.monitor.attach import expect_growth, observe, watch
+    from ddpdebug.monitor.debug_ddp import DebugDDP
+    from ddpdebug.monitor.monitor import Monitor
+    from ddpdebug.monitor.seeding import seed_everything
+    from ddpdebug.preflight.api import preflight
+    from ddpdebug.preflight.checks.lr_finder import find_lr
+    from ddpdebug.schema.finding import Finding, Severity
 
 _HOMES = {
     "DdpdebugError": "ddpdebug.errors",
-    "DebugDDP": "ddpdebug.wrapper",
-    "Finding": "ddpdebug.findings",
+    "DebugDDP": "ddpdebug.monitor.debug_ddp",
+    "Finding": "ddpdebug.schema.finding",
     "FindingError": "ddpdebug.errors",
-    "Monitor": "ddpdebug.monitor",
-    "Severity": "ddpdebug.findings",
+    "Monitor": "ddpdebug.monitor.monitor",
+    "Severity": "ddpdebug.schema.finding",
     "UsageError": "ddpdebug.errors",
-    "expect_growth": "ddpdebug.attach",
-    "find_lr": "ddpdebug.preflight.lr_finder",
-    "observe": "ddpdebug.attach",
+    "expect_growth": "ddpdebug.monitor.attach",
+    "find_lr": "ddpdebug.preflight.checks.lr_finder",
+    "observe": "ddpdebug.monitor.attach",
     "preflight": "ddpdebug.preflight.api",
-    "seed_everything": "ddpdebug.seeding",
-    "watch": "ddpdebug.attach",
+    "seed_everything": "ddpdebug.monitor.seeding",
+    "watch": "ddpdebug.monitor.attach",
 }
 
 __all__ = [

@@ -14,15 +14,15 @@ from itertools import groupby
 from pathlib import Path
 
 from ddpdebug.commands.explain import Page, pages
-from ddpdebug.config import Config, options
-from ddpdebug.coverage import Coverage
+from ddpdebug.config.settings import Config, options
 from ddpdebug.detectors.thresholds import thresholds
 from ddpdebug.errors import UsageError
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import Row
+from ddpdebug.schema.coverage import Coverage
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Row
+from ddpdebug.schema.step import Step
 from ddpdebug.sinks import Covered, FindingRaised, RunStarted, StepJudged
 from ddpdebug.sinks.prometheus import PrometheusSink
-from ddpdebug.steps import Step
 
 _FAMILIES = {
     "RANK": "replicas agree",
@@ -109,8 +109,8 @@ _PATCHES_HEAD = """\
 
 While a monitor is open these are wrapped at class or module level, each calling the original once with the same
 arguments. All of it is registered in `ddpdebug/probes/entries.py`; what to look at stands in
-`ddpdebug/probes/patches.py`. `ddpdebug doctor --verbose` says what is in place on a machine, and what somebody else has
-wrapped. This page is made by `make docs` from a real attaching."""
+`ddpdebug/instrument/patches.py`. `ddpdebug doctor --verbose` says what is in place on a machine, and what somebody
+else has wrapped. This page is made by `make docs` from a real attaching."""
 
 _PATCHES_MORE = (
     "Of the class of a model that no DDP wraps, `forward` is wrapped as well: its inputs and outputs, for replays."
@@ -167,7 +167,7 @@ def thresholds_page() -> str:
 
 def patches_page() -> str:
     """Return docs/patches.md: what is wrapped while ddpdebug is attached, from an attaching to this process."""
-    from ddpdebug.doctor import attach_and_detach  # noqa: PLC0415 - loads torch
+    from ddpdebug.monitor.doctor import attach_and_detach  # noqa: PLC0415 - loads torch
     from ddpdebug.probes.entries import PASSING  # noqa: PLC0415 - loads torch
 
     rows: dict[tuple[str, str], list[str]] = {}

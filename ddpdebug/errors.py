@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from ddpdebug.findings import Finding
+    from ddpdebug.schema.finding import Finding
 
 
 class DdpdebugError(Exception):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ddpdebug.assembly import LAG_STEPS, LATE_STEPS, Assembler, fault_of
-from ddpdebug.observations import Flag, Row
+from ddpdebug.exchange.step_assembler import LAG_STEPS, LATE_STEPS, Assembler, fault_of
+from ddpdebug.schema.row import Flag, Row
 
 
 def add(assembler: Assembler, rank: int, step: int, optimizer: int = 0) -> None:

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from ddpdebug.commands._target import prepare
-from ddpdebug.config import options
+from ddpdebug.config.settings import options
 
 CI = Path(__file__).parent.parent / "deploy" / "ci"
 _TEMPLATES = sorted(path.name for path in CI.iterdir())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ddpdebug.config import Config, options, run_directory, to_flags
+from ddpdebug.config.settings import Config, options, run_directory, to_flags
 from ddpdebug.errors import UsageError
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 import ddpdebug
-from ddpdebug import coverage
-from ddpdebug.coverage import PARTS, Coverage, RankCoverage, Tally, Weight, counted_off, kind_of
-from ddpdebug.covering import MEET_SECONDS, STEP_SECONDS, Covering
-from ddpdebug.observations import Flag, Row
+from ddpdebug.ci.verdict import Outcome, Word, judge, with_coverage
+from ddpdebug.monitor.covering import MEET_SECONDS, STEP_SECONDS, Covering
+from ddpdebug.schema import coverage
+from ddpdebug.schema.coverage import PARTS, Coverage, RankCoverage, Tally, Weight, counted_off, kind_of
+from ddpdebug.schema.row import Flag, Row
+from ddpdebug.schema.step import Step
 from ddpdebug.sinks import Covered, Record
-from ddpdebug.steps import Step
-from ddpdebug.verdict import Outcome, Word, judge, with_coverage
 
 
 def _step(number: int, ranks: int = 2, *, full: bool = True) -> Step:

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from ddpdebug.causes import QUIET_STEPS, explains, refine
 from ddpdebug.detectors.base import Detector
 from ddpdebug.detectors.catalog import catalog
 from ddpdebug.detectors.examples import contract, digest, gradients, step_at
-from ddpdebug.diagnosis import DETAIL_TICKS, QUEUE_STEPS, Diagnosis, Request
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import Flag
-from ddpdebug.steps import Step
+from ddpdebug.diagnosis.engine import DETAIL_TICKS, QUEUE_STEPS, Diagnosis, Request
+from ddpdebug.diagnosis.root_causes import QUIET_STEPS, explains, refine
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 Answers = Callable[[str, int, int], Any]
 ROOT = Path(__file__).parent.parent
@@ -472,7 +472,7 @@ def test_the_order_in_which_ranks_answer_does_not_matter(steps: list[Step], seed
 _PROBE = """
 import sys
 sys.path[:0] = [{root!r}, {tests!r}]
-import ddpdebug.diagnosis
+import ddpdebug.diagnosis.engine
 assert "torch" not in sys.modules
 import detectors.test_examples as t
 for rule in t.RULES:

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from ddpdebug import disk as module, run_files
+from ddpdebug import disk as module
 from ddpdebug.disk import Disk, Free, Volumes, mode_of
+from ddpdebug.run_directory import reader as run_files
+from ddpdebug.run_directory.writer import RunDirectory
 from ddpdebug.sinks import FindingRaised, Saved, Trouble
 from ddpdebug.sinks.fanout import Fanout
-from ddpdebug.sinks.run_directory import RunDirectory
 from tests.sinks.test_run_directory import ENDED, FINDING, judged, started
 
 MIB, GIB = 1 << 20, 1 << 30

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 import ddpdebug
-from ddpdebug import run_files
 from ddpdebug.commands import COMMANDS
 from ddpdebug.commands.explain import pages
-from ddpdebug.config import Config, options
+from ddpdebug.config.settings import Config, options
 from ddpdebug.documentation import PAGES, main
-from ddpdebug.observations import ROW_BYTES, Row, encode, layout
+from ddpdebug.run_directory import reader as run_files
+from ddpdebug.schema.row import ROW_BYTES, Row, encode, layout
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpdebug
 from ddpdebug import torch_internals as internals
-from ddpdebug.equivalence import bound, judge, measure
+from ddpdebug.ci.equivalence import bound, judge, measure
 from ddpdebug.errors import UsageError
-from ddpdebug.findings import Finding, Severity
+from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.testing import assert_equivalent
 
 Made = tuple[nn.Module, Callable[..., Any], Any]

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
-from ddpdebug import exchange as module
-from ddpdebug.exchange import BATCH_ROWS, Alone, Exchange, Tick
-from ddpdebug.observations import ROW_BYTES, Row, decode, encode
+from ddpdebug.exchange import ticks as module
+from ddpdebug.exchange.ticks import BATCH_ROWS, Alone, Exchange, Tick
+from ddpdebug.schema.row import ROW_BYTES, Row, decode, encode
 
 
 class Hub:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ddpdebug.golden import Comparison, Course, Moment, compare, load, recording
+from ddpdebug.ci.golden import Comparison, Course, Moment, compare, load, recording
 
 _EPSILON = 1e-7
 

@@ -31,7 +31,7 @@ from ddpdebug.probes.entries import Entries, entries_of
 from ddpdebug.probes.threads import Threads
 
 _PACKAGE = Path(__file__).parent.parent / "ddpdebug"
-_LIVE = ("probes", "forensics", "torch_internals", "sinks", "monitor.py", "attach.py", "wrapper.py", "exchange.py")
+_LIVE = ("probes", "forensics", "torch_internals", "sinks", "monitor", "exchange", "instrument", "isolation")
 _REGISTERS = {
     "register",
     "unregister",
@@ -44,11 +44,11 @@ _REGISTERS = {
 }
 #: Where something is registered elsewhere all the same, and why that cannot reach a job.
 _ALLOWED = {
-    ("probes/graphs.py", "weakref.ref"): "the callback is a method of a set: no code of ours runs",
-    ("forensics/leak.py", "register_forward_hook"): "on a module that runs for us only, inside the guard",
-    ("forensics/replay.py", "register_forward_hook"): "as above",
-    ("forensics/replay.py", "register_forward_pre_hook"): "as above",
-    ("forensics/replay.py", "register_hook"): "as above, on a graph of ours",
+    ("probes/graph_lifetime.py", "weakref.ref"): "the callback is a method of a set: no code of ours runs",
+    ("forensics/target_leak.py", "register_forward_hook"): "on a module that runs for us only, inside the guard",
+    ("forensics/replay/replay.py", "register_forward_hook"): "as above",
+    ("forensics/replay/replay.py", "register_forward_pre_hook"): "as above",
+    ("forensics/replay/replay.py", "register_hook"): "as above, on a graph of ours",
 }
 
 
@@ -143,11 +143,13 @@ def test_no_iterator_in_c_calls_our_code(file: Path) -> None:
 
 #: What a process has once: who takes it, and why that is nobody's.
 _TAKEN_ONCE = {
-    "faulthandler.dump_traceback_later": {"stacks.py": "in the ranks of `check`, before the script's first line"},
-    "signal.setitimer": {"preflight/surroundings.py": "in a preflight, where no timer runs"},
+    "faulthandler.dump_traceback_later": {
+        "processes/stacks.py": "in the ranks of `check`, before the script's first line"
+    },
+    "signal.setitimer": {"preflight/sandbox/process_state.py": "in a preflight, where no timer runs"},
     "signal.signal": {
-        "preflight/surroundings.py": "as above, put back",
-        "supervisor.py": "in the process that waits for ranks",
+        "preflight/sandbox/process_state.py": "as above, put back",
+        "processes/supervisor.py": "in the process that waits for ranks",
         "pytest_plugin/zygote.py": "in the process that forks ranks",
     },
     "names.update_default_group": {"torch_internals/__init__.py": "in a process that is claimed for it"},
@@ -177,7 +179,7 @@ def test_variables_of_running_functions_are_read_in_one_place() -> None:
     }
     assert found == {
         "isolation/user_code.py",
-        "forensics/holders.py",  # of a module, whose variables are globals
+        "forensics/memory/holders.py",  # of a module, whose variables are globals
     }
 
 

@@ -11,94 +11,81 @@ import pytest
 
 _PACKAGE = Path(__file__).parent.parent / "ddpdebug"
 
-#: From the first layer to the last; a module may import from its own entry's left, and from its own folder.
+#: From the first to the last: a room imports from earlier lines only, also for annotations.
 _LAYERS = (
-    ("errors", "observations", "findings", "redaction", "disk", "isolation.user_code"),
-    ("parsing",),
-    ("detectors.thresholds",),
-    ("steps", "details", "config", "numeric_guard", "selftest"),
-    ("detectors.base", "detectors.comparison", "detectors.examples"),
-    ("detectors",),
-    ("causes", "diagnosis", "assembly", "schedule"),
-    ("coverage",),
-    ("grafana",),
-    ("sinks",),
-    ("run_files",),
-    ("golden",),
-    ("report", "top", "verdict", "runner", "supervisor", "stacks"),
-    ("junit",),
-    ("verdict_files", "launcher"),
-    ("verdict_annotations",),
-    ("torch_internals", "exchange"),
-    ("isolation",),
-    ("fingerprint",),
-    ("probes", "forensics"),
-    ("reporting", "covering"),
-    ("rejudge",),
-    ("monitor",),
-    ("attach", "faults", "seeding"),
-    ("trajectory",),
-    ("wrapper",),
-    ("equivalence",),
+    ("_version", "disk", "redaction", "schema", "torch_internals"),
+    ("errors", "fingerprint"),
+    ("detectors", "isolation"),
+    ("config", "sinks"),
+    ("exchange", "grafana", "processes", "run_directory"),
+    ("diagnosis", "probes", "reports"),
+    ("ci", "forensics"),
+    ("instrument", "testing"),
+    ("monitor", "pytest_plugin"),
     ("preflight",),
-    ("dashboards",),
-    ("doctor",),
     ("commands",),
-    ("testing",),
-    ("documentation",),
-    ("pytest_plugin",),
-    ("__main__",),
+    ("documentation", "__main__"),
 )
-#: Facts about a run that its readers and its writer share.
-_ALLOWED = {("sinks.run_directory", "run_files"), ("run_files", "sinks.segments")}
+#: Modules that import one another, for annotations alone: what a probe is given is the recorder itself.
+_CIRCLES = (
+    {"probes.layer_statistics", "probes.record"},
+    {
+        "probes.buffers",
+        "probes.events",
+        "probes.gradient_hooks",
+        "probes.nonfinite",
+        "probes.recorder",
+        "probes.step_vote",
+    },
+)
 
 _PURE = (
     "errors",
     "redaction",
     "disk",
-    "observations",
-    "findings",
-    "steps",
-    "coverage",
-    "covering",
-    "details",
-    "config",
-    "numeric_guard",
-    "causes",
-    "assembly",
-    "schedule",
-    "diagnosis",
+    "schema.row",
+    "schema.finding",
+    "schema.step",
+    "schema.coverage",
+    "monitor.covering",
+    "schema.details",
+    "config.settings",
+    "exchange.step_vote",
+    "diagnosis.root_causes",
+    "exchange.step_assembler",
+    "monitor.sampling",
+    "diagnosis.engine",
     "detectors",
     "sinks",
-    "run_files",
-    "reporting",
-    "rejudge",
-    "verdict",
-    "verdict_files",
-    "verdict_annotations",
-    "stacks",
-    "selftest",
-    "golden",
-    "runner",
-    "supervisor",
-    "dashboards",
-    "report",
-    "top",
-    "grafana",
-    "junit",
-    "preflight.axes",
-    "preflight.drawing",
-    "preflight.figures",
-    "preflight.files",
+    "run_directory.reader",
+    "diagnosis.reporter",
+    "diagnosis.rejudge",
+    "ci.verdict",
+    "ci.verdict_files",
+    "ci.annotations",
+    "processes.stacks",
+    "ci.selftest",
+    "ci.golden",
+    "processes.script",
+    "processes.supervisor",
+    "grafana.dashboards",
+    "reports",
+    "reports.top",
+    "grafana.client",
+    "ci.junit",
+    "preflight.output.axes",
+    "preflight.output.svg",
+    "preflight.output.figures",
+    "preflight.output.files",
     "preflight.overfit_shapes",
-    "preflight.page",
+    "preflight.output.page",
     "preflight.png",
-    "preflight.results",
+    "preflight.output.results",
     "preflight.styled",
-    "preflight.sweep",
+    "preflight.checks.lr_sweep",
     "preflight.sweep_verdict",
-    "preflight.terminal_plot",
-    "preflight.text",
+    "preflight.output.terminal_plot",
+    "preflight.output.text",
     "pytest_plugin.causes",
     "pytest_plugin.stacks",
     "pytest_plugin.results",
@@ -111,18 +98,19 @@ _PURE = (
 #: talk, hook or look; in a job only exchange communicates, over what torch_internals gives it, and preflight.in_step
 #: where the user's program asks for a sweep on all ranks.
 _DISTRIBUTED = (
-    "exchange",
+    "exchange.ticks",
     "torch_internals",
     "probes",
-    "monitor",
-    "attach",
-    "wrapper",
-    "launcher",
+    "instrument",
+    "monitor.monitor",
+    "monitor.attach",
+    "monitor.debug_ddp",
+    "processes.torchrun",
     "pytest_plugin",
     "testing",
-    "equivalence",
-    "preflight.in_step",
-    "doctor",
+    "ci.equivalence",
+    "preflight.sandbox.lockstep",
+    "monitor.doctor",
 )
 _HEAVY = {"torch", "numpy", "rich", "click", "prometheus_client"}
 
@@ -137,17 +125,9 @@ def _modules() -> dict[str, ast.Module]:
 
 
 def _imports(tree: ast.Module) -> set[str]:
-    """Return the modules that are imported anywhere in a file, annotations' imports left out."""
+    """Return the modules that are imported anywhere in a file, for annotations too."""
     names: set[str] = set()
-    skipped = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
     for node in ast.walk(tree):
-        if node in skipped:
-            continue
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
@@ -161,39 +141,60 @@ def _within(name: str, entries: tuple[str, ...]) -> bool:
 
 
 def _layer(name: str) -> int | None:
-    """Return the number of the layer that describes `name` most closely."""
-    found = [
-        (len(entry), number) for number, entries in enumerate(_LAYERS) for entry in entries if _within(name, (entry,))
-    ]
-    return max(found)[1] if found else None
+    """Return the number of the room's layer."""
+    room = name.split(".", maxsplit=1)[0]
+    return next((number for number, rooms in enumerate(_LAYERS) if room in rooms), None)
 
 
 MODULES = _modules()
 _OWN = {"__init__"}
 
 
+def targets(modules: dict[str, ast.Module], name: str) -> set[str]:
+    """Return the modules of ours that a module imports; of a name in a package, the module and not the package."""
+    found = {i.removeprefix("ddpdebug.") for i in _imports(modules[name]) if i.startswith("ddpdebug.")}
+    found &= modules.keys() - {name}
+    return {t for t in found if not any(other.startswith(f"{t}.") for other in found)}
+
+
 def violations(modules: dict[str, ast.Module]) -> list[str]:
-    """Return every import that goes to a later layer."""
+    """Return every import of another room that is not in an earlier layer."""
     wrong = []
-    for name, tree in modules.items():
-        if name in _OWN:
-            continue
-        for imported in _imports(tree):
-            target = imported.removeprefix("ddpdebug.")
-            if target == imported or target not in modules or (name, target) in _ALLOWED:
-                continue
+    for name in modules.keys() - _OWN:
+        for target in targets(modules, name):
             if target.split(".")[0] == name.split(".")[0]:
                 continue
             here, there = _layer(name), _layer(target)
             assert here is not None and there is not None, f"{name} or {target} has no layer in this test"  # noqa: PT018
-            if there > here:
+            if there >= here:
                 wrong.append(f"{name} imports {target}")
-    return wrong
+    return sorted(wrong)
+
+
+def circles(modules: dict[str, ast.Module]) -> list[set[str]]:
+    """Return the groups of modules that import one another, directly or over others."""
+    edges = {name: targets(modules, name) for name in modules}
+    reached: dict[str, set[str]] = {}
+    for name in modules:
+        seen: set[str] = set()
+        waiting = [name]
+        while waiting:
+            for target in edges[waiting.pop()] - seen:
+                seen.add(target)
+                waiting.append(target)
+        reached[name] = seen
+    groups = {frozenset(t for t in reached[name] if name in reached[t]) for name in modules if name in reached[name]}
+    return sorted(map(set, groups), key=len)
 
 
 def test_direction() -> None:
-    """No module imports from a later layer."""
+    """No module imports from its own layer's other rooms, or from a later layer."""
     assert violations(MODULES) == []
+
+
+def test_no_circles() -> None:
+    """No module imports itself over others, apart from those that are listed."""
+    assert circles(MODULES) == list(_CIRCLES)
 
 
 def test_every_module_has_a_layer() -> None:
@@ -203,8 +204,11 @@ def test_every_module_has_a_layer() -> None:
 
 def test_violations_are_seen() -> None:
     """The check itself works: a pure module that imports the monitor is caught."""
-    modules = {**MODULES, "findings": ast.parse("def f():\n    from ddpdebug import monitor")}
-    assert violations(modules) == ["findings imports monitor"]
+    modules = {**MODULES, "schema.finding": ast.parse("def f():\n    from ddpdebug import monitor")}
+    assert violations(modules) == ["schema.finding imports monitor"]
+    modules["schema.finding"] = ast.parse("if TYPE_CHECKING:\n    from ddpdebug.schema.row import x")
+    modules["schema.row"] = ast.parse("from ddpdebug.schema import finding")
+    assert {"schema.finding", "schema.row"} in circles(modules)
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if _within(name, _PURE)])
@@ -228,7 +232,10 @@ def _loaded_after(statement: str) -> tuple[set[str], str]:
     return set(modules), done.stdout
 
 
-@pytest.mark.parametrize("module", ["ddpdebug", "ddpdebug.config", "ddpdebug.runner", "ddpdebug.diagnosis"])
+@pytest.mark.parametrize(
+    "module",
+    ["ddpdebug", *(f"ddpdebug.{name}" for name in ("config.settings", "processes.script", "diagnosis.engine"))],
+)
 def test_import_is_quiet(module: str) -> None:
     """Importing loads nothing heavy, starts no thread and prints nothing."""
     modules, printed = _loaded_after(f"import {module}")

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
-from ddpdebug.torch_internals import meeting
-from ddpdebug.torch_internals.meeting import RollCall, Waiting, disagreement
+from ddpdebug.exchange import meeting
+from ddpdebug.exchange.meeting import RollCall, Waiting, disagreement
 
 _SAME = {"versions of ddpdebug": "0.2.0", "~budget": 0.01}
 

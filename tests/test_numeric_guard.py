@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.numeric_guard import Ballot, NumericGuard
+from ddpdebug.exchange.step_vote import Ballot, NumericGuard
+from ddpdebug.schema.finding import Finding, Severity
 
 
 class Ranks:
@@ -124,5 +124,5 @@ def test_the_error_is_the_finding_about_the_step(monkeypatch: pytest.MonkeyPatch
     telling.start()
     assert str(guard.error(ballot(4))) == "NUM301 bad at step 4, ranks 1: head"
     telling.join()
-    monkeypatch.setattr("ddpdebug.numeric_guard.FINDING_SECONDS", 0.01)
+    monkeypatch.setattr("ddpdebug.exchange.step_vote.FINDING_SECONDS", 0.01)
     assert str(Ranks(1, "stop").guards[0].error(ballot(7, shared=True))).startswith("NUM303 ")

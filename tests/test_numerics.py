@@ -20,13 +20,13 @@ from torch.utils.checkpoint import checkpoint
 
 import ddpdebug
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.observations import Flag
-from ddpdebug.probes import inputs, modules, ranges
-from ddpdebug.probes.looks import Looks
+from ddpdebug.probes import inputs, module_outputs as modules, ranges
 from ddpdebug.probes.loss_line import line_of_loss
-from ddpdebug.probes.modules import ForwardProbe
-from ddpdebug.probes.numeric_detail import complete
+from ddpdebug.probes.module_outputs import ForwardProbe
+from ddpdebug.probes.nonfinite_detail import complete
+from ddpdebug.probes.nonfinite_notes import Looks
 from ddpdebug.probes.record import StepRecord, Window
+from ddpdebug.schema.row import Flag
 
 NAN, INF = math.nan, math.inf
 FLOAT8 = [getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name)]

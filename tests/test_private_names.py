@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from ddpdebug.forensics import node_kinds
-from ddpdebug.probes.recipe import losses
+from ddpdebug.forensics.loss import node_kinds
+from ddpdebug.probes.training_loop import loss_graph as losses
 from ddpdebug.torch_internals import lookup, names, nodes
 
 _ROOT = Path(__file__).parent.parent
@@ -41,7 +41,7 @@ _ALLOWED = {
     ("pytest_plugin/stacks.py", "_pytest"): "of pytest",
     ("documentation.py", "_total"): "ends names of metrics",
     ("documentation.py", "_bucket"): "as above",
-    ("sinks/assembled.py", "_PORT"): "ends the name of a variable",
+    ("monitor/sinks.py", "_PORT"): "ends the name of a variable",
 }
 
 

@@ -15,12 +15,12 @@ import pytest
 
 from ddpdebug.detectors.base import Detector
 from ddpdebug.detectors.examples import step_at
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.rejudge import rejudge
-from ddpdebug.run_files import read_findings
+from ddpdebug.diagnosis.rejudge import rejudge
+from ddpdebug.run_directory.reader import read_findings
+from ddpdebug.run_directory.writer import RunDirectory
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.step import Step
 from ddpdebug.sinks import RunEnded, RunStarted, Saved, StepJudged
-from ddpdebug.sinks.run_directory import RunDirectory
-from ddpdebug.steps import Step
 
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"
 
@@ -49,7 +49,7 @@ def test_a_real_run_has_the_same_findings_again(tmp_path: Path, mode: str, codes
     live = read_findings(directory)
     assert [finding.code for finding in live] == codes
     code = (
-        "import sys\nfrom pathlib import Path\nfrom ddpdebug.rejudge import rejudge\n"
+        "import sys\nfrom pathlib import Path\nfrom ddpdebug.diagnosis.rejudge import rejudge\n"
         "for finding in rejudge(Path(sys.argv[1])): print(finding.to_json())\n"
         "assert not {'torch', 'rich', 'click', 'prometheus_client'} & {*sys.modules}"
     )

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ddpdebug import run_files
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import Row, encode
+from ddpdebug.run_directory import reader as run_files
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Row, encode
 
 GOOD = Finding(code="RANK101", severity=Severity.CRITICAL, title="t", step=3, ranks=(1,), subject=("w",))
 
@@ -125,5 +125,6 @@ def test_malformed_observations_are_left_out(tmp_path: Path) -> None:
 
 def test_reading_needs_no_torch() -> None:
     """A report is made where torch is not installed."""
-    code = "import sys, ddpdebug.run_files, ddpdebug.sinks.terminal; sys.exit(bool({'torch', 'rich'} & {*sys.modules}))"
+    modules = "ddpdebug.run_directory.reader, ddpdebug.sinks.terminal"
+    code = f"import sys, {modules}; sys.exit(bool({{'torch', 'rich'}} & {{*sys.modules}}))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

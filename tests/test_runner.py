@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ddpdebug.errors import StopRun, TargetError
-from ddpdebug.runner import Target
+from ddpdebug.processes.script import Target
 
 _RUNNER = Path(__file__).parent / "scripts" / "plain_runner.py"
 
@@ -181,7 +181,7 @@ def test_interrupt_from_outside(tmp_path: Path) -> None:
 _WITH_MONITOR = """
 import sys
 from ddpdebug.errors import StopRun
-from ddpdebug.runner import Target, end_hard, run_script
+from ddpdebug.processes.script import Target, end_hard, run_script
 class Monitor:
     code = None
     def close(self, reason, exit_code):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ddpdebug.observations import Flag, Row
-from ddpdebug.schedule import START_STEPS, Schedule
-from ddpdebug.steps import Step
+from ddpdebug.monitor.sampling import START_STEPS, Schedule
+from ddpdebug.schema.row import Flag, Row
+from ddpdebug.schema.step import Step
 
 
 def step(number: int, *, seconds: float, full: float, light: float, checked: bool) -> Step:

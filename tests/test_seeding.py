@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import ddpdebug
-from ddpdebug.seeding import WORKSPACE
+from ddpdebug.monitor.seeding import WORKSPACE
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpdebug import stacks
 from ddpdebug.disk import Disk
+from ddpdebug.processes import stacks
 
 _HANGS = {
     "in Python": "import time\ndef wait():\n    time.sleep(600)\nwait()",
@@ -23,7 +23,7 @@ _HANGS = {
 def test_stacks_come_at_the_deadline(name: str, tmp_path: Path) -> None:
     """Whatever holds the process, its stacks are written, and the user's line is named."""
     (tmp_path / "train.py").write_text(_HANGS[name], encoding="utf-8")
-    code = "import os, runpy; from ddpdebug import stacks; stacks.arm(os.environ); runpy.run_path('train.py')"
+    code = "import os, runpy; from ddpdebug.processes import stacks; stacks.arm(os.environ); runpy.run_path('train.py')"
     environ = {**os.environ, "RANK": "3", stacks.DEADLINE: stacks.deadline(1.0, tmp_path)}
     with subprocess.Popen([sys.executable, "-c", code], env=environ, cwd=tmp_path) as process:
         try:
@@ -43,7 +43,7 @@ def test_the_scripts_own_is_left_alone(tmp_path: Path) -> None:
         "import faulthandler, time\nfaulthandler.dump_traceback_later(0.2, file=open('own.txt', 'w'))\ntime.sleep(1.5)"
     )
     (tmp_path / "train.py").write_text(script, encoding="utf-8")
-    code = "import os, runpy; from ddpdebug import stacks; stacks.arm(os.environ); runpy.run_path('train.py')"
+    code = "import os, runpy; from ddpdebug.processes import stacks; stacks.arm(os.environ); runpy.run_path('train.py')"
     environ = {**os.environ, "RANK": "3", stacks.DEADLINE: stacks.deadline(1.0, tmp_path)}
     subprocess.run([sys.executable, "-c", code], env=environ, cwd=tmp_path, timeout=60, check=True)
     assert "train.py" in (tmp_path / "own.txt").read_text(encoding="utf-8")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpdebug import supervisor
-from ddpdebug.supervisor import supervise
+from ddpdebug.processes import supervisor
+from ddpdebug.processes.supervisor import supervise
 
 _TREE = """
 import os, signal, subprocess, sys, time
@@ -66,7 +66,7 @@ def test_signal_ends_the_tree_first(number: signal.Signals, tmp_path: Path) -> N
     file = tmp_path / "pids"
     code = f"""
 import os, sys
-from ddpdebug import supervisor
+from ddpdebug.processes import supervisor
 supervisor.GRACE_SECONDS = 0.5
 supervisor.supervise([sys.executable, "-c", {_TREE!r}, {str(file)!r}], os.environ, 600, "TEST_MARK")
 """

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.verdict import Outcome, Word, judge
-from ddpdebug.verdict_files import to_json
+from ddpdebug.ci.verdict import Outcome, Word, judge
+from ddpdebug.ci.verdict_files import to_json
+from ddpdebug.schema.finding import Finding, Severity
 
 _PEER = "exception: RuntimeError: gloo/transport/tcp/pair.cc:547 Connection closed by peer [127.0.0.1]:40"
 _ABORT, _KILL, _TERM, _SEGV = -6, -9, -15, -11

@@ -13,11 +13,11 @@ import pytest
 import xmlschema
 from markdown_it import MarkdownIt
 
-from ddpdebug.coverage import RankCoverage, Tally
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.verdict import Outcome, Verdict, judge, with_coverage
-from ddpdebug.verdict_annotations import MAX_ANNOTATIONS, to_codequality, to_github, to_markdown
-from ddpdebug.verdict_files import FAMILIES, to_json, to_junit
+from ddpdebug.ci.annotations import MAX_ANNOTATIONS, to_codequality, to_github, to_markdown
+from ddpdebug.ci.verdict import Outcome, Verdict, judge, with_coverage
+from ddpdebug.ci.verdict_files import FAMILIES, to_json, to_junit
+from ddpdebug.schema.coverage import RankCoverage, Tally
+from ddpdebug.schema.finding import Finding, Severity
 
 _SCHEMA = xmlschema.XMLSchema(Path(__file__).parent / "schemas" / "junit_strict.xsd")
 _EVIL = "w\x00]]>\x1b[31m\ud800 <script>&\u2028\n::error::x | `*_[a](b)"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import click
 
-from ddpdebug import __version__
+from ddpdebug._version import __version__
 from ddpdebug.errors import TargetError, UsageError, did_you_mean
 
 COMMANDS = (

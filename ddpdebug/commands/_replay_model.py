@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from ddpdebug import torch_internals as internals
-from ddpdebug.commands.replay import Request
+from ddpdebug.commands._replay_request import Request
 from ddpdebug.errors import UsageError, did_you_mean
-from ddpdebug.forensics.bundle_reading import Bundle
+from ddpdebug.forensics.replay.bundle_reading import Bundle
 
 _SHOWN = 3
 

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from ddpdebug.commands._replay_model import build_model
+from ddpdebug.commands._replay_request import Request
 from ddpdebug.commands._replay_text import show
-from ddpdebug.commands.replay import Request
 from ddpdebug.errors import UsageError
-from ddpdebug.forensics.bundle import plain
-from ddpdebug.forensics.bundle_reading import Bundle, read_bundle
-from ddpdebug.forensics.replay import Trace, replay
-from ddpdebug.forensics.shrink import Shrunk, shrink
+from ddpdebug.forensics.replay.bundle import plain
+from ddpdebug.forensics.replay.bundle_reading import Bundle, read_bundle
+from ddpdebug.forensics.replay.replay import Trace, replay
+from ddpdebug.forensics.replay.shrink import Shrunk, shrink
+from ddpdebug.probes.forward_capture import Autocast, Scene
 from ddpdebug.probes.holding import is_container, items, rebuilt
-from ddpdebug.probes.scene import Autocast, Scene
 
 _SECONDS = 3600.0
 

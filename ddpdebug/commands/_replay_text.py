@@ -10,11 +10,11 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from ddpdebug.commands.replay import Request
-from ddpdebug.forensics.bundle_reading import Bundle
-from ddpdebug.forensics.replay import Trace
-from ddpdebug.forensics.shrink import Shrunk
-from ddpdebug.forensics.tracer import Origin
+from ddpdebug.commands._replay_request import Request
+from ddpdebug.forensics.replay.bundle_reading import Bundle
+from ddpdebug.forensics.replay.replay import Trace
+from ddpdebug.forensics.replay.shrink import Shrunk
+from ddpdebug.forensics.replay.tracer import Origin
 from ddpdebug.sinks.text import SEPARATOR, clean, tensor_text
 
 _WIDTH = 120

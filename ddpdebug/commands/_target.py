@@ -5,26 +5,16 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ddpdebug.config import Config, Option, options
+from ddpdebug.config.settings import Config, Option, options
 from ddpdebug.disk import Disk, mode_of
 from ddpdebug.errors import TargetError, UsageError
-from ddpdebug.runner import Target
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """A command line that is right."""
-
-    config: Config
-    given: Mapping[str, Any]  # the options of this line
-    target: Target
-    in_rank: bool  # this process is a rank that torchrun, srun or ddpdebug started
+from ddpdebug.processes.request import Request
+from ddpdebug.processes.script import Target
 
 
 class TargetCommand(click.Command):

@@ -12,9 +12,9 @@ from typing import Any
 
 import click
 
-from ddpdebug.commands._bisect_probe import GOOD, SKIP, Plan, probe
+from ddpdebug.ci.bisect_probe import GOOD, SKIP, Plan, probe
 from ddpdebug.commands._target import TargetCommand, click_option, target_of
-from ddpdebug.config import Config, options, to_flags
+from ddpdebug.config.settings import Config, options, to_flags
 from ddpdebug.errors import TargetError, UsageError
 from ddpdebug.sinks.text import clean
 
@@ -82,7 +82,7 @@ def _search(plan: Plan, tree: Path, good: str, bad: str) -> int:
     file.write_text(plan.to_json(), encoding="utf-8")
     _git("bisect", "start", bad, good, cwd=tree)
     # -P: the folder of the commit must not shadow ddpdebug
-    probing = [sys.executable, "-P", "-m", "ddpdebug.commands._bisect_probe", str(file)]
+    probing = [sys.executable, "-P", "-m", "ddpdebug.ci.bisect_probe", str(file)]
     subprocess.run(  # noqa: S603 - our own words
         [*_GIT, "bisect", "run", *probing], cwd=tree, env=_environ(), check=False, stdout=subprocess.DEVNULL
     )

@@ -14,22 +14,23 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ddpdebug import stacks
-from ddpdebug.commands._golden import follow_path, record_path
-from ddpdebug.commands._launch import RUN_ID, rank_words, ranks_environment, torchrun_words
-from ddpdebug.commands._selftest import prove_detectors
-from ddpdebug.commands._target import Request, target_command
-from ddpdebug.commands._verdict import Witness, judge_directory, publish, reported
+from ddpdebug.ci.golden_runs import follow_path, record_path
+from ddpdebug.ci.publish import Witness, judge_directory, publish, reported
+from ddpdebug.ci.selftest_runs import prove_detectors
+from ddpdebug.ci.verdict import Outcome, Verdict, Word, judge, with_coverage
+from ddpdebug.commands._target import target_command
 from ddpdebug.commands.run import Ending, attach
-from ddpdebug.config import Config, run_directory
-from ddpdebug.coverage import Coverage
+from ddpdebug.config.settings import Config, run_directory
 from ddpdebug.disk import PRIVATE, Disk, mode_of
 from ddpdebug.errors import TargetError, UsageError
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.run_files import CHECK, RANKS, STACKS
-from ddpdebug.runner import Attached, end_hard, run_script
-from ddpdebug.supervisor import supervise
-from ddpdebug.verdict import Outcome, Verdict, Word, judge, with_coverage
+from ddpdebug.processes import stacks
+from ddpdebug.processes.launch import RUN_ID, rank_words, ranks_environment, torchrun_words
+from ddpdebug.processes.request import Request
+from ddpdebug.processes.script import Attached, end_hard, run_script
+from ddpdebug.processes.supervisor import supervise
+from ddpdebug.run_directory.reader import CHECK, RANKS, STACKS
+from ddpdebug.schema.coverage import Coverage
+from ddpdebug.schema.finding import Finding, Severity
 
 _TEXT = """Run a training script like `ddpdebug run`, print a verdict and exit with it.
 
@@ -86,7 +87,7 @@ def run_ranks(request: Request, directory: Path, run_id: str, environ: Mapping[s
         if config.nproc_per_node is None:
             command = [sys.executable, "-m", "ddpdebug", *words]
         else:
-            command = torchrun_words(world, words, ("ddpdebug.launcher", str(failures)))
+            command = torchrun_words(world, words, ("ddpdebug.processes.torchrun", str(failures)))
         status = supervise(
             command,
             {

@@ -43,13 +43,13 @@ def build(directory: Path, *, from_code: bool) -> Callable[[], int]:
 
 
 def _shipped() -> dict[str, str]:
-    from ddpdebug.dashboards import texts  # noqa: PLC0415 - not before it is needed
+    from ddpdebug.grafana.dashboards import texts  # noqa: PLC0415 - not before it is needed
 
     return texts()
 
 
 def _anew() -> dict[str, str]:
-    from ddpdebug.dashboards import built  # noqa: PLC0415 - not before it is needed
+    from ddpdebug.grafana.dashboards import built  # noqa: PLC0415 - not before it is needed
 
     try:
         return built()
@@ -71,8 +71,8 @@ or that comes from a file of that Grafana, is left alone.
 @click.option("--force", is_flag=True, help="Overwrite what is there, whoever made it.")
 def push(url: str, token_file: Path | None, *, force: bool) -> Callable[[], int]:
     """Check address and token, then push."""
-    from ddpdebug.dashboards import shipped  # noqa: PLC0415 - not before it is needed
-    from ddpdebug.grafana import Grafana, GrafanaError, read_token  # noqa: PLC0415
+    from ddpdebug.grafana.client import Grafana, GrafanaError, read_token  # noqa: PLC0415
+    from ddpdebug.grafana.dashboards import shipped  # noqa: PLC0415 - not before it is needed
 
     grafana = Grafana(url, read_token(token_file))
 

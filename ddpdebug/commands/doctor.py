@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ddpdebug.config import Config
+from ddpdebug.config.settings import Config
 
 if TYPE_CHECKING:
-    from ddpdebug.doctor import FeatureState, Report
+    from ddpdebug.monitor.doctor import FeatureState, Report
 
 _TEXT = """Say what ddpdebug finds here: versions, the private names of torch that it uses, what it wraps when it is
 attached, and what is off.
@@ -41,7 +41,7 @@ def command(*, as_json: bool, verbose: bool, imports: tuple[str, ...]) -> Callab
     def act() -> int:
         import json  # noqa: PLC0415 - not before it is needed
 
-        from ddpdebug.doctor import examine  # noqa: PLC0415 - loads torch
+        from ddpdebug.monitor.doctor import examine  # noqa: PLC0415 - loads torch
 
         report = examine(config, imports)
         print(json.dumps(report.to_json(), indent=2) if as_json else "\n".join(_lines(report, verbose=verbose)))
@@ -83,6 +83,6 @@ def _feature(feature: FeatureState, *, verbose: bool) -> Iterator[str]:
     for name, off in feature.missing.items():
         yield f"    {name}: without it, {off}"
     if verbose:
-        from ddpdebug.doctor import names_of  # noqa: PLC0415 - loads torch
+        from ddpdebug.monitor.doctor import names_of  # noqa: PLC0415 - loads torch
 
         yield from (f"    {name.path}" for name in names_of(feature) if name.path not in feature.missing)

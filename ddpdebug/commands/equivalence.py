@@ -15,13 +15,13 @@ from typing import Any
 
 import click
 
-from ddpdebug.commands._launch import RUN_ID, ranks_environment, torchrun_words
+from ddpdebug.ci.verdict import Outcome, Verdict, Word, judge
+from ddpdebug.ci.verdict_files import to_json
 from ddpdebug.errors import TargetError, UsageError
-from ddpdebug.findings import Finding, Severity
+from ddpdebug.processes.launch import RUN_ID, ranks_environment, torchrun_words
+from ddpdebug.processes.supervisor import supervise
+from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.sinks.text import clean, parts
-from ddpdebug.supervisor import supervise
-from ddpdebug.verdict import Outcome, Verdict, Word, judge
-from ddpdebug.verdict_files import to_json
 
 _TEXT = """Compare N ranks, each on its part of a global batch, with one process on the whole batch (SYNC209).
 
@@ -59,7 +59,7 @@ def _from_outside(options: Mapping[str, Any]) -> int:
         results.mkdir()
         words = ["equivalence", options["factory"], "--result", str(results)]
         words += ["--steps", str(options["steps"]), "--device", options["device"]]
-        command = torchrun_words(world, words, ("ddpdebug.launcher", str(failures)))
+        command = torchrun_words(world, words, ("ddpdebug.processes.torchrun", str(failures)))
         environ = {"TORCH_CPP_LOG_LEVEL": "ERROR", **ranks_environment()}  # DDP warns about what is on purpose here
         status = supervise(command, environ, options["timeout"], RUN_ID)
         told = {rank: _read(results / f"{rank}.json") for rank in range(world)}
@@ -116,7 +116,8 @@ def _as_rank(path: str, name: str, result: Path | None, options: Mapping[str, An
     """Measure with the other ranks and leave the result; under torchrun rank 0 prints the verdict."""
     import torch  # noqa: PLC0415 - not before a rank runs
 
-    from ddpdebug import equivalence, torch_internals as internals  # noqa: PLC0415
+    from ddpdebug import torch_internals as internals  # noqa: PLC0415
+    from ddpdebug.ci import equivalence  # noqa: PLC0415
 
     internals.claim_process()
     rank, record = int(os.environ["RANK"]), dict[str, Any]()

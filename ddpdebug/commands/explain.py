@@ -15,7 +15,7 @@ import click
 from ddpdebug.detectors.base import runbook
 from ddpdebug.detectors.catalog import catalog, planned
 from ddpdebug.errors import UsageError
-from ddpdebug.findings import Severity
+from ddpdebug.schema.finding import Severity
 
 _TEXT = """Print what a finding code means: impact, how to look closer, likely causes, what to do.
 

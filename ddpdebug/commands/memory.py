@@ -18,7 +18,7 @@ nothing in it runs.
 @click.argument("snapshot", type=click.Path(path_type=Path))
 def command(snapshot: Path) -> Callable[[], int]:
     """Read the file; print later, outside of click."""
-    from ddpdebug.forensics.snapshot import read, report  # noqa: PLC0415 - not before it is needed
+    from ddpdebug.forensics.memory.snapshot import read, report  # noqa: PLC0415 - not before it is needed
 
     lines = report(read(snapshot))
 

@@ -13,13 +13,14 @@ from typing import Any
 
 import click
 
-from ddpdebug.commands._launch import ranks_environment, torchrun_words
-from ddpdebug.commands._target import Request, TargetCommand, click_option, prepare
+from ddpdebug.commands._target import TargetCommand, click_option, prepare
 from ddpdebug.commands.equivalence import _load, _split
-from ddpdebug.config import Config, options, to_flags
+from ddpdebug.config.settings import Config, options, to_flags
 from ddpdebug.errors import TargetError, UsageError
 from ddpdebug.preflight.groups import chosen
-from ddpdebug.runner import Attached, end_hard, run_script
+from ddpdebug.processes.launch import ranks_environment, torchrun_words
+from ddpdebug.processes.request import Request
+from ddpdebug.processes.script import Attached, end_hard, run_script
 from ddpdebug.sinks.text import clean
 
 _TEXT = """Check a training script before it trains: data, parameters, initial loss, gradients, and more.
@@ -97,7 +98,7 @@ def _become_launcher(request: Request, groups: Sequence[str] | None, settings: M
 
 
 def _captured(request: Request, groups: Sequence[str] | None, settings: Mapping[str, Any]) -> int:
-    from ddpdebug.preflight.capture import Capture  # noqa: PLC0415 - loads torch, after the line is known to be right
+    from ddpdebug.preflight.capture.capture import Capture  # noqa: PLC0415 - loads torch, after the line is known to be right
 
     capture = Capture(request.config.steps or _STEPS)
     trouble = _run(request, capture)
@@ -187,8 +188,8 @@ def _from_factory(
 def _examine(subject: Any, config: Config, groups: Sequence[str] | None, note: str) -> int:
     from ddpdebug import torch_internals as internals  # noqa: PLC0415 - loads torch
     from ddpdebug.preflight.examine import examine  # noqa: PLC0415
-    from ddpdebug.preflight.files import write  # noqa: PLC0415
-    from ddpdebug.preflight.results import Status  # noqa: PLC0415
+    from ddpdebug.preflight.output.files import write  # noqa: PLC0415
+    from ddpdebug.preflight.output.results import Status  # noqa: PLC0415
 
     internals.claim_process()  # the script has been stopped
     start = time.monotonic()
@@ -211,6 +212,6 @@ def _lines(checks: Sequence[Any]) -> str:
         from ddpdebug.preflight.styled import styled  # noqa: PLC0415 - loads rich
 
         return styled(checks, width)
-    from ddpdebug.preflight.text import render  # noqa: PLC0415
+    from ddpdebug.preflight.output.text import render  # noqa: PLC0415
 
     return render(checks, max(100, width))

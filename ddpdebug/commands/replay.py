@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
+from ddpdebug.commands._replay_request import Request
 from ddpdebug.errors import TargetError, UsageError
 
 _TEXT = """Run a bad step again from its bundle, in one process, and name the first bad operation.
@@ -18,22 +18,6 @@ The bundle holds tensors and numbers; it cannot bring code. Say where the model'
 Exit codes: 0 nothing non-finite came out, 1 it was reproduced, 2 wrong usage, 3 the step did not get to its end (the
 model raised, another version, another device), so that nothing is known of it.
 """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """A command line that is right."""
-
-    bundle: Path
-    model: str | None
-    script: Path | None
-    import_class: bool
-    module: Path | None
-    device: str | None
-    dtype: str | None
-    amp: bool
-    shrink: bool
-    json: Path | None
 
 
 def _check(request: Request) -> None:

@@ -10,7 +10,7 @@ import click
 
 from ddpdebug.disk import Disk
 from ddpdebug.errors import UsageError
-from ddpdebug.run_files import RUN
+from ddpdebug.run_directory.reader import RUN
 
 _TEXT = """Write a page about the run in RUN_DIR: verdicts, findings with their evidence, loss, norms, times, memory.
 
@@ -23,7 +23,7 @@ The page is one HTML file that opens offline and loads nothing. The run may stil
 @click.option("--output", type=click.Path(path_type=Path), help="File to write. [default RUN_DIR/report.html]")
 def command(run_dir: Path, output: Path | None) -> Callable[[], int]:
     """Read the run; write the page later, outside of click."""
-    from ddpdebug.report import report  # noqa: PLC0415 - not before it is needed
+    from ddpdebug.reports import report  # noqa: PLC0415 - not before it is needed
 
     try:
         text = report(run_dir)

@@ -7,13 +7,14 @@ import sys
 
 import click
 
-from ddpdebug import stacks
-from ddpdebug.commands._launch import rank_words, ranks_environment, torchrun_words
-from ddpdebug.commands._target import Request, target_command
-from ddpdebug.golden import TRAJECTORY
+from ddpdebug.ci.golden import TRAJECTORY
+from ddpdebug.ci.selftest import FAULT
+from ddpdebug.commands._target import target_command
 from ddpdebug.isolation.user_code import is_users
-from ddpdebug.runner import Attached, end_hard, run_script
-from ddpdebug.selftest import FAULT
+from ddpdebug.processes import stacks
+from ddpdebug.processes.launch import rank_words, ranks_environment, torchrun_words
+from ddpdebug.processes.request import Request
+from ddpdebug.processes.script import Attached, end_hard, run_script
 
 _TEXT = """Run a training script with ddpdebug attached; the script needs no change.
 
@@ -41,7 +42,7 @@ class Ending:
 def attach(request: Request, *, strict: bool = False) -> Attached | None:
     """Load torch and watch this process. A failure of ours must not keep the script from running, unless `strict`."""
     try:
-        from ddpdebug.attach import install  # noqa: PLC0415 - loads torch
+        from ddpdebug.monitor.attach import install  # noqa: PLC0415 - loads torch
 
         return install(request.config, command=request.target.command)
     except Exception as error:
@@ -68,7 +69,7 @@ def _act(request: Request, *, as_check: bool) -> int:
 
     def before() -> Attached:
         if os.environ.get(FAULT) or os.environ.get(TRAJECTORY):
-            from ddpdebug import faults, trajectory  # noqa: PLC0415 - they load torch
+            from ddpdebug.ci import faults, trajectory  # noqa: PLC0415 - they load torch
 
             faults.install(os.environ)
             trajectory.install(os.environ)

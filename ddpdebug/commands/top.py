@@ -26,7 +26,7 @@ _RUNS = "ddpdebug-runs"
 @click.option("--interval", type=click.FloatRange(0.2, 3600), default=2.0, help="Seconds between looks. [default 2]")
 def command(where: str | None, *, once: bool, interval: float) -> Callable[[], int]:
     """Look once, so that a wrong place is known; show later, outside of click."""
-    from ddpdebug.top.snapshot import Snapshot, from_directory, from_url  # noqa: PLC0415 - not before it is needed
+    from ddpdebug.reports.top.snapshot import Snapshot, from_directory, from_url  # noqa: PLC0415 - not before it is needed
 
     is_url = where is not None and where.startswith(("http://", "https://"))
     look: Callable[[], Snapshot] = partial(from_url, where or "") if is_url else partial(from_directory, _place(where))
@@ -50,7 +50,7 @@ def _show(snapshot: object, interval: float | None, look: Callable[[], object]) 
     from rich.console import Console  # noqa: PLC0415 - not before it is needed
     from rich.live import Live  # noqa: PLC0415
 
-    from ddpdebug.top.view import view  # noqa: PLC0415
+    from ddpdebug.reports.top.view import view  # noqa: PLC0415
 
     console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
     if interval is None or not console.is_terminal:

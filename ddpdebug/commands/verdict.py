@@ -9,12 +9,12 @@ from typing import Any
 
 import click
 
+from ddpdebug.ci.publish import Witness, judge_directory, publish, run_of
+from ddpdebug.ci.verdict import judge
 from ddpdebug.commands._target import check_outputs, click_option
-from ddpdebug.commands._verdict import Witness, judge_directory, publish, run_of
-from ddpdebug.config import Config, options
+from ddpdebug.config.settings import Config, options
 from ddpdebug.errors import TargetError, UsageError
-from ddpdebug.run_files import RANKS, DamagedError, read_run
-from ddpdebug.verdict import judge
+from ddpdebug.run_directory.reader import RANKS, DamagedError, read_run
 
 _TEXT = """Print the verdict of the run in RUN_DIR and exit with it.
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ddpdebug.detectors.thresholds import threshold
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.step import Step
 
 _SECTION = re.compile(r"^(Impact|Diagnosis|Causes|Remedy):", re.MULTILINE)
 

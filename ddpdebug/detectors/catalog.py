@@ -11,7 +11,7 @@ from typing import Any
 
 from ddpdebug import detectors
 from ddpdebug.detectors.base import Detector
-from ddpdebug.findings import Severity
+from ddpdebug.schema.finding import Severity
 
 
 def catalog() -> list[type[Detector]]:

@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ddpdebug.detectors.base import Labels
-from ddpdebug.observations import Flag
-from ddpdebug.steps import Step, outvoted
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step, outvoted
 
 #: A finding names this many parameters, modules, ...; `evidence` has the number of all.
 MAX_NAMES = 20

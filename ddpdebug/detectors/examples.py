@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ddpdebug.details import KINDS
 from ddpdebug.detectors.base import Facts
-from ddpdebug.observations import CHECKSUM_SLOTS, Digest, Flag, Row
-from ddpdebug.steps import Step
+from ddpdebug.schema.details import KINDS
+from ddpdebug.schema.row import CHECKSUM_SLOTS, Digest, Flag, Row
+from ddpdebug.schema.step import Step
 
 _MIX = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from ddpdebug.errors import UsageError
-from ddpdebug.preflight.copies import copied, loader_restorer, loader_twin, optimizer_maker, unwrapped
-from ddpdebug.preflight.drawing_samples import Samples
+from ddpdebug.preflight.capture.copies import copied, loader_restorer, loader_twin, optimizer_maker, unwrapped
+from ddpdebug.preflight.capture.holdings import holdings
+from ddpdebug.preflight.capture.nested import cloned, mapped
+from ddpdebug.preflight.capture.sampling import Samples
 from ddpdebug.preflight.examine import examine
-from ddpdebug.preflight.files import write
-from ddpdebug.preflight.holdings import holdings
-from ddpdebug.preflight.nested import cloned, mapped
-from ddpdebug.preflight.results import Check, Status
+from ddpdebug.preflight.output.files import write
+from ddpdebug.preflight.output.results import Check, Status
+from ddpdebug.preflight.output.text import render
+from ddpdebug.preflight.sandbox.process_state import preserved
 from ddpdebug.preflight.subject import Subject
-from ddpdebug.preflight.surroundings import preserved
-from ddpdebug.preflight.text import render
 
 #: Batches that are taken of a loader.
 BATCHES = 8

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from ddpdebug import torch_internals as internals
 from ddpdebug.errors import UsageError
 from ddpdebug.preflight.groups import GROUPS, chosen
+from ddpdebug.preflight.output.results import Check, Status
 from ddpdebug.preflight.parts import reason
-from ddpdebug.preflight.results import Check, Status
+from ddpdebug.preflight.sandbox.process_state import preserved, time_limit
 from ddpdebug.preflight.subject import Subject
-from ddpdebug.preflight.surroundings import preserved, time_limit
 
 #: Seconds for each group: together a preflight that people wait for, where a step takes a second or two.
 _SECONDS = 60.0
@@ -40,7 +40,7 @@ def examine(subject: Subject, groups: Sequence[str] | None = None) -> list[Check
 
 def _guarded(group: str, subject: Subject) -> list[Check]:
     try:
-        check = importlib.import_module(f"ddpdebug.preflight.{GROUPS[group]}").check
+        check = importlib.import_module(f"ddpdebug.preflight.checks.{GROUPS[group]}").check
         with preserved(), time_limit(_SECONDS), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what torch warns about the script has said already, or is found here
             found: list[Check] = check(subject)

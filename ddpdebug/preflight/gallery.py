@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ddpdebug.preflight.observe import Seen
-from ddpdebug.preflight.results import Check, Picture, Status
+from ddpdebug.preflight.output.results import Check, Picture, Status
 from ddpdebug.preflight.subject import Subject
 
 GROUP = "data"

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ddpdebug.errors import UsageError
-from ddpdebug.preflight.copies import copied
-from ddpdebug.preflight.nested import tensors
+from ddpdebug.preflight.capture.copies import copied
+from ddpdebug.preflight.capture.nested import tensors
 from ddpdebug.preflight.subject import Subject
 
 #: Batches that are looked at.

@@ -8,8 +8,8 @@ from typing import Any
 
 from ddpdebug.errors import UsageError
 from ddpdebug.isolation.user_code import is_user_file, location
-from ddpdebug.preflight.results import Check, Status
-from ddpdebug.preflight.surroundings import TimeUp
+from ddpdebug.preflight.output.results import Check, Status
+from ddpdebug.preflight.sandbox.process_state import TimeUp
 
 
 def each(group: str, **parts: Callable[[], Iterable[Check]]) -> list[Check]:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from ddpdebug.preflight.results import Check
-from ddpdebug.preflight.text import report
+from ddpdebug.preflight.output.results import Check
+from ddpdebug.preflight.output.text import report
 
 #: The colours of lines differ in brightness too.
 _STYLES = {

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from ddpdebug.preflight.drawing_samples import Samples
+    from ddpdebug.preflight.capture.copies import OptimizerFor
+    from ddpdebug.preflight.capture.sampling import Samples
 
 #: Computes the loss of a batch with a model: (scalar loss, what the model returned).
 LossOf = Callable[[torch.nn.Module, Any], tuple[torch.Tensor, Any]]
-#: Makes an optimizer of the script's kind and settings, without state, for a copy of the model.
-OptimizerFor = Callable[[torch.nn.Module], torch.optim.Optimizer]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpdebug.preflight.results import Check, Status
-from ddpdebug.preflight.sweep import End, Sweep
+from ddpdebug.preflight.checks.lr_sweep import End, Sweep
+from ddpdebug.preflight.output.results import Check, Status
 from ddpdebug.sinks.text import number
 
 GROUP, NAME = "learning rate", "sweep"

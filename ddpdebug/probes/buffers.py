@@ -8,7 +8,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import torch_internals as internals
-from ddpdebug.probes import device
+from ddpdebug.probes import async_copy as device
 
 if TYPE_CHECKING:
     from ddpdebug.probes.recorder import Recorder

@@ -6,8 +6,8 @@ from typing import Any
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.user_code import user_location
-from ddpdebug.observations import Flag
 from ddpdebug.probes.optimizers import OptimizerWatch
+from ddpdebug.schema.row import Flag
 
 _HOOK_FLAGS = {
     "local": Flag.LOCAL_ONLY,

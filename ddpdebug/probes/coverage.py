@@ -14,8 +14,8 @@ from typing import Any
 from torch.nn.parameter import is_lazy
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.probes.ddp_wrapper import Wrapper
 from ddpdebug.probes.entries import Entries
-from ddpdebug.probes.wrappers import Wrapper
 
 #: Who makes processes of its own, that train nothing: the workers of loaders, compilers and pools, managers.
 _LIBRARIES = ("torch.utils.data", "torch._inductor", "concurrent.", "multiprocessing.", "joblib.")

@@ -17,7 +17,7 @@ import torch
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes import ranges
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.looks import Looks
+from ddpdebug.probes.nonfinite_notes import Looks
 
 _MAX_NODES = 20_000
 

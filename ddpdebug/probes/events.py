@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ddpdebug.probes import device
+from ddpdebug.probes import async_copy as device
 from ddpdebug.probes.values import loss_reader
 
 if TYPE_CHECKING:

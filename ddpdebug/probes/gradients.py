@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 
 from ddpdebug import fingerprint, torch_internals as internals
-from ddpdebug.probes import device
+from ddpdebug.probes import async_copy as device
+from ddpdebug.probes.ddp_wrapper import Wrapper
 from ddpdebug.probes.record import Reduced, Window
-from ddpdebug.probes.wrappers import Wrapper
 
 _EXACT = frozenset({torch.float32, torch.float64})
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ddpdebug.isolation.user_code import is_users
-from ddpdebug.probes import device, ranges
+from ddpdebug.probes import async_copy as device, ranges
 from ddpdebug.probes.values import parts_of
 
 _MAX_DEPTH = 4

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ddpdebug import fingerprint, torch_internals as internals
-from ddpdebug.observations import Flag
-from ddpdebug.probes import device
+from ddpdebug.probes import async_copy as device
 from ddpdebug.probes.optimizers import Mark, OptimizerWatch
 from ddpdebug.probes.record import StepRecord, Window
+from ddpdebug.schema.row import Flag
 
 #: So many parameters' contents are looked at in every step, evenly spread over the table: what rewrites a model on
 #: purpose rewrites most of it.

@@ -18,7 +18,7 @@ import torch
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.user_code import is_users
-from ddpdebug.probes.graphs import LiveGraphs
+from ddpdebug.probes.graph_lifetime import LiveGraphs
 from ddpdebug.probes.values import tensors_in
 
 _STATM = "/proc/self/statm"

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from ddpdebug import fingerprint, torch_internals as internals
-from ddpdebug.observations import Flag
-from ddpdebug.probes import device, gradients
+from ddpdebug.probes import async_copy as device, gradients
+from ddpdebug.probes.ddp_wrapper import Wrapper
 from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.record import StepRecord, Window
-from ddpdebug.probes.wrappers import Wrapper
+from ddpdebug.schema.row import Flag
 
 _FROZEN_EVERY = 16
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ddpdebug import fingerprint, torch_internals as internals
-from ddpdebug.observations import Flag
 from ddpdebug.probes.built import Built
+from ddpdebug.probes.ddp_wrapper import Wrapper, slot_of
 from ddpdebug.probes.entries import Entries
-from ddpdebug.probes.wrappers import Wrapper, slot_of
+from ddpdebug.schema.row import Flag
 
 #: Optimizer state up to this size is fingerprinted before the step too, which tells who changed it outside, and as a
 #: whole; of a larger one each checked step takes the share of the parameters whose turn it is.

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ddpdebug import fingerprint
-from ddpdebug.observations import CHECKSUM_SLOTS, Digest, Flag, Row
-from ddpdebug.probes.device import Later, LaterFloats
-from ddpdebug.probes.layers import Notes
-from ddpdebug.probes.looks import Looks
+from ddpdebug.probes.async_copy import Later, LaterFloats
+from ddpdebug.probes.layer_statistics import Notes
+from ddpdebug.probes.nonfinite_notes import Looks
+from ddpdebug.schema.row import CHECKSUM_SLOTS, Digest, Flag, Row
 
 NO_FLAGS = Flag(0)
 

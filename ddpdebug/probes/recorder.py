@@ -16,23 +16,23 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import fingerprint, torch_internals as internals
+from ddpdebug.exchange.step_vote import NumericGuard
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import user_location
-from ddpdebug.numeric_guard import NumericGuard
-from ddpdebug.observations import Flag
-from ddpdebug.probes import contract, device, gradients, memory, notes, replicas, values
+from ddpdebug.probes import async_copy as device, contract, gradients, memory, notes, replicas, values
 from ddpdebug.probes.buffers import Buffers
+from ddpdebug.probes.ddp_wrapper import Wrapper, announce_model
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.events import Events
-from ddpdebug.probes.guarding import Guarding
-from ddpdebug.probes.hooks import GradientHooks
+from ddpdebug.probes.forward_capture import Scenes
+from ddpdebug.probes.gradient_hooks import GradientHooks
 from ddpdebug.probes.last_state import LastState
-from ddpdebug.probes.numerics import Numerics
+from ddpdebug.probes.nonfinite import Numerics
 from ddpdebug.probes.optimizers import OptimizerWatch, first_step, index_of
 from ddpdebug.probes.record import StepRecord, Window
-from ddpdebug.probes.scene import Scenes
+from ddpdebug.probes.step_vote import Guarding
 from ddpdebug.probes.values import loss_reader, rng_digest, tensors_in
-from ddpdebug.probes.wrappers import Wrapper, announce_model
+from ddpdebug.schema.row import Flag
 
 _OUTPUT_BYTES = 1 << 16
 _MAX_EVAL_FORWARDS = 64

@@ -10,11 +10,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import fingerprint, torch_internals as internals
-from ddpdebug.probes import device
+from ddpdebug.probes import async_copy as device
+from ddpdebug.probes.ddp_wrapper import Wrapper
 from ddpdebug.probes.entries import Entries
 from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.record import StepRecord
-from ddpdebug.probes.wrappers import Wrapper
 
 #: Copies are looked for after these steps only, and only if modules have been built since the last time.
 _SEARCH_AT = frozenset({0, 16, 256})

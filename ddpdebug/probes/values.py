@@ -11,7 +11,7 @@ import torch
 
 from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.isolation.user_code import is_users
-from ddpdebug.probes import device
+from ddpdebug.probes import async_copy as device
 
 
 def loss_reader(loss: torch.Tensor, scale: torch.Tensor | None) -> Callable[[], float]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ddpdebug.coverage import Coverage
-from ddpdebug.findings import Finding
-from ddpdebug.steps import Step
+from ddpdebug.schema.coverage import Coverage
+from ddpdebug.schema.finding import Finding
+from ddpdebug.schema.step import Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

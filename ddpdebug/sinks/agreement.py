@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ddpdebug.observations import Flag
-from ddpdebug.steps import Step
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 #: What is compared -> the digests that say so.
 COMPARED = {

@@ -92,5 +92,5 @@ def _close(sink: Sink) -> None:
 
 
 def _trouble(sink: Sink, error: Exception) -> Trouble:
-    name = type(sink).__module__.rpartition(".")[2]
+    name = getattr(sink, "part", type(sink).__module__.rpartition(".")[2])
     return Trouble(part=f"sink:{name}", message=text_of(error))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ddpdebug.findings import Finding
 from ddpdebug.redaction import Redactor
+from ddpdebug.schema.finding import Finding
 from ddpdebug.sinks import FindingRaised, Record, RunEnded, RunStarted, Saved, Trouble
 
 

@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 from rich.text import Text
 
-from ddpdebug.findings import Finding, Severity
+from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.sinks.text import Part, clean
 
 _BADGE = {

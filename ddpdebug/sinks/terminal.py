@@ -18,9 +18,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-from ddpdebug.coverage import Coverage, Weight
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import Flag
+from ddpdebug.schema.coverage import Coverage, Weight
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Flag
 from ddpdebug.sinks import Covered, FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
 from ddpdebug.sinks.agreement import dissenters
 from ddpdebug.sinks.scraping import scrape_snippet

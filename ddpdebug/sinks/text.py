@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ddpdebug.findings import Finding, Severity
+from ddpdebug.schema.finding import Finding, Severity
 
 SEPARATOR = " · "
 _MAX_SUBJECTS = 3

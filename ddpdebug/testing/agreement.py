@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import fingerprint, torch_internals as internals
-from ddpdebug.details import hex_digest
 from ddpdebug.probes.values import raw_bytes
+from ddpdebug.schema.details import hex_digest
 from ddpdebug.sinks.text import clean, counted, ranks_text
 from ddpdebug.testing.meeting import Meeting
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ddpdebug.equivalence import Build, judge, measure
-from ddpdebug.findings import Severity
+from ddpdebug.ci.equivalence import Build, judge, measure
+from ddpdebug.schema.finding import Severity
 from ddpdebug.sinks.text import parts
 from ddpdebug.testing.meeting import Meeting
 
@@ -16,7 +16,7 @@ def assert_equivalent(
     """Assert that the ranks of the default group train like one process on the same global batch.
 
     Args:
-        build: returns `model, loss_fn, batch`; see `ddpdebug.equivalence`.
+        build: returns `model, loss_fn, batch`; see `ddpdebug.ci.equivalence`.
         steps: how many optimizer steps to compare.
         device: of this rank, where the factory's model is put; the CPU by default.
         timeout: seconds to wait for the other ranks before and after the measurement.

@@ -18,15 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ddpdebug.torch_internals import names
-from ddpdebug.torch_internals.losses import (
+from ddpdebug.torch_internals.loss_functions import (
     LOSS_MODULES as LOSS_MODULES,
     aside as aside,
     is_readable as is_readable,
     look_at_losses as look_at_losses,
-)
-from ddpdebug.torch_internals.meeting import (
-    RollCall as RollCall,
-    Waiting as Waiting,
 )
 from ddpdebug.torch_internals.memory import (
     accelerator as accelerator,

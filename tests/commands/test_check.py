@@ -11,7 +11,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from ddpdebug.findings import Finding, Severity
+from ddpdebug.schema.finding import Finding, Severity
 
 pytestmark = pytest.mark.jobs
 SCRIPT = Path(__file__).parent.parent / "scripts" / "train.py"

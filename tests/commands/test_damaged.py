@@ -18,15 +18,15 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import nn
 
 from ddpdebug.commands import main
-from ddpdebug.config import Config
+from ddpdebug.config.settings import Config
 from ddpdebug.errors import UsageError
-from ddpdebug.findings import Severity
-from ddpdebug.forensics.bundle import JSON_FILE, TENSOR_FILE, write_bundle
-from ddpdebug.forensics.bundle_reading import read_bundle
+from ddpdebug.forensics.replay.bundle import JSON_FILE, TENSOR_FILE, write_bundle
+from ddpdebug.forensics.replay.bundle_reading import read_bundle
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.probes.scene import Scenes
+from ddpdebug.probes.forward_capture import Scenes
+from ddpdebug.run_directory.writer import RunDirectory
+from ddpdebug.schema.finding import Severity
 from ddpdebug.sinks import FindingRaised, Saved
-from ddpdebug.sinks.run_directory import RunDirectory
 from tests.sinks.test_run_directory import ENDED, FINDING, judged, started
 
 _QUIET = replace(FINDING, severity=Severity.INFO)
@@ -148,7 +148,7 @@ def test_many_findings_are_judged_one_by_one(tmp_path: Path, monkeypatch: pytest
     def compared(self: object, other: object) -> bool:
         raise AssertionError("two findings were compared")
 
-    monkeypatch.setattr("ddpdebug.findings.Finding.__eq__", compared)
+    monkeypatch.setattr("ddpdebug.schema.finding.Finding.__eq__", compared)
     assert main(["verdict", str(run)]) == 1
     assert main(["report", str(run)]) == 0
     assert main(["top", "--once", str(run)]) == 0

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpdebug import doctor
 from ddpdebug.commands import main
-from ddpdebug.config import Config
-from ddpdebug.probes.patches import Patches
+from ddpdebug.config.settings import Config
+from ddpdebug.instrument.patches import Patches
+from ddpdebug.monitor import doctor
 from ddpdebug.torch_internals import names
 
 _ROOT = Path(__file__).parent.parent.parent

@@ -32,7 +32,7 @@ def test_what_only_the_preflight_finds_is_found() -> None:
     """A batch that cannot be overfitted, and runs that part: no rule sees them while training."""
     promised = {code for code, page in _KNOWN.items() if page.found_by == "preflight"}
     assert {"RCP814", "RCP815", "DATA909"} <= promised
-    sources = "".join(file.read_text(encoding="utf-8") for file in Path(preflight.__file__).parent.glob("*.py"))
+    sources = "".join(file.read_text(encoding="utf-8") for file in Path(preflight.__file__).parent.rglob("*.py"))
     assert promised <= set(re.findall(r'"([A-Z]+\d{3})"', sources))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpdebug.run_files import read_findings, read_outcomes
+from ddpdebug.run_directory.reader import read_findings, read_outcomes
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 _SCRIPT = """

@@ -166,7 +166,7 @@ def test_a_script_without_a_step(command: Command, script: Path, mode: str, code
     done = command("-m", "ddpdebug", "preflight", script, mode)
     assert (done.returncode, message in done.stderr) == (code, True), done.stderr
     assert ("ValueError: no such file: data.bin" in done.stderr) is (mode == "crash")
-    assert "ddpdebug/runner.py" not in done.stderr
+    assert "ddpdebug/processes/script.py" not in done.stderr
 
 
 @pytest.mark.parametrize(

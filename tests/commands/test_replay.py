@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from ddpdebug.commands import main
-from ddpdebug.forensics.bundle import JSON_FILE, write_bundle
+from ddpdebug.forensics.replay.bundle import JSON_FILE, write_bundle
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.probes.scene import Scenes
+from ddpdebug.probes.forward_capture import Scenes
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 

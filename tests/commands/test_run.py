@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpdebug.run_files import read_findings, read_outcomes
+from ddpdebug.run_directory.reader import read_findings, read_outcomes
 
 pytestmark = pytest.mark.jobs
 SCRIPT = Path(__file__).parent.parent / "scripts" / "train.py"

@@ -11,11 +11,11 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.selftest import FAULTS, prove
-from ddpdebug.verdict import Outcome, Word, judge
-from ddpdebug.verdict_annotations import to_markdown
-from ddpdebug.verdict_files import to_junit
+from ddpdebug.ci.annotations import to_markdown
+from ddpdebug.ci.selftest import FAULTS, prove
+from ddpdebug.ci.verdict import Outcome, Word, judge
+from ddpdebug.ci.verdict_files import to_junit
+from ddpdebug.schema.finding import Finding, Severity
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -11,7 +11,7 @@ import pytest
 from ddpdebug import __version__
 from ddpdebug.commands import COMMANDS, main
 from ddpdebug.commands._target import prepare
-from ddpdebug.config import options
+from ddpdebug.config.settings import options
 from ddpdebug.errors import UsageError
 
 

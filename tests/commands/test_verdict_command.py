@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ddpdebug.commands import main
-from ddpdebug.findings import Finding, Severity
+from ddpdebug.schema.finding import Finding, Severity
 
 _FINDING = Finding(code="RANK101", severity=Severity.ERROR, title="parameters differ", step=3, ranks=(1,))
 

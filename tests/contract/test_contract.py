@@ -24,12 +24,12 @@ from typing import Any
 import pytest
 
 import ddpdebug
-from ddpdebug import details
-from ddpdebug.config import Config
+from ddpdebug.config.settings import Config
 from ddpdebug.detectors.base import Facts, runbook
 from ddpdebug.detectors.catalog import catalog
-from ddpdebug.observations import Flag, Row
-from ddpdebug.run_files import read_observations, read_rows
+from ddpdebug.run_directory.reader import read_observations, read_rows
+from ddpdebug.schema import details
+from ddpdebug.schema.row import Flag, Row
 
 pytestmark = [pytest.mark.jobs, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -85,17 +85,17 @@ _FOR_PEOPLE = {
 
 #: Who fills in rows, details and announcements; everything else reads them. `preflight` and `testing` do neither.
 _PRODUCERS = ("probes/", "forensics/", "torch_internals/", "preflight/", "testing/", "pytest_plugin/")
-_NEITHER = ("observations.py", "details.py", "documentation.py", "detectors/examples.py")
+_NEITHER = ("schema/row.py", "schema/details.py", "documentation.py", "detectors/examples.py")
 
 #: What rules share.
 _RULES = ("detectors/comparison.py",)
 
 #: A rule that wants to know everything about every step, of every rank.
 _CURIOUS = """
-import ddpdebug.diagnosis
-from ddpdebug.details import KINDS
+import ddpdebug.diagnosis.engine
+from ddpdebug.schema.details import KINDS
 from ddpdebug.detectors.base import Detector
-from ddpdebug.findings import Severity
+from ddpdebug.schema.finding import Severity
 
 class Curious(Detector):
     code, severity, title, wants, samples = "TEST999", Severity.INFO, "asks", KINDS, True
@@ -106,8 +106,8 @@ class Curious(Detector):
     def suspects(self, step):
         return True
 
-rules = ddpdebug.diagnosis.catalog()
-ddpdebug.diagnosis.catalog = lambda: (*rules, Curious)
+rules = ddpdebug.diagnosis.engine.catalog()
+ddpdebug.diagnosis.engine.catalog = lambda: (*rules, Curious)
 """
 #: Script, arguments, options, exit status of the ranks.
 _JOBS: tuple[tuple[str, list[str], list[str], set[int]], ...] = (

@@ -27,8 +27,8 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 import zygote
 
-from ddpdebug.observations import Row
-from ddpdebug.run_files import read_findings, read_observations, read_rows
+from ddpdebug.run_directory.reader import read_findings, read_observations, read_rows
+from ddpdebug.schema.row import Row
 
 _CORPUS = Path(__file__).resolve().parent.parent / "corpus"
 #: Every sixth script of the corpus, sorted by name, each with its fault: all families are among them.
@@ -100,7 +100,7 @@ def main() -> int:
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is loaded
     zygote.preload()
-    for module in ("ddpdebug.attach", "ddpdebug.commands.run"):
+    for module in ("ddpdebug.monitor.attach", "ddpdebug.commands.run"):
         importlib.import_module(module)
     args.folder.mkdir(parents=True, exist_ok=True)
     differing = compared = 0

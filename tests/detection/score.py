@@ -32,8 +32,8 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 import zygote
 
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.run_files import read_findings
+from ddpdebug.run_directory.reader import read_findings
+from ddpdebug.schema.finding import Finding, Severity
 
 _CORPUS = Path(__file__).resolve().parent.parent / "corpus"
 _HEADER = re.compile(r"^# ([a-z_.]+): (.*)$")
@@ -241,7 +241,7 @@ def main() -> int:
     results: list[Result] = []
     os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is loaded
     zygote.preload()
-    for module in ("ddpdebug.attach", "ddpdebug.commands.run"):
+    for module in ("ddpdebug.monitor.attach", "ddpdebug.commands.run"):
         importlib.import_module(module)
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("fork")) as pool:
         judged = pool.map if args.jobs > 1 else map

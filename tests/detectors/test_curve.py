@@ -13,9 +13,9 @@ from ddpdebug.detectors.hlth.curve import autocorrelation, detrended, loss_of, l
 from ddpdebug.detectors.hlth.hlth712_overfitting import Overfitting
 from ddpdebug.detectors.hlth.shapes import classify
 from ddpdebug.detectors.thresholds import threshold
-from ddpdebug.diagnosis import Diagnosis
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import Flag
+from ddpdebug.diagnosis.engine import Diagnosis
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Flag
 
 _LIMIT = partial(threshold, {})
 

@@ -10,8 +10,8 @@ import pytest
 
 from ddpdebug.detectors.base import Detector, Examples, Facts, runbook
 from ddpdebug.detectors.catalog import catalog, planned
-from ddpdebug.diagnosis import Diagnosis
-from ddpdebug.findings import Finding, Severity
+from ddpdebug.diagnosis.engine import Diagnosis
+from ddpdebug.schema.finding import Finding, Severity
 
 RULES = catalog()
 PROMISED = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ddpdebug.detectors.hlth.hlth703_dead_units import DeadUnits
 from ddpdebug.detectors.hlth.samples import activation, parameters, ratios, sampled, sites, update_ratio, weight
-from ddpdebug.diagnosis import Diagnosis
+from ddpdebug.diagnosis.engine import Diagnosis
 
 
 def test_every_sample_is_asked_for_even_when_nothing_or_everything_was_found() -> None:

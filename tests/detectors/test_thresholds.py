@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ddpdebug.commands.explain import pages
-from ddpdebug.config import Config, to_flags
+from ddpdebug.config.settings import Config, to_flags
 from ddpdebug.detectors.data.data906_repeated_batch import RepeatedBatch
 from ddpdebug.detectors.thresholds import assignments, threshold, thresholds
 from ddpdebug.errors import UsageError

@@ -16,12 +16,12 @@ from torch import nn
 
 from ddpdebug.disk import Disk, Free
 from ddpdebug.errors import UsageError
-from ddpdebug.forensics.bundle import FORMAT, JSON_FILE, TENSOR_FILE, BundleError, write_bundle
-from ddpdebug.forensics.bundle_reading import read_bundle
-from ddpdebug.forensics.numerics import investigate
-from ddpdebug.forensics.replay import replay
+from ddpdebug.forensics.replay.bundle import FORMAT, JSON_FILE, TENSOR_FILE, BundleError, write_bundle
+from ddpdebug.forensics.replay.bundle_reading import read_bundle
+from ddpdebug.forensics.replay.investigator import investigate
+from ddpdebug.forensics.replay.replay import replay
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.probes.scene import Scenes
+from ddpdebug.probes.forward_capture import Scenes
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpdebug.forensics.holders import MAX_VISITS, search
+from ddpdebug.forensics.memory.holders import MAX_VISITS, search
 
 _ON_MODULE: list[torch.Tensor] = []
 

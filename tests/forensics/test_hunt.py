@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ddpdebug.detectors.examples import step_at
-from ddpdebug.forensics.hunt import MAX_SEARCHES, HolderHunt
+from ddpdebug.forensics.memory.hunt import MAX_SEARCHES, HolderHunt
 from ddpdebug.probes.memory import MemoryProbe
 
 

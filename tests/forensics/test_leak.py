@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpdebug.forensics import leak
-from ddpdebug.forensics.leak import Leaks, look, relation
-from ddpdebug.forensics.replay import replay
+from ddpdebug.forensics import target_leak as leak
+from ddpdebug.forensics.replay.replay import replay
+from ddpdebug.forensics.target_leak import Leaks, look, relation
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.probes.scene import Scene, Scenes
+from ddpdebug.probes.forward_capture import Scene, Scenes
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ddpdebug.forensics.loss_graph import explain_loss
+from ddpdebug.forensics.loss.loss_graph import explain_loss
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.probes.scene import Scenes
+from ddpdebug.probes.forward_capture import Scenes
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 

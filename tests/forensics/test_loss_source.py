@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ddpdebug.forensics.loss_graph import explain_loss, watch_backward
-from ddpdebug.forensics.loss_source import Place, best_fits, place_of
+from ddpdebug.forensics.loss.loss_graph import explain_loss, watch_backward
+from ddpdebug.forensics.loss.loss_source import Place, best_fits, place_of
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import local_values, location, user_frame
-from ddpdebug.probes.scene import Scenes
+from ddpdebug.probes.forward_capture import Scenes
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 

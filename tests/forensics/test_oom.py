@@ -15,8 +15,8 @@ from torch import nn
 
 from ddpdebug.detectors.mem.explanation import explain, what_if
 from ddpdebug.disk import Disk, Free
-from ddpdebug.forensics import oom
-from ddpdebug.forensics.oom import Reports, is_out_of_memory, requested_bytes, where
+from ddpdebug.forensics.memory import oom
+from ddpdebug.forensics.memory.oom import Reports, is_out_of_memory, requested_bytes, where
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.memory import Failure, MemorySample
 from ddpdebug.probes.recorder import Recorder

@@ -21,11 +21,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ddpdebug.forensics import replay as replay_module
-from ddpdebug.forensics.replay import Trace, replay
-from ddpdebug.forensics.undisturbed import StandIns
+from ddpdebug.forensics.replay import replay as replay_module
+from ddpdebug.forensics.replay.replay import Trace, replay
+from ddpdebug.forensics.replay.undisturbed import StandIns
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.probes.scene import Scene, Scenes
+from ddpdebug.probes.forward_capture import Scene, Scenes
 from ddpdebug.probes.values import tensors_in
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from ddpdebug.forensics.replay import replay
-from ddpdebug.forensics.shrink import Shrunk, shrink
+from ddpdebug.forensics.replay.replay import replay
+from ddpdebug.forensics.replay.shrink import Shrunk, shrink
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.probes.scene import Scene, Scenes
+from ddpdebug.probes.forward_capture import Scene, Scenes
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 

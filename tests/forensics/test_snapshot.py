@@ -11,7 +11,7 @@ import pytest
 
 from ddpdebug.commands import main
 from ddpdebug.errors import UsageError
-from ddpdebug.forensics.snapshot import by_line, read, report
+from ddpdebug.forensics.memory.snapshot import by_line, read, report
 
 MIB = 1 << 20
 

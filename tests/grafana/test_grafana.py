@@ -16,12 +16,12 @@ import pytest
 pytest.importorskip("grafana_api")
 
 from ddpdebug.commands import main
-from ddpdebug.dashboards import NAMES, shipped
 from ddpdebug.errors import UsageError
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.grafana import Grafana, GrafanaError
+from ddpdebug.grafana.annotations import Annotations
+from ddpdebug.grafana.client import Grafana, GrafanaError
+from ddpdebug.grafana.dashboards import NAMES, shipped
+from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.sinks import FindingRaised, RunEnded, RunStarted
-from ddpdebug.sinks.annotations import Annotations
 from ddpdebug.sinks.fanout import Fanout
 
 TOKEN = "glsa_secret"

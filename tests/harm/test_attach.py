@@ -200,7 +200,7 @@ monitor.close()
 def test_dead_exchange_holds_nothing(python: Python, tmp_path: Path) -> None:
     """Steps that nobody fetches any more do not pile up: after the group has died, and when it never came up."""
     source = """
-from ddpdebug.exchange import MEET_SECONDS, Exchange, _MAX_WAITING
+from ddpdebug.exchange.ticks import MEET_SECONDS, Exchange, _MAX_WAITING
 import time, threading
 lost = []
 def dies(*_): raise RuntimeError("dead")

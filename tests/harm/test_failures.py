@@ -21,14 +21,14 @@ pytestmark = [pytest.mark.jobs, pytest.mark.slow]
 _SCRIPTS = Path(__file__).resolve().parent / "scripts"
 
 _PROBES = """
-from ddpdebug.probes import gradients, record, recorder, wrappers
+from ddpdebug.probes import ddp_wrapper as wrappers, gradients, record, recorder
 from ddpdebug.probes.events import Events
 from ddpdebug.probes.loaders import Loaders
 from ddpdebug.probes.recorder import Recorder
 from ddpdebug.probes.buffers import Buffers
 from ddpdebug.probes.memory import MemoryProbe
-from ddpdebug.probes.numerics import Numerics
-from ddpdebug.probes.scene import Scenes
+from ddpdebug.probes.nonfinite import Numerics
+from ddpdebug.probes.forward_capture import Scenes
 names = [(Recorder, n) for n in ("before_wrap", "wrapped", "begin_forward", "begin_numerics", "end_forward",
     "begin_backward", "end_backward", "pre_step", "post_step")]
 names += [(Buffers, "before_forward"), (Buffers, "after_broadcast"), (Scenes, "begin"), (Scenes, "end")]
@@ -73,13 +73,14 @@ def broken(self, step): raise RuntimeError("broken rule")
 for rule in catalog(): rule.detect = broken
 """
 _DIAGNOSIS = """
-from ddpdebug.diagnosis import Diagnosis
+from ddpdebug.diagnosis.engine import Diagnosis
 def broken(self, *args): raise RuntimeError("broken diagnosis")
 Diagnosis.feed = Diagnosis.finish = broken
 """
 _SINKS = """
 import errno
-from ddpdebug.sinks import run_directory, terminal, prometheus
+from ddpdebug.run_directory import writer as run_directory
+from ddpdebug.sinks import terminal, prometheus
 def full(self, record): raise OSError(errno.ENOSPC, "No space left on device")
 run_directory.RunDirectory.write = prometheus.PrometheusSink.write = full
 """
@@ -90,7 +91,7 @@ terminal.Terminal.write = broken
 """
 _DISK_FULL_LATER = """
 import errno
-from ddpdebug.sinks import segments
+from ddpdebug.run_directory import segments
 def full(self, data): raise OSError(errno.ENOSPC, "No space left on device")
 segments.Segments.append = full
 """
@@ -131,9 +132,9 @@ def broken(self): raise RuntimeError("cannot attach")
 monitor.Monitor.install = broken
 """
 _CLOSE = """
-from ddpdebug.probes.patches import Patches
+from ddpdebug.instrument.patches import Patches
 from ddpdebug.probes.recorder import Recorder
-from ddpdebug.diagnosis import Diagnosis
+from ddpdebug.diagnosis.engine import Diagnosis
 def broken(self, *args, **kwargs): raise RuntimeError("broken end")
 Patches.remove = Recorder.release = Diagnosis.finish = broken
 """

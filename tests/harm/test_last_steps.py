@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from ddpdebug.findings import Severity
-from ddpdebug.rejudge import rejudge
+from ddpdebug.diagnosis.rejudge import rejudge
+from ddpdebug.schema.finding import Severity
 
 pytestmark = [pytest.mark.jobs, pytest.mark.slow, pytest.mark.timeout(900)]
 
 #: The sampled tier runs in four steps only.
-_SAMPLED = "from ddpdebug.schedule import Schedule; Schedule.due = lambda self, optimizer, step: step < 4"
+_SAMPLED = "from ddpdebug.monitor.sampling import Schedule; Schedule.due = lambda self, optimizer, step: step < 4"
 
 #: Ways to end, with the exit status that plain Python gives each rank.
 ENDINGS = {

@@ -11,17 +11,17 @@ import pytest
 
 pytestmark = [pytest.mark.jobs, pytest.mark.slow]
 
-_LAYOUT = "import ddpdebug.exchange as exchange; exchange.ROW_BYTES += 8"
-_VERSION = "import ddpdebug.monitor as monitor; monitor.__version__ = '0.3.0'"
+_LAYOUT = "import ddpdebug.exchange.ticks as exchange; exchange.ROW_BYTES += 8"
+_VERSION = "import ddpdebug.monitor.monitor as monitor; monitor.__version__ = '0.3.0'"
 _TORCH = """
-from ddpdebug.monitor import Monitor
+from ddpdebug.monitor.monitor import Monitor
 identity = Monitor._identity
 Monitor._identity = lambda self: {**identity(self), "versions of torch": "2.12.0"}
 """
 #: What version 0.1.0 does to meet the others.
 _OLD = """
 import time
-from ddpdebug.torch_internals import RollCall
+from ddpdebug.exchange.meeting import RollCall
 def meet(self):
     self._store.set(f"ddpdebug/0/group/0/here/{self.rank}", "1")
     while not self._store.check([f"ddpdebug/0/group/0/here/{other}" for other in range(self.world)]):
@@ -32,19 +32,19 @@ def meet(self):
 RollCall.meet = meet
 """
 _DIES_MEETING = """
-from ddpdebug.torch_internals import RollCall
+from ddpdebug.exchange.meeting import RollCall
 def dies(self): self._queue_up(); raise SystemExit("dies while it meets the others")
 RollCall.meet = dies
 """
 _LATE = """
 import time
-from ddpdebug.torch_internals import RollCall
+from ddpdebug.exchange.meeting import RollCall
 meet = RollCall.meet
 def late(self): time.sleep(1.0); return meet(self)
 RollCall.meet = late
 """
 _GIVES_UP = """
-from ddpdebug.exchange import Exchange
+from ddpdebug.exchange.ticks import Exchange
 tick = Exchange._tick
 def tick_or_not(self):
     if self.ticks > 6 and self.progress > 20: raise RuntimeError("boom")
@@ -61,7 +61,7 @@ def nonsense(row):
 monitor.encode = nonsense
 """
 _CIRCLE = """
-from ddpdebug.monitor import Monitor
+from ddpdebug.monitor.monitor import Monitor
 say = Monitor._say
 def circular(self, kind, **fields):
     if kind == "fact" and fields["topic"].startswith("structure"):
@@ -75,13 +75,13 @@ def without(): raise ConnectionError("the job's store (Mine) gives no connection
 torch_internals.private_store = without
 """
 _TICKS = """
-from ddpdebug.monitor import Monitor
-from ddpdebug.diagnosis import Diagnosis
+from ddpdebug.monitor.monitor import Monitor
+from ddpdebug.diagnosis.engine import Diagnosis
 def broken(self, *args): raise RuntimeError("broken fact")
 Diagnosis.tell = broken
 """
 _VOTES = """
-from ddpdebug.numeric_guard import NumericGuard
+from ddpdebug.exchange.step_vote import NumericGuard
 def broken(self, *args): raise RuntimeError("broken vote")
 NumericGuard.hear = broken
 """

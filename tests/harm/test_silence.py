@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from ddpdebug.commands._verdict import judge_directory
-from ddpdebug.coverage import Coverage
-from ddpdebug.verdict import Verdict, Word
+from ddpdebug.ci.publish import judge_directory
+from ddpdebug.ci.verdict import Verdict, Word
+from ddpdebug.schema.coverage import Coverage
 
 pytestmark = [pytest.mark.jobs, pytest.mark.slow]
 
@@ -60,7 +60,7 @@ opt = torch.optim.SGD([odd, plain], lr=0.1, foreach=False)
 for i in range(8):
     opt.zero_grad(); plain.pow(2).sum().backward(); opt.step()
 """
-_SOON = "from ddpdebug import covering as c; c.STEP_SECONDS, c._LOOK_SECONDS = 1.0, 0.2\n"
+_SOON = "from ddpdebug.monitor import covering as c; c.STEP_SECONDS, c._LOOK_SECONDS = 1.0, 0.2\n"
 _WALL = (
     _SOON
     + """
@@ -75,7 +75,7 @@ torch_internals.GlooGroup = Blocked
 _BROKEN = (
     _SOON
     + """
-from ddpdebug.probes.numerics import Numerics
+from ddpdebug.probes.nonfinite import Numerics
 def fail(*args): raise ValueError("on purpose")
 Numerics.before_step = fail
 """

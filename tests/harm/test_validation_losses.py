@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from ddpdebug.commands._verdict import judge_directory
-from ddpdebug.run_files import read_findings
-from ddpdebug.verdict import Word
+from ddpdebug.ci.publish import judge_directory
+from ddpdebug.ci.verdict import Word
+from ddpdebug.run_directory.reader import read_findings
 
 pytestmark = [pytest.mark.jobs, pytest.mark.slow]
 

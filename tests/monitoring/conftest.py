@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import Digest, Flag, Row
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Digest, Flag, Row
+from ddpdebug.schema.step import Step
 from ddpdebug.sinks import FindingRaised, RunStarted, Saved, StepJudged
 from ddpdebug.sinks.prometheus import PrometheusSink
-from ddpdebug.steps import Step
 
 WORLD = 4
 

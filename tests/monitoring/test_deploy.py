@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from ddpdebug.config import options
-from ddpdebug.dashboards import NAMES
+from ddpdebug.config.settings import options
+from ddpdebug.grafana.dashboards import NAMES
 
 yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).parent.parent.parent

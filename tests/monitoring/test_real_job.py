@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from ddpdebug.dashboards import shipped
+from ddpdebug.grafana.dashboards import shipped
 
 pytestmark = [pytest.mark.jobs, pytest.mark.slow]
 

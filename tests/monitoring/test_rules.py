@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ddpdebug.documentation import metric_names
-from ddpdebug.observations import Row
+from ddpdebug.schema.row import Row
 
 yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).parent.parent.parent

@@ -14,10 +14,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ddpdebug.errors import StopRun
-from ddpdebug.preflight.capture import Capture
-from ddpdebug.preflight.copies import copied
+from ddpdebug.preflight.capture.capture import Capture
+from ddpdebug.preflight.capture.copies import copied
 from ddpdebug.preflight.examine import examine
-from ddpdebug.preflight.results import Check, Status
+from ddpdebug.preflight.output.results import Check, Status
 from ddpdebug.preflight.subject import Subject
 
 X, Y = torch.randn(16, 6, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 3

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import ddpdebug
-from ddpdebug.preflight.results import Check, Status
+from ddpdebug.preflight.output.results import Check, Status
 
 Make = Callable[[], cases.Training]
 

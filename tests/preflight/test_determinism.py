@@ -14,9 +14,9 @@ import torch
 from subjects_by_hand import cross_entropy, network, state_of, subject
 from torch import nn
 
-from ddpdebug.preflight.determinism import check
-from ddpdebug.preflight.results import Check, Status
-from ddpdebug.preflight.seed_watch import SeedWatch
+from ddpdebug.preflight.capture.seed_watch import SeedWatch
+from ddpdebug.preflight.checks.determinism import check
+from ddpdebug.preflight.output.results import Check, Status
 
 COUNT = itertools.count(1)
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpdebug
-from ddpdebug.preflight.sweep import End
+from ddpdebug.preflight.checks.lr_sweep import End
 
 pytestmark = pytest.mark.ranks(2)
 

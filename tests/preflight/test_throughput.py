@@ -12,9 +12,9 @@ import torch
 from subjects_by_hand import batches, cross_entropy, network, state_of, subject
 from torch import nn
 
-from ddpdebug.preflight import throughput
-from ddpdebug.preflight.results import Check, Status
-from ddpdebug.preflight.throughput import check
+from ddpdebug.preflight.checks import throughput
+from ddpdebug.preflight.checks.throughput import check
+from ddpdebug.preflight.output.results import Check, Status
 
 
 @pytest.fixture(autouse=True)

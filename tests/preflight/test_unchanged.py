@@ -17,9 +17,9 @@ import ddpdebug
 from ddpdebug.errors import UsageError
 from ddpdebug.preflight.examine import examine
 from ddpdebug.preflight.groups import GROUPS
-from ddpdebug.preflight.results import Status
+from ddpdebug.preflight.output.results import Status
+from ddpdebug.preflight.sandbox.process_state import TimeUp, time_limit
 from ddpdebug.preflight.subject import Subject
-from ddpdebug.preflight.surroundings import TimeUp, time_limit
 
 numpy = pytest.importorskip("numpy")
 

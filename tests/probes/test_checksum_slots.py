@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from ddpdebug.detectors.sync.sync204_not_the_mean import NotTheMean
-from ddpdebug.observations import CHECKSUM_SLOTS
-from ddpdebug.probes.wrappers import SLOTS_PER_STEP
-from ddpdebug.run_files import read_steps
+from ddpdebug.probes.ddp_wrapper import SLOTS_PER_STEP
+from ddpdebug.run_directory.reader import read_steps
+from ddpdebug.schema.row import CHECKSUM_SLOTS
 
 _ZYGOTE = Path(__file__).resolve().parent.parent / "zygote.py"
 _STEPS = CHECKSUM_SLOTS // SLOTS_PER_STEP

@@ -20,12 +20,12 @@ from torch.nn.modules import module as hooks
 from ddpdebug import torch_internals as internals
 from ddpdebug.detectors.hlth.validation import ValidationSource
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.observations import Flag, Row
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.recipe.evaluations import Evaluations, loss_in
 from ddpdebug.probes.record import StepRecord, Window, encode_row
-from ddpdebug.steps import Step
-from ddpdebug.torch_internals.losses import LOSSES
+from ddpdebug.probes.training_loop.validation_loss import Evaluations, loss_in
+from ddpdebug.schema.row import Flag, Row
+from ddpdebug.schema.step import Step
+from ddpdebug.torch_internals.loss_functions import LOSSES
 
 X, Y, Z = torch.randn(8, 4), torch.randint(0, 4, (8,)), torch.randn(8, 4)
 

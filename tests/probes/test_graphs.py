@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ddpdebug.probes.graphs import LiveGraphs, marked_step
+from ddpdebug.probes.graph_lifetime import LiveGraphs, marked_step
 
 
 def _step(graphs: LiveGraphs, model: nn.Module) -> torch.Tensor:

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from ddpdebug.diagnosis import Request
-from ddpdebug.exchange import Alone, Exchange, Tick
-from ddpdebug.forensics.elements import Elements
+from ddpdebug.diagnosis.engine import Request
+from ddpdebug.exchange.ticks import Alone, Exchange, Tick
+from ddpdebug.forensics.element_search import Elements
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.observations import Flag, Row, encode
-from ddpdebug.probes.answering import Answering
+from ddpdebug.monitor.detail_requests import Answering
 from ddpdebug.probes.handover import Plans, StepStore
 from ddpdebug.probes.record import StepRecord, Window
+from ddpdebug.schema.row import Flag, Row, encode
 
 
 @pytest.fixture

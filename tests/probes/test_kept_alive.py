@@ -19,18 +19,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ddpdebug
 from ddpdebug import fingerprint
-from ddpdebug.forensics.replay import replay
+from ddpdebug.forensics.replay.replay import replay
+from ddpdebug.instrument.patches import Patches
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.probes import device, events, inputs
+from ddpdebug.probes import async_copy as device, events, inputs
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.events import Events
+from ddpdebug.probes.forward_capture import Scenes
 from ddpdebug.probes.holding import LEAST, MOST, Lost, Room, storage_of
 from ddpdebug.probes.loaders import Loaders
-from ddpdebug.probes.patches import Patches
-from ddpdebug.probes.recipe.cuts import Cuts
 from ddpdebug.probes.record import StepRecord, encode_row
 from ddpdebug.probes.recorder import Recorder
-from ddpdebug.probes.scene import Scenes
+from ddpdebug.probes.training_loop.detached_parts import Cuts
 from ddpdebug.probes.values import tensors_in
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))

@@ -9,11 +9,11 @@ import torch
 
 from ddpdebug import fingerprint
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.observations import Flag
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.last_state import LastState, spots_on_device
 from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.record import StepRecord, Window, encode_row
+from ddpdebug.schema.row import Flag
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 

@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn import functional
 
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.observations import Flag
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.layers import MAX_CALLS, MAX_ELEMENTS, MAX_PARAMETERS, Layers, _std_mean, is_due
+from ddpdebug.probes.layer_statistics import MAX_CALLS, MAX_ELEMENTS, MAX_PARAMETERS, Layers, _std_mean, is_due
 from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.record import StepRecord, Window, encode_row
+from ddpdebug.schema.row import Flag
 
 
 class Net(nn.Module):

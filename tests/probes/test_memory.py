@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.observations import Row
-from ddpdebug.probes.cpu_limit import CpuLimit
+from ddpdebug.probes.cpu_memory_limit import CpuLimit
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.memory import (
     Failure,
@@ -23,6 +22,7 @@ from ddpdebug.probes.memory import (
     device_fields,
     private_bytes,
 )
+from ddpdebug.schema.row import Row
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 ENTRIES = entries_of(GUARD)

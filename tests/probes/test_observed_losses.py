@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import ddpdebug
-from ddpdebug.observations import Flag
 from ddpdebug.probes.events import Events
 from ddpdebug.probes.record import StepRecord, Window, encode_row
+from ddpdebug.schema.row import Flag
 
 
 def observed(*told: tuple[str, Any]) -> Any:
@@ -46,8 +46,8 @@ def test_telling_without_a_monitor_does_nothing() -> None:
 
 def test_unknown_names_are_refused() -> None:
     """With the valid ones."""
-    from ddpdebug.config import Config
-    from ddpdebug.monitor import Monitor
+    from ddpdebug.config.settings import Config
+    from ddpdebug.monitor.monitor import Monitor
 
     with pytest.raises(ValueError, match="'loss' and 'val_loss'"):
         Monitor(Config()).observe(validation=1.0)

@@ -14,14 +14,14 @@ from torch.utils.checkpoint import checkpoint
 
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.recipe import Recipe
-from ddpdebug.probes.recipe.audit import unregistered
-from ddpdebug.probes.recipe.clearing import Clearing
-from ddpdebug.probes.recipe.labels import Labels
-from ddpdebug.probes.recipe.losses import facts, is_mean, terms
-from ddpdebug.probes.recipe.modes import Modes
-from ddpdebug.probes.recipe.schedules import Schedules
 from ddpdebug.probes.recorder import Recorder
+from ddpdebug.probes.training_loop.labels import Labels
+from ddpdebug.probes.training_loop.loss_graph import facts, is_mean, terms
+from ddpdebug.probes.training_loop.modes import Modes
+from ddpdebug.probes.training_loop.parameter_ownership import unregistered
+from ddpdebug.probes.training_loop.schedulers import Schedules
+from ddpdebug.probes.training_loop.training_loop import Recipe
+from ddpdebug.probes.training_loop.zero_grad import Clearing
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 ENTRIES = entries_of(GUARD)

@@ -17,9 +17,10 @@ from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 
 from ddpdebug.detectors.rcp.rcp820_eval_not_deterministic import EvalNotDeterministic
+from ddpdebug.forensics.loss.dropout_calls import active_calls
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.recipe.chance import FORWARDS, Chance
+from ddpdebug.probes.training_loop.eval_dropout import FORWARDS, Chance
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 
@@ -116,7 +117,7 @@ class Raises(Net):
 
 def evaluate(net: nn.Module, times: int = 4) -> list[dict[str, Any]]:
     """Return what is told of some forwards; each gives what it gives without us."""
-    chance, told = Chance(entries_of(GUARD)), []
+    chance, told = Chance(entries_of(GUARD), active_calls), []
     x = torch.randn(3, 4)
     for seed in range(times):
         torch.manual_seed(seed)
@@ -179,7 +180,7 @@ def test_monte_carlo_dropout_is_let_pass() -> None:
 
 def test_nothing_stays_behind_when_forward_raises() -> None:
     """The hooks are taken away, and what comes later is looked at as before."""
-    chance, net = Chance(entries_of(GUARD)), Raises().eval()
+    chance, net = Chance(entries_of(GUARD), active_calls), Raises().eval()
     chance.begin(net)
     net(torch.zeros(2, 4))
     chance.end(net)
@@ -233,7 +234,7 @@ def test_a_mode_of_the_user_sees_the_same() -> None:
                 forward(net, x)
         return mode.seen
 
-    chance, told = Chance(entries_of(GUARD)), []
+    chance, told = Chance(entries_of(GUARD), active_calls), []
 
     def attached(net: Net, x: Tensor) -> Tensor:
         GUARD.run("probe:chance", chance.begin, net)

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.recipe.cuts import Cuts
-from ddpdebug.probes.recipe.inputs import FORWARDS, Inputs
-from ddpdebug.probes.recipe.no_grad import JUDGE, NoGrad
+from ddpdebug.probes.training_loop.detached_parts import Cuts
+from ddpdebug.probes.training_loop.input_statistics import FORWARDS, Inputs
+from ddpdebug.probes.training_loop.no_grad import JUDGE, NoGrad
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 ENTRIES = entries_of(GUARD)

@@ -16,13 +16,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ddpdebug.forensics.numerics import investigate
+from ddpdebug.forensics.replay.investigator import investigate
+from ddpdebug.instrument.patches import Patches
 from ddpdebug.isolation.guard import Guard
+from ddpdebug.probes.forward_capture import MAX_SCENES, Scenes
 from ddpdebug.probes.holding import Lost, fetch, hold, leaves
 from ddpdebug.probes.loaders import Loaders
-from ddpdebug.probes.patches import Patches
 from ddpdebug.probes.recorder import Recorder
-from ddpdebug.probes.scene import MAX_SCENES, Scenes
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 

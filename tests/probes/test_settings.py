@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpdebug.probes.settings import Settings
+from ddpdebug.probes.constants import Settings
 
 
 class Embedding(nn.Module):

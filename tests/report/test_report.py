@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from ddpdebug.commands import main
-from ddpdebug.coverage import RankCoverage, Tally
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import Digest, Flag, Row
-from ddpdebug.report import report
-from ddpdebug.report.drawing import lines, timeline
-from ddpdebug.report.reading import POINTS, Thinned, read_history
+from ddpdebug.reports import report
+from ddpdebug.reports.drawing import lines, timeline
+from ddpdebug.reports.reading import POINTS, Thinned, read_history
+from ddpdebug.run_directory.writer import RunDirectory
+from ddpdebug.schema.coverage import RankCoverage, Tally
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Digest, Flag, Row
+from ddpdebug.schema.step import Step
 from ddpdebug.sinks import Covered, FindingRaised, RunEnded, RunStarted, StepJudged
-from ddpdebug.sinks.run_directory import RunDirectory
-from ddpdebug.steps import Step
 
 EVIL = '"><script>document.title="taken"</script><img src="http://198.51.100.1/x.png" onerror="alert(1)">\n\x1b[2J'
 WORLD = 3

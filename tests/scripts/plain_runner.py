@@ -1,8 +1,8 @@
-"""Runs a script through `ddpdebug.runner` with nothing attached: what is left is the runner itself."""
+"""Runs a script through `ddpdebug.processes.script` with nothing attached: what is left is the runner itself."""
 import sys
 
 from ddpdebug.errors import TargetError
-from ddpdebug.runner import Target, run_script
+from ddpdebug.processes.script import Target, run_script
 
 words = sys.argv[1:]
 module = words[0] == "-m"

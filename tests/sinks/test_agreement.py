@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ddpdebug.observations import Digest, Flag, Row
+from ddpdebug.schema.row import Digest, Flag, Row
+from ddpdebug.schema.step import Step
 from ddpdebug.sinks.agreement import dissenters
-from ddpdebug.steps import Step
 
 
 def step(*rows: Row) -> Step:

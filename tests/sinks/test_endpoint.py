@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpdebug.sinks.assembled import ports_of_the_job
+from ddpdebug.monitor.sinks import ports_of_the_job
 from ddpdebug.sinks.prometheus import PrometheusSink, connections, endpoint
 from ddpdebug.sinks.prometheus.endpoint import Endpoint, Serving, json_app
 from ddpdebug.sinks.prometheus.frugal import Frugal

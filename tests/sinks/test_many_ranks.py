@@ -8,10 +8,10 @@ import sys
 _MEASURE = """
 import sys, time, urllib.request
 from pathlib import Path
-from ddpdebug.observations import Row
+from ddpdebug.schema.row import Row
 from ddpdebug.sinks import RunStarted, Saved, StepJudged
 from ddpdebug.sinks.prometheus import PrometheusSink
-from ddpdebug.steps import Step
+from ddpdebug.schema.step import Step
 
 def peak() -> float:
     status = Path("/proc/self/status").read_text()

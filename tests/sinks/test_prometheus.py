@@ -16,11 +16,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ddpdebug.commands.explain import pages
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import Digest, Flag, Row
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Digest, Flag, Row
+from ddpdebug.schema.step import Step
 from ddpdebug.sinks import FindingRaised, RunEnded, RunStarted, Saved, StepJudged, Trouble
 from ddpdebug.sinks.prometheus import PrometheusSink
-from ddpdebug.steps import Step
 
 STARTED = RunStarted(
     run_id="r1",

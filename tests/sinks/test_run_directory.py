@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from ddpdebug import run_files
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import LAYOUT_VERSION, ROW_BYTES, Digest, Row
+from ddpdebug.run_directory import reader as run_files
+from ddpdebug.run_directory.writer import RunDirectory
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import LAYOUT_VERSION, ROW_BYTES, Digest, Row
+from ddpdebug.schema.step import Step
 from ddpdebug.sinks import FindingRaised, RunEnded, RunStarted, Saved, StepJudged, Trouble
-from ddpdebug.sinks.run_directory import RunDirectory
-from ddpdebug.steps import Step
 
 FINDING = Finding(
     code="RANK101",

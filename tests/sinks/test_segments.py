@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpdebug.sinks.segments import Segments, segment_paths
+from ddpdebug.run_directory.segments import Segments, segment_paths
 
 
 def test_the_first_and_the_newest_records_stay(tmp_path: Path) -> None:

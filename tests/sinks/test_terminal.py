@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from ddpdebug.coverage import Coverage, RankCoverage
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import Digest, Flag, Row
+from ddpdebug.schema.coverage import Coverage, RankCoverage
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Digest, Flag, Row
+from ddpdebug.schema.step import Step
 from ddpdebug.sinks import Covered, FindingRaised, RunEnded, RunStarted, Saved, StepJudged, Trouble
 from ddpdebug.sinks.terminal import Terminal
-from ddpdebug.steps import Step
 
 STARTED = RunStarted(
     run_id="r1",

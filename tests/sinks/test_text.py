@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from ddpdebug.findings import Finding, Severity
+from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.sinks.text import clean, counted, evidence_lines, number, parts, ranks_text, subjects, where
 
 

@@ -13,15 +13,15 @@ import pytest
 from rich.console import Console
 
 from ddpdebug.commands import main
-from ddpdebug.coverage import RankCoverage, Tally
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import Digest, Flag, Row
+from ddpdebug.reports.top.snapshot import RankView, Snapshot, from_directory, from_url
+from ddpdebug.reports.top.view import view
+from ddpdebug.run_directory.writer import RunDirectory
+from ddpdebug.schema.coverage import RankCoverage, Tally
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Digest, Flag, Row
+from ddpdebug.schema.step import Step
 from ddpdebug.sinks import Covered, FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged
 from ddpdebug.sinks.prometheus import PrometheusSink
-from ddpdebug.sinks.run_directory import RunDirectory
-from ddpdebug.steps import Step
-from ddpdebug.top.snapshot import RankView, Snapshot, from_directory, from_url
-from ddpdebug.top.view import view
 
 WORLD = 4
 EVIL = "[red]w\x1b[2J\n"

@@ -8,8 +8,8 @@ from typing import Any
 from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.comparison import kin
 from ddpdebug.detectors.examples import digest, step_at, steps
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.step import Step
 
 _SAMPLER: dict[str, Any] = {"distributed": True, "replicas": 4, "shuffle": True, "seed": 0, "iterations": 1}
 

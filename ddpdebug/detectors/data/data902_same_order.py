@@ -10,8 +10,8 @@ from typing import Any
 from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.comparison import announced_at
 from ddpdebug.detectors.examples import digest, step_at, steps
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.step import Step
 
 #: Batches that are remembered for each rank; longer epochs are left to the samplers' own announcements.
 HISTORY = 8192

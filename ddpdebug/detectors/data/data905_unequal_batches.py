@@ -7,9 +7,9 @@ from typing import Any
 
 from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.examples import step_at, steps
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import Flag
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 #: What a rank ends with when another one has no more work.
 LEFT_ALONE = (

@@ -7,9 +7,9 @@ from typing import Any
 
 from ddpdebug.detectors.base import Detector, Examples
 from ddpdebug.detectors.examples import digest, step_at, steps
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import Flag
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 _OWN = {rank: {"record_digest": digest(90, rank)} for rank in range(4)}
 

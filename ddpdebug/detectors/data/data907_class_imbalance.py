@@ -8,8 +8,8 @@ from typing import Any
 from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.rcp.streak import told
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.step import Step
 
 _FACT = {
     "kind": "labels",

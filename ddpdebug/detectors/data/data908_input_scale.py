@@ -7,8 +7,8 @@ from typing import Any
 
 from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.examples import steps
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.step import Step
 
 _USUAL = {"layer": "Conv2d", "mean": 0.0, "std": 1.0, "min": -3.0, "max": 3.0, "twice": 0.0, "step": 4}
 

@@ -8,8 +8,8 @@ from typing import Any
 from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.comparison import MAX_NAMES, announced_at
 from ddpdebug.detectors.examples import digest, step_at, steps
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.steps import Step, outvoted
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.step import Step, outvoted
 
 #: What the samplers of one data set must have in common.
 _SETTINGS = ("seed", "replicas", "length", "shuffle", "drop_last", "epoch")

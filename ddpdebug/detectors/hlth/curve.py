@@ -14,9 +14,9 @@ from ddpdebug.detectors.base import Detector
 from ddpdebug.detectors.examples import step_at
 from ddpdebug.detectors.hlth.samples import BROKEN
 from ddpdebug.detectors.hlth.validation import ValidationSource
-from ddpdebug.findings import Finding
-from ddpdebug.observations import Flag
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 #: Losses that are kept; the best level is remembered for longer.
 KEPT = 512

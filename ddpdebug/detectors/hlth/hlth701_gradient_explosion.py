@@ -12,9 +12,9 @@ from typing import Any
 from ddpdebug.detectors.base import Detector, Examples
 from ddpdebug.detectors.hlth.curve import losses, wobble
 from ddpdebug.detectors.hlth.samples import BROKEN
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import Flag
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 _NO_NORM = Flag.SKIPPED | Flag.GRADS_NONFINITE
 #: Norms that are remembered.

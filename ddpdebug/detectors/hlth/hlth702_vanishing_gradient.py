@@ -8,8 +8,8 @@ from typing import Any
 
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.hlth.samples import LayerRule, parameters, sampled, sites, weight
-from ddpdebug.findings import Severity
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Severity
+from ddpdebug.schema.step import Step
 
 #: Rows of an embedding that the batch does not use bring its ratio down.
 _NO_PART = ("Embedding", "Norm")

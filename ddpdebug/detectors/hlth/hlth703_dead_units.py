@@ -7,8 +7,8 @@ from typing import Any
 
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.hlth.samples import LayerRule, activation, sampled, sites
-from ddpdebug.findings import Severity
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Severity
+from ddpdebug.schema.step import Step
 
 
 class DeadUnits(LayerRule):

@@ -10,8 +10,8 @@ from typing import Any
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.hlth.curve import Series, series_of
 from ddpdebug.detectors.hlth.samples import BROKEN, SampledRule, ratios, sampled, weight
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.step import Step
 
 
 class UpdateRatio(SampledRule):

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.hlth.samples import BROKEN, LayerRule, activation, parameters, sampled, sites, weight
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import Flag
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 _VARIANCE = "variance"
 

@@ -11,8 +11,8 @@ from typing import Any
 from ddpdebug.detectors.base import Detector, Examples
 from ddpdebug.detectors.hlth.curve import losses, wobble
 from ddpdebug.detectors.hlth.samples import BROKEN
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.step import Step
 
 
 class ClippingAlways(Detector):

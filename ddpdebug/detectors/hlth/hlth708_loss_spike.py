@@ -8,8 +8,8 @@ from typing import Any
 
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.hlth.curve import LossRule, Series, losses, wobble
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.step import Step
 
 
 class LossSpike(LossRule):

@@ -11,8 +11,8 @@ from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.hlth.curve import LossRule, Series, losses, noise, trend, wobble
 from ddpdebug.detectors.hlth.samples import BROKEN, update_ratio
 from ddpdebug.detectors.hlth.shapes import Shape, fell, underfits
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.step import Step
 
 #: The series is judged every so many steps.
 _EVERY = 8

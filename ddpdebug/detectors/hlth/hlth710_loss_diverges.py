@@ -10,8 +10,8 @@ from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.hlth.curve import LossRule, Series, losses, wobble
 from ddpdebug.detectors.hlth.samples import update_ratio
 from ddpdebug.detectors.hlth.shapes import Shape, diverged, lost
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.step import Step
 
 
 class LossDiverges(LossRule):

@@ -12,8 +12,8 @@ from ddpdebug.detectors.examples import digest
 from ddpdebug.detectors.hlth.curve import LossRule, Series, losses, period, swing, wobble
 from ddpdebug.detectors.hlth.samples import BROKEN, update_ratio
 from ddpdebug.detectors.hlth.shapes import Shape
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.step import Step
 
 #: The series is judged every so many steps until it fills the window, then once per window.
 _EVERY = 16

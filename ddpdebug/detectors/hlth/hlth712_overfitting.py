@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.hlth.curve import Evaluation, Series, ValidationRule, losses, wobble
 from ddpdebug.detectors.hlth.shapes import best_of, overfitting
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.step import Step
 
 
 class Overfitting(ValidationRule):

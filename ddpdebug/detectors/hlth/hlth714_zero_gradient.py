@@ -7,8 +7,8 @@ from typing import Any
 
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.hlth.samples import BROKEN, SampledRule, parameters, sampled, weight
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.step import Step
 
 
 class ZeroGradient(SampledRule):

@@ -10,8 +10,8 @@ from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.hlth.curve import Evaluation, Series, ValidationRule, losses
 from ddpdebug.detectors.hlth.samples import BROKEN
 from ddpdebug.detectors.hlth.shapes import Shape, improves, late
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.step import Step
 
 
 def _seldom(number: int, value: float) -> float:

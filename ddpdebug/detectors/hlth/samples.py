@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from ddpdebug.detectors.base import Detector
 from ddpdebug.detectors.examples import step_at
-from ddpdebug.findings import Finding
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding
+from ddpdebug.schema.step import Step
 
 #: After these the numbers of training mean nothing: what is broken there is the finding.
 BROKEN: tuple[str, ...] = (

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.observations import Flag
-from ddpdebug.steps import Step
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 
 class ValidationSource:

@@ -25,7 +25,7 @@ class Explanation:
 
 
 def explain(summary: Mapping[str, Any]) -> Explanation:
-    """Return the likely cause of a failed allocation; `summary` as in `forensics/oom.py`."""
+    """Return the likely cause of a failed allocation; `summary` as in `forensics/memory/oom.py`."""
     for candidate in (_larger_batch, _fragmentation, _leak, _optimizer_state, _too_big):
         found = candidate(summary)
         if found is not None:

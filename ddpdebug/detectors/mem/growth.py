@@ -9,9 +9,9 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from ddpdebug.detectors.base import Detector
-from ddpdebug.findings import Finding
-from ddpdebug.observations import Row
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding
+from ddpdebug.schema.row import Row
+from ddpdebug.schema.step import Step
 
 MIB = 1 << 20
 GIB = 1 << 30

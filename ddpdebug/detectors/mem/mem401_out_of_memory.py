@@ -9,8 +9,8 @@ from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.examples import step_at
 from ddpdebug.detectors.mem.explanation import explain
 from ddpdebug.detectors.mem.growth import GIB, size_text
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.step import Step
 
 _FAILED: dict[str, Any] = {
     "failed": True,

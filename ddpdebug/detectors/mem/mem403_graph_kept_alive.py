@@ -16,8 +16,8 @@ from ddpdebug.detectors.mem.growth import (
     size_text,
     used,
 )
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.step import Step
 
 
 class GraphKeptAlive(Detector):

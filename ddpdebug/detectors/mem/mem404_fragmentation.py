@@ -8,9 +8,9 @@ from typing import Any
 from ddpdebug.detectors.base import Detector, Examples
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.mem.growth import GIB, MIB, size_text
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import Row
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Row
+from ddpdebug.schema.step import Step
 
 
 class Fragmentation(Detector):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import growing, holders
 from ddpdebug.detectors.mem.growth import MIB, GrowthRule, Series
-from ddpdebug.findings import Severity
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Severity
+from ddpdebug.schema.step import Step
 
 
 class HostMemoryGrowth(GrowthRule):

@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 
 from ddpdebug.detectors.base import Detector, Labels, runbook
 from ddpdebug.detectors.comparison import MAX_NAMES, tables
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import Flag
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 _OWN = Flag.LOSS_NONFINITE | Flag.LOCAL_GRADS_NONFINITE | Flag.PARAMS_NONFINITE | Flag.STEP_NONFINITE
 BAD = _OWN | Flag.GRADS_NONFINITE

@@ -8,7 +8,7 @@ from typing import Any
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.num.nonfinite import NonfiniteRule, call, followed, seen
-from ddpdebug.observations import Flag
+from ddpdebug.schema.row import Flag
 
 _LOSS: dict[str, Any] = {"value": math.nan, "micro_batch": 0, "backward": "train.py:60", "expression": None}
 _CALLS = [call(), call("blocks.1", 4), call("head", 9, input_nonfinite=True)]

@@ -8,7 +8,7 @@ from typing import Any
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.num.nonfinite import NonfiniteRule, followed, seen
-from ddpdebug.observations import Flag
+from ddpdebug.schema.row import Flag
 
 _LOSS: dict[str, Any] = {"value": math.inf, "micro_batch": 0, "backward": "train.py:60", "expression": "train.py:58"}
 _ODD: dict[int, Any] = {1: {"flags": Flag.LOSS_NONFINITE}}

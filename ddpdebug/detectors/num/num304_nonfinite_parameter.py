@@ -7,7 +7,7 @@ from typing import Any
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.num.nonfinite import NonfiniteRule, followed, seen
-from ddpdebug.observations import Flag
+from ddpdebug.schema.row import Flag
 
 _MADE = {"before": [], "after": ["head.weight"], "state": [["head.weight", "exp_avg_sq"]], "phase": "optimizer"}
 _FOUND = {"before": ["embedding.weight"], "after": [], "state": [], "phase": "outside-optimizer"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.num.nonfinite import NonfiniteRule, call, followed, seen
-from ddpdebug.observations import Flag
+from ddpdebug.schema.row import Flag
 
 _INPUT = {"argument": "x", "dtype": "float32", "shape": [4, 8], "kinds": ["NaN"], "count": 1, "samples": [2]}
 _CALLS = [call("embed", 1, input_nonfinite=True)]

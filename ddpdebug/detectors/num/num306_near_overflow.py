@@ -9,9 +9,9 @@ from ddpdebug.detectors.base import Detector, Examples, Labels
 from ddpdebug.detectors.comparison import MAX_NAMES, tables
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.num.nonfinite import BAD, seen
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import Flag
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 _NEAR: dict[str, Any] = {"module": "blocks.3.mlp", "dtype": "float16", "largest": 41000.0, "limit": 65504.0}
 _SEEN = {2: seen(near=[{**_NEAR, "history": [[4, 12000.0], [5, 22000.0], [6, 41000.0]]}])}

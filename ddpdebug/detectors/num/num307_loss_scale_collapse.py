@@ -10,9 +10,9 @@ from typing import Any
 
 from ddpdebug.detectors.base import Detector, Examples
 from ddpdebug.detectors.examples import step_at
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import Flag
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 _MAX_HISTORY = 16
 

@@ -9,9 +9,9 @@ from ddpdebug.detectors.base import Detector, Examples, Labels
 from ddpdebug.detectors.comparison import MAX_NAMES, tables
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.num.nonfinite import BAD, about, call, first_call, maker, seen
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import Flag
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 # What counts, chosen for few false alarms: NaN or +Inf in the output of a module. -Inf alone does not: it is what masks
 # are made of, and nothing tells them from an accident. Nor does anything in a step whose input batch holds NaN: a model

@@ -8,7 +8,7 @@ from typing import Any
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.num.nonfinite import NonfiniteRule, followed, seen
-from ddpdebug.observations import Flag
+from ddpdebug.schema.row import Flag
 
 _INF: dict[str, Any] = {"grad_norm": math.inf, "flags": Flag.GRADS_NONFINITE | Flag.HALF_REDUCTION}
 _SEEN = {rank: seen(reduced=["head.weight"], largest={"head.weight": 7e4}) for rank in range(4)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.details import differing_names
 from ddpdebug.detectors.base import Detector, Examples, Labels
 from ddpdebug.detectors.comparison import (
     MAX_NAMES,
@@ -18,9 +17,10 @@ from ddpdebug.detectors.comparison import (
     values_of,
 )
 from ddpdebug.detectors.examples import step_at, tables as ranks
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import Flag
-from ddpdebug.steps import Step
+from ddpdebug.schema.details import differing_names
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 _OWN: dict[str, Any] = {
     "before": {"w": "a1", "b": "b1"},

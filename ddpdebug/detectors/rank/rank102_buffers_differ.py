@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from typing import Any
 
-from ddpdebug.details import differing_names
 from ddpdebug.detectors.base import Detector, Examples, Labels
 from ddpdebug.detectors.comparison import MAX_NAMES, culprits, labels, tables, values_of
 from ddpdebug.detectors.examples import step_at, steps, tables as ranks
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import Flag
-from ddpdebug.steps import Step
+from ddpdebug.schema.details import differing_names
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 _USUAL: dict[str, Any] = {"digests": {"bn.running_mean": "a", "mask": "b"}}
 _ODD: dict[str, Any] = {"digests": {"bn.running_mean": "f", "mask": "b"}}

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.details import differing_names
 from ddpdebug.detectors.base import Detector, Examples, Labels
 from ddpdebug.detectors.comparison import MAX_NAMES, agree_within, blame, labels, subset, tables, values_of
 from ddpdebug.detectors.examples import step_at, steps, tables as ranks
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import Flag
-from ddpdebug.steps import Step
+from ddpdebug.schema.details import differing_names
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 _ON_PURPOSE = Flag.LOCAL_ONLY | Flag.SHARDED_STATE
 _USUAL: dict[str, Any] = {"w": {"exp_avg": "a", "step": "3"}, "b": {"exp_avg": "b", "step": "3"}}

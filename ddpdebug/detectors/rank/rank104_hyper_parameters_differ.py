@@ -8,9 +8,9 @@ from typing import Any
 from ddpdebug.detectors.base import Detector, Examples, Labels
 from ddpdebug.detectors.comparison import MAX_NAMES, culprits, labels
 from ddpdebug.detectors.examples import step_at, tables as ranks
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import Flag
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 _USUAL = [{"lr": 0.1, "betas": [0.9, 0.999]}]
 

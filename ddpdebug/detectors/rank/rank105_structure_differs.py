@@ -7,8 +7,8 @@ from typing import Any
 
 from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.rank.wrapping import WrapRule
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.steps import outvoted
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.step import outvoted
 
 _W, _B = ["parameter", "a.w", [4, 4], "float32", True], ["parameter", "b.w", [4, 4], "float32", True]
 _USUAL, _CROSSED = {"digest": "1", "entries": [_W, _B]}, {"digest": "2", "entries": [_B, _W]}

@@ -9,9 +9,9 @@ from typing import Any
 from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.comparison import MAX_NAMES, within
 from ddpdebug.detectors.examples import digest, step_at, steps
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import Flag, Row
-from ddpdebug.steps import Step, outvoted
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Flag, Row
+from ddpdebug.schema.step import Step, outvoted
 
 #: Losses that are closer than this differ by rounding (another kernel was chosen), which deserves a look at most.
 _ROUNDING = 1e-5

@@ -9,9 +9,9 @@ from typing import Any
 from ddpdebug.detectors.base import Detector, Examples, Labels
 from ddpdebug.detectors.comparison import kin
 from ddpdebug.detectors.examples import step_at, steps
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import Flag
-from ddpdebug.steps import Step, outvoted
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step, outvoted
 
 _AMP: dict[str, Any] = {"loss_scale": 65536.0}
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.details import differing_names
 from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.comparison import MAX_NAMES, values_of
 from ddpdebug.detectors.rank.wrapping import WrapRule
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.steps import outvoted
+from ddpdebug.schema.details import differing_names
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.step import outvoted
 
 _ONE, _TWO = {"digests": {"w": "1", "b": "0"}}, {"digests": {"w": "2", "b": "0"}}
 

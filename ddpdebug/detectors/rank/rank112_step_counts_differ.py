@@ -8,9 +8,9 @@ from typing import Any
 from ddpdebug.detectors.base import Detector, Examples, Facts, Labels
 from ddpdebug.detectors.comparison import separate_groups
 from ddpdebug.detectors.examples import step_at, steps
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import Flag
-from ddpdebug.steps import Step, outvoted
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step, outvoted
 
 #: Where nothing ties the ranks together, one may be ahead of the others.
 _LOOSE = Flag.IN_JOIN | Flag.LOCAL_ONLY | Flag.NO_DDP | Flag.BYPASS | Flag.UNSYNCED_BACKWARD

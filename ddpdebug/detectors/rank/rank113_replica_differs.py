@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ddpdebug.details import differing_names
 from ddpdebug.detectors.base import Detector, Examples, Labels
 from ddpdebug.detectors.comparison import MAX_NAMES, labels, tables
 from ddpdebug.detectors.examples import digest, step_at, steps, tables as ranks
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.steps import Step, outvoted
+from ddpdebug.schema.details import differing_names
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.step import Step, outvoted
 
 #: Statistics of normalisation layers follow each rank's own data until someone averages them.
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ddpdebug.detectors.base import Detector
-from ddpdebug.findings import Finding
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding
+from ddpdebug.schema.step import Step
 
 
 class WrapRule(Detector):

@@ -9,9 +9,9 @@ from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.rcp.streak import Streak, told
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import Flag
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 _MISSING = {"kind": "missing", "step": 8, "missing": ["head.weight"], "number": 1, "share": 0.1, "orphans": []}
 _TWICE: dict[int, Any] = {r: {"twice": {"other": "SGD", "names": ["head.weight"]}} for r in range(4)}

@@ -8,9 +8,9 @@ from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.rcp.streak import Streak
-from ddpdebug.findings import Severity
-from ddpdebug.observations import Flag
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Severity
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 _EVAL: dict[int, Any] = {r: {"modes": {"modules": ["drop", "bn1"], "location": "train.py:40"}} for r in range(4)}
 

@@ -8,9 +8,9 @@ from typing import Any
 from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.rcp.streak import Streak, told
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import Flag
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 _OFTEN: dict[int, Any] = {
     r: {"scheduler": {"class": "OneCycleLR", "calls": 4, "micro_batches": 4, "location": "train.py:66"}}

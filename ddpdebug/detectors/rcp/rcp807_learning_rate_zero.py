@@ -7,9 +7,9 @@ from typing import Any
 
 from ddpdebug.detectors.base import Detector, Examples
 from ddpdebug.detectors.examples import step_at, steps
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import Flag
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 _LENGTHS = {"zero": "rate_zero_steps", "faded": "rate_faded_steps", "elsewhere": "rate_zero_steps"}
 _ZERO: dict[int, Any] = {r: {"lr": [0.0]} for r in range(4)}

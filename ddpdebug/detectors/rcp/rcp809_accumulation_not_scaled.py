@@ -5,8 +5,8 @@ from __future__ import annotations
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.rcp.streak import Streak
-from ddpdebug.findings import Severity
-from ddpdebug.observations import Flag
+from ddpdebug.schema.finding import Severity
+from ddpdebug.schema.row import Flag
 
 
 class AccumulationNotScaled(Streak):

@@ -9,8 +9,8 @@ from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import gradients, steps
 from ddpdebug.detectors.rcp.streak import told
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.step import Step
 
 _NO_GRAD = {"kind": "no_grad", "step": 3, "names": ["encoder.weight"], "modules": ["encoder"], "location": "t.py:9"}
 _FACT = {"kind": "detached", "step": 2, "names": ["encoder.weight"], "after": "encoder", "before": "decoder"}

@@ -7,9 +7,9 @@ from typing import Any
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.rcp.streak import Streak
-from ddpdebug.findings import Severity
-from ddpdebug.observations import Flag
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Severity
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 _GONE: dict[int, Any] = {r: {"discarded": {"kind": "all", "count": 1, "location": "train.py:61"}} for r in range(4)}
 

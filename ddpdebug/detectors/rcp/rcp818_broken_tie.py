@@ -8,8 +8,8 @@ from typing import Any
 
 from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.examples import step_at, steps
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.step import Step
 
 #: Only the pair that is usually tied is looked at: copies of whole networks start equal on purpose.
 EMBEDDING = re.compile(r"emb|wte|tok|vocab|lookup", re.IGNORECASE)

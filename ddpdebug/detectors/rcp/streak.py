@@ -6,9 +6,9 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from ddpdebug.detectors.base import Detector
-from ddpdebug.findings import Finding
-from ddpdebug.observations import Flag
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 
 class Streak(Detector):

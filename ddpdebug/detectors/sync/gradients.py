@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from ddpdebug.details import differing_names
 from ddpdebug.detectors.base import Detector, Labels
 from ddpdebug.detectors.comparison import MAX_NAMES, agree_within, culprits, labels, ordered, subset, tables
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import Flag
-from ddpdebug.steps import Step
+from ddpdebug.schema.details import differing_names
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 #: The norm of a gradient is taken twice by the same kernel: equal elements give equal norms.
 _UNCHANGED = 1e-6

@@ -7,9 +7,9 @@ from typing import Any
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import contract, gradients, step_at
 from ddpdebug.detectors.sync.gradients import GradientRule, Verdict
-from ddpdebug.findings import Finding
-from ddpdebug.observations import Flag
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 _ODD: dict[int, Any] = {1: {"grads_digest": 5}}
 _UNUSED = (

@@ -7,7 +7,7 @@ from typing import Any
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import contract, gradients, step_at
 from ddpdebug.detectors.sync.gradients import GradientRule
-from ddpdebug.observations import Flag
+from ddpdebug.schema.row import Flag
 
 _ODD: dict[int, Any] = {rank: {"grads_digest": 5 + rank} for rank in range(4)}
 _PLACE: dict[str, Any] = {"bypass": {"location": "train.py:60"}}

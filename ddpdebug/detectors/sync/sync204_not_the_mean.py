@@ -10,9 +10,9 @@ from typing import Any
 from ddpdebug.detectors.base import Detector, Examples
 from ddpdebug.detectors.comparison import MAX_NAMES, tables
 from ddpdebug.detectors.examples import contract, step_at, steps
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import CHECKSUM_SLOTS, Flag
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import CHECKSUM_SLOTS, Flag
+from ddpdebug.schema.step import Step
 
 # The bound. Summing is linear, so sum(reduced) must equal the mean over ranks of sum(local), up to rounding:
 # - Each of the n elements of a slot is added over W ranks and divided once. An operation rounds by at most u times its

@@ -9,9 +9,9 @@ from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.comparison import tables
 from ddpdebug.detectors.examples import contract, gradients, step_at
 from ddpdebug.detectors.sync.gradients import GradientRule, clip_factors, clip_location, symptom
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import Flag
-from ddpdebug.steps import Step, outvoted
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step, outvoted
 
 #: Factors that are closer than this do the same.
 _SAME_FACTOR = 0.01

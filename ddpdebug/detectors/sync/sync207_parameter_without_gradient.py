@@ -9,9 +9,9 @@ from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import contract, gradients, step_at, steps
 from ddpdebug.detectors.sync.gradients import find_unused, missing, symptom
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.observations import Flag
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 #: What torch's reducer raises at the forward after a step in which some gradient never came.
 _DDP_MESSAGE = "Expected to have finished reduction"

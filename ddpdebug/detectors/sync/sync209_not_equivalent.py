@@ -7,7 +7,7 @@ from typing import Any
 
 from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.comparison import MAX_NAMES
-from ddpdebug.findings import Finding, Severity
+from ddpdebug.schema.finding import Finding, Severity
 
 #: Ratios that are closer to each other, or to a number that explains them, are the same.
 _SAME = 1e-3

@@ -6,8 +6,8 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 from ddpdebug.detectors.base import Detector, Examples, Facts
-from ddpdebug.findings import Finding, Severity
-from ddpdebug.steps import Step
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.step import Step
 
 _FACT: dict[str, Any] = {"location": "loss.py:31", "shapes": [[32, 128]]}
 

@@ -21,8 +21,8 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ddpdebug.coverage import Coverage, counted_off
-from ddpdebug.findings import Finding, Severity
+from ddpdebug.schema.coverage import Coverage, counted_off
+from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.sinks import Covered, FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
 from ddpdebug.sinks.agreement import COMPARED, dissenters
 from ddpdebug.sinks.prometheus.connections import App

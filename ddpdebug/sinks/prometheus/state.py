@@ -9,7 +9,7 @@ import math
 from bisect import bisect_left
 from operator import attrgetter
 
-from ddpdebug.observations import Flag, Row
+from ddpdebug.schema.row import Flag, Row
 
 #: Upper bounds of the step-time histogram, seconds.
 BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)

@@ -12,8 +12,8 @@ from _report import batches, ddp, report, start, train
 from torch import nn
 
 start()
-if os.environ["RANK"] == "1" and "ddpdebug.exchange" in sys.modules:
-    sys.modules["ddpdebug.exchange"].ROW_BYTES += 8
+if os.environ["RANK"] == "1" and "ddpdebug.exchange.ticks" in sys.modules:
+    sys.modules["ddpdebug.exchange.ticks"].ROW_BYTES += 8
 model = ddp(nn.Linear(16, 4))
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 losses = []

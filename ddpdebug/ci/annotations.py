@@ -1,0 +1,173 @@
+"""A verdict in the words of CI services: a Markdown summary, GitHub annotations, GitLab code quality. Torch-free.
+
+Builds text, writes nothing. Names and messages come from the job, so each format's own escaping is applied to all of
+them: a parameter that is called like a workflow command stays a name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import json
+import os
+import re
+from pathlib import PurePosixPath
+from typing import Any
+
+from ddpdebug.ci.verdict import Verdict, Word
+from ddpdebug.ci.verdict_files import describe
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.sinks.text import clean, subjects, where
+
+#: GitHub shows ten errors of a step and drops the rest.
+MAX_ANNOTATIONS = 10
+#: A summary of GitHub has at most 1 MiB; people read the first findings.
+_MAX_FINDINGS = 20
+_MAX_TEXT = 20_000
+_MARKDOWN = re.compile(r"([\\`*_{}\[\]()#!|~@$])")
+_LOCATION = re.compile(r"(?P<file>.+):(?P<line>[0-9]{1,9})")
+_GITLAB_SEVERITY = {
+    Severity.INFO: "info",
+    Severity.WARNING: "minor",
+    Severity.ERROR: "major",
+    Severity.CRITICAL: "critical",
+}
+
+
+def to_markdown(verdict: Verdict, run: str | None) -> str:
+    """Return a summary: the verdict, a table of findings, what each rank did, the findings in full."""
+    fine = "⚠️" if verdict.word is Word.UNCHECKED else "✅"
+    sign = fine if verdict.exit_code == 0 else "❌"
+    lines = [f"## {sign} ddpdebug: {verdict.title}", "", _counts(verdict), ""]
+    shown = [*verdict.failing, *verdict.others][:_MAX_FINDINGS]
+    if shown:
+        lines += ["| finding | | step | ranks | parameter | place |", "| --- | --- | --- | --- | --- | --- |"]
+        lines += [_row(finding) for finding in shown]
+        more = len(verdict.failing) + len(verdict.others) - len(shown)
+        lines += ["", *([f"and {more} more in the run directory", ""] if more else [])]
+    if verdict.blamed:
+        lines += [f"- rank {rank}: {_markdown(verdict.ranks[rank])}" for rank in verdict.blamed] + [""]
+    lines += [f"- not checked: {_markdown(words)}" for words in verdict.unchecked] + ([""] if verdict.unchecked else [])
+    lines += [f"- {_markdown(note)}" for note in verdict.notes] + ([""] if verdict.notes else [])
+    if verdict.proofs:
+        lines += [f"### {_proved(verdict)}", "", "| fault | |", "| --- | --- |"]
+        lines += [f"| {_markdown(proof.fault.meaning)} | {_markdown(proof.words)} |" for proof in verdict.proofs] + [""]
+    if verdict.golden is not None:
+        lines += [f"- golden run: {_markdown(verdict.golden.words)}", ""]
+    for finding in verdict.failing[:_MAX_FINDINGS]:
+        text = html.escape(describe(finding)[:_MAX_TEXT])
+        lines += [f"<details><summary>{html.escape(clean(finding.code, 40))}</summary>", "", f"<pre>{text}</pre>", ""]
+        lines += ["</details>", ""]
+    if run is not None:
+        lines += [f"run directory: {_markdown(run)}", ""]
+    return "\n".join(lines)
+
+
+def to_github(verdict: Verdict, root: str | None = None) -> list[str]:
+    """Return the workflow commands that annotate a pull request: one for each cause, at most ten.
+
+    Args:
+        root: the folder of the checkout; files below it are named from there, as GitHub expects.
+    """
+    lines = []
+    if verdict.word in {Word.FAILED, Word.HANG, Word.LOST}:
+        who = "; ".join(f"rank {rank}: {clean(verdict.ranks[rank], 400)}" for rank in verdict.blamed)
+        lines.append(f"::error title={_property(f'ddpdebug: {verdict.word.value}')}::{_message(who)}")
+    if verdict.golden is not None and verdict.golden.what is not None:
+        lines.append(f"::error title=ddpdebug%3A golden run::{_message(clean(verdict.golden.words))}")
+    lines += [f"::error title=ddpdebug%3A self-test::{_message(p.words)}" for p in verdict.proofs if not p.verified]
+    for finding in verdict.failing:
+        file, line = _location(finding, root)
+        title = f"{clean(finding.code, 40)} {clean(finding.title, 200)}"
+        place = f"file={_property(file)},line={line}," if file else ""
+        lines.append(f"::error {place}title={_property(title)}::{_message(describe(finding)[:4000])}")
+    kind = "error" if verdict.required else "warning"
+    lines += [f"::{kind} title=ddpdebug%3A not checked::{_message(clean(words))}" for words in verdict.unchecked]
+    return lines[:MAX_ANNOTATIONS]
+
+
+def to_codequality(verdict: Verdict, script: str, root: str | None = None) -> str:
+    """Return GitLab's code quality report; a finding without a line of the user's code stands at the script's first."""
+    entries = []
+    for finding in (*verdict.failing, *verdict.others):
+        file, line = _location(finding, root)
+        text = " · ".join(part for part in (where(finding), ", ".join(subjects(finding))) if part)
+        entries.append(
+            {
+                "description": f"{clean(finding.code, 40)} {clean(finding.title)}{f': {text}' if text else ''}",
+                "check_name": clean(finding.code, 40),
+                "fingerprint": _fingerprint(finding),
+                "severity": _GITLAB_SEVERITY[finding.severity],
+                "location": {"path": file or _relative(clean(script), root), "lines": {"begin": line or 1}},
+            }
+        )
+    if verdict.word in {Word.FAILED, Word.HANG, Word.LOST}:
+        entries.append(_script_entry(verdict, _relative(clean(script), root)))
+    return json.dumps(entries, indent=1, ensure_ascii=False) + "\n"
+
+
+def _script_entry(verdict: Verdict, path: str) -> dict[str, Any]:
+    who = "; ".join(f"rank {rank}: {clean(verdict.ranks[rank], 400)}" for rank in verdict.blamed)
+    return {
+        "description": f"{verdict.word.value}: {who}",
+        "check_name": "script",
+        "fingerprint": hashlib.sha256(verdict.word.value.encode()).hexdigest(),
+        "severity": "blocker",
+        "location": {"path": path, "lines": {"begin": 1}},
+    }
+
+
+def _fingerprint(finding: Finding) -> str:
+    """Name the finding as the next commit will find it again: not by step, which moves."""
+    parts = (finding.code, finding.subject[0] if finding.subject else "", finding.location or "")
+    return hashlib.sha256("\0".join(parts).encode("utf-8", "backslashreplace")).hexdigest()
+
+
+def _location(finding: Finding, root: str | None) -> tuple[str, int]:
+    found = _LOCATION.fullmatch(clean(finding.location or ""))
+    return (_relative(found["file"], root), max(1, int(found["line"]))) if found else ("", 0)
+
+
+def _relative(file: str, root: str | None) -> str:
+    """Return the path from the checkout's folder, where it is in there."""
+    path = PurePosixPath(os.path.normpath(file)) if file else PurePosixPath()
+    if root and path.is_absolute() and path.is_relative_to(root):
+        path = path.relative_to(root)
+    return str(path)
+
+
+def _counts(verdict: Verdict) -> str:
+    return (
+        f"exit code {verdict.exit_code} · {len(verdict.ranks)} ranks · {len(verdict.failing)} findings that count, "
+        f"{len(verdict.others)} below the threshold"
+    )
+
+
+def _proved(verdict: Verdict) -> str:
+    missed = sum(not proof.verified for proof in verdict.proofs)
+    return f"{missed} of {len(verdict.proofs)} known faults were missed" if missed else "detectors verified"
+
+
+def _row(finding: Finding) -> str:
+    cells = (
+        f"{clean(finding.code, 40)} {clean(finding.title, 200)}",
+        finding.severity.label,
+        "" if finding.step is None else str(finding.step),
+        ", ".join(map(str, finding.ranks)),
+        ", ".join(subjects(finding)),
+        clean(finding.location or "", 200),
+    )
+    return f"| {' | '.join(map(_markdown, cells))} |"
+
+
+def _markdown(text: str) -> str:
+    """Return plain text that neither Markdown nor HTML takes for its own."""
+    return _MARKDOWN.sub(r"\\\1", html.escape(clean(text), quote=False))
+
+
+def _message(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _message(text).replace(":", "%3A").replace(",", "%2C")

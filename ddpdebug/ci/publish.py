@@ -1,0 +1,234 @@
+"""What `check` and `verdict` share: judging a run directory, and telling the verdict to people and CI services."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ddpdebug.ci.annotations import to_codequality, to_github, to_markdown
+from ddpdebug.ci.verdict import Outcome, Verdict, Word, judge, with_coverage
+from ddpdebug.ci.verdict_files import to_json, to_junit
+from ddpdebug.config.settings import Config
+from ddpdebug.disk import Disk
+from ddpdebug.redaction import Redactor
+from ddpdebug.run_directory.reader import (
+    CHECK,
+    MAX_WORLD,
+    RUN,
+    DamagedError,
+    damage,
+    read_check,
+    read_ends,
+    read_findings,
+    read_outcomes,
+    read_run,
+    read_steps,
+)
+from ddpdebug.schema.coverage import Coverage, Tally
+from ddpdebug.schema.finding import Severity
+from ddpdebug.sinks.redacting import redacted_finding
+from ddpdebug.sinks.text import clean, subjects, where
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Witness:
+    """What the process that started the ranks saw of them; kept as `check.json`."""
+
+    run: str
+    world: int
+    timed_out: bool = False
+    statuses: Mapping[int, int] = field(default_factory=dict)
+    places: Mapping[int, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, directory: Path) -> Witness | None:
+        """Read a run directory's account; None where there is none, or it is no account."""
+        record = read_check(directory)
+        if record is None:
+            return None
+        try:
+            return cls(
+                run=str(record["run"]),
+                world=min(MAX_WORLD, max(1, int(record["world"]))),
+                timed_out=record["timed_out"] is True,
+                statuses={int(rank): int(status) for rank, status in dict(record["statuses"]).items()},
+                places={int(rank): clean(place) for rank, place in dict(record["places"]).items()},
+            )
+        except (KeyError, TypeError, ValueError, OverflowError):
+            return None
+
+    def save(self, directory: Path, disk: Disk) -> None:
+        """Keep the account for `ddpdebug verdict`; a directory that does not take it is no reason to fail."""
+        try:
+            disk.replace(directory / CHECK, [json.dumps(asdict(self)).encode() + b"\n"])
+        except OSError as error:
+            print(f"ddpdebug: could not write {CHECK}: {error.strerror}", file=sys.stderr)
+
+
+def judge_directory(directory: Path, witness: Witness | None, fail_on: str, *, require_checks: bool = False) -> Verdict:
+    """Judge by what the ranks left in a directory and by what was seen of them from outside.
+
+    Raises:
+        ValueError: nothing says which run this is, or how many ranks it had.
+    """
+    known = run_of(directory)
+    world = witness.world if witness is not None else read_run(directory).get("world")
+    if world is None:
+        raise ValueError(f"the run in {str(directory)!r} does not say how many ranks it had")
+    written = known is not None and (witness is None or known == witness.run)  # else it is from another run
+    outcomes, coverage = (reported(directory), covered(directory, world)) if written else ({}, None)
+    statuses = {} if witness is None else witness.statuses
+    if not statuses and coverage is not None and coverage.apart and coverage.joined is None:
+        # the others could not report to this directory: silence says nothing about them
+        statuses = dict.fromkeys(range(world) if 0 in outcomes else (), 0)
+    verdict = judge(
+        read_findings(directory) if written else (),
+        outcomes,
+        world=world,
+        fail_on=Severity.parse(fail_on),
+        timed_out=witness is not None and witness.timed_out,
+        statuses=statuses,
+        places=None if witness is None else witness.places,
+        damage=damage(directory) if written else _unreadable(directory) if known is None else (),
+    )
+    return with_coverage(verdict, coverage, required=require_checks)
+
+
+def covered(directory: Path, world: int) -> Coverage | None:
+    """Return what a run looked at: its own record, or what its rows say where it could not complete that."""
+    try:
+        known = Coverage.from_json(read_run(directory).get("coverage"))
+        if known is not None and known.ended:
+            return known
+        tally = Tally(world)
+        for step in read_steps(directory):
+            tally.add(step)
+    except (OSError, ValueError):
+        return None
+    ranks = {} if known is None else {rank.rank: rank for rank in known.ranks}
+    return tally.coverage(ranks, apart="" if known is None else known.apart, certain=True, ended=True)
+
+
+def _unreadable(directory: Path) -> list[str]:
+    return [f"{RUN} cannot be read"] if (directory / RUN).exists() else []
+
+
+def run_of(directory: Path) -> str | None:
+    """Return the identity of the run whose files lie in a directory; DamagedError where no run wrote them."""
+    try:
+        return str(read_run(directory)["run"])
+    except DamagedError:
+        raise
+    except (OSError, ValueError):
+        return None
+
+
+def reported(directory: Path) -> dict[int, Outcome]:
+    """Return how the ranks ended by their own account: from their files, else from what they told rank 0."""
+    try:
+        records = read_outcomes(directory)
+        ends = read_ends(directory)
+    except (OSError, ValueError):
+        return {}
+    outcomes = {}
+    for rank, end in ends.items():
+        fine = end["reason"] in {"finished", "stopped"}
+        outcomes[rank] = _outcome({**end, "rank": rank, "exit_code": 0 if fine else 1})
+    for rank, record in records.items():
+        outcomes[rank] = _outcome({**record, "rank": rank}) or outcomes.get(rank)
+    return {rank: outcome for rank, outcome in sorted(outcomes.items()) if outcome is not None}
+
+
+def _outcome(record: Mapping[str, Any]) -> Outcome | None:
+    try:
+        return Outcome.from_json(record)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None  # an incomplete report is none
+
+
+# --- telling --------------------------------------------------------------------------------------------------------
+
+
+def publish(verdict: Verdict, config: Config, directory: Path | None, script: str) -> None:
+    """Write the files that were asked for, annotate where a CI service listens, and print the verdict."""
+    verdict = _redacted(verdict, Redactor(sys.argv))
+    run = None if directory is None else str(directory)
+    root = os.environ.get("GITHUB_WORKSPACE") or os.environ.get("CI_PROJECT_DIR") or str(Path.cwd())
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S")
+    _write(config.json, lambda: to_json(verdict, run))
+    _write(config.junit, lambda: to_junit(verdict, run, time=now))
+    _write(config.markdown, lambda: to_markdown(verdict, run))
+    _write(config.codequality, lambda: to_codequality(verdict, script, root))
+    if os.environ.get("GITHUB_STEP_SUMMARY"):
+        _write(Path(os.environ["GITHUB_STEP_SUMMARY"]), lambda: to_markdown(verdict, run), add=True)
+    if os.environ.get("GITHUB_ACTIONS") == "true":
+        for line in to_github(verdict, root):
+            print(line, flush=True)
+    _print(verdict, run, config)
+
+
+def _redacted(verdict: Verdict, redactor: Redactor) -> Verdict:
+    """Return the verdict as it may be shown: exceptions and findings may quote the command line."""
+    ends = {rank: replace(end, reason=redactor.text(end.reason)) for rank, end in verdict.outcomes.items()}
+    return replace(
+        verdict,
+        failing=tuple(redacted_finding(finding, redactor) for finding in verdict.failing),
+        others=tuple(redacted_finding(finding, redactor) for finding in verdict.others),
+        ranks={rank: redactor.text(words) for rank, words in verdict.ranks.items()},
+        outcomes=ends,
+        notes=tuple(map(redactor.text, verdict.notes)),
+    )
+
+
+def _write(file: Path | None, text: Callable[[], str], *, add: bool = False) -> None:
+    if file is None:
+        return
+    try:
+        with file.open("a" if add else "w", encoding="utf-8", errors="backslashreplace") as opened:
+            opened.write(text())
+    except OSError as error:
+        print(f"ddpdebug: could not write {str(file)!r}: {error.strerror}", file=sys.stderr)
+
+
+def _print(verdict: Verdict, run: str | None, config: Config) -> None:
+    from rich.console import Console  # noqa: PLC0415 - not before it is needed
+    from rich.text import Text  # noqa: PLC0415
+
+    width = None if sys.stderr.isatty() else max(200, shutil.get_terminal_size().columns)
+    console = Console(stderr=True, highlight=False, soft_wrap=True, width=width)
+    style = "bold green" if verdict.exit_code == 0 else "bold red"
+    if verdict.word is Word.UNCHECKED and verdict.exit_code == 0:
+        style = "bold yellow"
+    line = Text.assemble(("ddpdebug: verdict: ", "bold"), (verdict.title, style))
+    line.append(_detail(verdict, config.fail_on))
+    console.print(line)
+    for finding in verdict.failing:
+        place = [part for part in (where(finding), ", ".join(subjects(finding))) if part]
+        summary = " · ".join([f"{finding.code} {finding.severity.label}: {clean(finding.title)}", *place])
+        console.print(Text(f"  {summary}"))
+    for words in verdict.unchecked:
+        console.print(Text(f"  not checked: {clean(words)}"))
+    for rank in verdict.blamed:
+        console.print(Text(f"  rank {rank}: {clean(verdict.ranks[rank])}"))
+    for proof in verdict.proofs:
+        console.print(Text(f"  self-test: {proof.fault.meaning}: {proof.words}"))
+    if verdict.proofs and all(proof.verified for proof in verdict.proofs):
+        console.print(Text("  detectors verified"))
+    if verdict.golden is not None:
+        console.print(Text(f"  golden run: {clean(verdict.golden.words)}"))
+    for note in verdict.notes:
+        console.print(Text(f"  note: {note}"))
+    if run is not None:
+        console.print(Text(f"  run directory: {run}"))
+
+
+def _detail(verdict: Verdict, fail_on: str) -> str:
+    counts = f"{len(verdict.failing)} findings at {fail_on} or above, {len(verdict.others)} below"
+    return f" (exit {verdict.exit_code}) · {counts}"

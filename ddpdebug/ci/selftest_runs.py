@@ -1,0 +1,57 @@
+"""`check --self-test`: the user's own script with known faults in it, one short run each."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from ddpdebug.ci.publish import Witness, judge_directory
+from ddpdebug.ci.selftest import FAULT, FAULTS, STEPS, Fault, Proof, prove
+from ddpdebug.ci.verdict import Verdict, Word
+from ddpdebug.disk import Disk, mode_of
+from ddpdebug.errors import TargetError
+from ddpdebug.processes.request import Request
+from ddpdebug.run_directory.reader import read_findings
+
+#: Starts the ranks: (request, directory, run id, more environment).
+Start = Callable[[Request, Path, str, Mapping[str, str]], Witness]
+_QUIET = {"quiet": True, "metrics": "off", "every_step": True, "bundle_limit": 0, "steps": STEPS}
+
+
+def prove_detectors(request: Request, directory: Path, start: Start) -> Verdict:
+    """Run the script healthy, then with each fault; return the verdict of the healthy run with the proofs."""
+    if (request.config.nproc_per_node or 1) < 2:
+        raise TargetError("--self-test compares ranks; give --nproc-per-node 2 or more")
+    given = {**request.given, **_QUIET}
+    given.pop("self_test", None)
+    short = replace(request, given=given, config=replace(request.config, steps=STEPS, self_test=False))
+    with tempfile.TemporaryDirectory(prefix="ddpdebug-") as scratch:
+        verdict, healthy = _run(short, directory, start, {})
+        if verdict.word not in {Word.CLEAN, Word.UNCHECKED, Word.FINDINGS}:
+            return replace(verdict, notes=(*verdict.notes, "the script does not run as it is: nothing was proved"))
+        proofs = tuple(_prove(short, fault, healthy, directory, start, Path(scratch)) for fault in FAULTS)
+    missed = verdict.word in {Word.CLEAN, Word.UNCHECKED} and not all(proof.verified for proof in proofs)
+    return replace(verdict, proofs=proofs, word=Word.MISSED if missed else verdict.word)
+
+
+def _prove(
+    request: Request, fault: Fault, healthy: frozenset[str], directory: Path, start: Start, scratch: Path
+) -> Proof:
+    print(f"ddpdebug: self-test: {fault.meaning}", file=sys.stderr, flush=True)
+    folder = scratch / fault.name
+    folder.mkdir()
+    place = directory / "self-test" / fault.name
+    Disk(mode_of(request.config.file_mode)).make_directory(place, below=directory)
+    verdict, _ = _run(request, place, start, {FAULT: f"{fault.name} {folder}"})
+    note = "" if verdict.exit_code < 2 else f"its run ended as {verdict.word.value}"
+    return prove(fault, read_findings(place), healthy, note)
+
+
+def _run(request: Request, directory: Path, start: Start, environ: Mapping[str, str]) -> tuple[Verdict, frozenset[str]]:
+    witness = start(request, directory, secrets.token_hex(3), environ)
+    verdict = judge_directory(directory, witness, request.config.fail_on, require_checks=request.config.require_checks)
+    return verdict, frozenset(finding.code for finding in (*verdict.failing, *verdict.others))

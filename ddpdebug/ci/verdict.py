@@ -1,0 +1,280 @@
+"""The verdict of a check: from findings and the ranks' ends to one word and one exit code. Pure and torch-free."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+from ddpdebug.ci.golden import Comparison
+from ddpdebug.ci.selftest import Proof
+from ddpdebug.schema.coverage import Coverage
+from ddpdebug.schema.finding import Finding, Severity
+
+
+class Word(Enum):
+    """What came of a check; the value is its name in files."""
+
+    CLEAN = "clean"
+    UNCHECKED = "not checked"
+    FINDINGS = "findings"
+    MISSED = "known faults missed"
+    DEPARTED = "left the recorded path"
+    FAILED = "script failed"
+    HANG = "hang"
+    LOST = "lost rank"
+    DAMAGED = "damaged"
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the command (2 is wrong usage)."""
+        if self in {Word.FINDINGS, Word.MISSED, Word.DEPARTED}:
+            return 1
+        return {Word.CLEAN: 0, Word.UNCHECKED: 0, Word.FAILED: 3}.get(self, 4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a rank ended, by its own account (`ranks/<rank>/outcome.json`)."""
+
+    rank: int
+    reason: str
+    exit_code: int | None
+    steps: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Outcome:
+        """Read an outcome file; raise ValueError or KeyError on anything else."""
+        steps = {str(key): int(value) for key, value in dict(record.get("steps") or {}).items()}
+        code = record.get("exit_code")
+        return cls(
+            rank=int(record["rank"]),
+            reason=str(record["reason"]),
+            exit_code=None if code is None else int(code),
+            steps=steps,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The answer of a check.
+
+    Args:
+        word: the worst that happened.
+        failing: the findings that count, gravest first.
+        others: the findings below the threshold.
+        ranks: how each rank ended, in words.
+        outcomes: the ranks' own accounts, where they could give one.
+        blamed: the ranks that failed, were lost or hang.
+        notes: what else a reader should know.
+        proofs: what `--self-test` has shown.
+        golden: what came of comparing with a recorded path.
+        coverage: what was looked at; None where nothing tells.
+        required: with `--require-checks` something that is not checked fails the check.
+    """
+
+    word: Word
+    failing: tuple[Finding, ...]
+    others: tuple[Finding, ...]
+    ranks: Mapping[int, str]
+    outcomes: Mapping[int, Outcome] = field(default_factory=dict)
+    blamed: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
+    proofs: tuple[Proof, ...] = ()
+    golden: Comparison | None = None
+    coverage: Coverage | None = None
+    required: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the command."""
+        return self.word.exit_code or int(self.required and bool(self.unchecked))
+
+    @property
+    def unchecked(self) -> tuple[str, ...]:
+        """What was not checked, in words; nothing where a rank did not come to its end, which says more."""
+        if self.word in {Word.FAILED, Word.HANG, Word.LOST}:
+            return ()
+        if self.coverage is None:
+            return (_NOTHING_KNOWN,) if self.word is Word.UNCHECKED else ()
+        return tuple(gap.words for gap in self.coverage.missed)
+
+    @property
+    def title(self) -> str:
+        """The verdict for a person's eye."""
+        return "no findings, but not checked" if self.word is Word.UNCHECKED else self.word.value
+
+
+_NOTHING_KNOWN = "nothing says what was looked at; the ranks may have ended before they could"
+#: What a rank says that lost its peer: the cause lies elsewhere.
+_LOST_PEER = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|timed out waiting", re.IGNORECASE
+)
+
+
+class _End(Enum):
+    DONE = "done"
+    BY_FINDING = "by a finding"
+    FAILED = "failed"
+    LOST = "lost"
+    ENDED = "ended with the others"
+    UNKNOWN = "unknown"
+
+
+_WRONG = frozenset({_End.BY_FINDING, _End.FAILED, _End.LOST})
+
+
+def judge(  # noqa: PLR0913 - all that is known of a run
+    findings: Sequence[Finding],
+    outcomes: Mapping[int, Outcome],
+    *,
+    world: int,
+    fail_on: Severity = Severity.ERROR,
+    timed_out: bool = False,
+    statuses: Mapping[int, int] | None = None,
+    places: Mapping[int, str] | None = None,
+    damage: Sequence[str] = (),
+) -> Verdict:
+    """Judge a run that has ended.
+
+    A hang comes before a lost rank, that before a failed script, that before findings: each makes the next
+    unreliable. A rank that finished its work and then died in the interpreter's teardown (a torch bug) is not lost.
+
+    Args:
+        outcomes: by rank; a rank that could not write one is absent.
+        statuses: exit statuses that the launcher saw, negative for a signal; ranks that it ended itself are absent.
+        places: where the ranks were when the time was over, in words.
+        damage: what cannot be read of the findings; a run that would be clean is not then.
+    """
+    statuses = statuses or {}
+    ends = _ends(outcomes, statuses, world)
+    counting = [finding for finding in findings if finding.severity >= fail_on and finding.severity > Severity.INFO]
+    counting.sort(key=lambda finding: -finding.severity)
+    word, blamed = _worst(ends, outcomes, timed_out=timed_out)
+    if word is Word.CLEAN and (counting or _End.BY_FINDING in ends.values()):
+        word = Word.FINDINGS
+    if word is Word.CLEAN and damage:
+        word = Word.DAMAGED
+    return Verdict(
+        word=word,
+        failing=tuple(counting),
+        others=tuple(
+            finding for finding in findings if finding.severity < fail_on or finding.severity <= Severity.INFO
+        ),
+        ranks={
+            rank: _late(outcomes.get(rank), (places or {}).get(rank))
+            if timed_out
+            else _words(ends[rank], outcomes.get(rank), statuses.get(rank))
+            for rank in range(world)
+        },
+        outcomes=outcomes,
+        blamed=tuple(blamed),
+        notes=(*_notes(ends, outcomes, statuses), *damage),
+    )
+
+
+def with_coverage(verdict: Verdict, coverage: Coverage | None, *, required: bool = False) -> Verdict:
+    """Return the verdict in view of what the run looked at: nothing is clean that nobody has checked.
+
+    Args:
+        coverage: None where nothing tells.
+        required: `--require-checks`.
+    """
+    known = replace(verdict, coverage=coverage, required=required)
+    if known.word is Word.CLEAN and (coverage is None or coverage.missed):
+        return replace(known, word=Word.UNCHECKED)
+    return known
+
+
+def _worst(ends: Mapping[int, _End], outcomes: Mapping[int, Outcome], *, timed_out: bool) -> tuple[Word, list[int]]:
+    if timed_out:
+        return Word.HANG, [rank for rank in ends if rank not in outcomes]
+    for end, word in ((_End.LOST, Word.LOST), (_End.FAILED, Word.FAILED)):
+        blamed = [rank for rank in ends if ends[rank] is end]
+        if blamed:
+            return word, blamed
+    return Word.CLEAN, []
+
+
+def _ends(outcomes: Mapping[int, Outcome], statuses: Mapping[int, int], world: int) -> dict[int, _End]:
+    ends = {rank: _end(outcomes.get(rank), statuses.get(rank)) for rank in range(world)}
+    first = [rank for rank, end in ends.items() if end in _WRONG and not _lost_its_peer(outcomes.get(rank))]
+    if not first and any(_lost_its_peer(outcomes.get(rank)) for rank, end in ends.items() if end is _End.FAILED):
+        # somebody has gone whom nobody could ask: who left without a word, whatever the launcher made of it
+        ends |= {rank: _End.LOST for rank, end in ends.items() if end is _End.DONE and rank not in outcomes}
+    for rank, end in ends.items():
+        alone = not set(first) - {rank}
+        if end is _End.UNKNOWN:
+            # the launcher ends all other ranks as soon as one of them goes wrong
+            ends[rank] = _End.ENDED if first or any(statuses.values()) else _End.LOST
+        elif end is _End.FAILED and rank not in first and not alone:
+            ends[rank] = _End.ENDED
+        elif end is _End.LOST and not alone:
+            # pulled down by a rank that went wrong by itself, unless that one was killed in the same way
+            gravest = max(_gravity(ends[other], statuses.get(other)) for other in first if other != rank)
+            ends[rank] = _End.ENDED if _gravity(end, statuses.get(rank)) < gravest else end
+    return ends
+
+
+def _gravity(end: _End, status: int | None) -> int:
+    """Order ends by how likely they are a cause: launchers send SIGTERM, and torch may abort when a peer has gone."""
+    order = {-signal.SIGTERM: 0, -signal.SIGABRT: 1}
+    return 2 if end is _End.FAILED or status is None else order.get(status, 2)
+
+
+def _lost_its_peer(outcome: Outcome | None) -> bool:
+    return outcome is not None and _LOST_PEER.search(outcome.reason) is not None
+
+
+def _end(outcome: Outcome | None, status: int | None) -> _End:
+    if outcome is not None:
+        if outcome.reason.startswith("exception: FindingError"):
+            return _End.BY_FINDING
+        failed = outcome.exit_code not in {0, None} or (status or 0) > 0
+        return _End.FAILED if failed else _End.DONE
+    if status is None:
+        return _End.UNKNOWN
+    if status == 0:
+        return _End.DONE  # os._exit(0)
+    return _End.FAILED if status > 0 else _End.LOST
+
+
+def _words(end: _End, outcome: Outcome | None, status: int | None) -> str:
+    if outcome is not None:
+        return outcome.reason
+    if status is None or (status == 0 and end is _End.LOST):
+        return "ended by the launcher" if end is _End.ENDED else "left without a word"
+    if status < 0:
+        return f"died by {_signal_name(-status)}"
+    return f"left with exit status {status} past the exit handlers"
+
+
+def _late(outcome: Outcome | None, place: str | None) -> str:
+    if outcome is not None:
+        return outcome.reason
+    return "did not end in time" + (f": {place}" if place else ", and nobody knows where it was")
+
+
+def _notes(ends: Mapping[int, _End], outcomes: Mapping[int, Outcome], statuses: Mapping[int, int]) -> list[str]:
+    notes = [
+        f"rank {rank} had finished and then died by {_signal_name(-status)} while the interpreter ended: a known "
+        "fault of torch, not counted"
+        for rank, status in sorted(statuses.items())
+        if status < 0 and ends.get(rank) is _End.DONE
+    ]
+    silent = [rank for rank, end in ends.items() if end is _End.DONE and rank not in outcomes]
+    if silent:
+        who = ", ".join(map(str, silent))
+        why = "by os._exit, or out of reach of rank 0"
+        notes.append(f"ranks {who} left without a report ({why}): what they saw last may be missing")
+    return notes
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

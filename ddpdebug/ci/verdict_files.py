@@ -1,0 +1,147 @@
+"""A verdict as JSON and as JUnit XML. Torch-free; builds text, writes nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+from xml.etree import ElementTree as ET
+
+from ddpdebug.ci.golden import Comparison
+from ddpdebug.ci.junit import EPOCH, add_property, add_suite, document, new_case, xml_text
+from ddpdebug.ci.selftest import Proof
+from ddpdebug.ci.verdict import Verdict, Word
+from ddpdebug.detectors.catalog import catalog
+from ddpdebug.schema.finding import Finding
+from ddpdebug.sinks.text import clean, parts
+
+#: One test case each, whether or not the family has findings: a CI history then shows the same cases in every run.
+FAMILIES = ("RANK", "SYNC", "NUM", "MEM", "HANG", "SLOW", "HLTH", "RCP", "DATA")
+
+
+def to_json(verdict: Verdict, run: str | None) -> str:
+    """Return the verdict as one JSON object; `run` is the run directory."""
+    record: dict[str, Any] = {
+        "verdict": verdict.word.value,
+        "exit_code": verdict.exit_code,
+        "findings": [json.loads(finding.to_json()) for finding in (*verdict.failing, *verdict.others)],
+        "ranks": {str(rank): _rank(verdict, rank) for rank in verdict.ranks},
+        "blamed": list(verdict.blamed),
+        "notes": list(verdict.notes),
+        "not_checked": list(verdict.unchecked),
+        "coverage": None if verdict.coverage is None else verdict.coverage.to_json(),
+        "self_test": [
+            {"fault": p.fault.name, "expected": list(p.fault.expected), "found": list(p.found), "verified": p.verified}
+            for p in verdict.proofs
+        ],
+        "golden": None if verdict.golden is None else asdict(verdict.golden),
+        "run": run,
+    }
+    return json.dumps(record, indent=1, ensure_ascii=False) + "\n"
+
+
+def to_junit(verdict: Verdict, run: str | None, *, time: str = EPOCH) -> str:
+    """Return the verdict as JUnit XML: a suite with one test case for each family of findings, and one for the script.
+
+    Args:
+        time: when the check ended, ISO 8601 without a zone.
+    """
+    root = ET.Element("testsuites")
+    rules = {rule.code.rstrip("0123456789") for rule in catalog()}
+    for name in ("script", *FAMILIES):
+        case = new_case(name)
+        properties, output = ET.Element("properties"), ""
+        if name == "script":
+            _script_case(case, properties, verdict, run)
+        else:
+            output = _family_case(case, properties, verdict, name)
+            if name not in rules and not len(case) and not output:
+                ET.SubElement(case, "skipped", message="no rule of this family exists yet")
+        add_suite(root, name, time, properties, [case], output)
+    case, properties = new_case("coverage"), ET.Element("properties")
+    _coverage_case(case, verdict)
+    add_suite(root, "coverage", time, properties, [case], "")
+    if verdict.proofs:
+        add_suite(root, "self-test", time, ET.Element("properties"), list(map(_proof_case, verdict.proofs)), "")
+    if verdict.golden is not None:
+        case, properties = new_case("golden"), ET.Element("properties")
+        _golden_case(case, properties, verdict.golden)
+        add_suite(root, "golden", time, properties, [case], "")
+    return document(root)
+
+
+def _coverage_case(case: ET.Element, verdict: Verdict) -> None:
+    """Fill in the case of what was looked at: skipped where something was not, failed where that was required."""
+    if not verdict.unchecked:
+        if verdict.coverage is None:
+            ET.SubElement(case, "skipped", message="nothing says what was looked at")
+        return
+    message = xml_text(clean("; ".join(verdict.unchecked)))
+    if verdict.required:
+        failure = ET.SubElement(case, "failure", type="not checked", message=message)
+        failure.text = xml_text("\n".join(map(clean, verdict.unchecked)))
+    else:
+        ET.SubElement(case, "skipped", message=message)
+
+
+def _proof_case(proof: Proof) -> ET.Element:
+    case = new_case(proof.fault.name)
+    if not proof.verified:
+        words = xml_text(proof.words)
+        ET.SubElement(case, "failure", type="self-test", message=words).text = f"{proof.fault.meaning}: {words}"
+    return case
+
+
+def _golden_case(case: ET.Element, properties: ET.Element, found: Comparison) -> None:
+    if found.what is not None:
+        add_property(properties, "step", "" if found.step is None else str(found.step))
+        add_property(properties, "parameter", found.parameter or "")
+        words = xml_text(clean(found.words))
+        ET.SubElement(case, "failure", type="golden", message=words).text = words
+
+
+def _family_case(case: ET.Element, properties: ET.Element, verdict: Verdict, name: str) -> str:
+    """Fill in the case of a family: the first finding is the gravest, the earliest cause; return the findings below."""
+    failing = [finding for finding in verdict.failing if family(finding) == name]
+    others = [finding for finding in verdict.others if family(finding) == name]
+    if failing:
+        first = failing[0]
+        add_property(properties, "step", "" if first.step is None else str(first.step))
+        add_property(properties, "rank", ",".join(map(str, first.ranks)))
+        add_property(properties, "parameter", ",".join(first.subject))
+        message = xml_text(f"{first.code} {clean(first.title)}")
+        failure = ET.SubElement(case, "failure", type=xml_text(first.code), message=message)
+        failure.text = xml_text("\n\n".join(map(describe, failing)))
+    return "\n\n".join(map(describe, others))
+
+
+def describe(finding: Finding) -> str:
+    """Return a finding as plain lines: what, where, evidence, causes, what to do."""
+    lines = [f"{finding.code} {finding.severity.label}: {clean(finding.title)}"]
+    for label, words in parts(finding):
+        lines += [f"{label}: {line}" for line in words]
+    return "\n".join(lines)
+
+
+def _rank(verdict: Verdict, rank: int) -> dict[str, Any]:
+    outcome = verdict.outcomes.get(rank)
+    return {
+        "reason": verdict.ranks[rank],
+        "exit_code": None if outcome is None else outcome.exit_code,
+        "steps": None if outcome is None else dict(outcome.steps),
+    }
+
+
+def _script_case(case: ET.Element, properties: ET.Element, verdict: Verdict, run: str | None) -> None:
+    if run is not None:
+        add_property(properties, "run", run)
+    if verdict.word in {Word.FAILED, Word.HANG, Word.LOST}:
+        who = ", ".join(map(str, verdict.blamed))
+        add_property(properties, "rank", who.replace(" ", ""))
+        error = ET.SubElement(case, "error", type=verdict.word.value, message=f"{verdict.word.value}: ranks {who}")
+        error.text = xml_text("\n".join(f"rank {rank}: {clean(words)}" for rank, words in verdict.ranks.items()))
+
+
+def family(finding: Finding) -> str:
+    """Return the letters of a finding's code."""
+    return finding.code.rstrip("0123456789")

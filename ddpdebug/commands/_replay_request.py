@@ -1,0 +1,22 @@
+"""What `ddpdebug replay` was asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A command line that is right."""
+
+    bundle: Path
+    model: str | None
+    script: Path | None
+    import_class: bool
+    module: Path | None
+    device: str | None
+    dtype: str | None
+    amp: bool
+    shrink: bool
+    json: Path | None

@@ -1,0 +1,1 @@
+"""The settings: read from the command line, the environment and pyproject.toml, and checked before anything starts."""

@@ -1,0 +1,430 @@
+"""Every setting, once: name, type, default, help. Command-line options are generated from here. Torch-free."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ddpdebug.config import parsing
+from ddpdebug.detectors.thresholds import assignments
+from ddpdebug.errors import UsageError, did_you_mean
+
+ENVIRONMENT_PREFIX = "DDPDEBUG_"
+#: Variables that ddpdebug passes to its own ranks, or its tests to themselves; not settings.
+INTERNAL_VARIABLES = frozenset(
+    {
+        "DDPDEBUG_RUN_ID",
+        "DDPDEBUG_DEADLINE",
+        "DDPDEBUG_FAULT",
+        "DDPDEBUG_TRAJECTORY",
+        "DDPDEBUG_REQUIRE_PROMETHEUS",
+        "DDPDEBUG_REQUIRE_SLURM",
+    }
+)
+
+
+class Option(NamedTuple):
+    """What a command needs to know about a setting."""
+
+    name: str  # in Python, in pyproject.toml and, in capitals, in the environment
+    help: str
+    valid: str  # the values that are accepted, for messages and help
+    commands: tuple[str, ...]
+    switch: bool  # takes no value on the command line
+    repeated: bool  # may be given several times
+
+    @property
+    def flag(self) -> str:
+        """The option on the command line."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """The environment variable."""
+        return ENVIRONMENT_PREFIX + self.name.upper()
+
+
+def _option(
+    default: Any,
+    parse: parsing.Parse,
+    valid: str,
+    text: str,
+    *,
+    commands: tuple[str, ...] = ("run", "check"),
+) -> Any:
+    metadata = {"parse": parse, "valid": valid, "help": text, "commands": commands}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """The settings of one run, all valid. Strongest first: argument, environment, pyproject.toml, default."""
+
+    out: Path | None = _option(
+        None,
+        parsing.path,
+        "a directory",
+        "Run directory; the default is ddpdebug-runs/<UTC time>-<run id>. The preflight writes only where it is given.",
+        commands=("run", "check", "preflight"),
+    )
+    file_mode: str = _option(
+        "private",
+        parsing.permissions,
+        "'private', 'umask' or an octal mode like 0640",
+        "Who may read the files of the run directory: only their owner, whom the umask lets, or whom the mode names.",
+    )
+    budget: float = _option(
+        0.01,
+        parsing.number(0, 1),
+        "a number from 0 to 1",
+        "Share of the run's time that the sampled checks may cost.",
+    )
+    every_step: bool = _option(
+        False,
+        parsing.switch,
+        "true or false",
+        "Run every check in every step, whatever it costs. `check` does so where neither this nor a budget is given.",
+    )
+    metrics: str = _option(
+        "per-rank",
+        parsing.one_of("per-rank", "rank0", "off"),
+        "'per-rank', 'rank0' or 'off'",
+        "Prometheus endpoints: one for each rank, only on rank 0, or none.",
+    )
+    metrics_host: str = _option(
+        "127.0.0.1",
+        parsing.text,
+        "an address to bind",
+        "Address of the metrics endpoint; 0.0.0.0 opens it to the network.",
+    )
+    metrics_port: int = _option(
+        0,
+        parsing.integer(0, 65535),
+        "a port from 0 to 65535",
+        "Port of the metrics endpoint of local rank 0, the next ranks count up; 0 takes a free one, so that no port "
+        "that the job wants itself is taken.",
+    )
+    metrics_tls_cert: Path | None = _option(
+        None, parsing.existing_file, "a PEM file", "Serve the metrics over TLS with this certificate chain."
+    )
+    metrics_tls_key: Path | None = _option(
+        None, parsing.existing_file, "a PEM file", "Private key of the certificate, where it is in a file of its own."
+    )
+    metrics_client_ca: Path | None = _option(
+        None,
+        parsing.existing_file,
+        "a PEM file",
+        "Serve only clients with a certificate that this authority signed (needs TLS).",
+    )
+    metrics_password_file: Path | None = _option(
+        None,
+        parsing.existing_file,
+        "a file",
+        "Serve only who gives the name:password on the first line of this file (basic auth).",
+    )
+    sd_dir: Path | None = _option(
+        None, parsing.path, "a directory", "Keep a file per rank here by which Prometheus finds it (file_sd_configs)."
+    )
+    grafana_url: str | None = _option(
+        None,
+        parsing.text,
+        "an address",
+        "Send each finding to this Grafana as an annotation; the token is GRAFANA_TOKEN's.",
+    )
+    grafana_token_file: Path | None = _option(
+        None, parsing.existing_file, "a file", "Read Grafana's token from this file instead."
+    )
+    on_finding: str = _option(
+        "report",
+        parsing.one_of("report", "raise"),
+        "'report' or 'raise'",
+        "What a finding at error or above does: only report, or end the run on all ranks at the same step.",
+    )
+    tolerance: float | None = _option(
+        None,
+        parsing.number(0),
+        "a number from 0 up",
+        "Relative difference between ranks that is no finding; the default compares bit by bit.",
+    )
+    threshold: Mapping[str, float] | None = _option(
+        None,
+        assignments,
+        "NAME=VALUE, several separated by commas",
+        "Adjust a threshold of the rules about training and its data (docs/thresholds.md); may be repeated.",
+    )
+    validation_loss: str = _option(
+        "modules",
+        parsing.one_of("told", "modules", "functions"),
+        "'told', 'modules' or 'functions'",
+        "Where validation losses are read: only in what observe(val_loss=...) tells; in what loss modules of torch.nn "
+        "and the model itself return in evaluation; or in what the loss functions of torch.nn.functional return, whose "
+        "code is exchanged for that in the whole process. What observe() tells counts in any case.",
+    )
+    guard: str = _option(
+        "observe",
+        parsing.one_of("off", "observe", "stop", "skip"),
+        "'off', 'observe', 'stop' or 'skip'",
+        "What a NaN or Inf before the optimizer step does: it is not looked for, is reported, ends the run on all "
+        "ranks, or makes all skip the step. With 'stop' and 'skip' the ranks wait for each other in every step.",
+    )
+    max_skips: int = _option(
+        10,
+        parsing.integer(0),
+        "an integer from 0 up",
+        "With the guard at 'skip': end the run when more steps than this, of the last 1000, would be skipped.",
+    )
+    probe_every: int = _option(
+        0,
+        parsing.integer(0),
+        "an integer from 0 up",
+        "Feed one batch to all ranks every so many steps and compare (agreement probe); 0 is never.",
+    )
+    status: bool = _option(
+        True,
+        parsing.switch,
+        "true or false",
+        "Show the current step in the title of the terminal's window.",
+    )
+    bundle_limit: int = _option(
+        2048,
+        parsing.integer(0),
+        "an integer from 0 up",
+        "Largest replay bundle in MiB; what does not fit is left out of it, and 0 writes none.",
+    )
+    keep_inputs: int | None = _option(
+        None,
+        parsing.integer(0),
+        "an integer from 0 up",
+        "MiB of inputs and output gradients that are held for a replay; the default is an eighth of the parameters, "
+        "from 8 to 64. Above it a batch is there for as long as the script has it.",
+    )
+    memory_history: str = _option(
+        "off",
+        parsing.one_of("off", "light", "full"),
+        "'off', 'light' or 'full'",
+        "Record CUDA's allocations for the snapshot at an out-of-memory error: what is allocated, or every event.",
+    )
+    memory_limit: int = _option(
+        0,
+        parsing.integer(0),
+        "bytes from 0 up",
+        "Raise an out-of-memory error where CPU tensors exceed so many bytes, as a small device would; 0 is never.",
+    )
+    quiet: bool = _option(
+        False,
+        parsing.switch,
+        "true or false",
+        "Print nothing; the run directory and the metrics stay.",
+    )
+    nproc_per_node: int | None = _option(
+        None,
+        parsing.integer(1),
+        "an integer from 1 up",
+        "Start so many ranks on this machine with torch's own launcher.",
+        commands=("run", "check", "preflight"),
+    )
+    steps: int | None = _option(
+        None,
+        parsing.integer(1),
+        "an integer from 1 up",
+        "Stop the script after so many optimizer steps; the preflight takes 4 where nothing is said.",
+        commands=("run", "check", "preflight"),
+    )
+    fail_on: str = _option(
+        "error",
+        parsing.one_of("warning", "error", "critical"),
+        "'warning', 'error' or 'critical'",
+        "Least severity that fails the check.",
+        commands=("check", "verdict", "preflight"),
+    )
+    require_checks: bool = _option(
+        False,
+        parsing.switch,
+        "true or false",
+        "Exit with 1 where something was not checked, instead of saying so only.",
+        commands=("check", "verdict"),
+    )
+    junit: Path | None = _option(
+        None,
+        parsing.path,
+        "a file",
+        "Write the verdict as JUnit XML.",
+        commands=("check", "verdict"),
+    )
+    json: Path | None = _option(
+        None,
+        parsing.path,
+        "a file",
+        "Write the verdict as JSON.",
+        commands=("check", "verdict"),
+    )
+    markdown: Path | None = _option(
+        None,
+        parsing.path,
+        "a file",
+        "Write the verdict as Markdown; where $GITHUB_STEP_SUMMARY is set it is added to that file as well.",
+        commands=("check", "verdict"),
+    )
+    codequality: Path | None = _option(
+        None,
+        parsing.path,
+        "a file",
+        "Write the verdict as a code quality report of GitLab.",
+        commands=("check", "verdict"),
+    )
+    timeout: float = _option(
+        1800.0,
+        parsing.number(0, above=True),
+        "seconds above 0",
+        "A run that lasts longer counts as a hang and is ended.",
+        commands=("check",),
+    )
+
+    self_test: bool = _option(
+        False,
+        parsing.switch,
+        "true or false",
+        "Prove the rules: run the script briefly with each of several known faults in it and see that they are found.",
+        commands=("check",),
+    )
+
+    record: Path | None = _option(
+        None,
+        parsing.path,
+        "a file",
+        "Record the path that training takes: loss, gradient norm, parameters after every step; three runs.",
+        commands=("check",),
+    )
+    golden: Path | None = _option(
+        None,
+        parsing.path,
+        "a file",
+        "Fail where training leaves the path that --record wrote, and name the first step and parameter.",
+        commands=("check",),
+    )
+
+    @classmethod
+    def load(
+        cls,
+        explicit: Mapping[str, Any],
+        environ: Mapping[str, str],
+        cwd: Path,
+        *,
+        flags: bool = False,
+        command: str | None = None,
+    ) -> Config:
+        """Merge all sources and check every name and value.
+
+        Args:
+            explicit: arguments of the command line or of a Python call, the strongest source.
+            flags: name the explicit ones as on the command line (`--every-step`) in messages.
+            command: whose defaults hold where nothing is said; `check` checks every step.
+
+        Raises:
+            UsageError: a name or a value is wrong; the message says in which source and what is valid.
+        """
+        values: dict[str, Any] = {}
+        file, table = _pyproject(cwd)
+        for key, value in table.items():
+            name = key.replace("-", "_")
+            source = f"{key} in [tool.ddpdebug] of {file}"
+            values[name] = _parsed(name, value, source, file.parent, shown=key)
+        for variable in sorted(environ.keys()):
+            if variable.startswith(ENVIRONMENT_PREFIX) and variable not in INTERNAL_VARIABLES and environ[variable]:
+                name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+                values[name] = _parsed(name, environ[variable], variable, cwd, shown=variable)
+        for name, value in explicit.items():
+            if value is None:
+                continue  # as if not given
+            flag = "--" + name.replace("_", "-")
+            parsed = _parsed(name, value, flag if flags else name, cwd, shown=flag if flags else name)
+            values[name] = {**values.get(name, {}), **parsed} if isinstance(parsed, dict) else parsed
+        if command == "check" and not {"every_step", "budget"} & values.keys():
+            values["every_step"] = True
+        alone = {"metrics_tls_key", "metrics_client_ca"} & values.keys()
+        if alone and values.get("metrics_tls_cert") is None:
+            raise UsageError(f"{min(alone)} needs a certificate; give metrics_tls_cert too")
+        return cls(**values)
+
+
+def run_directory(run_id: str, now: datetime) -> Path:
+    """Return the run directory of a run that did not name one; `now` is in UTC."""
+    return Path("ddpdebug-runs") / f"{now:%Y%m%dT%H%M%SZ}-{run_id}"
+
+
+def options(command: str | None = None) -> list[Option]:
+    """Return all settings, or those of one command, in the order of their fields."""
+    result = []
+    for entry in fields(Config):
+        about = entry.metadata
+        if command is None or command in about["commands"]:
+            switch = about["parse"] is parsing.switch
+            repeated = about["parse"] is assignments
+            result.append(Option(entry.name, about["help"], about["valid"], about["commands"], switch, repeated))
+    return result
+
+
+def to_flags(given: Mapping[str, Any], command: str) -> list[str]:
+    """Return the command line that gives `command` the settings in `given`, leaving out those it does not take."""
+    line = []
+    for option in options(command):
+        value = given.get(option.name)
+        if value is None:
+            continue
+        if option.repeated:
+            line += [f"{option.flag}={word}" for word in value]
+        elif option.switch:
+            line.append(option.flag if parsing.switch(value) else option.flag.replace("--", "--no-", 1))
+        else:
+            line.append(f"{option.flag}={value}")
+    return line
+
+
+def _parsed(name: str, value: Any, source: str, base: Path, *, shown: str) -> Any:
+    entry = Config.__dataclass_fields__.get(name)
+    if entry is None:
+        where = source if source != shown else ""
+        place = f" ({where})" if where else ""
+        raise UsageError(f"unknown option {shown}{place}; {_near(shown)}")
+    try:
+        parsed = entry.metadata["parse"](value)
+    except UsageError as error:
+        raise UsageError(f"{source}: {error}") from None
+    except (TypeError, ValueError):
+        raise UsageError(f"{source}: {value!r} is not valid; give {entry.metadata['valid']}") from None
+    # a script may change its directory: fix relative paths now, those of a pyproject.toml from where it lies
+    parsed = base / parsed if isinstance(parsed, Path) else parsed
+    if entry.metadata["parse"] is parsing.existing_file and not parsed.is_file():
+        raise UsageError(f"{source}: there is no file {str(parsed)!r}; give {entry.metadata['valid']}")
+    return parsed
+
+
+def _near(shown: str) -> str:
+    if shown.startswith("--"):
+        return did_you_mean(shown.removeprefix("--"), [option.flag[2:] for option in options()], prefix="--")
+    if shown.startswith(ENVIRONMENT_PREFIX):
+        return did_you_mean(shown, [option.variable for option in options()])
+    return did_you_mean(shown, [option.name for option in options()])
+
+
+def _pyproject(cwd: Path) -> tuple[Path, Mapping[str, Any]]:
+    for directory in (cwd, *cwd.parents):
+        file = directory / "pyproject.toml"
+        if file.is_file():
+            break
+    else:
+        return Path(), {}
+    try:
+        tools = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {})
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"cannot read {file}: {error}") from None
+    if not isinstance(tools, dict):
+        raise UsageError(f"[tool] of {file} is not a table: {str(tools)[:80]!r}")
+    table = tools.get("ddpdebug", {})
+    if not isinstance(table, dict):
+        raise UsageError(f"[tool.ddpdebug] of {file} is not a table: {table!r}")
+    return file, table

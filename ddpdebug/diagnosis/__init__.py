@@ -1,0 +1,1 @@
+"""From steps to findings: runs the detectors, finds root causes, reports."""

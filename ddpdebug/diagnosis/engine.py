@@ -1,0 +1,404 @@
+"""Runs the rules over the steps in order, asks the ranks for details, folds consequences into first causes. Torch-free.
+
+Every rank runs its own copy on the same steps, answers and announcements and comes to the same findings: no clock, no
+randomness, no set order. A step that a rule wants details of is parked; later steps queue behind it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, TypeVar
+
+from ddpdebug.detectors.base import Detector, Labels
+from ddpdebug.detectors.catalog import catalog
+from ddpdebug.diagnosis.root_causes import Group, Ledger
+from ddpdebug.schema.details import KINDS
+from ddpdebug.schema.finding import Finding
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
+
+#: A parked step is judged with the details that have come after so many ticks.
+DETAIL_TICKS = 200
+#: More steps than this do not queue behind a parked one: it is judged with what is there.
+QUEUE_STEPS = 192
+_MAX_ROUNDS = 64
+#: Announcements that are judged without waiting for the other ranks'.
+ALONE = "alone:"
+#: Of these, about the script itself: every rank runs into it within a step, so that they wait for each other and are
+#: told together; for so many steps, or ticks where there are no more steps, at most.
+_SHARED = frozenset(f"alone:{what}" for what in ("loss", "audit", "schedule", "validation", "chance"))
+_HELD_STEPS, _HELD_TICKS = 2, 20
+#: What a rank says that ends with an exception.
+_FAILURE = "alone:failure"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A question to every rank about one of its recent steps."""
+
+    optimizer: int
+    step: int
+    kind: str
+    last: bool = False  # about what the step has left, as it was at the end of the run
+
+
+class Reading(Enum):
+    """What a step means to a rule's group."""
+
+    FREE = "no symptom defined: whatever the rule says counts"
+    UNKNOWN = "the step cannot show it"
+    QUIET = "the ranks agree"
+    NEW = "a symptom that no open cause accounts for"
+    KNOWN = "the symptom of an open cause"
+    WAITING = "looked into before without result"
+
+    __hash__ = object.__hash__  # that of Enum is computed in Python, some hundred times a step
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """What the ranks that have spoken say, and the steps and ticks that have passed since the first one did."""
+
+    topic: str
+    values: dict[int, Any] = field(default_factory=dict)
+    steps: int = 0
+    ticks: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Queued:
+    step: Step
+    ticks: int = 0
+    looked_at: int = 0  # the number of judged steps when the rules were last asked what they want to know
+    asked: dict[str, dict[int, Any]] = field(default_factory=dict)  # kind -> rank -> answer
+    rules: frozenset[str] = frozenset()  # codes of the rules that asked
+
+    @property
+    def last(self) -> bool:
+        return self.step.any(Flag.LAST_STATE)
+
+    def complete(self) -> bool:
+        return all(answers.keys() >= self.step.rows.keys() for answers in self.asked.values())
+
+
+class Diagnosis:
+    """Judges steps.
+
+    Args:
+        world: number of ranks.
+        config: settings that rules read (`tolerance`, ...).
+        detectors: the rules; all of the catalogue by default.
+        on_trouble: told once (part, message) when a rule raised and was switched off.
+    """
+
+    def __init__(
+        self,
+        *,
+        world: int,
+        config: Mapping[str, Any] | None = None,
+        detectors: Sequence[Detector] | None = None,
+        on_trouble: Callable[[str, str], None] | None = None,
+    ) -> None:
+        self.world = world
+        rules = [rule(config) for rule in catalog()] if detectors is None else list(detectors)
+        self._rules = sorted(rules, key=lambda rule: rule.code)
+        self._with_symptom = frozenset(rule.code for rule in self._rules if _has_symptom(rule))
+        self._with_memory = frozenset(rule.code for rule in self._rules if _remembers(rule))
+        self._on_trouble = on_trouble
+        self._ledger = Ledger(world)
+        self._queue: deque[_Queued] = deque()
+        self._outbox: list[Request] = []
+        self._judged = 0
+        self._members: dict[int, dict[Group, list[Detector]]] = {}  # optimizer -> group -> rules
+        self._rounds: dict[str, dict[int, dict[int, Any]]] = {}  # topic -> round -> rank -> value
+        self._spoken: dict[str, dict[int, int]] = {}  # topic -> rank -> rounds
+        self._facts: dict[str, dict[int, Any]] = {}
+        self._held: list[_Held] = []
+
+    @property
+    def busy(self) -> bool:
+        """Tell whether steps wait for answers."""
+        return bool(self._queue)
+
+    # --- input --------------------------------------------------------------------------------------------------------
+
+    def feed(self, step: Step) -> list[Request]:
+        """Take the next step; return what the ranks are asked now."""
+        for held in self._held:
+            held.steps += 1
+        self._queue.append(_Queued(replace(step, facts=self._facts)))
+        self._ask(self._queue[-1])
+        return self.requests()
+
+    def requests(self) -> list[Request]:
+        """Return what the ranks are asked since the last call."""
+        requests, self._outbox = self._outbox, []
+        return requests
+
+    def answer(self, rank: int, optimizer: int, step: int, kind: str, value: Any, *, last: bool = False) -> None:
+        """Take one rank's details; None means that it cannot tell."""
+        place = optimizer, step, last
+        for queued in self._queue:
+            if (queued.step.optimizer, queued.step.step, queued.last) == place and kind in queued.asked:
+                queued.asked[kind][rank] = value
+
+    def tell(self, topic: str, rank: int, value: Any) -> None:
+        """Take one rank's announcement; the ranks' n-th announcements of a topic are compared with each other.
+
+        Topics that begin with `alone:` need not be said by all: what a failing rank says, the others may never say.
+        """
+        if topic in _SHARED:
+            own = (held for held in self._held if held.topic == topic and rank not in held.values)
+            if (found := next(own, None)) is None:
+                self._held.append(found := _Held(topic))
+            found.values[rank] = value
+            return
+        if topic.startswith(ALONE):
+            if topic == _FAILURE:
+                self._release(everything=True)  # what the rank said before it failed may be why
+            self._compare(topic, {rank: value})
+            return
+        self._facts.setdefault(topic, {})[rank] = value
+        spoken = self._spoken.setdefault(topic, {})
+        number = spoken[rank] = spoken.get(rank, 0) + 1
+        rounds = self._rounds.setdefault(topic, {})
+        rounds.setdefault(number, {})[rank] = value
+        if len(rounds[number]) == self.world:
+            self._compare(topic, dict(sorted(rounds.pop(number).items())))
+        while len(rounds) > _MAX_ROUNDS:
+            rounds.pop(min(rounds))
+
+    # --- output -------------------------------------------------------------------------------------------------------
+
+    def tick(self) -> list[tuple[Finding, bool]]:
+        """Judge what is ready; return findings, True with the new ones and False with those that were updated."""
+        for held in self._held:
+            held.ticks += 1
+        self._release()
+        for queued in self._queue:
+            queued.ticks += bool(queued.asked)
+        while self._queue:
+            head = self._queue[0]
+            if head.looked_at < self._judged:
+                self._ask(head)
+            overdue = head.ticks > DETAIL_TICKS or len(self._queue) > QUEUE_STEPS
+            if not head.complete() and not overdue:
+                break
+            self._judge(head)
+            self._queue.popleft()
+        return self._ledger.news()
+
+    def finish(self) -> list[tuple[Finding, bool]]:
+        """Judge everything left with the details that are there, and what only the end shows."""
+        self._release(everything=True)
+        while self._queue:
+            self._judge(self._queue.popleft())
+        for rule in list(self._rules):
+            self._admit([(rule, f, None) for f in self._findings(rule, rule.finish)], None)
+        return self._ledger.news(last=True)
+
+    # --- rules --------------------------------------------------------------------------------------------------------
+
+    def _run(self, rule: Detector, otherwise: T, action: Callable[..., T], *args: Any) -> T:
+        try:
+            return action(*args)
+        except Exception as error:  # noqa: BLE001 - one bad rule must not take the others with it
+            self._drop(rule, error)
+            return otherwise
+
+    def _drop(self, rule: Detector, error: Exception) -> None:
+        self._rules = [r for r in self._rules if r is not rule]
+        self._members.clear()
+        if self._on_trouble is not None:
+            self._on_trouble(f"detector:{rule.code}", f"{type(error).__name__}: {error}")
+
+    def _findings(self, rule: Detector, action: Callable[..., Iterable[Finding]], *args: Any) -> list[Finding]:
+        try:
+            return list(action(*args))
+        except Exception as error:  # noqa: BLE001 - as above
+            self._drop(rule, error)
+            return []
+
+    def _read(self, rule: Detector, step: Step) -> tuple[Reading, Labels | None]:
+        unread = step.any(Flag.LAST_STATE) and not rule.last_state
+        if unread or rule.code not in self._with_symptom:
+            return _UNKNOWN if unread else _FREE
+        key = ("symptom", rule.code)
+        if key not in step.memo:
+            step.memo[key] = rule.symptom(step)
+        shown: Labels | None = step.memo[key]
+        if shown is None:
+            return Reading.UNKNOWN, None
+        if not shown:
+            return Reading.QUIET, shown
+        group = self._ledger.group(rule, step.optimizer)
+        if group.grows(shown) or (group.causes and rule.fresh(step)):
+            return Reading.NEW, shown
+        if group.causes:
+            return Reading.KNOWN, shown
+        return (Reading.WAITING if group.wait > 0 else Reading.NEW), shown
+
+    def _ask(self, queued: _Queued) -> None:
+        """Ask for the details of a step that some rule wants and that are not on their way already."""
+        queued.looked_at = self._judged
+        step = queued.step
+        wanted: dict[str, None] = {}
+        rules = set(queued.rules)
+        others = [q for q in self._queue if q is not queued and q.step.optimizer == step.optimizer]
+        pending = {code for other in others for code in other.rules} if queued is not self._queue[0] else set()
+        for rule in list(self._rules):
+            if not rule.wants or rule.code in rules or (rule.code in pending and not rule.samples):
+                continue
+            if self._run(rule, False, self._curious, rule, step):
+                rules.add(rule.code)
+                wanted.update(dict.fromkeys(rule.wants))
+        queued.rules = frozenset(rules)
+        for kind in sorted(wanted.keys() - queued.asked.keys(), key=KINDS.index):
+            queued.asked[kind] = {}
+            self._outbox.append(Request(optimizer=step.optimizer, step=step.step, kind=kind, last=queued.last))
+
+    def _curious(self, rule: Detector, step: Step) -> bool:
+        if step.any(Flag.LAST_STATE) and not rule.last_state:
+            return False
+        if rule.samples:
+            return rule.suspects(step)
+        reading, _ = self._read(rule, step)
+        if reading is Reading.KNOWN or reading is Reading.WAITING:
+            return False
+        if reading is not Reading.NEW and type(rule).suspects is Detector.suspects:
+            return False
+        group = self._ledger.group(rule, step.optimizer)
+        if reading is not Reading.NEW and (group.causes or group.wait > 0):
+            return False
+        return rule.suspects(step)
+
+    # --- judgement ----------------------------------------------------------------------------------------------------
+
+    def _judge(self, queued: _Queued) -> None:
+        details = {
+            kind: {rank: answers[rank] for rank in sorted(answers) if answers[rank] is not None}
+            for kind, answers in queued.asked.items()
+        }
+        step = queued.step.with_details(details) if details else queued.step
+        found: dict[str, list[Finding]] = {}
+        remembering, last = self._with_memory, queued.last
+        read = [rule for rule in self._rules if last or rule.code in self._with_symptom]
+        readings = dict.fromkeys((rule.code for rule in self._rules), _FREE)
+        readings.update((rule.code, self._run(rule, _UNKNOWN, self._read, rule, step)) for rule in read)
+        for rule in tuple(self._rules):
+            code = rule.code
+            if last and not rule.last_state:
+                continue
+            # most steps show nothing, and most rules have nothing to remember of those
+            if (code in remembering or readings[code][0] not in _NOTHING) and (
+                new := self._findings(rule, rule.detect, step)
+            ):
+                found[code] = new
+        self._settle(step, readings, found, queued.rules)
+        self._judged += 1
+
+    def _settle(
+        self,
+        step: Step,
+        readings: Mapping[str, tuple[Reading, Labels | None]],
+        found: dict[str, list[Finding]],
+        asked: frozenset[str],
+    ) -> None:
+        admitted: list[tuple[Detector, Finding, Labels | None]] = []
+        resting: list[Group] = []
+        telling = asked.union(found)
+        for group, rules in self._groups(step.optimizer).items():
+            reading, shown = _strongest([readings[r.code] for r in rules])
+            if not shown and group.idle and not (telling and any(r.code in telling for r in rules)):
+                continue
+            group.look(shown if reading is Reading.NEW else None)
+            fresh = [(rule, f, shown) for rule in rules for f in found.get(rule.code, ())]
+            if reading is Reading.KNOWN or (fresh and self._repeats(group, rules, asked)):
+                group.quiet = 0
+                for cause in group.causes:
+                    cause.again(step.step)
+            elif reading is Reading.WAITING:
+                group.wait -= 1
+            elif fresh:
+                group.quiet = group.misses = group.wait = 0
+                admitted += fresh
+            elif asked.intersection(r.code for r in rules if not r.samples):
+                group.missed()
+            else:
+                group.wait = max(0, group.wait - 1)
+                if reading is Reading.QUIET or (reading is Reading.FREE and any(r.sees(step) for r in rules)):
+                    resting.append(group)
+        self._admit(admitted, step.optimizer)
+        for group in resting:
+            self._ledger.close(group.rest())
+
+    def _groups(self, optimizer: int) -> Mapping[Group, list[Detector]]:
+        """Return the rules by group, in code order."""
+        if optimizer not in self._members:
+            members = self._members[optimizer] = {}
+            for rule in self._rules:
+                members.setdefault(self._ledger.group(rule, optimizer), []).append(rule)
+        return self._members[optimizer]
+
+    @staticmethod
+    def _repeats(group: Group, rules: Sequence[Detector], asked: frozenset[str]) -> bool:
+        """Tell whether findings made without the details that name the cause are about the open cause."""
+        wanting = [rule.code for rule in rules if rule.wants]
+        return bool(group.causes and wanting) and not asked.intersection(wanting)
+
+    def _admit(self, found: Iterable[tuple[Detector, Finding, Labels | None]], optimizer: int | None) -> None:
+        for rule, finding, shown in sorted(found, key=lambda item: (item[0].place(item[1]), item[0].code)):
+            self._ledger.admit(rule, finding, self._ledger.group(rule, optimizer), shown)
+
+    def _release(self, *, everything: bool = False) -> None:
+        waiting, self._held = self._held, []
+        for held in waiting:
+            overdue = held.steps > _HELD_STEPS or held.ticks > _HELD_TICKS
+            if everything or overdue or len(held.values) == self.world:
+                self._compare(held.topic, dict(sorted(held.values.items())))
+            else:
+                self._held.append(held)
+
+    def _compare(self, topic: str, values: Mapping[int, Any]) -> None:
+        name = topic.partition(":")[0]
+        for rule in list(self._rules):
+            if name in rule.topics:
+                findings = self._findings(rule, rule.compare, topic, values)
+                self._admit([(rule, finding, None) for finding in findings], None)
+
+
+def _has_symptom(rule: Detector) -> bool:
+    return type(rule).symptom is not Detector.symptom
+
+
+def _remembers(rule: Detector) -> bool:
+    """Tell whether a rule must see every step: one that looks for more than its symptom, or remembers something."""
+    kind = type(rule)
+    more = not _has_symptom(rule) or kind.suspects is not Detector.suspects
+    return kind.detect is not Detector.detect and (more or kind.__init__ is not Detector.__init__)
+
+
+def _strongest(pairs: Sequence[tuple[Reading, Labels | None]]) -> tuple[Reading, Labels | None]:
+    return pairs[0] if len(pairs) == 1 else max(pairs, key=_weight)
+
+
+def _weight(pair: tuple[Reading, Labels | None]) -> int:
+    return _WEIGHT[pair[0]]
+
+
+_UNKNOWN: tuple[Reading, Labels | None] = (Reading.UNKNOWN, None)
+_FREE: tuple[Reading, Labels | None] = (Reading.FREE, None)
+_NOTHING = frozenset({Reading.UNKNOWN, Reading.QUIET})
+_WEIGHT = {
+    Reading.UNKNOWN: 0,
+    Reading.FREE: 1,
+    Reading.QUIET: 2,
+    Reading.WAITING: 3,
+    Reading.KNOWN: 4,
+    Reading.NEW: 5,
+}

@@ -1,0 +1,145 @@
+"""Judges a saved run again, with the same rules and the same result. Torch-free; reads only the run directory.
+
+What was heard lies in the files in the order in which it came: rows as the steps that were judged, and between them
+the ranks' details and announcements. They pass through the same diagnosis as in the run.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from ddpdebug.detectors.base import Detector
+from ddpdebug.diagnosis.engine import Diagnosis, Request
+from ddpdebug.diagnosis.reporter import Reporter
+from ddpdebug.run_directory.reader import Observed, numbered_rows, read_last_state, read_observations, read_run
+from ddpdebug.schema.finding import Finding
+from ddpdebug.schema.step import Step
+
+_Place = tuple[int, int, str, bool]  # optimizer, step, kind of detail, whether of what the last step has left
+_NONFINITE = frozenset({"nan", "inf", "-inf"})
+
+
+def rejudge(directory: Path, *, detectors: Sequence[Detector] | None = None) -> list[Finding]:
+    """Return the findings of a saved run, in the order in which they arise.
+
+    Code, step, ranks and subject are those of the run. What was measured outside the rules (the first differing
+    element) and the time are not judged again. Of a run that was too long to be kept whole, what was kept is judged.
+
+    Args:
+        detectors: the rules; all of this version's catalogue by default.
+
+    Raises:
+        ValueError: the directory is not that of a run, or its rows have the layout of another version.
+    """
+    run = read_run(directory)
+    replay = _Replay(run, detectors)
+    observed = deque(read_observations(directory))
+    replay.expect(observed)
+    for number, step in _steps(directory, run.get("world")):
+        while observed and observed[0].rows <= number:
+            replay.hear(observed.popleft())
+        replay.feed(step)
+    while observed:
+        replay.hear(observed.popleft())
+    replay.end(finished=run.get("outcome") is not None)
+    return replay.reporter.findings
+
+
+class _Replay:
+    """A diagnosis that is told what the run's own was told."""
+
+    def __init__(self, run: Mapping[str, Any], detectors: Sequence[Detector] | None) -> None:
+        world = run.get("world")
+        config = run.get("config")
+        self.reporter = Reporter(lambda _: None, lambda: "")
+        self.reporter.run_id = run["run"]
+        size = world if isinstance(world, int) else 1
+        settings = {**(config if isinstance(config, dict) else {}), "world": size}
+        self._diagnosis = Diagnosis(world=size, config=settings, detectors=detectors)
+        self._to_come: dict[_Place, set[int]] = {}
+        self._heard: dict[_Place, dict[int, Any]] = {}
+        self._answered = False  # since steps were last judged
+
+    def expect(self, observed: Iterable[Observed]) -> None:
+        """Learn which answers the run got, so that nothing waits for others."""
+        for one in observed:
+            if (place := _place(one)) is not None:
+                self._to_come.setdefault(place, set()).add(one.payload["rank"])
+
+    def hear(self, one: Observed) -> None:
+        """Pass on an answer or an announcement."""
+        payload, place = one.payload, _place(one)
+        rank = payload.get("rank")
+        if place is not None:
+            value = _numbers(payload.get("value"))
+            self._heard.setdefault(place, {})[payload["rank"]] = value
+            self._diagnosis.answer(payload["rank"], *place[:3], value, last=place[3])
+            self._answered = True
+        elif one.kind == "last_state" and (step := read_last_state(payload, self._diagnosis.world)) is not None:
+            self.feed(step)
+        elif one.kind == "fact" and isinstance(rank, int) and isinstance(payload.get("topic"), str):
+            if self._answered:
+                self._judge()  # a step whose answers were complete was judged before this was heard
+            self._diagnosis.tell(payload["topic"], rank, _numbers(payload.get("value")))
+
+    def feed(self, step: Step) -> None:
+        """Pass on a step."""
+        self._answer(self._diagnosis.feed(step))
+        self._judge()
+
+    def end(self, *, finished: bool) -> None:
+        """Judge what is left; what only the end shows is known of a run that reached it."""
+        self._judge()
+        if finished:
+            self.reporter.report(self._diagnosis.finish())
+
+    def _judge(self) -> None:
+        self._answered = False
+        self.reporter.report(self._diagnosis.tick())
+        while requests := self._diagnosis.requests():
+            self._answer(requests)
+            self.reporter.report(self._diagnosis.tick())
+
+    def _answer(self, requests: Iterable[Request]) -> None:
+        """Answer at once what was heard already, and with nothing what never came."""
+        for request in requests:
+            place = (request.optimizer, request.step, request.kind, request.last)
+            heard = self._heard.get(place, {})
+            for rank in range(self._diagnosis.world):
+                if rank in heard or rank not in self._to_come.get(place, ()):
+                    self._diagnosis.answer(rank, *place[:3], heard.get(rank), last=request.last)
+
+
+def _steps(directory: Path, world: object) -> Iterator[tuple[int, Step]]:
+    """Yield the steps that were judged, each with the number of its first row."""
+    rows = numbered_rows(directory)
+    for (optimizer, step), group in groupby(rows, key=lambda item: (item[1].optimizer, item[1].step)):
+        numbered = list(group)
+        by_rank = {row.rank: row for _, row in sorted(numbered, key=lambda item: item[1].rank)}
+        size = world if isinstance(world, int) else len(by_rank)
+        yield numbered[0][0], Step(step=step, optimizer=optimizer, world=size, rows=by_rank)
+
+
+def _place(one: Observed) -> _Place | None:
+    """Return which question a saved detail answers."""
+    payload = one.payload
+    optimizer, step, kind = payload.get("optimizer"), payload.get("step"), payload.get("detail")
+    if one.kind != "detail" or not isinstance(payload.get("rank"), int):
+        return None
+    if isinstance(optimizer, int) and isinstance(step, int) and isinstance(kind, str):
+        return optimizer, step, kind, payload.get("last") is True
+    return None
+
+
+def _numbers(value: Any) -> Any:
+    """Return the value with the numbers that JSON lacks, which the files hold as texts; a list of texts stays one."""
+    if isinstance(value, dict):
+        return {key: _numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        texts = {item for item in value if isinstance(item, str)}
+        return [item if isinstance(item, str) and texts - _NONFINITE else _numbers(item) for item in value]
+    return float(value) if isinstance(value, str) and value in _NONFINITE else value

@@ -1,0 +1,284 @@
+"""The causes that are open, and what follows from what. Torch-free.
+
+A cause is opened by the first finding about it, counts later occurrences, and is closed when its symptom is gone. One
+that comes back soon, or as long after as the time before, is the same.
+A finding that an open cause explains becomes a consequence: evidence of that cause, not a finding of its own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from ddpdebug.detectors.base import Detector, Labels
+from ddpdebug.schema.finding import Finding
+
+#: So many steps without the symptom close a cause. The patience doubles each time that the cause comes back.
+QUIET_STEPS = 3
+_MAX_DOUBLINGS = 8
+#: A cause that is back within so many times the patience with which it was closed has not been gone.
+_SOON = 3
+#: Distances that differ by less than this share are the same.
+_REGULAR = 0.1
+_MAX_SUBJECTS = 20
+_MAX_CONSEQUENCES = 10
+_MAX_CLOSED = 64
+
+#: rank -> class: ranks in different classes have been seen to disagree.
+Pattern = Mapping[int, int]
+
+
+def refine(pattern: Pattern | None, shown: Labels) -> Pattern:
+    """Return the classes of ranks that have agreed so far and still agree."""
+    classes: dict[Hashable, int] = {}
+    known = pattern or {}
+    return {rank: classes.setdefault((known.get(rank), shown[rank]), len(classes)) for rank in sorted(shown)}
+
+
+def count(pattern: Pattern | None) -> int:
+    """Return the number of classes."""
+    return len(set(pattern.values())) if pattern else 0
+
+
+def explains(patterns: Iterable[Pattern], shown: Labels) -> bool:
+    """Tell whether ranks that no pattern parts show the same."""
+    known = list(patterns)
+    seen: dict[Hashable, Hashable] = {}
+    for rank in sorted(shown):
+        key = tuple(pattern.get(rank, f"rank {rank}") for pattern in known)
+        if seen.setdefault(key, shown[rank]) != shown[rank]:
+            return False
+    return True
+
+
+@dataclass(slots=True, eq=False)
+class Cause:
+    """One thing that went wrong, as it is known so far."""
+
+    rule: Detector
+    finding: Finding
+    group: Group
+    root: Cause | None = None  # the cause that this one follows from
+    told: int = 0  # the count that the outside knows
+    changed: bool = False
+    distance: int | None = None  # steps from the last time that the same was seen before it was opened
+
+    @property
+    def top(self) -> Cause:
+        """The first cause."""
+        return self if self.root is None else self.root.top
+
+    def again(self, step: int | None) -> None:
+        """Count one more occurrence."""
+        last = self.finding.last_step
+        if step is None or last is None or step > last:
+            self.finding = self.finding.seen_again(step)
+            self.changed |= self.finding.count & (self.finding.count - 1) == 0  # tell at 2, 4, 8, ...
+
+    def join(self, finding: Finding) -> None:
+        """Take in a finding about the same cause."""
+        ranks = tuple(sorted({*self.finding.ranks, *finding.ranks}))
+        subject = tuple(dict.fromkeys((*self.finding.subject, *finding.subject)))[:_MAX_SUBJECTS]
+        if (ranks, subject) != (self.finding.ranks, self.finding.subject):
+            self.finding = replace(self.finding, ranks=ranks, subject=subject)
+            self.changed = True
+        self.again(finding.step)
+
+    def add_consequence(self, finding: Finding) -> None:
+        """Note what follows from this cause, once for each code."""
+        known = list(self.finding.evidence.get("consequences", ()))
+        if len(known) >= _MAX_CONSEQUENCES or any(text.startswith(finding.code) for text in known):
+            return
+        since = "" if finding.step is None else f" since step {finding.step}"
+        evidence = {**self.finding.evidence, "consequences": [*known, finding.code + since]}
+        self.finding = replace(self.finding, evidence=evidence)
+        self.changed = True
+
+    def pattern(self) -> Pattern | None:
+        """Return which ranks the cause parts; None when that is not known."""
+        if self.group.pattern:
+            return self.group.pattern
+        ranks = self.finding.ranks
+        width = max(ranks, default=-1) + 1
+        everyone = range(max(width, self.group.world))
+        return {rank: rank if rank in ranks else -1 for rank in everyone} if ranks else None
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The rules that read one symptom of one optimizer, and the causes that they have found open."""
+
+    world: int = 0
+    causes: list[Cause] = field(default_factory=list)
+    pattern: Pattern | None = None
+    before: Pattern | None = None  # `pattern` without the step being judged
+    quiet: int = 0
+    closings: int = 0
+    misses: int = 0
+    wait: int = 0
+
+    @property
+    def idle(self) -> bool:
+        """Tell whether a step without the symptom changes nothing here."""
+        return not (self.causes or self.pattern or self.wait)
+
+    def grows(self, shown: Labels) -> bool:
+        """Tell whether ranks part that were not known to disagree."""
+        return count(refine(self.pattern, shown)) > count(self.pattern)
+
+    def look(self, shown: Labels | None) -> None:
+        """Take in what the ranks show in the step that is going to be judged."""
+        self.before = self.pattern
+        if shown:
+            self.pattern = refine(self.pattern, shown)
+
+    def missed(self) -> None:
+        """Note that details were asked for and nothing came of it: wait longer before the next time."""
+        self.misses += 1
+        self.wait = 1 << min(self.misses, 10)
+
+    def rest(self) -> list[Cause]:
+        """Note a step without the symptom; return the causes that this closes."""
+        self.quiet += 1
+        if self.quiet < QUIET_STEPS << min(self.closings, _MAX_DOUBLINGS):
+            return []
+        closed, self.causes = self.causes, []
+        self.closings += bool(closed)
+        self.pattern, self.quiet = None, 0
+        return closed
+
+
+def _alike(one: Finding, other: Finding) -> bool:
+    return (one.phase, one.location, one.ranks) == (other.phase, other.location, other.ranks)
+
+
+def _together(one: int | None, other: int | None) -> bool:
+    return one is not None and other is not None and abs(one - other) <= 1
+
+
+def _since(cause: Cause, finding: Finding) -> int | None:
+    """Return how many steps after a cause was last seen a finding has come."""
+    last = cause.finding.step if cause.finding.last_step is None else cause.finding.last_step
+    return None if last is None or finding.step is None else finding.step - last
+
+
+def _is_back(cause: Cause, distance: int | None) -> bool:
+    """Tell whether a closed cause that is seen again after so many steps is the same."""
+    if distance is None:
+        return False
+    patience = QUIET_STEPS << min(max(0, cause.group.closings - 1), _MAX_DOUBLINGS)
+    regular = cause.distance is not None and abs(distance - cause.distance) <= _REGULAR * cause.distance
+    return regular or distance <= _SOON * patience
+
+
+class Ledger:
+    """All groups; decides whether a finding is new, known or a consequence."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._groups: dict[tuple[str, int | None], Group] = {}
+        self._numbers: dict[str, int] = {}
+        self._new: list[Cause] = []
+        self._closed: deque[Cause] = deque(maxlen=_MAX_CLOSED)
+        self._touched: list[Cause] = []  # closed, or told again at the end of the tick
+
+    def group(self, rule: Detector, optimizer: int | None) -> Group:
+        """Return the group of a rule for an optimizer (None: what no optimizer owns)."""
+        key = (rule.group or rule.code, optimizer)
+        if key not in self._groups:
+            self._groups[key] = Group(world=self.world)
+        return self._groups[key]
+
+    def close(self, causes: Iterable[Cause]) -> None:
+        """Let causes go; they are told once more if their count grew."""
+        for cause in causes:
+            cause.changed |= cause.finding.count != cause.told
+            self._closed.append(cause)
+            self._touched.append(cause)
+
+    def admit(self, rule: Detector, finding: Finding, group: Group, shown: Labels | None) -> None:
+        """Take a finding: join it to a known cause, fold it into what explains it, or open a new cause."""
+        known = self._same(rule, finding, group)
+        if known is not None:
+            known.join(finding)
+            if known not in group.causes:
+                group.causes.append(known)
+            return
+        cause = Cause(rule, finding, group)
+        if (before := self._before(rule, finding, group)) is not None:
+            cause.distance = _since(before, finding)
+        group.causes.append(cause)
+        source = self._explanation(cause, shown)
+        if source is None:
+            number = self._numbers[finding.code] = self._numbers.get(finding.code, 0) + 1
+            cause.finding = replace(finding, id=f"{finding.code}-{number}")
+            self._new.append(cause)
+            return
+        cause.root = source
+        source.top.add_consequence(finding)
+        self._touched.append(source.top)
+
+    def _open(self) -> list[Cause]:
+        found = [cause for group in self._groups.values() for cause in group.causes]
+        return list(dict.fromkeys(found))
+
+    def _same(self, rule: Detector, finding: Finding, group: Group) -> Cause | None:
+        key = rule.cause(finding)
+        for cause in self._closed:
+            # The same line of code again is the same mistake, however long it did no harm in between.
+            if finding.location and cause.finding.code == finding.code and rule.cause(cause.finding) == key:
+                return cause
+        before = self._before(rule, finding, group)
+        if before is not None and _is_back(before, _since(before, finding)):
+            return before
+        for cause in self._open():
+            other = cause.finding
+            if other.code != finding.code:
+                continue
+            if rule.cause(other) == key:
+                return cause
+            # One mistake shows in every optimizer at the same time.
+            alike = (other.phase, other.location) == (finding.phase, finding.location)
+            if alike and cause.group is not group and _together(other.step, finding.step):
+                return cause
+        return None
+
+    def _before(self, rule: Detector, finding: Finding, group: Group) -> Cause | None:
+        """Return the newest closed cause that a finding repeats; one that followed from another explains nothing."""
+        for cause in reversed(self._closed):
+            known = cause.finding
+            same = known.code == finding.code and rule.cause(known) == rule.cause(finding) and _alike(known, finding)
+            if same and cause.group is group and cause.root is None:
+                return cause
+        return None
+
+    def _explanation(self, cause: Cause, shown: Labels | None) -> Cause | None:
+        rule, finding = cause.rule, cause.finding
+        found = [
+            c
+            for c in self._open()
+            if c is not cause and c.finding.code in rule.follows and rule.folds(finding, c.finding)
+        ]
+        if not found:
+            return None
+        patterns = [c.pattern() for c in found]
+        known = [p for p in patterns if p is not None]
+        if shown and len(known) == len(patterns):
+            own = [cause.group.before] if cause.group.before else []
+            if not explains([*known, *own], shown):
+                return None
+        return max(found, key=lambda c: (c.root is None, c.finding.step or 0, -c.rule.place(c.finding), c.finding.code))
+
+    def news(self, *, last: bool = False) -> list[tuple[Finding, bool]]:
+        """Return new causes and then those that changed; with `last` also those whose count was not told."""
+        news = [(cause.finding, True) for cause in self._new]
+        for cause in self._new:
+            cause.told, cause.changed = cause.finding.count, False
+        for cause in dict.fromkeys((*self._touched, *self._open())):
+            grown = last and cause.finding.count != cause.told
+            if cause.root is None and (cause.changed or grown):
+                news.append((cause.finding, False))
+            cause.told, cause.changed = (cause.finding.count, False) if cause.changed or grown else (cause.told, False)
+        self._new, self._touched = [], []
+        return news

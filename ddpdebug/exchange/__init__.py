@@ -1,0 +1,3 @@
+"""The exchange between the ranks: rows and messages cross in ticks, over a process group that torch does not know."""
+
+from ddpdebug.exchange.ticks import ROW_BYTES as ROW_BYTES, Exchange as Exchange

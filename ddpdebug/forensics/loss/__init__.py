@@ -1,0 +1,1 @@
+"""The operation and the line of a loss that went wrong."""

@@ -1,0 +1,1 @@
+"""What holds memory: out-of-memory reports, growth and who keeps it."""

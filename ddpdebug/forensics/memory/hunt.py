@@ -1,0 +1,117 @@
+"""When the search for a holder runs, and on which rank: on the lowest of those that grow, once for each cause."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ddpdebug import torch_internals as internals
+from ddpdebug.forensics.memory.holders import search
+from ddpdebug.probes.handover import Plans
+from ddpdebug.probes.recorder import Recorder
+from ddpdebug.schema.step import Step
+
+#: However often memory is suspected, no more searches are made in a run.
+MAX_SEARCHES = 3
+#: Live graphs, or a share of the fastest growth, that make a rank one of those to be searched.
+_GRAPHS = 6
+_SHARE = 0.5
+
+
+_KIND = "holders"
+
+
+@dataclass(slots=True)
+class _Search:
+    """A planned search; `result` is set once, and `made` after it, by the training thread."""
+
+    graphs: int  # that were alive when it was planned
+    result: Mapping[str, Any] | None = None
+    made: bool = False
+
+
+class HolderHunt:
+    """Asked in the background thread, carried out on the training thread at the end of its step.
+
+    All state belongs to the background thread; `boundary` knows the plans only.
+    """
+
+    def __init__(self, recorder: Recorder, plans: Plans | None = None) -> None:
+        self.rank = 0
+        self.searches = 0
+        self._recorder, self._plans = recorder, plans or Plans()
+        self._first: dict[int, int] = {}
+        self._now: dict[int, tuple[int, int]] = {}  # rank -> (live graphs, growth)
+        self._search: _Search | None = None  # the newest
+        self._over = False  # most of the graphs that were alive then are gone: a new suspicion has another cause
+        self._result: Mapping[str, Any] | None = None
+        recorder.memory.holders_known, recorder.memory.holders = self.known, lambda: self._result
+
+    def learn(self, step: Step) -> None:
+        """Note how the ranks grow; called with the same steps on all ranks."""
+        if step.optimizer != 0:
+            return
+        for rank, row in step.rows.items():
+            used = row.device_allocated_bytes or row.host_private_bytes
+            self._first.setdefault(rank, used)
+            self._now[rank] = row.live_graphs, used - self._first[rank]
+        if self._search is not None and self._search.made:
+            self._over |= 2 * self._graphs() < self._search.graphs
+
+    def known(self) -> bool:
+        """Tell whether there is an answer, and arrange for one if it is this rank's turn."""
+        if self.chosen() != self.rank:
+            return True
+        if self._search is not None and not self._search.made:
+            return False
+        if self._search is not None:
+            self._result = self._search.result
+            if self._result is not None and not self._over:  # the same cause
+                return True
+        if self.searches >= MAX_SEARCHES:
+            return True
+        self.searches += 1
+        self._over = False
+        self._search = _Search(self._graphs())
+        self._plans.add(_KIND, 0, self._search)
+        return False
+
+    def _graphs(self) -> int:
+        return self._now.get(self.rank, (0, 0))[0]
+
+    def chosen(self) -> int:
+        """Return the rank that searches."""
+        graphs = max((count for count, _ in self._now.values()), default=0)
+        growth = max((grown for _, grown in self._now.values()), default=0)
+        if graphs >= _GRAPHS:
+            return min(rank for rank, (count, _) in self._now.items() if count >= _SHARE * graphs)
+        return min((rank for rank, (_, grown) in self._now.items() if grown >= _SHARE * growth), default=0)
+
+    def boundary(self) -> None:
+        """Search if that is wanted; on the training thread, at the end of a step."""
+        for wanted in self._plans.take(_KIND):
+            try:
+                frame = sys._getframe(1)  # noqa: SLF001 - to walk the stack
+                wanted.result = search(known_tensors(self._recorder), frame)
+            finally:
+                wanted.made = True
+
+
+def known_tensors(recorder: Recorder) -> set[int]:
+    """Return the ids of the tensors that are meant to stay: parameters, gradients, buffers, optimizer state."""
+    known: set[int] = set()
+    for wrapper in recorder.wrappers:
+        module = wrapper.module()
+        if module is not None:
+            known.update(map(id, internals.parameters(module)))
+            known.update(map(id, internals.buffers(module)))
+    for watch in recorder.watches:
+        known.update(map(id, watch.params))
+        for optimizer in watch.optimizers():
+            for state in list(optimizer.state.values()):
+                known.update(map(id, state.values()))
+    for watch in recorder.watches:
+        known.update(id(p.grad) for p in watch.params if p.grad is not None)
+    return known

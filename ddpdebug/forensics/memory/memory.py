@@ -1,0 +1,86 @@
+"""Everything that is done about memory on suspicion or failure: one object for the monitor."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ddpdebug.config.settings import Config
+from ddpdebug.forensics.memory.hunt import HolderHunt
+from ddpdebug.forensics.memory.oom import Reports
+from ddpdebug.probes.cpu_memory_limit import CpuLimit
+from ddpdebug.probes.handover import Plans
+from ddpdebug.probes.recorder import Recorder
+
+
+class MemoryForensics:
+    """Looks for holders, writes summaries of failed allocations, takes declarations of growth.
+
+    Args:
+        add_to: adds evidence to the findings of a code.
+        announce: tells all ranks (topic, JSON value).
+        directory: the run directory, None while it is not known.
+        plans: carries searches to the training thread.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        add_to: Callable[[str, Mapping[str, Any]], None],
+        announce: Callable[[str, Any], None],
+        directory: Callable[[], Path | None],
+        plans: Plans | None = None,
+    ) -> None:
+        self.hunt = HolderHunt(recorder, plans)
+        self.reports = Reports(recorder, add_to, announce, directory)
+        self._recorder, self._announce = recorder, announce
+        self._declared: list[dict[str, Any]] = []
+        self._limit: CpuLimit | None = None
+        recorder.memory.at_boundary = lambda: recorder.guard.run("forensics:holders", self.hunt.boundary)
+
+    def install(self, config: Config) -> None:
+        """Take the settings; begin to count CPU tensors where there is a limit for them."""
+        self.reports.level = config.memory_history
+        if config.memory_limit and self._limit is None:
+            memory = self._recorder.memory
+
+            def note(failure: Any) -> None:
+                memory.failure = failure
+
+            self._limit = CpuLimit(config.memory_limit, self._recorder.entries, note)
+            memory.provider = self._limit
+            self._limit.start()
+
+    def begin(self, rank: int, world: int) -> None:
+        """Take the identity of this rank."""
+        self.hunt.rank = rank
+        self.reports.rank, self.reports.world = rank, world
+
+    def hear(self, rank: int, message: Mapping[str, Any]) -> None:
+        """Take a fact that some rank has announced, in the background thread, which isolates it."""
+        if message["topic"] == "alone:memory":
+            self.reports.hear(rank, message["value"])
+
+    def expect(self, what: str, size: int | None) -> None:
+        """Tell the rules of growth that is meant to be."""
+        if not isinstance(what, str) or not what or (size is not None and (not isinstance(size, int) or size <= 0)):
+            raise ValueError(
+                f"expect_growth() got {what!r}, {size!r}; give a text and a number of bytes above 0, or None"
+            )
+        self._declared.append({"what": what, "bytes": size})
+        self._announce("growth", list(self._declared))
+
+    def flush(self) -> None:
+        """Write what has waited for the run directory."""
+        self._recorder.guard.run("forensics:memory", self.reports.flush)
+
+    def close(self, error: BaseException | None) -> None:
+        """Look once more at the error that ends the script, if one does, and stop."""
+        run = self._recorder.guard.run
+        run("forensics:memory", self.reports.failed, error or getattr(sys, "last_value", None))
+        run("forensics:memory", self.reports.close)
+        if self._limit is not None:
+            run("forensics:memory", self._limit.stop)
+            self._limit = None

@@ -1,0 +1,330 @@
+"""What every rank writes down when an allocation fails on one of them, before the error goes its way.
+
+The rank that failed writes first and tells the others, which write what they have at that moment: their shapes, their
+memory, their phase. The error itself passes through unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpdebug import torch_internals as internals
+from ddpdebug.detectors.mem.explanation import explain
+from ddpdebug.detectors.mem.growth import size_text
+from ddpdebug.disk import Disk
+from ddpdebug.forensics.memory.oom_text import render
+from ddpdebug.forensics.memory.snapshot import by_line
+from ddpdebug.isolation.user_code import is_user_file, local_values, shorten
+from ddpdebug.probes.memory import Failure
+from ddpdebug.probes.recorder import Recorder
+from ddpdebug.redaction import Redactor
+from ddpdebug.run_directory import reader as run_files
+
+_MAX_CONTRIBUTORS = 8
+_MAX_REPORTS = 4
+_MAX_SNAPSHOTS = 2
+_CPU_MESSAGE = "DefaultCPUAllocator: can't allocate memory"
+_SIZES = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+_REQUESTED = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNORECASE)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Tell whether an error is a failed allocation, of a device or of the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and (_CPU_MESSAGE in str(error) or "out of memory" in str(error).lower())
+
+
+class Reports:
+    """Writes this rank's summaries.
+
+    Args:
+        add_to: adds evidence to the findings of a code.
+        announce: tells all ranks (topic, JSON value).
+        directory: the run directory, None while it is not known.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        add_to: Callable[[str, Mapping[str, Any]], None],
+        announce: Callable[[str, Any], None],
+        directory: Callable[[], Path | None],
+    ) -> None:
+        self.closed = False
+        self.rank, self.world = 0, 1
+        self.redactor, self.disk = Redactor(), Disk()
+        self.level = "off"  # how much of the allocator's history CUDA records: `off`, `light` or `full`
+        self._recorder, self._add_to, self._announce = recorder, add_to, announce
+        self._directory = directory
+        self._seen: set[int] = set()
+        self._written = self._snapshots = 0
+        self._pending: list[tuple[str, bytes]] = []
+        self._batches: dict[str, str] = {}
+        recorder.memory.failed, recorder.memory.prepare = self.failed, self.prepare
+
+    def prepare(self) -> None:
+        """Ask CUDA to tell us before it raises, and to record what `level` says; at the first forward."""
+        if self._recorder.entries.when_out_of_memory("probe:memory", self._observed) and self.level != "off":
+            internals.record_memory_history(self.level)
+
+    def close(self) -> None:
+        """Stop recording."""
+        self.closed = True
+        if self.level != "off" and torch.cuda.is_initialized():
+            internals.stop_memory_history()
+
+    def _observed(self, device: int, requested: int, total: int, free: int) -> None:
+        """Take the numbers while what fills the memory is still there: the error's way up frees much of it."""
+        del device, total, free
+        if not self.closed:
+            self._note_failure(requested)
+
+    def _note_failure(self, requested: int) -> None:
+        memory = self._recorder.memory
+        node, snapshot = internals.current_node(), None
+        if self.level != "off" and self._snapshots < _MAX_SNAPSHOTS:
+            self._snapshots += 1
+            snapshot = internals.memory_snapshot()
+        memory.failure = Failure(
+            requested=requested,
+            sample=memory.provider.sample(),
+            operation=None if node is None else node.name(),
+            lines=by_line(snapshot) if snapshot is not None else {},
+            snapshot=snapshot,
+            table=internals.memory_summary(),
+        )
+
+    # --- the rank that failed -----------------------------------------------------------------------------------------
+
+    def failed(self, error: BaseException | None) -> None:
+        """Write the summary of a failed allocation; does nothing for other errors, and once for each error."""
+        if error is None or id(error) in self._seen or not is_out_of_memory(error) or self._written >= _MAX_REPORTS:
+            return
+        self._seen.add(id(error))
+        failure, self._recorder.memory.failure = self._recorder.memory.failure, None
+        place = where(error, self._recorder)
+        numbers = self._numbers(failure)
+        requested = failure.requested if failure is not None else requested_bytes(str(error))
+        summary = {"failed": True, **place, **numbers, "requested": requested, "error": str(error)[:2000]}
+        summary = self.redactor.value(summary)  # an error may quote anything
+        self._write(summary, failure)
+        self._announce("alone:memory", summary)
+
+    # --- all ranks ----------------------------------------------------------------------------------------------------
+
+    def hear(self, rank: int, value: Any) -> None:
+        """Take a summary of some rank, in the background thread; write our own when another one has failed."""
+        shapes = "x".join(map(str, (value.get("shapes") or [[]])[0]))
+        self._batches[str(rank)] = f"{value.get('elements', 0)} elements ({shapes or 'none yet'})"
+        if value.get("failed") and rank != self.rank and self._written < _MAX_REPORTS:
+            summary = {"failed": False, "phase": phase_now(self._recorder), **self._numbers(None)}
+            self._write(summary, None)
+            self._announce("alone:memory", summary)
+        if not value.get("failed"):
+            self._add_to("MEM401", {"batch": dict(sorted(self._batches.items()))})
+
+    def _numbers(self, failure: Failure | None) -> dict[str, Any]:
+        recorder, memory = self._recorder, self._recorder.memory
+        sample = failure.sample if failure is not None else memory.provider.sample()
+        on_device = bool(sample.device_allocated_bytes)
+        used = sample.device_allocated_bytes or sample.host_private_bytes
+        split, largest = split_of(recorder, used)
+        names = module_names(recorder)
+        modules = failure.modules.items() if failure is not None else ()
+        return {
+            "rank": self.rank,
+            "world": self.world,
+            "step": recorder.next_step(),
+            "steps": recorder.next_step(),
+            "device": on_device,
+            "allocated": used,
+            "reserved": sample.device_reserved_bytes,
+            "peak": sample.device_peak_bytes or sample.host_peak_bytes,
+            "limit": sample.device_limit_bytes if on_device else sample.host_limit_bytes,
+            "sample": asdict(sample),
+            "split": split,
+            "largest": largest,
+            "operation": failure.operation if failure is not None else None,
+            "lines": dict(failure.lines) if failure is not None else {},
+            "modules": {names.get(key, "(other)"): size for key, size in modules},
+            "shapes": memory.shapes,
+            "elements": memory.elements,
+            "largest_elements": memory.largest,
+            "curve": [[past.step, past.used, past.elements] for past in tuple(memory.history)],
+            "directory": f"{run_files.RANKS}/{self.rank}/memory",
+        }
+
+    # --- files --------------------------------------------------------------------------------------------------------
+
+    def _write(self, summary: Mapping[str, Any], failure: Failure | None) -> None:
+        self._written += 1
+        stem = f"step-{summary['step']}" + ("" if self._written == 1 else f"-{self._written}")
+        explanation = explain(summary) if summary["failed"] else None
+        table = failure.table if failure is not None else internals.memory_summary()
+        data = {**summary, "cause": asdict(explanation)} if explanation is not None else summary
+        self._pending.append((f"{stem}.json", json.dumps(data, default=str).encode()))
+        self._pending.append((f"{stem}.txt", render(summary, explanation, table).encode("utf-8", "replace")))
+        if failure is not None and failure.snapshot is not None:
+            self._pending.append((f"{stem}-snapshot.pickle", pickle.dumps(failure.snapshot)))
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what has waited until the run directory was known."""
+        base = self._directory()
+        if base is None or not self._pending:
+            return
+        folder = base / run_files.RANKS / str(self.rank) / "memory"
+        self.disk.make_directory(folder, below=base)
+        while self._pending:
+            name, data = self._pending.pop(0)
+            what = "snapshots" if name.endswith(".pickle") else "summaries"
+            reason = self.disk.refusal(folder, len(data), what)
+            if reason is None:
+                self.disk.write(folder / name, data)
+            else:
+                self._add_to("MEM401", {f"{name} not written": reason})
+
+
+# --- where ------------------------------------------------------------------------------------------------------------
+
+
+def where(error: BaseException, recorder: Recorder) -> dict[str, Any]:
+    """Return phase, module and line, read from the frames that the error has left: costs nothing before it happens."""
+    names = module_names(recorder)
+    phase, module, line = None, None, None
+    for frame in _callers(error.__traceback__):  # where it was caught lies above what it has left
+        if is_user_file(frame.f_code.co_filename):
+            line = f"{shorten(frame.f_code.co_filename)}:{frame.f_lineno}"
+            break
+    for frame, number in _frames(error.__traceback__):
+        file, function = frame.f_code.co_filename, frame.f_code.co_name
+        if "/torch/optim/" in file:
+            phase = "optimizer"
+        elif "/torch/autograd/" in file and function in {"backward", "grad", internals.RUN_BACKWARD}:
+            phase = "backward"
+        elif is_user_file(file):
+            line = f"{shorten(file)}:{number}"
+        if function in {"forward", *internals.CALLS}:
+            running = local_values(frame).get("self")
+            if isinstance(running, torch.nn.Module) and not isinstance(running, DistributedDataParallel):
+                module = names.get(id(running), type(running).__name__)
+                phase = phase or "forward"
+    if phase == "backward" and module is None:
+        module = _backward_module(recorder)
+    return {"phase": phase or "between", "module": module, "location": line}
+
+
+def _frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+    while trace is not None:
+        yield trace.tb_frame, trace.tb_lineno
+        trace = trace.tb_next
+
+
+def _callers(trace: TracebackType | None) -> Iterator[FrameType]:
+    frame = None if trace is None else trace.tb_frame.f_back
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _backward_module(recorder: Recorder) -> str | None:
+    """Name the module whose gradients were due: the last one, in backward order, that has none yet."""
+    for wrapper in recorder.wrappers:
+        module = wrapper.module()
+        if module is None or not wrapper.arrived:
+            continue
+        for name, parameter in reversed(list(internals.named_parameters(module))):
+            if parameter.requires_grad and parameter.grad is None:
+                return name.rpartition(".")[0] or name
+    return None
+
+
+def phase_now(recorder: Recorder) -> str:
+    """Return what the training thread does at this moment, as far as the hooks tell."""
+    if recorder.in_backward:
+        return "backward"
+    return "forward" if any(wrapper.in_forward for wrapper in recorder.wrappers) else "between"
+
+
+def requested_bytes(message: str) -> int | None:
+    """Return the size that an error's message names."""
+    found = _REQUESTED.search(message)
+    return None if found is None else int(float(found[1]) * _SIZES[found[2].lower()])
+
+
+# --- what fills it ----------------------------------------------------------------------------------------------------
+
+
+def module_names(recorder: Recorder) -> dict[int, str]:
+    """Return the names of all modules of the watched models by their ids."""
+    names: dict[int, str] = {}
+    for wrapper in recorder.wrappers:
+        module = wrapper.module()
+        if module is not None:
+            for name, inner in internals.named_modules(module):
+                names.setdefault(id(inner), name or "(model)")
+    return names
+
+
+def split_of(recorder: Recorder, used: int) -> tuple[dict[str, int], dict[str, str]]:
+    """Return bytes by kind (what is left is `other`: activations, buckets, caches), and the largest modules."""
+    sizes = Counter[str]()
+    modules = Counter[str]()
+    seen: set[int] = set()
+    found = [*_of_models(recorder), *_of_optimizers(recorder)]
+    main = Counter(t.device.type for kind, _, t in found if kind == "parameters").most_common(1)
+    for kind, name, tensor in found:
+        here = isinstance(tensor, torch.Tensor) and tensor.device.type == main[0][0]
+        if here and id(tensor) not in seen:
+            seen.add(id(tensor))
+            sizes[kind] += tensor.nbytes
+            modules[name.rpartition(".")[0] or name] += tensor.nbytes
+    sizes["other"] = max(0, used - sum(sizes.values()))
+    order = ("parameters", "gradients", "optimizer_state", "buffers", "other")
+    top = {name: size_text(size) for name, size in modules.most_common(_MAX_CONTRIBUTORS) if name}
+    return {kind: sizes[kind] for kind in order}, top
+
+
+def checkpoint_bytes(recorder: Recorder) -> int:
+    """Return the bytes of all watched parameters, buffers and optimizer states: what a checkpoint holds."""
+    sizes: dict[int, int] = {}
+    for kind, _, tensor in (*_of_models(recorder), *_of_optimizers(recorder)):
+        if kind != "gradients" and isinstance(tensor, torch.Tensor):
+            sizes[id(tensor)] = tensor.nbytes
+    return sum(sizes.values())
+
+
+def _of_models(recorder: Recorder) -> Iterator[tuple[str, str, Any]]:
+    for wrapper in recorder.wrappers:
+        module = wrapper.module()
+        if module is None:
+            continue
+        for name, buffer in internals.named_buffers(module):
+            yield "buffers", name, buffer
+        for name, parameter in internals.named_parameters(module):
+            yield "parameters", name, parameter
+            yield "gradients", name, parameter.grad
+
+
+def _of_optimizers(recorder: Recorder) -> Iterator[tuple[str, str, Any]]:
+    for watch in recorder.watches:
+        names = {id(p): name for name, p in zip(watch.names, watch.params, strict=True)}
+        for name, parameter in zip(watch.names, watch.params, strict=True):
+            yield "parameters", name, parameter
+            yield "gradients", name, parameter.grad
+        for optimizer in watch.optimizers():
+            for parameter, state in list(optimizer.state.items()):
+                for value in list(state.values()):
+                    yield "optimizer_state", names.get(id(parameter), ""), value

@@ -1,0 +1,1 @@
+"""Replays of a forward: on a copy, shrunk to a small batch, from a bundle."""

@@ -1,0 +1,254 @@
+"""Investigates a step in which this rank has made something non-finite: replays it, and writes the bundle."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddpdebug.disk import Disk
+from ddpdebug.forensics.loss.loss_graph import explain_loss, watch_backward
+from ddpdebug.forensics.loss.loss_source import place_of
+from ddpdebug.forensics.memory.oom import checkpoint_bytes
+from ddpdebug.forensics.replay.bundle import LIMIT, BundleError, plain, write_bundle
+from ddpdebug.forensics.replay.replay import SECONDS, Trace, replay
+from ddpdebug.forensics.replay.stack_lines import line_of
+from ddpdebug.isolation.guard import Guard
+from ddpdebug.isolation.user_code import is_users, short_path, user_frame
+from ddpdebug.probes.forward_capture import Scene, Scenes
+from ddpdebug.probes.nonfinite_notes import Looks
+from ddpdebug.probes.optimizers import OptimizerWatch
+from ddpdebug.probes.record import StepRecord
+from ddpdebug.probes.recorder import Recorder
+from ddpdebug.redaction import Redactor
+from ddpdebug.run_directory.reader import BUNDLES, RANKS
+
+_MAX_BUNDLES = 4
+_MAX_OPERANDS = 3
+_MAX_CALLS = 6
+_MAX_PLACES = 64
+
+
+def investigate(  # noqa: PLR0913 - what a finding is known by
+    scenes: Scenes,
+    *,
+    step: int,
+    rank: int,
+    directory: Path | None = None,
+    code: str | None = None,
+    facts: Mapping[str, Any] | None = None,
+    limit: int = LIMIT,
+    seconds: float = SECONDS,
+    guard: Guard | None = None,
+    redactor: Redactor | None = None,
+    disk: Disk | None = None,
+) -> dict[str, Any]:
+    """Replay the forwards of a step until one shows the fault; return a small JSON value about the first culprit.
+
+    Called on the training thread, before the optimizer changes the parameters. Never raises.
+
+    Args:
+        directory: the run directory; None writes no bundle, and neither does a limit of 0 bytes.
+        code: of the finding, if it is known by now; it names the bundle. None takes what the replay suggests.
+        facts: goes into the bundle (finding, scaler, command).
+    """
+    kept = scenes.of_step(step) or list(scenes.current)
+    if not kept:
+        return {"complete": False, "reason": "no forward of this step was kept"}
+    deadline = time.monotonic() + seconds
+    trace, scene = _first_bad(kept, deadline, guard)
+    found = compact(trace)
+    if len(kept) > 1:
+        found["micro_batch"] = scene.number
+    if scenes.dropped:
+        found["notes"] = [*found["notes"], f"{scenes.dropped} of the step's first micro-batches were not kept"]
+    if directory is not None and limit > 0:
+        previous = next((s for s in reversed(scenes.previous) if s not in kept), None)
+        document = {
+            **(facts or {}),
+            "code": code or suggested_code(trace, facts or {}),
+            "step": step,
+            "rank": rank,
+            "replay": trace.to_json(),
+        }
+        options = {"limit": limit, "previous": previous, "redactor": redactor, "disk": disk}
+        found |= _bundle(bundle_directory(directory, rank), scene, document, options)
+    return dict(plain(found))
+
+
+class Investigator:
+    """Looks into a bad step on the rank that has made it, called by the probes on the training thread.
+
+    Args:
+        recorder: keeps the forwards of the step.
+        place: returns this rank's number and the run directory, as far as it is known.
+        limit: bytes of a bundle; 0 writes none.
+        facts: what every bundle says of the run.
+        redactor: hides what is secret in a bundle.
+        disk: says whether there is room for one.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        place: Callable[[], tuple[int, Path | None]],
+        *,
+        limit: int = LIMIT,
+        facts: Mapping[str, Any] | None = None,
+        redactor: Redactor | None = None,
+        disk: Disk | None = None,
+    ) -> None:
+        self._redactor, self._disk = redactor, disk or Disk()
+        self._recorder, self._place, self._limit, self._facts = recorder, place, limit, dict(facts or {})
+        self._places: dict[Any, dict[str, Any]] = {}
+        recorder.on_nonfinite = self.step
+        recorder.on_loss = self.loss
+
+    def step(self, watch: OptimizerWatch, record: StepRecord) -> dict[str, Any]:
+        """Replay a step whose forward or own gradients are non-finite."""
+        del watch
+        rank, directory = self._place()
+        self._disk.needed = max(self._disk.needed, checkpoint_bytes(self._recorder))
+        scale = record.loss_scale() if record.loss_scale is not None else None
+        return investigate(
+            self._recorder.scenes,
+            step=record.step,
+            rank=rank,
+            directory=directory if self._limit else None,
+            facts={**self._facts, "loss_scale": scale, "loss": _loss_alone(record)},
+            limit=self._limit or LIMIT,
+            guard=self._recorder.guard,
+            redactor=self._redactor,
+            disk=self._disk,
+        )
+
+    def loss(self, loss: torch.Tensor, looks: Looks, *, finite: bool) -> dict[str, Any] | None:
+        """Name the operation of the loss expression that made a loss non-finite; called before its backward.
+
+        Of a finite loss watch the backward instead, and note in `looks` the operation that spoils its gradient.
+        """
+        scenes = self._recorder.scenes.current
+        if not scenes or not scenes[-1].ended:
+            return None
+        scene = scenes[-1]
+        model, called_at = scene.module, scene.called_at
+        if finite:
+
+            def tell(found: dict[str, Any]) -> None:  # belongs to the graph, which may live long: holds no input
+                looks.loss_backward = self._placed(found, model(), called_at)
+
+            watch_backward(loss, scene.after, self._recorder.guard, tell)
+            return None
+        found = explain_loss(loss, scene.after)
+        return None if found is None else self._placed(found, model(), called_at)
+
+    def _placed(
+        self, found: dict[str, Any], module: torch.nn.Module | None, at: tuple[str, int] | None
+    ) -> dict[str, Any]:
+        """Add the line of an operation of the loss expression, as far as the source shows it."""
+        frame, kinds, index = user_frame(), found.pop("nodes"), found.pop("index")
+        key = (None if frame is None else (frame.f_code, frame.f_lineno), tuple(kinds), index)
+        if key not in self._places and len(self._places) < _MAX_PLACES:
+            models = [m for m in (module, *(w.ref() for w in self._recorder.wrappers)) if m is not None]
+            place = self._recorder.guard.run("forensics:loss_source", place_of, frame, kinds, index, models, at)
+            self._places[key] = place.to_json() if place is not None else {}
+        return {"operation": found.pop("node"), **found, **self._places.get(key, {})}
+
+
+def bundle_directory(directory: Path, rank: int) -> Path:
+    """Return where a rank's bundles go: rank 0 writes the shared files, others only their own folder."""
+    return directory / BUNDLES if rank == 0 else directory / RANKS / str(rank) / BUNDLES
+
+
+def _loss_alone(record: StepRecord) -> dict[str, Any] | None:
+    """Return what was found of a loss that is to blame itself: the model has given it finite numbers."""
+    looks = record.window.looks
+    if False in {looks.output_finite, record.numerics.get("output_finite")}:
+        return None
+    if looks.loss_backward is not None:
+        return {"expression": looks.loss_line, **looks.loss_backward}
+    return looks.loss
+
+
+def suggested_code(trace: Trace, facts: Mapping[str, Any]) -> str:
+    """Return the code of the finding that a replay speaks for; `NUM` when it shows nothing."""
+    if trace.culprit is None:
+        other = "NUM308" if trace.masked else "NUM"
+        return "NUM302" if trace.complete and facts.get("loss") else other
+    known = {"input": "NUM305", "parameter": "NUM304", "output-gradient": "NUM302"}
+    return known.get(trace.culprit.kind, "NUM301" if trace.culprit.phase == "forward" else "NUM303")
+
+
+def compact(trace: Trace) -> dict[str, Any]:
+    """Return what a finding says of a replay."""
+    culprit = trace.culprit
+    found: dict[str, Any] = {
+        "complete": trace.complete,
+        "reason": trace.reason,
+        "reproduced": trace.reproduced,
+        "notes": trace.notes,
+        "seconds": round(trace.seconds, 3),
+    }
+    if culprit is None:
+        if trace.masked:
+            first = trace.masked[0]
+            found["masked"] = {
+                "op": first.name,
+                "module": first.module,
+                "location": line_of(first.stack[0]) if first.stack else None,
+                "operands": first.operands[:_MAX_OPERANDS],
+                "ended_at": first.ended_at,
+            }
+        return found
+    return found | {
+        "kind": culprit.kind,
+        "name": culprit.name,
+        "op": culprit.name if culprit.is_operation else None,
+        "phase": culprit.phase,
+        "value": culprit.value,
+        "module": culprit.module,
+        "module_class": culprit.module_class,
+        "call": culprit.call,
+        "node": culprit.node,
+        "forward_op": culprit.forward_op if culprit.is_builtin else None,
+        "location": trace.location if culprit.is_operation else None,
+        "stack": culprit.stack,
+        "operands": culprit.operands[:_MAX_OPERANDS],
+        "made_of": None if culprit.made_of is None else _made_of(culprit.made_of.to_json()),
+        "became_nan": culprit.became_nan,
+        "calls": trace.calls[-_MAX_CALLS:],
+    }
+
+
+def _made_of(origin: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: origin[key] for key in ("kind", "name", "module", "stack")}
+
+
+def _first_bad(kept: Sequence[Scene], deadline: float, guard: Guard | None) -> tuple[Trace, Scene]:
+    found: list[tuple[Trace, Scene]] = []
+    for scene in kept:
+        trace = replay(scene, seconds=deadline - time.monotonic(), guard=guard)
+        found.append((trace, scene))
+        if trace.reproduced:
+            return trace, scene
+    incomplete = [pair for pair in found if not pair[0].complete]
+    return (incomplete or found)[0]
+
+
+def _bundle(parent: Path, scene: Scene, document: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the bundle; return its path, or why there is none."""
+    try:
+        if parent.is_dir() and sum(1 for _ in parent.iterdir()) >= _MAX_BUNDLES:
+            return {"bundle": None, "bundle_reason": f"{_MAX_BUNDLES} bundles are enough"}
+        name = f"{document['code']}-step{document['step']}-rank{document['rank']}"
+        path = write_bundle(parent, name, scene, document, **options)
+    except BundleError as error:
+        return {"bundle": None, "bundle_reason": str(error)[:300]}
+    except Exception as error:
+        if is_users(error):
+            raise
+        return {"bundle": None, "bundle_reason": f"{type(error).__name__}: {error}"[:300]}
+    return {"bundle": short_path(path), "bundle_reason": None}

@@ -1,0 +1,333 @@
+"""Asks once whether a language model sees the token that it shall predict: one forward again with another token.
+
+Nothing happens before the loss is a small share of what it was at first and the targets turn out to be the inputs,
+moved by one position. Then a copy of the inner module runs twice in eval mode on the inputs of the last forward, on one
+rank, without gradients and in the way of a replay, and is ended by any operation that would communicate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ddpdebug import torch_internals as internals
+from ddpdebug.forensics.replay.tracer import Tracer
+from ddpdebug.forensics.replay.undisturbed import StandIns, Stopped, undisturbed
+from ddpdebug.isolation.user_code import is_users
+from ddpdebug.probes.forward_capture import Scene
+from ddpdebug.probes.holding import is_container, items, leaves, rebuilt
+from ddpdebug.probes.values import tensors_in
+
+#: A number that may still be on a device.
+Value = Callable[[], float]
+
+_SECONDS = 20.0
+#: Positions that must be compared, and different tokens among them: fewer are equal by chance.
+_LEAST, _KINDS = 8, 3
+_MAX_TOKENS = 1 << 22
+_KEPT_BYTES = 64 << 20
+#: Share of the largest output by which outputs must change; rounding and other kernels stay far below.
+_CHANGE = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relation:
+    """How the targets follow from the inputs."""
+
+    tokens: torch.Tensor  # (batch, positions), an argument of the forward
+    moved: bool  # by one position; otherwise they are the inputs themselves
+    sample: int
+    position: int  # of a token that is the target of the position before it, or a token in the middle
+
+
+def relation(scene: Scene, target: torch.Tensor, ignored: int) -> Relation | None:
+    """Return how a loss's targets follow from the only inputs that have to do with them; waits for a device."""
+    found = [r for text in texts(scene, target) if (r := _relation(text, target, ignored)) is not None]
+    moved = [known for known in found if known.moved]  # an argument that is the target itself is the labels
+    chosen = moved or found
+    # two texts that the target follows from: what the decoder shall say was given to an encoder, on purpose
+    if not chosen or any(not torch.equal(chosen[0].tokens, known.tokens) for known in chosen[1:]):
+        return None
+    return chosen[0]
+
+
+def texts(scene: Scene, target: torch.Tensor) -> list[torch.Tensor]:
+    """Return the arguments of a forward that are tables of tokens as large as the target, or longer by a position."""
+    arguments = dict.fromkeys(v for _, v in leaves((scene.args, scene.kwargs)) if isinstance(v, torch.Tensor))
+    return [v for v in arguments if _is_text(v) and target.numel() in {v.numel(), v.numel() - v.shape[0]}]
+
+
+def _is_text(value: torch.Tensor) -> bool:
+    whole = value.dtype in {torch.int64, torch.int32, torch.int16} and internals.is_plain(value)
+    return whole and value.dim() == 2 and value.shape[1] > 2 and 0 < value.numel() <= _MAX_TOKENS
+
+
+def _relation(tokens: torch.Tensor, target: torch.Tensor, ignored: int) -> Relation | None:
+    batch, length = tokens.shape
+    if target.device != tokens.device:
+        return None
+    table = target.detach().reshape(batch, -1)
+    for moved in (True, False):
+        if not moved and table.shape[1] != length:
+            continue
+        inputs = tokens[:, 1:] if moved else tokens
+        wanted = table[:, : inputs.shape[1]]
+        counted = wanted != ignored
+        if int(counted.sum()) < _LEAST or bool((counted & (wanted != inputs)).any()):
+            continue
+        if len(inputs[counted].unique()) < _KINDS:
+            return None
+        per_sample = counted.sum(1)
+        sample = int(per_sample.argmax())
+        places = counted[sample].nonzero().flatten().tolist()
+        position = places[-1] + 1 if moved else places[len(places) // 2]
+        return Relation(tokens=tokens, moved=moved, sample=sample, position=position)
+    return None
+
+
+@dataclass(slots=True)
+class _Pass:
+    """What modules were given and returned for the sample: with positions, without them, and at the end."""
+
+    calls: list[tuple[str, list[torch.Tensor], list[torch.Tensor]]] = field(default_factory=list)
+    pooled: list[torch.Tensor] = field(default_factory=list)
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    room: int = _KEPT_BYTES
+
+
+def look(scene: Scene, known: Relation) -> dict[str, Any] | None:
+    """Return what another token changes where it must not be seen; None where nothing is wrong or cannot be told."""
+    module = scene.module()
+    if module is None or scene.lost() or scene.changed() or _refuses(module):
+        return None
+    other = known.tokens.clone()
+    row = other[known.sample]
+    values = known.tokens.flatten()
+    row[known.position] = values[values != row[known.position]][0]
+    modes = dict.fromkeys(scene.names, False)
+    try:
+        with undisturbed(module, scene.buffers, modes, (scene.args, scene.kwargs)) as stand_ins:
+            runs = [_run(scene, known, tokens, stand_ins) for tokens in (known.tokens, other)]
+        return _judged(known, *runs)
+    except (Exception, Stopped) as error:
+        if is_users(error):
+            raise
+        return None
+
+
+def _refuses(module: torch.nn.Module) -> bool:
+    """Tell whether one rank must not run the module alone."""
+    parts = list(internals.modules(module))
+    return internals.anything_compiled() or any(
+        internals.is_compiled(part) or internals.is_parallel(part) or isinstance(part, torch.jit.ScriptModule)
+        for part in parts
+    )
+
+
+def _run(scene: Scene, known: Relation, tokens: torch.Tensor, stand_ins: StandIns) -> _Pass:
+    seen = _Pass()
+    args = tuple(stand_ins.argument(_with(v, known.tokens, tokens)) for v in scene.args)
+    kwargs = {k: stand_ins.argument(_with(v, known.tokens, tokens)) for k, v in scene.kwargs.items()}
+    tracer = Tracer(lambda: (None, None, 0), stand_ins, time.monotonic() + _SECONDS)
+    handles = [
+        part.register_forward_hook(_keeper(seen, name, known, tracer), with_kwargs=True)
+        for name, part in internals.named_modules(stand_ins.module)
+        if name
+    ]
+    scene.rng.restore()
+    try:
+        with torch.no_grad(), _cast(scene), internals.as_users(), tracer:
+            output = stand_ins.module(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    shape = known.tokens.shape
+    for tensor in tensors_in(output):
+        if tensor.is_floating_point() and internals.is_plain(tensor) and tensor.dim() > 1:
+            flat = tensor.dim() == 2 and tensor.shape[0] == shape.numel() != shape[0]
+            table = tensor.unflatten(0, shape) if flat else tensor
+            if table.dim() > 2 and table.shape[:2] == shape:
+                row = table[known.sample]  # of a large vocabulary every so many words tell as much
+                seen.outputs.append(row[..., :: 1 + row.nbytes // _KEPT_BYTES].clone())
+    return seen
+
+
+def _keeper(seen: _Pass, name: str, known: Relation, tracer: Tracer) -> Callable[..., None]:
+    """Return a hook that keeps one sample of what a module is given and returns."""
+
+    def keep(_: Any, args: Any, kwargs: Any, output: Any) -> None:
+        tracer.muted = True
+        try:
+            given, made = (
+                [t for t in map(part, tensors_in(value)) if t is not None] for value in ((args, kwargs), output)
+            )
+            seen.calls.append((name, given, made))
+        finally:
+            tracer.muted = False
+
+    def part(tensor: torch.Tensor) -> torch.Tensor | None:
+        if not tensor.is_floating_point() or tensor.dim() < 2 or not internals.is_plain(tensor):
+            return None
+        batch, length = known.tokens.shape
+        if tensor.shape[:2] == (batch, length) and tensor.dim() > 2:
+            kept = tensor[known.sample]
+        elif batch in tensor.shape and not {length - 1, length, length + 1} & set(tensor.shape):
+            seen.pooled.append(tensor.select(tensor.shape.index(batch), known.sample).clone())
+            return None
+        else:
+            return None
+        seen.room -= kept.nbytes
+        return kept.clone() if seen.room > 0 else None
+
+    return keep
+
+
+@contextlib.contextmanager
+def _cast(scene: Scene) -> Iterator[None]:
+    cast = scene.autocast
+    with (
+        torch.autocast(cast.device, dtype=cast.dtype, enabled=True, cache_enabled=False)
+        if cast.enabled
+        else (contextlib.nullcontext())
+    ):
+        yield
+
+
+def _with(value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
+    """Return an argument with one tensor replaced."""
+    if value is old:
+        return new
+    if is_container(value):
+        return rebuilt(value, [_with(item, old, new) for _, item in items(value)])
+    return value
+
+
+def _judged(known: Relation, one: _Pass, other: _Pass) -> dict[str, Any] | None:
+    at = known.position
+    if not one.outputs or len(one.outputs) != len(other.outputs):
+        return None
+    before = max(_change(a[:at], b[:at], a) for a, b in zip(one.outputs, other.outputs, strict=True))
+    after = max(_change(a[at:], b[at:], a) for a, b in zip(one.outputs, other.outputs, strict=True))
+    about = {"position": at, "length": known.tokens.shape[1]}
+    if not known.moved:
+        # a causal model that is asked for the token that it is given; a model that sees everything reconstructs
+        later = max(_change(a[at + 1 :], b[at + 1 :], a) for a, b in zip(one.outputs, other.outputs, strict=True))
+        return {"kind": "same", "change": later, **about} if before == 0 and later > _CHANGE else None
+    if before <= _CHANGE or not after:
+        return None
+    # an auto-encoder in one module tells its decoder about the whole text through a summary, on purpose
+    if any(_change(a, b, a) > 0 for a, b in zip(one.pooled, other.pooled, strict=False)):
+        return None
+    return {"kind": "moved", "change": before, "module": _mixer(at, one, other), **about}
+
+
+def _mixer(at: int, one: _Pass, other: _Pass) -> str | None:
+    """Return the first module that was given nothing of the token before its place, and returned something of it."""
+
+    def early(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+        return any(_change(a[:at], b[:at], a) > 0 for a, b in zip(some, others, strict=False))
+
+    for (name, given, made), (again, given_then, made_then) in zip(one.calls, other.calls, strict=False):
+        if name == again and early(made, made_then) and not early(given, given_then):
+            return name
+    return None
+
+
+def _change(one: torch.Tensor, other: torch.Tensor, whole: torch.Tensor) -> float:
+    """Return the largest change as a share of the largest value."""
+    if one.shape != other.shape or not one.numel():
+        return 0.0
+    size = float(whole.float().nan_to_num(0, 0, 0).abs().max())
+    return float((one.float() - other.float()).nan_to_num(0, 0, 0).abs().max()) / max(size, 1e-12)
+
+
+class Leaks:
+    """Decides when to look, for each model once at most. On the training thread.
+
+    Args:
+        quiet: switches the probes off while a model runs for us; called with True and then False.
+    """
+
+    def __init__(self, quiet: Callable[[bool], None]) -> None:
+        self._quiet = quiet
+        self._levels: dict[int, _Level] = {}
+        self._case: tuple[Scene, Relation, float, float] | None = None
+
+    def loss(self, scene: Scene, target: torch.Tensor | None, ignored: int, reader: Callable[[], Value]) -> None:
+        """Take the target of a step's loss; its value is read in a later step, when a device has it ready."""
+        module = scene.module()
+        if module is None or target is None or not texts(scene, target):
+            return
+        level = self._levels.setdefault(id(module), _Level())
+        if level.over or level.step == scene.step:
+            return
+        level.step = scene.step
+        if not level.ready():
+            return
+        low = level.take(reader(), _arrival(target.device))
+        if low is None or self._case is not None:
+            return
+        level.over = True
+        known = relation(scene, target, ignored)
+        if known is not None:
+            self._case = scene, known, level.first, low
+
+    def work(self) -> dict[str, Any] | None:
+        """Look, if there is a case; return what is wrong."""
+        if self._case is None:
+            return None
+        (scene, known, first, low), self._case = self._case, None
+        self._quiet(True)
+        try:
+            found = look(scene, known)
+        finally:
+            self._quiet(False)
+        return None if found is None else {**found, "first_loss": first, "loss": low}
+
+    def drop(self) -> None:
+        """Let go of a forward that is kept."""
+        self._case = None
+
+
+def _arrival(device: torch.device) -> Callable[[], bool]:
+    """Return what tells, without waiting, whether a device has done what it was given until now."""
+    if device.type == "cpu":
+        return lambda: True
+    event = torch.Event(device=device)
+    event.record()
+    return event.query
+
+
+#: The loss is suspicious below this share of its first value, which must have been one of several classes.
+_SHARE, _FIRST = 0.1, 0.5
+#: So many looks at the loss; what comes that low later has been learned.
+_LOOKS = 4000
+
+
+class _Level:
+    """How far the loss of one model has come down."""
+
+    def __init__(self) -> None:
+        self.first = 0.0
+        self.over = False
+        self.step = -1
+        self.ready: Callable[[], bool] = lambda: True  # the loss before can be read without waiting
+        self._looks = 0
+        self._pending: Value | None = None
+
+    def take(self, value: Value, ready: Callable[[], bool]) -> float | None:
+        """Return the loss before this one if it is suspicious."""
+        self.ready = ready
+        pending, self._pending = self._pending, value
+        if pending is None:
+            return None
+        last = pending()
+        self._looks += 1
+        self.first = self.first if self._looks > 1 else last
+        self.over = self._looks >= _LOOKS or not self.first > _FIRST
+        return last if not self.over and last < _SHARE * self.first else None

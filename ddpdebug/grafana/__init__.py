@@ -1,0 +1,1 @@
+"""Grafana: its client, annotations and the bundled dashboards."""

@@ -1,0 +1,1 @@
+"""What is put into torch while ddpdebug is attached."""

@@ -1,0 +1,1 @@
+"""The life of an attached ddpdebug: attach, sample, answer, close."""

@@ -1,0 +1,79 @@
+"""Attaches ddpdebug to this process: `install` for the commands, `watch` for Python."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpdebug import torch_internals as internals
+from ddpdebug.config.settings import Config
+from ddpdebug.monitor.monitor import Monitor
+
+_CURRENT: list[Monitor] = []  # at most one per process: the patches are process-wide
+
+
+def current() -> Monitor | None:
+    """Return the monitor of this process, if one is attached and open."""
+    return _CURRENT[0] if _CURRENT and not _CURRENT[0].closed else None
+
+
+def install(config: Config, *, command: Sequence[str] = (), late: bool = False) -> Monitor:
+    """Attach to this process: every DDP made from now on, and every optimizer, is watched. Returns the monitor.
+
+    Args:
+        late: the job may have built modules and optimizers already; they are looked for among all objects, once.
+    """
+    known = current()
+    if known is not None:
+        return known
+    monitor = Monitor(config, command)
+    monitor.install()
+    if late:
+        monitor.guard.run("probe:built", monitor.recorder.entries.built.look_around)
+    _CURRENT[:] = [monitor]
+    return monitor
+
+
+def watch(
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    **options: Any,
+) -> Monitor:
+    """Attach to a DDP (and optimizer) that exist already, for example inside a Trainer.
+
+    Args:
+        model: a DistributedDataParallel, or a plain module in a single process.
+        optimizer: optional; every optimizer that steps is seen anyway.
+        options: the settings of `ddpdebug run` by their Python names, for example `budget=0.01`.
+
+    Raises:
+        ddpdebug.UsageError: an option's name or value is wrong.
+    """
+    del optimizer  # the process-wide hooks see it when it steps
+    config = Config.load(options, os.environ, Path.cwd())
+    monitor = install(config, command=tuple(sys.argv), late=True)
+    if isinstance(model, DistributedDataParallel):
+        monitor.guard.run("probe:wrapper", monitor.recorder.wrapped, model)
+    elif isinstance(model, torch.nn.Module):
+        monitor.guard.run("probe:modules", monitor.patches.watch_module, internals.unwrap_compiled(model))
+    return monitor
+
+
+def observe(**values: Any) -> None:
+    """Tell `loss` or `val_loss`, as `Monitor.observe`; does nothing where no monitor is attached."""
+    monitor = current()
+    if monitor is not None:
+        monitor.observe(**values)
+
+
+def expect_growth(what: str, size: int | None = None) -> None:
+    """Declare memory that grows on purpose, as `Monitor.expect_growth`; does nothing where no monitor is attached."""
+    monitor = current()
+    if monitor is not None:
+        monitor.expect_growth(what, size)

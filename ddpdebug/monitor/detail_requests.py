@@ -1,0 +1,74 @@
+"""The questions that the diagnosis has asked this rank and that wait for their answer. Background thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ddpdebug.diagnosis.engine import Request
+from ddpdebug.isolation.guard import Guard
+from ddpdebug.monitor.details import answer, is_known
+from ddpdebug.probes.handover import StepStore
+from ddpdebug.probes.record import StepRecord
+from ddpdebug.probes.recorder import Recorder
+
+#: An answer may wait so many ticks for what only the next step shows.
+_TICKS = 60
+#: What the user's tables say when the training thread changes them while they are read here; the next look succeeds.
+_CHANGED = ("changed size during iteration", "mutated during iteration", "changed during iteration")
+
+
+class Answering:
+    """Answers about recent steps, as soon as the answer is complete or has waited long enough.
+
+    Args:
+        store: the recent steps.
+        last: what the last steps have left.
+        say: sends (kind, fields) to all ranks.
+        guard: the background thread's own.
+    """
+
+    def __init__(
+        self, recorder: Recorder, store: StepStore, last: StepStore, say: Callable[..., object], guard: Guard
+    ) -> None:
+        self._recorder, self._store, self._last, self._say, self._guard = recorder, store, last, say, guard
+        self._asked: list[tuple[Request, int]] = []
+
+    def ask(self, requests: Iterable[Request]) -> None:
+        """Take questions."""
+        self._asked += [(request, 0) for request in requests]
+
+    def work(self, *, patient: bool) -> None:
+        """Answer what can be answered; everything, if not `patient`."""
+        asked, self._asked = self._asked, []
+        for request, ticks in asked:
+            record = (self._last if request.last else self._store).get(request.optimizer, request.step)
+            part = f"answer:{request.kind}"
+            if record is not None and patient and ticks < _TICKS:
+                known = self._guard.run(part, self._try, is_known, request.kind, record)
+                if known is False or known is _LATER:
+                    self._asked.append((request, ticks + 1))
+                    continue
+            value = None if record is None else self._guard.run(part, self._try, answer, request.kind, record)
+            if value is _LATER:
+                if ticks < _TICKS:
+                    self._asked.append((request, ticks + 1))
+                    continue
+                value = None
+            self._tell(request, value)
+
+    def _tell(self, request: Request, value: Any) -> None:
+        fields = {"optimizer": request.optimizer, "step": request.step, "last": request.last, "detail": request.kind}
+        if self._say("detail", **fields, value=value) is False:  # nothing that JSON can say: the others wait for a word
+            self._say("detail", **fields, value=None)
+
+    def _try(self, look: Callable[[str, StepRecord, Recorder], Any], kind: str, record: StepRecord) -> Any:
+        try:
+            return look(kind, record, self._recorder)
+        except RuntimeError as error:
+            if any(text in str(error) for text in _CHANGED):
+                return _LATER
+            raise
+
+
+_LATER = object()

@@ -1,0 +1,249 @@
+"""What this machine and this torch give to ddpdebug, and what is switched off: the facts behind `ddpdebug doctor`.
+
+The list of what is patched comes from a real attaching to this process, which is taken back at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib
+import platform
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time only
+
+from ddpdebug import torch_internals as internals
+from ddpdebug._version import __version__
+from ddpdebug.config.settings import Config
+from ddpdebug.errors import TargetError, text_of
+from ddpdebug.instrument.patches import Patches
+from ddpdebug.isolation.guard import Guard
+from ddpdebug.probes.coverage import CoverageProbe
+from ddpdebug.probes.entries import Placed
+from ddpdebug.probes.loaders import Loaders
+from ddpdebug.probes.recorder import Recorder
+from ddpdebug.torch_internals import names, nodes
+
+_DISTRIBUTIONS = ("torch", "ddpdebug", "prometheus_client", "click", "rich", "xxhash", "numpy")
+_FIRST_WRITES = 1 << 20
+assert nodes.NODES  # they are in the table of names once the module is loaded
+
+
+@dataclass(frozen=True)
+class FeatureState:
+    """A feature that stands on private names of torch.
+
+    Args:
+        names: how many there are; of these `absent` cannot be there in this build of torch.
+        missing: those that should be there and are not, with what is off without them.
+    """
+
+    name: str
+    names: int
+    absent: int
+    missing: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """Something that is wrapped while ddpdebug is attached.
+
+    Args:
+        over: whose function was found in the place of torch's, None where it is torch's own.
+        under: what has been put over ours since, None where nothing has.
+    """
+
+    where: str
+    why: str
+    in_place: bool
+    over: str | None = None
+    under: str | None = None
+
+
+@dataclass(frozen=True)
+class Attached:
+    """What an attaching has shown.
+
+    Args:
+        troubles: what it has said.
+        restored: whether everything was as before afterwards.
+    """
+
+    wrappers: tuple[Wrapper, ...]
+    troubles: tuple[str, ...]
+    restored: bool
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was tried out.
+
+    Args:
+        fine: None where it is only told, whatever it is.
+    """
+
+    name: str
+    fine: bool | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """All of it."""
+
+    versions: dict[str, str]
+    backends: dict[str, str]
+    features: tuple[FeatureState, ...]
+    attached: Attached
+    checks: tuple[Check, ...]
+
+    @property
+    def off(self) -> list[str]:
+        """What is off, in words; empty where everything is there."""
+        found = [f"{name}: {off}" for feature in self.features for name, off in feature.missing.items()]
+        found += [f"{w.where} could not be wrapped: {w.why}" for w in self.attached.wrappers if not w.in_place]
+        found += [f"{w.where} is hidden under {w.under}: {w.why}" for w in self.attached.wrappers if w.under]
+        found += self.attached.troubles
+        if not self.attached.restored:
+            found.append("not everything was taken back after attaching")
+        return found + [f"{check.name}: {check.text}" for check in self.checks if check.fine is False]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        return {"ok": not self.off, "off": self.off, **asdict(self)}
+
+
+def examine(config: Config, imports: Sequence[str] = ()) -> Report:
+    """Look at this machine.
+
+    Args:
+        config: the settings that a job would have here.
+        imports: modules to load after attaching, as a script would: what they wrap hides ours.
+
+    Raises:
+        TargetError: a module of `imports` cannot be loaded.
+    """
+    return Report(_versions(), _backends(), features(), attach_and_detach(imports), tuple(_checks(config)))
+
+
+def features() -> tuple[FeatureState, ...]:
+    """Return the features by which private names of torch are used, each with what is missing."""
+    found = []
+    for feature in dict.fromkeys(name.feature.name for name in names.TABLE):
+        members = [name for name in names.TABLE if name.feature.name == feature]
+        applies = [name for name in members if name.applies()]
+        missing = {name.path: name.off for name in applies if not name.found()}
+        found.append(FeatureState(feature, len(members), len(members) - len(applies), missing))
+    return tuple(found)
+
+
+def names_of(feature: FeatureState) -> list[names.Name]:
+    """Return the names that a feature stands on."""
+    return [name for name in names.TABLE if name.feature.name == feature.name]
+
+
+def attach_and_detach(imports: Iterable[str] = ()) -> Attached:
+    """Attach to this process, look at what is in place, and take it back.
+
+    Raises:
+        TargetError: a module of `imports` cannot be loaded.
+    """
+    troubles: list[str] = []
+    guard = Guard(lambda part, text: troubles.append(f"{part}: {text}"))
+    recorder = Recorder(guard, lambda _: None, lambda *_: None, lambda *_: False, 1)
+    patches = Patches(recorder, Loaders(recorder, lambda *_: None), lambda: None)
+    entries = recorder.entries
+    try:
+        guard.run("patches", patches.install)
+        guard.run("probe:coverage", CoverageProbe(entries, recorder.wrappers, lambda _: None).install)
+        for name in imports:
+            _load(name)
+        wrappers = [Wrapper(p.where, p.why, in_place=True, over=p.over, under=p.hidden()) for p in entries.placed]
+        wrappers += [Wrapper(where, "", in_place=False) for where in entries.left_out]
+    finally:
+        patches.remove()
+    left = [placed for placed in entries.placed if not _is_gone(placed)]
+    by_place: dict[str, Wrapper] = {}
+    for wrapper in wrappers:
+        by_place.setdefault(wrapper.where, wrapper)
+    return Attached(tuple(by_place.values()), tuple(troubles), restored=not left)
+
+
+def _is_gone(placed: Placed) -> bool:
+    return not placed.is_wrapper or placed.hidden() is not None
+
+
+def _load(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        raise TargetError(f"cannot import {name!r}: {text_of(error)}") from error
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
+    for name in _DISTRIBUTIONS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return {**found, "torch": str(torch.__version__), "ddpdebug": __version__}
+
+
+def _backends() -> dict[str, str]:
+    known = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
+    found = {name: "available" if dist.is_available() and ask() else "not here" for name, ask in known.items()}
+    devices = torch.cuda.device_count() if torch.backends.cuda.is_built() else 0
+    built = f"{torch.version.cuda or torch.version.hip}, {devices} devices"
+    return {**found, "cuda": built if torch.backends.cuda.is_built() else "not here"}
+
+
+def _checks(config: Config) -> Iterable[Check]:
+    yield Check("side group", *_tried(_side_group, "ranks can be compared over gloo"))
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind((config.metrics_host, config.metrics_port))
+            text = f"{config.metrics_host}:{config.metrics_port or 'any'} is free for the metrics of local rank 0"
+        except OSError as error:
+            text = f"{config.metrics_host}:{config.metrics_port} cannot be taken for metrics: {error.strerror or error}"
+    yield Check("metrics port", None, text)
+    here = Path.cwd()
+    yield Check("run directory", *_tried(_writes, f"{here} can be written to, {_room(here)}"))
+
+
+def _tried(call: Any, text: str) -> tuple[bool, str]:
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - that it fails is what is told
+        return False, text_of(error)
+    return True, text
+
+
+def _side_group() -> None:
+    """Make a side group of this process alone and gather over it."""
+    timeout = datetime.timedelta(seconds=10)
+    store: Any = TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout)
+    group = internals.GlooGroup(store.clone(), "ddpdebug/doctor", 0, 1, timeout)
+    try:
+        if group.gather(b"here") != [b"here"]:
+            raise RuntimeError("the side group returned other bytes than it was given")
+    finally:
+        group.close()
+
+
+def _writes() -> None:
+    with tempfile.NamedTemporaryFile(dir=Path.cwd(), prefix=".ddpdebug-") as file:
+        file.write(bytes(_FIRST_WRITES))
+
+
+def _room(path: Path) -> str:
+    return f"{shutil.disk_usage(path).free >> 20} MiB free"

@@ -1,0 +1,683 @@
+"""The wiring: probes -> rows -> exchange -> steps -> detectors -> findings -> sinks. The only object with state."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from ddpdebug import torch_internals as internals
+from ddpdebug._version import __version__
+from ddpdebug.config.settings import Config, run_directory
+from ddpdebug.diagnosis.engine import Diagnosis
+from ddpdebug.diagnosis.reporter import Reporter, key_of, unravel, utc
+from ddpdebug.disk import Disk, mode_of
+from ddpdebug.errors import FindingError, StopRun, text_of
+from ddpdebug.exchange.meeting import RollCall, Waiting
+from ddpdebug.exchange.step_assembler import Assembler, fault_of
+from ddpdebug.exchange.step_vote import NumericGuard
+from ddpdebug.exchange.ticks import Alone, Exchange, Group, Tick, wire_format
+from ddpdebug.forensics.element_search import Elements
+from ddpdebug.forensics.memory.memory import MemoryForensics
+from ddpdebug.forensics.memory.oom import checkpoint_bytes
+from ddpdebug.forensics.output_probe import AgreementProbe
+from ddpdebug.forensics.replay.investigator import Investigator
+from ddpdebug.instrument.patches import Patches
+from ddpdebug.isolation.guard import Guard, contained
+from ddpdebug.isolation.user_code import is_users
+from ddpdebug.monitor.covering import Covering
+from ddpdebug.monitor.detail_requests import Answering
+from ddpdebug.monitor.place import gpu_uuid, place
+from ddpdebug.monitor.sampling import Schedule
+from ddpdebug.monitor.sinks import open_sinks
+from ddpdebug.probes.coverage import CoverageProbe
+from ddpdebug.probes.handover import Plans, StepStore
+from ddpdebug.probes.holding import Room
+from ddpdebug.probes.loaders import Loaders
+from ddpdebug.probes.optimizers import OptimizerWatch
+from ddpdebug.probes.record import StepRecord, encode_row
+from ddpdebug.probes.recorder import Recorder
+from ddpdebug.redaction import Redactor
+from ddpdebug.run_directory.reader import last_state
+from ddpdebug.schema.coverage import Coverage, RankCoverage
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Flag, Row, decode, encode
+from ddpdebug.schema.step import Step
+from ddpdebug.sinks import Record, RunEnded, Saved, StepJudged, Trouble
+from ddpdebug.sinks.fanout import Fanout
+
+#: When the model and the optimizers' state, as a checkpoint holds them, are measured: a scaler may skip first steps.
+_WEIGHED = frozenset({0, 1, 10, 100, 1000})
+_LAST_STATES = 16
+#: As long as the job's own process groups wait by default: a rank that is stopped for a while is not lost.
+_GROUP_TIMEOUT = datetime.timedelta(minutes=30)
+#: What all ranks do at the same step is agreed on so long ahead of the fastest rank: a stop, and a look.
+_STOP_SECONDS, _LOOK_SECONDS = 0.5, 0.1
+#: Settings by which every rank decides for itself what all must do alike.
+_SHARED_SETTINGS = ("tolerance", "threshold", "on_finding", "guard", "max_skips")
+#: What the ranks say to each other; anything else is of no version that we know.
+_MESSAGES = frozenset(("detail", "fact", "vote", "unguarded", "agree", "element", "stop", "trouble", "run"))
+#: How long the thread waits to see whether a store that failed went with its process group.
+_GRACE_SECONDS = 2.0
+#: The ranks' n-th monitors belong together and must not find the keys of earlier ones in the store.
+_NUMBERS = itertools.count()
+
+
+class Monitor:
+    """Watches one process of a job. Made by `install` (commands) or `watch` (Python); `close` ends it.
+
+    Args:
+        config: the settings, already validated.
+        command: what runs, for the records.
+    """
+
+    def __init__(self, config: Config, command: Sequence[str] = ()) -> None:  # noqa: PLR0915 - all of the wiring
+        self.config, self.redactor = config, Redactor(command)
+        self.command = tuple(self.redactor.words)  # as it is written and shown
+        self.disk = Disk(mode_of(config.file_mode))
+        self.rank, self.world, self._number = 0, 1, next(_NUMBERS)
+        self.run_id = os.environ.get("DDPDEBUG_RUN_ID") or secrets.token_hex(3)
+        self.reporter = Reporter(self._write, utc)
+        self.schedule = Schedule(budget=config.budget, every_step=config.every_step)
+        self.guard = Guard(self._trouble)
+        self.recorder = Recorder(self.guard, self._emit, self._announce, self.schedule.due, 1)
+        self.loaders = Loaders(self.recorder, self._announce)
+        self.patches = Patches(self.recorder, self.loaders, self._on_group, config.validation_loss)
+        self.recorder.adopt = self.patches.adopt
+        self.fanout: Fanout | None = None
+        self.directory: Path | None = None
+        self._home: Path | None = None  # the same wherever the script moves to
+        self._exchange: Exchange | None = None
+        self._store: Any = None
+        self._early: list[dict[str, Any]] = []  # announcements made before the ranks could talk
+        self._troubles: list[Trouble] = []
+        self._writing = threading.Lock()  # of `_troubles` and `_has_sinks`: any thread may be in trouble
+        self._has_sinks = False
+        # the only objects that both threads touch; see docs/how-it-works.md
+        self._records, self._plans = StepStore(), Plans()
+        self._back = Guard(self._trouble)  # of the background thread: a guard counts the time of one thread
+        self._steps: dict[int, int] = {}
+        self._thread_seconds, self._closed = 0.0, False
+        self._stopping = self._unguarded = False  # these and what follows: of the background thread
+        self._doubted: set[int] = set()  # ranks some of whose rows were left out
+        self._roll: RollCall | None = None
+        self._pid = os.getpid()
+        self.recorder.stop = self._stop_now
+        self.recorder.scenes.room = Room(None if config.keep_inputs is None else config.keep_inputs << 20)
+        self.recorder.want_norms = config.tolerance is not None
+        self.numeric_guard = NumericGuard(config.guard, config.max_skips, self._say, self._trouble)
+        self.recorder.guard_with(None if config.guard == "off" else self.numeric_guard)
+        self.investigator = Investigator(
+            self.recorder,
+            lambda: (self.rank, self._home),
+            limit=config.bundle_limit << 20,
+            facts={"command": list(self.command), "run": self.run_id},
+            redactor=self.redactor,
+            disk=self.disk,
+        )
+        self.elements = Elements(0, self._say, self._plans)
+        self.agreement = AgreementProbe(self._say, self._announce, self._plans)
+        self.recorder.after_step = self._after_step
+        self.recorder.last_look = partial(self.guard.run, "forensics:elements", self.elements.last_look)
+        self.memory = MemoryForensics(
+            self.recorder, self.reporter.add_to, self._announce, lambda: self._home, self._plans
+        )
+        self.memory.reports.redactor, self.memory.reports.disk = self.redactor, self.disk
+        self._members, self._progress, self._unoffered = 1, 0, False
+        announce = partial(self._announce, "coverage")
+        self.covering = Covering(self._account, self._write, announce, quiet=config.quiet)
+        self._counts = CoverageProbe(self.recorder.entries, self.recorder.wrappers, self._on_child)
+        self.recorder.on_lonely = self.covering.start
+        self.recorder.last_state.emit = self._emit_last
+        self._last = StepStore(_LAST_STATES)
+        self._promised = 0  # last states that this rank has handed over
+        self._ended: set[int] = set()  # this and the next: of the background thread
+        self._awaited: dict[int, int] = {}  # rank -> last states of it that are still to come, once it has ended
+        self._answering = Answering(self.recorder, self._records, self._last, self._say, self._back)
+        self._assembler, self._last_states, self._diagnosis = Assembler(1), Assembler(1), Diagnosis(world=1)
+
+    # --- public -------------------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Tell whether `close` was called."""
+        return self._closed
+
+    def observe(self, **values: Any) -> None:
+        """Tell what hooks cannot see: `loss` (a scalar tensor or number), `val_loss`."""
+        unknown = sorted(values.keys() - {"loss", "val_loss"})
+        if unknown:
+            raise ValueError(f"observe() got {unknown[0]!r}; valid are 'loss' and 'val_loss'")
+        for name, value in values.items():
+            if value is not None:
+                self.guard.run("probe:observe", self.recorder.events.observed, name, value)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What was found so far, oldest first."""
+        return self.reporter.findings
+
+    @property
+    def coverage(self) -> Coverage:
+        """What was looked at so far and what was not."""
+        return self.covering.coverage()
+
+    def watch_replica(self, name: str, module: torch.nn.Module) -> None:
+        """Compare a module outside DDP (EMA, teacher) between ranks, as RANK113, under the given name."""
+        self.recorder.replicas.add(name, module)
+
+    def expect_growth(self, what: str, size: int | None = None) -> None:
+        """Declare memory that grows on purpose (a replay buffer), by `size` bytes at most; None is without a limit."""
+        self.memory.expect(what, size)
+
+    def agree(self, *batch: Any) -> None:
+        """Feed rank 0's `batch` (the arguments of forward) to every rank soon; if the outputs differ, it is RANK107.
+
+        Raises:
+            ValueError: the batch is too large or holds something other than tensors and plain values.
+        """
+        if self.rank == 0:
+            self.agreement.offer(batch)
+
+    def close(self, reason: str = "finished", exit_code: int | None = 0) -> None:
+        """Deliver what is queued, write the outcome and take all hooks away. Idempotent; takes 5 s at most."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        run = self.guard.run
+        run("close:memory", self.memory.close, sys.exc_info()[1])
+        run("close:last-state", self.recorder.look_back)
+        self.recorder.last_state.emit = None
+        self._closed = True
+        run("close:optimizers", self._last_looks)
+        run("forensics:agreement", self.agreement.run, self.recorder.wrappers, -1, last=True)
+        whole = reason == "finished" and (bool(self.command) or run("close:loaders", lambda: self.loaders.repeated))
+        run("close:patches", self.patches.remove, finished=bool(whole))  # of a script, or of an epoch
+        run("close:hooks", self.recorder.release)
+        run("close:exchange", self._leave, reason)
+        run("close:coverage", self.covering.close)
+        self.guard.contain("close:end", self._end, reason, exit_code)
+        if self.fanout is not None:
+            self.guard.contain("close:sinks", self.fanout.close)
+
+    def _last_looks(self) -> None:
+        for watch in self.recorder.watches:
+            self.recorder.last_look(watch)
+
+    def _end(self, reason: str, exit_code: int | None) -> None:
+        self._write(RunEnded(reason=reason, exit_code=exit_code, steps=dict(self._steps), time=utc()))
+
+    def _leave(self, reason: str) -> None:
+        if self._exchange is None and (self._steps or self.command):
+            self._begin(alone=True)
+        if reason.startswith("exception") and (newest := self._records.newest()) is not None:
+            fact = {"reason": reason, "step": newest.step, "missing": list(newest.missing)}
+            self._announce("alone:failure", fact)
+        self.covering.tell()
+        end = {"steps": self._steps, "reason": reason, "last_states": self._promised}
+        self._say("fact", topic="end", value=end)
+        if self._exchange is None or self._exchange.close():
+            self._judge_rest()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.close("finished" if error is None else f"exception: {text_of(error)}")
+
+    # --- start --------------------------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Put the hooks in place; from here on training is seen."""
+        if lacking := internals.missing():
+            self._trouble("torch", f"this torch lacks {', '.join(lacking)}; some checks are off")
+        self.guard.run("patches", self.patches.install)
+        self.guard.run("probe:coverage", self._counts.install)
+        self.guard.run("memory", self.memory.install, self.config)
+        entries = self.recorder.entries
+        entries.at_exit("close", self.close)
+        entries.in_child("close:child", self.forked)
+        self._on_group()
+
+    def forked(self) -> None:
+        """Let go in a forked child, which is not the rank; nothing is freed, its threads are not here."""
+        self._closed = True
+        self.recorder.last_state.emit = None
+        self.patches.remove()
+        self.guard.run("close:hooks", self.recorder.release)
+
+    def _on_group(self) -> None:
+        if self._exchange is None and dist.is_available() and dist.is_initialized():
+            self.guard.run("exchange", self._begin)
+
+    def _begin(self, *, alone: bool = False) -> None:
+        """Learn who we are and start the exchange."""
+        if self._exchange is not None:
+            return
+        if dist.is_initialized():
+            self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        elif not alone:
+            self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        lost = ""
+        if self.world > 1:
+            try:
+                self._store = internals.private_store()
+            except Exception as error:  # noqa: BLE001 - a store of the user's may do anything
+                lost = str(error) if isinstance(error, ConnectionError) else f"{type(error).__name__}: {error}"
+            expected = self.world
+            if self._store is None and not lost:
+                self.rank, self.world = 0, 1
+            self.covering.begin(self.rank, expected, self._store, f"ddpdebug/{self._number}")
+        self.recorder.world, self.elements.rank, self.disk.ranks = self.world, self.rank, self.world
+        self.numeric_guard.meet(range(self.world))
+        self.memory.begin(self.rank, self.world)
+        config = {**asdict(self.config), "world": self.world}
+        self._diagnosis = Diagnosis(world=self.world, config=config, on_trouble=self._trouble)
+        self._assembler, self._last_states = Assembler(self.world), Assembler(self.world)
+        connect, tick = contained(self._connect), contained(self._on_tick)
+        calls = connect, tick, contained(self._on_lost), self._back.tell, is_users
+        self._exchange = Exchange(self.rank, self.world, *calls)
+        if self.rank == 0:
+            self._open_sinks(self.config.out or run_directory(self.run_id, datetime.datetime.now(datetime.UTC)))
+            self._say("run", directory=str(self.directory or ""), run_id=self.run_id)
+        while self._early:
+            self._exchange.say(self._early.pop(0))
+        if lost:
+            self._exchange.lose(lost)
+        else:
+            self._exchange.start()
+        self.covering.start()
+
+    # --- meeting the other ranks, in the background thread ------------------------------------------------------------
+
+    def _connect(self, generation: int, members: tuple[int, ...]) -> Group:
+        """Return the side group; where the job's process group is replaced meanwhile, meet again in the new one.
+
+        Raises:
+            ConnectionError: the ranks cannot be compared, and why.
+        """
+        if len(members) == 1:
+            return Alone()
+        while True:
+            group = internals.default_group_id()
+            try:
+                size, position = len(members), members.index(self.rank)
+                if generation == 0 or self._roll is None:
+                    prefix = self._meet(group)
+                else:
+                    prefix = self._roll.meet_again(generation, size)
+                return internals.GlooGroup(self._store, f"{prefix}/{generation}", position, size, _GROUP_TIMEOUT)
+            except Exception:
+                if generation > 0 or not self._group_replaced(group):
+                    raise
+
+    def _meet(self, group: int | None) -> str:
+        self.covering.meeting()
+        waiting = Waiting()
+        give_up = partial(self._why_not_wait, group, waiting)
+        roll = RollCall(self._store, self._number, self.rank, self.world, self._identity(), give_up, waiting)
+        prefix = roll.meet()
+        self._roll = roll
+        own = roll.settings
+        self.schedule.follow(budget=own["~budget"], every_step=own["~every_step"])
+        for rank, identity in sorted(roll.identities.items()):
+            for name in ("budget", "every_step"):
+                value, ours = identity.get(f"~{name}"), own[f"~{name}"]
+                if value != ours:
+                    self._trouble(f"{name}={value} of rank {rank}", f"rank 0 has {ours}, and that holds for all")
+        self.covering.connecting()
+        return prefix
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what all ranks must have in common; what begins with `~` is for rank 0 to decide."""
+        settings = {name: getattr(self.config, name) for name in _SHARED_SETTINGS}
+        return {
+            "versions of ddpdebug": __version__,
+            "layouts of rows": wire_format(),
+            "versions of torch": torch.__version__.partition("+")[0],
+            **{f"settings of {name}": dict(v) if isinstance(v, Mapping) else v for name, v in settings.items()},
+            "~budget": self.config.budget,
+            "~every_step": self.config.every_step,
+        }
+
+    def _why_not_wait(self, group: int | None, waiting: Waiting) -> str | None:
+        exchange = self._exchange
+        assert exchange is not None
+        exchange.missing = self.covering.missing = waiting.missing
+        if exchange.lost or exchange.impatient:
+            return exchange.unmet()
+        if group is not None and internals.default_group_id() != group:
+            return "the process group has ended before all ranks had come"
+        return None
+
+    def _group_replaced(self, group: int | None) -> bool:
+        """Wait for the next process group where this one has ended, or is about to; take its store."""
+        exchange = self._exchange
+        assert exchange is not None
+        until = time.monotonic() + _GRACE_SECONDS
+        while group is not None and not exchange.lost and not exchange.impatient:
+            now = internals.default_group_id()
+            if now == group and time.monotonic() > until:
+                return False
+            if now is not None and now != group:
+                if (dist.get_rank(), dist.get_world_size()) != (self.rank, self.world):
+                    raise ConnectionError(f"the new process group has {dist.get_world_size()} ranks, not {self.world}")
+                self._store = internals.private_store()
+                return True
+            time.sleep(0.05)
+        return False
+
+    def _open_sinks(self, directory: Path) -> None:
+        self.directory, self.reporter.run_id = directory, self.run_id
+        with suppress(FileNotFoundError):  # the working directory is gone
+            self._home = directory.absolute()
+        self._home = self._home or directory
+        who: dict[str, Any] = {"rank": self.rank, "world": self.world, "run_id": self.run_id, "time": utc()}
+        who |= {"redactor": self.redactor, "disk": self.disk}
+        self.fanout, started = open_sinks(self.config, directory, self._home, **who)
+        self._write(started)
+        self.covering.opened()
+        self.memory.flush()
+        self._announce("place", place(started))
+        with self._writing:
+            waiting, self._troubles = self._troubles, []
+            self._has_sinks = True
+        for trouble in waiting:
+            self._write(trouble)
+
+    # --- the training thread ------------------------------------------------------------------------------------------
+
+    def _emit(self, record: StepRecord) -> None:
+        if self._closed:
+            return
+        if self._exchange is None:
+            self._begin()
+        assert self._exchange is not None
+        if not self._steps and (gpu := self.guard.run("probe:place", gpu_uuid)):
+            self._announce("place", {"gpu_uuid": gpu})
+        self._records.add(record)
+        self._steps[record.optimizer] = record.step + 1
+        self._exchange.progress = max(self._exchange.progress, record.step + 1)
+        self._exchange.post(lambda: self._encode(record))
+
+    def _emit_last(self, record: StepRecord) -> None:
+        if self._exchange is not None:
+            self._last.add(record)
+            self._promised += 1
+            self._exchange.post(lambda: self._encode(record))
+
+    def _after_step(self, watch: OptimizerWatch, step: int) -> None:
+        if step in _WEIGHED:
+            self.guard.run("probe:disk", self._weigh)
+        self.guard.run("forensics:elements", self.elements.capture, watch, step)
+        if watch.index == 0:
+            every = self.config.probe_every
+            if every and step % every == 0 and self.rank == 0:
+                self.guard.run("forensics:agreement", self._offer)
+            self.guard.run("forensics:agreement", self.agreement.run, self.recorder.wrappers, step)
+
+    def _weigh(self) -> None:
+        self.disk.needed = max(self.disk.needed, checkpoint_bytes(self.recorder))
+
+    def _offer(self) -> None:
+        """Let the ranks compare what they make of the newest forward's inputs."""
+        first = self.recorder.wrappers[0].module() if self.recorder.wrappers else None
+        scene = self.recorder.scenes.newest(first)
+        if scene is not None and not scene.lost():
+            self.agreement.offer(scene.args)
+        elif scene is not None and not self._unoffered:
+            self._unoffered = True
+            self.guard.tell("agreement probe", f"a step was left out: the inputs were not kept: {scene.lost()[0]}")
+
+    def _stop_now(self) -> BaseException | None:
+        taken = max(self._steps.values(), default=0)
+        if self.config.steps is not None and taken >= self.config.steps:
+            return StopRun(self.config.steps)
+        error: BaseException | None = next(iter(self._plans.take("stop", taken)), None)
+        return error  # once; the user may catch it
+
+    def _announce(self, topic: str, value: Any) -> None:
+        self._say("fact", topic=topic, value=value)
+
+    def _say(self, kind: str, **fields: Any) -> bool:
+        return bool(self.guard.contain("exchange:say", self._send, kind, **fields))
+
+    def _send(self, kind: str, /, **fields: Any) -> bool:
+        message = {"kind": kind, **fields}
+        if self._exchange is None:
+            self._early.append(message)
+            return True
+        return self._exchange.say(message)
+
+    def _account(self) -> RankCoverage:
+        """Return what this rank looked at; reads only, from any thread."""
+        counts = self._counts
+        return RankCoverage(
+            rank=self.rank,
+            steps=max(dict(self._steps).values(), default=0),
+            made=counts.made,
+            backwards=self.recorder.backwards,
+            wrappers=len(self.recorder.wrappers),
+            parameters=counts.parameters,
+            unwatched=dict(counts.unwatched),
+            left_out=dict(counts.left_out),
+            off=dict(self.covering.off),
+            children=counts.children,
+            evaluations=self.patches.evaluations.without_loss,
+        )
+
+    def _on_child(self, fresh: bool) -> None:  # noqa: FBT001 - what happened
+        if fresh:  # beside a fork no thread is started
+            self.covering.start()
+
+    # --- the background thread ----------------------------------------------------------------------------------------
+
+    def _encode(self, record: StepRecord) -> bytes:
+        try:
+            record.fields["workers_bytes"] = self.recorder.memory.workers_bytes()
+            spent = time.thread_time()
+            record.fields["overhead_seconds"] += spent - self._thread_seconds
+            self._thread_seconds = spent
+            return encode(encode_row(record, self.rank))
+        except BaseException as error:  # noqa: BLE001 - the other ranks wait for this row: send what is certain
+            self._back.fail("probe:row", error)
+            flags = int(record.flags & Flag.LAST_STATE)
+            return encode(Row(rank=self.rank, step=record.step, optimizer=record.optimizer, flags=flags))
+
+    def _on_tick(self, tick: Tick) -> bool:
+        """Take what all ranks have said and seen. A part that fails is off, and the others go on.
+
+        What all ranks must do alike at a step (a stop) is asked for by message, so that a rank whose own diagnosis is
+        off does it as well.
+        """
+        run = self._back.run
+        self._progress = tick.progress
+        self.covering.ticked()
+        for rank, message in tick.messages:
+            kind = str(message.get("kind"))
+            if kind in _MESSAGES:
+                run(f"message:{kind}", self._hear, rank, kind, message)
+        self._keep_voting()
+        for rank, data in tick.rows:
+            self._take(rank, decode(data))
+        self._members = len(tick.members)
+        self.numeric_guard.meet(tick.members)
+        for assembler in (self._assembler, self._last_states):
+            assembler.set_members(tick.members)
+        for step in run("exchange:steps", lambda: list(self._assembler.ready())) or ():
+            self._judge(step)
+        whole = all(rank in self._ended and self._awaited.get(rank) == 0 for rank in tick.members)
+        last = self._last_states.rest if whole else self._last_states.ready
+        for step in run("exchange:steps", lambda: list(last())) or ():
+            self._judge_last(step)
+        run("diagnosis", self._conclude)
+        self._answering.work(patient=not self._closed)
+        run("forensics:elements", self.elements.tick)
+        busy = self._diagnosis.busy and "diagnosis" not in self._back.off
+        return busy or (self.elements.busy and "forensics:elements" not in self._back.off)
+
+    def _keep_voting(self) -> None:
+        """Leave the votes of the numeric guard where this rank cannot count them, and tell those who would wait."""
+        if "message:vote" in self._back.off and not self._unguarded:
+            self._unguarded = True
+            self.numeric_guard.lost()
+            self._say("unguarded")
+
+    def _take(self, rank: int, row: Row) -> None:
+        fault = fault_of(row, rank, self._progress)
+        if fault is None and row.has(Flag.LAST_STATE):
+            self._awaited[rank] = self._awaited.get(rank, 0) - 1
+            self._last_states.add(rank, row)
+        elif fault is None:
+            self._assembler.add(rank, row)
+        elif rank not in self._doubted and self.rank == 0:  # all ranks see it
+            self._doubted.add(rank)
+            self._back.tell(f"a row of rank {rank}", f"{fault}; it is left out, and so are others like it")
+
+    def _judge(self, step: Step) -> None:
+        run = self._back.run
+        run("schedule", self.schedule.learn, step, self._progress)
+        run("coverage", self.covering.judged, step)
+        run("forensics:holders", self.memory.hunt.learn, step)
+        run("diagnosis", lambda: self._answering.ask(self._diagnosis.feed(step)))
+        interval = 1 if self.schedule.every_step else self.schedule.interval(step.step)
+        self._write(StepJudged(step=step, interval=interval, overhead_ratio=self.schedule.ratio))
+
+    def _judge_last(self, step: Step) -> None:
+        """Compare what the last step has left; it is no step of its own."""
+        self._back.run("diagnosis", lambda: self._answering.ask(self._diagnosis.feed(step)))
+        self._write(Saved(kind="last_state", payload=last_state(step)))
+
+    def _conclude(self) -> None:
+        self._report(self._diagnosis.tick(), self._progress)
+        self._answering.ask(self._diagnosis.requests())
+
+    def _hear(self, rank: int, kind: str, message: Mapping[str, Any]) -> None:
+        run = self._back.run
+        if kind == "detail":
+            place = int(message["optimizer"]), int(message["step"])
+            what = (str(message["detail"]), message["value"])
+            run("diagnosis", self._diagnosis.answer, rank, *place, *what, last=bool(message.get("last")))
+        elif kind == "fact":
+            self._note_end(rank, message)
+            run("diagnosis", self._diagnosis.tell, str(message["topic"]), rank, message["value"])
+            run("forensics:memory", self.memory.hear, rank, message)
+            if message["topic"] == "coverage":
+                run("coverage", self.covering.hear, rank, message["value"])
+        elif kind == "trouble" and self.rank == 0 and rank != 0:
+            self._write(Trouble(part=f"{message['part']} of rank {rank}", message=str(message["message"])))
+        elif kind == "run" and self.fanout is None:
+            self.run_id = str(message["run_id"])
+            self._open_sinks(Path(str(message["directory"])))
+        else:
+            self._hear_plan(rank, kind, message)
+        if kind in {"detail", "fact"}:
+            self._write(Saved(kind=kind, payload={"rank": rank, **message}))
+
+    def _hear_plan(self, rank: int, kind: str, message: Mapping[str, Any]) -> None:
+        """Take what leads to something that the training thread does."""
+        if kind == "vote":
+            self.numeric_guard.hear(rank, message)
+        elif kind == "unguarded":
+            self.numeric_guard.lost()
+        elif kind == "agree":
+            self.agreement.hear(message, self._progress + self.schedule.ahead(_LOOK_SECONDS))
+        elif kind == "element":
+            found = self.elements.hear(rank, message, self._members)
+            if found is not None:
+                self._locate(*found)
+        elif kind == "stop":
+            self._plan_stop(message)
+
+    def _note_end(self, rank: int, message: Mapping[str, Any]) -> None:
+        if message["topic"] == "end":
+            self._ended.add(rank)
+            self._awaited[rank] = self._awaited.get(rank, 0) + int(message["value"]["last_states"])
+
+    def _report(self, raised: Sequence[tuple[Finding, bool]], progress: int) -> None:
+        run = self._back.run
+        for finding in self.reporter.report(raised):
+            run("forensics:elements", self._hunt, finding, progress)
+            run("guard", self.numeric_guard.found, finding)
+            if finding.severity >= Severity.WARNING and not self._closed:
+                run("schedule", self.schedule.bring_forward, progress)  # what else is wrong by now
+            if self.config.on_finding == "raise" and finding.severity >= Severity.ERROR:
+                ahead = self.schedule.ahead(_STOP_SECONDS)
+                self._say("stop", finding=finding.to_json(), key=key_of(finding), ahead=ahead)
+
+    def _plan_stop(self, message: Mapping[str, Any]) -> None:
+        """Plan what the first rank to ask for it has asked for; all ranks hear it in the same tick."""
+        if self._stopping or self.config.on_finding != "raise":
+            return
+        own = (finding for finding in self.findings if key_of(finding) == message["key"])
+        finding = next(own, None) or Finding.from_json(str(message["finding"]))
+        self._plans.add("stop", self._progress + int(message["ahead"]), FindingError(finding))
+        self._stopping = True
+
+    def _judge_rest(self) -> None:
+        """Judge what is left; the thread has ended, and what belonged to it is the caller's.
+
+        A rank whose rows could not come any more has not failed to take the steps that they are about.
+        """
+        run = self._back.run
+        lost = self._exchange is not None and self._exchange.lost
+        for step in run("exchange:steps", lambda: list(self._assembler.rest(complete=lost))) or ():
+            self._judge(step)
+        for step in run("exchange:steps", lambda: list(self._last_states.rest(complete=lost))) or ():
+            self._judge_last(step)
+        run("diagnosis", lambda: self._report(self._diagnosis.finish(), 0))
+
+    def _hunt(self, finding: Finding, progress: int) -> None:
+        """Plan the search for the first differing element of a parameter; alike on all ranks."""
+        if finding.code != "RANK101" or "values" in finding.evidence:
+            return
+        tables = [(watch.index, {name for name, *_ in watch.table}) for watch in tuple(self.recorder.watches)]
+        names = [(index, name) for index, table in tables for name in finding.subject if name in table]
+        if names:
+            optimizer, name = names[0]
+            self.elements.begin(key_of(finding), optimizer, name, progress + self.schedule.ahead(_LOOK_SECONDS))
+            if self._closed:  # no step comes; the training thread waits in `close`, the parameters are still there
+                watch = next((w for w in reversed(self.recorder.watches) if w.index == optimizer and w.names), None)
+                self.elements.last_look(watch) if watch is not None else self.elements.miss(key_of(finding))
+
+    def _locate(self, key: str, evidence: dict[str, Any]) -> None:
+        """Add the differing element to the finding it belongs to."""
+        flat, name = int(evidence.pop("flat_index")), str(evidence["element_of"])
+        rows = (row for watch in tuple(self.recorder.watches) for row in watch.table)
+        shape = next((tuple(row[1].shape) for row in rows if row[0] == name), None)
+        index = {} if shape is None else {"index": unravel(flat, shape)}  # the parameter may be gone by now
+        self.reporter.add(key, {**index, **evidence})
+
+    def _on_lost(self, reason: str) -> None:
+        self.numeric_guard.lost()
+        self.covering.lost(reason)
+        if not self._closed:
+            self._trouble("exchange", f"the ranks can no longer be compared: {reason}")
+
+    def _trouble(self, part: str, message: str) -> None:
+        trouble = Trouble(part=part, message=message)
+        if part != "exchange":  # that one is known in more detail
+            self.covering.off[part] = message
+        if self.rank != 0:
+            self._say("trouble", part=part, message=message)  # rank 0 is the one that people see
+        with self._writing:
+            if not self._has_sinks:
+                self._troubles.append(trouble)
+                return
+        self._write(trouble)
+
+    def _write(self, record: Record) -> None:
+        if self.fanout is not None:
+            self.guard.contain("sinks", self.fanout.write, record)

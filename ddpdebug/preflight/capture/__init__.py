@@ -1,0 +1,1 @@
+"""What the preflight takes from a script that runs: model, batches, optimizer."""

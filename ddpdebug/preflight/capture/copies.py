@@ -1,0 +1,132 @@
+"""Copies of the caller's model, optimizer and data loader, which checks may do with as they please."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ddpdebug import torch_internals as internals
+
+#: Makes an optimizer of the script's kind and settings, without state, for a copy of the model.
+OptimizerFor = Callable[[torch.nn.Module], torch.optim.Optimizer]
+
+
+class _LocalBatchNorm(nn.BatchNorm1d):
+    """Stands for SyncBatchNorm, which would wait for the other ranks."""
+
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - the parent's name
+        """Take any shape."""
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return what is inside DDP, DataParallel and `torch.compile`."""
+    while True:
+        inner = internals.unwrap_compiled(module)
+        if isinstance(inner, DistributedDataParallel | DataParallel):
+            inner = inner.module
+        if inner is module:
+            return module
+        module = inner
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """Return a deep copy without gradients, on which nothing communicates."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()  # deepcopy refuses what has a graph
+    twin = copy.deepcopy(model, memo)
+    for parameter in twin.parameters():
+        parameter.grad = None
+    for module in twin.modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            module.__class__ = _LocalBatchNorm  # type: ignore[assignment]  # the same state, computed alone
+    return twin
+
+
+def optimizer_maker(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> OptimizerFor | None:
+    """Return a function that makes an optimizer of the same kind and settings for a copy of the model.
+
+    Args:
+        optimizer: the caller's.
+        names: of the parameters, by the identity of the caller's.
+    """
+    kind: Any = type(getattr(optimizer, "optim", optimizer) if internals.is_sharded(optimizer) else optimizer)
+    groups = [_settings(group, names) for group in optimizer.param_groups]
+    if not any(group["params"] for group in groups):
+        return None
+    taken = inspect.signature(kind).parameters
+    keywords = {key: value for key, value in dict(optimizer.defaults).items() if key in taken and key != "params"}
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        known = dict(model.named_parameters(remove_duplicate=False))
+        own = [{**g, "params": [known[name] for name in g["params"] if name in known]} for g in groups]
+        single = len(own) == 1
+        made: torch.optim.Optimizer = kind(own[0]["params"] if single else own, **keywords)
+        for group, settings in zip(made.param_groups, own, strict=True):
+            group.update(settings)
+        return made
+
+    return make
+
+
+def _settings(group: dict[str, Any], names: dict[int, str]) -> dict[str, Any]:
+    """Return a group with names for its parameters and, under a schedule, its base learning rate."""
+    settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+    if "initial_lr" in settings:
+        settings["lr"] = settings["initial_lr"]
+    return {**settings, "params": [names[id(p)] for p in group["params"] if id(p) in names]}
+
+
+def loader_restorer(loader: Any) -> Callable[[], None]:
+    """Return a function that puts the generators of a loader back where they are now."""
+    holders = [loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))]
+    holders.append(getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+    found = {id(g): g for h in holders if isinstance(g := getattr(h, "generator", None), torch.Generator)}
+    states = [(generator, generator.get_state()) for generator in found.values()]
+
+    def restore() -> None:
+        for generator, state in states:
+            generator.set_state(state)
+
+    return restore
+
+
+def loader_twin(loader: Any) -> Any:
+    """Return a loader over the same data that may be iterated: its generators and workers are not the caller's."""
+    if not isinstance(loader, torch.utils.data.DataLoader):
+        return loader
+    twins: dict[int, Any] = {}
+    twin = copy.copy(loader)
+    own = {name: _with_own_generator(getattr(loader, name, None), twins) for name in ("sampler", "batch_sampler")}
+    vars(twin).update(own, generator=_own_generator(loader.generator, twins), persistent_workers=False)
+    return twin
+
+
+def _with_own_generator(holder: Any, twins: dict[int, Any]) -> Any:
+    """Return a copy of a sampler, and of the sampler in it, that draws from a generator of its own."""
+    if holder is None or not hasattr(holder, "__dict__"):
+        return holder
+    if id(holder) not in twins:
+        twins[id(holder)] = twin = copy.copy(holder)
+        for name, value in vars(holder).items():
+            if isinstance(value, torch.Generator):
+                vars(twin)[name] = _own_generator(value, twins)
+            elif isinstance(value, torch.utils.data.Sampler):
+                vars(twin)[name] = _with_own_generator(value, twins)
+    return twins[id(holder)]
+
+
+def _own_generator(generator: torch.Generator | None, twins: dict[int, Any]) -> Any:
+    if generator is None:
+        return None
+    if id(generator) not in twins:
+        twins[id(generator)] = torch.Generator(generator.device).set_state(generator.get_state())
+    return twins[id(generator)]

@@ -1,0 +1,52 @@
+"""Fingerprints of recorded batches and of their samples: what is compared within and across ranks. JSON values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddpdebug import fingerprint
+from ddpdebug.preflight.capture.nested import tensors
+from ddpdebug.preflight.capture.tape import Tape
+
+#: Samples of a batch that get a fingerprint of their own.
+_SAMPLES = 512
+
+
+def digests(tapes: Iterable[Tape]) -> dict[str, Any]:
+    """Describe what the model was given, batch by batch."""
+    batches = [list(tensors(tape.inputs)) for tape in tapes]
+    return {"batches": [of_inputs(inputs) for inputs in batches], "scale": scale(batches)}
+
+
+def of_inputs(inputs: list[Tensor]) -> dict[str, Any]:
+    """Return the digests of one batch: of the whole, and of its samples where the first dimension counts them."""
+    size = next((t.shape[0] for t in inputs if t.dim()), 0)
+    rows = [t for t in inputs if t.dim() and t.shape[0] == size]
+    whole = fingerprint.fingerprint(torch.tensor([_digest(t) for t in inputs], dtype=torch.int64))
+    samples = [[_digest(t[at]) for t in rows] for at in range(min(size, _SAMPLES))]
+    # of whole numbers fewer are different: tokens of a small vocabulary, flags
+    elements = sum(t[0].numel() / (1 if t.is_floating_point() else 16) for t in rows if t.shape[0])
+    return {"batch": whole, "samples": [_joined(parts) for parts in samples], "elements": elements}
+
+
+def scale(batches: list[list[Tensor]]) -> list[float] | None:
+    """Return mean and standard deviation of the first input with fractions, over all batches."""
+    firsts = [next((t for t in inputs if t.is_floating_point() and t.numel()), None) for inputs in batches]
+    values = [t.detach().double().flatten() for t in firsts if t is not None]
+    if not values:
+        return None
+    flat = torch.cat(values)
+    return [float(flat.mean()), float(flat.std()) if flat.numel() > 1 else 0.0]
+
+
+def _digest(tensor: Tensor) -> int:
+    value = fingerprint.fingerprint(tensor.detach().contiguous().cpu())
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _joined(parts: list[int]) -> int:
+    return parts[0] if len(parts) == 1 else fingerprint.fingerprint(torch.tensor(parts, dtype=torch.int64))

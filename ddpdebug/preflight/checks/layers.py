@@ -1,0 +1,133 @@
+"""What every layer puts out in one pass, in the order of the calls: activations, gradients, and nonlinearities."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ddpdebug.preflight.capture.copies import copied
+from ddpdebug.preflight.subject import Subject
+
+#: Layers that mix their inputs by a weight, and whose output an initialisation is made for.
+WEIGHTED = (
+    nn.Linear,
+    nn.Bilinear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+_RECTIFIED = frozenset({"relu", "relu_", "relu6", "threshold"})
+_SATURATING = frozenset({"tanh", "tanh_", "sigmoid", "sigmoid_", "softsign"})
+#: A unit passes on less than a twentieth of its gradient beyond these values of tanh and sigmoid.
+_TANH = 0.975
+_SIGMOID = 0.0127
+
+
+@dataclass(slots=True)
+class Layer:
+    """A layer's output: its deviation, and that of the loss's gradient at it."""
+
+    name: str
+    spread: float
+    gradient: float = 0.0
+
+
+@dataclass(slots=True)
+class Pass:
+    """What one pass showed.
+
+    Args:
+        layers: those with a weight, once each, in the order of their first call.
+        dead: by nonlinearity, which units were 0 for every sample.
+        saturated: by nonlinearity, the share of saturated values.
+    """
+
+    layers: list[Layer] = field(default_factory=list)
+    dead: dict[str, Tensor] = field(default_factory=dict)
+    saturated: dict[str, float] = field(default_factory=dict)
+
+
+class _Nonlinearities(TorchFunctionMode):
+    """Looks at what relu, tanh and sigmoid return, wherever in the model they are called."""
+
+    def __init__(self, result: Pass) -> None:
+        super().__init__()
+        self._result = result
+        self.inside: list[str] = []
+        self._count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        value = func(*args, **(kwargs or {}))
+        name = str(getattr(func, "__name__", ""))
+        if self.inside and isinstance(value, Tensor) and value.dim() > 1 and name in _RECTIFIED | _SATURATING:
+            self._count += 1
+            key = f"{name.rstrip('_')} {self._count} in {self.inside[-1] or 'the model'}"
+            if name in _RECTIFIED:
+                self._result.dead[key] = _dead(value.detach())
+            else:
+                self._result.saturated[key] = _saturated(value.detach(), name.rstrip("_"))
+        return value
+
+
+def one_pass(subject: Subject, batch: Any) -> Pass:
+    """Run a batch forward and backward through a copy of the model."""
+    model, result = copied(subject.model), Pass()
+    mode = _Nonlinearities(result)
+    outputs: dict[str, Tensor] = {}
+
+    def enter(name: str) -> None:
+        mode.inside.append(name)
+
+    def leave(name: str, module: nn.Module, output: Any) -> None:
+        mode.inside.pop()
+        if isinstance(module, WEIGHTED) and isinstance(output, Tensor) and name not in outputs:
+            outputs[name] = output
+            if output.requires_grad:
+                output.retain_grad()
+
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(lambda _, __, name=name: enter(name))
+        module.register_forward_hook(lambda m, _, output, name=name: leave(name, m, output))
+    with mode:
+        loss = subject.loss_of(model, batch)[0]
+    if loss.requires_grad:
+        loss.backward()
+    for name, output in outputs.items():
+        gradient = output.grad
+        layer = Layer(name, _spread(output.detach()), 0.0 if gradient is None else _spread(gradient))
+        result.layers.append(layer)
+    return result
+
+
+def _spread(values: Tensor) -> float:
+    """Return the deviation; of a gradient, whose mean is no offset, nearly its size."""
+    finite = values.double().flatten()
+    return float(finite.std()) if finite.numel() > 1 else 0.0
+
+
+def _dead(values: Tensor) -> Tensor:
+    """Return which units are 0 for all samples and places: channels of images, the last dimension otherwise."""
+    unit = 1 if values.dim() >= 4 else values.dim() - 1
+    return (values == 0).transpose(unit, -1).flatten(0, -2).all(0)
+
+
+def _saturated(values: Tensor, name: str) -> float:
+    sigmoid = name == "sigmoid"
+    beyond = (values < _SIGMOID) | (values > 1 - _SIGMOID) if sigmoid else values.abs() > _TANH
+    return float(beyond.double().mean())
+
+
+def sampled(subject: Subject, count: int) -> list[Pass]:
+    """Return the passes of the first batches, each with the model as it starts and from the same random state."""
+    passes = []
+    for batch in subject.batches[:count]:
+        torch.manual_seed(0)
+        passes.append(one_pass(subject, batch))
+    return passes

@@ -1,0 +1,195 @@
+"""What a sweep over learning rates says: where the loss falls, where it is lowest, where training breaks. Pure.
+
+The method is that of L. N. Smith, "Cyclical learning rates for training neural networks" (WACV 2017, section 3.3): the
+rate grows by a constant factor from step to step, and the loss is looked at as a function of the rate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import median
+
+from ddpdebug.preflight.output.results import Plot, Series
+from ddpdebug.preflight.output.terminal_plot import draw
+
+#: Weight of the past in the average that decides when to stop. A sweep of 100 steps over eight decades has 12 steps in
+#: a decade, so that this looks back half a decade; fastai's 0.98 is for sweeps of many more steps.
+MEMORY = 0.85
+#: The same for the curve that the suggestions are read from, which is averaged in both directions.
+BOTH_WAYS = 0.7
+#: fastai and PyTorch Lightning stop a sweep when the smoothed loss is four times its minimum: it has risen by three.
+RISE = 3.0
+#: As they do, the first steps are not looked at (the average has seen too little), nor is the last.
+SKIP_BEGIN, SKIP_END = 10, 1
+#: "One tenth of the rate at the minimum" is the other rule of fastai's: at the minimum itself the loss falls no more.
+TENTH = 10.0
+#: A fall counts when it is this many times the scatter of the loss around its average (three deviations of a normal
+#: distribution), and this part of the loss at the start.
+SCATTER, LEAST_FALL = 3.0, 0.01
+#: A rate breaks training when this part of the fall is lost again: a bounded loss never rises above its start.
+LOST = 0.9
+#: Where nothing falls, the curve is shown up to this part above its start.
+_LEAST_ROOM = 0.5
+#: From the median of absolute deviations to the standard deviation of a normal distribution.
+_MAD = 1.4826
+
+
+class End(StrEnum):
+    """Why a sweep ended."""
+
+    ALL = "the whole range was tried"
+    DIVERGED = "the loss rose far above its minimum"
+    NONFINITE = "the loss was not finite"
+    TIME = "the time was over"
+
+
+class Stop:
+    """Decides step by step whether the loss has diverged: an average with bias correction against its own minimum."""
+
+    def __init__(self) -> None:
+        self._average, self._steps = 0.0, 0
+        self._first = self._best = math.nan
+        self._begin: list[float] = []
+
+    def __call__(self, loss: float) -> bool:
+        """Tell whether to stop after this loss."""
+        self._steps += 1
+        self._average = MEMORY * self._average + (1 - MEMORY) * loss
+        smoothed = self._average / (1 - MEMORY**self._steps)
+        if self._steps == 1:
+            self._first = self._best = smoothed
+        self._best = min(self._best, smoothed)
+        if self._steps <= SKIP_BEGIN:
+            self._begin.append(loss)
+            return False
+        # For a positive loss this is "four times the minimum", unless the minimum is next to nothing: then a rise
+        # counts against the fall, or against the noise. Losses may be negative (likelihoods, rewards).
+        noise = max(self._begin) - min(self._begin)
+        return smoothed - self._best > RISE * max(abs(self._best), self._first - self._best, noise)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """The losses of a sweep, and what follows from them.
+
+    Args:
+        rates: the learning rate of each step, of the group that has the highest.
+        losses: before that step's update, over all its micro-batches and ranks.
+        end: why it ended there.
+        current: the learning rate that the optimizer came with.
+    """
+
+    rates: tuple[float, ...]
+    losses: tuple[float, ...]
+    end: End
+    current: float
+
+    @property
+    def smoothed(self) -> tuple[float, ...]:
+        """The losses averaged in both directions, so that the curve is not shifted to higher rates."""
+        forward = _averaged(self._bounded, BOTH_WAYS)
+        backward = _averaged(self._bounded[::-1], BOTH_WAYS)[::-1]
+        return tuple((a + b) / 2 for a, b in zip(forward, backward, strict=True))
+
+    @property
+    def lowest(self) -> int | None:
+        """The step of the lowest smoothed loss, None where nothing falls."""
+        smoothed = self.smoothed[: len(self.losses) - SKIP_END]
+        if len(smoothed) <= SKIP_BEGIN:
+            return None
+        start = _start(smoothed)
+        place = min(range(SKIP_BEGIN, len(smoothed)), key=smoothed.__getitem__)
+        deviations = [abs(loss - mean) for loss, mean in zip(self.losses, smoothed, strict=False)][:place]
+        scatter = _MAD * median(deviations)
+        return place if start - smoothed[place] > max(SCATTER * scatter, LEAST_FALL * abs(start)) else None
+
+    @property
+    def too_noisy(self) -> bool:
+        """Whether the loss scatters by its own size, so that a fall could not be seen (rewards, advantages)."""
+        start = _start(self.losses)
+        scatter = _MAD * median(abs(loss - start) for loss in self.losses[:SKIP_BEGIN])
+        return SCATTER * scatter > abs(start)
+
+    @property
+    def steepest(self) -> float | None:
+        """The rate at which the loss falls fastest with the logarithm of the rate."""
+        last = self.lowest
+        if last is None:
+            return None
+        smoothed = self.smoothed
+        inner = range(max(1, SKIP_BEGIN // 2), max(last, SKIP_BEGIN // 2 + 2))
+        place = min(inner, key=lambda i: smoothed[i + 1] - smoothed[i - 1])
+        return self.rates[place]
+
+    @property
+    def tenth(self) -> float | None:
+        """One tenth of the rate at the lowest loss."""
+        return None if self.lowest is None else self.rates[self.lowest] / TENTH
+
+    @property
+    def edge(self) -> float | None:
+        """The rate from which on what was won is lost again, or the loss rises above its start; None if none does."""
+        smoothed, lowest = self.smoothed, self.lowest
+        start = _start(smoothed)
+        if lowest is None:
+            scatter = _MAD * median(abs(loss - start) for loss in self.losses[:SKIP_BEGIN])
+            bound = start + max(LEAST_FALL * abs(start), SCATTER * scatter)
+        else:
+            bound = start - (1 - LOST) * (start - smoothed[lowest])
+        place = len(smoothed)
+        while place > (lowest or 0) + 1 and smoothed[place - 1] > bound:
+            place -= 1
+        if place < len(smoothed):
+            return self.rates[place]
+        return self.rates[-1] if self.end in {End.DIVERGED, End.NONFINITE} else None
+
+    @property
+    def _bounded(self) -> tuple[float, ...]:
+        """The losses up to as far above the start as the lowest lies below: the last may be any power of ten."""
+        low, start = min(self.losses), _start(self.losses)
+        top = start + max(start - low, _LEAST_ROOM * abs(start))
+        return tuple(min(loss, top) for loss in self.losses)
+
+    def text(self, width: int = 90) -> str:
+        """Return the picture for a terminal."""
+        return "".join(f"{''.join(text for text, _ in line).rstrip()}\n" for line in draw(self.plot(), width))
+
+    def plot(self) -> Plot:
+        """Return the picture: the loss against the rate, with the suggestions."""
+        marks = [(self.steepest, "steepest descent"), (self.tenth, "minimum / 10"), (self.edge, "breaks")]
+        marks += [(self.current, "the script's")] if self.current > 0 else []
+        return Plot(
+            title="loss against learning rate",
+            x_label="learning rate",
+            y_label="loss",
+            series=(
+                Series(name="smoothed", x=self.rates, y=self.smoothed),
+                Series(name="measured", x=self.rates, y=self._bounded),
+            ),
+            log_x=True,
+            marks=tuple((x, text) for x, text in marks if x is not None),
+        )
+
+
+def _start(losses: Sequence[float]) -> float:
+    """Return the loss before the rates begin to matter."""
+    return median(losses[:SKIP_BEGIN])
+
+
+def _averaged(values: Sequence[float], memory: float) -> list[float]:
+    """Return the exponential averages, each divided by the weight that it really has (bias correction)."""
+    average, found = 0.0, []
+    for i, value in enumerate(values, 1):
+        average = memory * average + (1 - memory) * value
+        found.append(average / (1 - memory**i))
+    return found
+
+
+def rates(lowest: float, highest: float, steps: int) -> list[float]:
+    """Return the rates of a sweep: equal factors from the lowest to the highest."""
+    if steps < 2:
+        return [lowest]
+    return [math.exp(math.log(lowest) + i / (steps - 1) * math.log(highest / lowest)) for i in range(steps)]

@@ -1,0 +1,244 @@
+"""Trains a copy on one fixed batch again and again: what cannot memorise a few samples will not learn from many.
+
+Everything that varies is held: the batch is the one that was captured (so that augmentation has been drawn once),
+layers that drop something are off, and before every step the random state is put back, so that what noise is left in
+the forward is the same each time. Where the script's optimizer does not get there, Adam tries at a few rates: that
+tells a model that cannot from a recipe that cannot.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ddpdebug.preflight.capture.copies import OptimizerFor
+from ddpdebug.preflight.output.results import Check, Plot, Series, Status, Table
+from ddpdebug.preflight.overfit_shapes import MODEL, RECIPE, Shape, ending, has_learned, shape_of
+from ddpdebug.preflight.sandbox.trials import (
+    NoGradientError,
+    attempt,
+    copy_of_batch,
+    copy_of_model,
+    kept_random_state,
+    take_step,
+)
+from ddpdebug.preflight.subject import Subject
+from ddpdebug.probes.forward_capture import RandomState
+from ddpdebug.sinks.text import counted, number
+
+GROUP, NAME = "overfit", "one batch"
+CODE = "RCP814"
+SECONDS = 15.0
+STEPS = 200
+#: Adam's default, and a decade on either side.
+RATES = (1e-3, 1e-2, 1e-4)
+#: The script's optimizer gets this share of the time, the others what is left.
+_SHARE = 0.5
+#: Fewer steps than these tell nothing about a curve.
+_LEAST_STEPS = 12
+_HARMLESS = (Shape.LEARNED, Shape.FLOOR, Shape.FALLING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One attempt to memorise the batch."""
+
+    recipe: str
+    losses: tuple[float, ...]
+    seconds: float
+
+    @property
+    def shape(self) -> Shape:
+        """How it went."""
+        return shape_of(self.losses)
+
+
+def check(subject: Subject, *, seconds: float = SECONDS) -> list[Check]:
+    """Train copies of the model on the first batch.
+
+    Args:
+        seconds: for all attempts together.
+    """
+    return attempt(GROUP, NAME, lambda: _check(subject, seconds))
+
+
+def _check(subject: Subject, seconds: float) -> list[Check]:
+    try:
+        return _attempts(subject, seconds)
+    except NoGradientError as error:
+        return [_hopeless(str(error), "RCP810", _CUT)]
+
+
+def _attempts(subject: Subject, seconds: float) -> list[Check]:
+    if not subject.batches:
+        return [Check(group=GROUP, name=NAME, status=Status.SKIPPED, summary="there are no batches")]
+    if not any(p.requires_grad for p in subject.model.parameters()):
+        words = "no parameter of the model is trainable: nothing can be memorised"
+        return [_hopeless(words, CODE, _ALL_FROZEN)]
+    began = time.monotonic()
+    runs = []
+    if subject.optimizer_for is not None:
+        runs.append(_run(subject, "the script's optimizer", subject.optimizer_for, seconds * _SHARE))
+    if runs and _too_short(runs[0]):
+        return [_too_slow(runs[0])]
+    if not runs or runs[0].shape not in _HARMLESS:
+        for i, rate in enumerate(RATES):
+            left = (seconds - (time.monotonic() - began)) / (len(RATES) - i)
+            runs.append(_run(subject, f"Adam, {number(rate)}", _adam(rate), left))
+            if runs[-1].shape is Shape.LEARNED or _too_short(runs[-1]):
+                break
+    if _too_short(runs[0]):
+        return [_too_slow(runs[0])]
+    return [verdict(runs, scripted=subject.optimizer_for is not None)]
+
+
+def _too_short(run: Run) -> bool:
+    return len(run.losses) < _LEAST_STEPS and run.shape is not Shape.NONFINITE
+
+
+def _too_slow(run: Run) -> Check:
+    each = run.seconds / len(run.losses)
+    words = f"a step takes {each:.3g} s: allow {_LEAST_STEPS * each / _SHARE * 1.5:.0f} s for this check"
+    return Check(group=GROUP, name=NAME, status=Status.SKIPPED, summary=words)
+
+
+def _hopeless(words: str, code: str, causes: tuple[str, ...]) -> Check:
+    actions = ("see in the step `parameters` what is trainable and what the loss reaches",)
+    return Check(
+        group=GROUP, name=NAME, status=Status.FAIL, summary=words, code=code, hypotheses=causes, actions=actions
+    )
+
+
+_ALL_FROZEN = ("everything was frozen, and what should be trained was not unfrozen",)
+_CUT = (
+    "the forward runs under `torch.no_grad()` or `inference_mode`",
+    "a `detach()`, `.item()`, `.data` or a way through numpy between the model and the loss",
+    "an integer or boolean in between: `argmax`, a comparison, a cast",
+)
+
+
+def _adam(rate: float) -> OptimizerFor:
+    def make(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=rate)
+
+    return make
+
+
+def _run(subject: Subject, recipe: str, make: OptimizerFor, seconds: float) -> Run:
+    began = time.monotonic()
+    with kept_random_state() as state:
+        model = copy_of_model(subject.model)
+        _still(model)
+        optimizer = make(model)
+        losses = _train(subject, model, optimizer, state, lambda: time.monotonic() - began > seconds)
+    return Run(recipe=recipe, losses=tuple(losses), seconds=time.monotonic() - began)
+
+
+def _train(
+    subject: Subject,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: RandomState,
+    over: Callable[[], bool],
+) -> list[float]:
+    losses: list[float] = []
+    batch: Any = subject.batches[0]
+    while not losses or (len(losses) <= STEPS and not over()):
+        state.restore()
+        losses.append(take_step(model, optimizer, subject.loss_of, [copy_of_batch(batch)]))
+        if not math.isfinite(losses[-1]):
+            break
+        if len(losses) > _LEAST_STEPS and all(has_learned(losses[0], loss) for loss in losses[-3:]):
+            break
+    return losses
+
+
+def _still(model: torch.nn.Module) -> None:
+    """Switch off what drops something: dropout of every kind, stochastic depth (timm's DropPath, torchvision's)."""
+    for module in model.modules():
+        if any("drop" in kind.__name__.lower() or kind.__name__ == "StochasticDepth" for kind in type(module).__mro__):
+            module.eval()
+
+
+def verdict(runs: list[Run], *, scripted: bool) -> Check:
+    """Return what the attempts say.
+
+    Args:
+        scripted: whether the first one is the script's own recipe.
+    """
+    first = runs[0]
+    others = runs[1:] if scripted else runs
+    better = [run for run in others if _better(run, first, scripted=scripted)]
+    rescuer = min(better, key=lambda run: ending(run.losses), default=None)
+    shape = first.shape
+    words = f"loss {_way(first)} with {first.recipe}: {shape.value}"
+    causes: tuple[str, ...] = ()
+    actions: tuple[str, ...] = ()
+    status = Status.PASS
+    if not scripted:
+        status, causes = (Status.PASS, ()) if rescuer else (_grave(shape), MODEL.get(shape, ()))
+        words = f"loss {_way(rescuer or first)} with {(rescuer or first).recipe}: {(rescuer or first).shape.value}"
+    elif shape not in _HARMLESS and rescuer is not None:
+        status = Status.FAIL if shape in {Shape.WORSE, Shape.NONFINITE} else Status.WARN
+        words += f"; {rescuer.recipe}, goes {_way(rescuer)}: the model can, the recipe cannot"
+        causes = RECIPE[shape]
+        actions = (
+            "compare the script's learning rate with the sweep of the step `learning rate`",
+            "see in the step `parameters` which parameters the optimizer holds",
+        )
+    elif shape not in _HARMLESS:
+        status, causes = _grave(shape), MODEL[shape]
+        words += "; Adam does not help"
+        actions = (
+            "print predictions beside targets on this batch; take two samples, then eight",
+            "see in the steps `parameters` and `gradient flow` which parameters get a gradient",
+        )
+    return Check(
+        group=GROUP,
+        name=NAME,
+        status=status,
+        summary=f"{words} (dropout off, the batch and all randomness fixed)",
+        code=CODE if status in {Status.WARN, Status.FAIL} else "",
+        evidence={"first": first.losses[0], "last": ending(first.losses), "steps": len(first.losses) - 1},
+        hypotheses=causes,
+        actions=actions,
+        plots=(_plot(runs),),
+        tables=(_table(runs),) if len(runs) > 1 else (),
+    )
+
+
+def _grave(shape: Shape) -> Status:
+    """A plateau may be the loss's own floor, and an oscillation noise that cannot be fixed."""
+    if shape in _HARMLESS:
+        return Status.PASS
+    return Status.WARN if shape in {Shape.PLATEAU, Shape.OSCILLATING} else Status.FAIL
+
+
+def _better(run: Run, first: Run, *, scripted: bool) -> bool:
+    """Tell whether a run shows that the model can: it memorised the batch, or moved where the script's did not."""
+    if run.shape in {Shape.LEARNED, Shape.FLOOR} or not scripted:
+        return run.shape in _HARMLESS
+    if first.shape is Shape.PLATEAU:
+        return run.shape is Shape.FALLING and ending(run.losses) < ending(first.losses)
+    return run.shape in {Shape.FALLING, Shape.PLATEAU}
+
+
+def _way(run: Run) -> str:
+    return f"{number(run.losses[0])} to {number(ending(run.losses))} in {counted(len(run.losses) - 1, 'step')}"
+
+
+def _plot(runs: list[Run]) -> Plot:
+    series = tuple(Series(name=run.recipe, x=tuple(range(len(run.losses))), y=run.losses) for run in runs)
+    finite = [loss for run in runs for loss in run.losses if math.isfinite(loss)]
+    wide = bool(finite) and min(finite) > 0 and max(finite) / min(finite) > 10
+    return Plot(title="loss on one batch", x_label="step", y_label="loss", series=series, log_y=wide)
+
+
+def _table(runs: list[Run]) -> Table:
+    rows = tuple((r.recipe, r.losses[0], ending(r.losses), len(r.losses) - 1, r.shape.value) for r in runs)
+    return Table(head=("optimizer", "first loss", "last loss", "steps", "went"), rows=rows)

@@ -1,0 +1,72 @@
+"""Modules that the forward calls and the model does not know: they are in a plain list or dict (RCP817)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpdebug.preflight.capture.copies import copied
+from ddpdebug.preflight.output.results import Check, Status
+from ddpdebug.preflight.subject import Subject
+
+GROUP = "parameters"
+_DEPTH = 3
+_ITEMS = 200
+
+
+def unregistered(subject: Subject) -> Iterator[Check]:
+    """Look into the plain attributes of the model's modules for modules with parameters, and see who is called."""
+    model = copied(subject.model)
+    known = {id(module) for module in model.modules()}
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if not attribute.startswith("_"):
+                for path, hidden in _modules_in(value, f"{name}.{attribute}".lstrip("."), 0):
+                    if id(hidden) not in known and any(p.requires_grad for p in hidden.parameters()):
+                        found.setdefault(path, hidden)
+    called = _called(subject, model, found) if found else {}
+    if called:
+        yield Check(
+            group=GROUP,
+            name="registered",
+            status=Status.FAIL,
+            code="RCP817",
+            summary=f"the forward calls {', '.join(called)}, which the model does not hold as parts: their parameters "
+            "are not in `model.parameters()`",
+            evidence={"modules": {path: type(module).__name__ for path, module in called.items()}},
+            hypotheses=("modules in a plain list, tuple or dict",),
+            actions=("use `nn.ModuleList` or `nn.ModuleDict`",),
+        )
+    else:
+        summary = "every module that is kept in the model is one of its parts"
+        yield Check(group=GROUP, name="registered", status=Status.PASS, summary=summary)
+
+
+def _modules_in(value: Any, path: str, depth: int) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(value, nn.Module):
+        yield path, value
+    elif depth < _DEPTH and isinstance(value, list | tuple) and len(value) <= _ITEMS:
+        for at, item in enumerate(value):
+            yield from _modules_in(item, f"{path}[{at}]", depth + 1)
+    elif depth < _DEPTH and isinstance(value, Mapping) and len(value) <= _ITEMS:
+        for key, item in value.items():
+            yield from _modules_in(item, f"{path}[{key!r}]", depth + 1)
+
+
+def _called(subject: Subject, model: nn.Module, hidden: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return those that a forward with gradient calls; a teacher under `no_grad` is hidden on purpose."""
+    found: dict[str, nn.Module] = {}
+
+    def note(path: str, module: nn.Module) -> None:
+        if torch.is_grad_enabled():
+            found[path] = module
+
+    for path, module in hidden.items():
+        module.register_forward_pre_hook(lambda m, _, path=path: note(path, m))
+    if subject.batches:
+        subject.loss_of(model, subject.batches[0])
+    return found

@@ -1,0 +1,1 @@
+"""What the preflight shows: text, page, plots, files."""

@@ -1,0 +1,97 @@
+"""Writes what the preflight found: preflight.json, junit.xml, preflight.html, and with matplotlib the plots as files.
+
+`to_json`, `to_junit` are pure; `write` is the only one that touches the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+from ddpdebug.ci.junit import EPOCH, add_property, add_suite, document, new_case, xml_text
+from ddpdebug.preflight.output.figures import save_figures
+from ddpdebug.preflight.output.page import page
+from ddpdebug.preflight.output.results import Check, Picture, Status
+from ddpdebug.sinks.text import clean, evidence_lines
+
+
+def write(checks: Sequence[Check], directory: Path, title: str) -> list[Path]:
+    """Write the files into a directory, which is made where it is missing; return them.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    texts = {
+        "preflight.json": to_json(checks, title),
+        "junit.xml": to_junit(checks, at=time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime())),
+        "preflight.html": page(checks, title),
+    }
+    written = []
+    for name, text in texts.items():
+        file = directory / name
+        file.write_text(text, encoding="utf-8", errors="backslashreplace")
+        written.append(file)
+    return written + save_figures(checks, directory / "plots")
+
+
+def to_json(checks: Sequence[Check], title: str) -> str:
+    """Return one JSON object that every parser reads: `nan`, `inf` and `-inf` are texts."""
+    counts = {status.value: sum(check.status is status for check in checks) for status in Status}
+    record = {"title": title, "counts": counts, "checks": [strict(check) for check in checks]}
+    return json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def strict(value: Any) -> Any:
+    """Return a value as JSON knows it. Of a picture its size stays, not its pixels."""
+    if isinstance(value, Picture):
+        size = [len(value.pixels), len(value.pixels[0])] if value.pixels else None
+        return {"title": value.title, "text": value.text, "size": size}
+    if hasattr(value, "__dataclass_fields__"):
+        return {field.name: strict(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): strict(item) for key, item in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return [strict(item) for item in value]
+    plain = value is None or isinstance(value, int | str) or (isinstance(value, float) and math.isfinite(value))
+    return value if plain else str(value)
+
+
+def to_junit(checks: Sequence[Check], *, at: str = EPOCH) -> str:
+    """Return JUnit XML: a suite for each group, a case for each check. What is only worth a look is no failure.
+
+    Args:
+        at: when the preflight ended, ISO 8601 without a zone.
+    """
+    root = ET.Element("testsuites")
+    for group, members in groupby(checks, lambda check: check.group):
+        properties, cases, notes = ET.Element("properties"), [], []
+        for check in members:
+            case = new_case(clean(check.name, 200))
+            words = xml_text(clean(f"{check.code} {check.summary}".strip()))
+            if check.status is Status.FAIL:
+                failure = ET.SubElement(case, "failure", type=xml_text(check.code or "preflight"), message=words)
+                failure.text = xml_text(_described(check))
+                add_property(properties, clean(check.name, 200), check.code)
+            elif check.status is Status.SKIPPED:
+                ET.SubElement(case, "skipped", message=words)
+            else:
+                notes.append(_described(check) if check.status is Status.WARN else f"{check.name}: {words}")
+            cases.append(case)
+        add_suite(root, clean(group, 200), at, properties, cases, "\n\n".join(notes))
+    return document(root)
+
+
+def _described(check: Check) -> str:
+    lines = [f"{check.code} {check.status.value}: {check.group}: {clean(check.name)}".strip(), clean(check.summary)]
+    lines += [f"evidence: {line}" for line in evidence_lines(check.evidence)]
+    lines += [f"perhaps: {clean(cause)}" for cause in check.hypotheses]
+    lines += [f"next: {clean(action)}" for action in check.actions]
+    return "\n".join(lines)

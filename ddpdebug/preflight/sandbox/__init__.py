@@ -1,0 +1,1 @@
+"""Trials on copies: what a check changes is put back."""

@@ -1,0 +1,102 @@
+"""Experiments on copies: what a check trains is never the caller's, and the random state is put back.
+
+Copies share nothing that a step writes: parameters, buffers, the attributes of modules and the tensors of a batch are
+new; a batch's other objects are copied where they can be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ddpdebug.preflight.output.results import Check, Status
+from ddpdebug.preflight.subject import LossOf, Subject
+from ddpdebug.probes.forward_capture import RandomState
+from ddpdebug.probes.holding import is_container, items, rebuilt
+
+_MAX_ERROR = 300
+
+
+@contextlib.contextmanager
+def kept_random_state() -> Iterator[RandomState]:
+    """Put the state of all generators back afterwards; gives what it was."""
+    state = RandomState.now()
+    try:
+        yield state
+    finally:
+        state.restore()
+
+
+def copy_of_model(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a copy without gradients."""
+    copied = copy.deepcopy(model)
+    copied.zero_grad(set_to_none=True)
+    return copied
+
+
+def copy_of_batch(value: Any) -> Any:
+    """Return a batch with new tensors; what cannot be copied stays the same object."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if is_container(value):
+        return rebuilt(value, [copy_of_batch(item) for _, item in items(value)])
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # noqa: BLE001 - a file handle, a tokenizer of native code: the loss gets the original
+        return value
+
+
+def in_turn(batches: Sequence[Any]) -> Iterator[Any]:
+    """Yield copies of the batches, from the first again after the last."""
+    return (copy_of_batch(batch) for batch in itertools.cycle(batches))
+
+
+def copies(subject: Subject) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return a copy of the model and an optimizer of the caller's kind for it."""
+    assert subject.optimizer_for is not None
+    model = copy_of_model(subject.model)
+    return model, subject.optimizer_for(model)
+
+
+class NoGradientError(RuntimeError):
+    """The loss depends on nothing that could be trained."""
+
+
+def backward(loss: torch.Tensor) -> None:
+    """Compute the gradients.
+
+    Raises:
+        NoGradientError: there are none to compute.
+    """
+    if not loss.requires_grad:
+        raise NoGradientError("the loss depends on no parameter that is trainable: nothing can be learned from it")
+    loss.backward()
+
+
+def take_step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss_of: LossOf, batches: Sequence[Any]
+) -> float:
+    """Take one optimizer step on the mean loss of the batches; return that loss."""
+    optimizer.zero_grad(set_to_none=True)
+    total = 0.0
+    for batch in batches:
+        loss, _ = loss_of(model, batch)
+        backward(loss / len(batches))
+        total += float(loss.detach()) / len(batches)
+    optimizer.step()
+    return total
+
+
+def attempt(group: str, name: str, examine: Callable[[], list[Check]]) -> list[Check]:
+    """Return what a check says; one that raises was not done, and says why."""
+    try:
+        with kept_random_state(), torch.enable_grad():
+            return examine()
+    except Exception as error:  # noqa: BLE001 - one check that cannot be done takes no other with it
+        words = f"{type(error).__name__}: {error}"[:_MAX_ERROR]
+        return [Check(group=group, name=name, status=Status.SKIPPED, summary=f"could not be done: {words}")]

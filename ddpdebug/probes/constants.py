@@ -1,0 +1,84 @@
+"""What a model computes with besides parameters and buffers: precision, tensors in plain attributes. Told once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ddpdebug import torch_internals as internals
+from ddpdebug.probes import async_copy as device
+from ddpdebug.probes.values import precision
+
+#: Training forwards that an attribute must have survived unchanged to be a constant and no cache or result.
+_FORWARDS = 4
+_MAX_TENSORS = 64
+#: Another class of tensor may run code of its own for whatever it is asked.
+_KINDS = {torch.Tensor, torch.nn.Parameter}
+_MAX_BYTES = 4 << 20
+#: A longer list or dict is a vocabulary or a data set, which is not gone through.
+_MAX_ITEMS = 1000
+
+
+class Settings:
+    """The settings of one DDP's module, as they were when it was wrapped."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._forwards = 0
+        found = _plain_tensors(module)
+        digests = device.digests([t for _, t in found])() if found else []
+        #: name, the tensor, its version, what the ranks compare
+        self._plain = [
+            (name, weakref.ref(t), internals.version_of(t), f"{tuple(t.shape)}:{digest:016x}")
+            for (name, t), digest in zip(found, digests, strict=True)
+        ]
+
+    def at_forward(self, module: torch.nn.Module) -> Sequence[tuple[str, dict[str, Any]]]:
+        """Return what is to be announced at this training forward: (topic, fact)."""
+        if self._forwards > _FORWARDS:
+            return ()
+        self._forwards += 1
+        if self._forwards == 1:
+            return (("precision", precision(module)),)
+        return (("constants", {"tensors": self._unchanged(module)}),) if self._forwards > _FORWARDS else ()
+
+    def _unchanged(self, module: torch.nn.Module) -> dict[str, str]:
+        now = {name: (id(t), internals.version_of(t)) for name, t in _plain_tensors(module)}
+        return {
+            name: shown
+            for name, ref, version, shown in self._plain
+            if (tensor := ref()) is not None and version is not None and now.get(name) == (id(tensor), version)
+        }
+
+
+def _plain_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the floating-point tensors in attributes that are neither parameters nor buffers, lists and dicts too."""
+    found: list[tuple[str, torch.Tensor]] = []
+    for path, part in internals.named_modules(module):
+        own = {id(t) for t in (*internals.own_parameters(part), *internals.own_buffers(part).values())}
+        for name, value in list(vars(part).items()):
+            if name.startswith("_"):
+                continue
+            for place, tensor in _tensors(value):
+                if id(tensor) not in own and _is_constant_like(tensor):
+                    found.append((f"{path}.{name}{place}" if path else f"{name}{place}", tensor))
+    return found[:_MAX_TENSORS]
+
+
+def _tensors(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if type(value) in _KINDS:
+        yield "", value
+    elif type(value) in {list, tuple} and len(value) <= _MAX_ITEMS:
+        yield from ((f"[{i}]", item) for i, item in enumerate(value) if type(item) in _KINDS)
+    elif type(value) is dict and len(value) <= _MAX_ITEMS:
+        # other keys look different on each rank
+        named = ((key, item) for key, item in list(value.items()) if type(key) in {str, int})
+        yield from ((f"[{key!r}]", item) for key, item in named if type(item) in _KINDS)
+
+
+def _is_constant_like(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor can be compared: of some size, with values, and no result that hangs on a graph."""
+    plain = tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.grad_fn is None
+    return plain and tensor.is_floating_point() and tensor.numel() > 1 and tensor.nbytes <= _MAX_BYTES

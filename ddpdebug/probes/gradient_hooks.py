@@ -1,0 +1,80 @@
+"""Sees each gradient of a DDP's parameters while it is still this rank's own: the hook that runs before DDP reduces."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ddpdebug import torch_internals as internals
+from ddpdebug.probes import gradients
+from ddpdebug.probes.ddp_wrapper import Wrapper
+
+if TYPE_CHECKING:
+    from ddpdebug.probes.recorder import Recorder
+
+
+class GradientHooks:
+    """The hooks on the user's parameters."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = weakref.ref(recorder)
+        self._hooked: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._owners: dict[int, Wrapper] = {}
+        self._handles: list[Any] = []
+        self._entries = recorder.entries
+        internals.leave_uncompiled(on_gradient)
+
+    def add(self, parameter: torch.Tensor, wrapper: Wrapper | None) -> None:
+        """Hook a parameter, once."""
+        if wrapper is None or id(parameter) in self._hooked or not parameter.is_leaf or not parameter.requires_grad:
+            return
+        key = id(parameter)  # numbers are used again: forget it with the parameter
+        me = weakref.ref(self)
+        gone = partial(_forget, me, key)
+        self._hooked[key] = self._entries.when_gone("probe:gradients", parameter, gone)
+        self._owners[key] = wrapper
+        self._handles.append(self._entries.on_gradient(parameter, on_gradient, me, key))
+
+    def forget(self) -> None:
+        """Let go of the handles of parameters that are gone."""
+        self._handles = [handle for handle in self._handles if handle.hooks_dict_ref() is not None]
+
+    def release(self) -> None:
+        """Remove every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._hooked.clear()
+        self._owners.clear()
+
+    def arrived(self, key: int, parameter: torch.Tensor) -> None:
+        """Note a gradient of a known parameter; its object in Python is made only where the gradient is looked at."""
+        wrapper = self._owners.get(key)
+        if wrapper is None:
+            return
+        wrapper.arrived = True  # by whatever thread: torch's own work for the one that called backward
+        if wrapper.armed and (recorder := self._recorder()) is not None and recorder.checking:
+            recorder.guard.run("probe:gradients", self._note, recorder, wrapper, key, parameter)
+
+    @staticmethod
+    def _note(recorder: Recorder, wrapper: Wrapper, key: int, parameter: torch.Tensor) -> None:
+        grad = parameter.grad
+        norm = gradients.note_local(recorder.window, wrapper, key, grad)
+        if norm is not None and grad is not None:
+            halved = wrapper.hook_kind in {"half", "custom"}
+            recorder.guard.run("probe:numerics-gradients", recorder.numerics.note_local, key, grad, norm, halved)
+
+
+def _forget(hooks: weakref.ref[GradientHooks], key: int) -> None:
+    if (me := hooks()) is not None:
+        me._hooked.pop(key, None)  # noqa: SLF001 - of this file
+
+
+def on_gradient(hooks: weakref.ref[GradientHooks], key: int, parameter: torch.Tensor) -> None:
+    """Note that a gradient has arrived; it is still this rank's own."""
+    me = hooks()
+    if me is not None:
+        me.arrived(key, parameter)

@@ -1,0 +1,371 @@
+"""Per-layer statistics of a few checked steps: what activations, weights, gradients and updates look like by depth.
+
+Everything is bounded: so many modules and parameters, so many elements of each, so few steps. Nothing waits for a
+device: numbers stay where they are until the background thread reads them.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ddpdebug import torch_internals as internals
+from ddpdebug.probes import async_copy as device, ranges
+from ddpdebug.probes.values import tensors_in
+from ddpdebug.schema.row import Flag
+
+if TYPE_CHECKING:
+    from ddpdebug.probes.optimizers import OptimizerWatch
+    from ddpdebug.probes.record import StepRecord, Window
+
+#: At most so many module calls and parameters are described, and at most so many elements of each are read.
+MAX_CALLS, MAX_PARAMETERS, MAX_ELEMENTS = 64, 100, 1 << 14
+#: Ranks from this one on say nothing of their activations: a few batches show the same as many.
+_RANKS = 2
+#: Of each activation the units that fired are remembered for so many samples.
+_SAMPLES = 4
+_MAX_SITES = 256
+#: The first samples are taken in a row; later ones at doubling distances, but in one of so many checked steps.
+_FIRST, _RAREST = 4, 64
+#: A sigmoid or tanh this close to a limit, and a softmax with an entry this large, are at the end of their range.
+_END = 0.01
+_KINDS = {
+    "ReluBackward0": "relu",
+    "SigmoidBackward0": "sigmoid",
+    "TanhBackward0": "tanh",
+    "SoftmaxBackward0": "softmax",
+}
+_MIN_ROWS, _MAX_ROWS, _MAX_COLUMNS = 4, 64, 256
+
+
+def is_due(count: int) -> bool:
+    """Tell whether the `count`-th checked step is sampled."""
+    return count < _FIRST or count % min(_RAREST, 1 << (count.bit_length() - 3)) == 0
+
+
+@dataclass(slots=True)
+class Notes:
+    """What was taken in one step; the numbers may still be on a device."""
+
+    calls: list[dict[str, Any]] = field(default_factory=list)  # values are positions in `numbers` where they are floats
+    numbers: device.LaterFloats = list
+    order: dict[int, int] = field(default_factory=dict)  # id of a module with parameters -> place of its first call
+    names: list[str] = field(
+        default_factory=list
+    )  # the parameters that are described, from the first layer to the last
+    facts: list[dict[str, Any]] = field(default_factory=list)
+    norms: device.LaterFloats = list  # of the weights' blocks, then of their changes, then of their symmetry
+    _tables: tuple[list[float], list[float]] | None = None
+
+    def read(self) -> tuple[list[float], list[float]]:
+        """Return weight norms and the norms of their changes, scaled from the block to the whole."""
+        if self._tables is None:
+            values = self.norms()
+            if len(values) < 2 * len(self.names):
+                self.names, self.facts = [], []  # the step did not happen
+            count = len(self.names)
+            scale = [math.sqrt(fact["numel"] / max(1, fact["block"])) for fact in self.facts]
+            weights = [v * s for v, s in zip(values[:count], scale, strict=True)]
+            updates = [v * s for v, s in zip(values[count : 2 * count], scale, strict=True)]
+            for fact, value in zip(self.facts, values[2 * count :], strict=False):
+                fact["symmetric"] = bool(value)
+            self._tables, self.norms = (weights, updates), list
+        return self._tables
+
+    def row(self) -> dict[str, float]:
+        """Return the fields of the row; from here on numbers are kept, and no tensors."""
+        values = self.numbers()
+        self.numbers = lambda: values
+        weights, updates = self.read()
+        return {"param_norm": math.hypot(*weights), "update_norm": math.hypot(*updates)} if weights else {}
+
+    def detail(self, record: StepRecord) -> dict[str, Any]:
+        """Return the detail of this kind (see `details.py`)."""
+        values = self.numbers()
+        modules: dict[str, Any] = {}
+        for call in self.calls:
+            about = {k: _shown(values[v.at]) if isinstance(v, _Number) else v for k, v in call.items() if k != "path"}
+            modules[call["path"]] = about
+        weights, updates = self.read()
+        _, _, _, reduced = record.checksums()
+        touched = record.touched_norms() if record.touched_norms is not None else []
+        grads = {**reduced, **dict(zip((record.names[i] for i in record.touched), touched, strict=True))}
+        before = record.digest_table(record.before)
+        parameters = {}
+        for name, fact, weight, update in zip(self.names, self.facts, weights, updates, strict=True):
+            digest = before.get(name)
+            parameters[name] = {
+                "norm": _shown(weight),
+                "grad_norm": _shown(grads[name]) if name in grads else None,
+                "update": _shown(update),
+                "digest": None if digest is None else f"{digest:016x}",
+                **{key: value for key, value in fact.items() if key != "block"},
+            }
+        return {"modules": modules, "parameters": parameters, "order": list(self.names)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Number:
+    at: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """A module call. Only the part that is read was copied as it ran.
+
+    Between the model's own operations little of our code is in the caches, and each line takes several times as long as
+    in a loop at the end of the forward.
+    """
+
+    module: torch.nn.Module
+    about: dict[str, Any]
+    part: torch.Tensor
+    memory: int  # where the result lies
+    convolution: bool  # the last layer with weights was one
+
+
+def _shown(value: float) -> float | None:
+    """Return a number short enough for JSON; None where it is no number."""
+    return float(f"{value:.5g}") if math.isfinite(value) else None
+
+
+class Layers:
+    """Takes the samples."""
+
+    def __init__(self) -> None:
+        self.sampling = False
+        self._count, self._number = -1, -1
+        self._notes = Notes()
+        self._calls: list[_Call] = []
+        self._numbers: list[torch.Tensor] = []
+        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int | None]] = {}
+        self._times: dict[int, int] = {}
+        self._stride, self._leaves, self._convolution = 1, 0, False
+        self._alive: dict[str, deque[tuple[int, torch.Tensor]]] = {}
+        self._blocks: list[torch.Tensor] = []
+        self._symmetry: list[torch.Tensor] = []
+        self._begun: set[int] = set()
+
+    # --- forward ------------------------------------------------------------------------------------------------------
+
+    def begin(self, window: Window, root: torch.nn.Module) -> bool:
+        """Decide about a checked training forward; return whether its module calls are wanted."""
+        if window.number != self._number:
+            self._number, self._count = window.number, self._count + 1
+        self.sampling = is_due(self._count)
+        if not self.sampling or window.looks.forwards:
+            return False
+        self.forget()
+        self._notes = Notes()
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        leaves = sum(internals.is_leaf(module) for module in internals.modules(root))
+        self._stride, self._leaves = max(1, math.ceil(leaves / MAX_CALLS)), 0
+        return rank < _RANKS
+
+    def look(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        """Take the statistics of one module call; containers only hand on what their children gave."""
+        if not internals.is_leaf(module):
+            return
+        own = internals.own_parameters(module)
+        self._leaves += 1
+        if own:
+            self._notes.order.setdefault(id(module), self._leaves)
+        if self._leaves % self._stride or len(self._calls) >= MAX_CALLS:
+            return
+        for value in tensors_in(args)[:1]:  # an activation that is no module shows as the input of the next one
+            if value.grad_fn is not None and value.grad_fn.name() in _KINDS:
+                self._take(module, value, "input")
+        if own:
+            self._convolution = type(module).__name__.startswith("Conv")
+        for value in tensors_in(output)[:1]:
+            self._take(module, value, "output")
+
+    def _take(self, module: torch.nn.Module, tensor: torch.Tensor, role: str) -> None:
+        key, version = id(tensor), internals.version_of(tensor)
+        known = self._seen.get(key)
+        if known is not None and known[0]() is tensor and known[1] == version:
+            return
+        whole = ranges.real_view(tensor)
+        if whole is None or whole.dim() < 2:
+            return
+        self._seen[key] = (weakref.ref(tensor), version)
+        part = _part(whole)
+        part = part.to(torch.float64 if part.dtype == torch.float64 else torch.float32, copy=True)
+        kind = None if tensor.grad_fn is None else _KINDS.get(tensor.grad_fn.name())
+        time = self._times[id(module)] = self._times.get(id(module), -1) + 1
+        about: dict[str, Any] = {"class": type(module).__name__, "role": role, "call": time, "kind": kind}
+        about["leaf"] = self._leaves
+        self._calls.append(_Call(module, about, part, tensor.untyped_storage().data_ptr(), self._convolution))
+
+    def _measure(self, call: _Call) -> dict[str, Any]:
+        """Return the statistics of a call; what is a position in `numbers` may still be on a device."""
+        part, kind = call.part, call.about["kind"]
+        fired = part != 0 if kind == "relu" else None
+        ended = None if kind is None or kind == "relu" else _saturated(part, kind)
+        std, mean = _std_mean(part)
+        found: dict[str, Any] = {"mean": self._keep(mean), "std": self._keep(std)}
+        if fired is not None:
+            unit = 1 if part.dim() > 3 or part.dim() == 2 or call.convolution else part.dim() - 1
+            found["zero"] = self._keep(1 - fired.float().mean())
+            found["fired"] = (part.numel() // part.shape[unit], fired.movedim(unit, 0).flatten(1).any(1))
+        elif ended is not None:
+            found["saturated"] = self._keep(ended.float().mean())
+        return found
+
+    def _keep(self, number: torch.Tensor) -> _Number:
+        self._numbers.append(number)
+        return _Number(len(self._numbers) - 1)
+
+    def end(self, root: torch.nn.Module, prefix: str, output: Any) -> None:
+        """Note what was seen, under the modules' paths."""
+        if not self._calls:
+            return
+        paths = {id(module): prefix + (name or "(model)") for name, module in internals.named_modules(root)}
+        given = {t.untyped_storage().data_ptr() for t in tensors_in(output) if ranges.real_view(t) is not None}
+        last = max(self._notes.order.values(), default=0)
+        for call in self._calls:
+            module, about = call.module, call.about
+            path = paths.get(id(module), type(module).__name__)
+            path += f" (call {about['call']})" if about["call"] and about["role"] == "output" else ""
+            path += " (input)" if about["role"] == "input" else ""
+            before = about["leaf"] + (about["role"] == "output") <= last
+            with torch.no_grad():
+                seen = self._measure(call)
+                fired = seen.pop("fired", None)
+                units = self._fired(path, *fired) if fired is not None else {}
+            hidden = before and call.memory not in given
+            self._notes.calls.append({"path": path, **about, **seen, **units, "hidden": hidden})
+        self._notes.numbers = device.numbers(self._numbers)
+        self.forget()
+
+    def _fired(self, path: str, inputs: int, fired: torch.Tensor) -> dict[str, Any]:
+        """Return the share of units that no input of the last samples made fire, and how many inputs that were."""
+        if path not in self._alive and len(self._alive) >= _MAX_SITES:
+            return {}
+        past = self._alive.setdefault(path, deque(maxlen=_SAMPLES))
+        if past and past[-1][1].shape != fired.shape:
+            past.clear()
+        past.append((inputs, fired))
+        any_time = torch.stack([own for _, own in past]).any(0)
+        return {"zero_units": self._keep(1 - any_time.float().mean()), "inputs": sum(n for n, _ in past)}
+
+    def forget(self) -> None:
+        """Let go of a forward that is over, or that raised."""
+        self._calls, self._numbers = [], []
+        self._seen.clear()
+        self._times.clear()
+
+    # --- optimizer ----------------------------------------------------------------------------------------------------
+
+    def before(self, watch: OptimizerWatch, record: StepRecord) -> None:
+        """Copy a block of each parameter just before the optimizer changes it."""
+        self._blocks = []
+        if not self.sampling or not record.flags & Flag.CHECKED or record.flags & (Flag.CLOSURE | Flag.SKIPPED):
+            return
+        notes, self._notes = self._notes, Notes(order=self._notes.order)
+        record.layers = notes
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return
+        first = watch.index not in self._begun
+        self._begun.add(watch.index)
+        rates = {id(p): group.get("lr") for group in watch.groups() for p in group["params"]}
+        for name, parameter in self._chosen(watch, notes):
+            block = _block(parameter)
+            if block is None:
+                continue
+            rate = rates.get(id(parameter))
+            fact: dict[str, Any] = {"numel": parameter.numel(), "block": block.numel(), "dim": parameter.dim()}
+            fact["lr"] = float(rate) if isinstance(rate, int | float) else None
+            notes.names.append(name)
+            notes.facts.append(fact)
+            self._blocks.append(block)
+        self._symmetry = [_symmetric(p) for p in self._parameters(watch, notes)] if first else []
+        self._blocks = internals.clones(self._blocks)
+
+    def after(self, watch: OptimizerWatch, record: StepRecord) -> None:
+        """Measure how far the optimizer has moved them."""
+        notes, blocks, self._blocks = record.layers, self._blocks, []
+        if notes is None or not blocks:
+            return
+        with torch.no_grad():
+            pairs = [
+                (block, new)
+                for parameter, block in zip(self._parameters(watch, notes), blocks, strict=True)
+                if (new := _block(parameter)) is not None
+            ]
+            norms, changes = internals.distances([old.float() for old, _ in pairs], [now.float() for _, now in pairs])
+        notes.norms = device.numbers([*norms, *changes, *self._symmetry])
+
+    def _chosen(self, watch: OptimizerWatch, notes: Notes) -> list[tuple[str, torch.Tensor]]:
+        """Return the parameters to describe, from the first layer that is called to the last."""
+        place: dict[int, tuple[int, int]] = {}
+        for wrapper in watch.wrappers:
+            module = wrapper.module()
+            for part in () if module is None else internals.modules(module):
+                for parameter in internals.own_parameters(part):
+                    place.setdefault(id(parameter), (notes.order.get(id(part), 1 << 30), len(place)))
+        rows = [(n, p) for n, p in zip(watch.names, watch.params, strict=True) if p.requires_grad]
+        rows.sort(key=lambda row: place.get(id(row[1]), (1 << 30, 1 << 30)))
+        if len(rows) <= MAX_PARAMETERS:
+            return rows
+        weights = [row for row in rows if row[1].dim() > 1] or rows
+        return weights[:: math.ceil(len(weights) / MAX_PARAMETERS)]
+
+    @staticmethod
+    def _parameters(watch: OptimizerWatch, notes: Notes) -> list[torch.Tensor]:
+        table = dict(zip(watch.names, watch.params, strict=True))
+        return [table[name] for name in notes.names]
+
+
+def _part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a part of a tensor that is small enough, along everything but its units."""
+    for dim in (0, *range(tensor.dim() - 1, 1, -1)) if tensor.dim() > 3 else (0, 1)[: tensor.dim() - 1]:
+        if tensor.numel() > MAX_ELEMENTS:
+            length = max(1, tensor.shape[dim] * MAX_ELEMENTS // tensor.numel())
+            tensor = tensor.narrow(dim, 0, length)
+    return tensor
+
+
+def _std_mean(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return deviation and mean of a copy, which may be written.
+
+    On the CPU torch's own `std_mean` takes four times as long as this. Measured from one of the elements, the deviation
+    of equal elements is exactly 0.
+    """
+    if part.device.type != "cpu":
+        std, mean = torch.std_mean(part, correction=0)
+        return std, mean
+    origin = part[(0,) * part.dim()].clone()
+    moved = part.sub_(origin)
+    mean = moved.mean()
+    return torch.linalg.vector_norm(moved.sub_(mean)) / math.sqrt(part.numel()), mean + origin
+
+
+def _saturated(part: torch.Tensor, kind: str) -> torch.Tensor:
+    if kind == "softmax":
+        return part.amax(-1) > 1 - _END if part.shape[-1] > 1 else torch.zeros(1)
+    low = -1.0 if kind == "tanh" else 0.0
+    return (part > 1 - _END) | (part < low + _END)
+
+
+def _block(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return a view of a parameter's first elements; None where that would copy it whole."""
+    own = ranges.real_view(parameter)
+    if own is None or not own.is_contiguous():
+        return None
+    return own.view(-1)[:MAX_ELEMENTS]
+
+
+def _symmetric(parameter: torch.Tensor) -> torch.Tensor:
+    """Tell whether the rows of a weight are all the same and not zero."""
+    if parameter.dim() < 2 or parameter.shape[0] < _MIN_ROWS:
+        return torch.zeros((), device=parameter.device)
+    with torch.no_grad():
+        rows = parameter[:_MAX_ROWS].detach().flatten(1)[:, :_MAX_COLUMNS]
+        return ((rows == rows[:1]).all() & (rows != 0).any()).float()

@@ -1,0 +1,78 @@
+"""What the training thread does for the numeric guard: votes before each step, and keeps the optimizer from a bad one.
+
+A step is skipped by taking the gradients away: torch's optimizers then change neither parameters nor state. They stay
+away, as after `zero_grad()`. Schedulers and the code around it see an ordinary step.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from ddpdebug.errors import FindingError
+from ddpdebug.exchange.step_vote import Ballot, NumericGuard
+from ddpdebug.schema.row import Flag
+
+if TYPE_CHECKING:
+    from ddpdebug.probes.optimizers import OptimizerWatch
+    from ddpdebug.probes.record import StepRecord
+    from ddpdebug.probes.recorder import Recorder
+
+_APART = Flag.IN_JOIN | Flag.LOCAL_ONLY
+_BAD = Flag.LOCAL_GRADS_NONFINITE | Flag.GRADS_NONFINITE
+_UNGUARDED = "an optimizer that computes its own gradients (closure) or steps inside backward is not guarded"
+
+
+class Guarding:
+    """The guard at work on one rank."""
+
+    def __init__(self, recorder: Recorder, guard: NumericGuard) -> None:
+        self._recorder, self._guard = recorder, guard
+        self._ending: tuple[Ballot, str | None] | None = None
+        self._told = False
+
+    def keeps_from(self, optimizer: torch.optim.Optimizer, watch: OptimizerWatch, record: StepRecord) -> bool:
+        """Skip the step if it is bad on any rank; return True when the run has to end instead."""
+        shared = bool(record.flags & Flag.GRADS_NONFINITE)
+        own = bool(record.flags & (_BAD | Flag.LOSS_NONFINITE)) or record.window.looks.loss is not None
+        handled = bool(record.flags & Flag.SKIPPED)  # by the gradient scaler, inside the optimizer
+        ballot = Ballot(
+            optimizer=watch.index,
+            step=watch.step,
+            own=own and not handled,
+            shared=shared and not handled,
+            together=not record.flags & _APART,
+        )
+        started = time.perf_counter()
+        bad = self._guard.decide(ballot)
+        self._recorder.guard.forgive(time.perf_counter() - started)
+        if not bad:
+            return False
+        record.flags |= Flag.GUARD_SKIPPED
+        note = self._guard.too_many(ballot.optimizer, ballot.step) if self._guard.mode == "skip" else None
+        if self._guard.mode == "stop" or note is not None:
+            self._ending = (ballot, note)
+            return True
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+        return False
+
+    def error(self) -> FindingError | None:
+        """Return what ends the run, once the step's record has been handed over."""
+        if self._ending is None:
+            return None
+        ending, self._ending = self._ending, None
+        return self._guard.error(*ending)
+
+    def abstain(self, watch: OptimizerWatch) -> None:
+        """Tell the other ranks that the gradient scaler skips this step here."""
+        self._guard.abstain(watch.index, watch.step)
+
+    def tell_unguarded(self) -> None:
+        """Say once that there is a step that the guard does not cover."""
+        if not self._told:
+            self._told = True
+            self._recorder.guard.tell("guard", _UNGUARDED)

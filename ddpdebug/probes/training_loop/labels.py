@@ -1,0 +1,75 @@
+"""The class labels that pass through the losses: how many of each, and what an uninformed model should lose."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ddpdebug.probes.training_loop.loss_graph import Term, has_weights, is_mean, labels_of
+from ddpdebug.schema.row import Flag
+
+_LEAST = 4  # labels of a step that say something about its classes
+_MAX_CLASSES = 4096
+
+
+class Labels:
+    """What the losses were given as labels."""
+
+    def __init__(self) -> None:
+        self._span: tuple[int, int] | None = None  # of this step
+        self._number = 0
+        self._counts: torch.Tensor | None = None
+        self._reads = 0
+        self._weighted = False
+
+    def read(self, term: Term) -> None:
+        """Take the labels of one loss."""
+        found = labels_of(term)
+        if found is None or not found[0].numel():
+            return
+        labels, classes = found
+        low, high = (int(v) for v in labels.aminmax())
+        self._span = (min(low, self._span[0]), max(high, self._span[1])) if self._span else (low, high)
+        self._number += labels.numel()
+        if classes <= _MAX_CLASSES and low >= 0 and high < classes:
+            counts = torch.bincount(labels, minlength=classes)
+            same = self._counts is not None and len(self._counts) == len(counts)
+            self._counts = counts + self._counts if same and self._counts is not None else counts
+            self._reads = self._reads + 1 if same else 1
+            self._weighted = self._weighted or has_weights(term)
+
+    def take(self, detail: dict[str, Any]) -> Flag:
+        """Return what the step's labels show, and begin the next step."""
+        span, number, self._span, self._number = self._span, self._number, None, 0
+        if span is None or span[0] != span[1] or number < _LEAST:
+            return Flag(0)
+        detail["label"] = span[0]
+        return Flag.SINGLE_CLASS
+
+    def counts(self) -> dict[str, Any] | None:
+        """Return how often each class was seen."""
+        if self._counts is None:
+            return None
+        counts = [int(n) for n in self._counts]
+        largest = max(range(len(counts)), key=lambda c: counts[c])
+        return {
+            "kind": "labels",
+            "classes": len(counts),
+            "seen": sum(counts),
+            "reads": self._reads,
+            "present": sum(n > 0 for n in counts),
+            "largest": largest,
+            "share": counts[largest] / max(1, sum(counts)),
+            "weighted": self._weighted,
+        }
+
+    @staticmethod
+    def initial(term: Term, root: torch.Tensor, scale: float | None) -> dict[str, Any] | None:
+        """Return the first loss of a run beside the number of classes, where both are known."""
+        found = labels_of(term)
+        if found is None or not is_mean(term) or term.scaled or root.device.type != "cpu" or has_weights(term):
+            return None
+        value = float(root.detach()) / (scale or 1.0)
+        return {"kind": "initial", "classes": found[1], "loss": value} if math.isfinite(value) else None

@@ -1,0 +1,492 @@
+"""How the training loop uses its parts: modes, clearing, scheduling, clipping, losses, who holds which parameter.
+
+Called by the wrappers in `instrument/patches.py`, on the training thread and inside the guard. What a step shows goes into
+the window's flags and its `recipe` detail, what is seen once is announced; the rules judge.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpdebug import torch_internals as internals
+from ddpdebug.errors import text_of
+from ddpdebug.isolation.user_code import user_location
+from ddpdebug.probes.forward_capture import Scene
+from ddpdebug.probes.recorder import Recorder
+from ddpdebug.probes.training_loop.detached_parts import Cuts
+from ddpdebug.probes.training_loop.eval_dropout import Chance, DropoutCalls
+from ddpdebug.probes.training_loop.input_statistics import Inputs
+from ddpdebug.probes.training_loop.labels import Labels
+from ddpdebug.probes.training_loop.loss_graph import Term, facts, is_mean, name_of, target_of, terms
+from ddpdebug.probes.training_loop.modes import EVALUATION, Modes, has_input_with_gradient
+from ddpdebug.probes.training_loop.no_grad import JUDGE, NoGrad
+from ddpdebug.probes.training_loop.parameter_ownership import Audit, held_by, unregistered
+from ddpdebug.probes.training_loop.schedulers import Schedules
+from ddpdebug.probes.training_loop.zero_grad import Clearing
+from ddpdebug.probes.values import loss_reader, tensors_in
+from ddpdebug.schema.row import Flag
+
+#: Of each line that calls backward so many passes are looked at in any case.
+_FIRST_PASSES = 16
+_MAX_FACTS = 3
+_MAX_NAMES = 20
+#: A schedule that nothing has moved after so many steps of its optimizer is forgotten.
+_NEVER = 40
+#: After so many steps of the first optimizer parameters without a gradient are looked after.
+_CUTS = 2
+_MAX_OPTIMIZERS = 16
+#: What DDP's reducer raises at the forward after a step in which some gradient never came.
+_UNREDUCED = "Expected to have finished reduction"
+
+
+@dataclass(slots=True)
+class _Loop:
+    """What the loop has done since the last optimizer step."""
+
+    trained: int = 0  # forwards with gradients
+    eval_modules: list[str] = field(default_factory=list)
+    in_eval: int = 0  # of these, in eval mode
+    location: str | None = None
+    input_gradient: bool = False
+    lines: list[str | None] = field(default_factory=list)  # that called backward
+    unscaled: list[str] = field(default_factory=list)  # losses whose mean went into backward as it was
+    scale: float | None = None  # that the gradients carry
+    clip: str | None = None  # the line that clipped scaled gradients
+    touched: bool = False  # gradients were clipped or unscaled
+
+
+class LeakSearch(Protocol):
+    """Asks whether a language model sees the token that it shall predict; see `forensics/target_leak.py`."""
+
+    def loss(
+        self, scene: Scene, target: torch.Tensor | None, ignored: int, reader: Callable[[], Callable[[], float]]
+    ) -> None:
+        """Take a loss and where it comes from."""
+
+    def work(self) -> dict[str, Any] | None:
+        """Go on; return what was found."""
+
+    def drop(self) -> None:
+        """Let go of everything."""
+
+
+def _none(module: torch.nn.Module) -> Sequence[Any]:
+    del module
+    return ()
+
+
+class Recipe:
+    """One process's training loop.
+
+    Args:
+        announce: takes (topic, JSON value).
+        leaks: asks whether a language model sees its targets; None does not ask.
+        calls: reads from a module's source which calls of dropout functions are active in eval mode.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        announce: Callable[[str, Any], None],
+        leaks: LeakSearch | None = None,
+        calls: DropoutCalls = _none,
+    ) -> None:
+        self._recorder, self._announce, self._pid = recorder, announce, os.getpid()
+        self._run, self._threads = recorder.guard.run, recorder.entries.threads
+        self.audit, self.clearing = Audit(recorder.entries.built), Clearing()
+        self.schedules = Schedules(recorder.entries)
+        self._modes, self._labels, self._chance = Modes(), Labels(), Chance(recorder.entries, calls)
+        self._leaks = leaks
+        self._loop = _Loop()
+        self._passes: dict[str | None, int] = {}
+        self._told: dict[str, int] = {}
+        self._inputs: dict[int, Inputs] = {}
+        self._cuts: dict[int, Cuts] = {}
+        self._no_grad: dict[int, NoGrad] = {}
+        self._forwards: dict[int, int] = {}  # of each wrapper, with gradients
+        self._stepping: list[int] = []
+        self._last: tuple[weakref.ref[torch.optim.Optimizer], int] | None = None  # who stepped, after how many passes
+        self._backwards = 0
+        self._steps = 0  # of the first optimizer
+        self._first: weakref.ref[torch.optim.Optimizer] | None = None
+        self._evaluation: dict[str, Any] = {"forwards": 0, "location": None, "since": 0}
+        guard = recorder.guard
+        guard.when_off("probe:recipe", self._forget_loop)
+        guard.when_off("probe:recipe-forward", self._forget_forwards)
+        guard.needs("probe:clearing", "probe:recipe")  # which backward and step a gradient was seen in
+        guard.needs("probe:labels", "probe:losses")
+        guard.needs("probe:leaks", "probe:losses")
+
+    def _forget_loop(self) -> None:
+        """Keep nothing of a step that has no end any more."""
+        self._loop = _Loop()
+        self._stepping.clear()
+
+    def _forget_forwards(self) -> None:
+        self.abort()
+        self._loop.trained = self._loop.in_eval = 0
+
+    def built(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note a new optimizer; one for each parameter (optimizers that step inside backward) are not followed."""
+        self.audit.built(optimizer)
+        if self.clearing.number() < _MAX_OPTIMIZERS:
+            self._run("probe:clearing", self.clearing.of, optimizer)
+
+    def scheduled(self, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        """Note a call of a scheduler's `step`; a given epoch is absolute: said twice it is the same."""
+        if args or kwargs:
+            self.schedules.moved(scheduler)
+        else:
+            self.schedules.called(scheduler)
+
+    def scheduler_built(self, _: Any, scheduler: Any, *__: Any, **___: Any) -> None:
+        """Note a scheduler whose constructor does not step it."""
+        self.schedules.built(scheduler)
+
+    # --- forward ------------------------------------------------------------------------------------------------------
+
+    def forward(self, ddp: DistributedDataParallel, args: Any, kwargs: Any) -> None:
+        """Look at a DDP forward that begins."""
+        root = internals.unwrap_compiled(ddp.module)
+        self._stepping.clear()
+        run = self._run
+        if not root.training:
+            run("probe:chance", self._chance.begin, root)
+        if not torch.is_grad_enabled():
+            if run("probe:modes", self._modes.evaluates_in_train, root):
+                self._evaluation["forwards"] += 1
+                self._evaluation["location"] = self._evaluation["location"] or user_location()
+            else:
+                self._evaluation["forwards"] = 0
+            return
+        self._end_evaluation()
+        loop = self._loop
+        loop.trained += 1
+        names = run("probe:modes", self._modes.trains_in_eval, root)
+        if names:
+            loop.in_eval += 1
+            loop.eval_modules, loop.location = names, user_location()
+        loop.input_gradient |= has_input_with_gradient(tensors_in((args, kwargs)))
+        key = self._recorder.wrapped(ddp).index
+        self._forwards[key] = self._forwards.get(key, 0) + 1
+        inputs = self._inputs.get(key)
+        if inputs is None:
+            inputs = self._inputs[key] = Inputs(
+                lambda fact: self._announce(f"inputs:{key}", self._at(fact)), self._recorder.entries
+            )
+        run("probe:inputs", inputs.begin)
+        if key in self._cuts:
+            run("probe:cuts", self._cuts[key].begin, list(tensors_in((args, kwargs))))
+        if self._forwards[key] == 1 and not self._steps:
+            self._no_grad[key] = NoGrad(root, self._recorder.entries)
+            run("probe:no-grad", self._no_grad[key].begin)
+
+    def output(self, ddp: DistributedDataParallel, args: Any, kwargs: Any, output: Any) -> None:
+        """Look at a DDP forward that has ended."""
+        run = self._run
+        if calls := run("probe:chance", self._chance.end, internals.unwrap_compiled(ddp.module)):
+            others = [f"{call['function']} at {call['location']}" for call in calls[1:]]
+            self.tell("chance", {**calls[0], "others": others})
+        key = self._recorder.wrapped(ddp).index
+        if key in self._inputs:
+            run("probe:inputs", self._inputs[key].end)
+        if key in self._no_grad:
+            self._no_grad[key].release()
+        if key in self._cuts and torch.is_grad_enabled():
+            cut = run("probe:cuts", self._cuts.pop(key).end)
+            if cut is not None:
+                self.tell("audit", {"kind": "detached", **cut})
+        if torch.is_grad_enabled() and self._forwards.get(key) == 2:
+            run("probe:unregistered", self._unregistered, ddp, args, kwargs, output)
+
+    def _unregistered(self, ddp: DistributedDataParallel, args: Any, kwargs: Any, output: Any) -> None:
+        """Look for parameters that an output was computed with and that nobody has."""
+        if not self._threads.several:
+            modules = [m for w in self._recorder.wrappers if (m := w.module()) is not None]
+            known = {id(p) for module in modules for p in internals.parameters(module)}
+            known |= held_by(o for watch in self._recorder.watches for o in watch.optimizers())
+            tensors = list(tensors_in((args, kwargs)))
+            known |= self.audit.held() | {id(t) for t in tensors}
+            names = unregistered(list(tensors_in(output)), tensors, internals.unwrap_compiled(ddp.module), known)
+            if names:
+                self.tell("audit", {"kind": "unregistered", "names": names})
+
+    def cut(self) -> None:
+        """Forget what was noted of a step that an exception of the user's has cut short."""
+        self.abort()
+        self._stepping.clear()
+        self._loop = _Loop()
+        self._labels.take({})
+        if self._leaks is not None:
+            self._leaks.drop()
+
+    def abort(self, error: BaseException | None = None) -> None:
+        """Take the hooks of a forward away that has raised."""
+        self._chance.release()
+        for inputs in self._inputs.values():
+            inputs.release()
+        for cuts in self._cuts.values():
+            cuts.release()
+        self._cuts.clear()
+        for seen in self._no_grad.values():
+            seen.release()
+        if isinstance(error, RuntimeError) and _UNREDUCED in text_of(error):  # no further step will come
+            self._tell_no_grad()
+
+    def _tell_no_grad(self) -> None:
+        for seen in self._no_grad.values():
+            if (fact := seen.found()) is not None:
+                self.tell("audit", {"kind": "no_grad", **fact})
+        self._no_grad.clear()
+
+    def _end_evaluation(self) -> None:
+        seen = self._evaluation
+        if seen["forwards"] >= EVALUATION:
+            step = self._recorder.next_step()
+            self.tell("validation", {**seen, "since": step - int(seen["since"])})
+            self._evaluation = {"forwards": 0, "location": None, "since": step}
+        elif seen["forwards"]:
+            self._evaluation = {"forwards": 0, "location": None, "since": self._recorder.next_step()}
+
+    # --- backward -----------------------------------------------------------------------------------------------------
+
+    def begin_backward(self, *_: Any, **__: Any) -> None:
+        """Note a backward that begins."""
+        recorder = self._recorder
+        if recorder.in_backward:
+            return
+        self.clearing.alone = not self._threads.several
+        self._run("probe:clearing", self.clearing.begin_backward)
+        loop = self._loop
+        scaled = recorder.events.is_scaled
+        loop.scale = recorder.events.known_scale() if scaled else None
+        loop.lines.append(user_location())
+
+    def look_at_loss(self, tensors: Any = None, *_: Any, **__: Any) -> None:
+        """Look at what the loss is made of, before backward frees its graph."""
+        recorder, loop = self._recorder, self._loop
+        if recorder.in_backward:
+            return
+        line = user_location()
+        number = self._passes[line] = self._passes.get(line, 0) + 1
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors or ())
+        if len(roots) != 1 or roots[0].numel() != 1 or not (number <= _FIRST_PASSES or recorder.checking):
+            return
+        root, scaled = roots[0], recorder.events.is_scaled
+        scale = recorder.events.known_scale() if scaled else None
+        found = terms(root, by_scaler=scaled)
+        plain = [name_of(term) for term in found if not term.scaled and is_mean(term)]
+        if "probe:recipe" not in recorder.guard.off:  # which begins a new list with each step
+            loop.unscaled += plain[:1]
+        for term in found:
+            for fact in facts(term):
+                self.tell("loss", {**fact, "location": line})
+            self._run("probe:labels", self._labels.read, term)
+        if len(found) == 1:
+            self._run("probe:leaks", self._compare, found[0], root, scale, scaled=scaled)
+        if number == 1 and not recorder.next_step() and len(found) == 1:
+            first = self._run("probe:labels", self._labels.initial, found[0], root, scale)
+            if first is not None:
+                self.tell("loss", {**first, "location": line})
+
+    def _compare(self, term: Term, root: torch.Tensor, scale: float | None, *, scaled: bool) -> None:
+        """Let one rank compare a loss's targets with the inputs, once it is suspiciously low."""
+        scenes = self._recorder.scenes.current
+        if (
+            self._leaks is None
+            or not scenes
+            or (scaled and (scale is None or math.isnan(scale)))
+            or (dist.is_initialized() and dist.get_rank())
+        ):
+            return
+
+        def reader() -> Callable[[], float]:
+            read = loss_reader(root.detach(), None)
+            return lambda: read() / (scale or 1.0)
+
+        self._leaks.loss(scenes[-1], *target_of(term), reader)
+
+    def end_backward(self, *_: Any, **__: Any) -> None:
+        """See which gradients have come."""
+        if not self._recorder.in_backward:
+            self._backwards += 1
+            self._run("probe:clearing", self.clearing.end_backward)
+
+    # --- what stands between backward and step ------------------------------------------------------------------------
+
+    def clipped(self, location: str | None) -> None:
+        """Note a gradient clipping."""
+        if "probe:recipe" in self._recorder.guard.off:  # nothing would ever begin a new step
+            return
+        loop = self._loop
+        if loop.scale is not None and loop.scale != 1.0:
+            loop.clip = loop.clip or location or "unknown"
+        loop.touched = True
+
+    def unscaled(self) -> None:
+        """Note that the gradients carry no loss scale any more."""
+        self._loop.scale, self._loop.touched = None, True
+
+    def scaler_steps(self) -> None:
+        """Note that GradScaler is about to step, and to unscale what was not unscaled before."""
+        loop = self._loop
+        if loop.clip is not None:
+            self._recorder.window.flags |= Flag.CLIPPED_SCALED
+            on_host = loop.scale is not None and not math.isnan(loop.scale)
+            self._recorder.window.recipe["clip"] = {"location": loop.clip, "scale": loop.scale if on_host else None}
+        self.unscaled()
+
+    # --- optimizer ----------------------------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Look at what led to an optimizer step."""
+        if id(optimizer) in self._stepping:
+            self._stepping.clear()  # its last step has raised
+        self._stepping.append(id(optimizer))
+        if self._recorder.in_backward or len(self._stepping) > 1:
+            return
+        run = self._run
+        if self._leaks is not None and (leak := run("probe:leaks", self._leaks.work)) is not None:
+            self.tell("leak", leak)
+        closure = any(map(callable, args)) or callable(kwargs.get("closure"))  # torch passes itself among `args`
+        flags, detail, loop = Flag(0), self._recorder.window.recipe, self._loop
+        if loop.in_eval and loop.in_eval == loop.trained and loop.lines:
+            flags |= Flag.EVAL_MODE
+            detail["modes"] = {"modules": loop.eval_modules[:_MAX_NAMES], "location": loop.location}
+        if not closure:
+            flags |= run("probe:clearing", self._gradients, optimizer, detail) or Flag(0)
+        flags |= run("probe:labels", self._labels.take, detail) or Flag(0)
+        found = run("probe:schedules", self.schedules.before_step, optimizer, len(loop.lines)) or {}
+        detail.update(found)
+        flags |= Flag.SCHEDULED_OFTEN if "scheduler" in found else Flag(0)
+        flags |= Flag.SCHEDULED_ELSEWHERE if "elsewhere" in found else Flag(0)
+        self._recorder.window.flags |= flags
+        if not self._threads.several:
+            run("probe:audit", self._count, optimizer)
+
+    def _gradients(self, optimizer: torch.optim.Optimizer, detail: dict[str, Any]) -> Flag:
+        loop, flags = self._loop, Flag(0)
+        one_line = len(set(loop.lines)) == 1
+        carried, gone, discards = self.clearing.before_step(optimizer)
+        if carried:
+            flags |= Flag.GRADS_CARRIED
+            detail["carried"] = {"location": user_location()}
+        whole = (
+            "probe:recipe-forward" not in self._recorder.guard.off
+        )  # else nobody has asked for the inputs' gradients
+        if whole and (gone or (discards and one_line and loop.trained >= len(loop.lines))) and not loop.input_gradient:
+            flags |= Flag.GRADS_DISCARDED
+            kind = "all" if gone else "micro-batches"
+            detail["discarded"] = {"kind": kind, "count": discards + gone, "location": loop.lines[-1]}
+        elif self._accumulates(optimizer) and one_line and not discards and not carried:
+            flags |= Flag.UNSCALED_ACCUMULATION
+            about = {"micro_batches": len(loop.lines), "location": loop.lines[0], "loss": loop.unscaled[0]}
+            detail["accumulation"] = about
+        if (twice := self._twice(optimizer)) is not None:
+            flags |= Flag.STEPPED_TWICE
+            detail["twice"] = twice
+        return flags
+
+    def _accumulates(self, optimizer: torch.optim.Optimizer) -> bool:
+        loop = self._loop
+        number = len(loop.lines)
+        if number < 2 or len(loop.unscaled) != number or loop.trained < number:
+            return False
+        return loop.touched or self.clearing.of(optimizer).look() == self.clearing.of(optimizer).marks
+
+    def _twice(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+        """Say which parameters another optimizer has stepped with the same gradients."""
+        other = None if self._last is None or self._last[1] != self._backwards else self._last[0]()
+        if other is None or other is optimizer or not self._backwards:
+            return None
+        both = held_by([optimizer]) & held_by([other])
+        if not both:
+            return None
+        modules = [m for w in self._recorder.wrappers if (m := w.module()) is not None]
+        names = [n for m in modules for n, p in internals.named_parameters(m) if id(p) in both and p.grad is not None]
+        return {"other": type(other).__name__, "names": names[:_MAX_NAMES]} if names else None
+
+    def _count(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._first is None or self._first() is None:
+            self._first = weakref.ref(optimizer)
+        if self._first() is not optimizer:
+            return
+        fact = self.audit.at_step(self._steps, optimizer, self._recorder.wrappers)
+        if self._no_grad:
+            self._look_for_gradients(optimizer)
+        self._steps += 1
+        if self._steps == _CUTS:
+            pairs = [(w, module) for w in self._recorder.wrappers if (module := w.module()) is not None]
+            self._cuts = {
+                w.index: Cuts(m, lacking, self._recorder.entries)
+                for w, m in pairs
+                if (lacking := self.audit.lacking(w))
+            }
+        if fact is not None:
+            self._announce("alone:audit", fact)
+
+    def _look_for_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Follow what ran without gradients in the first forward."""
+        if self._steps == 0:
+            held = held_by([optimizer])
+            for wrapper in self._recorder.wrappers:
+                if (seen := self._no_grad.get(wrapper.index)) is not None:
+                    seen.mark(p for p in self.audit.lacking(wrapper) if id(p) in held)
+            return
+        for seen in self._no_grad.values():
+            seen.keep()
+        if self._steps >= JUDGE:
+            self._tell_no_grad()
+
+    def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Begin the next step."""
+        if not self._stepping or self._stepping.pop() != id(optimizer) or self._stepping:
+            return
+        if self._recorder.in_backward:
+            return
+        self._end_evaluation()
+        self._run("probe:clearing", self.clearing.after_step, optimizer)
+        self._last = (weakref.ref(optimizer), self._backwards)
+        self._loop = _Loop()
+
+    def skipped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begin the next step after one that GradScaler did not let happen."""
+        self._run("probe:clearing", self.clearing.after_step, optimizer)
+        self._run("probe:schedules", self.schedules.forgive)
+        if self._leaks is not None:
+            self._leaks.drop()
+        self._labels.take({})
+        self._loop = _Loop()
+
+    def close(self, *, finished: bool = False) -> None:
+        """Announce what only the end shows; a schedule by epochs has had its chance if the run came to its end."""
+        self.abort()
+        if os.getpid() != self._pid:  # a forked child (a loader's worker) is not the rank, and has no one to tell
+            return
+        self._end_evaluation()
+        for name in self.schedules.never_called(_NEVER) if finished else ():
+            self.tell("schedule", {"class": name})
+        counts = self._labels.counts()
+        if counts is not None:
+            self.tell("loss", counts)
+
+    # --- announcements ------------------------------------------------------------------------------------------------
+
+    def _at(self, fact: dict[str, Any]) -> dict[str, Any]:
+        return {"step": self._recorder.next_step(), **fact}
+
+    def tell(self, topic: str, fact: dict[str, Any]) -> None:
+        """Announce a fact of this step, the first few of each kind."""
+        key = f"{topic}:{fact.get('kind', '')}"
+        self._told[key] = self._told.get(key, 0) + 1
+        if self._told[key] <= _MAX_FACTS:
+            self._announce(f"alone:{topic}", self._at(fact))

@@ -1,0 +1,284 @@
+"""Evaluations of a script: losses that are computed without gradients, and forwards of the models around them.
+
+In eval mode a loss is a validation loss. One quantity is followed: the losses of one line over one data set, as scalar
+as the line made them, and of an evaluation their mean (of sums the mean of the sums). Where they are read is a setting:
+what the loss modules of `torch.nn` return, and the models themselves, or what the loss functions return, or nothing.
+In train mode, and where the mode matters, forwards without gradients are an evaluation without `eval()`.
+
+The hook by which modules are seen lies on all modules of the process from an optimizer step to the next training
+forward, so that training never meets it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.user_code import user_location
+from ddpdebug.probes import async_copy as device
+from ddpdebug.probes.loaders import Loaders
+from ddpdebug.probes.recorder import Recorder
+from ddpdebug.probes.training_loop.modes import EVALUATION, Modes
+from ddpdebug.schema.row import Flag
+
+#: What a line computes at every step belongs to the step (a target, a number for the log): an evaluation comes so many
+#: steps after the one before, or computes so many losses.
+APART = 3
+MANY = 5
+#: The line that is followed was left out by so many evaluations: another one is followed from here on.
+_LEFT_OUT = 2
+_MAX_LINES = 16
+_MAX_CHOICES = 3  # as many as are announced
+_OUTPUT = "in the model's output"
+
+#: The line that called the loss function, and the number of samples of the loader that was begun last.
+_Line = tuple[str | None, int | None]
+
+
+@dataclass(slots=True)
+class _Losses:
+    """The losses of one line since the last optimizer step. On a device they stay there, as one number."""
+
+    source: str
+    count: int = 0
+    total: float = 0.0
+    there: torch.Tensor | None = None
+
+    def add(self, loss: torch.Tensor) -> None:
+        self.count += 1
+        with internals.aside(), torch.no_grad():
+            if loss.device.type == "cpu":
+                self.total += float(loss)
+            elif self.there is None:
+                self.there = loss.to(torch.float32, copy=True)
+            else:
+                self.there = self.there + loss  # a new one: in inference mode no other code may write into it
+
+    def reader(self) -> Callable[[], float]:
+        """Return what gives the mean, and may wait for a device."""
+        if self.there is None:
+            mean = self.total / self.count
+            return lambda: mean
+        count, total = self.count, self.total
+        with internals.aside(), torch.no_grad():
+            read = device.numbers([self.there])
+        return lambda: (read()[0] + total) / count
+
+
+class Evaluations:
+    """One process's evaluations.
+
+    Args:
+        models: returns the models that train.
+        tell: takes (topic, fact) of what is announced.
+        source: where losses are read, as the setting `validation_loss` says.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        loaders: Loaders,
+        models: Callable[[], list[nn.Module]],
+        tell: Callable[[str, dict[str, Any]], None],
+        source: str = "modules",
+    ) -> None:
+        self._recorder, self._loaders, self._models, self._tell = recorder, loaders, models, tell
+        self._source = source
+        self._hook = recorder.entries.after_modules("probe:evaluation", self._ran)
+        self._compiles = recorder.entries.at_submodules("probe:evaluation", self._wrapped)
+        self.without_loss = 0  # evaluations of which no loss was seen
+        self._begun = False
+        self._trained_on: int | None = None  # number of samples
+        self._roots: list[weakref.ref[nn.Module]] = []
+        self._forwards = self._evaluated = 0  # of models in eval mode since the last step; the step of the last one
+        self._losses: dict[_Line, _Losses] = {}
+        self._last: dict[_Line, int] = {}
+        self._followed: _Line | None = None
+        self._choices = self._left_out = 0
+        self._train_mode = _TrainMode(recorder, tell)
+
+    # --- when to look -------------------------------------------------------------------------------------------------
+
+    def begin(self, *_: Any) -> None:
+        """An optimizer has stepped: an evaluation may follow."""
+        recorder = self._recorder
+        if self._source == "told" or recorder.in_backward or recorder.entries.threads.several:
+            return
+        if internals.anything_compiled():  # a compiled model warns where hooks lie on all modules
+            self.release()
+            return
+        models = self._models()
+        self._roots = [weakref.ref(model) for model in models]
+        losses = internals.LOSS_MODULES if self._source == "modules" else ()
+        self._hook.on({*map(type, models), *losses})
+        self._compiles.on()
+
+    def forward(self, ddp: nn.parallel.DistributedDataParallel, *_: Any, **__: Any) -> None:
+        """Look at a DDP forward that begins: one with gradients ends an evaluation."""
+        if torch.is_grad_enabled():
+            self.release()
+        elif not self._hook.is_on and not internals.unwrap_compiled(ddp.module).training:
+            self._forwards += 1
+
+    def train(self, *_: Any, **__: Any) -> None:
+        """Look at the forward of a model without DDP that begins."""
+        if torch.is_grad_enabled():
+            self.release()
+
+    # --- what is seen -------------------------------------------------------------------------------------------------
+
+    def _ran(self, module: nn.Module, args: Any, output: Any) -> None:
+        del args
+        is_root = any(ref() is module for ref in self._roots)
+        if torch.is_grad_enabled():
+            if is_root:
+                self.release()
+        elif is_root:
+            self._model_ran(module, output)
+        elif self._source == "modules" and issubclass(type(module), internals.LOSS_MODULES):
+            self.look(output, f"by {_name(module)}")
+
+    def _model_ran(self, model: nn.Module, output: Any) -> None:
+        if model.training:
+            samples = self._loaders.samples
+            self._train_mode.ran(model, on_other_data=samples is not None and samples != self._trained_on)
+            return
+        self._forwards += 1
+        if self._source == "modules" and (loss := loss_in(output)) is not None:
+            self.look(loss, _OUTPUT)
+
+    def look(self, loss: Any, source: str) -> None:
+        """See a loss that was computed while gradients are off; `source` says by what."""
+        if self._recorder.entries.threads.several or not internals.is_readable(loss):
+            return
+        models = self._models()
+        if any(not model.training for model in models):
+            if not self._recorder.events.tells_validation:
+                self._add(loss, source)
+        elif models:
+            self._train_mode.look()
+
+    def _add(self, loss: torch.Tensor, source: str) -> None:
+        line = (user_location(), self._loaders.samples)
+        if line not in self._losses and len(self._losses) >= _MAX_LINES:
+            return
+        self._losses.setdefault(line, _Losses(source)).add(loss)
+
+    def end(self) -> None:
+        """An optimizer is about to step: what was computed before is an evaluation, or is not."""
+        recorder = self._recorder
+        if not recorder.in_backward:  # else it may be a thread of autograd's
+            if not self._begun:
+                self._trained_on = self._loaders.samples
+            self._begun = True
+        self._train_mode.end()
+        self._count()
+        if not self._losses:
+            return
+        step, losses, self._losses = recorder.next_step(), self._losses, {}
+        found = {
+            line: own for line, own in losses.items() if step - self._last.get(line, 0) >= APART or own.count >= MANY
+        }
+        self._last = {**dict(list(self._last.items())[-_MAX_LINES:]), **dict.fromkeys(losses, step)}
+        if found and not recorder.events.tells_validation and self._follows(found):
+            assert self._followed is not None
+            recorder.window.val_losses.append(found[self._followed].reader())
+            recorder.window.flags |= Flag.VAL_LOSS_SEEN
+
+    def _count(self) -> None:
+        """Count an evaluation of which no loss is known."""
+        forwards, self._forwards = self._forwards, 0
+        if not forwards:
+            return
+        step = self._recorder.next_step()
+        since, self._evaluated = step - self._evaluated, step
+        if (since >= APART or forwards >= MANY) and not (self._losses or self._recorder.events.tells_validation):
+            self.without_loss += 1
+
+    def _follows(self, found: dict[_Line, _Losses]) -> bool:
+        """Tell whether the line that is followed took part in this evaluation; choose one."""
+        if self._followed in found:
+            self._left_out = 0
+            return True
+        self._left_out += 1
+        if self._followed is not None and self._left_out < _LEFT_OUT:
+            return False
+        if self._choices == _MAX_CHOICES:
+            return False
+        self._choices, self._left_out = self._choices + 1, 0
+        others = (line for line in found if line[1] is None or line[1] != self._trained_on)
+        self._followed = line = next(others, next(iter(found)))
+        own = found[line]
+        fact = {"location": line[0], "samples": line[1], "batches": own.count, "source": own.source}
+        self._tell("evaluation", fact)
+        return True
+
+    def _wrapped(self, module: nn.Module, name: str, part: Any) -> None:
+        """See a module become part of another one: `torch.compile` wraps a model so."""
+        del module, part
+        if name == internals.ORIGINAL:
+            self.release()
+
+    def release(self) -> None:
+        """Take the hooks away."""
+        self._hook.off()
+        self._compiles.off()
+
+
+class _TrainMode:
+    """Forwards without gradients of models in train mode, around the wrapper (those of the wrapper are counted apart).
+
+    They evaluate the model if a loss follows them, or if they are over other data than training: statistics of norms
+    are collected in the same way, without a loss and over the data that are trained on.
+    """
+
+    def __init__(self, recorder: Recorder, tell: Callable[[str, dict[str, Any]], None]) -> None:
+        self._recorder, self._tell = recorder, tell
+        self._modes = Modes()
+        self._waits = False  # a forward, for its loss
+        self._count = self._last = 0
+        self._location: str | None = None
+
+    def ran(self, model: nn.Module, *, on_other_data: bool) -> None:
+        """See a forward."""
+        if any(wrapper.in_forward for wrapper in self._recorder.wrappers) or not self._modes.evaluates_in_train(model):
+            return
+        self._count += on_other_data
+        self._waits = not on_other_data
+        self._location = self._location or user_location()
+
+    def look(self) -> None:
+        """See a loss."""
+        self._count += self._waits
+        self._waits = False
+
+    def end(self) -> None:
+        """An optimizer is about to step."""
+        if self._location is None:
+            return
+        step = self._recorder.next_step()
+        since, self._last = step - self._last, step
+        if self._count >= EVALUATION and since > APART:
+            self._tell("validation", {"forwards": self._count, "since": since, "location": self._location})
+        self._count, self._waits, self._location = 0, False, None
+
+
+def loss_in(output: Any) -> torch.Tensor | None:
+    """Return the loss that a model returns: its output, the only scalar of a tuple, or what it calls `loss`."""
+    if isinstance(output, dict):
+        output = dict.get(output, "loss")
+    elif isinstance(output, tuple):
+        scalars = [item for item in tuple.__iter__(output) if internals.is_readable(item) and item.is_floating_point()]
+        output = scalars[0] if len(scalars) == 1 else None
+    return output if internals.is_readable(output) and output.is_floating_point() else None
+
+
+def _name(module: nn.Module) -> str:
+    kind = type(module)
+    return f"nn.{kind.__name__}" if kind.__module__.startswith("torch.nn.") else kind.__qualname__

@@ -1,0 +1,36 @@
+"""Command lines and environment of the ranks that ddpdebug starts."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddpdebug.config.settings import to_flags
+from ddpdebug.processes.request import Request
+
+RUN_ID = "DDPDEBUG_RUN_ID"
+
+
+def rank_words(request: Request, *, out: Path | None = None, as_check: bool = False) -> list[str]:
+    """Return the words after `python -m ddpdebug` by which one rank runs the request's script."""
+    given = {key: value for key, value in request.given.items() if key != "nproc_per_node"}
+    if out is not None:
+        given["out"] = out
+    if as_check:
+        given.setdefault("every_step", request.config.every_step)  # the rank knows of `run` only
+    mark = ["--as-check"] if as_check else []
+    return ["run", *mark, *to_flags(given, "run"), *request.target.command]
+
+
+def torchrun_words(ranks: int, words: Sequence[str], launcher: Sequence[str] = ("torch.distributed.run",)) -> list[str]:
+    """Return the command that starts `ranks` times `python -m ddpdebug <words>` through torch's launcher."""
+    options = ["--standalone", "--nproc-per-node", str(ranks)]
+    return [sys.executable, "-m", *launcher, *options, "-m", "ddpdebug", *words]
+
+
+def ranks_environment(run_id: str | None = None) -> dict[str, str]:
+    """Return the environment for new ranks: ours, with one identity for all of them."""
+    return {**os.environ, RUN_ID: run_id or secrets.token_hex(3)}

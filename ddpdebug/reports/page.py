@@ -1,0 +1,220 @@
+"""The page: everything that came from the job is escaped, nothing is loaded, nothing is executed. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from html import escape
+
+from ddpdebug.detectors.hlth.shapes import classify
+from ddpdebug.redaction import redact
+from ddpdebug.reports.drawing import Points, lines, timeline
+from ddpdebug.reports.reading import PHASES, History
+from ddpdebug.schema.coverage import Coverage, Weight
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.sinks.text import clean, counted, evidence_lines, ranks_text, subjects, where
+
+_MAX_FINDINGS = 200
+_MAX_MARKS = 20
+
+#: The policy forbids scripts and every request, should something have slipped through.
+_HEAD = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:; \
+base-uri 'none'; form-action 'none'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; --line: #8884; --soft: #8882; }}
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }}
+h1 {{ font-size: 1.5rem; }} h2 {{ font-size: 1.15rem; margin: 2.2rem 0 .4rem; }}
+h3 {{ font-size: 1rem; margin: 0; }}
+svg {{ width: 100%; height: auto; font: 11px system-ui, sans-serif; fill: currentColor; }}
+.grid {{ stroke: var(--line); }} .mark {{ stroke: #D55E00; stroke-width: 1.5; stroke-dasharray: 4 3; }}
+.legend span {{ margin-right: 1.2rem; }} .legend i {{ display: inline-block; width: 1rem; height: .6rem; \
+margin-right: .35rem; }}
+.legend {{ margin: 0; font-size: .85rem; }} .none {{ opacity: .7; font-style: italic; }}
+.tiles {{ display: flex; flex-wrap: wrap; gap: .6rem; margin: 1rem 0; }}
+.tile {{ flex: 1 1 9rem; border-radius: .4rem; padding: .5rem .8rem; background: var(--soft); \
+border-left: .4rem solid #999; }}
+.tile b {{ display: block; font-size: 1.15rem; overflow-wrap: anywhere; }}
+.good {{ border-color: #009E73; }} .bad {{ border-color: #D55E00; }} .warn {{ border-color: #E69F00; }}
+article {{ border: 1px solid var(--line); border-left: .4rem solid #999; border-radius: .4rem; padding: .8rem 1rem; \
+margin: .8rem 0; overflow-wrap: anywhere; }}
+article.critical, article.error {{ border-left-color: #D55E00; }} article.warning {{ border-left-color: #E69F00; }}
+dl {{ display: grid; grid-template-columns: 7rem 1fr; margin: .5rem 0 0; }} dt {{ opacity: .7; }} dd {{ margin: 0; }}
+table {{ border-collapse: collapse; }} td, th {{ text-align: left; padding: .15rem 1.2rem .15rem 0; \
+overflow-wrap: anywhere; vertical-align: top; }}
+code {{ font-size: .92em; }}
+@media print {{ article {{ break-inside: avoid; }} }}
+</style></head><body>
+"""
+
+
+def page(history: History) -> str:
+    """Return the page as HTML."""
+    run_id = _text(history.run.get("run"), 60)
+    steps = (history.first, max(history.last, history.first + 1))
+    marks = _marked(history.findings)
+    series = history.series
+
+    def chart(names: Mapping[str, str], unit: str = "") -> str:
+        return lines({shown: series[name] for shown, name in names.items()}, steps, marks, unit)
+
+    told = {"validation": "validation loss"} if any(math.isfinite(v) for _, v in series["validation loss"]) else {}
+    ranks = {f"{each} rank": f"loss {each} rank" for each in ("highest", "median", "lowest")} | told
+    norms = {"highest rank": "norm highest rank", "lowest rank": "norm lowest rank"}
+    memory = {name: name for name in ("host", "device reserved", "device allocated") if any(_values(series[name]))}
+    parts = [
+        _HEAD.format(title=f"ddpdebug: run {run_id}"),
+        f"<h1>Run {run_id}</h1>",
+        _tiles(history),
+        "<h2>Findings</h2>",
+        *map(_finding, history.findings[:_MAX_FINDINGS]),
+        _rest(history),
+        "<h2>What was checked</h2>",
+        _coverage(history),
+        "<h2>Do the ranks agree?</h2>",
+        timeline(history.agreement, steps, marks),
+        "<p>Green: compared and equal. Red: some rank was outvoted. Nothing: not compared then.</p>",
+        "<h2>Loss</h2>",
+        chart(ranks),
+        _shape(series["loss median rank"], series["validation loss"], history.run.get("config")),
+        "<h2>Gradient norm, after the reduction</h2>",
+        chart(norms),
+        "<h2>Step time by phase, mean over the ranks</h2>",
+        chart({phase: phase for phase in PHASES}, "s"),
+        "<h2>Memory of the fullest rank</h2>",
+        chart(memory, "bytes"),
+        "<h2>Ranks</h2>",
+        _ranks(history),
+        "<h2>What ran</h2>",
+        _facts(history),
+        "</body></html>\n",
+    ]
+    return "\n".join(parts)
+
+
+def _shape(points: Points, validation: Points, config: object) -> str:
+    """Return in words what the loss curve looks like."""
+    known = [(step, value) for step, value in points if math.isfinite(value)]
+    settings = config if isinstance(config, dict) else {}
+    shape = classify([step for step, _ in known], [value for _, value in known], settings, list(validation))
+    if shape is None:
+        return ""
+    return f"<p>Shape of the curve: <b>{shape.kind}</b>, steps {shape.since} to {shape.until}.</p>"
+
+
+def _text(value: object, limit: int = 300) -> str:
+    return escape(clean("" if value is None else value, limit))
+
+
+def _values(points: Points) -> Iterable[float]:
+    return (value for _, value in points if value > 0)
+
+
+def _marked(findings: Iterable[Finding]) -> dict[int, str]:
+    marks: dict[int, str] = {}
+    for finding in findings:
+        if finding.step is not None and len(marks) < _MAX_MARKS:
+            marks.setdefault(finding.step, f"{clean(finding.code, 20)}: {clean(finding.title, 120)}")
+    return marks
+
+
+def _tiles(history: History) -> str:
+    world = history.run.get("world")
+    outcome = history.run.get("outcome")
+    reason = outcome.get("reason") if isinstance(outcome, dict) else None
+    compared = [value for points in history.agreement.values() for _, value in points if not math.isnan(value)]
+    severe = [finding for finding in history.findings if finding.severity >= Severity.ERROR]
+    agree = ("differ", "bad") if any(compared) else ("agree", "good") if compared else ("not compared", "")
+    kind = "bad" if severe or history.damage else "warn" if history.findings else "good"
+    tiles = [
+        ("Ranks agree", *agree),
+        ("Findings", f"{len(history.findings)}, {len(severe)} severe{', damaged' if history.damage else ''}", kind),
+        ("Ranks", world, ""),
+        ("Steps recorded", history.steps, ""),
+        ("Checked", *_checked(history)),
+        ("Outcome", reason or "still running, or killed", "good" if reason == "finished" else "warn"),
+    ]
+    shown = (f'<div class="tile {kind}">{name}<b>{_text(value, 80)}</b></div>' for name, value, kind in tiles)
+    return f'<div class="tiles">{"".join(shown)}</div>'
+
+
+def _checked(history: History) -> tuple[str, str]:
+    """Return the tile's word and colour: green only where everything was looked at."""
+    known = Coverage.from_json(history.run.get("coverage"))
+    if known is None or known.complete is None:
+        return "not known", ""
+    if known.complete:
+        return "all that normally is", "good"
+    essential = any(gap.weight is Weight.ESSENTIAL for gap in known.gaps)
+    return ("nothing compared", "bad") if essential and known.until is None else ("not in all", "warn")
+
+
+def _coverage(history: History) -> str:
+    known = Coverage.from_json(history.run.get("coverage"))
+    if known is None:
+        return '<p class="none">nothing says what was looked at: the run may have ended too early</p>'
+    rows = "".join(
+        f"<tr><td>{gap.part}</td><td>{_text(gap.text, 400)}</td><td>{_text(gap.action)}</td></tr>" for gap in known.gaps
+    )
+    line = f"<p>{_text(known.line(), 600)}</p>"
+    head = "<tr><th>about</th><th>not checked</th><th>what to do</th></tr>"
+    return f"{line}<table>{head}{rows}</table>" if rows else line
+
+
+def _finding(finding: Finding) -> str:
+    severity = finding.severity.label
+    rows = [
+        ("where", [where(finding)]),
+        ("what", subjects(finding)),
+        ("evidence", evidence_lines(finding.evidence)),
+        ("seen", [f"{counted(finding.count, 'time')}, last in step {finding.last_step}"]),
+        ("perhaps", [f"{i}. {clean(cause, 600)}" for i, cause in enumerate(finding.causes[:6], 1)]),
+        ("next", [f"- {clean(action, 600)}" for action in finding.actions[:6]]),
+    ]
+    items = "".join(
+        f"<dt>{label}</dt><dd>{'<br>'.join(map(escape, texts))}</dd>" for label, texts in rows if any(texts)
+    )
+    head = f"{_text(finding.code, 20)} · {severity} · {_text(finding.title, 300)}"
+    return f'<article class="{severity}"><h3>{head}</h3><dl>{items}</dl></article>'
+
+
+def _rest(history: History) -> str:
+    if history.damage:
+        return f'<p class="none">damaged: {escape("; ".join(clean(words) for words in history.damage))}</p>'
+    if not history.findings:
+        return '<p class="none">no findings: nothing wrong was seen in what was checked</p>'
+    more = len(history.findings) - _MAX_FINDINGS
+    return f"<p>and {more} more in findings.jsonl</p>" if more > 0 else ""
+
+
+def _ranks(history: History) -> str:
+    rows = []
+    for rank in sorted({*history.outcomes, *history.culprits}):
+        outcome = history.outcomes.get(rank, {})
+        ended = outcome.get("reason") or "no outcome: killed, or still running"
+        outvoted = history.culprits.get(rank, 0)
+        rows.append(f"<tr><td>{rank}</td><td>{_text(ended, 200)}</td><td>{counted(outvoted, 'step')}</td></tr>")
+    silent = [r for r in range(min(4096, int(history.run.get("world") or 0))) if r not in history.outcomes]
+    note = f"<p>Without an outcome (killed, or still running): {escape(ranks_text(silent))}.</p>" if silent else ""
+    head = "<tr><th>rank</th><th>ended</th><th>outvoted in</th></tr>"
+    return f"<table>{head}{''.join(rows[:512])}</table>{note}"
+
+
+def _facts(history: History) -> str:
+    versions = history.run.get("versions")
+    shown = versions if isinstance(versions, dict) else {}
+    command = history.run.get("command")
+    words = " ".join(redact(list(map(str, command)))) if isinstance(command, list) else ""
+    rows = {
+        "directory": history.directory,
+        "started": history.run.get("time"),
+        "node": history.run.get("node"),
+        "command": words,
+        "versions": ", ".join(f"{name} {version}" for name, version in shown.items()),
+    }
+    cells = (f"<tr><th>{name}</th><td><code>{_text(value, 2000)}</code></td></tr>" for name, value in rows.items())
+    return f"<table>{''.join(cells)}</table>"

@@ -1,0 +1,149 @@
+"""Reads a run directory into series of a bounded length, in one pass. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from ddpdebug.run_directory.reader import damage, read_findings, read_outcomes, read_run, read_steps
+from ddpdebug.schema.finding import Finding
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
+from ddpdebug.sinks.agreement import COMPARED, dissenters
+
+#: So many points are kept of a series: more cannot be seen.
+POINTS = 600
+_Over = Callable[[Sequence[float]], float]
+PHASES = ("data", "forward", "backward", "optimizer")
+_MAX_RANKS = 4096
+
+_NONFINITE = Flag.LOSS_NONFINITE | Flag.LOCAL_GRADS_NONFINITE | Flag.GRADS_NONFINITE
+#: What a point keeps of several steps: the extremes, so that a spike is seen, or the middle.
+_KEEP: dict[str, _Over] = {"max": max, "min": min, "mean": fmean}
+#: Series -> (field of the row, over ranks, over steps).
+_FIELDS: dict[str, tuple[str, _Over, str]] = {
+    "loss highest rank": ("loss", max, "max"),
+    "loss median rank": ("loss", median, "mean"),
+    "loss lowest rank": ("loss", min, "min"),
+    "validation loss": ("val_loss", fmean, "mean"),
+    "norm highest rank": ("grad_norm", max, "max"),
+    "norm lowest rank": ("grad_norm", min, "min"),
+    "data": ("data_seconds", fmean, "mean"),
+    "forward": ("forward_seconds", fmean, "mean"),
+    "backward": ("backward_seconds", fmean, "mean"),
+    "optimizer": ("optimizer_seconds", fmean, "mean"),
+    "step": ("step_seconds", max, "max"),
+    "host": ("host_bytes", max, "max"),
+    "device reserved": ("device_reserved_bytes", max, "max"),
+    "device allocated": ("device_allocated_bytes", max, "max"),
+}
+
+
+@dataclass(slots=True)
+class Thinned:
+    """A series that never has more than twice `POINTS` points: neighbours are joined when it grows."""
+
+    keep: str
+    stride: int = 1
+    points: list[tuple[int, float]] = field(default_factory=list)
+    _open: list[float] = field(default_factory=list)
+    _first: int = 0
+
+    def add(self, step: int, value: float) -> None:
+        """Take the value of a step; NaN stands for unknown."""
+        if not self._open:
+            self._first = step
+        self._open.append(value)
+        if len(self._open) >= self.stride:
+            self._flush()
+        if len(self.points) >= 2 * POINTS:
+            halves = list(zip(self.points[::2], self.points[1::2], strict=True))
+            self.points = [(one[0], self._join((one[1], two[1]))) for one, two in halves]
+            self.stride *= 2
+
+    def finish(self) -> list[tuple[int, float]]:
+        """Return the points."""
+        self._flush()
+        return self.points
+
+    def _flush(self) -> None:
+        if self._open:
+            self.points.append((self._first, self._join(self._open)))
+            self._open = []
+
+    def _join(self, values: Iterable[float]) -> float:
+        known = [value for value in values if math.isfinite(value)]
+        return float(_KEEP[self.keep](known)) if known else math.nan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """What the page shows.
+
+    Args:
+        series: name -> (step, value).
+        agreement: what is compared -> (step, ranks outvoted), NaN where it was not compared.
+        culprits: rank -> number of kept steps in which it was outvoted.
+    """
+
+    directory: Path
+    run: Mapping[str, Any]
+    findings: list[Finding]
+    outcomes: Mapping[int, Mapping[str, Any]]
+    series: Mapping[str, list[tuple[int, float]]]
+    agreement: Mapping[str, list[tuple[int, float]]]
+    culprits: Mapping[int, int]
+    steps: int
+    first: int
+    last: int
+    damage: Sequence[str] = ()  # what cannot be read of the findings
+
+
+def read_history(directory: Path) -> History:
+    """Return what is known of a run; raise ValueError when this is not a run directory of this version."""
+    run = read_run(directory)
+    series = {name: Thinned(keep) for name, (_, _, keep) in _FIELDS.items()}
+    agreement = {what: Thinned("max") for what in COMPARED}
+    culprits: dict[int, int] = {}
+    count, first, last = 0, 0, 0
+    for step in _followed(read_steps(directory)):
+        first = step.step if count == 0 else first
+        count, last = count + 1, step.step
+        for name, (column, over, _) in _FIELDS.items():
+            known = [float(value) for value in step.columns[column] if math.isfinite(value)]
+            if known:
+                series[name].add(step.step, float(over(known)))
+            elif step.any(_NONFINITE):  # a gap; where nothing was computed the line goes on
+                series[name].add(step.step, math.nan)
+        found = dissenters(step)
+        for what in COMPARED:
+            agreement[what].add(step.step, len(found[what]) if what in found else math.nan)
+        for rank in frozenset().union(*found.values()):
+            if len(culprits) < _MAX_RANKS:
+                culprits[rank] = culprits.get(rank, 0) + 1
+    return History(
+        directory=directory,
+        run=run,
+        findings=read_findings(directory),
+        outcomes=read_outcomes(directory),
+        series={name: thinned.finish() for name, thinned in series.items()},
+        agreement={what: thinned.finish() for what, thinned in agreement.items()},
+        culprits=dict(sorted(culprits.items())),
+        steps=count,
+        first=first,
+        last=last,
+        damage=damage(directory),
+    )
+
+
+def _followed(steps: Iterable[Step]) -> Iterator[Step]:
+    """Yield the steps of the first optimizer that is seen: with several, one is enough for a picture."""
+    chosen = None
+    for step in steps:
+        chosen = step.optimizer if chosen is None else chosen
+        if step.optimizer == chosen:
+            yield step

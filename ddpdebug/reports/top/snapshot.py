@@ -1,0 +1,269 @@
+"""What is known of a run at a moment: from its run directory, or from the endpoints of its ranks. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import urllib.request
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from ddpdebug.run_directory.reader import STEPS, damage, read_findings, read_newest, read_outcomes, read_run
+from ddpdebug.run_directory.segments import segment_paths
+from ddpdebug.schema.coverage import Coverage
+from ddpdebug.schema.finding import Finding
+from ddpdebug.schema.row import Flag, Row
+from ddpdebug.schema.step import Step
+from ddpdebug.sinks.agreement import COMPARED, dissenters
+
+_TIMEOUT = 3.0
+_MAX_BYTES = 32 << 20
+_MAX_TARGETS = 1024
+#: Steps that a value is taken from when the newest did not compute it.
+_BACK = 64
+_NONFINITE = Flag.LOSS_NONFINITE | Flag.LOCAL_GRADS_NONFINITE | Flag.GRADS_NONFINITE
+
+
+@dataclass(slots=True, kw_only=True)
+class RankView:
+    """One line of the view; NaN and empty where unknown."""
+
+    rank: int
+    step: int | None = None
+    age: float = math.nan  # seconds since its last step
+    loss: float = math.nan
+    norm: float = math.nan
+    step_seconds: float = math.nan
+    own_seconds: float = math.nan  # data and forward: before it waits for the others
+    host: float = math.nan
+    device: float = math.nan
+    outvoted: tuple[str, ...] = ()
+    nonfinite: bool = False
+    ended: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The run at a moment."""
+
+    title: str
+    world: int
+    ranks: list[RankView]
+    differing: Mapping[str, int] = field(default_factory=dict)  # what was compared -> ranks outvoted
+    overhead: float = math.nan
+    incidents: list[tuple[str, str, str]] = field(default_factory=list)  # code, severity, text; newest first
+    damage: Sequence[str] = ()  # what cannot be read of the findings
+    unchecked: str = ""  # what is not checked, in words
+
+    @property
+    def missing(self) -> int:
+        """Return how many ranks are not there."""
+        return max(0, self.world - sum(1 for view in self.ranks if not view.ended))
+
+    @property
+    def straggler(self) -> tuple[int, float] | None:
+        """Return the slowest rank, and how much longer it works than the median rank."""
+        own = {view.rank: view.own_seconds for view in self.ranks if view.own_seconds > 0}
+        if len(own) < 2:
+            return None
+        slowest = max(own, key=lambda rank: own[rank])
+        return slowest, own[slowest] / median(own.values()) - 1
+
+
+# --- from the run directory -------------------------------------------------------------------------------------------
+
+
+def from_directory(directory: Path) -> Snapshot:
+    """Look at a run directory; raise ValueError when it is none."""
+    run = read_run(directory)
+    world = run.get("world")
+    world = world if isinstance(world, int) and 0 < world < 1 << 20 else 1
+    rows = read_newest(directory, world * _BACK)
+    age = time.time() - max((path.stat().st_mtime for path in segment_paths(directory / STEPS)), default=math.nan)
+    outcomes = read_outcomes(directory)
+    steps: dict[tuple[int, int], dict[int, Row]] = {}
+    for row in rows:
+        steps.setdefault((row.optimizer, row.step), {})[row.rank] = row
+    views = {rank: RankView(rank=rank) for rank in range(world)} if world <= 4096 else {}
+    differing: dict[str, int] = {}
+    voted: dict[str, frozenset[int]] = {}
+    for (optimizer, number), found in steps.items():
+        for what, ranks in dissenters(Step(step=number, optimizer=optimizer, world=world, rows=found)).items():
+            voted[what], differing[what] = ranks, len(ranks)
+        for rank, row in found.items():
+            _take(views.setdefault(rank, RankView(rank=rank)), row)
+    for rank, view in views.items():
+        own = [row.forward_seconds + max(row.data_seconds, 0.0) for row in rows if row.rank == rank]
+        view.own_seconds = fmean([s for s in own if math.isfinite(s)] or [math.nan])
+        view.outvoted = tuple(what for what, ranks in voted.items() if rank in ranks)
+        view.ended = str(outcomes.get(rank, {}).get("reason") or "")
+        view.age = age if view.step is not None else math.nan
+    findings = read_findings(directory)[::-1]
+    return Snapshot(
+        title=f"{run['run']} in {directory}",
+        world=world,
+        ranks=[views[rank] for rank in sorted(views)],
+        differing=differing,
+        overhead=_overhead(rows),
+        incidents=[(finding.code, finding.severity.label, _told(finding)) for finding in findings],
+        damage=damage(directory),
+        unchecked=_unchecked(run.get("coverage")),
+    )
+
+
+def _unchecked(record: object) -> str:
+    known = Coverage.from_json(record)
+    return "" if known is None or known.complete is not False else known.line()
+
+
+def _take(view: RankView, row: Row) -> None:
+    view.step = row.step
+    view.nonfinite = row.has(_NONFINITE)
+    known = {"loss": row.loss, "norm": row.grad_norm, "step_seconds": row.step_seconds}
+    for name, value in known.items():
+        if not math.isnan(value):
+            setattr(view, name, value)
+    view.host, view.device = row.host_bytes, row.device_reserved_bytes
+
+
+def _overhead(rows: Iterable[Row]) -> float:
+    known = [(row.overhead_seconds, row.step_seconds) for row in rows if row.step_seconds > 0]
+    known = [pair for pair in known if math.isfinite(pair[0])]
+    return sum(a for a, _ in known) / sum(b for _, b in known) if known else math.nan
+
+
+def _told(finding: Finding) -> str:
+    who = f"ranks {','.join(map(str, finding.ranks[:8]))}" if finding.ranks else ""
+    what = finding.subject[0] if finding.subject else finding.title
+    since = "" if finding.step is None else f"step {finding.step}"
+    return " · ".join(filter(None, (since, who, what)))
+
+
+# --- from the endpoints -----------------------------------------------------------------------------------------------
+
+
+def from_url(url: str) -> Snapshot:
+    """Ask rank 0 where the ranks are, and all of them how they are; raise OSError when nobody answers."""
+    base = url.rstrip("/").removesuffix("/metrics")
+    try:
+        listed = json.loads(_fetch(f"{base}/sd"))
+    except (OSError, ValueError):
+        listed = []
+    urls = list(dict.fromkeys([f"{base}/metrics", *_urls(listed)]))[:_MAX_TARGETS]
+    with ThreadPoolExecutor(32) as pool:
+        answers = [answer for answer in pool.map(_try, urls) if answer is not None]
+    if not answers:
+        raise OSError(f"nobody answers at {base}/metrics")
+    return _assembled(base, answers)
+
+
+def _urls(listed: Any) -> list[str]:
+    found = []
+    for entry in listed if isinstance(listed, list) else ():
+        if isinstance(entry, dict) and isinstance(entry.get("targets"), list):
+            labels = entry.get("labels")
+            scheme = labels.get("__scheme__", "http") if isinstance(labels, dict) else "http"
+            found += [f"{scheme}://{target}/metrics" for target in entry["targets"] if scheme in {"http", "https"}]
+    return found
+
+
+def _try(url: str) -> str | None:
+    try:
+        return _fetch(url)
+    except (OSError, ValueError):
+        return None
+
+
+def _fetch(url: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"{url!r} is not an http address")
+    with urllib.request.urlopen(url, timeout=_TIMEOUT) as answer:  # noqa: S310 - checked above
+        return str(answer.read(_MAX_BYTES).decode("utf-8", "replace"))
+
+
+_GAUGES = {"loss": "loss", "grad_norm": "norm", "host_memory_bytes": "host"}
+
+
+class _Gathered:
+    """What the answers of all endpoints say together."""
+
+    def __init__(self) -> None:
+        self.views: dict[int, RankView] = {}
+        self.differing: dict[str, int] = {}
+        self.incidents: dict[tuple[str, str, str], float] = {}
+        self.sums: dict[tuple[int, str, str], float] = {}
+        self.world, self.overhead = 0, math.nan
+        self.off: set[str] = set()
+
+    def take(self, name: str, labels: Mapping[str, str], value: float) -> None:
+        """Take one sample of a rank."""
+        rank, what = int(labels["rank"]), labels.get("what", "")
+        match name:
+            case "world_size" if value > 0:
+                self.world = max(self.world, int(value))
+            case "checks_off" if value > 0:
+                self.off.add(labels.get("part", ""))
+            case "overhead_ratio":
+                self.overhead = value
+            case "ranks_disagreeing":
+                self.differing[what] = max(self.differing.get(what, 0), int(value))
+            case "incident_timestamp_seconds":
+                told = f"ranks {labels.get('culprits', '')} · {labels.get('subject', '')}"
+                self.incidents[labels.get("code", ""), labels.get("severity", ""), told] = value
+            case "phase_seconds_sum" | "phase_seconds_count" | "step_seconds_sum" | "step_seconds_count":
+                self.sums[rank, name, labels.get("phase", "")] = value
+            case _ if name in _OF_A_RANK:
+                _heed(self.views.setdefault(rank, RankView(rank=rank)), name, labels, value)
+
+    def snapshot(self, title: str) -> Snapshot:
+        """Return what was gathered."""
+        for rank, view in self.views.items():
+            steps = self.sums.get((rank, "phase_seconds_count", "forward")) or math.nan
+            own = sum(self.sums.get((rank, "phase_seconds_sum", phase), 0) for phase in ("data", "forward"))
+            view.own_seconds = own / steps
+            counted = self.sums.get((rank, "step_seconds_count", "")) or math.nan
+            view.step_seconds = self.sums.get((rank, "step_seconds_sum", ""), 0) / counted
+        return Snapshot(
+            title=title,
+            world=self.world,
+            ranks=[self.views[rank] for rank in sorted(self.views)],
+            differing=self.differing,
+            overhead=self.overhead,
+            incidents=sorted(self.incidents, key=lambda key: self.incidents[key], reverse=True),
+            unchecked=f"not checked, or not in all: {', '.join(sorted(self.off))}" if self.off else "",
+        )
+
+
+def _assembled(title: str, answers: Iterable[str]) -> Snapshot:
+    from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415 - only for this source
+
+    gathered = _Gathered()
+    for text in answers:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.labels.get("rank", "").isdecimal():
+                    gathered.take(sample.name.removeprefix("ddpdebug_"), sample.labels, sample.value)
+    return gathered.snapshot(title)
+
+
+_OF_A_RANK = {*_GAUGES, "step", "last_step_timestamp_seconds", "rank_up", "rank_outvoted", "device_memory_bytes"}
+
+
+def _heed(view: RankView, name: str, labels: Mapping[str, str], value: float) -> None:
+    if name in _GAUGES:
+        setattr(view, _GAUGES[name], value)
+    elif name == "step":
+        view.step = int(value)
+    elif name == "last_step_timestamp_seconds":
+        view.age = time.time() - value
+    elif name == "rank_up":
+        view.ended = "" if value else "left"
+    elif name == "rank_outvoted" and value and labels.get("what") in COMPARED:
+        view.outvoted = (*view.outvoted, labels["what"])
+    elif name == "device_memory_bytes" and labels.get("kind") == "reserved":
+        view.device = value

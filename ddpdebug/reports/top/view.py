@@ -1,0 +1,122 @@
+"""Draws a snapshot for the terminal; loads rich. Torch-free."""
+
+from __future__ import annotations
+
+import math
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ddpdebug.reports.top.snapshot import RankView, Snapshot
+from ddpdebug.sinks.text import clean, number, percent
+
+_GOOD, _BAD, _WARN, _DIM = "black on green", "bold white on red", "black on yellow", "dim"
+_STALE_SECONDS = 120
+_SLOW = 0.2
+
+
+def view(snapshot: Snapshot, height: int) -> RenderableType:
+    """Return verdicts, ranks and the newest findings in at most `height` lines; the ill ranks come first."""
+    incidents = snapshot.incidents[:5]
+    room = max(3, height - 6 - len(incidents) - bool(snapshot.damage))
+    shown = sorted(snapshot.ranks, key=_health)[:room]
+    parts: list[RenderableType] = [Text(f"ddpdebug top · {clean(snapshot.title, 160)}", "bold"), _verdicts(snapshot)]
+    if snapshot.unchecked:
+        parts.append(Text(clean(snapshot.unchecked, 400), _WARN))
+    parts.append(_ranks(snapshot, shown))
+    if (hidden := len(snapshot.ranks) - len(shown)) > 0:
+        parts.append(Text(f"{hidden} more ranks, none of them worse", _DIM))
+    if snapshot.damage:
+        parts.append(Text(f"damaged: {clean('; '.join(snapshot.damage), 200)}", _BAD))
+    for code, severity, text in incidents:
+        parts.append(Text.assemble((f"{clean(code, 12)} ", "bold"), f"{clean(severity, 10)} ", clean(text, 200)))
+    return Group(*parts)
+
+
+def _health(rank: RankView) -> tuple[int, float, int]:
+    ill = 2 * bool(rank.outvoted) + bool(rank.nonfinite) + 2 * bool(rank.ended and rank.ended != "finished")
+    return -ill, -rank.own_seconds if rank.own_seconds > 0 else 0.0, rank.rank
+
+
+def _verdicts(snapshot: Snapshot) -> Text:
+    alive = [rank for rank in snapshot.ranks if not rank.ended]
+    apart = {what: count for what, count in snapshot.differing.items() if count}
+    model = {what: count for what, count in apart.items() if what != "gradients"}
+    straggler = snapshot.straggler
+    age = min((rank.age for rank in snapshot.ranks if not math.isnan(rank.age)), default=math.nan)
+    finished = snapshot.ranks and not alive
+    compared = bool(snapshot.differing)
+    up = ("all up", _GOOD) if not snapshot.missing else (f"{snapshot.missing} ranks missing", _BAD)
+    late = straggler is not None and straggler[1] >= _SLOW
+    slow = f"rank {straggler[0]} +{percent(straggler[1])}" if straggler else ""
+    tiles = [
+        ("ended", _DIM) if finished else up,
+        _tile("ranks agree", f"ranks differ: {', '.join(model)}", not model, known=compared),
+        _tile(
+            "gradients in sync", "gradients differ", "gradients" not in apart, known="gradients" in snapshot.differing
+        ),
+        _tile("finite", "NaN or Inf", not any(rank.nonfinite for rank in snapshot.ranks)),
+        _tile("no straggler", slow, not late),
+        (f"overhead {percent(snapshot.overhead)}" if math.isfinite(snapshot.overhead) else "overhead ?", _DIM),
+        (f"last step {_seconds(age)} ago", _BAD if age > _STALE_SECONDS and not finished else _DIM),
+    ]
+    line = Text()
+    for text, style in tiles:
+        line.append(f" {text} ", style)
+        line.append(" ")
+    return line
+
+
+def _tile(good: str, bad: str, fine: bool, *, known: bool = True) -> tuple[str, str]:  # noqa: FBT001 - the verdict
+    if not known:
+        return f"{good.split(maxsplit=1)[0]} not compared yet", _DIM
+    return (good, _GOOD) if fine else (bad, _BAD)
+
+
+def _ranks(snapshot: Snapshot, shown: list[RankView]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("rank", "step", "loss", "grad norm", "step time", "own work", "host", "device"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("state")
+    slow = snapshot.straggler
+    for rank in shown:
+        late = slow is not None and slow[0] == rank.rank and slow[1] >= _SLOW
+        cells: list[str | Text] = [
+            str(rank.rank),
+            "" if rank.step is None else str(rank.step),
+            _number(rank.loss),
+            _number(rank.norm),
+            _seconds(rank.step_seconds),
+            Text(_seconds(rank.own_seconds), _WARN if late else ""),
+            _bytes(rank.host),
+            _bytes(rank.device),
+        ]
+        table.add_row(*cells, _state(rank))
+    return table
+
+
+def _state(rank: RankView) -> Text:
+    if rank.outvoted:
+        return Text(f"outvoted: {', '.join(rank.outvoted)}", _BAD)
+    if rank.nonfinite:
+        return Text("NaN or Inf", _BAD)
+    if rank.ended:
+        return Text(clean(rank.ended, 40), _DIM if rank.ended in {"finished", "stopped"} else _BAD)
+    return Text("ok" if rank.step is not None else "no step yet", _DIM)
+
+
+def _number(value: float) -> str:
+    return "" if math.isnan(value) else number(float(value))
+
+
+def _seconds(value: float) -> str:
+    if math.isnan(value):
+        return "?"
+    return f"{number(1000 * value, 3)} ms" if value < 0.1 else f"{number(value, 3)} s"
+
+
+def _bytes(value: float) -> str:
+    if math.isnan(value) or value <= 0:
+        return ""
+    return f"{number(value / (1 << 30), 3)} GiB"

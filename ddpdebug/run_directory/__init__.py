@@ -1,0 +1,1 @@
+"""The run directory: its writer, its reader and the segments of rows."""

@@ -1,0 +1,313 @@
+"""The files of a run directory: their names, their format, and how to read them. Torch-free.
+
+A directory may belong to a run that was killed, is still running, or was made by somebody else: readers skip what is
+cut off or malformed, check every type, and never read beyond fixed bounds. This is the layout:
+
+| file | written by | content |
+|---|---|---|
+| `run.json` | rank 0 | what ran; `outcome` is null until the run has ended |
+| `findings.jsonl` | rank 0 | a finding a line, as soon as it is known; rewritten with final counts at the end |
+| `steps.bin`, `steps.00001.bin`, ... | rank 0 | per file a header, then rows as `observations.encode` makes them |
+| `observations.jsonl`, `observations.00001.jsonl`, ... | rank 0 | details and facts, with their place among the rows |
+| `ranks/<rank>/place.json` | each rank | where this rank runs, and the address of its metrics |
+| `ranks/<rank>/outcome.json` | each rank | how this rank ended |
+| `ranks/<rank>/stacks.txt` | `check` | where the rank's threads were when the time was over |
+| `ranks/<rank>/trouble.jsonl` | each rank | parts of ddpdebug that failed |
+| `check.json` | `check` | what the one who started the ranks saw: exit statuses, whether the time was over |
+| `bundles/*/`, `ranks/<rank>/bundles/*/` | rank 0, each other rank | replay bundles; `docs/replay.md` |
+| `ranks/<rank>/memory/` | each rank | summaries of failed allocations, see `forensics/memory/oom.py` |
+
+Of `steps` and `observations` the first file and the newest are kept, at most `CAP_BYTES` together.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from ddpdebug.errors import UsageError
+from ddpdebug.run_directory.segments import segment_paths
+from ddpdebug.schema.finding import Finding
+from ddpdebug.schema.row import LAYOUT_VERSION, ROW_BYTES, Row, decode
+from ddpdebug.schema.step import Step
+
+RUN = "run.json"
+FINDINGS = "findings.jsonl"
+STEPS = "steps.bin"
+OBSERVATIONS = "observations.jsonl"
+RANKS = "ranks"
+BUNDLES = "bundles"
+OUTCOME = "outcome.json"
+PLACE = "place.json"
+BALLAST = ".ballast"
+TROUBLE = "trouble.jsonl"
+CHECK = "check.json"
+STACKS = "stacks.txt"
+
+CAP_BYTES = 64 << 20
+_MAX_DOCUMENT = 16 << 20
+_MAX_FINDINGS = 1 << 30
+#: More ranks than any job has; beyond it a number is damage, and must not be counted up to.
+MAX_WORLD = 1 << 20
+_MAX_LINE = CAP_BYTES // 8
+
+#: A file of rows begins with a magic word, the layout's version, the bytes of a row and the number of the first row.
+_LAST_STATE = ("params_after_digest", "foreign_params_digest", "state_digest")
+_HEADER = struct.Struct("<8sIIQ")
+_MAGIC = b"ddpdebug"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """A detail or a fact that was known after `rows` rows of the run had been written."""
+
+    rows: int
+    kind: str
+    payload: Mapping[str, Any]
+
+
+def steps_header(first_row: int) -> bytes:
+    """Return the beginning of a file of rows whose first row is the run's row `first_row`."""
+    return _HEADER.pack(_MAGIC, LAYOUT_VERSION, ROW_BYTES, first_row)
+
+
+class DamagedError(UsageError):
+    """A file of a run directory holds what no run writes."""
+
+
+def read_run(directory: Path) -> dict[str, Any]:
+    """Return the content of `run.json`; raise ValueError when the directory is not that of a run.
+
+    `world` is a number of ranks that a run can have, or absent; anything else raises DamagedError.
+    """
+    run = _document(directory / RUN)
+    if run is None or not isinstance(run.get("run"), str):
+        raise ValueError(f"{str(directory)!r} is not a run directory: it has no readable {RUN}")
+    world = run.get("world")
+    if world is not None and not (_is_count(world) and 1 <= world <= MAX_WORLD):
+        shown = repr(world) if not isinstance(world, int) or abs(world) < 1 << 63 else "a huge number"
+        raise DamagedError(
+            f"{str(directory / RUN)!r} is damaged: its world is {shown[:60]}, not a number of ranks (1 to {MAX_WORLD})"
+        )
+    return run
+
+
+def read_findings(directory: Path) -> list[Finding]:
+    """Return the findings in the order in which they were raised; `damage` tells of those that cannot be read."""
+    findings = (_finding(line) for line in _lines(directory / FINDINGS))
+    return [finding for finding in findings if finding is not None]
+
+
+def damage(directory: Path) -> list[str]:
+    """Return in words what is missing of the findings: lines that cannot be read, fewer than the run has counted.
+
+    Of a run that is being written, or was killed, the last line may be cut off.
+    """
+    file = directory / FINDINGS
+    try:
+        data = file.read_bytes() if file.stat().st_size <= _MAX_FINDINGS else None
+    except OSError as error:
+        return [f"{FINDINGS} cannot be read: {error.strerror or error}"]
+    if data is None:
+        return [f"{FINDINGS} is larger than {_MAX_FINDINGS} bytes: it was not made by a run"]
+    words, lines = [], data.split(b"\n")
+    cut = lines.pop()
+    known = [len(line) < _MAX_LINE and _finding(line.decode("utf-8", "replace")) is not None for line in lines]
+    bad = [number for number, fine in enumerate(known, 1) if not fine]
+    if bad:
+        shown = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
+        words.append(f"{len(bad)} of {len(lines)} lines of {FINDINGS} cannot be read (line {shown})")
+    if cut:
+        words.append(f"the last line of {FINDINGS} is cut off")
+    outcome = (_document(directory / RUN) or {}).get("outcome")
+    counts = outcome.get("findings") if isinstance(outcome, dict) else None
+    if isinstance(counts, dict):
+        counted = sum(count for count in counts.values() if _is_count(count) and 0 <= count < 1 << 40)
+        if counted > sum(known):
+            words.append(f"the run had {counted} findings, of which {sum(known)} can be read")
+    return words
+
+
+def read_outcomes(directory: Path) -> dict[int, dict[str, Any]]:
+    """Return how each rank ended, by rank; ranks that were killed, and those of an earlier run, are absent."""
+    run = read_run(directory)["run"]
+    outcomes = {}
+    for folder in (directory / RANKS).glob("*"):
+        outcome = _document(folder / OUTCOME) if folder.name.isascii() and folder.name.isdecimal() else None
+        if outcome is not None and outcome.get("run") == run and isinstance(outcome.get("reason"), str):
+            outcomes[int(folder.name)] = outcome
+    return dict(sorted(outcomes.items()))
+
+
+def read_ends(directory: Path) -> dict[int, dict[str, Any]]:
+    """Return what ranks told the others when they ended: all there is of a rank whose node has other disks."""
+    ends = {}
+    for observed in read_observations(directory):
+        payload = observed.payload
+        rank, value = payload.get("rank"), payload.get("value")
+        if observed.kind == "fact" and payload.get("topic") == "end" and _is_count(rank) and isinstance(value, dict):
+            reason, steps = value.get("reason"), value.get("steps")
+            if isinstance(reason, str) and isinstance(steps, dict):
+                ends[int(str(rank))] = {"reason": reason, "steps": steps}
+    return ends
+
+
+def read_check(directory: Path) -> dict[str, Any] | None:
+    """Return the content of `check.json`, unless there is none or it is from another run than `run.json`."""
+    check = _document(directory / CHECK)
+    if check is None or not isinstance(check.get("run"), str):
+        return None
+    run = _document(directory / RUN)
+    return check if run is None or run.get("run") == check["run"] else None
+
+
+def read_rows(directory: Path) -> Iterator[Row]:
+    """Yield the rows that were kept, in the order in which the run saw them.
+
+    Raise ValueError on rows of another layout: they were written by another version of ddpdebug.
+    """
+    for _, row in numbered_rows(directory):
+        yield row
+
+
+def numbered_rows(directory: Path) -> Iterator[tuple[int, Row]]:
+    """Yield the kept rows with their numbers in the run: a gap in the numbers is where rows were not kept."""
+    for path in segment_paths(directory / STEPS):
+        with path.open("rb") as file:
+            head = file.read(_HEADER.size)
+            if len(head) < _HEADER.size:
+                continue  # killed while it began
+            magic, version, size, number = _HEADER.unpack(head)
+            if magic != _MAGIC:
+                raise ValueError(f"{str(path)!r} holds no rows of ddpdebug")
+            if (version, size) != (LAYOUT_VERSION, ROW_BYTES):
+                raise ValueError(
+                    f"{str(path)!r} has row layout {version}, this ddpdebug reads {LAYOUT_VERSION}; "
+                    f"use the version named in {RUN}"
+                )
+            while len(data := file.read(ROW_BYTES)) == ROW_BYTES:
+                yield number, decode(data)
+                number += 1
+
+
+def read_newest(directory: Path, count: int) -> list[Row]:
+    """Return at most the `count` newest rows that lie in the newest file, oldest first; cheap however long the run."""
+    paths = segment_paths(directory / STEPS)
+    if not paths:
+        return []
+    with paths[-1].open("rb") as file:
+        head = file.read(_HEADER.size)
+        if len(head) < _HEADER.size or _HEADER.unpack(head)[:3] != (_MAGIC, LAYOUT_VERSION, ROW_BYTES):
+            return []
+        rows = (paths[-1].stat().st_size - _HEADER.size) // ROW_BYTES
+        file.seek(_HEADER.size + max(0, rows - count) * ROW_BYTES)
+        data = file.read(min(rows, count) * ROW_BYTES)
+    return [decode(data, at) for at in range(0, len(data) - ROW_BYTES + 1, ROW_BYTES)]
+
+
+def read_steps(directory: Path) -> Iterator[Step]:
+    """Yield the kept steps, rows only, in the order in which they were judged."""
+    world = read_run(directory).get("world")
+    for (optimizer, step), group in groupby(read_rows(directory), key=lambda row: (row.optimizer, row.step)):
+        rows = {row.rank: row for row in group}
+        size = world if isinstance(world, int) else len(rows)
+        yield Step(step=step, optimizer=optimizer, world=size, rows=dict(sorted(rows.items())))
+
+
+def read_observations(directory: Path) -> Iterator[Observed]:
+    """Yield the kept details and facts in order."""
+    for path in segment_paths(directory / OBSERVATIONS):
+        for line in _lines(path):
+            record = _parsed(line)
+            if record is None:
+                continue
+            rows, kind, payload = (record.get(name) for name in ("rows", "kind", "payload"))
+            if isinstance(rows, int) and isinstance(kind, str) and isinstance(payload, dict):
+                yield Observed(rows=rows, kind=kind, payload=payload)
+
+
+def last_state(step: Step) -> dict[str, Any]:
+    """Return what is kept of rows that are no step: what the last step has left (`Flag.LAST_STATE`)."""
+    rows = {
+        str(rank): {"flags": row.flags, **{name: f"{getattr(row, name):016x}" for name in _LAST_STATE}}
+        for rank, row in step.rows.items()
+    }
+    return {"optimizer": step.optimizer, "step": step.step, "rows": rows}
+
+
+def read_last_state(payload: Mapping[str, Any], world: int) -> Step | None:
+    """Return the step that `last_state` has described; None of what is malformed."""
+    try:
+        step, optimizer, rows = int(payload["step"]), int(payload["optimizer"]), {}
+        for rank, told in payload["rows"].items():
+            digests: dict[str, Any] = {name: int(told[name], 16) for name in _LAST_STATE}
+            rows[int(rank)] = Row(rank=int(rank), step=step, optimizer=optimizer, flags=int(told["flags"]), **digests)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+    return Step(step=step, optimizer=optimizer, world=world, rows=dict(sorted(rows.items())))
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Yield the complete lines of a file; one that is cut off, or endless, is left out."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        while line := file.readline(_MAX_LINE):
+            if line.endswith(b"\n"):
+                yield line.decode("utf-8", "replace")
+            else:
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(_MAX_LINE)
+
+
+def _document(path: Path) -> dict[str, Any] | None:
+    if not path.is_file() or path.stat().st_size > _MAX_DOCUMENT:
+        return None
+    return _parsed(path.read_bytes().decode("utf-8", "replace"))
+
+
+def _parsed(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+_OPTIONAL_TEXT = ("phase", "location", "time", "run")
+
+
+def _finding(line: str) -> Finding | None:
+    record = _parsed(line)
+    if record is None:
+        return None
+    well_formed = (
+        isinstance(record.get("code"), str)
+        and isinstance(record.get("title"), str)
+        and isinstance(record.get("severity"), str)
+        and all(record.get(name) is None or isinstance(record[name], str) for name in _OPTIONAL_TEXT)
+        and all(record.get(name) is None or _is_count(record[name]) for name in ("step", "last_step"))
+        and _is_count(record.get("count", 1))
+        and all(_is_texts(record.get(name, [])) for name in ("subject", "causes", "actions"))
+        and isinstance(record.get("ranks", []), list)
+        and all(_is_count(rank) for rank in record.get("ranks", []))
+        and isinstance(record.get("evidence", {}), dict)
+    )
+    try:
+        finding = Finding.from_json(line) if well_formed else None
+    except ValueError:  # an unknown severity
+        return None
+    return finding and replace(finding, causes=tuple(finding.causes), actions=tuple(finding.actions))

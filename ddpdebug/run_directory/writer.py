@@ -1,0 +1,279 @@
+"""Writes the run directory: rank 0 the shared files, every rank its own under `ranks/<rank>/`. Torch-free.
+
+Where the run cannot begin (a read-only directory), `write` raises OSError and the fan-out switches this sink off.
+Later, what cannot be written is left out and said once; findings and how the run ended are tried again to the last.
+What was written stays readable: `run_files` describes the files and reads them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ddpdebug.disk import Ballast, Disk
+from ddpdebug.run_directory import reader as files
+from ddpdebug.run_directory.segments import Segments, segment_paths
+from ddpdebug.schema.finding import Finding
+from ddpdebug.schema.row import Flag, encode, layout
+from ddpdebug.sinks import Covered, FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
+
+_MAX_TROUBLE_LINES = 100
+_BALLAST = 64 << 10
+
+
+class RunDirectory:
+    """A sink that keeps the run on disk. Writes from one thread at a time.
+
+    Args:
+        disk: says whether there is room, and makes the files.
+        tell: called with a `Trouble` when something stops being written.
+    """
+
+    part: ClassVar[str] = "run_directory"  # what messages call it
+
+    def __init__(
+        self,
+        directory: Path,
+        rank: int,
+        *,
+        cap_bytes: int = files.CAP_BYTES,
+        disk: Disk | None = None,
+        tell: Callable[[Trouble], None] = lambda _: None,
+    ) -> None:
+        self._directory = directory
+        self._rank = rank
+        self._own = directory / files.RANKS / str(rank)
+        self._disk, self._tell = disk or Disk(), tell
+        options: dict[str, Any] = {"cap": cap_bytes, "disk": self._disk}
+        self._steps = Segments(directory / files.STEPS, header=self._steps_header, **options)
+        self._observations = Segments(directory / files.OBSERVATIONS, what="observations", **options)
+        self._ballast = Ballast(self._disk, self._own / files.BALLAST, _BALLAST if rank == 0 else _BALLAST // 8)
+        self._run: dict[str, Any] = {}
+        self._run_id: str | None = None
+        self._findings: dict[object, Finding] = {}
+        self._rows = 0
+        self._skipped: Counter[int] = Counter()  # optimizer -> steps that the numeric guard skipped
+        self._trouble_lines = 0
+        self._off: set[str] = set()  # what a failed write has switched off
+        self._said: set[str] = set()
+
+    def write(self, record: Record) -> None:
+        """Write one record; raise OSError when the directory cannot be begun."""
+        match record:
+            case RunStarted():
+                self._start(record)
+            case Trouble():
+                self._trouble(record)
+            case RunEnded():
+                self._end(record)
+            case _ if self._rank == 0:
+                self._write_shared(record)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._steps.close()
+        self._observations.close()
+
+    def _write_shared(self, record: Record) -> None:
+        match record:
+            case StepJudged():
+                rows = record.step.rows.values()
+                self._append(self._steps, b"".join(map(encode, rows)), "rows")
+                self._rows += len(rows)
+                self._skipped[record.step.optimizer] += record.step.any(Flag.GUARD_SKIPPED)
+            case FindingRaised():
+                self._finding(record.finding)
+            case Covered():
+                self._run["coverage"] = record.coverage.to_json()
+                if record.keep:
+                    with contextlib.suppress(OSError):  # it is written again with the outcome
+                        self._disk.replace(self._directory / files.RUN, [_json_line(self._run)])
+            case Saved():
+                line = {"rows": self._rows, "kind": record.kind, "payload": record.payload}
+                must = record.payload.get("topic") == "end"  # all that there is of a rank on another node
+                self._append(self._observations, _json_line(line), "observations", must=must)
+
+    def _append(self, segments: Segments, data: bytes, what: str, *, must: bool = False) -> None:
+        """Write rows or observations, where there is room; a write that failed is the last of its kind."""
+        if what in self._off and not must:
+            self._disk.left_out[what] += 1
+            return
+        try:
+            reason = segments.append(data, must=must)
+        except OSError as error:
+            self._off.add(what)
+            self._disk.left_out[what] += 1
+            reason = f"{type(error).__name__}: {error}"
+        if reason is not None:
+            self._say(what, reason)
+
+    def _say(self, what: str, reason: str) -> None:
+        """Say once that something is not written."""
+        if what not in self._said:
+            self._said.add(what)
+            said = "the outcome is" if what == "outcome" else f"{what} are"
+            self._tell(Trouble(part=f"sink:run_directory {what}", message=f"{said} not written: {reason}"))
+
+    def _must(self, what: str, act: Callable[[], None]) -> bool:
+        """Write what must be written, in the room of the ballast if need be; tell whether that worked."""
+        try:
+            act()
+        except OSError:
+            self._ballast.drop()
+            try:
+                act()
+            except OSError as error:
+                self._disk.left_out[what] += 1
+                self._say(what, f"{type(error).__name__}: {error}")
+                return False
+        return True
+
+    def _steps_header(self) -> bytes:
+        return files.steps_header(self._rows)
+
+    def _start(self, record: RunStarted) -> None:
+        self._disk.make_directory(self._directory)
+        self._make_own()
+        self._run_id = record.run_id
+        place = {"run": record.run_id, "rank": self._rank, "node": record.node, "metrics_url": record.metrics_url}
+        self._disk.replace(self._own / files.PLACE, [_json_line({**place, "local_rank": record.local_rank})])
+        self._ballast.take()
+        if self._rank != 0:
+            return
+        _set_aside(self._directory, self._disk)
+        self._run = {
+            "run": record.run_id,
+            "time": record.time,
+            "world": record.world,
+            "command": list(record.command),
+            "node": record.node,
+            "metrics_url": record.metrics_url,
+            "versions": dict(record.versions),
+            "config": dict(record.config),
+            "layout": layout(),
+            "coverage": None,
+            "outcome": None,
+        }
+        self._disk.replace(self._directory / files.RUN, [_json_line(self._run)])
+        self._disk.append(self._directory / files.FINDINGS, b"")
+
+    def _make_own(self) -> None:
+        """Make this rank's folder, which the next run's rank 0 may have set aside; not where all was deleted."""
+        if not self._directory.is_dir():
+            raise FileNotFoundError(errno.ENOENT, f"the run directory {str(self._directory)!r} is gone")
+        self._disk.make_directory(self._own, below=self._directory)
+
+    def _finding(self, finding: Finding) -> None:
+        key = finding.id or (
+            finding.code,
+            finding.step,
+            finding.ranks,
+            finding.subject,
+            finding.phase,
+            finding.location,
+        )
+        first = self._findings.get(key)
+        if first is not None:
+            self._findings[key] = _merged(first, finding)
+            return
+        self._findings[key] = finding if finding.run is not None else replace(finding, run=self._run_id)
+        path, line = self._directory / files.FINDINGS, _finding_line(self._findings[key])
+        self._must("findings", lambda: self._disk.append(path, line))
+
+    def _trouble(self, record: Trouble) -> None:
+        if self._trouble_lines < _MAX_TROUBLE_LINES:
+            self._trouble_lines += 1
+            with suppress(OSError):  # the terminal and the metrics have it
+                self._make_own()
+                line = _json_line({"part": record.part, "message": record.message})
+                self._disk.append(self._own / files.TROUBLE, line)
+
+    def _end(self, record: RunEnded) -> None:
+        self.close()
+        self._ballast.drop()
+        outcome: dict[str, Any] = {
+            "reason": record.reason,
+            "exit_code": record.exit_code,
+            "steps": {str(optimizer): steps for optimizer, steps in record.steps.items()},
+            "time": record.time,
+        }
+        if self._rank == 0:
+            path, lines = self._directory / files.FINDINGS, [_finding_line(each) for each in self._findings.values()]
+            self._must("findings", lambda: self._disk.replace(path, lines))
+        if self._disk.left_out:
+            outcome["not_written"] = dict(self._disk.left_out)
+        own = _json_line({"run": self._run_id, "rank": self._rank, **outcome})
+        if self._must("outcome", lambda: self._write_own(own)) and self._rank == 0:
+            counts = Counter(finding.severity.label for finding in self._findings.values())
+            skipped = {str(optimizer): steps for optimizer, steps in self._skipped.items() if steps}
+            self._run["outcome"] = {**outcome, "findings": dict(counts), "skipped_steps": skipped}
+            run = _json_line(self._run)
+            self._must("outcome", lambda: self._disk.replace(self._directory / files.RUN, [run]))
+
+    def _write_own(self, line: bytes) -> None:
+        self._make_own()
+        self._disk.replace(self._own / files.OUTCOME, [line])
+
+
+def _merged(first: Finding, again: Finding) -> Finding:
+    """Return what is known of a finding after it was reported again: by the detectors, or with evidence found later."""
+    steps = [step for step in (first.last_step, again.last_step) if step is not None]
+    return replace(
+        again,
+        time=first.time,
+        run=first.run,
+        count=max(first.count, again.count),
+        last_step=max(steps, default=None),
+        evidence={**first.evidence, **again.evidence},
+    )
+
+
+def _set_aside(directory: Path, disk: Disk) -> None:
+    """Move the shared files of an earlier run in this directory (an elastic restart, a second use) out of the way."""
+    old = [directory / files.RUN, directory / files.FINDINGS]
+    old += segment_paths(directory / files.STEPS) + segment_paths(directory / files.OBSERVATIONS)
+    old = [path for path in old if path.is_file()]
+    if not old:
+        return
+    number = 1
+    while (directory / f"previous-{number}").exists():
+        number += 1
+    target = directory / f"previous-{number}"
+    disk.make_directory(target, below=directory)
+    for path in old:
+        path.rename(target / path.name)
+
+
+def _finding_line(finding: Finding) -> bytes:
+    return _line(finding.to_json())
+
+
+def _json_line(value: Mapping[str, Any]) -> bytes:
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError):  # something that JSON lacks, which is seldom: the slow way
+        text = json.dumps(_strict(value), ensure_ascii=False, allow_nan=False, default=str)
+    return _line(text)
+
+
+def _line(text: str) -> bytes:
+    return text.encode("utf-8", "backslashreplace") + b"\n"  # a lone surrogate becomes its JSON escape
+
+
+def _strict(value: Any) -> Any:
+    """Return the value with texts for the numbers that JSON lacks."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_strict(item) for item in value]
+    return value

@@ -1,0 +1,1 @@
+"""What crosses a border, free of torch: rows, steps, details, findings."""

@@ -1,0 +1,474 @@
+"""What a run looked at and what it did not: the record, its gaps, and their words. Pure and torch-free.
+
+Having no findings means something only where something was looked at. `RankCoverage` is one rank's own account,
+`Tally` counts what the ranks' rows say together, `Coverage` joins them, and `Coverage.gaps` are the things that nobody
+checked, each with a reason and what to do. Terminal, `run.json`, verdict, metrics and pages all show this one record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from enum import IntEnum
+from typing import Any
+
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
+
+#: Of so many ranks each is listed in `run.json`; of more only those with something to tell.
+MAX_RANKS = 64
+_MAX_REASONS = 16
+#: Fewer evaluations show nothing anyway.
+_EVALUATIONS = 2
+_MAX_TEXT = 200
+_COMPARED = ("params_before_digest", "params_after_digest", "foreign_params_digest", "frozen_params_digest")
+_REDUCED = ("grads_digest", "foreign_grads_digest")
+
+
+class Weight(IntEnum):
+    """How much a gap takes from the words *no findings*."""
+
+    NOTE = 0  # they stand: it was left out on purpose, or only explains
+    PART = 1  # something that is normally checked was not
+    ESSENTIAL = 2  # nothing, or nothing between the ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """Something that was not checked: `part` is one of `PARTS`, `text` says what and why, `action` what to do."""
+
+    part: str
+    weight: Weight
+    text: str
+    action: str = ""
+
+    @property
+    def words(self) -> str:
+        """What is not checked, and of the gravest kind what to do about it."""
+        return f"{self.text}; {self.action}" if self.action and self.weight is Weight.ESSENTIAL else self.text
+
+
+#: What a gap may be about: the values of the metric's label.
+PARTS = (
+    "steps",
+    "ranks",
+    "parameters",
+    "gradients",
+    "optimizer",
+    "forward",
+    "numerics",
+    "recipe",
+    "data",
+    "memory",
+    "detectors",
+    "other",
+)
+#: What the probes look at -> the keys under which they go off, without their `probe:`. Those in `_NOTES` only explain.
+_PROBES = {
+    "parameters": "parameters frozen replicas built last-state structure",
+    "gradients": "gradients step-gradients wrapper no-sync comm-hook backward clip gather call-site",
+    "optimizer": "optimizer row scaler hyper state threads",
+    "forward": "forward batch output broadcast buffers layers",
+    "numerics": "numerics numerics-forward numerics-loss numerics-gradients numerics-after modules entry guard "
+    "loss-backward",
+    "recipe": "recipe recipe-forward losses labels leaks clearing schedules audit modes chance inputs cuts no-grad "
+    "unregistered evaluation observe load",
+    "data": "loader",
+    "memory": "memory memory-limit",
+    "other": "coverage cut scene place loss_line disk",
+}
+_NOTES = {"scene", "place", "loss_line", "disk"}
+_KINDS: dict[str, tuple[str, Weight]] = {
+    f"probe:{key}": (about, Weight.NOTE if key in _NOTES else Weight.PART)
+    for about, keys in _PROBES.items()
+    for key in keys.split()
+}
+#: The same of other parts, and of probes that another version had, by the first words of their names.
+_OTHERS: tuple[tuple[str, str, Weight], ...] = (
+    ("probe:", "forward", Weight.PART),
+    ("answer:", "detectors", Weight.PART),
+    ("detector:", "detectors", Weight.PART),
+    ("diagnosis", "detectors", Weight.PART),
+    ("torch", "other", Weight.PART),
+    ("", "other", Weight.NOTE),
+)
+
+
+def kind_of(part: str) -> tuple[str, Weight]:
+    """Return what a part of ddpdebug looks at, one of `PARTS`, and the weight of its absence."""
+    return _KINDS.get(part) or next((about, weight) for words, about, weight in _OTHERS if part.startswith(words))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCoverage:
+    """One rank's own account.
+
+    Args:
+        steps: optimizer steps whose row it made.
+        made: optimizer steps that torch has taken on it, seen or not.
+        backwards: backward passes.
+        wrappers: DDPs that it watches.
+        parameters: parameters of its optimizers.
+        unwatched: why parameters of these are not compared -> how many.
+        left_out: likewise, of those that differ between ranks on purpose.
+        off: parts of ddpdebug that failed on it -> what they said.
+        children: processes that the script has started by multiprocessing, without the workers of libraries.
+        evaluations: those of which no validation loss was seen.
+    """
+
+    rank: int = 0
+    steps: int = 0
+    made: int = 0
+    backwards: int = 0
+    wrappers: int = 0
+    parameters: int = 0
+    unwatched: Mapping[str, int] = field(default_factory=dict)
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    off: Mapping[str, str] = field(default_factory=dict)
+    children: int = 0
+    evaluations: int = 0
+
+    @property
+    def remarkable(self) -> bool:
+        """Tell whether there is something to say about this rank."""
+        return bool(self.unwatched or self.left_out or self.off or self.children)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> RankCoverage:
+        """Read an account from anywhere; raise ValueError on anything else."""
+        counts = ("rank", "steps", "made", "backwards", "wrappers", "parameters", "children", "evaluations")
+        try:
+            values: dict[str, Any] = {name: int(record.get(name, 0)) for name in counts}
+            for name in ("unwatched", "left_out"):
+                values[name] = {_short(key): int(count) for key, count in _items(record.get(name))}
+            values["off"] = {_short(key): _short(text) for key, text in _items(record.get("off"))}
+        except (TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(str(error)) from None
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """What a run has looked at so far.
+
+    Args:
+        world: ranks that the run has.
+        compared: ranks whose parameters or gradients stood side by side when this last happened; 1 in a world of one.
+        since: the first step of that.
+        until: the newest one.
+        joined: the newest step of which rows of several ranks came together, checked in full or not.
+        newest: the newest step that was judged.
+        last_checked: whether that one was checked in full; None before the first.
+        checked: steps that were checked in full on every rank that was there.
+        gradients: whether gradients were ever compared, or seen in a world of one.
+        losses: whether a loss was ever seen.
+        validated: whether a validation loss was ever told or seen.
+        never: ranks of which no row was ever seen, at most `MAX_RANKS`; empty until some was.
+        apart: why the ranks cannot be compared, or not any more; empty while they can.
+        ranks: the ranks' own accounts, as far as they are known, by rank.
+        certain: the first minute is over: what has not begun by now will not begin by itself.
+        ended: nothing will come any more.
+    """
+
+    world: int = 1
+    compared: int = 0
+    since: int | None = None
+    until: int | None = None
+    joined: int | None = None
+    newest: int | None = None
+    last_checked: bool | None = None
+    checked: int = 0
+    gradients: bool = False
+    losses: bool = False
+    validated: bool = False
+    never: tuple[int, ...] = ()
+    apart: str = ""
+    ranks: tuple[RankCoverage, ...] = ()
+    certain: bool = False
+    ended: bool = False
+
+    @property
+    def compared_now(self) -> int:
+        """The ranks that are compared at this time: none once they cannot be any more, one in a world of one."""
+        if self.world == 1:
+            return min(1, self.steps)
+        return 0 if self.apart else self.compared
+
+    @property
+    def steps(self) -> int:
+        """The most optimizer steps that a rank has seen."""
+        return max((rank.steps for rank in self.ranks), default=0)
+
+    @property
+    def gaps(self) -> tuple[Gap, ...]:
+        """What is not checked, the gravest first; before `certain` it may only not have begun yet."""
+        found = [*self._step_gaps(), *self._rank_gaps(), *self._parameter_gaps(), *self._off_gaps(), *self._notes()]
+        return tuple(sorted(found, key=lambda gap: -gap.weight))
+
+    @property
+    def missed(self) -> tuple[Gap, ...]:
+        """The gaps that forbid to say *clean*."""
+        return tuple(gap for gap in self.gaps if gap.weight > Weight.NOTE)
+
+    @property
+    def complete(self) -> bool | None:
+        """Tell whether everything was checked that normally is; None while it is too early to say."""
+        return not self.missed if self.certain or self.ended else None
+
+    @property
+    def hint(self) -> str:
+        """What the script could tell so that more is looked at, on one line; empty where there is nothing."""
+        gap = self._unvalidated()
+        return "" if gap is None else f"{gap.text}: {gap.action}"
+
+    def line(self) -> str:
+        """Return the coverage on one line."""
+        if missed := self.missed:
+            return f"not checked: {'; '.join(gap.text for gap in missed)}"
+        if not self.steps:
+            return "no optimizer step yet"
+        if self.world == 1:
+            return f"{_counted(self.steps, 'step')} of one rank, {self.checked} checked in full"
+        if self.until is None or self.since is None:
+            return "nothing compared yet"
+        return f"{self.compared} of {_counted(self.world, 'rank')} compared, steps {self.since} to {self.until}"
+
+    # --- gaps ---------------------------------------------------------------------------------------------------------
+
+    def _step_gaps(self) -> Iterator[Gap]:
+        if self.steps or self.newest is not None:
+            return
+        backwards = max((rank.backwards for rank in self.ranks), default=0)
+        made = max((rank.made for rank in self.ranks), default=0)
+        children = sum(rank.children for rank in self.ranks)
+        if not (self.ended or backwards or made or children):
+            return  # the script may still prepare its data
+        if made:
+            text = f"{_counted(made, 'optimizer step')} {_was(made)} taken, and none could be looked at"
+            action = "see ranks/*/trouble.jsonl in the run directory, and report it"
+        elif children:
+            text = (
+                f"no optimizer step was seen: the script has started {_counted(children, 'process', 'processes')} of "
+                f"its own, which {'is' if children == 1 else 'are'} not watched"
+            )
+            action = "start the ranks by torchrun or --nproc-per-node, or call ddpdebug.watch() in each"
+        elif backwards:
+            text = (
+                f"no optimizer step was seen, although backward ran {_counted(backwards, 'time')}: only the steps of "
+                "torch.optim optimizers are looked at"
+            )
+            action = "use one, for example torch.optim.SGD in place of an update by hand"
+        else:
+            text = "no optimizer step was seen"
+            action = "give a script that trains, and let it take at least one step"
+        yield Gap(part="steps", weight=Weight.ESSENTIAL, text=text, action=action)
+
+    def _rank_gaps(self) -> Iterator[Gap]:
+        if self.world < 2:
+            return
+        behind = self.joined is None or self.steps > self.joined + 1
+        if self.apart and behind and (self.steps or not self.ended):
+            if self.joined is None:
+                text = f"nothing is compared between the ranks: {self.apart}"
+            else:
+                text = f"the ranks were compared until step {self.joined} only: {self.apart}"
+            yield Gap(part="ranks", weight=Weight.ESSENTIAL, text=text, action=_APART)
+        elif self.never:
+            who = _ranks(self.never)
+            text = f"{who} {'is' if len(self.never) == 1 else 'are'} not compared: no step of it was seen"
+            yield Gap(part="ranks", weight=Weight.ESSENTIAL, text=text, action=f"see what {who} does, and its log")
+        elif self.until is None and self.newest is not None:
+            text = "nothing is compared between the ranks: no step was checked in full on two of them"
+            yield Gap(part="ranks", weight=Weight.ESSENTIAL, text=text, action="run longer, or with --every-step")
+
+    def _parameter_gaps(self) -> Iterator[Gap]:
+        for name, weight in (("unwatched", Weight.PART), ("left_out", Weight.NOTE)):
+            most: dict[str, int] = {}
+            for rank in self.ranks:
+                for reason, count in getattr(rank, name).items():
+                    most[reason] = max(most.get(reason, 0), count)
+            for reason, count in sorted(most.items()):
+                text = f"{_counted(count, 'parameter')} not compared: {reason}"
+                yield Gap(part="parameters", weight=weight, text=text)
+
+    def _off_gaps(self) -> Iterator[Gap]:
+        where: dict[str, list[int]] = {}
+        said: dict[str, str] = {}
+        for rank in self.ranks:
+            for part, message in rank.off.items():
+                where.setdefault(part, []).append(rank.rank)
+                said.setdefault(part, message)
+        for part, ranks in sorted(where.items()):
+            about, weight = kind_of(part)
+            place = f" on {_ranks(ranks)}" if len(ranks) < self.world else ""
+            text = f"{part} is off{place}: {said[part]}"
+            yield Gap(part=about, weight=weight, text=text, action="see ranks/*/trouble.jsonl in the run directory")
+
+    def _notes(self) -> Iterator[Gap]:
+        if not self.ended or self.newest is None:
+            return
+        if self.last_checked is False and self.until is not None and self.newest is not None:
+            text = f"the last step that was checked in full is {self.until} of {self.newest}"
+            yield Gap(part="steps", weight=Weight.NOTE, text=text, action="--every-step checks all")
+        if self.until is not None and not self.gradients:
+            yield Gap(part="gradients", weight=Weight.NOTE, text="no gradients were seen")
+        if not self.losses:
+            text = "no loss was seen"
+            yield Gap(part="other", weight=Weight.NOTE, text=text, action="tell it by ddpdebug.observe(loss=...)")
+        if (gap := self._unvalidated()) is not None:
+            yield gap
+
+    def _unvalidated(self) -> Gap | None:
+        """Say that a model was evaluated and nobody knows how well; on one rank it may be told for all."""
+        count = max((rank.evaluations for rank in self.ranks), default=0)
+        if self.validated or count < _EVALUATIONS:
+            return None
+        text = f"no validation loss was seen in {_counted(count, 'evaluation')}"
+        return Gap(part="recipe", weight=Weight.NOTE, text=text, action=_TELL_VALIDATION)
+
+    # --- files --------------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record as JSON values, with its line and its gaps in words."""
+        record = asdict(self)
+        shown = [rank for rank in self.ranks if self.world <= MAX_RANKS or rank.remarkable][:MAX_RANKS]
+        record["ranks"] = {str(rank.rank): asdict(rank) for rank in shown}
+        record["never"] = list(self.never)
+        gaps = [{**asdict(gap), "weight": gap.weight.name.lower()} for gap in self.gaps]
+        return {"complete": self.complete, "line": self.line(), "gaps": gaps, "steps": self.steps, **record}
+
+    @classmethod
+    def from_json(cls, record: object) -> Coverage | None:
+        """Read a record from anywhere; None where it is none."""
+        if not isinstance(record, Mapping):
+            return None
+        try:
+            ranks = tuple(RankCoverage.from_json(rank) for _, rank in _items(record.get("ranks"), MAX_RANKS))
+            numbers: dict[str, Any] = {
+                name: _number(record.get(name)) for name in ("since", "until", "joined", "newest")
+            }
+            last = record.get("last_checked")
+            return cls(
+                world=max(1, int(record["world"])),
+                compared=int(record.get("compared", 0)),
+                checked=int(record.get("checked", 0)),
+                last_checked=last if isinstance(last, bool) else None,
+                never=tuple(int(rank) for rank in list(record.get("never", ()))[:MAX_RANKS]),
+                apart=_short(record.get("apart") or ""),
+                ranks=ranks,
+                **{name: record.get(name) is True for name in ("gradients", "losses", "validated", "certain", "ended")},
+                **numbers,
+            )
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
+            return None
+
+
+_TELL_VALIDATION = "ddpdebug.observe(val_loss=...), an nn loss module or --validation-loss functions shows it"
+_APART = "start every rank with ddpdebug, and let the nodes reach each other's ports; training goes on"
+
+
+class Tally:
+    """What the rows of the ranks say together, counted step by step."""
+
+    def __init__(self, world: int) -> None:
+        self._so_far = Coverage(world=world)
+        self._seen: set[int] = set()
+        self._last: dict[int, Step] = {}  # optimizer -> its newest step
+
+    def add(self, step: Step) -> None:
+        """Count a step that was judged."""
+        known, columns = self._so_far, step.columns
+        self._seen |= step.rows.keys()
+        self._last[step.optimizer] = step
+        changed: dict[str, Any] = {}
+        newest = known.newest is None or step.step >= known.newest
+        several = len(step.rows) > 1
+        if newest:
+            full = step.all(Flag.CHECKED)
+            changed.update(newest=step.step, last_checked=full)
+            if several:
+                changed["joined"] = step.step
+        if step.all(Flag.CHECKED):
+            changed["checked"] = known.checked + 1
+        if not known.losses:
+            changed["losses"] = any(loss == loss for loss in columns["loss"]) or step.any(Flag.LOSS_NONFINITE)  # noqa: PLR0124 - NaN
+        if not known.validated:
+            changed["validated"] = any(loss == loss for loss in columns["val_loss"])  # noqa: PLR0124 - NaN
+        least = min(2, known.world)
+        parameters = max(sum(map(bool, columns[name])) for name in _COMPARED)
+        gradients = max(sum(map(bool, columns[name])) for name in _REDUCED)
+        if gradients >= least:
+            changed["gradients"] = True
+        if max(parameters, gradients) >= least:
+            changed["compared"] = max(parameters, gradients)
+            changed["since"] = step.step if known.since is None else min(known.since, step.step)
+            changed["until"] = step.step if known.until is None else max(known.until, step.step)
+        self._so_far = replace(known, **changed)
+
+    def coverage(
+        self,
+        ranks: Mapping[int, RankCoverage] | None = None,
+        *,
+        apart: str = "",
+        certain: bool = False,
+        ended: bool = False,
+    ) -> Coverage:
+        """Return the joined record.
+
+        Args:
+            ranks: their own accounts; what the rows say of the others is added.
+        """
+        known = self._so_far
+        accounts = dict(ranks or {})
+        for step in self._last.copy().values():
+            for rank in step.rows:
+                account = accounts.get(rank, RankCoverage(rank=rank))
+                accounts[rank] = replace(account, steps=max(step.step + 1, account.steps))
+        seen = self._seen.copy()
+        never = [rank for rank in range(known.world) if rank not in seen][:MAX_RANKS] if seen and not apart else []
+        return replace(
+            known,
+            never=tuple(never),
+            apart=apart,
+            certain=certain,
+            ended=ended,
+            ranks=tuple(accounts[rank] for rank in sorted(accounts)),
+        )
+
+
+def counted_off(coverage: Coverage) -> dict[str, int]:
+    """Return how many gaps there are about each of `PARTS` that has some, without what is left out on purpose."""
+    counts: dict[str, int] = {}
+    for gap in coverage.missed:
+        counts[gap.part] = counts.get(gap.part, 0) + 1
+    return counts
+
+
+def _counted(count: int, noun: str, several: str = "") -> str:
+    return f"{count} {noun if count == 1 else several or noun + 's'}"
+
+
+def _was(count: int) -> str:
+    return "was" if count == 1 else "were"
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    listed = sorted(ranks)
+    shown = ", ".join(map(str, listed[:8])) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
+    return f"{'rank' if len(listed) == 1 else 'ranks'} {shown}"
+
+
+def _items(value: object, most: int = _MAX_REASONS) -> list[tuple[str, Any]]:
+    if value is None:
+        return []
+    if not isinstance(value, Mapping):
+        raise TypeError("not a table")
+    return list(value.items())[:most]
+
+
+def _number(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _short(value: object) -> str:
+    return str(value)[:_MAX_TEXT]

@@ -1,0 +1,107 @@
+"""All ranks' observations of one step, in one order. Torch-free.
+
+A `Step` is what detectors judge; it is built live by the exchange or from the files of a run directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, reduce
+from operator import or_
+from typing import Any
+
+from ddpdebug.schema.row import DIGESTS, Flag, Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """The rows of every rank that took part in one optimizer step.
+
+    Args:
+        rows: by rank, ascending; ranks that left or never arrived are absent.
+        details: what was asked for on suspicion: kind -> rank -> JSON value (see `details.py` for the kinds).
+        facts: announcements known when the step was judged: topic -> rank -> JSON value.
+    """
+
+    step: int
+    optimizer: int
+    world: int
+    rows: Mapping[int, Row]
+    details: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
+    facts: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
+
+    @cached_property
+    def differing(self) -> frozenset[str]:
+        """Names of the digest fields that are known on at least two ranks and not equal on all of these."""
+        return frozenset(name for name in DIGESTS if len({*self.columns[name]} - {0}) > 1)
+
+    @cached_property
+    def columns(self) -> Mapping[str, tuple[Any, ...]]:
+        """Every field of the rows as the ranks' values, in the order of `rows`."""
+        if not self.rows:
+            return dict.fromkeys(Row._fields, ())
+        return dict(zip(Row._fields, zip(*self.rows.values(), strict=True), strict=True))
+
+    @cached_property
+    def memo(self) -> dict[Any, Any]:
+        """What rules have computed about this step, so that they need not do it again."""
+        return {}
+
+    @cached_property
+    def _some(self) -> int:
+        return reduce(or_, self.columns["flags"], 0)
+
+    def values(self, name: str) -> dict[int, list[int]]:
+        """Return value -> ranks for a digest field, leaving out ranks that did not compute it."""
+        found: dict[int, list[int]] = {}
+        for rank, row in self.rows.items():
+            if value := getattr(row, name):
+                found.setdefault(value, []).append(rank)
+        return found
+
+    def known(self, name: str) -> bool:
+        """Tell whether every rank of the step computed the digest field."""
+        return 0 not in self.columns[name]
+
+    def agrees(self, name: str) -> bool:
+        """Tell whether the digest field is known on every rank and equal."""
+        return self.known(name) and name not in self.differing
+
+    def minority(self, name: str) -> tuple[int, ...]:
+        """Return the ranks outvoted on a digest field; all ranks when there is no majority."""
+        return outvoted({rank: getattr(row, name) for rank, row in self.rows.items() if getattr(row, name)})
+
+    def any(self, flag: Flag) -> bool:
+        """Tell whether some rank has the flag."""
+        return bool(self._some & int(flag))  # operators of IntFlag are slow
+
+    def all(self, flag: Flag) -> bool:
+        """Tell whether every rank has the flag."""
+        bits = int(flag)
+        return bool(self._some & bits) and all(flags & bits for flags in self.columns["flags"])
+
+    def ranks_with(self, flag: Flag) -> tuple[int, ...]:
+        """Return the ranks that have the flag."""
+        bits = int(flag)
+        return tuple(rank for rank, row in self.rows.items() if row.flags & bits) if self._some & bits else ()
+
+    def with_details(self, details: Mapping[str, Mapping[int, Any]]) -> Step:
+        """Return this step with the given details added."""
+        return replace(self, details={**self.details, **details})
+
+
+def outvoted(values: Mapping[int, object]) -> tuple[int, ...]:
+    """Return the ranks whose value is not that of the strict majority; all ranks when there is no majority.
+
+    With two ranks that disagree nobody can tell who is right, so both are returned.
+    """
+    votes: dict[object, list[int]] = {}
+    for rank in sorted(values):
+        votes.setdefault(values[rank], []).append(rank)
+    if len(votes) < 2:
+        return ()
+    largest = max(votes.values(), key=len)
+    if 2 * len(largest) <= len(values):
+        return tuple(sorted(values))
+    return tuple(rank for rank in sorted(values) if rank not in set(largest))
