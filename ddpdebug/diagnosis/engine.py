@@ -27,8 +27,8 @@ QUEUE_STEPS = 192
 _MAX_ROUNDS = 64
 #: Announcements that are judged without waiting for the other ranks'.
 ALONE = "alone:"
-#: Of these, about the script itself: every rank runs into it within a step, so that they wait for each other and are
-#: told together; for so many steps, or ticks where there are no more steps, at most.
+#: Announcements that every rank makes within a step of each other. They are held and judged together, for at most
+#: `_HELD_STEPS` steps, or `_HELD_TICKS` ticks where no more steps come.
 _SHARED = frozenset(f"alone:{what}" for what in ("loss", "audit", "schedule", "validation", "chance"))
 _HELD_STEPS, _HELD_TICKS = 2, 20
 #: What a rank says that ends with an exception.

@@ -50,7 +50,7 @@ def rejudge(directory: Path, *, detectors: Sequence[Detector] | None = None) -> 
 
 
 class _Replay:
-    """A diagnosis that is told what the run's own was told."""
+    """A saved run, fed to `Diagnosis` in the order in which it was recorded."""
 
     def __init__(self, run: Mapping[str, Any], detectors: Sequence[Detector] | None) -> None:
         world = run.get("world")

@@ -1,7 +1,7 @@
 """The causes that are open, and what follows from what. Torch-free.
 
-A cause is opened by the first finding about it, counts later occurrences, and is closed when its symptom is gone. One
-that comes back soon, or as long after as the time before, is the same.
+A cause is opened by the first finding about it, counts later occurrences, and is closed when its symptom is
+gone. A cause that recurs soon, or at a regular interval, is one cause.
 A finding that an open cause explains becomes a consequence: evidence of that cause, not a finding of its own.
 """
 
@@ -17,7 +17,7 @@ from ddpdebug.schema.finding import Finding
 #: So many steps without the symptom close a cause. The patience doubles each time that the cause comes back.
 QUIET_STEPS = 3
 _MAX_DOUBLINGS = 8
-#: A cause that is back within so many times the patience with which it was closed has not been gone.
+#: A cause that is reopened within so many times its quiet period (in steps) counts as the same cause.
 _SOON = 3
 #: Distances that differ by less than this share are the same.
 _REGULAR = 0.1

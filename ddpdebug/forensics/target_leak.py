@@ -50,7 +50,7 @@ def relation(scene: Scene, target: torch.Tensor, ignored: int) -> Relation | Non
     found = [r for text in texts(scene, target) if (r := _relation(text, target, ignored)) is not None]
     moved = [known for known in found if known.moved]  # an argument that is the target itself is the labels
     chosen = moved or found
-    # two texts that the target follows from: what the decoder shall say was given to an encoder, on purpose
+    # the target text is also an encoder's input, which is legitimate (sequence to sequence)
     if not chosen or any(not torch.equal(chosen[0].tokens, known.tokens) for known in chosen[1:]):
         return None
     return chosen[0]

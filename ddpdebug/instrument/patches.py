@@ -1,4 +1,4 @@
-"""The doors through which ddpdebug sees training: wrappers around a few public entry points of torch.
+"""The entry points of torch that are wrapped while a monitor is attached, and what looks at each.
 
 Class-level only: nothing is left on the user's objects, which may be copied, pickled and sent elsewhere. Each wrapper
 calls the original exactly once with the same arguments (`probes/entries.py`); under `torch.compile` it steps aside, so

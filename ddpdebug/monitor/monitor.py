@@ -252,7 +252,7 @@ class Monitor:
         self._on_group()
 
     def forked(self) -> None:
-        """Let go in a forked child, which is not the rank; nothing is freed, its threads are not here."""
+        """Detach in a forked child, which is not the rank. Its threads are not here: nothing is joined or freed."""
         self._closed = True
         self.recorder.last_state.emit = None
         self.patches.remove()

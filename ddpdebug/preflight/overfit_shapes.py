@@ -28,7 +28,7 @@ WORSE = 0.2
 SWING = 0.2
 #: ... in more than this part of its steps.
 TURNS = 0.4
-#: From the first to the second half of the last quarter the loss still loses this part of itself, ...
+#: The loss is still falling: between the halves of the last quarter by more than this share of itself, ...
 STILL_FALLING = 0.05
 #: ... or this part of all that was won: in a straight line down it is one eighth.
 STEADY = 0.06

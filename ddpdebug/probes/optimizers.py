@@ -14,8 +14,8 @@ from ddpdebug.probes.ddp_wrapper import Wrapper, slot_of
 from ddpdebug.probes.entries import Entries
 from ddpdebug.schema.row import Flag
 
-#: Optimizer state up to this size is fingerprinted before the step too, which tells who changed it outside, and as a
-#: whole; of a larger one each checked step takes the share of the parameters whose turn it is.
+#: Optimizer state up to this many bytes is fingerprinted as a whole, and before the step too, which tells who changed
+#: it outside; larger state is split into `STATE_SHARES` shares, of which each checked step takes one in turn.
 SMALL_STATE_BYTES = 1 << 20
 STATE_SHARES = 8
 #: The memory of parameters on the CPU, up to this size, stays after their optimizer has gone, for a last look.

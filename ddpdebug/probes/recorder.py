@@ -72,7 +72,7 @@ class Recorder:
         self.window = Window(started=time.perf_counter())
         self.want_norms = False  # a comparison with a tolerance needs numbers, not digests
         self.after_step: Callable[[OptimizerWatch, int], None] = lambda watch, step: None
-        self.last_look: Callable[[OptimizerWatch], None] = lambda watch: None  # its optimizer is gone
+        self.last_look: Callable[[OptimizerWatch], None] = lambda watch: None  # its optimizer has been freed
         self.last_state = LastState()
         self.stop: Callable[[], BaseException | None] = lambda: None
         self.adopt: Callable[[list[torch.Tensor]], None] = lambda params: None  # of models that no DDP wraps

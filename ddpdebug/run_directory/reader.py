@@ -145,7 +145,7 @@ def read_outcomes(directory: Path) -> dict[int, dict[str, Any]]:
 
 
 def read_ends(directory: Path) -> dict[int, dict[str, Any]]:
-    """Return what ranks told the others when they ended: all there is of a rank whose node has other disks."""
+    """Return what ranks told the others when they ended: the only account of one with another file system."""
     ends = {}
     for observed in read_observations(directory):
         payload = observed.payload

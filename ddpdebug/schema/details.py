@@ -100,8 +100,8 @@ Announcements (topic -> JSON of one rank), compared once all ranks have spoken:
                  step on a GPU; nothing is judged by it
 `alone:failure`  {"reason": "...", "step": int, "missing": [name, ...]} by a rank that ends with an exception; judged at
                  once, because the others may never speak
-`alone:memory`   what an out-of-memory summary holds (forensics/memory/oom.py): {"failed": bool, "step": int, "phase": str,
-                 ...} by the rank whose allocation failed, and then by the others, with `failed` false
+`alone:memory`   what an out-of-memory summary holds (forensics/memory/oom.py): {"failed": bool, "step": int, "phase":
+                 str, ...} by the rank whose allocation failed, and then by the others, with `failed` false
 `alone:loss`     {"kind": "double-softmax" | "broadcast" | "range" | "initial" | "labels", "step": int, ...} what the
                  autograd graph of a loss shows, see probes/training_loop/loss_graph.py
 `alone:audit`    {"step": int, "kind": "missing" | "frozen" | "detached" | "unregistered" | "no_grad", ...} parameters

@@ -185,8 +185,8 @@ class Terminal:
         return max(40, min(_MAX_WIDTH, columns or 100))  # some pseudo-terminals say 0
 
 
-#: An overhead that needs a word of explanation.
-_DEAR = 0.05
+#: Share of the run's time from which on the overhead is explained.
+_HIGH_OVERHEAD = 0.05
 
 
 class Summary:
@@ -245,7 +245,7 @@ class Summary:
             items.append(f"overhead {percent(self.overhead)}")
         if self.interval > 1:
             items.append(f"full check every {self.interval} steps")
-        elif self.overhead > _DEAR:
+        elif self.overhead > _HIGH_OVERHEAD:
             items.append("every step was checked (short ones are at first)")
         return items
 

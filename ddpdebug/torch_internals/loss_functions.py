@@ -52,7 +52,7 @@ LOSSES = (
 )
 #: What all loss modules of `torch.nn` inherit from; nothing where this torch has no such class.
 LOSS_MODULES: tuple[type[torch.nn.Module], ...] = () if names.loss_module is None else (names.loss_module,)
-_PLACE = "here comes what looks at the loss"
+_PLACEHOLDER = "ddpdebug: the look at the loss"
 _UNSEEN = "torch.is_grad_enabled() or torch.compiler.is_compiling()"
 
 
@@ -66,7 +66,7 @@ def look_at_losses(look: Callable[[Any, str], None]) -> Callable[[], None]:
     for name in LOSSES:
         function = getattr(functional, name, None)
         if not isinstance(function, FunctionType) or function.__globals__ is not vars(functional):
-            continue  # somebody has put a function of his own there, which need not even know `torch`
+            continue  # the user has replaced this function: it is left alone
         source = f"by torch.nn.functional.{name} (--validation-loss functions)"
         if (code := _with_look(function, look, source)) is not None:
             changed.append((function, function.__code__, code))
@@ -108,7 +108,7 @@ def _with_look(function: FunctionType, look: Callable[[Any, str], None], source:
         look(result, source)
         return result
 
-    return code.replace(co_consts=tuple(seen if c == _PLACE else c for c in code.co_consts))
+    return code.replace(co_consts=tuple(seen if c == _PLACEHOLDER else c for c in code.co_consts))
 
 
 def _strip(definition: ast.FunctionDef) -> None:
@@ -133,7 +133,7 @@ class _Returns(ast.NodeTransformer):
         called = value.func if isinstance(value, ast.Call) else None
         if value is None or (isinstance(called, ast.Name) and called.id == "handle_torch_function"):
             return node
-        look = ast.BoolOp(op=ast.Or(), values=[ast.Constant(_PLACE), ast.Constant(None)])
+        look = ast.BoolOp(op=ast.Or(), values=[ast.Constant(_PLACEHOLDER), ast.Constant(None)])
         looked_at = ast.Call(func=look, args=[copy.deepcopy(value)], keywords=[])
         unseen = ast.parse(_UNSEEN, mode="eval").body
         for new in ast.walk(unseen):

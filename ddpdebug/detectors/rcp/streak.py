@@ -1,4 +1,4 @@
-"""What rules about the loop share: a flag that ranks set in so many steps in a row is a habit and no accident."""
+"""The base of rules that fire when ranks set a flag in a number of consecutive steps."""
 
 from __future__ import annotations
 

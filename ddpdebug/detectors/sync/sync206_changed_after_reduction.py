@@ -13,7 +13,7 @@ from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step, outvoted
 
-#: Factors that are closer than this do the same.
+#: Relative distance below which two factors count as equal.
 _SAME_FACTOR = 0.01
 _EQUAL_SUMS: dict[str, Any] = {"reduced_sums": {"w": 0.5, "b": 0.1}}
 _CLIP: dict[str, Any] = {"clip_norm": 4.0, "clip_max": 1.0}

@@ -37,7 +37,7 @@ _KEPT = 32
 
 
 class Capture:
-    """Stands in the script's process while it trains, at class level; `close` takes everything away again."""
+    """Patches of torch's classes while the script runs, which note what it trains; `close` removes them."""
 
     def __init__(self, steps: int = STEPS) -> None:
         self.recorder = Recorder()

@@ -1,7 +1,7 @@
 """How the training loop uses its parts: modes, clearing, scheduling, clipping, losses, who holds which parameter.
 
-Called by the wrappers in `instrument/patches.py`, on the training thread and inside the guard. What a step shows goes into
-the window's flags and its `recipe` detail, what is seen once is announced; the rules judge.
+Called by the wrappers in `instrument/patches.py`, on the training thread and inside the guard. What a step shows goes
+into the window's flags and its `recipe` detail, what is seen once is announced; the rules judge.
 """
 
 from __future__ import annotations
