@@ -179,12 +179,14 @@ def test_nothing_is_missing_here() -> None:
     assert len({name.path for name in names.TABLE}) == len(names.TABLE)
 
 
-def test_attributes_of_instances_are_probed_by_the_code_that_gives_them() -> None:
-    """What stands in the place of torch's function is not asked."""
-    assert lookup.named_in("torch.nn.Module.__init__", "_parameters")
-    assert not lookup.named_in("torch.nn.Module.__init__", "_no_such_table")
+def test_attributes_of_instances_are_probed_by_the_code_that_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in the place of torch's function is not asked, also where torch itself has put it there."""
+    assert lookup.named_in("torch.nn.Module.register_buffer", "_buffers")
+    assert not lookup.named_in("torch.nn.Module.register_buffer", "_no_such_table")
     assert not lookup.named_in("torch.nn.Module.no_such_method", "_parameters")
     assert lookup.named_in("torch.Tensor.__add__", "_anything")  # no Python code
+    monkeypatch.setattr(torch.nn.Module, "register_buffer", torch.nn.Module.register_parameter)
+    assert lookup.named_in("torch.nn.Module.register_buffer", "_buffers")
 
 
 def test_what_is_missing_says_so_where_it_is_used() -> None:

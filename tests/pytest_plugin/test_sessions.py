@@ -289,7 +289,7 @@ import sys
 
 def test_it():
     ours = [name for name in sys.modules if name.startswith("ddpdebug.")]
-    assert ours == ["ddpdebug.pytest_plugin"]
+    assert ours == ["ddpdebug._version", "ddpdebug.pytest_plugin"]
     assert "torch" not in sys.modules
 """
 
