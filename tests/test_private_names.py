@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ddpdebug.forensics.loss import node_kinds
 from ddpdebug.probes.training_loop import loss_graph as losses
