@@ -23,7 +23,7 @@ DEADLINE = "DDPDEBUG_DEADLINE"
 PATIENCE_SECONDS = 2.0
 _MAX_BYTES = 1 << 20
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>[0-9]+) in (?P<name>.*)$', re.MULTILINE)
-_OWN = str(Path(__file__).parent)
+_OWN = str(Path(__file__).parent.parent)
 _FILES: list[IO[str]] = []  # faulthandler keeps the number of a file, not the file
 
 

@@ -126,7 +126,7 @@ Announcements (topic -> JSON of one rank), compared once all ranks have spoken:
 `agreement:<n>`  {"step": int, "output": hex, "weights": hex} of the model, fed the n-th batch that `agree` was given
 `coverage`       what was looked at on this rank, see coverage.py: {"rank": int, "steps": int, "made": int, "backwards":
                  int, "wrappers": int, "parameters": int, "unwatched": {why: int}, "left_out": {why: int}, "off": {part:
-                 message}, "children": int}
+                 message}, "children": int, "evaluations": int}
 `growth`         [{"what": str, "bytes": int | null}, ...] growth that the user has declared (`expect_growth`)
 `end`            {"steps": {optimizer: int}, "reason": "finished" | "stopped" | "interrupted" | "exception: ...",
                  "last_states": int} the number of rows with `Flag.LAST_STATE` that the rank has sent

@@ -53,7 +53,7 @@ def breaking(number, original):
     return run
 for i, (owner, name) in enumerate(names): setattr(owner, name, breaking(i, getattr(owner, name)))
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from ddpdebug import monitor
+from ddpdebug.monitor import monitor
 original = monitor.Monitor.install
 def install(self):
     original(self)
@@ -63,7 +63,7 @@ monitor.Monitor.install = install
 """
 )
 _ROWS = """
-from ddpdebug import monitor
+from ddpdebug.monitor import monitor
 def broken(*args): raise RuntimeError("broken row")
 monitor.encode_row = broken
 """
@@ -127,7 +127,7 @@ def broken(*args): raise RuntimeError("no store")
 torch_internals.private_store = broken
 """
 _INSTALL = """
-from ddpdebug import monitor
+from ddpdebug.monitor import monitor
 def broken(self): raise RuntimeError("cannot attach")
 monitor.Monitor.install = broken
 """

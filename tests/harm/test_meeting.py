@@ -53,7 +53,7 @@ Exchange._tick = tick_or_not
 """
 _NONSENSE = """
 import random
-from ddpdebug import monitor
+from ddpdebug.monitor import monitor
 encode, noise, rows = monitor.encode, random.Random(0), []
 def nonsense(row):
     rows.append(row)

@@ -101,7 +101,7 @@ def ordinary():
         model.eval()
         with torch.no_grad():
             for x, y in held_out:
-                F.cross_entropy(model(x), y).item()
+                nn.CrossEntropyLoss()(model(x), y).item()
         model.train()
 
 
