@@ -1,7 +1,7 @@
 """The modules and optimizers of this process: noted as they are built, or found where they were built before.
 
-Torch calls its public registration hooks for each parameter, buffer and child that a module gets, and a module that is
-copied or loaded gets its state through `Module.__setstate__`. Nothing is kept alive.
+Torch calls its public registration hooks for each parameter and child that a module gets, and a module that is copied
+or loaded gets its state through `Module.__setstate__`. Nothing is kept alive.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Built:
         self._sweep_at = _LEAST
 
     def has_part(self, module: torch.nn.Module, _name: str, part: Any) -> None:
-        """Note a module that gets a parameter, a buffer or a child, and the child."""
+        """Note a module that gets a parameter or a child, and the child."""
         self.module(module)
         if isinstance(part, torch.nn.Module):
             self.module(part)

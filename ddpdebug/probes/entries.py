@@ -214,14 +214,16 @@ class Entries:
                 self.placed.append(Placed(where, why, is_wrapper=False))
 
     def on_parts(self, part: str, look: Callable[[torch.nn.Module, str, Any], None], why: str = "") -> None:
-        """Hook what modules are made of: called with (module, name, part) for each parameter, buffer and child."""
+        """Hook what modules are made of: called with (module, name, part) for each parameter and child.
+
+        Not for buffers: a forward may set one anew each time.
+        """
         for register in (
             all_modules.register_module_parameter_registration_hook,
-            all_modules.register_module_buffer_registration_hook,
             all_modules.register_module_module_registration_hook,
         ):
             where = f"torch.nn.modules.module.{register.__name__}"
-            handle = self.guard.run(part, register, _Hook(self, part, look))
+            handle = self.guard.run(part, register, _PartHook(self, part, look))
             if handle is None:
                 self.left_out.append(where)
             else:
@@ -407,6 +409,16 @@ class _Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (dict.get, {})
+
+
+class _PartHook(_Hook):
+    """A hook on what becomes part of a module; a compiler that traces such a place sees nothing of it."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            super().__call__(*args)
 
 
 class ModuleHook:
