@@ -151,10 +151,11 @@ def test_a_probe_that_is_off(results: dict[str, Any]) -> None:
     err = ranks[0]["err"]
     assert "probe:numerics has switched itself off: ValueError: on purpose" in err
     assert "nothing is compared" not in err
-    assert 'ddpdebug_checks_off{part="numerics",rank="0"} 1.0' in err
+    assert 'ddpdebug_checks_off{part="numerics",rank="0"} 2.0' in err  # it, and what judges by it
     assert 'ddpdebug_ranks_compared{rank="0"} 2.0' in err
-    assert [gap.text for gap in _record(directory).missed] == [
-        "probe:numerics is off on rank 0: ValueError: on purpose"
+    assert sorted(gap.text for gap in _record(directory).missed) == [
+        "probe:numerics is off on rank 0: ValueError: on purpose",
+        "probe:numerics-after is off on rank 0: it needs probe:numerics, which is off",
     ]
     assert _verdict(directory).word is Word.UNCHECKED
 
