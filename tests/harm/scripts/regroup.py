@@ -78,7 +78,7 @@ def main(kind):
             dist.barrier()
             dist.destroy_process_group()
     dist.init_process_group("gloo", store=PrefixStore("last", store), rank=rank, world_size=world)
-    train(rank, 60, fault=True)
+    train(rank, 200, fault=True)  # 4 s: the ranks have time to meet, whatever else runs
     finish()
     del mine
 
