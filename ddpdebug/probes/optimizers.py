@@ -68,6 +68,7 @@ class OptimizerWatch:
         self._members: list[str] = []  # which parameters each group holds, as text
         self._key: tuple[int, ...] = ()
         self._forgotten: list[weakref.ref[torch.Tensor]] = []
+        self._aliased = False  # `params` are objects of ours over the job's memory
 
     def _ended(self) -> None:
         self.on_end(self)
@@ -77,6 +78,7 @@ class OptimizerWatch:
             return
         self._forgotten += [weakref.ref(p) for p in self.params]
         self.params = [internals.alias(p) for p in self.params]  # their memory; the job's own objects may die
+        self._aliased = True
         rows = zip(self.table, self.params, strict=True)
         self.table = tuple((name, p, owned, owner) for (name, _, owned, owner), p in rows)
 
@@ -94,7 +96,8 @@ class OptimizerWatch:
 
     def identities(self) -> set[int]:
         """Return the ids of the living parameters that are or were stepped here."""
-        return {id(p) for p in (*self.params, *(ref() for ref in self._forgotten)) if p is not None}
+        current = () if self._aliased else self.params
+        return {id(p) for p in (*current, *(ref() for ref in self._forgotten)) if p is not None}
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the living optimizers behind this watch."""
@@ -113,6 +116,7 @@ class OptimizerWatch:
             return False
         self._key = key
         self.after = None
+        self._aliased = False
         table = sorted(_named(params, wrappers, self._built), key=lambda row: row[0])
         self.table = tuple(table)
         self.names = [name for name, _, _, _ in table]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,7 @@ from ddpdebug import fingerprint
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.last_state import LastState, spots_on_device
-from ddpdebug.probes.optimizers import OptimizerWatch
+from ddpdebug.probes.optimizers import OptimizerWatch, index_of
 from ddpdebug.probes.record import StepRecord, Window, encode_row
 from ddpdebug.schema.row import Flag
 
@@ -141,3 +142,14 @@ def test_spots_change_with_the_contents(dtype: torch.dtype) -> None:
         tensors[0].zero_()
         assert fingerprint.spots(tensors) != host
         assert not torch.equal(spots_on_device(tensors), device)
+
+
+def test_an_optimizer_that_is_built_again_takes_over_the_number() -> None:
+    """Also after the first is gone and its parameters' memory is held by objects of ours."""
+    model, optimizer, watch, _, _ = stepped()
+    params = list(model.parameters())
+    del optimizer
+    gc.collect()
+    assert not any(kept is p for kept, p in zip(watch.params, params, strict=True))
+    assert index_of(torch.optim.Adam(params), [watch]) == watch.index
+    assert index_of(torch.optim.Adam(params[:2]), [watch]) == watch.index + 1
