@@ -262,6 +262,7 @@ class Patches:
             for kind in self._kinds:
                 self.entries.unpatch(kind, "forward")
             self._kinds.clear()
+            self.evaluations.release()  # torch warns where hooks lie on all modules
         self.entries.built.has_part(module, name, part)
 
     def remove(self, *, finished: bool = False) -> None:

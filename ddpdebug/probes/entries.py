@@ -37,10 +37,6 @@ PASSING = {
         "in checked and in first training forwards, and while an evaluation is looked for; not with `torch.compile`",
     ),
     "after_modules": ("a hook after the forward of all modules", "as above"),
-    "at_submodules": (
-        "a hook on what becomes part of a module",
-        "from an optimizer step to the next training forward; not with `--validation-loss told`",
-    ),
     "before_module": (
         "a forward hook of one module",
         "while a direct call of a wrapped model, or of its copy, is looked for; copies and pickles do not carry it",
@@ -239,10 +235,6 @@ class Entries:
         return ModuleHook(
             self, part, look, functools.partial(all_modules.register_module_forward_hook, always_call=always_call)
         )
-
-    def at_submodules(self, part: str, look: Callable[[torch.nn.Module, str, Any], None]) -> ModuleHook:
-        """Return a hook that is called when a module becomes part of another one, while it is on."""
-        return ModuleHook(self, part, look, all_modules.register_module_module_registration_hook)
 
     def before_module(self, part: str, module: torch.nn.Module, look: Callable[[torch.nn.Module, Any], None]) -> Any:
         """Hook the forward of one module; return the handle. Copies and pickles of the module do not look."""

@@ -221,7 +221,6 @@ GLOBAL_HOOKS = tuple(
         "_global_backward_pre_hooks",
     )
 )
-REGISTRATION_HOOKS = key("torch.nn.modules.module._global_module_registration_hooks", _HOOKS)
 #: Functions of torch's by which a frame of a stack is known.
 CALLS = tuple(
     key(f"{_MODULE}.{name}", _HOOKS, off="the module that ran out of memory is not named")

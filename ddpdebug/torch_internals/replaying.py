@@ -153,7 +153,7 @@ def global_hooks() -> list[Any]:
 def drop_global_hooks(unwanted: Callable[[Any], bool]) -> None:
     """Take those hooks of all modules away that are unwanted."""
     owner: Any = torch.nn.modules.module
-    for name in (*names.GLOBAL_HOOKS, names.REGISTRATION_HOOKS):
+    for name in names.GLOBAL_HOOKS:
         table = getattr(owner, name, {})
         for key in [key for key, hook in table.items() if unwanted(hook)]:
             del table[key]

@@ -377,11 +377,15 @@ def test_training_never_meets_the_hook() -> None:
 
 
 def test_no_hook_beside_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiled model warns of hooks on all modules: they go as soon as one is made, and do not come back."""
+    """A compiled model warns of hooks on all modules: once they are released they do not come back.
+
+    That making one releases them is seen by the situation `compile_evaluation`.
+    """
     script = evaluating()
     script.train()
     assert is_hooked()
     compiled = torch.compile(script.model, backend="eager")
+    script.evaluations.release()
     assert not is_hooked()
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")

@@ -91,7 +91,6 @@ class Evaluations:
         self._recorder, self._loaders, self._models, self._tell = recorder, loaders, models, tell
         self._source = source
         self._hook = recorder.entries.after_modules("probe:evaluation", self._ran)
-        self._compiles = recorder.entries.at_submodules("probe:evaluation", self._wrapped)
         self.without_loss = 0  # evaluations of which no loss was seen
         self._begun = False
         self._trained_on: int | None = None  # number of samples
@@ -117,7 +116,6 @@ class Evaluations:
         self._roots = [weakref.ref(model) for model in models]
         losses = internals.LOSS_MODULES if self._source == "modules" else ()
         self._hook.on({*map(type, models), *losses})
-        self._compiles.on()
 
     def forward(self, ddp: nn.parallel.DistributedDataParallel, *_: Any, **__: Any) -> None:
         """Look at a DDP forward that begins: one with gradients ends an evaluation."""
@@ -219,16 +217,9 @@ class Evaluations:
         self._tell("evaluation", fact)
         return True
 
-    def _wrapped(self, module: nn.Module, name: str, part: Any) -> None:
-        """See a module become part of another one: `torch.compile` wraps a model so."""
-        del module, part
-        if name == internals.ORIGINAL:
-            self.release()
-
     def release(self) -> None:
-        """Take the hooks away."""
+        """Take the hook away."""
         self._hook.off()
-        self._compiles.off()
 
 
 class _TrainMode:

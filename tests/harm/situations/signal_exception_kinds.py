@@ -52,4 +52,5 @@ for _ in range(96):
             step()
     except BaseException as error:
         caught.append(kind_of(error))
+signal.setitimer(signal.ITIMER_REAL, 0)
 print("raised", len(raised), "caught", len(caught), "the same", caught == raised)
