@@ -55,7 +55,7 @@ test-dist: $(STAMP) ## only the tests that start several ranks
 	$(PYTHON) -m pytest -q -m "jobs or ranks"
 
 test-monitoring: $(STAMP) ## a real job against a real Prometheus and Alertmanager, where they are installed
-	$(PYTHON) -m pytest -q tests/monitoring tests/report tests/grafana
+	$(PYTHON) -m pytest -q tests/monitoring tests/reports tests/grafana
 
 detection: $(STAMP) ## run the corpus of faults and healthy scripts, print the score, write docs/detection.md
 	$(PYTHON) tests/detection/score.py --require 0.95 --write docs/detection.md

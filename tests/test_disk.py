@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_records import ENDED, FINDING, judged, started
 
 from ddpdebug import disk as module
 from ddpdebug.disk import Disk, Free, Volumes, mode_of
@@ -20,7 +21,6 @@ from ddpdebug.run_directory import reader as run_files
 from ddpdebug.run_directory.writer import RunDirectory
 from ddpdebug.sinks import FindingRaised, Saved, Trouble
 from ddpdebug.sinks.fanout import Fanout
-from tests.sinks.test_run_directory import ENDED, FINDING, judged, started
 
 MIB, GIB = 1 << 20, 1 << 30
 

@@ -2,7 +2,7 @@
 
 Whatever is registered here runs under `Guard.run` with a part of its own, does nothing any more once ddpdebug is
 closed, and is taken away then. Registering is under the guard as well: what this torch does not have is said, and left
-out. `tests/test_isolation.py` sees to it that nothing is registered anywhere else.
+out. `tests/isolation/test_isolation.py` sees to it that nothing is registered anywhere else.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import pytest
 from ddpdebug.schema.finding import Finding, Severity
 
 pytestmark = pytest.mark.jobs
-SCRIPT = Path(__file__).parent.parent / "scripts" / "train.py"
+SCRIPT = Path(__file__).parent.parent / "support" / "scripts" / "train.py"
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 

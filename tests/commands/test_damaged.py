@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
+from run_records import ENDED, FINDING, judged, started
 from torch import nn
 
 from ddpdebug.commands import main
@@ -27,7 +28,6 @@ from ddpdebug.probes.forward_capture import Scenes
 from ddpdebug.run_directory.writer import RunDirectory
 from ddpdebug.schema.finding import Severity
 from ddpdebug.sinks import FindingRaised, Saved
-from tests.sinks.test_run_directory import ENDED, FINDING, judged, started
 
 _QUIET = replace(FINDING, severity=Severity.INFO)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
-SCRIPT = Path(__file__).parent.parent / "scripts" / "train.py"
+SCRIPT = Path(__file__).parent.parent / "support" / "scripts" / "train.py"
 
 
 @pytest.mark.jobs

@@ -13,7 +13,7 @@ import pytest
 
 from ddpdebug.commands import main
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "train.py"
+SCRIPT = Path(__file__).parent.parent / "support" / "scripts" / "train.py"
 
 
 def _can_mount() -> bool:

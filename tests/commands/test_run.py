@@ -16,7 +16,7 @@ import pytest
 from ddpdebug.run_directory.reader import read_findings, read_outcomes
 
 pytestmark = pytest.mark.jobs
-SCRIPT = Path(__file__).parent.parent / "scripts" / "train.py"
+SCRIPT = Path(__file__).parent.parent / "support" / "scripts" / "train.py"
 Command = Callable[..., subprocess.CompletedProcess[str]]
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = [pytest.mark.jobs, pytest.mark.slow]
-SCRIPT = Path(__file__).parent.parent / "scripts" / "wrong_ways.py"
+SCRIPT = Path(__file__).parent.parent / "support" / "scripts" / "wrong_ways.py"
 CHECK = ("-m", "ddpdebug", "check", "--nproc-per-node", 2, "--quiet", "--json", "v.json")
 Command = Callable[..., subprocess.CompletedProcess[str]]
 

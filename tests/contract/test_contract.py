@@ -193,7 +193,7 @@ def produced(tmp_path_factory: pytest.TempPathFactory) -> Produced:
         jobs.append({**about, "cwd": str(folder / str(number)), "inject": {"0": _CURIOUS, "1": _CURIOUS}})
     (folder / "jobs.json").write_text(json.dumps(jobs))
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("DDPDEBUG_", "PYTEST_"))}
-    call = [sys.executable, _HERE.parent / "zygote.py", folder / "jobs.json", folder / "results.json"]
+    call = [sys.executable, _HERE.parent / "support" / "zygote.py", folder / "jobs.json", folder / "results.json"]
     subprocess.run(call, check=True, env={**environ, "OMP_NUM_THREADS": "1"})
     found = Produced()
     for number, result in enumerate(json.loads((folder / "results.json").read_text())):

@@ -24,7 +24,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "support"))
 import zygote
 
 from ddpdebug.run_directory.reader import read_findings, read_observations, read_rows

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "support"))
 import zygote
 
 from ddpdebug.run_directory.reader import read_findings

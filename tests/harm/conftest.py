@@ -71,7 +71,7 @@ def run_jobs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[Job]], 
         timeout = 30 + sum(job["timeout"] for job in jobs)
         words = [
             sys.executable,
-            str(_HERE.parent / "zygote.py"),
+            str(_HERE.parent / "support" / "zygote.py"),
             str(folder / "jobs.json"),
             str(folder / "results.json"),
         ]

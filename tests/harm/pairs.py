@@ -340,7 +340,12 @@ def _run_forked(chosen: list[Situation], folder: Path, *, twice: bool, options: 
     jobs = _forked_jobs(chosen, folder, twice=twice, options=options)
     name = chosen[0].path.stem
     (folder / f"{name}.jobs").write_text(json.dumps(jobs))
-    words = [sys.executable, str(HERE.parent / "zygote.py"), str(folder / f"{name}.jobs"), str(folder / f"{name}.done")]
+    words = [
+        sys.executable,
+        str(HERE.parent / "support" / "zygote.py"),
+        str(folder / f"{name}.jobs"),
+        str(folder / f"{name}.done"),
+    ]
     subprocess.run(words, check=True, env=_environment(chosen[0]), stdin=subprocess.DEVNULL)
     done = iter(json.loads((folder / f"{name}.done").read_text()))
     pairs = []

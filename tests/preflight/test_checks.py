@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import cases
+import preflight_cases as cases
 import pytest
 import torch
 from torch import nn

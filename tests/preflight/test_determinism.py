@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from subjects_by_hand import cross_entropy, network, state_of, subject
+from preflight_subjects import cross_entropy, network, state_of, subject
 from torch import nn
 
 from ddpdebug.preflight.capture.seed_watch import SeedWatch

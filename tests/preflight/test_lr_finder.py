@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from subjects_by_hand import adam, batches, cross_entropy, network, sgd, state_of, subject
+from preflight_subjects import adam, batches, cross_entropy, network, sgd, state_of, subject
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from subjects_by_hand import batches, cross_entropy, network, state_of
+from preflight_subjects import batches, cross_entropy, network, state_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

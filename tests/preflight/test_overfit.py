@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - as everybody writes it
-from subjects_by_hand import adam, batches, cross_entropy, network, sgd, state_of, subject
+from preflight_subjects import adam, batches, cross_entropy, network, sgd, state_of, subject
 from torch import nn
 
 from ddpdebug.preflight.checks.overfit import check

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from subjects_by_hand import batches, cross_entropy, network, state_of, subject
+from preflight_subjects import batches, cross_entropy, network, state_of, subject
 from torch import nn
 
 from ddpdebug.preflight.checks import throughput

@@ -7,7 +7,7 @@ import random
 import signal
 from typing import Any
 
-import cases
+import preflight_cases as cases
 import pytest
 import torch
 from torch import nn

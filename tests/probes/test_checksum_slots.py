@@ -16,7 +16,7 @@ from ddpdebug.probes.ddp_wrapper import SLOTS_PER_STEP
 from ddpdebug.run_directory.reader import read_steps
 from ddpdebug.schema.row import CHECKSUM_SLOTS
 
-_ZYGOTE = Path(__file__).resolve().parent.parent / "zygote.py"
+_ZYGOTE = Path(__file__).resolve().parent.parent / "support" / "zygote.py"
 _STEPS = CHECKSUM_SLOTS // SLOTS_PER_STEP
 #: Two large models with equal names of parameters, both stepped by one optimizer, which must call them otherwise.
 _SCRIPT = f"""

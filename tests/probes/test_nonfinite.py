@@ -426,7 +426,7 @@ def test_the_operation_of_a_loss(
     line = 1 + next(i for i, text in enumerate(Path(__file__).read_text().splitlines()) if text.endswith(f"# {mark}"))
     assert (finding.code, finding.step, finding.phase) == ("NUM302", 3, phase)
     assert finding.location is not None
-    assert finding.location.endswith(f"test_numerics.py:{line}")
+    assert finding.location.endswith(f"test_nonfinite.py:{line}")
     assert finding.evidence["operation"] == operation
     assert finding.evidence["operands"]
     assert finding.causes[0].startswith(cause)

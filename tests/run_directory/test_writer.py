@@ -1,4 +1,4 @@
-"""The run directory as it is written; `test_run_files` reads broken ones."""
+"""The run directory as it is written; `test_reader` reads broken ones."""
 
 from __future__ import annotations
 
@@ -9,26 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_records import ENDED, FINDING, judged, started
 
 from ddpdebug.run_directory import reader as run_files
 from ddpdebug.run_directory.writer import RunDirectory
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.row import LAYOUT_VERSION, ROW_BYTES, Digest, Row
-from ddpdebug.schema.step import Step
-from ddpdebug.sinks import FindingRaised, RunEnded, RunStarted, Saved, StepJudged, Trouble
-
-FINDING = Finding(
-    code="RANK101",
-    severity=Severity.CRITICAL,
-    title="parameters differ between ranks",
-    step=57,
-    last_step=57,
-    ranks=(2,),
-    subject=("layers.3.fc.weight",),
-    evidence={"differing": 3},
-    time="2026-11-21T02:09:00Z",
-)
-ENDED = RunEnded(reason="finished", exit_code=0, steps={0: 3}, time="2026-11-21T02:10:00Z")
+from ddpdebug.schema.row import LAYOUT_VERSION, ROW_BYTES
+from ddpdebug.sinks import FindingRaised, Saved, Trouble
 
 
 @pytest.fixture(autouse=True)
@@ -45,26 +31,6 @@ def closing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for sink in made:
         sink.close()
-
-
-def started(directory: Path, rank: int = 0, run_id: str = "r1") -> RunStarted:
-    """Build the first record."""
-    return RunStarted(
-        run_id=run_id,
-        rank=rank,
-        world=2,
-        directory=directory,
-        config={"budget": 0.01, "out": directory},
-        versions={"torch": "2.13.0"},
-        command=("train.py", "--lr", "1e-3"),
-        time="2026-11-21T02:08:00Z",
-    )
-
-
-def judged(step: int) -> StepJudged:
-    """Build a step of two ranks."""
-    rows = {rank: Row(rank=rank, step=step, loss=1.5, params_after_digest=Digest(7)) for rank in (0, 1)}
-    return StepJudged(step=Step(step=step, optimizer=0, world=2, rows=rows))
 
 
 def test_a_whole_run_can_be_read_back(tmp_path: Path) -> None:

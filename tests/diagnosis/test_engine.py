@@ -23,7 +23,7 @@ from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
 
 Answers = Callable[[str, int, int], Any]
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 
 def table(before: str = "a", previous: str | None = None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 from ddpdebug.errors import StopRun, TargetError
 from ddpdebug.processes.script import Target
 
-_RUNNER = Path(__file__).parent / "scripts" / "plain_runner.py"
+_RUNNER = Path(__file__).parent.parent / "support" / "scripts" / "plain_runner.py"
 
 _SHOW = """
 import sys

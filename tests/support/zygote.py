@@ -27,7 +27,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-_SCRIPTS = Path(__file__).resolve().parent / "harm" / "scripts"
+_SCRIPTS = Path(__file__).resolve().parent.parent / "harm" / "scripts"
 
 
 def _free_port() -> int:

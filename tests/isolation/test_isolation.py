@@ -30,7 +30,7 @@ from ddpdebug.probes import entries as entries_module
 from ddpdebug.probes.entries import Entries, entries_of
 from ddpdebug.probes.threads import Threads
 
-_PACKAGE = Path(__file__).parent.parent / "ddpdebug"
+_PACKAGE = Path(__file__).parent.parent.parent / "ddpdebug"
 _LIVE = ("probes", "forensics", "torch_internals", "sinks", "monitor", "exchange", "instrument", "isolation")
 _REGISTERS = {
     "register",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-_PACKAGE = Path(__file__).parent.parent / "ddpdebug"
+_PACKAGE = Path(__file__).parent.parent.parent / "ddpdebug"
 
 
 def test_returns_are_annotated() -> None:

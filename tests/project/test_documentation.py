@@ -19,7 +19,7 @@ from ddpdebug.documentation import PAGES, main
 from ddpdebug.run_directory import reader as run_files
 from ddpdebug.schema.row import ROW_BYTES, Row, encode, layout
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
 TEXTS = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted(DOCS.rglob("*.md"))]
 #: Results of measurements: they are there once `make bench` and `make detection` have been run.

@@ -215,7 +215,7 @@ def test_in_place_under_ddp(watched: Watched, reentrant: bool, find_unused: bool
                 assert found["reproduced"] == (step > 0)
                 if step == 1:
                     assert (found["node"], found["phase"]) == ("SqrtBackward0", "backward")
-                    assert found["location"].startswith("tests/probes/test_scene.py:")
+                    assert found["location"].startswith("tests/probes/test_forward_capture.py:")
                     assert found["bundle"] is not None
                 if step == 2:
                     assert found["kind"] == "parameter"
@@ -245,7 +245,7 @@ def test_steps(watched: Watched) -> None:
         assert scenes.previous[0] is scene
         assert not scenes.current
         assert scene.changed() == ["parameter weight", "parameter bias"]
-        assert scene.location.startswith("tests/probes/test_scene.py:")
+        assert scene.location.startswith("tests/probes/test_forward_capture.py:")
     assert len(watched.recorder.watches) == first + 1
     del ddp, optimizer
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-_PACKAGE = Path(__file__).parent.parent / "ddpdebug"
+_PACKAGE = Path(__file__).parent.parent.parent / "ddpdebug"
 
 #: From the first to the last: a room imports from earlier lines only, also for annotations.
 _LAYERS = (

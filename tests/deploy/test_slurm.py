@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 pytestmark = [pytest.mark.jobs, pytest.mark.slow, pytest.mark.timeout(400)]
-_ROOT = Path(__file__).parent.parent
-_SCRIPT = _ROOT / "tests" / "scripts" / "train.py"
+_ROOT = Path(__file__).parent.parent.parent
+_SCRIPT = _ROOT / "tests" / "support" / "scripts" / "train.py"
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "sinfo")
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 

@@ -130,7 +130,7 @@ def test_a_part_that_runs_without_gradients_is_named() -> None:
     assert found["modules"] == ["encoder"]
     assert found["names"] == ["encoder.0.weight", "encoder.0.bias", "encoder.2.weight", "encoder.2.bias"]
     file, line = str(found["location"]).rsplit(":", 1)
-    assert file.endswith("test_recipe_forwards.py")
+    assert file.endswith("test_forward_modes.py")
     assert "h = self.encoder(x)" in Path(__file__).read_text().splitlines()[int(line) - 1]
 
 

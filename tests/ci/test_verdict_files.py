@@ -19,7 +19,7 @@ from ddpdebug.ci.verdict_files import FAMILIES, to_json, to_junit
 from ddpdebug.schema.coverage import RankCoverage, Tally
 from ddpdebug.schema.finding import Finding, Severity
 
-_SCHEMA = xmlschema.XMLSchema(Path(__file__).parent / "schemas" / "junit_strict.xsd")
+_SCHEMA = xmlschema.XMLSchema(Path(__file__).parent.parent / "support" / "schemas" / "junit_strict.xsd")
 _EVIL = "w\x00]]>\x1b[31m\ud800 <script>&\u2028\n::error::x | `*_[a](b)"
 
 

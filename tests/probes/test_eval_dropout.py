@@ -149,7 +149,7 @@ def test_active_functions_are_named(kind: type[Net], function: str, p: float | N
     first = evaluate(kind().eval())[0]
     assert (first["function"], first["p"], first["module"], first["class"]) == (function, p, "(model)", kind.__name__)
     file, _, line = first["location"].partition(":")
-    assert file == "tests/probes/test_recipe_chance.py"
+    assert file == "tests/probes/test_eval_dropout.py"
     called = Path(__file__).read_text(encoding="utf-8").splitlines()[int(line) - 1]
     assert f"{function}(" in called or "imported(" in called
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-_RUN = Path(__file__).resolve().parent.parent / ".ci" / "run"
+_RUN = Path(__file__).resolve().parent.parent.parent / ".ci" / "run"
 _TARGETS = ("lint", "test", "test-slow", "detection")
 
 

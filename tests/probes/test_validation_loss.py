@@ -198,7 +198,7 @@ def test_the_mean_of_an_evaluation_goes_out() -> None:
     assert told(script.train(5)) == [4.0]
     (topic, fact), *rest = script.facts
     assert (topic, fact["batches"], rest) == ("evaluation", 3, [])
-    assert "test_evaluations.py:" in fact["location"]
+    assert "test_validation_loss.py:" in fact["location"]
 
 
 def test_what_comes_at_every_step_is_no_evaluation() -> None:

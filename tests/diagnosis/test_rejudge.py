@@ -22,7 +22,7 @@ from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
 from ddpdebug.sinks import RunEnded, RunStarted, Saved, StepJudged
 
-SCRIPT = Path(__file__).parent / "scripts" / "train.py"
+SCRIPT = Path(__file__).parent.parent / "support" / "scripts" / "train.py"
 
 
 def key(finding: Finding) -> tuple[object, ...]:

@@ -17,7 +17,7 @@ import yaml
 from ddpdebug.commands._target import prepare
 from ddpdebug.config.settings import options
 
-CI = Path(__file__).parent.parent / "deploy" / "ci"
+CI = Path(__file__).parent.parent.parent / "deploy" / "ci"
 _TEMPLATES = sorted(path.name for path in CI.iterdir())
 
 

@@ -19,7 +19,7 @@ from ddpdebug.forensics.loss import node_kinds
 from ddpdebug.probes.training_loop import loss_graph as losses
 from ddpdebug.torch_internals import lookup, names, nodes
 
-_ROOT = Path(__file__).parent.parent
+_ROOT = Path(__file__).parent.parent.parent
 _PACKAGE = _ROOT / "ddpdebug"
 _TABLE = "torch_internals/names.py"
 
@@ -214,7 +214,7 @@ def test_what_is_missing_says_so_where_it_is_used() -> None:
 
 # --- a job without one of them ----------------------------------------------------------------------------------------
 
-_JOB = _ROOT / "tests" / "scripts" / "without_names.py"
+_JOB = _ROOT / "tests" / "support" / "scripts" / "without_names.py"
 
 
 @pytest.fixture(scope="module")

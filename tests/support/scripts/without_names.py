@@ -1,6 +1,6 @@
 """Trains with ddpdebug as if this torch had not one of the private names of the table, for each name in turn.
 
-    python tests/scripts/without_names.py results.json [NAME...]
+    python tests/support/scripts/without_names.py results.json [NAME...]
 
 Each job is forked from this process, which has loaded torch and not ddpdebug. Torch itself keeps the name: what is
 taken away is ddpdebug's finding it. The results are by name; "" has all of them, "plain" is without ddpdebug.
@@ -27,7 +27,7 @@ import torch._dynamo
 import torch.distributed.optim
 import torch.utils.data
 
-_ROOT = Path(__file__).resolve().parent.parent.parent
+_ROOT = Path(__file__).resolve().parent.parent.parent.parent
 _LOOKUP = "ddpdebug.torch_internals.lookup"
 _SCRIPT = Path(__file__).with_name("meets_names.py")
 #: Of these features two ranks are asked.
