@@ -58,7 +58,7 @@ test-monitoring: $(STAMP) ## a real job against a real Prometheus and Alertmanag
 	$(PYTHON) -m pytest -q tests/monitoring tests/reports tests/grafana
 
 detection: $(STAMP) ## run the corpus of faults and healthy scripts, print the score, write docs/detection.md
-	$(PYTHON) tests/detection/score.py --require 0.95 --write docs/detection.md
+	$(PYTHON) tests/detection/score.py --jobs $(shell nproc) --require 0.95 --write docs/detection.md
 
 bench: $(STAMP) ## what ddpdebug costs, against plain DDP and the naive methods
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/overhead.py --rounds 6

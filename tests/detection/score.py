@@ -32,6 +32,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parent.parent / "support"))
 import zygote
 
+from ddpdebug.detectors.catalog import catalog
 from ddpdebug.run_directory.reader import read_findings
 from ddpdebug.schema.finding import Finding, Severity
 
@@ -227,7 +228,7 @@ def _job(job: tuple[Case, bool], *, launch: bool) -> Result:
 def main() -> int:
     """Score the corpus; exit 1 when less than `--require` of the runs are right."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="so many runs at the same time")
     parser.add_argument("--only", default="")
     parser.add_argument("--write", type=Path)
     parser.add_argument("--require", type=float, default=1.0, help="share of runs that must be right")
@@ -243,6 +244,7 @@ def main() -> int:
     zygote.preload()
     for module in ("ddpdebug.monitor.attach", "ddpdebug.commands.run"):
         importlib.import_module(module)
+    catalog()  # the rules
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("fork")) as pool:
         judged = pool.map if args.jobs > 1 else map
         for result in judged(partial(_job, launch=args.launch), jobs):

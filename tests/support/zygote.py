@@ -14,9 +14,11 @@ Nothing of a job is left behind.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import runpy
+import secrets
 import shutil
 import signal
 import socket
@@ -31,9 +33,12 @@ _SCRIPTS = Path(__file__).resolve().parent.parent / "harm" / "scripts"
 
 
 def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """Return a port below those that systems hand out: nobody takes it by chance until the ranks do."""
+    while True:
+        port = secrets.choice(range(12_000, 32_000))
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def _become(job: dict[str, Any], rank: int, words: list[str]) -> None:
