@@ -239,7 +239,7 @@ def _cell(text: str) -> str:
 def _example_sink() -> PrometheusSink:
     """Return a sink that has seen enough to show every metric, and serves nothing."""
     sink = PrometheusSink(1, "", 0, mode="rank0")
-    sink.write(FindingRaised(finding=Finding(code="RANK101", severity=Severity.CRITICAL, title="")))
+    sink.write(FindingRaised(finding=Finding(code="RANK101", severity=Severity.CRITICAL, title="", id="RANK101-1")))
     sink.write(RunStarted(run_id="", rank=1, world=2, directory=None, config={}, versions={}))
     sink.write(StepJudged(step=Step(step=0, optimizer=0, world=2, rows={1: Row(rank=1)})))
     sink.write(Covered(coverage=Coverage(world=2, ended=True)))

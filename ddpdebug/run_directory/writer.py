@@ -14,7 +14,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -58,7 +57,7 @@ class RunDirectory:
         self._ballast = Ballast(self._disk, self._own / files.BALLAST, _BALLAST if rank == 0 else _BALLAST // 8)
         self._run: dict[str, Any] = {}
         self._run_id: str | None = None
-        self._findings: dict[object, Finding] = {}
+        self._findings: dict[str | None, Finding] = {}  # by id
         self._rows = 0
         self._skipped: Counter[int] = Counter()  # optimizer -> steps that the numeric guard skipped
         self._trouble_lines = 0
@@ -172,20 +171,11 @@ class RunDirectory:
         self._disk.make_directory(self._own, below=self._directory)
 
     def _finding(self, finding: Finding) -> None:
-        key = finding.id or (
-            finding.code,
-            finding.step,
-            finding.ranks,
-            finding.subject,
-            finding.phase,
-            finding.location,
-        )
-        first = self._findings.get(key)
-        if first is not None:
-            self._findings[key] = _merged(first, finding)
-            return
-        self._findings[key] = finding if finding.run is not None else replace(finding, run=self._run_id)
-        path, line = self._directory / files.FINDINGS, _finding_line(self._findings[key])
+        known = finding.id in self._findings
+        self._findings[finding.id] = finding
+        if known:
+            return  # the line is written again at the end
+        path, line = self._directory / files.FINDINGS, _line(finding.to_json())
         self._must("findings", lambda: self._disk.append(path, line))
 
     def _trouble(self, record: Trouble) -> None:
@@ -206,7 +196,7 @@ class RunDirectory:
             "time": record.time,
         }
         if self._rank == 0:
-            path, lines = self._directory / files.FINDINGS, [_finding_line(each) for each in self._findings.values()]
+            path, lines = self._directory / files.FINDINGS, [_line(each.to_json()) for each in self._findings.values()]
             self._must("findings", lambda: self._disk.replace(path, lines))
         if self._disk.left_out:
             outcome["not_written"] = dict(self._disk.left_out)
@@ -223,19 +213,6 @@ class RunDirectory:
         self._disk.replace(self._own / files.OUTCOME, [line])
 
 
-def _merged(first: Finding, again: Finding) -> Finding:
-    """Return what is known of a finding after it was reported again: by the detectors, or with evidence found later."""
-    steps = [step for step in (first.last_step, again.last_step) if step is not None]
-    return replace(
-        again,
-        time=first.time,
-        run=first.run,
-        count=max(first.count, again.count),
-        last_step=max(steps, default=None),
-        evidence={**first.evidence, **again.evidence},
-    )
-
-
 def _set_aside(directory: Path, disk: Disk) -> None:
     """Move the shared files of an earlier run in this directory (an elastic restart, a second use) out of the way."""
     old = [directory / files.RUN, directory / files.FINDINGS]
@@ -250,10 +227,6 @@ def _set_aside(directory: Path, disk: Disk) -> None:
     disk.make_directory(target, below=directory)
     for path in old:
         path.rename(target / path.name)
-
-
-def _finding_line(finding: Finding) -> bytes:
-    return _line(finding.to_json())
 
 
 def _json_line(value: Mapping[str, Any]) -> bytes:

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Generic, TypeVar
 
 from ddpdebug.errors import text_of
 from ddpdebug.isolation.user_code import users_error
@@ -13,12 +14,39 @@ from ddpdebug.redaction import Redactor
 from ddpdebug.sinks import Record, Sink, Trouble
 from ddpdebug.sinks.redacting import redacted
 
+Item = TypeVar("Item")
+
+
+class InOrder(Generic[Item]):
+    """Items for one function, from any thread: it gets them one at a time and in the order of `put`.
+
+    A thread that comes while another one is at work leaves its items to that one and returns at once, so that the
+    training thread never waits for a slow disk behind somebody else's record.
+    """
+
+    def __init__(self, take: Callable[[Item], None]) -> None:
+        self._take = take
+        self._waiting: deque[Item] = deque()
+        self._working = threading.Lock()
+
+    def put(self, item: Item) -> None:
+        """Add an item, for the next `drain` of any thread."""
+        self._waiting.append(item)
+
+    def drain(self) -> None:
+        """Hand over what waits, unless another thread does it."""
+        while self._waiting and self._working.acquire(blocking=False):
+            try:
+                while self._waiting:
+                    self._take(self._waiting.popleft())
+            finally:
+                self._working.release()
+
 
 class Fanout:
     """A sink of sinks, for any thread. A sink that raises is dropped; the others learn of it in one `Trouble`.
 
-    Sinks see one record at a time, in order. A thread that comes while another one is writing leaves its record to
-    that one and returns at once, so that the training thread never waits for a slow disk behind somebody else's record.
+    Sinks see one record at a time, in order (`InOrder`).
 
     Args:
         on_trouble: called with that trouble, for whoever counts them; what it raises is ignored.
@@ -34,8 +62,7 @@ class Fanout:
         self._sinks = list(sinks)
         self._redactor = redactor or Redactor()
         self._on_trouble = on_trouble
-        self._waiting: deque[Record] = deque()
-        self._writing = threading.Lock()
+        self._records: InOrder[Record] = InOrder(self._write_one)
 
     def add(self, sinks: Sequence[Sink]) -> None:
         """Add sinks; they get what is written from now on."""
@@ -43,13 +70,8 @@ class Fanout:
 
     def write(self, record: Record) -> None:
         """Give the record to each sink that still works."""
-        self._waiting.append(record)
-        while self._waiting and self._writing.acquire(blocking=False):
-            try:
-                while self._waiting:
-                    self._write_one(self._waiting.popleft())
-            finally:
-                self._writing.release()
+        self._records.put(record)
+        self._records.drain()
 
     def close(self) -> None:
         """Release what the sinks hold; those that hold something have a `close`."""
@@ -75,7 +97,7 @@ class Fanout:
     def _drop(self, sink: Sink, error: Exception) -> None:
         self._sinks = [other for other in self._sinks if other is not sink]
         trouble = _trouble(sink, error)
-        self._waiting.append(trouble)
+        self._records.put(trouble)
         self._tell(trouble)
         with suppress(Exception):  # it is broken already, which has been said
             _close(sink)

@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TextIO
 
 from ddpdebug.schema.coverage import Coverage, Weight
@@ -67,8 +67,7 @@ class Terminal:
         self._has_title = False
         self._world = 1
         self._directory = ""
-        self._evidence: dict[object, set[str]] = {}
-        self._findings: list[Finding] = []
+        self._findings: dict[str | None, Finding] = {}  # by id
         self._summary = Summary()
 
     def write(self, record: Record) -> None:
@@ -85,7 +84,7 @@ class Terminal:
             case Saved(kind="last_state"):
                 self._summary.count_last(record.payload)
             case FindingRaised():
-                self._finding(record.finding, new=record.new)
+                self._finding(record.finding)
             case Trouble():
                 message = clean(record.message, 300)
                 part = clean(record.part, 60)
@@ -106,20 +105,17 @@ class Terminal:
             lines.append(f"for prometheus.yml: {clean(scrape_snippet(record))}")
         self._print("".join(f"ddpdebug: {line}\n" for line in lines))
 
-    def _finding(self, finding: Finding, *, new: bool) -> None:
-        # ranks and subjects of a cause may grow; these stay
-        key = finding.id or (finding.code, finding.step, finding.subject[:1], finding.phase, finding.location)
-        known = set() if new else self._evidence.get(key, set())
-        added = {name: value for name, value in finding.evidence.items() if name not in known}
-        self._evidence[key] = known | finding.evidence.keys()
-        located = bool(added.keys() & _LOCATED)
-        if new:
-            self._findings.append(finding)
+    def _finding(self, finding: Finding) -> None:
+        known = self._findings.get(finding.id)
+        self._findings[finding.id] = finding
+        if known is None:
             if len(self._findings) <= _MAX_BLOCKS:
                 self._print(self._block(finding, clean(finding.title, 200), parts(finding, self._world)))
             elif len(self._findings) == _MAX_BLOCKS + 1:
                 self._print(f"ddpdebug: {_MAX_BLOCKS} findings shown, further ones are only in the run directory\n")
-        elif located and len(self._findings) <= _MAX_BLOCKS:
+            return
+        added = {name: value for name, value in finding.evidence.items() if name not in known.evidence}
+        if added.keys() & _LOCATED and len(self._findings) <= _MAX_BLOCKS:
             added.pop("consequences", None)
             place = "" if finding.step is None else f" of step {finding.step}"
             self._print(self._block(finding, f"more about the finding{place}", [("evidence", evidence_lines(added))]))
@@ -127,7 +123,7 @@ class Terminal:
     def _end(self, record: RunEnded) -> None:
         items = self._summary.items(self._world)
         if self._findings or self._summary.checked(self._world):
-            items.insert(0, _findings_text(self._findings))
+            items.insert(0, _findings_text(self._findings.values()))
         if record.reason != "finished":
             items.insert(0, clean(record.reason, 200))
         if self._findings and self._directory:
@@ -159,7 +155,7 @@ class Terminal:
         row = min(record.step.rows.items())[1]
         known = not math.isnan(row.loss) or row.has(Flag.LOSS_NONFINITE)
         loss = f"loss {number(row.loss)}" if known else ""
-        items = [f"step {record.step.step}", loss, _findings_text(self._findings)]
+        items = [f"step {record.step.step}", loss, _findings_text(self._findings.values())]
         text = f"ddpdebug: {SEPARATOR.join(filter(None, items))}"[:_MAX_WIDTH]
         self._put(f"{'' if self._has_title else _SAVE_TITLE}{_TITLE.format(text)}")
         self._has_title = True
@@ -264,7 +260,7 @@ class Summary:
         return items
 
 
-def _findings_text(findings: list[Finding]) -> str:
+def _findings_text(findings: Collection[Finding]) -> str:
     if not findings:
         return "no findings"
     texts = []

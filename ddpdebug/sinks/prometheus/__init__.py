@@ -246,8 +246,7 @@ class PrometheusSink(Collector):
         for finding, seconds in tuple(self._incidents):
             subject = clean(finding.subject[0], 120) if finding.subject else ""
             culprits = ranks_text(finding.ranks).partition(" ")[2] if finding.ranks else ""
-            incident = finding.id or f"{finding.code}@{finding.step}"
-            values = [str(self._rank), clean(incident, 80), finding.code, finding.severity.label, subject, culprits]
+            values = [str(self._rank), clean(finding.id, 80), finding.code, finding.severity.label, subject, culprits]
             step.add_metric(values, float("nan") if finding.step is None else finding.step)
             when.add_metric(values, seconds)
         yield step
