@@ -14,7 +14,7 @@ from typing import Any
 from ddpdebug.ci.golden import TRAJECTORY, Course, compare, load, read_path, recording
 from ddpdebug.ci.publish import Witness, judge_directory
 from ddpdebug.ci.verdict import Verdict, Word
-from ddpdebug.errors import TargetError
+from ddpdebug.errors import UsageError
 from ddpdebug.processes.request import Request
 from ddpdebug.run_directory.reader import read_steps
 
@@ -42,7 +42,7 @@ def record_path(request: Request, directory: Path, start: Start) -> Verdict:
     try:
         target.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise TargetError(f"--record {str(target)!r} cannot be written: {error.strerror}") from None
+        raise UsageError(f"--record {str(target)!r} cannot be written: {error.strerror}") from None
     how = "bit by bit" if content["exact"] else "within tolerances only: two runs of the script were not equal"
     return _noted(verdict, f"{len(first.moments)} steps recorded in {target.name}; they can be compared {how}")
 
@@ -64,9 +64,9 @@ def _golden(request: Request) -> dict[str, Any]:
     try:
         return load(file)
     except OSError as error:
-        raise TargetError(f"--golden {str(file)!r} cannot be read: {error.strerror}; make one with --record") from None
+        raise UsageError(f"--golden {str(file)!r} cannot be read: {error.strerror}; make one with --record") from None
     except (ValueError, RecursionError) as error:
-        raise TargetError(f"--golden {str(file)!r}: {error}; make it again with --record") from None
+        raise UsageError(f"--golden {str(file)!r}: {error}; make it again with --record") from None
 
 
 def _run(request: Request, directory: Path, start: Start, shaken: str) -> tuple[Verdict, Course | None]:

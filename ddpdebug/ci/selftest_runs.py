@@ -13,7 +13,7 @@ from ddpdebug.ci.publish import Witness, judge_directory
 from ddpdebug.ci.selftest import FAULT, FAULTS, STEPS, Fault, Proof, prove
 from ddpdebug.ci.verdict import Verdict, Word
 from ddpdebug.disk import Disk, mode_of
-from ddpdebug.errors import TargetError
+from ddpdebug.errors import UsageError
 from ddpdebug.processes.request import Request
 from ddpdebug.run_directory.reader import read_findings
 
@@ -25,7 +25,7 @@ _QUIET = {"quiet": True, "metrics": "off", "every_step": True, "bundle_limit": 0
 def prove_detectors(request: Request, directory: Path, start: Start) -> Verdict:
     """Run the script healthy, then with each fault; return the verdict of the healthy run with the proofs."""
     if (request.config.nproc_per_node or 1) < 2:
-        raise TargetError("--self-test compares ranks; give --nproc-per-node 2 or more")
+        raise UsageError("--self-test compares ranks; give --nproc-per-node 2 or more")
     given = {**request.given, **_QUIET}
     given.pop("self_test", None)
     short = replace(request, given=given, config=replace(request.config, steps=STEPS, self_test=False))

@@ -22,7 +22,7 @@ from ddpdebug.commands._target import target_command
 from ddpdebug.commands.run import Ending, attach
 from ddpdebug.config.settings import Config, run_directory
 from ddpdebug.disk import PRIVATE, Disk, mode_of
-from ddpdebug.errors import TargetError, UsageError
+from ddpdebug.errors import UsageError
 from ddpdebug.processes import stacks
 from ddpdebug.processes.launch import RUN_ID, rank_words, ranks_environment, torchrun_words
 from ddpdebug.processes.request import Request
@@ -51,9 +51,9 @@ def _act(request: Request) -> int:
     config = request.config
     modes = [f"--{name.replace('_', '-')}" for name in ("self_test", "record", "golden") if getattr(config, name)]
     if len(modes) > 1:
-        raise TargetError(f"{modes[0]} and {modes[1]} do different things; give one of them")
+        raise UsageError(f"{modes[0]} and {modes[1]} do different things; give one of them")
     if request.in_rank and modes:
-        raise TargetError(f"{modes[0]} starts its own ranks; run it outside of torchrun and srun")
+        raise UsageError(f"{modes[0]} starts its own ranks; run it outside of torchrun and srun")
     return _as_rank(request) if request.in_rank else _from_outside(request)
 
 

@@ -17,7 +17,7 @@ import click
 
 from ddpdebug.ci.verdict import Outcome, Verdict, Word, judge
 from ddpdebug.ci.verdict_files import to_json
-from ddpdebug.errors import TargetError, UsageError
+from ddpdebug.errors import UsageError
 from ddpdebug.processes.launch import RUN_ID, ranks_environment, torchrun_words
 from ddpdebug.processes.supervisor import supervise
 from ddpdebug.schema.finding import Finding, Severity
@@ -66,7 +66,7 @@ def _from_outside(options: Mapping[str, Any]) -> int:
         statuses = {rank: int(code) for rank, code in _read(failures).items()} if status else {}
     usage = next((fact["usage"] for fact in told.values() if "usage" in fact), None)
     if usage is not None:
-        raise TargetError(usage)
+        raise UsageError(usage)
     findings = next(([Finding.from_json(line) for line in f["findings"]] for f in told.values() if "findings" in f), [])
     outcomes = {
         rank: Outcome(rank=rank, reason=fact.get("failed", "finished"), exit_code=3 if "failed" in fact else 0)

@@ -174,11 +174,8 @@ def _from_factory(
 
     made = _load(path, name)()
     if not (isinstance(made, tuple) and len(made) == 4):
-        raise TargetError(f"{name!r} must return (model, loss_fn, optimizer, batches), not {type(made).__name__}")
-    try:
-        subject = subject_of(*made, **settings)
-    except UsageError as error:
-        raise TargetError(str(error)) from None
+        raise UsageError(f"{name!r} must return (model, loss_fn, optimizer, batches), not {type(made).__name__}")
+    subject = subject_of(*made, **settings)
     return _examine(subject, config, groups, f"{len(subject.batches)} batches of {path}:{name}")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from ddpdebug.commands._replay_request import Request
-from ddpdebug.errors import TargetError, UsageError
+from ddpdebug.errors import UsageError
 
 _TEXT = """Run a bad step again from its bundle, in one process, and name the first bad operation.
 
@@ -85,9 +85,6 @@ def command(  # noqa: PLR0913 - one argument for each option
     def act() -> int:
         from ddpdebug.commands._replay_run import run  # noqa: PLC0415 - torch is loaded when the line is right
 
-        try:
-            return run(request)
-        except UsageError as error:
-            raise TargetError(str(error)) from None
+        return run(request)
 
     return act

@@ -25,7 +25,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 from ddpdebug import torch_internals as internals
 from ddpdebug._version import __version__
 from ddpdebug.config.settings import Config
-from ddpdebug.errors import TargetError, text_of
+from ddpdebug.errors import UsageError, text_of
 from ddpdebug.instrument.patches import Patches
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.coverage import CoverageProbe
@@ -131,7 +131,7 @@ def examine(config: Config, imports: Sequence[str] = ()) -> Report:
         imports: modules to load after attaching, as a script would: what they wrap hides ours.
 
     Raises:
-        TargetError: a module of `imports` cannot be loaded.
+        UsageError: a module of `imports` cannot be loaded.
     """
     return Report(_versions(), _backends(), features(), attach_and_detach(imports), tuple(_checks(config)))
 
@@ -156,7 +156,7 @@ def attach_and_detach(imports: Iterable[str] = ()) -> Attached:
     """Attach to this process, look at what is in place, and take it back.
 
     Raises:
-        TargetError: a module of `imports` cannot be loaded.
+        UsageError: a module of `imports` cannot be loaded.
     """
     troubles: list[str] = []
     guard = Guard(lambda part, text: troubles.append(f"{part}: {text}"))
@@ -187,7 +187,7 @@ def _load(name: str) -> None:
     try:
         importlib.import_module(name)
     except Exception as error:
-        raise TargetError(f"cannot import {name!r}: {text_of(error)}") from error
+        raise UsageError(f"cannot import {name!r}: {text_of(error)}") from error
 
 
 def _versions() -> dict[str, str]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, Protocol
 
-from ddpdebug.errors import StopRun, TargetError
+from ddpdebug.errors import StopRun, TargetError, UsageError
 
 
 class Attached(Protocol):
@@ -82,6 +82,8 @@ def run_script(target: Target, *, before: Callable[[], Attached | None]) -> None
         interrupted = isinstance(error, KeyboardInterrupt)
         reason = "interrupted" if interrupted else f"exception: {type(error).__name__}: {error}"
         exit_code = 130 if interrupted else 1
+        if isinstance(error, UsageError):
+            error.by_script = True
         _hide_our_frames(error)
         raise
     finally:

@@ -72,7 +72,7 @@ class Finding:
         """Return the line of `findings.jsonl` (no newline); non-finite numbers become strings, so it is strict JSON."""
         record = asdict(self)
         record["severity"] = self.severity.label
-        return json.dumps(_strict(record), ensure_ascii=False, allow_nan=False)
+        return strict_json(record)
 
     @classmethod
     def from_json(cls, line: str) -> Finding:
@@ -85,6 +85,14 @@ class Finding:
         known["ranks"] = tuple(known.get("ranks") or ())
         known["subject"] = tuple(known.get("subject") or ())
         return cls(**known)
+
+
+def strict_json(value: Any) -> str:
+    """Return a value as strict JSON on one line: what JSON lacks (NaN, infinity, any other object) becomes a text."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError):  # seldom: the slow way
+        return json.dumps(_strict(value), ensure_ascii=False, allow_nan=False, default=str)
 
 
 def _strict(value: Any) -> Any:

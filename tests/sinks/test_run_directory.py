@@ -137,6 +137,17 @@ def test_the_end_brings_the_final_counts_and_all_evidence(tmp_path: Path) -> Non
     assert second.subject == ("other",)
 
 
+def test_a_value_that_json_lacks_costs_nothing_but_itself(tmp_path: Path) -> None:
+    """The finding is written with the value's text, and so is what comes after it."""
+    sink = RunDirectory(tmp_path, 0)
+    sink.write(started(tmp_path))
+    sink.write(FindingRaised(finding=replace(FINDING, evidence={"file": Path("a/b"), "norm": float("nan"), "n": 3})))
+    sink.write(FindingRaised(finding=replace(FINDING, id="RANK101-2")))
+    first, second = run_files.read_findings(tmp_path)
+    assert first.evidence == {"file": "a/b", "norm": "nan", "n": 3}
+    assert second.evidence == FINDING.evidence
+
+
 def test_an_earlier_run_in_the_directory_is_set_aside(tmp_path: Path) -> None:
     """An elastic restart does not mix with what was there."""
     for run_id in ("r1", "r2", "r3"):
