@@ -15,9 +15,9 @@ import ddpdebug
 from ddpdebug.commands import COMMANDS
 from ddpdebug.commands.explain import pages
 from ddpdebug.config.settings import Config, options
-from ddpdebug.documentation import PAGES, main
 from ddpdebug.run_directory import reader as run_files
 from ddpdebug.schema.row import ROW_BYTES, Row, encode, layout
+from tools.documentation import PAGES, main
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

@@ -24,7 +24,7 @@ _LAYERS = (
     ("monitor", "pytest_plugin"),
     ("preflight",),
     ("commands",),
-    ("documentation", "__main__"),
+    ("__main__",),
 )
 #: Modules that import one another, for annotations alone: what a probe is given is the recorder itself.
 _CIRCLES = (

@@ -40,8 +40,6 @@ _ALLOWED = {
     ("pytest_plugin/pool.py", "_tmp_path_factory"): "of pytest",
     ("pytest_plugin/protocol.py", "_setupstate"): "of pytest",
     ("pytest_plugin/stacks.py", "_pytest"): "of pytest",
-    ("documentation.py", "_total"): "ends names of metrics",
-    ("documentation.py", "_bucket"): "as above",
     ("monitor/sinks.py", "_PORT"): "ends the name of a variable",
 }
 

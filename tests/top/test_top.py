@@ -41,7 +41,9 @@ def records() -> Iterator[Record]:
             )  # fmt: skip
         step_record = StepJudged(step=Step(step=step, optimizer=0, world=WORLD, rows=rows), overhead_ratio=0.01)
         yield step_record
-    finding = Finding(code="RANK101", severity=Severity.CRITICAL, title="t", step=3, ranks=(2,), subject=(EVIL,), id="RANK101-1")
+    finding = Finding(
+        code="RANK101", severity=Severity.CRITICAL, title="t", step=3, ranks=(2,), subject=(EVIL,), id="RANK101-1"
+    )
     yield FindingRaised(finding=finding)
 
 

@@ -1,8 +1,8 @@
 """Writes the reference pages of `docs/` from the code, so that they cannot say anything else.
 
-Torch is loaded for patches.md alone.
+A build tool: no part of the package. Torch is loaded for patches.md alone.
 
-`make docs` calls it as `python -m ddpdebug.documentation docs/findings.md docs/metrics.md docs/options.md
+`make docs` calls it as `python tools/documentation.py docs/findings.md docs/metrics.md docs/options.md
 docs/patches.md docs/thresholds.md`.
 """
 
