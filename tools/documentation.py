@@ -22,7 +22,7 @@ from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Row
 from ddpdebug.schema.step import Step
 from ddpdebug.sinks import Covered, FindingRaised, RunStarted, StepJudged
-from ddpdebug.sinks.prometheus import PrometheusSink
+from ddpdebug.sinks.prometheus.exporter import PrometheusSink
 
 _FAMILIES = {
     "RANK": "replicas agree",

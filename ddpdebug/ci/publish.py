@@ -33,7 +33,7 @@ from ddpdebug.run_directory.reader import (
 )
 from ddpdebug.schema.coverage import Coverage, Tally
 from ddpdebug.schema.finding import Severity
-from ddpdebug.sinks.redacting import redacted_finding
+from ddpdebug.sinks.fanout import redacted_finding
 from ddpdebug.sinks.text import clean, subjects, where
 
 

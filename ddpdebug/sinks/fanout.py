@@ -1,4 +1,4 @@
-"""Hands every record to every sink, and keeps a broken or slow sink from hurting the others or the job. Torch-free."""
+"""Hands every record, without its secrets, to every sink; one that is broken or slow hurts neither others nor the job."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 from ddpdebug.errors import text_of
 from ddpdebug.isolation.user_code import users_error
 from ddpdebug.redaction import Redactor
-from ddpdebug.sinks import Record, Sink, Trouble
-from ddpdebug.sinks.redacting import redacted
+from ddpdebug.schema.finding import Finding
+from ddpdebug.sinks import FindingRaised, Record, RunEnded, RunStarted, Saved, Sink, Trouble
 
 Item = TypeVar("Item")
 
@@ -116,3 +117,28 @@ def _close(sink: Sink) -> None:
 def _trouble(sink: Sink, error: Exception) -> Trouble:
     name = getattr(sink, "part", type(sink).__module__.rpartition(".")[2])
     return Trouble(part=f"sink:{name}", message=text_of(error))
+
+
+def redacted(record: Record, redactor: Redactor) -> Record:
+    """Return a record without secrets; the same one where it has none, or no texts."""
+    match record:
+        case FindingRaised():
+            return replace(record, finding=redacted_finding(record.finding, redactor))
+        case Trouble():
+            return replace(record, message=redactor.text(record.message))
+        case RunEnded():
+            return replace(record, reason=redactor.text(record.reason))
+        case Saved():
+            return replace(record, payload=redactor.value(record.payload))
+        case RunStarted():
+            return replace(record, command=tuple(redactor.words), config=redactor.value(record.config))
+    return record
+
+
+def redacted_finding(finding: Finding, redactor: Redactor) -> Finding:
+    """Return a finding without secrets in its texts."""
+    changed = {
+        name: redactor.value(getattr(finding, name))
+        for name in ("title", "subject", "location", "evidence", "causes", "actions")
+    }
+    return replace(finding, **{name: value for name, value in changed.items() if value is not getattr(finding, name)})

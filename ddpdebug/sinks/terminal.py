@@ -10,6 +10,7 @@ would be overwritten by the job's own prints, or overwrite them. The title that 
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import sys
@@ -23,7 +24,7 @@ from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.sinks import Covered, FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
 from ddpdebug.sinks.agreement import dissenters
-from ddpdebug.sinks.scraping import scrape_snippet
+from ddpdebug.sinks.prometheus.discovery import scrape_snippet
 from ddpdebug.sinks.text import SEPARATOR, Part, clean, counted, evidence_lines, number, parts, percent
 
 _CLEAR_LINE = "\r\x1b[K"
@@ -36,6 +37,14 @@ _MAX_WIDTH = 120
 _LABEL_WIDTH = 10
 #: Evidence that is found out later and worth a second block: the first differing element.
 _LOCATED = frozenset({"index", "values"})
+_BADGE = {
+    Severity.INFO: "bold black on cyan",
+    Severity.WARNING: "bold black on yellow",
+    Severity.ERROR: "bold white on red",
+    Severity.CRITICAL: "bold white on red",
+}
+_INDENT = 12
+_LINE = {"what": "bold", "perhaps": "dim", "where": "cyan"}
 _ASCII = str.maketrans({"·": "-", "…": "~"})
 
 
@@ -136,9 +145,7 @@ class Terminal:
 
     def _block(self, finding: Finding, title: str, content: list[Part]) -> str:
         if self._tty:
-            from ddpdebug.sinks.styled import styled_block  # noqa: PLC0415 - rich is only loaded when it is used
-
-            return styled_block(finding, title, content, width=self._width(), color=self._color)
+            return _styled_block(finding, title, content, width=self._width(), color=self._color)
         lines = [f"ddpdebug: {finding.severity.label} {clean(finding.code, 20)}: {title}"]
         for label, texts in content:
             lines += [f"  {label if i == 0 else '':{_LABEL_WIDTH}}{text}" for i, text in enumerate(texts)]
@@ -277,3 +284,36 @@ def _is_terminal(stream: TextIO) -> bool:
         return stream.isatty() and os.environ.get("TERM") != "dumb"
     except (AttributeError, ValueError):
         return False
+
+
+def _styled_block(finding: Finding, title: str, content: list[Part], *, width: int, color: bool) -> str:
+    """Return the block as text with the terminal's escape codes. Texts are never read as rich's markup."""
+    from rich.console import Console  # noqa: PLC0415 - rich is only loaded when it is used
+    from rich.text import Text  # noqa: PLC0415
+
+    head = Text.assemble(
+        (f" {clean(finding.code, 20)} " if color else f"{clean(finding.code, 20)}", _BADGE[finding.severity]),
+        (f" {finding.severity.label}  ", "bold"),
+        (title, "bold"),
+        "  ddpdebug",
+    )
+    head.stylize("dim", len(head) - len("ddpdebug"))
+    target = io.StringIO()
+    console = Console(
+        file=target,
+        width=width,
+        force_terminal=True,
+        color_system="standard" if color else None,
+        legacy_windows=False,
+        highlight=False,
+        emoji=False,
+    )
+    console.print(head, soft_wrap=True)
+    for label, lines in content:
+        for i, line in enumerate(lines):
+            style = "bold green" if line.startswith("ddpdebug explain ") else _LINE.get(label, "")
+            for j, part in enumerate(Text(line, style).wrap(console, width - _INDENT, overflow="fold")):
+                part.rstrip()
+                margin = f"  {label if i == j == 0 else ''}".ljust(_INDENT)
+                console.print(Text.assemble((margin, "dim"), part), soft_wrap=True)
+    return target.getvalue()

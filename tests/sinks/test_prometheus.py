@@ -20,7 +20,7 @@ from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Digest, Flag, Row
 from ddpdebug.schema.step import Step
 from ddpdebug.sinks import FindingRaised, RunEnded, RunStarted, Saved, StepJudged, Trouble
-from ddpdebug.sinks.prometheus import PrometheusSink
+from ddpdebug.sinks.prometheus.exporter import PrometheusSink
 
 STARTED = RunStarted(
     run_id="r1",
