@@ -1,4 +1,4 @@
-"""Hands every record, without its secrets, to every sink; one that is broken or slow hurts neither others nor the job."""
+"""Hands every record, without its secrets, to every sink; one that is broken or slow hurts neither others nor a job."""
 
 from __future__ import annotations
 
