@@ -12,9 +12,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ddpdebug.ci.annotations import to_codequality, to_github, to_markdown
+from ddpdebug.ci.github_gitlab import to_codequality, to_github, to_markdown
+from ddpdebug.ci.json_junit import to_json, to_junit
 from ddpdebug.ci.verdict import Outcome, Verdict, Word, judge, with_coverage
-from ddpdebug.ci.verdict_files import to_json, to_junit
 from ddpdebug.config.settings import Config
 from ddpdebug.disk import Disk
 from ddpdebug.redaction import Redactor

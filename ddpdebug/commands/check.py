@@ -14,9 +14,8 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ddpdebug.ci.golden_runs import follow_path, record_path
+from ddpdebug.ci.extra_runs import follow_path, prove_detectors, record_path
 from ddpdebug.ci.publish import Witness, judge_directory, publish, reported
-from ddpdebug.ci.selftest_runs import prove_detectors
 from ddpdebug.ci.verdict import Outcome, Verdict, Word, judge, with_coverage
 from ddpdebug.commands._target import target_command
 from ddpdebug.commands.run import Ending, attach
@@ -24,8 +23,7 @@ from ddpdebug.config.settings import Config, run_directory
 from ddpdebug.disk import PRIVATE, Disk, mode_of
 from ddpdebug.errors import UsageError
 from ddpdebug.processes import stacks
-from ddpdebug.processes.launch import RUN_ID, rank_words, ranks_environment, torchrun_words
-from ddpdebug.processes.request import Request
+from ddpdebug.processes.launch import RUN_ID, Request, rank_words, ranks_environment, torchrun_words
 from ddpdebug.processes.script import Attached, end_hard, run_script
 from ddpdebug.processes.supervisor import supervise
 from ddpdebug.run_directory.reader import CHECK, RANKS, STACKS

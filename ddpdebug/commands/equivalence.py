@@ -15,8 +15,8 @@ from typing import Any
 
 import click
 
+from ddpdebug.ci.json_junit import to_json
 from ddpdebug.ci.verdict import Outcome, Verdict, Word, judge
-from ddpdebug.ci.verdict_files import to_json
 from ddpdebug.errors import UsageError
 from ddpdebug.processes.launch import RUN_ID, ranks_environment, torchrun_words
 from ddpdebug.processes.supervisor import supervise

@@ -18,8 +18,7 @@ from ddpdebug.commands.equivalence import _load, _split
 from ddpdebug.config.settings import Config, options, to_flags
 from ddpdebug.errors import TargetError, UsageError
 from ddpdebug.preflight.groups import chosen
-from ddpdebug.processes.launch import ranks_environment, torchrun_words
-from ddpdebug.processes.request import Request
+from ddpdebug.processes.launch import Request, ranks_environment, torchrun_words
 from ddpdebug.processes.script import Attached, end_hard, run_script
 from ddpdebug.sinks.text import clean
 

@@ -83,7 +83,7 @@ def command(  # noqa: PLR0913 - one argument for each option
     _check(request)
 
     def act() -> int:
-        from ddpdebug.commands._replay_run import run  # noqa: PLC0415 - torch is loaded when the line is right
+        from ddpdebug.commands._replay import run  # noqa: PLC0415 - torch is loaded when the line is right
 
         return run(request)
 

@@ -12,8 +12,7 @@ from ddpdebug.ci.selftest import FAULT
 from ddpdebug.commands._target import target_command
 from ddpdebug.isolation.user_code import is_users
 from ddpdebug.processes import stacks
-from ddpdebug.processes.launch import rank_words, ranks_environment, torchrun_words
-from ddpdebug.processes.request import Request
+from ddpdebug.processes.launch import Request, rank_words, ranks_environment, torchrun_words
 from ddpdebug.processes.script import Attached, end_hard, run_script
 
 _TEXT = """Run a training script with ddpdebug attached; the script needs no change.

@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import random
-import signal
+import re
 import sys
 import time
 from collections.abc import Generator, Mapping
@@ -27,13 +27,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]  # exported at run time only
 
-from ddpdebug.pytest_plugin.causes import is_lost_peer
+from ddpdebug.pytest_plugin.stacks import WHERE_ARE_YOU
 
-#: Asks a rank where it is; one of the signals that nothing else uses.
-WHERE_ARE_YOU = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 7
 _POLL_SECONDS = 0.001
 #: The group waits longer than the test may take: where everybody was is then seen before anybody gives up.
 _GROUP_MARGIN = datetime.timedelta(seconds=60)
+#: What torch raises from its collectives and its store when they break or give up.
+_KINDS = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError"})
+#: What gloo, NCCL and torch's store say when a peer is gone or does not come.
+_LOST_PEER = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|recvValue failed|failed to recv|"
+    r"timed out (waiting|after)|socket timeout|wait timeout|monitoredBarrier|remote process exited|"
+    r"NCCL communicator was aborted",
+    re.IGNORECASE,
+)
 
 
 class RankSession:
@@ -252,3 +259,18 @@ def _take_gpu(command: Mapping[str, Any]) -> None:
         why = f"{world} ranks with device='cuda' need {world} GPUs, this machine has {there}"
         raise pytest.skip.Exception(why, _use_item_location=True)  # as pytest's own marks do
     torch.cuda.set_device(rank)
+
+
+def is_lost_peer(error: BaseException | None) -> bool:
+    """Tell whether `error`, or what it was raised from, says that a peer is gone or did not come in time."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if type(error).__name__ in _KINDS or (isinstance(error, RuntimeError | OSError) and _says_so(error)):
+            return True
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return False
+
+
+def _says_so(error: BaseException) -> bool:
+    return _LOST_PEER.search(str(error)) is not None

@@ -1,1 +1,1 @@
-"""The Prometheus endpoint: `exporter` is the sink, `metrics` has all names, `server` is HTTP, `discovery` the targets."""
+"""The Prometheus endpoint: `exporter` is the sink, `metrics` all names, `server` the HTTP, `discovery` the targets."""
