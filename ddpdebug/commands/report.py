@@ -23,7 +23,7 @@ The page is one HTML file that opens offline and loads nothing. The run may stil
 @click.option("--output", type=click.Path(path_type=Path), help="File to write. [default RUN_DIR/report.html]")
 def command(run_dir: Path, output: Path | None) -> Callable[[], int]:
     """Read the run; write the page later, outside of click."""
-    from ddpdebug.reports import report  # noqa: PLC0415 - not before it is needed
+    from ddpdebug.reports.page import report  # noqa: PLC0415 - not before it is needed
 
     try:
         text = report(run_dir)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from ddpdebug.commands import main
-from ddpdebug.reports import report
-from ddpdebug.reports.drawing import lines, timeline
+from ddpdebug.reports.html import lines, timeline
+from ddpdebug.reports.page import report
 from ddpdebug.reports.reading import POINTS, Thinned, read_history
 from ddpdebug.run_directory.writer import RunDirectory
 from ddpdebug.schema.coverage import RankCoverage, Tally

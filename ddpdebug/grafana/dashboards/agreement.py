@@ -17,19 +17,18 @@ def board() -> Board:
         "Which ranks are no longer the same model. Read the first red of the upper panel from left to right: what "
         "parted first is usually the cause of the rest.",
     )
+    made.size(12, 9)
     made.add(
         states([(q.shared("ddpdebug_ranks_disagreeing", "what"), "{{what}}")], words=_DIFFER, missing="no data"),
         "What agrees",
         "One row for each thing that is compared. hyperparameters before parameters: a schedule. gradients before "
         "parameters: a missing reduction. parameters alone: an edit or a load on one rank.",
-        height=9,
     )
     made.add(
         lines([(q.shared("ddpdebug_ranks_disagreeing", "what"), "{{what}}")], zero=True),
         "How many ranks differ",
         "Ranks outvoted; all of them where there is no majority, as always with two ranks. Jumps to the world size: "
         "everybody has parted from everybody.",
-        height=9,
     )
     made.row("Ranks")
     outvoted = f"ddpdebug_rank_outvoted{{{q.RANKS}}}"
@@ -71,8 +70,8 @@ def _why(made: Board) -> None:
     made.add(
         lines(
             [
-                (f"max({q.by_rank(f'ddpdebug_local_grad_norm{{{q.RANKS}}}')})", "highest rank"),
-                (f"quantile(0.5, {q.by_rank(f'ddpdebug_local_grad_norm{{{q.RANKS}}}')})", "median rank"),
+                (f"max({q.ranks('ddpdebug_local_grad_norm')})", "highest rank"),
+                (f"quantile(0.5, {q.ranks('ddpdebug_local_grad_norm')})", "median rank"),
             ],
             zero=True,
         ),
@@ -80,7 +79,7 @@ def _why(made: Board) -> None:
         "Norm of the ranks' gradients before the reduction. A rank far above the median drives the mean: look at its "
         "batch in Numerics.",
     )
-    learning = q.by_rank(f"ddpdebug_learning_rate{{{q.RANKS}}}")
+    learning = q.ranks("ddpdebug_learning_rate")
     made.add(
         lines([(f"max({learning})", "highest rank"), (f"min({learning})", "lowest rank")], zero=True),
         "Learning rate",

@@ -14,13 +14,12 @@ def board() -> Board:
         "Device and host memory of the ranks. Steady growth is a leak, a sawtooth is fragmentation, one rank alone "
         "is an uneven batch.",
     )
+    made.size(6, 5)
     made.add(
         tile(q.HEADROOM, unit="percentunit", steps=((None, BAD), (0.05, WARN), (0.15, GOOD)), missing="limit unknown"),
         "Headroom",
         "What is left of the limit on the fullest rank, device or host. Under 5 %: smaller batches, or checkpoint "
         "activations, before the job does it for you.",
-        width=6,
-        height=5,
     )
     growth = f"deriv(ddpdebug_host_memory_bytes{{{q.RANKS}}}[15m])"
     made.add(
@@ -33,8 +32,6 @@ def board() -> Board:
         "Host growth per hour",
         "Fastest growth of a rank's resident memory. More than a gigabyte an hour for long: a list that keeps "
         "tensors, or a loader that caches.",
-        width=6,
-        height=5,
     )
     made.add(
         lines([(f"max by (kind) ({q.chosen('ddpdebug_device_memory_bytes')})", "{{kind}}")], unit="bytes", zero=True),
@@ -42,7 +39,6 @@ def board() -> Board:
         "allocated is what tensors take, reserved what the allocator holds, peak the highest so far. A wide gap "
         "between reserved and allocated: fragmentation.",
         width=12,
-        height=5,
     )
     _ranks(made)
     return made
@@ -57,7 +53,7 @@ def _ranks(made: Board) -> None:
         query = q.by_rank(f'ddpdebug_device_memory_bytes{{kind="{kind}", {q.RANKS}}}')
         panel = lines(q.spread(query), unit="bytes", zero=True, missing="no device memory: a run on the CPU")
         made.add(linked(panel, "the ranks", "ddpdebug-ranks"), f"Device memory {kind}", text)
-    host = q.by_rank(f"ddpdebug_host_memory_bytes{{{q.RANKS}}}")
+    host = q.ranks("ddpdebug_host_memory_bytes")
     made.add(
         lines(q.spread(host), unit="bytes", zero=True),
         "Host memory",

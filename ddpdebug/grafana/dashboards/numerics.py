@@ -18,11 +18,7 @@ def board() -> Board:
     )
     bad = q.increase("ddpdebug_nonfinite_steps_total", "$__rate_interval", "what")
     made.add(
-        states(
-            [(f"{bad} > bool 0", "{{what}}")],
-            words=_FINITE,
-            missing="no data",
-        ),
+        states([(f"{bad} > bool 0", "{{what}}")], words=_FINITE, missing="no data"),
         "What was not finite",
         "Loss, the ranks' own gradients, or the reduced ones. Own gradients first: a batch or an overflow on one "
         "rank. After the reduction every rank has it, whoever made it.",
@@ -46,7 +42,7 @@ def board() -> Board:
 
 def _signs(made: Board) -> None:
     made.row("Signs before")
-    norm = q.by_rank(f"ddpdebug_grad_norm{{{q.RANKS}}}")
+    norm = q.ranks("ddpdebug_grad_norm")
     made.add(
         lines([(f"max({norm})", "norm"), (q.shared("ddpdebug_clip_threshold"), "clipped to")], zero=True),
         "Gradient norm and clipping",
@@ -77,9 +73,9 @@ def _signs(made: Board) -> None:
 
 
 def _health(made: Board) -> None:
-    norm = q.by_rank(f"ddpdebug_grad_norm{{{q.RANKS}}}")
+    norm = q.ranks("ddpdebug_grad_norm")
     made.row("Training health")
-    loss = q.by_rank(f"ddpdebug_loss{{{q.RANKS}}}")
+    loss = q.ranks("ddpdebug_loss")
     made.add(
         lines(q.spread(loss)),
         "Loss by rank",
@@ -98,20 +94,23 @@ def _health(made: Board) -> None:
     )
     ratio = f"{q.shared('ddpdebug_update_norm')} / {q.shared('ddpdebug_param_norm')}"
     made.add(
-        lines([(ratio, "all weights"), (_layers("update_ratio"), "{{layer}}")], zero=True),
+        lines([(ratio, "all weights"), (_layers("ddpdebug_layer_update_ratio"), "{{layer}}")], zero=True),
         "Update over weight",
         "Norm of a sampled step's change over the norm of the weights: of all, and of the two layers that change most. "
         "Around 1e-3 is usual; far above it the model forgets, far below it hardly trains (HLTH705).",
     )
     made.add(
-        lines([(_layers("grad_norm"), "{{layer}}")], zero=True),
+        lines([(_layers("ddpdebug_layer_grad_norm"), "{{layer}}")], zero=True),
         "Layers with the largest gradients",
         "The two largest gradient norms of single weights in the sampled steps. One layer far above the rest: look at "
         "its input and its initialisation (HLTH701, HLTH702).",
     )
     made.add(
         lines(
-            [(_layers("dead_units"), "dead: {{layer}}"), (_layers("saturation"), "saturated: {{layer}}")],
+            [
+                (_layers("ddpdebug_layer_dead_units"), "dead: {{layer}}"),
+                (_layers("ddpdebug_layer_saturation"), "saturated: {{layer}}"),
+            ],
             unit="percentunit",
             missing="no ReLU, sigmoid, tanh or softmax was sampled",
             zero=True,
@@ -126,7 +125,7 @@ def _health(made: Board) -> None:
         "Trainable parameters that got no gradient in the last step: a dead branch, or a head that this batch does "
         "not use. Constant above zero: find_unused_parameters, or freeze them.",
     )
-    local_norm = q.by_rank(f"ddpdebug_local_grad_norm{{{q.RANKS}}}")
+    local_norm = q.ranks("ddpdebug_local_grad_norm")
     made.add(
         lines([(f"max({local_norm}) / max({norm})", "own / reduced")], zero=True),
         "Gradient noise",
@@ -135,5 +134,5 @@ def _health(made: Board) -> None:
     )
 
 
-def _layers(what: str) -> str:
-    return q.shared(f"ddpdebug_layer_{what}", "layer")
+def _layers(name: str) -> str:
+    return q.shared(name, "layer")

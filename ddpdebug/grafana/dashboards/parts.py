@@ -28,6 +28,7 @@ GOOD, WARN, BAD, UNKNOWN, NEUTRAL, SECOND = "#009E73", "#E69F00", "#D55E00", "#9
 TAG = "ddpdebug"
 _SOURCE = models.DataSourceRef(type_val="prometheus", uid="$datasource")
 _WIDTH = 24
+_USUAL = 12, 8
 #: Value, its word, its colour.
 Words = Sequence[tuple[float, str, str]]
 #: Query, name of its series.
@@ -45,6 +46,7 @@ class Board:
     def __init__(self, uid: str, title: str, description: str, *, run: bool = True) -> None:
         self.uid = uid
         self._x = self._y = self._tallest = 0
+        self._size = _USUAL
         self._made = (
             dashboards.Dashboard(f"ddpdebug / {title}")
             .uid(uid)
@@ -77,14 +79,20 @@ class Board:
         return made
 
     def row(self, title: str) -> None:
-        """Begin a new part."""
+        """Begin a new part, with panels of the usual size."""
         self._break()
+        self._size = _USUAL
         row = dashboards.Row(title).id(number_of(self.uid, f"row {title}")).grid_pos(_at(0, self._y, _WIDTH, 1))
         self._made.with_row(row)
         self._y += 1
 
-    def add(self, panel: Any, title: str, description: str, *, width: int = 12, height: int = 8) -> None:
+    def size(self, width: int, height: int) -> None:
+        """Set the size of the next panels, in units of Grafana's grid: it has 24 columns."""
+        self._size = width, height
+
+    def add(self, panel: Any, title: str, description: str, *, width: int = 0, height: int = 0) -> None:
         """Add a panel; its description says what it means and what to do."""
+        width, height = width or self._size[0], height or self._size[1]
         if self._x + width > _WIDTH:
             self._break()
         panel.title(title).description(description).datasource(_SOURCE).id(number_of(self.uid, title))
