@@ -63,7 +63,7 @@ def _from_outside(options: Mapping[str, Any]) -> int:
         environ = {"TORCH_CPP_LOG_LEVEL": "ERROR", **ranks_environment()}  # DDP warns about what is on purpose here
         status = supervise(command, environ, options["timeout"], RUN_ID)
         told = {rank: _read(results / f"{rank}.json") for rank in range(world)}
-        statuses = {rank: int(code) for rank, code in _read(failures).items()} if status else {}
+        statuses = {int(rank): int(code) for rank, code in _read(failures).items()} if status else {}
     usage = next((fact["usage"] for fact in told.values() if "usage" in fact), None)
     if usage is not None:
         raise UsageError(usage)
@@ -73,7 +73,7 @@ def _from_outside(options: Mapping[str, Any]) -> int:
         for rank, fact in told.items()
         if fact
     }
-    verdict = judge(findings, outcomes, world=world, timed_out=status is None, statuses=_known(statuses))
+    verdict = judge(findings, outcomes, world=world, timed_out=status is None, statuses=statuses)
     return _conclude(verdict, options)
 
 
@@ -83,10 +83,6 @@ def _read(file: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return record if isinstance(record, dict) else {}
-
-
-def _known(statuses: Mapping[Any, int]) -> dict[int, int]:
-    return {int(rank): code for rank, code in statuses.items()}
 
 
 def _conclude(verdict: Verdict, options: Mapping[str, Any]) -> int:

@@ -50,19 +50,12 @@ class Fanout:
     Sinks see one record at a time, in order (`InOrder`).
 
     Args:
-        on_trouble: called with that trouble, for whoever counts them; what it raises is ignored.
         redactor: hides what is secret in each record.
     """
 
-    def __init__(
-        self,
-        sinks: Sequence[Sink],
-        on_trouble: Callable[[Trouble], None] = lambda _: None,
-        redactor: Redactor | None = None,
-    ) -> None:
+    def __init__(self, sinks: Sequence[Sink], redactor: Redactor | None = None) -> None:
         self._sinks = list(sinks)
         self._redactor = redactor or Redactor()
-        self._on_trouble = on_trouble
         self._records: InOrder[Record] = InOrder(self._write_one)
 
     def add(self, sinks: Sequence[Sink]) -> None:
@@ -77,10 +70,7 @@ class Fanout:
     def close(self) -> None:
         """Release what the sinks hold; those that hold something have a `close`."""
         for sink in self._sinks:
-            try:
-                _close(sink)
-            except Exception as error:  # noqa: BLE001 - as below
-                self._tell(_trouble(sink, error))
+            _close(sink)
 
     def _write_one(self, record: Record) -> None:
         record = redacted(record, self._redactor)
@@ -97,26 +87,16 @@ class Fanout:
 
     def _drop(self, sink: Sink, error: Exception) -> None:
         self._sinks = [other for other in self._sinks if other is not sink]
-        trouble = _trouble(sink, error)
-        self._records.put(trouble)
-        self._tell(trouble)
-        with suppress(Exception):  # it is broken already, which has been said
-            _close(sink)
-
-    def _tell(self, trouble: Trouble) -> None:
-        with suppress(Exception):  # there is nobody left to tell
-            self._on_trouble(trouble)
+        name = getattr(sink, "part", type(sink).__module__.rpartition(".")[2])
+        self._records.put(Trouble(part=f"sink:{name}", message=text_of(error)))
+        _close(sink)
 
 
 def _close(sink: Sink) -> None:
     close = getattr(sink, "close", None)
     if close is not None:
-        close()
-
-
-def _trouble(sink: Sink, error: Exception) -> Trouble:
-    name = getattr(sink, "part", type(sink).__module__.rpartition(".")[2])
-    return Trouble(part=f"sink:{name}", message=text_of(error))
+        with suppress(Exception):  # it is broken already, which has been said, or there is nobody left to tell
+            close()
 
 
 def redacted(record: Record, redactor: Redactor) -> Record:

@@ -25,7 +25,7 @@ def board() -> Board:
         "parameters: a missing reduction. parameters alone: an edit or a load on one rank.",
     )
     made.add(
-        lines([(q.shared("ddpdebug_ranks_disagreeing", "what"), "{{what}}")], zero=True),
+        lines([(q.shared("ddpdebug_ranks_disagreeing", "what"), "{{what}}")]),
         "How many ranks differ",
         "Ranks outvoted; all of them where there is no majority, as always with two ranks. Jumps to the world size: "
         "everybody has parted from everybody.",
@@ -50,7 +50,7 @@ def board() -> Board:
     for what in ("parameters", "optimizer_state"):
         query = q.chosen(f'ddpdebug_rank_outvoted{{what="{what}", {q.RANKS}}}')
         made.add(
-            lines([(f"sum(max by (rank) ({query}))", "ranks")], zero=True, missing="not compared yet"),
+            lines([(f"sum(max by (rank) ({query}))", "ranks")], missing="not compared yet"),
             f"Ranks outvoted on {what.replace('_', ' ')}",
             f"How many ranks differ in their {what.replace('_', ' ')}. From the first step on: initialisation or "
             "loading. Later: something happened on these ranks only.",
@@ -62,7 +62,7 @@ def board() -> Board:
 def _why(made: Board) -> None:
     made.row("Why")
     made.add(
-        lines([(q.rate("ddpdebug_unsynchronised_steps_total", "rank"), "rank {{rank}}")], zero=True),
+        lines([(q.rate("ddpdebug_unsynchronised_steps_total", "rank"), "rank {{rank}}")]),
         "Unsynchronised steps per second",
         "Steps on gradients that no DDP had reduced: no_sync around the last backward, or a call past the wrapper. "
         "More than zero trains each rank on its own.",
@@ -72,8 +72,7 @@ def _why(made: Board) -> None:
             [
                 (f"max({q.ranks('ddpdebug_local_grad_norm')})", "highest rank"),
                 (f"quantile(0.5, {q.ranks('ddpdebug_local_grad_norm')})", "median rank"),
-            ],
-            zero=True,
+            ]
         ),
         "Own gradient norm",
         "Norm of the ranks' gradients before the reduction. A rank far above the median drives the mean: look at its "
@@ -81,13 +80,13 @@ def _why(made: Board) -> None:
     )
     learning = q.ranks("ddpdebug_learning_rate")
     made.add(
-        lines([(f"max({learning})", "highest rank"), (f"min({learning})", "lowest rank")], zero=True),
+        lines([(f"max({learning})", "highest rank"), (f"min({learning})", "lowest rank")]),
         "Learning rate",
         "Must be one line. Two lines: a scheduler that is driven by a number of its own rank, or stepped on some "
         "ranks only (RANK104).",
     )
     made.add(
-        lines([(f"max({q.chosen('ddpdebug_check_interval_steps')})", "steps between full checks")], zero=True),
+        lines([(f"max({q.chosen('ddpdebug_check_interval_steps')})", "steps between full checks")]),
         "Check interval",
         "A difference is seen at the next full check at the latest. Raise --budget, or use --every-step, to see it "
         "in the step in which it happens.",

@@ -93,7 +93,7 @@ def _runs(made: Board) -> None:
     )
     rate = by_run("rate(ddpdebug_steps_total[$__rate_interval])")
     made.add(
-        lines([(f"topk(20, {rate})", "{{run_id}}")], unit="ops", zero=True),
+        lines([(f"topk(20, {rate})", "{{run_id}}")], unit="ops"),
         "Steps per second",
         "Speed of the runs (the 20 fastest). Zero: stalled. A drop on all at once: shared storage or network.",
     )

@@ -34,7 +34,7 @@ def board() -> Board:
         "tensors, or a loader that caches.",
     )
     made.add(
-        lines([(f"max by (kind) ({q.chosen('ddpdebug_device_memory_bytes')})", "{{kind}}")], unit="bytes", zero=True),
+        lines([(f"max by (kind) ({q.chosen('ddpdebug_device_memory_bytes')})", "{{kind}}")], unit="bytes"),
         "Device memory of the fullest rank",
         "allocated is what tensors take, reserved what the allocator holds, peak the highest so far. A wide gap "
         "between reserved and allocated: fragmentation.",
@@ -51,11 +51,11 @@ def _ranks(made: Board) -> None:
         ("reserved", "What torch's allocator holds and other processes cannot have."),
     ):
         query = q.by_rank(f'ddpdebug_device_memory_bytes{{kind="{kind}", {q.RANKS}}}')
-        panel = lines(q.spread(query), unit="bytes", zero=True, missing="no device memory: a run on the CPU")
+        panel = lines(q.spread(query), unit="bytes", missing="no device memory: a run on the CPU")
         made.add(linked(panel, "the ranks", "ddpdebug-ranks"), f"Device memory {kind}", text)
     host = q.ranks("ddpdebug_host_memory_bytes")
     made.add(
-        lines(q.spread(host), unit="bytes", zero=True),
+        lines(q.spread(host), unit="bytes"),
         "Host memory",
         "Resident memory of the ranks' processes, loader workers not included. All ranks growing alike: a leak in "
         "the training loop.",

@@ -24,14 +24,14 @@ def board() -> Board:
     made.row("Training")
     loss = q.ranks("ddpdebug_loss")
     made.add(
-        lines(q.spread(loss)),
+        lines(q.spread(loss), zero=False),
         "Loss",
         "Loss as given to backward: the highest, median and lowest rank. Ranks see different data, so a spread is "
         "normal; one rank that leaves the others is not: choose it above and see Rank agreement.",
     )
     norm = q.ranks("ddpdebug_grad_norm")
     made.add(
-        lines([(f"max({norm})", "highest rank"), (f"min({norm})", "lowest rank")], zero=True),
+        lines([(f"max({norm})", "highest rank"), (f"min({norm})", "lowest rank")]),
         "Gradient norm",
         "Norm of the reduced gradients before clipping. After the reduction all ranks must have the same: two lines "
         "that part are unsynchronised gradients. A jump by orders of magnitude: see Numerics.",
@@ -181,8 +181,7 @@ def _incidents(made: Board) -> None:
     )
     made.add(
         lines(
-            [(f"sum by (severity) (max by (code, severity) ({q.chosen('ddpdebug_findings_total')}))", "{{severity}}")],
-            zero=True,
+            [(f"sum by (severity) (max by (code, severity) ({q.chosen('ddpdebug_findings_total')}))", "{{severity}}")]
         ),
         "Findings so far",
         "Causes found since the run began, by severity; each counts once however often it shows.",

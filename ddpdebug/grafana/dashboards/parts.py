@@ -29,6 +29,7 @@ TAG = "ddpdebug"
 _SOURCE = models.DataSourceRef(type_val="prometheus", uid="$datasource")
 _WIDTH = 24
 _USUAL = 12, 8
+_NO_DATA = "no data in this time range"
 #: Value, its word, its colour.
 Words = Sequence[tuple[float, str, str]]
 #: Query, name of its series.
@@ -230,13 +231,7 @@ def tile(
 
 
 def lines(
-    queries: Queries,
-    *,
-    unit: str = "short",
-    missing: str = "no data in this time range",
-    stacked: bool = False,
-    limit: float | None = None,
-    zero: bool = False,
+    queries: Queries, *, unit: str = "short", missing: str = _NO_DATA, stacked: bool = False, zero: bool = True
 ) -> timeseries.Panel:
     """Return lines over time; the legend shows the last and the largest value."""
     panel = (
@@ -264,11 +259,8 @@ def lines(
             panel.override_by_name(name, [models.DynamicConfigValue(id_val="color", value=fixed)])
     if stacked:
         panel.stacking(common.StackingConfig().mode(commons.StackingMode.NORMAL))
-    if stacked or zero:
+    if zero:
         panel.min(0)
-    if limit is not None:
-        style = common.GraphThresholdsStyleConfig().mode(commons.GraphThresholdsStyleMode.LINE)
-        panel.thresholds(_steps((None, GOOD), (limit, BAD))).thresholds_style(style)
     return panel
 
 
@@ -313,17 +305,17 @@ def states(queries: Queries, *, words: Words, missing: str) -> statetimeline.Pan
     return panel
 
 
-def density(expression: str, *, unit: str = "s", missing: str = "no data in this time range") -> heatmap.Panel:
+def density(expression: str) -> heatmap.Panel:
     """Return how many ranks' steps took how long: as legible for 512 ranks as for 8."""
     query = _target(expression, "{{le}}", 0).format(_format("heatmap"))
     return (
         heatmap.Panel()
         .with_target(query)
         .calculate(False)
-        .y_axis(heatmap.YAxisConfig().unit(unit))
+        .y_axis(heatmap.YAxisConfig().unit("s"))
         .color(heatmap.HeatmapColorOptions().mode(HeatmapColorMode.SCHEME).scheme("Viridis").steps(64))
         .unit("short")
-        .no_value(missing)
+        .no_value(_NO_DATA)
     )
 
 
@@ -331,7 +323,6 @@ def listing(
     queries: Sequence[str],
     *,
     names: dict[str, str],
-    hidden: Sequence[str] = (),
     sort: str | None = None,
     units: dict[str, str] | None = None,
     missing: str = "nothing to list",
@@ -349,7 +340,7 @@ def listing(
     if len(queries) > 1:
         panel.with_transformation(models.DataTransformerConfig(id_val="merge", options={}))
     organized = {
-        "excludeByName": {"Time": True, **dict.fromkeys(hidden, True)},
+        "excludeByName": {"Time": True},
         "indexByName": {name: i for i, name in enumerate(names)},
         "renameByName": names,
     }

@@ -35,7 +35,7 @@ def board() -> Board:
     )
     own = q.phase_seconds(q.OWN_PHASES, q.RANKS)
     made.add(
-        lines([(f"max({own})", "highest rank"), (f"quantile(0.5, {own})", "median rank")], unit="s", zero=True),
+        lines([(f"max({own})", "highest rank"), (f"quantile(0.5, {own})", "median rank")], unit="s"),
         "Own work per step",
         "Data and forward of the slowest and the median rank. The gap is what all others wait in every step.",
         width=12,
@@ -82,7 +82,7 @@ def _who(made: Board) -> None:
     own = q.phase_seconds(q.OWN_PHASES, q.RANKS)
     made.row("Who")
     made.add(
-        lines([(q.worst(5, own), "rank {{rank}}")], unit="s", zero=True, missing="no steps in this time range"),
+        lines([(q.worst(5, own), "rank {{rank}}")], unit="s", missing="no steps in this time range"),
         "Slowest ranks",
         "The five ranks with the most own work. Always the same: its node, its GPU's clock, its shard. Taking turns: "
         "batches of uneven length.",
@@ -91,7 +91,6 @@ def _who(made: Board) -> None:
         lines(
             [(q.worst(5, q.phase_seconds("data", q.RANKS)), "rank {{rank}}")],
             unit="s",
-            zero=True,
             missing="no steps in this time range",
         ),
         "Longest wait for data",
@@ -108,7 +107,7 @@ def _who(made: Board) -> None:
     seen = f"max by (rank) (last_over_time(({up})[$__range:$__interval]))"
     left = f"({seen} unless on (rank) ({up})) * 0 or {up}"
     made.add(
-        lines([(f"sum({up})", "ranks up"), (q.shared("ddpdebug_world_size"), "ranks of the run")], zero=True),
+        lines([(f"sum({up})", "ranks up"), (q.shared("ddpdebug_world_size"), "ranks of the run")]),
         "Ranks over time",
         "How many ranks take part. A drop is a rank that died or left: the table says which.",
     )
