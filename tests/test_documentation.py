@@ -123,6 +123,25 @@ def test_the_size_of_a_row_is_that_of_its_layout() -> None:
     assert {size for sizes in told.values() for size in sizes} == {str(ROW_BYTES)}
 
 
+def test_where_things_are_is_true() -> None:
+    """Each file of the table of questions exists and holds what one is told to look for."""
+    text = (
+        (DOCS / "how-it-works.md")
+        .read_text(encoding="utf-8")
+        .partition("\n## Where is ...?\n")[2]
+        .partition("\n## ")[0]
+    )
+    rows = re.findall(r"^\| [^|]+\? ?[^|]*\| `([^`|]+)` \| `([^`|]+)` \|$", text, re.MULTILINE)
+    assert len(rows) == len(text.strip().splitlines()) - 2 == 10
+    for file, name in rows:
+        assert re.search(rf"\b{re.escape(name)}\b", (ROOT / "ddpdebug" / file).read_text(encoding="utf-8")), (
+            file,
+            name,
+        )
+    for file in re.findall(r"`([a-z_/0-9]+\.py)`", text):
+        assert (ROOT / "ddpdebug" / file).is_file(), file
+
+
 def test_links_lead_somewhere() -> None:
     """Files exist, and so do the headings that are linked."""
     for path in TEXTS:
