@@ -1,4 +1,4 @@
-"""What `check` does beyond one run of the script: `--record` and `--golden`, and `--self-test`."""
+"""Golden runs and self-tests of `check`: `--record`, `--golden`, `--self-test`, each several runs of the script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `check` and `verdict` share: judging a run directory, and telling the verdict to people and CI services."""
+"""A run directory judged, and its verdict published: files, CI services, terminal. Shared by `check` and `verdict`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from ddpdebug.sinks.text import clean, subjects, where
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Witness:
-    """What the process that started the ranks saw of them; kept as `check.json`."""
+    """The launcher's account of the ranks (exit statuses, time-out, places), kept as `check.json`."""
 
     run: str
     world: int

@@ -106,7 +106,7 @@ def _scene(bundle: Bundle, model: torch.nn.Module, device: torch.device, dtype: 
 
 
 def _has_bad_forward(bundle: Bundle) -> bool:
-    """Tell whether the forward went wrong in the run: then the recorded gradients say nothing of another forward."""
+    """Return whether the forward was bad in the run: the recorded gradients do not belong to another forward then."""
     found = bundle.facts.get("replay")
     culprit = found.get("culprit") if isinstance(found, dict) else None
     return isinstance(culprit, dict) and culprit.get("phase") == "forward"
@@ -204,12 +204,12 @@ def _import_name(name: str) -> ModuleType:
 def _import_file(file: Path, wanted: str) -> ModuleType:
     """Import a file; one that fails after it has made what is wanted (a script that begins to train) will do."""
     if not file.is_file():
-        raise UsageError(f"{str(file)!r} is no file")
+        raise UsageError(f"{str(file)!r} is no file; give the Python file that holds {wanted!r}")
     _add_path(file.resolve().parent)
     name = f"ddpdebug_replay_{file.stem}"  # not __main__: what stands under that condition must not run
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise UsageError(f"{str(file)!r} is no Python file")
+        raise UsageError(f"{str(file)!r} is no Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

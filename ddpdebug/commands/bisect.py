@@ -68,12 +68,12 @@ def _ends(plan: Plan, tree: Path, good: str, bad: str) -> Plan:
     _say("checking both ends")
     found = probe(plan, tree, bad)
     if found["code"] in {0, 2}:
-        raise UsageError(f"the bad commit {bad[:12]} is not bad: its verdict is {clean(found['verdict'])}")
+        raise UsageError(f"the commit of --bad, {bad[:12]}, is not bad: its verdict is {clean(found['verdict'])}")
     plan = plan.against(found)
     _git("checkout", "--quiet", "--detach", good, cwd=tree)
     found = probe(plan, tree, good)
     if found["answer"] != GOOD:
-        raise UsageError(f"the good commit {good[:12]} is not good: its verdict is {clean(found['verdict'])}")
+        raise UsageError(f"the commit of --good, {good[:12]}, is not good: its verdict is {clean(found['verdict'])}")
     return plan
 
 
@@ -127,7 +127,7 @@ def _git(*words: str, cwd: Path | None = None, check: bool = True) -> str:
             [*_GIT, *words], cwd=cwd, env=_environ(), capture_output=True, text=True, errors="replace", check=False
         )
     except OSError as error:
-        raise UsageError(f"git cannot be started: {error.strerror}") from None
+        raise UsageError(f"git cannot be started: {error.strerror}; bisect needs it") from None
     if done.returncode != 0 and check:
         raise UsageError(f"git {words[0]}: {clean(done.stderr.strip() or f'exit code {done.returncode}')}")
     return done.stdout.strip()

@@ -216,13 +216,13 @@ def _conclude(ending: Ending, request: Request, rank: int, *, timed_out: bool = 
 
 
 def _never_met(monitor: object) -> bool:
-    """Tell whether this rank never heard the others: their reports cannot have come to its directory."""
+    """Return whether this rank never heard the others: their reports cannot have come to its directory."""
     coverage: Coverage | None = getattr(monitor, "coverage", None)
     return coverage is not None and coverage.joined is None and bool(coverage.apart)
 
 
 def _is_bad(outcomes: Mapping[int, Outcome]) -> bool:
-    """Tell whether a rank has failed: the launcher ends the silent ones then, nobody need wait for them."""
+    """Return whether a rank has failed: the launcher ends the silent ones then, and none need be waited for."""
     return any(outcome.exit_code not in {0, None} for outcome in outcomes.values())
 
 
@@ -240,7 +240,7 @@ def _places(directory: Path | None, rank: int, world: int, disk: Disk) -> dict[i
 
 
 def _publishes(verdict: Verdict, claim: Path | None, rank: int) -> bool:
-    """Tell whether this rank publishes the verdict: rank 0, or the first that fails while rank 0 does not speak.
+    """Return whether this rank publishes the verdict: rank 0, or the first to fail while rank 0 says nothing.
 
     torchrun ends all ranks as soon as one exits with an error, so a rank that is going to waits for rank 0's verdict.
     """

@@ -17,7 +17,7 @@ import click
 
 from ddpdebug.ci.json_junit import to_json
 from ddpdebug.ci.verdict import Outcome, Verdict, Word, judge
-from ddpdebug.errors import UsageError
+from ddpdebug.errors import UsageError, did_you_mean
 from ddpdebug.processes.launch import RUN_ID, ranks_environment, torchrun_words
 from ddpdebug.processes.supervisor import supervise
 from ddpdebug.schema.finding import Finding, Severity
@@ -160,7 +160,7 @@ def _split(factory: str) -> tuple[str, str]:
     if not colon or not path or not name.isidentifier():
         raise UsageError(f"{factory!r} names no factory; write package.module:build or file.py:build")
     if path.endswith(".py") and not Path(path).is_file():
-        raise UsageError(f"no such file: {path!r}")
+        raise UsageError(f"no such file: {path!r} (looked in {Path.cwd()})")
     return path, name
 
 
@@ -183,6 +183,7 @@ def _load(path: str, name: str) -> Callable[..., Any]:
             raise
     build = getattr(module, name, None)
     if not callable(build):
-        raise UsageError(f"{path} has no function {name!r}")
+        known = [found for found, value in vars(module).items() if callable(value) and not found.startswith("_")]
+        raise UsageError(f"{path} has no function {name!r}; {did_you_mean(name, known)}")
     found: Callable[..., Any] = build
     return found

@@ -1,4 +1,4 @@
-"""`ddpdebug preflight`: the checks that people keep in their heads, run on an unchanged script's own first steps."""
+"""`ddpdebug preflight`: checks of data, model, loss and learning rate, on an unchanged script's own first steps."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _captured(request: Request, groups: Sequence[str] | None, settings: Mapping[
 
 
 class _Closing:
-    """Takes the capture away when the script has ended, before its traceback is printed."""
+    """The monitor's place in a preflight: removes the capture when the script ends, before its traceback is printed."""
 
     def __init__(self, capture: Any) -> None:
         self._capture = capture

@@ -54,7 +54,7 @@ def command(*, trust: bool, cpu: bool, no_amp: bool, **given: Any) -> Callable[[
     if given["module"] is not None and not trust:
         raise UsageError("--module unpickles a file, which may run any code; add --trust if you made the file")
     if cpu and given["device"] not in {None, "cpu"}:
-        raise UsageError(f"--cpu and --device {given['device']!r} contradict each other")
+        raise UsageError(f"--cpu and --device {given['device']!r} contradict each other; give one of them")
     request = Request(**{**given, "device": "cpu" if cpu else given["device"], "amp": not no_amp})
     _check(request)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,8 +38,7 @@ def command(run_dir: Path, output: Path | None) -> Callable[[], int]:
             else:
                 file.write_text(text, encoding="utf-8", errors="backslashreplace")
         except OSError as error:
-            print(f"ddpdebug: error: cannot write {str(file)!r}: {error.strerror}", file=sys.stderr)
-            return UsageError.exit_code
+            raise UsageError(f"cannot write {str(file)!r}: {error.strerror}") from None
         print(file)
         return 0
 

@@ -23,7 +23,7 @@ torch's own launcher. Options come before the script; everything after it belong
 
 
 class Ending:
-    """A monitor that remembers how the script ended."""
+    """The end of the script, remembered for the verdict and passed on to the monitor."""
 
     def __init__(self, monitor: Attached | None) -> None:
         self.monitor = monitor

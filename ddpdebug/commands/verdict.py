@@ -50,7 +50,7 @@ def _act(directory: Path, config: Config) -> int:
 
 
 def _is_begun(directory: Path) -> bool:
-    """Tell a run directory without reports from any other folder: it has ranks in it."""
+    """Return whether a run began in a directory: it has the folder of the ranks."""
     return any(path.name == RANKS for path in directory.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""What this machine and this torch give to ddpdebug, and what is switched off: the facts behind `ddpdebug doctor`.
+"""The facts behind `ddpdebug doctor`: versions, private names of torch, wrappers, side group; and what is off.
 
 The list of what is patched comes from a real attaching to this process, which is taken back at once.
 """
@@ -56,7 +56,7 @@ class FeatureState:
 
 @dataclass(frozen=True)
 class Wrapper:
-    """Something that is wrapped while ddpdebug is attached.
+    """A function of torch or Python that is wrapped while ddpdebug is attached.
 
     Args:
         over: whose function was found in the place of torch's, None where it is torch's own.
@@ -72,7 +72,7 @@ class Wrapper:
 
 @dataclass(frozen=True)
 class Attached:
-    """What an attaching has shown.
+    """The result of attaching to this process and detaching again.
 
     Args:
         troubles: what it has said.
@@ -86,7 +86,7 @@ class Attached:
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was tried out.
+    """A check of this machine: side group, metrics port, run directory.
 
     Args:
         fine: None where it is only told, whatever it is.
@@ -99,7 +99,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """All of it."""
+    """The answer of `ddpdebug doctor`."""
 
     versions: dict[str, str]
     backends: dict[str, str]
@@ -124,7 +124,7 @@ class Report:
 
 
 def examine(config: Config, imports: Sequence[str] = ()) -> Report:
-    """Look at this machine.
+    """Return what this machine and this torch give to ddpdebug.
 
     Args:
         config: the settings that a job would have here.

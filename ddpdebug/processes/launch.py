@@ -1,4 +1,4 @@
-"""A checked command line, and from it the command lines and the environment of the ranks that ddpdebug starts."""
+"""Command lines and environment of the ranks that ddpdebug starts, from a checked command line of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RUN_ID = "DDPDEBUG_RUN_ID"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A command line that is right."""
+    """A checked command line of `run`, `check` or `preflight`: settings, and the script to run."""
 
     config: Config
     given: Mapping[str, Any]  # the options of this line

@@ -24,10 +24,10 @@ from ddpdebug.errors import StopRun, TargetError, UsageError
 
 
 class Attached(Protocol):
-    """What the runner needs of a monitor."""
+    """The part of a monitor that is needed here."""
 
     def close(self, reason: str, exit_code: int | None) -> None:
-        """Deliver what is known; may take a few seconds, may be called twice."""
+        """End the monitor: may take a few seconds, may be called twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Where a process is when its time is over: asked for beforehand, answered even by one that hangs in C. Torch-free.
+"""Stacks of a hang: armed beforehand, written by faulthandler at the deadline, even from a call stuck in C. Torch-free.
 
 Python's `faulthandler` writes the stacks from a thread of its own at a moment that is set in advance. It needs no
 signal, which the job may use itself, and not the interpreter's lock, which a hanging call may hold.
@@ -33,7 +33,7 @@ def deadline(timeout: float, folder: Path) -> str:
 
 
 def arm(environ: Mapping[str, str]) -> None:
-    """Have this rank's stacks written when the time is over; does nothing without a deadline."""
+    """Arm this rank's stack dump for the deadline in the environment; without one do nothing."""
     when, _, folder = environ.get(DEADLINE, "").partition(" ")
     try:
         left = float(when) - time.monotonic()

@@ -1,4 +1,4 @@
-"""Runs one marked test: reads the mark, gives the test to the ranks, reports what came of it."""
+"""One test marked with `ranks`: its mark is read, its ranks run it, one report is made of theirs."""
 
 from __future__ import annotations
 

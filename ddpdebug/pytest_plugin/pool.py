@@ -1,4 +1,4 @@
-"""The ranks, seen from the pytest that the user started: started when needed, used again, replaced when damaged.
+"""The pool of rank processes of a pytest session: started when needed, used again, replaced when damaged.
 
 A test is followed in its ranks to its end, or to the deadline.
 """
@@ -43,7 +43,7 @@ _OUTPUT_BYTES = 1 << 15
 
 @dataclass(slots=True)
 class Task:
-    """What a test asks for."""
+    """A test to run, and what its mark asks for; `timeout` in seconds."""
 
     nodeid: str
     path: str
@@ -55,7 +55,7 @@ class Task:
 
 @dataclass(slots=True)
 class Outcome:
-    """How a test went in all ranks."""
+    """The results of a test, of all ranks."""
 
     ranks: list[RankResult]
     warnings: list[dict[str, Any]] = field(default_factory=list)
@@ -146,7 +146,7 @@ class Pool:
     # --- starting -----------------------------------------------------------------------------------------------------
 
     def _start(self, world: int) -> str | None:
-        """See to it that there are `world` ranks that are ready; return what went wrong."""
+        """Start what is missing of `world` ready ranks; return what went wrong, None where nothing did."""
         deadline = time.monotonic() + _START_SECONDS
         try:
             if self._zygote is None or self._zygote.poll() is not None:
@@ -324,7 +324,7 @@ class Pool:
                 os.truncate(spool, 0)
 
     def _leave(self, world: int) -> bool:
-        """Let the ranks leave their group, now that all have finished; tell whether they did."""
+        """Let the ranks leave their group, now that all have finished; return whether they did."""
         waiting = set(range(world))
         for rank in self._ranks[:world]:
             with contextlib.suppress(OSError):
@@ -337,14 +337,14 @@ class Pool:
         return not waiting
 
     def _are_strays(self) -> bool:
-        """Tell whether something runs that a test has left behind, or a rank has gone."""
+        """Return whether a test has left processes behind, or a rank has gone."""
         assert self._zygote is not None
         known = {rank.pid for rank in self._ranks}
         return bool(self.statuses()) or bool(set(descendants(self._zygote.pid)) - known)
 
 
 class _Following:
-    """Follows one test in its ranks to its end."""
+    """One test on its way through the ranks, to its end or its deadline."""
 
     def __init__(self, pool: Pool, task: Task, outcome: Outcome) -> None:
         self._pool, self._task, self._outcome = pool, task, outcome

@@ -1,4 +1,4 @@
-"""Reads what faulthandler writes: where a rank was when it was asked. Torch-free."""
+"""Stacks of a rank, from the text of faulthandler: where its test was when it was asked. Torch-free."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def stack_of_test(text: str) -> list[Frame]:
 
 
 def waits_for_peers(text: str) -> bool:
-    """Tell whether the rank was waiting for others, so that the cause lies with them."""
+    """Return whether the rank was waiting for its peers, so that the cause lies with them."""
     return any(_WAITING.search(frame.file) for frame in stack_of_test(text))
 
 

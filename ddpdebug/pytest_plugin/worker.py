@@ -1,4 +1,4 @@
-"""What a rank does: a pytest session that collects and runs the tests that it is told to.
+"""The pytest session of a rank: collects and runs the tests that it is told to.
 
 It is a session like any other, with the user's conftest files, plugins and assertion rewriting; only the loop over the
 tests is ours. Reports go to the pytest that the user started as soon as they are made.
@@ -175,7 +175,7 @@ class RankSession:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-        """Note what the search for the first cause needs and a report does not have."""
+        """Add time and loss of a peer to the report, for the search for the first cause."""
         report = yield
         lost = call.excinfo is not None and is_lost_peer(call.excinfo.value)
         report.ddpdebug = {"time": call.stop, "lost_peer": lost}
@@ -221,7 +221,7 @@ class RankSession:
 
 
 class _Surroundings:
-    """What a test must not leave behind for the next one in the same process."""
+    """The state of a new process (environment, directory, random numbers), restored before each test."""
 
     def __init__(self) -> None:
         self._environ = dict(os.environ)
@@ -262,7 +262,7 @@ def _take_gpu(command: Mapping[str, Any]) -> None:
 
 
 def is_lost_peer(error: BaseException | None) -> bool:
-    """Tell whether `error`, or what it was raised from, says that a peer is gone or did not come in time."""
+    """Return whether `error`, or what it was raised from, says that a peer is gone or did not come in time."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

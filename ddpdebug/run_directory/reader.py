@@ -64,7 +64,7 @@ _MAGIC = b"ddpdebug"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """A detail or a fact that was known after `rows` rows of the run had been written."""
+    """A detail or a fact, and after how many rows of the run it was known."""
 
     rows: int
     kind: str
@@ -232,7 +232,7 @@ def read_observations(directory: Path) -> Iterator[Observed]:
 
 
 def last_state(step: Step) -> dict[str, Any]:
-    """Return what is kept of rows that are no step: what the last step has left (`Flag.LAST_STATE`)."""
+    """Return the record of a comparison after the last step (`Flag.LAST_STATE`): digests in hexadecimal, by rank."""
     rows = {
         str(rank): {"flags": row.flags, **{name: f"{getattr(row, name):016x}" for name in _LAST_STATE}}
         for rank, row in step.rows.items()
@@ -241,7 +241,7 @@ def last_state(step: Step) -> dict[str, Any]:
 
 
 def read_last_state(payload: Mapping[str, Any], world: int) -> Step | None:
-    """Return the step that `last_state` has described; None of what is malformed."""
+    """Return the step from the record that `last_state` made; None where it is malformed."""
     try:
         step, optimizer, rows = int(payload["step"]), int(payload["optimizer"]), {}
         for rank, told in payload["rows"].items():

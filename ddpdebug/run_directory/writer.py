@@ -1,4 +1,4 @@
-"""Writes the run directory: rank 0 the shared files, every rank its own under `ranks/<rank>/`. Torch-free.
+"""The writer of the run directory: rank 0 the shared files, every rank its own under `ranks/<rank>/`. Torch-free.
 
 Where the run cannot begin (a read-only directory), `write` raises OSError and the fan-out switches this sink off.
 Later, what cannot be written is left out and said once; findings and how the run ended are tried again to the last.
@@ -113,14 +113,14 @@ class RunDirectory:
             self._say(what, reason)
 
     def _say(self, what: str, reason: str) -> None:
-        """Say once that something is not written."""
+        """Report once, as a `Trouble`, that something is not written."""
         if what not in self._said:
             self._said.add(what)
             said = "the outcome is" if what == "outcome" else f"{what} are"
             self._tell(Trouble(part=f"sink:run_directory {what}", message=f"{said} not written: {reason}"))
 
     def _must(self, what: str, act: Callable[[], None]) -> bool:
-        """Write what must be written, in the room of the ballast if need be; tell whether that worked."""
+        """Write what must be written, in the room of the ballast if need be; return whether that worked."""
         try:
             act()
         except OSError:

@@ -1,4 +1,4 @@
-"""Hands every record, without its secrets, to every sink; one that is broken or slow hurts neither others nor a job."""
+"""Fan-out of records to all sinks, secrets hidden first; a broken or slow sink hurts neither the others nor the job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Item = TypeVar("Item")
 
 
 class InOrder(Generic[Item]):
-    """Items for one function, from any thread: it gets them one at a time and in the order of `put`.
+    """A queue for one function: any thread adds, and the function gets one item at a time, in the order of `put`.
 
     A thread that comes while another one is at work leaves its items to that one and returns at once, so that the
     training thread never waits for a slow disk behind somebody else's record.
@@ -68,7 +68,7 @@ class Fanout:
         self._records.drain()
 
     def close(self) -> None:
-        """Release what the sinks hold; those that hold something have a `close`."""
+        """Close the sinks that have a `close` (files, sockets, threads); errors are dropped."""
         for sink in self._sinks:
             _close(sink)
 

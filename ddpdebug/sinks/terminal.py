@@ -1,4 +1,4 @@
-"""Shows the run to the person in front of it: a line at the start, a block per finding, a line at the end. Torch-free.
+"""The terminal's sink: a line at the start, a block for each finding, a summary at the end. Torch-free.
 
 Only rank 0 prints. Each output is one write, so that other processes' lines do not get into it. On a terminal it begins
 by clearing the current line, which is where tqdm keeps its bar; tqdm draws it again below. Without a terminal there are
@@ -49,7 +49,7 @@ _ASCII = str.maketrans({"·": "-", "…": "~"})
 
 
 class Terminal:
-    """A sink for people.
+    """The sink that prints, on rank 0 only.
 
     Args:
         status: show the current step in the window's title, on a terminal only.
@@ -193,7 +193,7 @@ _HIGH_OVERHEAD = 0.05
 
 
 class Summary:
-    """What the last line says about the steps."""
+    """The counts behind the last line: steps, agreement between the ranks, overhead."""
 
     def __init__(self) -> None:
         self.steps: Counter[int] = Counter()
@@ -207,7 +207,7 @@ class Summary:
         self.coverage: Coverage | None = None
 
     def count(self, record: StepJudged) -> None:
-        """Add a step."""
+        """Count a judged step."""
         outvoted = dissenters(record.step)
         self.steps[record.step.optimizer] += 1
         self.last[record.step.optimizer] = record.step.step
@@ -220,7 +220,7 @@ class Summary:
         self.interval = record.interval
 
     def count_last(self, payload: Mapping[str, Any]) -> None:
-        """Note what the last step has left, where all ranks could tell."""
+        """Count the comparison of the parameters that the last step has left, where all ranks gave theirs."""
         rows = payload["rows"].values()
         known = [row for row in rows if int(row["params_after_digest"], 16) or int(row["foreign_params_digest"], 16)]
         if len(known) == len(rows) > 1:
@@ -229,7 +229,7 @@ class Summary:
         self.disagreed += not intended and len({row["params_after_digest"] for row in known}) > 1
 
     def checked(self, world: int) -> bool:
-        """Tell whether having no findings means anything."""
+        """Return whether enough was compared for `no findings` to be said."""
         essential = self.coverage is not None and any(gap.weight is Weight.ESSENTIAL for gap in self.coverage.gaps)
         return bool(self.steps) and (world == 1 or self.compared > 0) and not essential
 

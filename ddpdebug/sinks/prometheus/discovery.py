@@ -108,7 +108,7 @@ class TargetFile:
                         other.unlink()
 
     def _replaces(self, other: Path) -> bool:
-        """Tell whether another file names this rank's address: its process is gone, since this one has the port."""
+        """Return whether another file names this rank's address: its process is gone, since this one has the port."""
         if other == self.path or other.name.startswith("."):
             return False
         with suppress(ValueError, TypeError, LookupError):
@@ -122,7 +122,7 @@ class TargetFile:
 
 
 class Discovery:
-    """The sink that keeps this rank's file; `keep` shows that the process lives, also when nothing is written."""
+    """The sink that keeps this rank's target file, from the first record to the last."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

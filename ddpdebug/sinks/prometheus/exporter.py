@@ -1,4 +1,4 @@
-"""Serves the state of the run to Prometheus. Torch-free; imports prometheus_client, so import it where it is used.
+"""The Prometheus exporter: the sink that is scraped. Torch-free; imports prometheus_client: import it where it is used.
 
 A step costs storing references and counting: everything else happens when somebody scrapes, in a thread of the
 server's own, also while the training thread hangs in a collective. Training code is never called from there.
@@ -45,7 +45,7 @@ _CODES = 35
 
 
 class PrometheusSink(Collector):
-    """A sink that is scraped. It serves from its construction on; `url` says where, None where it does not serve.
+    """The exporter of one rank, serving from its construction on; `url` is None where it does not serve.
 
     A port that is taken moves on to the next one. When there is none, or the host is not ours, the first `write` raises
     that OSError, so that the fan-out reports it.
@@ -102,7 +102,7 @@ class PrometheusSink(Collector):
                 self._failure = error
 
     def write(self, record: Record) -> None:
-        """Remember the record for the next scrape."""
+        """Keep the record for the next scrape; raise OSError where no port could be taken."""
         if self._failure is not None:
             raise self._failure
         match record:

@@ -106,7 +106,7 @@ _UNSYNCED = int(Flag.UNSYNCED_BACKWARD | Flag.BYPASS)
 
 
 class RankState:
-    """What is known of one rank, from its rows; updated once per step."""
+    """The newest row of one rank and its counts since the run began; updated once per step."""
 
     def __init__(self) -> None:
         self.row: Row | None = None  # of the optimizer that is followed
@@ -161,13 +161,13 @@ class RankState:
 
 
 class Layers:
-    """What the newest sample of this rank says; written by the exchange's thread, read by the server's."""
+    """The layers that stand out in this rank's newest sample."""
 
     def __init__(self) -> None:
         self._worst: dict[str, list[tuple[float, str]]] = {}
 
     def take(self, detail: Mapping[str, Any]) -> None:
-        """Take a detail of the kind `layers` (see details.py)."""
+        """Take a detail of the kind `layers` (schema/details.py)."""
         weights = {name: about for name, about in _tables(detail.get("parameters")) if about.get("dim", 0) > 1}
         ratios = {name: _ratio(about.get("update"), about.get("norm")) for name, about in weights.items()}
         seen = dict(_tables(detail.get("modules")))
@@ -231,7 +231,7 @@ def _counter(name: str, text: str, samples: _Samples, *labels: str) -> Metric:
 
 
 def run_metrics(own: str, started: RunStarted | None) -> Iterator[Metric]:
-    """Yield what is known of the run as such; NaN before it has begun."""
+    """Yield the run's identity, world size and budget; NaN before it has begun."""
     world, budget = float("nan"), float("nan")
     run = GaugeMetricFamily(
         "ddpdebug_run_info",
@@ -277,7 +277,7 @@ def agreement_metrics(
 
 
 def own_metrics(own: str, errors: int, coverage: Coverage | None, last: StepJudged | None) -> Iterator[Metric]:
-    """Yield what is known of ddpdebug itself: its failures, what it looks at, what it costs."""
+    """Yield ddpdebug's own state: failures, coverage, overhead, check interval."""
     nan = float("nan")
     complete = None if coverage is None else coverage.complete
     text = "Parts of ddpdebug that failed and switched themselves off."
@@ -305,14 +305,14 @@ def incident_metrics(own: str, incidents: Iterable[tuple[Finding, float]]) -> It
         labels = (own, clean(finding.id, 80), finding.code, finding.severity.label, subject, culprits)
         steps.append((labels, float("nan") if finding.step is None else finding.step))
         times.append((labels, seconds))
-    labels = ("incident", "code", "severity", "subject", "culprits")
-    yield _gauge("ddpdebug_incident_step", f"First step of each of the {INCIDENTS} newest findings.", steps, *labels)
+    names = ("incident", "code", "severity", "subject", "culprits")
+    yield _gauge("ddpdebug_incident_step", f"First step of each of the {INCIDENTS} newest findings.", steps, *names)
     text = f"When each of the {INCIDENTS} newest findings was raised, in seconds since the epoch."
-    yield _gauge("ddpdebug_incident_timestamp_seconds", text, times, *labels)
+    yield _gauge("ddpdebug_incident_timestamp_seconds", text, times, *names)
 
 
 def rank_metrics(ranks: _Ranks, outvoted: Mapping[str, frozenset[int]]) -> Iterator[Metric]:
-    """Yield everything that is known rank by rank."""
+    """Yield the metrics of single ranks: place, rows, events, times, memory, votes."""
     yield _gauge(
         "ddpdebug_rank_info",
         "Where the rank runs; always 1. gpu_uuid is empty without a GPU.",

@@ -50,7 +50,7 @@ _Answer = tuple[str, list[tuple[str, str]], bytes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """Who may scrape, where, and how it is encrypted. Nothing given: everybody who reaches the address, in the clear.
+    """TLS and authentication of the endpoint. Nothing given: plain HTTP for everybody who reaches the address.
 
     Args:
         certificate: PEM file with the certificate chain; turns TLS on.
@@ -90,7 +90,7 @@ class Serving:
 
 
 class Endpoint:
-    """Serves applications by their paths, from its construction on.
+    """A listening address with WSGI applications by path, serving from its construction on.
 
     Args:
         port: the first to try; one that is taken moves on to the next. 0 takes any free one but those to avoid.
@@ -114,7 +114,7 @@ class Endpoint:
 
     @property
     def address(self) -> str:
-        """Where others reach it: `host:port`. An endpoint for everybody goes by the name of its node."""
+        """The address for others, `host:port`; the host name of the node where all interfaces are bound."""
         host = socket.gethostname() if self._host in {"0.0.0.0", "::", ""} else self._host  # noqa: S104 - compared
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
@@ -223,7 +223,7 @@ def json_app(value: Callable[[], Any]) -> App:
 def answer(
     start_response: Callable[..., Any], status: str, text: str, headers: Sequence[tuple[str, str]] = ()
 ) -> list[bytes]:
-    """Send a short text."""
+    """Begin a WSGI response with a short text; return its body."""
     kind = [] if any(name == "Content-Type" for name, _ in headers) else [("Content-Type", "text/plain; charset=utf-8")]
     start_response(status, [*kind, *headers])
     return [text.encode()]
@@ -254,7 +254,7 @@ class RateLimited:
         self._rendering = threading.Lock()
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        """Serve."""
+        """Answer a WSGI request: 503 where nothing was rendered before and the budget is spent."""
         words = ("REQUEST_METHOD", "HTTP_ACCEPT", "HTTP_ACCEPT_ENCODING", "QUERY_STRING")
         key = tuple(str(environ.get(word, "")) for word in words)
         known = self._known.get(key)
@@ -291,7 +291,7 @@ class RateLimited:
 
 
 class _Head:
-    """A file that holds no more than the head of a request may have."""
+    """The input of a connection, cut off at the size that the head of a request may have."""
 
     def __init__(self, file: Any) -> None:
         self.close, self._readline, self._left = file.close, file.readline, _MAX_REQUEST
@@ -305,7 +305,7 @@ class _Head:
 
 
 class _Handler(WSGIRequestHandler):
-    """Answers the request of one connection."""
+    """The HTTP handler of one connection."""
 
     disable_nagle_algorithm = True
 
@@ -315,7 +315,7 @@ class _Handler(WSGIRequestHandler):
         self.rfile = _Head(self.rfile)  # type: ignore[assignment]
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing: this is somebody else's terminal."""
+        """Drop the log line: the terminal is the job's."""
 
     def get_stderr(self) -> Any:
         """Drop what an application that fails would print."""
@@ -323,7 +323,7 @@ class _Handler(WSGIRequestHandler):
 
 
 class Server(WSGIServer):
-    """Serves who connects to a listening socket, in daemon threads, from its construction on.
+    """The WSGI server on a listening socket, with a daemon thread for each connection, from its construction on.
 
     Args:
         listener: bound and listening; closed by `close`.
@@ -399,7 +399,7 @@ class Server(WSGIServer):
         return client, address
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Tell whether there is a place for one more."""
+        """Return whether one more connection is within the limit."""
         del client_address
         if len(self._open) >= _MAX_CONNECTIONS:
             return False
@@ -421,4 +421,4 @@ class Server(WSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing."""
+        """Drop the error: the terminal is the job's."""
