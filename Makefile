@@ -78,7 +78,7 @@ demo: $(STAMP) ## train on 4 CPU ranks, break two things, see them found (under 
 	$(PYTHON) demo/demo.py
 
 docs: $(STAMP) ## regenerate the reference pages in docs/ (findings, metrics, options, patches, thresholds)
-	$(PYTHON) -m ddpdebug.documentation docs/findings.md docs/metrics.md docs/options.md docs/patches.md docs/thresholds.md
+	$(PYTHON) tools/documentation.py docs/findings.md docs/metrics.md docs/options.md docs/patches.md docs/thresholds.md
 
 dashboards: $(STAMP) ## make the Grafana dashboards in dashboards/ from their code
 	$(PYTHON) -m ddpdebug dashboards build --from-code dashboards

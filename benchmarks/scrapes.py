@@ -31,7 +31,7 @@ from ddpdebug.monitor.attach import install
 #: Serves as many bytes as a rank does, until its input ends.
 _ELSEWHERE = """
 import sys
-from ddpdebug.sinks.prometheus.endpoint import Endpoint, Serving, json_app
+from ddpdebug.sinks.prometheus.server import Endpoint, Serving, json_app
 endpoint = Endpoint({"/metrics": json_app(lambda: "x" * int(sys.argv[1]))}, "127.0.0.1", 0, Serving())
 print(endpoint.port, flush=True)
 sys.stdin.read()

@@ -33,7 +33,7 @@ PRIVATE = 0o600
 
 
 class Free(NamedTuple):
-    """What a file system has left for us."""
+    """The room that a file system has left, in bytes and files."""
 
     bytes: int
     total: int
@@ -49,7 +49,7 @@ class NoRoomError(OSError):
 
 
 class Disk:
-    """Tells each writer whether there is room, and makes files that only their owner can read.
+    """Room and permissions for everything that ddpdebug writes: private files, and a reserve for the job.
 
     Args:
         mode: permissions of new files; directories are passable for whom files are readable. None is what the
@@ -236,7 +236,7 @@ class Ballast:
 
 
 class Volumes:
-    """Looks at file systems; remembers which of them lie in memory."""
+    """The free room of file systems (statvfs); of those in memory, no more than the memory that is free."""
 
     def __init__(self) -> None:
         self._in_memory: dict[int, bool] = {}  # by the number of the device
@@ -262,7 +262,7 @@ class Volumes:
         return Free(size, found.f_blocks * found.f_frsize, files)
 
     def in_memory(self, path: Path) -> bool:
-        """Tell whether what is written at a path takes memory."""
+        """Return whether a path lies in memory (tmpfs, ramfs)."""
         device = path.stat().st_dev
         if device not in self._in_memory:
             self._in_memory[device] = _kind_of(device) in {"tmpfs", "ramfs"}

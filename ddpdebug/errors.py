@@ -26,6 +26,7 @@ class UsageError(DdpdebugError, ValueError):
     """The caller asked for something that does not exist or cannot be; nothing has been started."""
 
     exit_code = 2
+    by_script = False  # raised while the user's script ran, which may call us: its traceback is the script's
 
 
 class TargetError(UsageError):

@@ -1,4 +1,4 @@
-"""Hides what looks secret in what is written or shown: command lines, and texts that may quote them. Torch-free.
+"""Redaction of secrets in command lines and in the texts that may quote them. Torch-free.
 
 Too much is hidden rather than too little: of an option that looks secret the run directory says that it was given.
 """
@@ -69,7 +69,7 @@ def redact(words: Sequence[str]) -> list[str]:
 
 
 class Redactor:
-    """Knows what was secret in a command line, and hides it in other texts as well.
+    """A filter for texts: hides tokens by their shape, and the secrets of one command line wherever they are quoted.
 
     Args:
         command: the command line, as the process got it.
@@ -134,7 +134,7 @@ class Redactor:
         return shown
 
     def _learn_value(self, name: str, value: str) -> None:
-        """Look for a value in other texts too; `--text-key inputs` is hidden in the line, and a common word there."""
+        """Hide a value in other texts too, unless it is a common word there, like that of `--text-key inputs`."""
         mixed = re.search(r"\d", value) and re.search(r"[A-Za-z]", value)
         if _kind(name) == "strong" or (mixed and len(value) > _LEAST_LEARNT):
             self._learn(value)
@@ -154,7 +154,7 @@ _SUSPICIOUS = re.compile(
 
 
 def _is_option(word: str, kind: str) -> bool:
-    """Tell whether a word begins the next option; a password may look like a short one."""
+    """Return whether a word begins the next option; a password may look like a short one."""
     return word.startswith("--") or (kind == "weak" and bool(re.fullmatch(r"-[A-Za-z]", word)))
 
 

@@ -195,7 +195,7 @@ def test_a_disk_without_any_room_raises_nothing(tmp_path: Path, filling: dict[st
     filling["bytes"] = 0
     for step in range(5):
         fanout.write(judged(step))
-        fanout.write(FindingRaised(finding=replace(FINDING, step=step)))
+        fanout.write(FindingRaised(finding=replace(FINDING, step=step, id=f"RANK101-{step}")))
     filling["bytes"] = 1 << 20  # somebody has made room
     fanout.write(ENDED)
     fanout.close()

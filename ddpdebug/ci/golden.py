@@ -1,4 +1,4 @@
-"""The path that a run takes, recorded once and compared later: `check --record` and `--golden`. Torch-free.
+"""Golden runs: loss, gradient norm and parameters of each step, recorded and compared bit by bit. Torch-free.
 
 On the platform of the recording the path is compared bit by bit. Elsewhere it may differ by rounding, and how much that
 is follows from the script itself: the recording runs it once more with every weight moved by a rounding error after

@@ -1,4 +1,4 @@
-"""What `check` and `verdict` share: judging a run directory, and telling the verdict to people and CI services."""
+"""A run directory judged, and its verdict published: files, CI services, terminal. Shared by `check` and `verdict`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ddpdebug.ci.annotations import to_codequality, to_github, to_markdown
+from ddpdebug.ci.github_gitlab import to_codequality, to_github, to_markdown
+from ddpdebug.ci.json_junit import to_json, to_junit
 from ddpdebug.ci.verdict import Outcome, Verdict, Word, judge, with_coverage
-from ddpdebug.ci.verdict_files import to_json, to_junit
 from ddpdebug.config.settings import Config
 from ddpdebug.disk import Disk
 from ddpdebug.redaction import Redactor
@@ -33,13 +33,13 @@ from ddpdebug.run_directory.reader import (
 )
 from ddpdebug.schema.coverage import Coverage, Tally
 from ddpdebug.schema.finding import Severity
-from ddpdebug.sinks.redacting import redacted_finding
+from ddpdebug.sinks.fanout import redacted_finding
 from ddpdebug.sinks.text import clean, subjects, where
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Witness:
-    """What the process that started the ranks saw of them; kept as `check.json`."""
+    """The launcher's account of the ranks (exit statuses, time-out, places), kept as `check.json`."""
 
     run: str
     world: int

@@ -43,7 +43,7 @@ class Proof:
 
     @property
     def verified(self) -> bool:
-        """Tell whether a rule that must find the fault has found it."""
+        """Whether a rule that must find the fault has found it."""
         return any(_matches(code, name) for code in self.found for name in self.fault.expected)
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import click
 
 from ddpdebug._version import __version__
-from ddpdebug.errors import TargetError, UsageError, did_you_mean
+from ddpdebug.errors import UsageError, did_you_mean
 
 COMMANDS = (
     "run",
@@ -55,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return action or 0  # --help, --version
     try:
         return action()
-    except TargetError as error:
+    except UsageError as error:
+        if error.by_script:
+            raise
         return _fail(error)
 
 

@@ -1,4 +1,4 @@
-"""What `ddpdebug replay` was asked for."""
+"""The checked line of `ddpdebug replay`, without torch: `replay` makes it, and only then loads `_replay`."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import click
 from ddpdebug.config.settings import Config, Option, options
 from ddpdebug.disk import Disk, mode_of
 from ddpdebug.errors import TargetError, UsageError
-from ddpdebug.processes.request import Request
+from ddpdebug.processes.launch import Request
 from ddpdebug.processes.script import Target
 
 

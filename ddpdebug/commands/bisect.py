@@ -15,7 +15,7 @@ import click
 from ddpdebug.ci.bisect_probe import GOOD, SKIP, Plan, probe
 from ddpdebug.commands._target import TargetCommand, click_option, target_of
 from ddpdebug.config.settings import Config, options, to_flags
-from ddpdebug.errors import TargetError, UsageError
+from ddpdebug.errors import UsageError
 from ddpdebug.sinks.text import clean
 
 _TEXT = """Find the commit that turned the verdict of `ddpdebug check` bad, with `git bisect run`.
@@ -68,12 +68,12 @@ def _ends(plan: Plan, tree: Path, good: str, bad: str) -> Plan:
     _say("checking both ends")
     found = probe(plan, tree, bad)
     if found["code"] in {0, 2}:
-        raise TargetError(f"the bad commit {bad[:12]} is not bad: its verdict is {clean(found['verdict'])}")
+        raise UsageError(f"the commit of --bad, {bad[:12]}, is not bad: its verdict is {clean(found['verdict'])}")
     plan = plan.against(found)
     _git("checkout", "--quiet", "--detach", good, cwd=tree)
     found = probe(plan, tree, good)
     if found["answer"] != GOOD:
-        raise TargetError(f"the good commit {good[:12]} is not good: its verdict is {clean(found['verdict'])}")
+        raise UsageError(f"the commit of --good, {good[:12]}, is not good: its verdict is {clean(found['verdict'])}")
     return plan
 
 
@@ -97,7 +97,7 @@ def _search(plan: Plan, tree: Path, good: str, bad: str) -> int:
             _say(f"  {_title(commit, tree)}")
         return 1
     if left != [first]:
-        raise TargetError("git bisect did not come to an end; see its message above")
+        raise UsageError("git bisect did not come to an end; see its message above")
     _say(f"first bad commit: {_title(first, tree)}")
     _tell(known.get(first, {}))
     return 0
@@ -127,9 +127,9 @@ def _git(*words: str, cwd: Path | None = None, check: bool = True) -> str:
             [*_GIT, *words], cwd=cwd, env=_environ(), capture_output=True, text=True, errors="replace", check=False
         )
     except OSError as error:
-        raise UsageError(f"git cannot be started: {error.strerror}") from None
+        raise UsageError(f"git cannot be started: {error.strerror}; bisect needs it") from None
     if done.returncode != 0 and check:
-        raise TargetError(f"git {words[0]}: {clean(done.stderr.strip() or f'exit code {done.returncode}')}")
+        raise UsageError(f"git {words[0]}: {clean(done.stderr.strip() or f'exit code {done.returncode}')}")
     return done.stdout.strip()
 
 

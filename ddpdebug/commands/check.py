@@ -14,18 +14,16 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ddpdebug.ci.golden_runs import follow_path, record_path
+from ddpdebug.ci.extra_runs import follow_path, prove_detectors, record_path
 from ddpdebug.ci.publish import Witness, judge_directory, publish, reported
-from ddpdebug.ci.selftest_runs import prove_detectors
 from ddpdebug.ci.verdict import Outcome, Verdict, Word, judge, with_coverage
 from ddpdebug.commands._target import target_command
 from ddpdebug.commands.run import Ending, attach
 from ddpdebug.config.settings import Config, run_directory
 from ddpdebug.disk import PRIVATE, Disk, mode_of
-from ddpdebug.errors import TargetError, UsageError
+from ddpdebug.errors import UsageError
 from ddpdebug.processes import stacks
-from ddpdebug.processes.launch import RUN_ID, rank_words, ranks_environment, torchrun_words
-from ddpdebug.processes.request import Request
+from ddpdebug.processes.launch import RUN_ID, Request, rank_words, ranks_environment, torchrun_words
 from ddpdebug.processes.script import Attached, end_hard, run_script
 from ddpdebug.processes.supervisor import supervise
 from ddpdebug.run_directory.reader import CHECK, RANKS, STACKS
@@ -51,9 +49,9 @@ def _act(request: Request) -> int:
     config = request.config
     modes = [f"--{name.replace('_', '-')}" for name in ("self_test", "record", "golden") if getattr(config, name)]
     if len(modes) > 1:
-        raise TargetError(f"{modes[0]} and {modes[1]} do different things; give one of them")
+        raise UsageError(f"{modes[0]} and {modes[1]} do different things; give one of them")
     if request.in_rank and modes:
-        raise TargetError(f"{modes[0]} starts its own ranks; run it outside of torchrun and srun")
+        raise UsageError(f"{modes[0]} starts its own ranks; run it outside of torchrun and srun")
     return _as_rank(request) if request.in_rank else _from_outside(request)
 
 
@@ -218,13 +216,13 @@ def _conclude(ending: Ending, request: Request, rank: int, *, timed_out: bool = 
 
 
 def _never_met(monitor: object) -> bool:
-    """Tell whether this rank never heard the others: their reports cannot have come to its directory."""
+    """Return whether this rank never heard the others: their reports cannot have come to its directory."""
     coverage: Coverage | None = getattr(monitor, "coverage", None)
     return coverage is not None and coverage.joined is None and bool(coverage.apart)
 
 
 def _is_bad(outcomes: Mapping[int, Outcome]) -> bool:
-    """Tell whether a rank has failed: the launcher ends the silent ones then, nobody need wait for them."""
+    """Return whether a rank has failed: the launcher ends the silent ones then, and none need be waited for."""
     return any(outcome.exit_code not in {0, None} for outcome in outcomes.values())
 
 
@@ -242,7 +240,7 @@ def _places(directory: Path | None, rank: int, world: int, disk: Disk) -> dict[i
 
 
 def _publishes(verdict: Verdict, claim: Path | None, rank: int) -> bool:
-    """Tell whether this rank publishes the verdict: rank 0, or the first that fails while rank 0 does not speak.
+    """Return whether this rank publishes the verdict: rank 0, or the first to fail while rank 0 says nothing.
 
     torchrun ends all ranks as soon as one exits with an error, so a rank that is going to waits for rank 0's verdict.
     """

@@ -18,7 +18,7 @@ They are those that this version ships; from a checkout, `make dashboards` makes
 
 @click.group("dashboards", help="Make the Grafana dashboards, and put them into a Grafana.")
 def command() -> None:
-    """Hold the two commands."""
+    """The group of `build` and `push`."""
 
 
 @command.command("build", help=_BUILD)
@@ -34,8 +34,7 @@ def build(directory: Path, *, from_code: bool) -> Callable[[], int]:
             for name, text in texts.items():
                 (directory / name).write_text(text, encoding="utf-8")
         except OSError as error:
-            print(f"ddpdebug: error: cannot write to {str(directory)!r}: {error.strerror}", file=sys.stderr)
-            return UsageError.exit_code
+            raise UsageError(f"cannot write to {str(directory)!r}: {error.strerror}") from None
         print(f"{len(texts)} dashboards written to {directory}")
         return 0
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import click
 
+from ddpdebug.ci.json_junit import to_json
 from ddpdebug.ci.verdict import Outcome, Verdict, Word, judge
-from ddpdebug.ci.verdict_files import to_json
-from ddpdebug.errors import TargetError, UsageError
+from ddpdebug.errors import UsageError, did_you_mean
 from ddpdebug.processes.launch import RUN_ID, ranks_environment, torchrun_words
 from ddpdebug.processes.supervisor import supervise
 from ddpdebug.schema.finding import Finding, Severity
@@ -63,17 +63,17 @@ def _from_outside(options: Mapping[str, Any]) -> int:
         environ = {"TORCH_CPP_LOG_LEVEL": "ERROR", **ranks_environment()}  # DDP warns about what is on purpose here
         status = supervise(command, environ, options["timeout"], RUN_ID)
         told = {rank: _read(results / f"{rank}.json") for rank in range(world)}
-        statuses = {rank: int(code) for rank, code in _read(failures).items()} if status else {}
+        statuses = {int(rank): int(code) for rank, code in _read(failures).items()} if status else {}
     usage = next((fact["usage"] for fact in told.values() if "usage" in fact), None)
     if usage is not None:
-        raise TargetError(usage)
+        raise UsageError(usage)
     findings = next(([Finding.from_json(line) for line in f["findings"]] for f in told.values() if "findings" in f), [])
     outcomes = {
         rank: Outcome(rank=rank, reason=fact.get("failed", "finished"), exit_code=3 if "failed" in fact else 0)
         for rank, fact in told.items()
         if fact
     }
-    verdict = judge(findings, outcomes, world=world, timed_out=status is None, statuses=_known(statuses))
+    verdict = judge(findings, outcomes, world=world, timed_out=status is None, statuses=statuses)
     return _conclude(verdict, options)
 
 
@@ -83,10 +83,6 @@ def _read(file: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return record if isinstance(record, dict) else {}
-
-
-def _known(statuses: Mapping[Any, int]) -> dict[int, int]:
-    return {int(rank): code for rank, code in statuses.items()}
 
 
 def _conclude(verdict: Verdict, options: Mapping[str, Any]) -> int:
@@ -164,7 +160,7 @@ def _split(factory: str) -> tuple[str, str]:
     if not colon or not path or not name.isidentifier():
         raise UsageError(f"{factory!r} names no factory; write package.module:build or file.py:build")
     if path.endswith(".py") and not Path(path).is_file():
-        raise UsageError(f"no such file: {path!r}")
+        raise UsageError(f"no such file: {path!r} (looked in {Path.cwd()})")
     return path, name
 
 
@@ -187,6 +183,7 @@ def _load(path: str, name: str) -> Callable[..., Any]:
             raise
     build = getattr(module, name, None)
     if not callable(build):
-        raise UsageError(f"{path} has no function {name!r}")
+        known = [found for found, value in vars(module).items() if callable(value) and not found.startswith("_")]
+        raise UsageError(f"{path} has no function {name!r}; {did_you_mean(name, known)}")
     found: Callable[..., Any] = build
     return found

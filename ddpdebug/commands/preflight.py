@@ -1,4 +1,4 @@
-"""`ddpdebug preflight`: the checks that people keep in their heads, run on an unchanged script's own first steps."""
+"""`ddpdebug preflight`: checks of data, model, loss and learning rate, on an unchanged script's own first steps."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from ddpdebug.commands.equivalence import _load, _split
 from ddpdebug.config.settings import Config, options, to_flags
 from ddpdebug.errors import TargetError, UsageError
 from ddpdebug.preflight.groups import chosen
-from ddpdebug.processes.launch import ranks_environment, torchrun_words
-from ddpdebug.processes.request import Request
+from ddpdebug.processes.launch import Request, ranks_environment, torchrun_words
 from ddpdebug.processes.script import Attached, end_hard, run_script
 from ddpdebug.sinks.text import clean
 
@@ -122,7 +121,7 @@ def _captured(request: Request, groups: Sequence[str] | None, settings: Mapping[
 
 
 class _Closing:
-    """Takes the capture away when the script has ended, before its traceback is printed."""
+    """The monitor's place in a preflight: removes the capture when the script ends, before its traceback is printed."""
 
     def __init__(self, capture: Any) -> None:
         self._capture = capture
@@ -174,11 +173,8 @@ def _from_factory(
 
     made = _load(path, name)()
     if not (isinstance(made, tuple) and len(made) == 4):
-        raise TargetError(f"{name!r} must return (model, loss_fn, optimizer, batches), not {type(made).__name__}")
-    try:
-        subject = subject_of(*made, **settings)
-    except UsageError as error:
-        raise TargetError(str(error)) from None
+        raise UsageError(f"{name!r} must return (model, loss_fn, optimizer, batches), not {type(made).__name__}")
+    subject = subject_of(*made, **settings)
     return _examine(subject, config, groups, f"{len(subject.batches)} batches of {path}:{name}")
 
 

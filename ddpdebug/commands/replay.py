@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
 from ddpdebug.commands._replay_request import Request
-from ddpdebug.errors import TargetError, UsageError
+from ddpdebug.errors import UsageError
 
 _TEXT = """Run a bad step again from its bundle, in one process, and name the first bad operation.
 
@@ -48,46 +49,18 @@ def _check(request: Request) -> None:
 @click.option("--no-amp", is_flag=True, help="Leave autocast off.")
 @click.option("--shrink", is_flag=True, help="Find the smallest parts of the batch that still fail.")
 @click.option("--json", metavar="FILE", type=click.Path(path_type=Path), help="Write the result as JSON.")
-def command(  # noqa: PLR0913 - one argument for each option
-    *,
-    bundle: Path,
-    model: str | None,
-    script: Path | None,
-    import_class: bool,
-    module: Path | None,
-    trust: bool,
-    device: str | None,
-    cpu: bool,
-    dtype: str | None,
-    no_amp: bool,
-    shrink: bool,
-    json: Path | None,
-) -> Callable[[], int]:
+def command(*, trust: bool, cpu: bool, no_amp: bool, **given: Any) -> Callable[[], int]:
     """Check the line; run later, outside of click."""
-    if module is not None and not trust:
+    if given["module"] is not None and not trust:
         raise UsageError("--module unpickles a file, which may run any code; add --trust if you made the file")
-    if cpu and device not in {None, "cpu"}:
-        raise UsageError(f"--cpu and --device {device!r} contradict each other")
-    request = Request(
-        bundle=bundle,
-        model=model,
-        script=script,
-        import_class=import_class,
-        module=module,
-        device="cpu" if cpu else device,
-        dtype=dtype,
-        amp=not no_amp,
-        shrink=shrink,
-        json=json,
-    )
+    if cpu and given["device"] not in {None, "cpu"}:
+        raise UsageError(f"--cpu and --device {given['device']!r} contradict each other; give one of them")
+    request = Request(**{**given, "device": "cpu" if cpu else given["device"], "amp": not no_amp})
     _check(request)
 
     def act() -> int:
-        from ddpdebug.commands._replay_run import run  # noqa: PLC0415 - torch is loaded when the line is right
+        from ddpdebug.commands._replay import run  # noqa: PLC0415 - torch is loaded when the line is right
 
-        try:
-            return run(request)
-        except UsageError as error:
-            raise TargetError(str(error)) from None
+        return run(request)
 
     return act

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +22,7 @@ The page is one HTML file that opens offline and loads nothing. The run may stil
 @click.option("--output", type=click.Path(path_type=Path), help="File to write. [default RUN_DIR/report.html]")
 def command(run_dir: Path, output: Path | None) -> Callable[[], int]:
     """Read the run; write the page later, outside of click."""
-    from ddpdebug.reports import report  # noqa: PLC0415 - not before it is needed
+    from ddpdebug.reports.page import report  # noqa: PLC0415 - not before it is needed
 
     try:
         text = report(run_dir)
@@ -39,8 +38,7 @@ def command(run_dir: Path, output: Path | None) -> Callable[[], int]:
             else:
                 file.write_text(text, encoding="utf-8", errors="backslashreplace")
         except OSError as error:
-            print(f"ddpdebug: error: cannot write {str(file)!r}: {error.strerror}", file=sys.stderr)
-            return UsageError.exit_code
+            raise UsageError(f"cannot write {str(file)!r}: {error.strerror}") from None
         print(file)
         return 0
 

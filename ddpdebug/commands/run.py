@@ -12,8 +12,7 @@ from ddpdebug.ci.selftest import FAULT
 from ddpdebug.commands._target import target_command
 from ddpdebug.isolation.user_code import is_users
 from ddpdebug.processes import stacks
-from ddpdebug.processes.launch import rank_words, ranks_environment, torchrun_words
-from ddpdebug.processes.request import Request
+from ddpdebug.processes.launch import Request, rank_words, ranks_environment, torchrun_words
 from ddpdebug.processes.script import Attached, end_hard, run_script
 
 _TEXT = """Run a training script with ddpdebug attached; the script needs no change.
@@ -24,7 +23,7 @@ torch's own launcher. Options come before the script; everything after it belong
 
 
 class Ending:
-    """A monitor that remembers how the script ended."""
+    """The end of the script, remembered for the verdict and passed on to the monitor."""
 
     def __init__(self, monitor: Attached | None) -> None:
         self.monitor = monitor

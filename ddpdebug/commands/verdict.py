@@ -13,7 +13,7 @@ from ddpdebug.ci.publish import Witness, judge_directory, publish, run_of
 from ddpdebug.ci.verdict import judge
 from ddpdebug.commands._target import check_outputs, click_option
 from ddpdebug.config.settings import Config, options
-from ddpdebug.errors import TargetError, UsageError
+from ddpdebug.errors import UsageError
 from ddpdebug.run_directory.reader import RANKS, DamagedError, read_run
 
 _TEXT = """Print the verdict of the run in RUN_DIR and exit with it.
@@ -39,16 +39,18 @@ def _act(directory: Path, config: Config) -> int:
     witness = Witness.of(directory)
     try:
         verdict = judge_directory(directory, witness, config.fail_on, require_checks=config.require_checks)
+    except DamagedError:
+        raise
     except ValueError as error:
-        if isinstance(error, DamagedError) or not _is_begun(directory):
-            raise TargetError(str(error)) from None
+        if not _is_begun(directory):
+            raise UsageError(str(error)) from None
         verdict = judge((), {}, world=1)  # somebody began here, and nobody said how it ended
     publish(verdict, config, directory, _script(directory))
     return verdict.exit_code
 
 
 def _is_begun(directory: Path) -> bool:
-    """Tell a run directory without reports from any other folder: it has ranks in it."""
+    """Return whether a run began in a directory: it has the folder of the ranks."""
     return any(path.name == RANKS for path in directory.iterdir())
 
 

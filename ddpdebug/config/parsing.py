@@ -1,87 +1,97 @@
-"""How the text of a setting becomes a value; each parser raises ValueError for anything else. Torch-free."""
+"""The kinds of values that settings have: how a text becomes a value, and what messages say is valid. Torch-free."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddpdebug.disk import mode_of
 
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
-Parse = Callable[[Any], Any]
+
+
+class Kind(NamedTuple):
+    """A kind of values; `parse` raises ValueError or TypeError for what is none."""
+
+    parse: Callable[[Any], Any]
+    valid: str  # in words, for messages and the help
+    must_exist: bool = False  # a file, which the caller looks for once it knows from where
 
 
 def switch(value: Any) -> bool:
     """Read true or false."""
     text = str(value).lower()
-    if text in _TRUE:
-        return True
-    if text in _FALSE:
-        return False
-    raise ValueError
+    if text not in _TRUE | _FALSE:
+        raise ValueError
+    return text in _TRUE
 
 
-def number(low: float, high: float = float("inf"), *, above: bool = False) -> Parse:
-    """Return a parser of numbers in a range; `above` leaves the lower end out."""
+def number(low: float, high: float = math.inf, *, above: bool = False, valid: str = "") -> Kind:
+    """Return the numbers in a range; `above` leaves the lower end out."""
 
     def parse(value: Any) -> float:
         if isinstance(value, bool):
             raise ValueError  # noqa: TRY004 - one kind of refusal for all sources
         number = float(value)
-        if not low <= number <= high or (above and number == low) or number == float("inf"):
+        if not low <= number <= high or (above and number == low) or number == math.inf:
             raise ValueError
         return number
 
-    return parse
+    return Kind(parse, valid or f"a number from {low:g} {'up' if high == math.inf else f'to {high:g}'}")
 
 
-def integer(low: int, high: int | None = None) -> Parse:
-    """Return a parser of whole numbers in a range."""
+def integer(low: int, high: float = math.inf, *, valid: str = "") -> Kind:
+    """Return the whole numbers in a range."""
 
     def parse(value: Any) -> int:
         if isinstance(value, bool | float):
             raise ValueError  # noqa: TRY004 - one kind of refusal for all sources
         number = int(value)
-        if number < low or (high is not None and number > high):
+        if not low <= number <= high:
             raise ValueError
         return number
 
-    return parse
+    return Kind(parse, valid or f"an integer from {low} up")
 
 
-def one_of(*valid: str) -> Parse:
-    """Return a parser of one of some words."""
+def one_of(*words: str) -> Kind:
+    """Return some words."""
 
     def parse(value: Any) -> str:
-        if value not in valid:
+        if value not in words:
             raise ValueError
         return str(value)
 
-    return parse
+    return Kind(parse, f"{', '.join(map(repr, words[:-1]))} or {words[-1]!r}")
 
 
-def permissions(value: Any) -> str:
-    """Read the mode of new files: `private`, `umask`, or octal digits, of which the text is kept."""
+def _permissions(value: Any) -> str:
     setting = f"{value:o}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
     mode_of(setting)
     return setting
 
 
-def text(value: Any) -> str:
-    """Read a text that says something."""
+def _text(value: Any) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError
     return value
 
 
-def path(value: Any) -> Path:
-    """Read the path of a file or a directory."""
+def _path(value: Any) -> Path:
     if not isinstance(value, str | Path) or not str(value).strip() or "\0" in str(value):
         raise ValueError
     return Path(value).expanduser()
 
 
-def existing_file(value: Any) -> Path:
-    """Read the path of a file that must be there, which the caller tests once it knows from where."""
-    return path(value)
+SWITCH = Kind(switch, "true or false")
+#: The mode of new files, of which the text is kept.
+PERMISSIONS = Kind(_permissions, "'private', 'umask' or an octal mode like 0640")
+DIRECTORY, FILE = Kind(_path, "a directory"), Kind(_path, "a file")
+EXISTING_FILE, PEM_FILE = Kind(_path, "a file", must_exist=True), Kind(_path, "a PEM file", must_exist=True)
+
+
+def text(valid: str) -> Kind:
+    """Return texts that say something."""
+    return Kind(_text, valid)

@@ -9,7 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ddpdebug.config import parsing
+from ddpdebug.config import parsing as kinds
+from ddpdebug.config.parsing import Kind
 from ddpdebug.detectors.thresholds import assignments
 from ddpdebug.errors import UsageError, did_you_mean
 
@@ -48,16 +49,11 @@ class Option(NamedTuple):
         return ENVIRONMENT_PREFIX + self.name.upper()
 
 
-def _option(
-    default: Any,
-    parse: parsing.Parse,
-    valid: str,
-    text: str,
-    *,
-    commands: tuple[str, ...] = ("run", "check"),
-) -> Any:
-    metadata = {"parse": parse, "valid": valid, "help": text, "commands": commands}
-    return field(default=default, metadata=metadata)
+def _option(default: Any, kind: Kind, text: str, *, commands: tuple[str, ...] = ("run", "check")) -> Any:
+    return field(default=default, metadata={"kind": kind, "help": text, "commands": commands})
+
+
+_THRESHOLD = Kind(assignments, "NAME=VALUE, several separated by commas")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,243 +62,171 @@ class Config:
 
     out: Path | None = _option(
         None,
-        parsing.path,
-        "a directory",
+        kinds.DIRECTORY,
         "Run directory; the default is ddpdebug-runs/<UTC time>-<run id>. The preflight writes only where it is given.",
         commands=("run", "check", "preflight"),
     )
     file_mode: str = _option(
         "private",
-        parsing.permissions,
-        "'private', 'umask' or an octal mode like 0640",
+        kinds.PERMISSIONS,
         "Who may read the files of the run directory: only their owner, whom the umask lets, or whom the mode names.",
     )
-    budget: float = _option(
-        0.01,
-        parsing.number(0, 1),
-        "a number from 0 to 1",
-        "Share of the run's time that the sampled checks may cost.",
-    )
+    budget: float = _option(0.01, kinds.number(0, 1), "Share of the run's time that the sampled checks may cost.")
     every_step: bool = _option(
         False,
-        parsing.switch,
-        "true or false",
+        kinds.SWITCH,
         "Run every check in every step, whatever it costs. `check` does so where neither this nor a budget is given.",
     )
     metrics: str = _option(
         "per-rank",
-        parsing.one_of("per-rank", "rank0", "off"),
-        "'per-rank', 'rank0' or 'off'",
+        kinds.one_of("per-rank", "rank0", "off"),
         "Prometheus endpoints: one for each rank, only on rank 0, or none.",
     )
     metrics_host: str = _option(
         "127.0.0.1",
-        parsing.text,
-        "an address to bind",
+        kinds.text("an address to bind"),
         "Address of the metrics endpoint; 0.0.0.0 opens it to the network.",
     )
     metrics_port: int = _option(
         0,
-        parsing.integer(0, 65535),
-        "a port from 0 to 65535",
+        kinds.integer(0, 65535, valid="a port from 0 to 65535"),
         "Port of the metrics endpoint of local rank 0, the next ranks count up; 0 takes a free one, so that no port "
         "that the job wants itself is taken.",
     )
     metrics_tls_cert: Path | None = _option(
-        None, parsing.existing_file, "a PEM file", "Serve the metrics over TLS with this certificate chain."
+        None, kinds.PEM_FILE, "Serve the metrics over TLS with this certificate chain."
     )
     metrics_tls_key: Path | None = _option(
-        None, parsing.existing_file, "a PEM file", "Private key of the certificate, where it is in a file of its own."
+        None, kinds.PEM_FILE, "Private key of the certificate, where it is in a file of its own."
     )
     metrics_client_ca: Path | None = _option(
-        None,
-        parsing.existing_file,
-        "a PEM file",
-        "Serve only clients with a certificate that this authority signed (needs TLS).",
+        None, kinds.PEM_FILE, "Serve only clients with a certificate that this authority signed (needs TLS)."
     )
     metrics_password_file: Path | None = _option(
-        None,
-        parsing.existing_file,
-        "a file",
-        "Serve only who gives the name:password on the first line of this file (basic auth).",
+        None, kinds.EXISTING_FILE, "Serve only who gives the name:password on the first line of this file (basic auth)."
     )
     sd_dir: Path | None = _option(
-        None, parsing.path, "a directory", "Keep a file per rank here by which Prometheus finds it (file_sd_configs)."
+        None, kinds.DIRECTORY, "Keep a file per rank here by which Prometheus finds it (file_sd_configs)."
     )
     grafana_url: str | None = _option(
         None,
-        parsing.text,
-        "an address",
+        kinds.text("an address"),
         "Send each finding to this Grafana as an annotation; the token is GRAFANA_TOKEN's.",
     )
-    grafana_token_file: Path | None = _option(
-        None, parsing.existing_file, "a file", "Read Grafana's token from this file instead."
-    )
+    grafana_token_file: Path | None = _option(None, kinds.EXISTING_FILE, "Read Grafana's token from this file instead.")
     on_finding: str = _option(
         "report",
-        parsing.one_of("report", "raise"),
-        "'report' or 'raise'",
+        kinds.one_of("report", "raise"),
         "What a finding at error or above does: only report, or end the run on all ranks at the same step.",
     )
     tolerance: float | None = _option(
-        None,
-        parsing.number(0),
-        "a number from 0 up",
-        "Relative difference between ranks that is no finding; the default compares bit by bit.",
+        None, kinds.number(0), "Relative difference between ranks that is no finding; the default compares bit by bit."
     )
     threshold: Mapping[str, float] | None = _option(
         None,
-        assignments,
-        "NAME=VALUE, several separated by commas",
+        _THRESHOLD,
         "Adjust a threshold of the rules about training and its data (docs/thresholds.md); may be repeated.",
     )
     validation_loss: str = _option(
         "modules",
-        parsing.one_of("told", "modules", "functions"),
-        "'told', 'modules' or 'functions'",
+        kinds.one_of("told", "modules", "functions"),
         "Where validation losses are read: only in what observe(val_loss=...) tells; in what loss modules of torch.nn "
-        "and the model itself return in evaluation; or in what the loss functions of torch.nn.functional return, whose "
-        "code is exchanged for that in the whole process. What observe() tells counts in any case.",
+        "and the model itself return in evaluation; or in what the loss functions of torch.nn.functional return, "
+        "whose code is exchanged for that in the whole process. What observe() tells counts in any case.",
     )
     guard: str = _option(
         "observe",
-        parsing.one_of("off", "observe", "stop", "skip"),
-        "'off', 'observe', 'stop' or 'skip'",
+        kinds.one_of("off", "observe", "stop", "skip"),
         "What a NaN or Inf before the optimizer step does: it is not looked for, is reported, ends the run on all "
         "ranks, or makes all skip the step. With 'stop' and 'skip' the ranks wait for each other in every step.",
     )
     max_skips: int = _option(
         10,
-        parsing.integer(0),
-        "an integer from 0 up",
+        kinds.integer(0),
         "With the guard at 'skip': end the run when more steps than this, of the last 1000, would be skipped.",
     )
     probe_every: int = _option(
         0,
-        parsing.integer(0),
-        "an integer from 0 up",
+        kinds.integer(0),
         "Feed one batch to all ranks every so many steps and compare (agreement probe); 0 is never.",
     )
-    status: bool = _option(
-        True,
-        parsing.switch,
-        "true or false",
-        "Show the current step in the title of the terminal's window.",
-    )
+    status: bool = _option(True, kinds.SWITCH, "Show the current step in the title of the terminal's window.")
     bundle_limit: int = _option(
-        2048,
-        parsing.integer(0),
-        "an integer from 0 up",
-        "Largest replay bundle in MiB; what does not fit is left out of it, and 0 writes none.",
+        2048, kinds.integer(0), "Largest replay bundle in MiB; what does not fit is left out of it, and 0 writes none."
     )
     keep_inputs: int | None = _option(
         None,
-        parsing.integer(0),
-        "an integer from 0 up",
+        kinds.integer(0),
         "MiB of inputs and output gradients that are held for a replay; the default is an eighth of the parameters, "
         "from 8 to 64. Above it a batch is there for as long as the script has it.",
     )
     memory_history: str = _option(
         "off",
-        parsing.one_of("off", "light", "full"),
-        "'off', 'light' or 'full'",
+        kinds.one_of("off", "light", "full"),
         "Record CUDA's allocations for the snapshot at an out-of-memory error: what is allocated, or every event.",
     )
     memory_limit: int = _option(
         0,
-        parsing.integer(0),
-        "bytes from 0 up",
+        kinds.integer(0, valid="bytes from 0 up"),
         "Raise an out-of-memory error where CPU tensors exceed so many bytes, as a small device would; 0 is never.",
     )
-    quiet: bool = _option(
-        False,
-        parsing.switch,
-        "true or false",
-        "Print nothing; the run directory and the metrics stay.",
-    )
+    quiet: bool = _option(False, kinds.SWITCH, "Print nothing; the run directory and the metrics stay.")
     nproc_per_node: int | None = _option(
         None,
-        parsing.integer(1),
-        "an integer from 1 up",
+        kinds.integer(1),
         "Start so many ranks on this machine with torch's own launcher.",
         commands=("run", "check", "preflight"),
     )
     steps: int | None = _option(
         None,
-        parsing.integer(1),
-        "an integer from 1 up",
+        kinds.integer(1),
         "Stop the script after so many optimizer steps; the preflight takes 4 where nothing is said.",
         commands=("run", "check", "preflight"),
     )
     fail_on: str = _option(
         "error",
-        parsing.one_of("warning", "error", "critical"),
-        "'warning', 'error' or 'critical'",
+        kinds.one_of("warning", "error", "critical"),
         "Least severity that fails the check.",
         commands=("check", "verdict", "preflight"),
     )
     require_checks: bool = _option(
         False,
-        parsing.switch,
-        "true or false",
+        kinds.SWITCH,
         "Exit with 1 where something was not checked, instead of saying so only.",
         commands=("check", "verdict"),
     )
-    junit: Path | None = _option(
-        None,
-        parsing.path,
-        "a file",
-        "Write the verdict as JUnit XML.",
-        commands=("check", "verdict"),
-    )
-    json: Path | None = _option(
-        None,
-        parsing.path,
-        "a file",
-        "Write the verdict as JSON.",
-        commands=("check", "verdict"),
-    )
+    junit: Path | None = _option(None, kinds.FILE, "Write the verdict as JUnit XML.", commands=("check", "verdict"))
+    json: Path | None = _option(None, kinds.FILE, "Write the verdict as JSON.", commands=("check", "verdict"))
     markdown: Path | None = _option(
         None,
-        parsing.path,
-        "a file",
+        kinds.FILE,
         "Write the verdict as Markdown; where $GITHUB_STEP_SUMMARY is set it is added to that file as well.",
         commands=("check", "verdict"),
     )
     codequality: Path | None = _option(
-        None,
-        parsing.path,
-        "a file",
-        "Write the verdict as a code quality report of GitLab.",
-        commands=("check", "verdict"),
+        None, kinds.FILE, "Write the verdict as a code quality report of GitLab.", commands=("check", "verdict")
     )
     timeout: float = _option(
         1800.0,
-        parsing.number(0, above=True),
-        "seconds above 0",
+        kinds.number(0, above=True, valid="seconds above 0"),
         "A run that lasts longer counts as a hang and is ended.",
         commands=("check",),
     )
-
     self_test: bool = _option(
         False,
-        parsing.switch,
-        "true or false",
+        kinds.SWITCH,
         "Prove the rules: run the script briefly with each of several known faults in it and see that they are found.",
         commands=("check",),
     )
-
     record: Path | None = _option(
         None,
-        parsing.path,
-        "a file",
+        kinds.FILE,
         "Record the path that training takes: loss, gradient norm, parameters after every step; three runs.",
         commands=("check",),
     )
     golden: Path | None = _option(
         None,
-        parsing.path,
-        "a file",
+        kinds.FILE,
         "Fail where training leaves the path that --record wrote, and name the first step and parameter.",
         commands=("check",),
     )
@@ -362,9 +286,9 @@ def options(command: str | None = None) -> list[Option]:
     for entry in fields(Config):
         about = entry.metadata
         if command is None or command in about["commands"]:
-            switch = about["parse"] is parsing.switch
-            repeated = about["parse"] is assignments
-            result.append(Option(entry.name, about["help"], about["valid"], about["commands"], switch, repeated))
+            kind = about["kind"]
+            special = kind is kinds.SWITCH, kind is _THRESHOLD
+            result.append(Option(entry.name, about["help"], kind.valid, about["commands"], *special))
     return result
 
 
@@ -378,7 +302,7 @@ def to_flags(given: Mapping[str, Any], command: str) -> list[str]:
         if option.repeated:
             line += [f"{option.flag}={word}" for word in value]
         elif option.switch:
-            line.append(option.flag if parsing.switch(value) else option.flag.replace("--", "--no-", 1))
+            line.append(option.flag if kinds.switch(value) else option.flag.replace("--", "--no-", 1))
         else:
             line.append(f"{option.flag}={value}")
     return line
@@ -390,16 +314,17 @@ def _parsed(name: str, value: Any, source: str, base: Path, *, shown: str) -> An
         where = source if source != shown else ""
         place = f" ({where})" if where else ""
         raise UsageError(f"unknown option {shown}{place}; {_near(shown)}")
+    kind: Kind = entry.metadata["kind"]
     try:
-        parsed = entry.metadata["parse"](value)
+        parsed = kind.parse(value)
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from None
     except (TypeError, ValueError):
-        raise UsageError(f"{source}: {value!r} is not valid; give {entry.metadata['valid']}") from None
+        raise UsageError(f"{source}: {value!r} is not valid; give {kind.valid}") from None
     # a script may change its directory: fix relative paths now, those of a pyproject.toml from where it lies
     parsed = base / parsed if isinstance(parsed, Path) else parsed
-    if entry.metadata["parse"] is parsing.existing_file and not parsed.is_file():
-        raise UsageError(f"{source}: there is no file {str(parsed)!r}; give {entry.metadata['valid']}")
+    if kind.must_exist and not parsed.is_file():
+        raise UsageError(f"{source}: there is no file {str(parsed)!r}; give {kind.valid}")
     return parsed
 
 

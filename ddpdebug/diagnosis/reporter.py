@@ -10,6 +10,7 @@ from typing import Any
 
 from ddpdebug.schema.finding import Finding
 from ddpdebug.sinks import FindingRaised, Record
+from ddpdebug.sinks.fanout import InOrder
 
 
 class Reporter:
@@ -22,10 +23,11 @@ class Reporter:
 
     def __init__(self, write: Callable[[Record], None], clock: Callable[[], str]) -> None:
         self.run_id = ""
-        self._write, self._clock = write, clock
+        self._clock = clock
         self._lock = threading.Lock()  # written by the background thread; read, and added to, by any
         self._known: dict[str, Finding] = {}
         self._extra: dict[str, Mapping[str, Any]] = {}
+        self._records: InOrder[Record] = InOrder(write)
 
     @property
     def findings(self) -> list[Finding]:
@@ -34,32 +36,38 @@ class Reporter:
             return list(self._known.values())
 
     def report(self, raised: Sequence[tuple[Finding, bool]]) -> list[Finding]:
-        """Take findings from the diagnosis, (finding, new); return the new ones as they were written."""
+        """Take findings from the diagnosis, (finding, new); return the new ones as they were written.
+
+        Each record holds all that is known of its finding: a sink replaces what it has under the same `Finding.id`.
+        """
         fresh: list[Finding] = []
         for finding, new in raised:
-            key = key_of(finding)
             with self._lock:
-                known = self._known.get(key)
-                stamped = replace(
-                    finding,
-                    evidence={**finding.evidence, **self._extra.get(key, {})},
-                    time=self._clock() if known is None else known.time,
-                    run=self.run_id,
-                )
-                self._known[key] = stamped
-            self._write(FindingRaised(finding=stamped, new=new))
+                stamped = self._stamped(finding, new=new)
             if new:
                 fresh.append(stamped)
+            self._records.drain()
         return fresh
+
+    def _stamped(self, finding: Finding, *, new: bool) -> Finding:
+        key = key_of(finding)
+        known = self._known.get(key)
+        stamped = self._known[key] = replace(
+            finding,
+            evidence={**finding.evidence, **self._extra.get(key, {})},
+            time=self._clock() if known is None else known.time,
+            run=self.run_id,
+        )
+        self._records.put(FindingRaised(finding=stamped, new=new))
+        return stamped
 
     def add(self, key: str, evidence: Mapping[str, Any]) -> None:
         """Add evidence to a finding that was reported before; it stays through later updates."""
         with self._lock:
-            known = self._known.get(key)
-            if known is None:
-                return
-            self._extra[key] = evidence
-        self.report([(known, False)])
+            if key in self._known:
+                self._extra[key] = {**self._extra.get(key, {}), **evidence}
+                self._stamped(self._known[key], new=False)
+        self._records.drain()
 
     def add_to(self, code: str, evidence: Mapping[str, Any]) -> None:
         """Add evidence to all findings of a code."""
@@ -70,8 +78,9 @@ class Reporter:
 
 
 def key_of(finding: Finding) -> str:
-    """Return what identifies a finding within a run."""
-    return finding.id or f"{finding.code}@{finding.step}:{finding.ranks}:{','.join(finding.subject[:1])}"
+    """Return the id that the ledger has given to a finding: within a run it names it, on every rank alike."""
+    assert finding.id is not None, "a finding that has not been through the ledger"
+    return finding.id
 
 
 def unravel(flat: int, shape: Sequence[int]) -> list[int]:

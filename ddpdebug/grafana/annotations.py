@@ -93,10 +93,9 @@ class Annotations:
         return True
 
     def _send(self, grafana: Annotator, finding: Finding, milliseconds: int) -> None:
-        name = finding.id or f"{finding.code}@{finding.step}"
         ranks = [f"rank:{rank}" for rank in finding.ranks[:_MAX_RANKS]]
         tags = [f"run:{self._run_id}", f"code:{finding.code}", f"severity:{finding.severity.label}", *ranks]
         what = clean(finding.subject[0], 160) if finding.subject else ""
         lines = [f"{finding.code}: {clean(finding.title, 200)}", where(finding, self._world), what]
         text = "\n".join(filter(None, [*lines, f"ddpdebug explain {finding.code}"]))
-        grafana.annotate(f"{self._run_id}/{name}", text, tags, milliseconds)
+        grafana.annotate(f"{self._run_id}/{finding.id}", text, tags, milliseconds)

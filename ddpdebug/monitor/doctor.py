@@ -1,4 +1,4 @@
-"""What this machine and this torch give to ddpdebug, and what is switched off: the facts behind `ddpdebug doctor`.
+"""The facts behind `ddpdebug doctor`: versions, private names of torch, wrappers, side group; and what is off.
 
 The list of what is patched comes from a real attaching to this process, which is taken back at once.
 """
@@ -25,7 +25,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 from ddpdebug import torch_internals as internals
 from ddpdebug._version import __version__
 from ddpdebug.config.settings import Config
-from ddpdebug.errors import TargetError, text_of
+from ddpdebug.errors import UsageError, text_of
 from ddpdebug.instrument.patches import Patches
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.coverage import CoverageProbe
@@ -56,7 +56,7 @@ class FeatureState:
 
 @dataclass(frozen=True)
 class Wrapper:
-    """Something that is wrapped while ddpdebug is attached.
+    """A function of torch or Python that is wrapped while ddpdebug is attached.
 
     Args:
         over: whose function was found in the place of torch's, None where it is torch's own.
@@ -72,7 +72,7 @@ class Wrapper:
 
 @dataclass(frozen=True)
 class Attached:
-    """What an attaching has shown.
+    """The result of attaching to this process and detaching again.
 
     Args:
         troubles: what it has said.
@@ -86,7 +86,7 @@ class Attached:
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was tried out.
+    """A check of this machine: side group, metrics port, run directory.
 
     Args:
         fine: None where it is only told, whatever it is.
@@ -99,7 +99,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """All of it."""
+    """The answer of `ddpdebug doctor`."""
 
     versions: dict[str, str]
     backends: dict[str, str]
@@ -124,14 +124,14 @@ class Report:
 
 
 def examine(config: Config, imports: Sequence[str] = ()) -> Report:
-    """Look at this machine.
+    """Return what this machine and this torch give to ddpdebug.
 
     Args:
         config: the settings that a job would have here.
         imports: modules to load after attaching, as a script would: what they wrap hides ours.
 
     Raises:
-        TargetError: a module of `imports` cannot be loaded.
+        UsageError: a module of `imports` cannot be loaded.
     """
     return Report(_versions(), _backends(), features(), attach_and_detach(imports), tuple(_checks(config)))
 
@@ -156,7 +156,7 @@ def attach_and_detach(imports: Iterable[str] = ()) -> Attached:
     """Attach to this process, look at what is in place, and take it back.
 
     Raises:
-        TargetError: a module of `imports` cannot be loaded.
+        UsageError: a module of `imports` cannot be loaded.
     """
     troubles: list[str] = []
     guard = Guard(lambda part, text: troubles.append(f"{part}: {text}"))
@@ -187,7 +187,7 @@ def _load(name: str) -> None:
     try:
         importlib.import_module(name)
     except Exception as error:
-        raise TargetError(f"cannot import {name!r}: {text_of(error)}") from error
+        raise UsageError(f"cannot import {name!r}: {text_of(error)}") from error
 
 
 def _versions() -> dict[str, str]:

@@ -19,9 +19,9 @@ from ddpdebug.redaction import Redactor
 from ddpdebug.run_directory.writer import RunDirectory
 from ddpdebug.sinks import RunStarted, Sink
 from ddpdebug.sinks.fanout import Fanout
-from ddpdebug.sinks.prometheus import PrometheusSink
 from ddpdebug.sinks.prometheus.discovery import Discovery
-from ddpdebug.sinks.prometheus.endpoint import Serving
+from ddpdebug.sinks.prometheus.exporter import PrometheusSink
+from ddpdebug.sinks.prometheus.server import Serving
 from ddpdebug.sinks.terminal import Terminal
 
 

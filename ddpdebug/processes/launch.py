@@ -1,17 +1,29 @@
-"""Command lines and environment of the ranks that ddpdebug starts."""
+"""Command lines and environment of the ranks that ddpdebug starts, from a checked command line of its own."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ddpdebug.config.settings import to_flags
-from ddpdebug.processes.request import Request
+from ddpdebug.config.settings import Config, to_flags
+from ddpdebug.processes.script import Target
 
 RUN_ID = "DDPDEBUG_RUN_ID"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A checked command line of `run`, `check` or `preflight`: settings, and the script to run."""
+
+    config: Config
+    given: Mapping[str, Any]  # the options of this line
+    target: Target
+    in_rank: bool  # this process is a rank that torchrun, srun or ddpdebug started
 
 
 def rank_words(request: Request, *, out: Path | None = None, as_check: bool = False) -> list[str]:

@@ -20,14 +20,14 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, Protocol
 
-from ddpdebug.errors import StopRun, TargetError
+from ddpdebug.errors import StopRun, TargetError, UsageError
 
 
 class Attached(Protocol):
-    """What the runner needs of a monitor."""
+    """The part of a monitor that is needed here."""
 
     def close(self, reason: str, exit_code: int | None) -> None:
-        """Deliver what is known; may take a few seconds, may be called twice."""
+        """End the monitor: may take a few seconds, may be called twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +82,8 @@ def run_script(target: Target, *, before: Callable[[], Attached | None]) -> None
         interrupted = isinstance(error, KeyboardInterrupt)
         reason = "interrupted" if interrupted else f"exception: {type(error).__name__}: {error}"
         exit_code = 130 if interrupted else 1
+        if isinstance(error, UsageError):
+            error.by_script = True
         _hide_our_frames(error)
         raise
     finally:

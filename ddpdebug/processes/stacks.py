@@ -1,4 +1,4 @@
-"""Where a process is when its time is over: asked for beforehand, answered even by one that hangs in C. Torch-free.
+"""Stacks of a hang: armed beforehand, written by faulthandler at the deadline, even from a call stuck in C. Torch-free.
 
 Python's `faulthandler` writes the stacks from a thread of its own at a moment that is set in advance. It needs no
 signal, which the job may use itself, and not the interpreter's lock, which a hanging call may hold.
@@ -9,13 +9,13 @@ from __future__ import annotations
 import faulthandler
 import os
 import re
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO
 
 from ddpdebug.disk import Disk
+from ddpdebug.isolation.user_code import is_user_file
 
 #: `<seconds of the monotonic clock> <folder>`: when the ranks write their stacks, and where to.
 DEADLINE = "DDPDEBUG_DEADLINE"
@@ -33,7 +33,7 @@ def deadline(timeout: float, folder: Path) -> str:
 
 
 def arm(environ: Mapping[str, str]) -> None:
-    """Have this rank's stacks written when the time is over; does nothing without a deadline."""
+    """Arm this rank's stack dump for the deadline in the environment; without one do nothing."""
     when, _, folder = environ.get(DEADLINE, "").partition(" ")
     try:
         left = float(when) - time.monotonic()
@@ -61,7 +61,7 @@ def place(text: str) -> str:
     frames = [(found["file"], int(found["line"]), found["name"]) for found in _FRAME.finditer(main)]
     if not frames:
         return ""
-    users = next((frame for frame in frames if _is_users(frame[0])), None)
+    users = next((frame for frame in frames if is_user_file(frame[0])), None)
     inner = _words(frames[0])
     if users is None:
         begun = any(file.startswith(_OWN) and name == "_execute" for file, _, name in frames)
@@ -72,13 +72,8 @@ def place(text: str) -> str:
 def _words(frame: tuple[str, int, str]) -> str:
     file, line, name = frame
     parts = Path(file).parts
-    shown = file if _is_users(file) else "/".join(parts[-2:])
+    shown = file if is_user_file(file) else "/".join(parts[-2:])
     return f"{shown}:{line} ({name})"
-
-
-def _is_users(file: str) -> bool:
-    libraries = (_OWN, "<", sys.base_prefix + "/lib/python", sys.prefix + "/lib/python")
-    return not (file.startswith(libraries) or "/site-packages/" in file or "/dist-packages/" in file)
 
 
 def _read(file: Path) -> str:

@@ -1,4 +1,4 @@
-"""Runs a command against a hard deadline and leaves nothing of it behind. Torch-free."""
+"""Runs a command against a hard deadline; at its end, and on SIGTERM, nothing of the command is left. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch's own launcher, leaving behind how the ranks ended.
+"""torchrun, with the exit statuses of the ranks written to a file.
 
 `python -m ddpdebug.processes.torchrun FILE <torchrun's arguments>`.
 

@@ -51,7 +51,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     mark = item.get_closest_marker("ranks")
     if mark is None or _in_rank(item.config):
         return None
-    from ddpdebug.pytest_plugin.protocol import run_in_ranks  # noqa: PLC0415 - not before it is needed
+    from ddpdebug.pytest_plugin.marked_test import run_in_ranks  # noqa: PLC0415 - not before it is needed
 
     run_in_ranks(item, nextitem, mark, lambda: _pool(item.config))
     return True

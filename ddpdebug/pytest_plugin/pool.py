@@ -1,4 +1,7 @@
-"""The ranks, seen from the pytest that the user started: started when needed, used again, replaced when damaged."""
+"""The pool of rank processes of a pytest session: started when needed, used again, replaced when damaged.
+
+A test is followed in its ranks to its end, or to the deadline.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +18,49 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ddpdebug.pytest_plugin.following import START_SECONDS, Outcome, Run, Task
 from ddpdebug.pytest_plugin.rank_setup import rank_setup
 from ddpdebug.pytest_plugin.results import RankResult
+from ddpdebug.pytest_plugin.stacks import WHERE_ARE_YOU
 from ddpdebug.pytest_plugin.zygote import descendants
 
+#: Loading torch and the user's conftest files may take long on a busy machine.
+_START_SECONDS = 180.0
+#: How long the others may take to tell what the first failure did to them.
+_GRACE_SECONDS = 3.0
 #: How long a rank has to say where it is, and the pool to end in order.
 _LAST_WORDS_SECONDS = 1.0
 _END_SECONDS = 5.0
 #: This much of a rank's output is shown from its beginning, and as much from its end.
 _OUTPUT_BYTES = 1 << 15
-#: As in `worker`, which needs torch.
-_WHERE_ARE_YOU = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 7
+
+
+@dataclass(slots=True)
+class Task:
+    """A test to run, and what its mark asks for; `timeout` in seconds."""
+
+    nodeid: str
+    path: str
+    world: int
+    timeout: float
+    device: str
+    group: bool
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The results of a test, of all ranks."""
+
+    ranks: list[RankResult]
+    warnings: list[dict[str, Any]] = field(default_factory=list)
+    stop: str | None = None  # a rank called `pytest.exit`
+    trouble: str | None = None  # the ranks could not be started
 
 
 @dataclass(slots=True)
@@ -70,7 +97,7 @@ class Pool:
             outcome.trouble = self._start(task.world)
             if outcome.trouble is None:
                 self._send(task, number)
-                Run(self, task, outcome).follow()
+                _Following(self, task, outcome).follow()
                 damage = not all(rank.sound for rank in outcome.ranks) or not self._leave(task.world)
                 self._collect_output(outcome.ranks)
                 (self._directory / f"{number}.store").unlink(missing_ok=True)
@@ -119,8 +146,8 @@ class Pool:
     # --- starting -----------------------------------------------------------------------------------------------------
 
     def _start(self, world: int) -> str | None:
-        """See to it that there are `world` ranks that are ready; return what went wrong."""
-        deadline = time.monotonic() + START_SECONDS
+        """Start what is missing of `world` ready ranks; return what went wrong, None where nothing did."""
+        deadline = time.monotonic() + _START_SECONDS
         try:
             if self._zygote is None or self._zygote.poll() is not None:
                 self._ranks.clear()
@@ -136,7 +163,7 @@ class Pool:
                 if lost:
                     return f"rank {lost[0].number} ended with {_status(lost[0].status)} before it was ready"
                 if time.monotonic() > deadline:
-                    return f"the ranks were not ready after {START_SECONDS:.0f} s"
+                    return f"the ranks were not ready after {_START_SECONDS:.0f} s"
         except OSError as error:
             self._abandon()
             return f"the process that makes the ranks is gone ({error}); is torch installed for {sys.executable}?"
@@ -185,7 +212,7 @@ class Pool:
         with theirs:
             assert self._control is not None
             socket.send_fds(self._control, [json.dumps(command).encode()], [theirs.fileno()])
-        self._await("forked", START_SECONDS)
+        self._await("forked", _START_SECONDS)
 
     def _temporary(self) -> Path:
         factory: pytest.TempPathFactory | None = getattr(self._config, "_tmp_path_factory", None)
@@ -282,7 +309,7 @@ class Pool:
         asked = [rank for rank in self._ranks if rank.number in numbers and rank.pid is not None]
         for rank in asked:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(rank.pid or 0, _WHERE_ARE_YOU)
+                os.kill(rank.pid or 0, WHERE_ARE_YOU)
         deadline = time.monotonic() + _LAST_WORDS_SECONDS
         while time.monotonic() < deadline and not all(_size(rank.stacks) for rank in asked):
             time.sleep(0.02)
@@ -297,7 +324,7 @@ class Pool:
                 os.truncate(spool, 0)
 
     def _leave(self, world: int) -> bool:
-        """Let the ranks leave their group, now that all have finished; tell whether they did."""
+        """Let the ranks leave their group, now that all have finished; return whether they did."""
         waiting = set(range(world))
         for rank in self._ranks[:world]:
             with contextlib.suppress(OSError):
@@ -310,10 +337,74 @@ class Pool:
         return not waiting
 
     def _are_strays(self) -> bool:
-        """Tell whether something runs that a test has left behind, or a rank has gone."""
+        """Return whether a test has left processes behind, or a rank has gone."""
         assert self._zygote is not None
         known = {rank.pid for rank in self._ranks}
         return bool(self.statuses()) or bool(set(descendants(self._zygote.pid)) - known)
+
+
+class _Following:
+    """One test on its way through the ranks, to its end or its deadline."""
+
+    def __init__(self, pool: Pool, task: Task, outcome: Outcome) -> None:
+        self._pool, self._task, self._outcome = pool, task, outcome
+        self._ranks = outcome.ranks
+        self._started = False
+        self._deadline = time.monotonic() + _START_SECONDS  # collecting the file counts as starting
+        self._first_failure: float | None = None
+
+    def follow(self) -> None:
+        """Wait for all ranks; end those that take too long."""
+        while waiting := [rank for rank in self._ranks if not rank.over]:
+            left = self._limit() - time.monotonic()
+            if left <= 0:
+                self._give_up(waiting)
+                return
+            for number, message in self._pool.look(left):
+                self._hear(self._ranks[number], message)
+            self._note_deaths()
+            self._set_limits()
+
+    def _limit(self) -> float:
+        if self._first_failure is None:
+            return self._deadline
+        return min(self._deadline, self._first_failure + _GRACE_SECONDS)
+
+    def _set_limits(self) -> None:
+        if not self._started and all(rank.started or rank.over for rank in self._ranks):
+            self._started = True
+            self._deadline = time.monotonic() + self._task.timeout
+        if self._first_failure is None and any(rank.failed_by_itself() and rank.over for rank in self._ranks):
+            self._first_failure = time.monotonic()
+
+    def _hear(self, rank: RankResult, message: dict[str, Any]) -> None:
+        kind = message["kind"]
+        if kind == "started":
+            rank.started = True
+        elif kind == "report":
+            rank.reports.append(message["data"])
+        elif kind == "lacking":
+            rank.lacking, rank.lacking_time = message["text"], message["time"]
+        elif kind == "warning":
+            self._outcome.warnings.append(message)
+        elif kind == "stop":
+            self._outcome.stop = message["reason"]
+        elif kind == "finished":
+            rank.finished = True
+
+    def _note_deaths(self) -> None:
+        for number, status in self._pool.statuses().items():
+            if number < len(self._ranks) and not self._ranks[number].over:
+                while said := self._pool.look(0.0):  # its last messages may still be on the way
+                    for other, message in said:
+                        self._hear(self._ranks[other], message)
+                if not self._ranks[number].over:
+                    self._ranks[number].died(status, time.time())
+
+    def _give_up(self, waiting: Sequence[RankResult]) -> None:
+        stacks = self._pool.ask_where([rank.rank for rank in waiting])
+        for rank in waiting:
+            rank.gave_up(time.time(), stacks.get(rank.rank, ""), at_deadline=self._first_failure is None)
 
 
 def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""What makes the ranks' pytest sessions like the one that the user started. Torch-free."""
+"""Options of the ranks' pytest sessions, taken from the session that the user started. Torch-free."""
 
 from __future__ import annotations
 

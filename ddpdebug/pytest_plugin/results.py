@@ -1,4 +1,4 @@
-"""Makes one test result of what the ranks report: the first failure that is not the echo of another. Torch-free."""
+"""One test result out of the ranks' reports: the first failure that is not the echo of another. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LINE_LENGTH = 160
 
 @dataclass(slots=True)
 class RankResult:
-    """What is known of one rank in one test."""
+    """The state and the reports of one rank in one test."""
 
     rank: int
     reports: list[dict[str, Any]] = field(default_factory=list)  # serialised, in order
@@ -33,26 +33,26 @@ class RankResult:
 
     @property
     def over(self) -> bool:
-        """Tell whether nothing more is to come."""
+        """Whether nothing more is to come from this rank."""
         return self.finished or self.status is not None or self.at_deadline is not None
 
     @property
     def sound(self) -> bool:
-        """Tell whether its process can run another test."""
+        """Whether its process can run another test."""
         fine = all(r["outcome"] == "passed" or (r["outcome"], r["when"]) == ("skipped", "setup") for r in self.reports)
         return self.finished and fine and self.lacking is None
 
     def failed_by_itself(self) -> bool:
-        """Tell whether something went wrong here that is not the loss of a peer."""
+        """Return whether something failed here that is not the loss of a peer."""
         failed = any(r["outcome"] == "failed" and not r["ddpdebug"]["lost_peer"] for r in self.reports)
         return failed or self.lacking is not None or self.status is not None
 
     def died(self, status: int, time: float) -> None:
-        """Note that the process ended without a report."""
+        """Record that the process ended without a report."""
         self.status, self.end_time = status, time
 
     def gave_up(self, time: float, stack: str, *, at_deadline: bool) -> None:
-        """Note that we do not wait any longer."""
+        """Record that this rank is not waited for any longer."""
         self.at_deadline, self.end_time, self.stack = at_deadline, time, stack
 
 
@@ -150,7 +150,7 @@ class Merger:
         return made
 
     def _summary(self, cause: Failure, failures: Sequence[Failure]) -> Iterator[str]:
-        """Say of every rank how it ended."""
+        """Yield a line for each rank: how it ended."""
         for result in self._ranks:
             own = [failure for failure in failures if failure.rank == result.rank]
             if own and own[0] is cause:

@@ -1,12 +1,15 @@
-"""Reads what faulthandler writes: where a rank was when it was asked. Torch-free."""
+"""Stacks of a rank, from the text of faulthandler: where its test was when it was asked. Torch-free."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import sysconfig
 from typing import NamedTuple
 
+#: Asks a rank where it is; one of the signals that nothing else uses.
+WHERE_ARE_YOU = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 7
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.+)$')
 _RUNNER = f"_pytest{os.sep}runner.py"
 #: The machinery between pytest's runner and the test.
@@ -42,7 +45,7 @@ def stack_of_test(text: str) -> list[Frame]:
 
 
 def waits_for_peers(text: str) -> bool:
-    """Tell whether the rank was waiting for others, so that the cause lies with them."""
+    """Return whether the rank was waiting for its peers, so that the cause lies with them."""
     return any(_WAITING.search(frame.file) for frame in stack_of_test(text))
 
 

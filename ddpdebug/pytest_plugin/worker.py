@@ -1,4 +1,4 @@
-"""What a rank does: a pytest session that collects and runs the tests that it is told to.
+"""The pytest session of a rank: collects and runs the tests that it is told to.
 
 It is a session like any other, with the user's conftest files, plugins and assertion rewriting; only the loop over the
 tests is ours. Reports go to the pytest that the user started as soon as they are made.
@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import random
-import signal
+import re
 import sys
 import time
 from collections.abc import Generator, Mapping
@@ -27,13 +27,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]  # exported at run time only
 
-from ddpdebug.pytest_plugin.causes import is_lost_peer
+from ddpdebug.pytest_plugin.stacks import WHERE_ARE_YOU
 
-#: Asks a rank where it is; one of the signals that nothing else uses.
-WHERE_ARE_YOU = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 7
 _POLL_SECONDS = 0.001
 #: The group waits longer than the test may take: where everybody was is then seen before anybody gives up.
 _GROUP_MARGIN = datetime.timedelta(seconds=60)
+#: What torch raises from its collectives and its store when they break or give up.
+_KINDS = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError"})
+#: What gloo, NCCL and torch's store say when a peer is gone or does not come.
+_LOST_PEER = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|recvValue failed|failed to recv|"
+    r"timed out (waiting|after)|socket timeout|wait timeout|monitoredBarrier|remote process exited|"
+    r"NCCL communicator was aborted",
+    re.IGNORECASE,
+)
 
 
 class RankSession:
@@ -168,7 +175,7 @@ class RankSession:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-        """Note what the search for the first cause needs and a report does not have."""
+        """Add time and loss of a peer to the report, for the search for the first cause."""
         report = yield
         lost = call.excinfo is not None and is_lost_peer(call.excinfo.value)
         report.ddpdebug = {"time": call.stop, "lost_peer": lost}
@@ -214,7 +221,7 @@ class RankSession:
 
 
 class _Surroundings:
-    """What a test must not leave behind for the next one in the same process."""
+    """The state of a new process (environment, directory, random numbers), restored before each test."""
 
     def __init__(self) -> None:
         self._environ = dict(os.environ)
@@ -252,3 +259,18 @@ def _take_gpu(command: Mapping[str, Any]) -> None:
         why = f"{world} ranks with device='cuda' need {world} GPUs, this machine has {there}"
         raise pytest.skip.Exception(why, _use_item_location=True)  # as pytest's own marks do
     torch.cuda.set_device(rank)
+
+
+def is_lost_peer(error: BaseException | None) -> bool:
+    """Return whether `error`, or what it was raised from, says that a peer is gone or did not come in time."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if type(error).__name__ in _KINDS or (isinstance(error, RuntimeError | OSError) and _says_so(error)):
+            return True
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return False
+
+
+def _says_so(error: BaseException) -> bool:
+    return _LOST_PEER.search(str(error)) is not None

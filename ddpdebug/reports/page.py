@@ -1,15 +1,16 @@
-"""The page: everything that came from the job is escaped, nothing is loaded, nothing is executed. Pure."""
+"""The page about a run: opened offline; all of the job's is escaped, nothing is loaded or executed. Torch-free."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
 from html import escape
+from pathlib import Path
 
 from ddpdebug.detectors.hlth.shapes import classify
 from ddpdebug.redaction import redact
-from ddpdebug.reports.drawing import Points, lines, timeline
-from ddpdebug.reports.reading import PHASES, History
+from ddpdebug.reports.html import Points, lines, page_head, timeline
+from ddpdebug.reports.reading import PHASES, History, read_history
 from ddpdebug.schema.coverage import Coverage, Weight
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.sinks.text import clean, counted, evidence_lines, ranks_text, subjects, where
@@ -17,43 +18,39 @@ from ddpdebug.sinks.text import clean, counted, evidence_lines, ranks_text, subj
 _MAX_FINDINGS = 200
 _MAX_MARKS = 20
 
-#: The policy forbids scripts and every request, should something have slipped through.
-_HEAD = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:; \
-base-uri 'none'; form-action 'none'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; --line: #8884; --soft: #8882; }}
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }}
-h1 {{ font-size: 1.5rem; }} h2 {{ font-size: 1.15rem; margin: 2.2rem 0 .4rem; }}
-h3 {{ font-size: 1rem; margin: 0; }}
-svg {{ width: 100%; height: auto; font: 11px system-ui, sans-serif; fill: currentColor; }}
-.grid {{ stroke: var(--line); }} .mark {{ stroke: #D55E00; stroke-width: 1.5; stroke-dasharray: 4 3; }}
-.legend span {{ margin-right: 1.2rem; }} .legend i {{ display: inline-block; width: 1rem; height: .6rem; \
-margin-right: .35rem; }}
-.legend {{ margin: 0; font-size: .85rem; }} .none {{ opacity: .7; font-style: italic; }}
-.tiles {{ display: flex; flex-wrap: wrap; gap: .6rem; margin: 1rem 0; }}
-.tile {{ flex: 1 1 9rem; border-radius: .4rem; padding: .5rem .8rem; background: var(--soft); \
-border-left: .4rem solid #999; }}
-.tile b {{ display: block; font-size: 1.15rem; overflow-wrap: anywhere; }}
-.good {{ border-color: #009E73; }} .bad {{ border-color: #D55E00; }} .warn {{ border-color: #E69F00; }}
-article {{ border: 1px solid var(--line); border-left: .4rem solid #999; border-radius: .4rem; padding: .8rem 1rem; \
-margin: .8rem 0; overflow-wrap: anywhere; }}
-article.critical, article.error {{ border-left-color: #D55E00; }} article.warning {{ border-left-color: #E69F00; }}
-dl {{ display: grid; grid-template-columns: 7rem 1fr; margin: .5rem 0 0; }} dt {{ opacity: .7; }} dd {{ margin: 0; }}
-table {{ border-collapse: collapse; }} td, th {{ text-align: left; padding: .15rem 1.2rem .15rem 0; \
-overflow-wrap: anywhere; vertical-align: top; }}
-code {{ font-size: .92em; }}
-@media print {{ article {{ break-inside: avoid; }} }}
-</style></head><body>
+_STYLE = """\
+:root { color-scheme: light dark; --line: #8884; --soft: #8882; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .4rem; }
+h3 { font-size: 1rem; margin: 0; }
+svg { width: 100%; height: auto; font: 11px system-ui, sans-serif; fill: currentColor; }
+.grid { stroke: var(--line); } .mark { stroke: #D55E00; stroke-width: 1.5; stroke-dasharray: 4 3; }
+.legend span { margin-right: 1.2rem; } .legend i { display: inline-block; width: 1rem; height: .6rem; \
+margin-right: .35rem; }
+.legend { margin: 0; font-size: .85rem; } .none { opacity: .7; font-style: italic; }
+.tiles { display: flex; flex-wrap: wrap; gap: .6rem; margin: 1rem 0; }
+.tile { flex: 1 1 9rem; border-radius: .4rem; padding: .5rem .8rem; background: var(--soft); \
+border-left: .4rem solid #999; }
+.tile b { display: block; font-size: 1.15rem; overflow-wrap: anywhere; }
+.good { border-color: #009E73; } .bad { border-color: #D55E00; } .warn { border-color: #E69F00; }
+article { border: 1px solid var(--line); border-left: .4rem solid #999; border-radius: .4rem; padding: .8rem 1rem; \
+margin: .8rem 0; overflow-wrap: anywhere; }
+article.critical, article.error { border-left-color: #D55E00; } article.warning { border-left-color: #E69F00; }
+dl { display: grid; grid-template-columns: 7rem 1fr; margin: .5rem 0 0; } dt { opacity: .7; } dd { margin: 0; }
+table { border-collapse: collapse; } td, th { text-align: left; padding: .15rem 1.2rem .15rem 0; \
+overflow-wrap: anywhere; vertical-align: top; }
+code { font-size: .92em; }
+@media print { article { break-inside: avoid; } }
 """
 
 
-def page(history: History) -> str:
-    """Return the page as HTML."""
+def report(directory: Path) -> str:
+    """Return the page about a run as HTML, also of one that was killed or still goes on.
+
+    Raises:
+        ValueError: this is not a run directory, or another version's.
+    """
+    history = read_history(directory)
     run_id = _text(history.run.get("run"), 60)
     steps = (history.first, max(history.last, history.first + 1))
     marks = _marked(history.findings)
@@ -67,7 +64,7 @@ def page(history: History) -> str:
     norms = {"highest rank": "norm highest rank", "lowest rank": "norm lowest rank"}
     memory = {name: name for name in ("host", "device reserved", "device allocated") if any(_values(series[name]))}
     parts = [
-        _HEAD.format(title=f"ddpdebug: run {run_id}"),
+        page_head(f"ddpdebug: run {run_id}", _STYLE),
         f"<h1>Run {run_id}</h1>",
         _tiles(history),
         "<h2>Findings</h2>",

@@ -1,4 +1,4 @@
-"""Reads a run directory into series of a bounded length, in one pass. Torch-free."""
+"""The history of a run as series of bounded length, read from its run directory in one pass. Torch-free."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Thinned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """What the page shows.
+    """The content of the page: series by step, findings, how the ranks ended.
 
     Args:
         series: name -> (step, value).

@@ -25,7 +25,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ _MAGIC = b"ddpdebug"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """A detail or a fact that was known after `rows` rows of the run had been written."""
+    """A detail or a fact, and after how many rows of the run it was known."""
 
     rows: int
     kind: str
@@ -232,7 +232,7 @@ def read_observations(directory: Path) -> Iterator[Observed]:
 
 
 def last_state(step: Step) -> dict[str, Any]:
-    """Return what is kept of rows that are no step: what the last step has left (`Flag.LAST_STATE`)."""
+    """Return the record of a comparison after the last step (`Flag.LAST_STATE`): digests in hexadecimal, by rank."""
     rows = {
         str(rank): {"flags": row.flags, **{name: f"{getattr(row, name):016x}" for name in _LAST_STATE}}
         for rank, row in step.rows.items()
@@ -241,7 +241,7 @@ def last_state(step: Step) -> dict[str, Any]:
 
 
 def read_last_state(payload: Mapping[str, Any], world: int) -> Step | None:
-    """Return the step that `last_state` has described; None of what is malformed."""
+    """Return the step from the record that `last_state` made; None where it is malformed."""
     try:
         step, optimizer, rows = int(payload["step"]), int(payload["optimizer"]), {}
         for rank, told in payload["rows"].items():
@@ -279,35 +279,12 @@ def _parsed(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _is_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-_OPTIONAL_TEXT = ("phase", "location", "time", "run")
-
-
 def _finding(line: str) -> Finding | None:
-    record = _parsed(line)
-    if record is None:
-        return None
-    well_formed = (
-        isinstance(record.get("code"), str)
-        and isinstance(record.get("title"), str)
-        and isinstance(record.get("severity"), str)
-        and all(record.get(name) is None or isinstance(record[name], str) for name in _OPTIONAL_TEXT)
-        and all(record.get(name) is None or _is_count(record[name]) for name in ("step", "last_step"))
-        and _is_count(record.get("count", 1))
-        and all(_is_texts(record.get(name, [])) for name in ("subject", "causes", "actions"))
-        and isinstance(record.get("ranks", []), list)
-        and all(_is_count(rank) for rank in record.get("ranks", []))
-        and isinstance(record.get("evidence", {}), dict)
-    )
     try:
-        finding = Finding.from_json(line) if well_formed else None
-    except ValueError:  # an unknown severity
+        return Finding.from_json(line)
+    except (ValueError, RecursionError):
         return None
-    return finding and replace(finding, causes=tuple(finding.causes), actions=tuple(finding.actions))

@@ -1,4 +1,4 @@
-"""A file that grows without growing out of bounds: the beginning and the newest part stay. Torch-free."""
+"""Segmented append-only files with a cap on their size: the first segment and the newest ones stay. Torch-free."""
 
 from __future__ import annotations
 

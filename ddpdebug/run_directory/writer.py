@@ -1,4 +1,4 @@
-"""Writes the run directory: rank 0 the shared files, every rank its own under `ranks/<rank>/`. Torch-free.
+"""The writer of the run directory: rank 0 the shared files, every rank its own under `ranks/<rank>/`. Torch-free.
 
 Where the run cannot begin (a read-only directory), `write` raises OSError and the fan-out switches this sink off.
 Later, what cannot be written is left out and said once; findings and how the run ended are tried again to the last.
@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ddpdebug.disk import Ballast, Disk
 from ddpdebug.run_directory import reader as files
 from ddpdebug.run_directory.segments import Segments, segment_paths
-from ddpdebug.schema.finding import Finding
+from ddpdebug.schema.finding import Finding, strict_json
 from ddpdebug.schema.row import Flag, encode, layout
 from ddpdebug.sinks import Covered, FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
 
@@ -58,7 +55,7 @@ class RunDirectory:
         self._ballast = Ballast(self._disk, self._own / files.BALLAST, _BALLAST if rank == 0 else _BALLAST // 8)
         self._run: dict[str, Any] = {}
         self._run_id: str | None = None
-        self._findings: dict[object, Finding] = {}
+        self._findings: dict[str | None, Finding] = {}  # by id
         self._rows = 0
         self._skipped: Counter[int] = Counter()  # optimizer -> steps that the numeric guard skipped
         self._trouble_lines = 0
@@ -116,14 +113,14 @@ class RunDirectory:
             self._say(what, reason)
 
     def _say(self, what: str, reason: str) -> None:
-        """Say once that something is not written."""
+        """Report once, as a `Trouble`, that something is not written."""
         if what not in self._said:
             self._said.add(what)
             said = "the outcome is" if what == "outcome" else f"{what} are"
             self._tell(Trouble(part=f"sink:run_directory {what}", message=f"{said} not written: {reason}"))
 
     def _must(self, what: str, act: Callable[[], None]) -> bool:
-        """Write what must be written, in the room of the ballast if need be; tell whether that worked."""
+        """Write what must be written, in the room of the ballast if need be; return whether that worked."""
         try:
             act()
         except OSError:
@@ -172,20 +169,11 @@ class RunDirectory:
         self._disk.make_directory(self._own, below=self._directory)
 
     def _finding(self, finding: Finding) -> None:
-        key = finding.id or (
-            finding.code,
-            finding.step,
-            finding.ranks,
-            finding.subject,
-            finding.phase,
-            finding.location,
-        )
-        first = self._findings.get(key)
-        if first is not None:
-            self._findings[key] = _merged(first, finding)
-            return
-        self._findings[key] = finding if finding.run is not None else replace(finding, run=self._run_id)
-        path, line = self._directory / files.FINDINGS, _finding_line(self._findings[key])
+        known = finding.id in self._findings
+        self._findings[finding.id] = finding
+        if known:
+            return  # the line is written again at the end
+        path, line = self._directory / files.FINDINGS, _line(finding.to_json())
         self._must("findings", lambda: self._disk.append(path, line))
 
     def _trouble(self, record: Trouble) -> None:
@@ -206,7 +194,7 @@ class RunDirectory:
             "time": record.time,
         }
         if self._rank == 0:
-            path, lines = self._directory / files.FINDINGS, [_finding_line(each) for each in self._findings.values()]
+            path, lines = self._directory / files.FINDINGS, [_line(each.to_json()) for each in self._findings.values()]
             self._must("findings", lambda: self._disk.replace(path, lines))
         if self._disk.left_out:
             outcome["not_written"] = dict(self._disk.left_out)
@@ -221,19 +209,6 @@ class RunDirectory:
     def _write_own(self, line: bytes) -> None:
         self._make_own()
         self._disk.replace(self._own / files.OUTCOME, [line])
-
-
-def _merged(first: Finding, again: Finding) -> Finding:
-    """Return what is known of a finding after it was reported again: by the detectors, or with evidence found later."""
-    steps = [step for step in (first.last_step, again.last_step) if step is not None]
-    return replace(
-        again,
-        time=first.time,
-        run=first.run,
-        count=max(first.count, again.count),
-        last_step=max(steps, default=None),
-        evidence={**first.evidence, **again.evidence},
-    )
 
 
 def _set_aside(directory: Path, disk: Disk) -> None:
@@ -252,28 +227,9 @@ def _set_aside(directory: Path, disk: Disk) -> None:
         path.rename(target / path.name)
 
 
-def _finding_line(finding: Finding) -> bytes:
-    return _line(finding.to_json())
-
-
 def _json_line(value: Mapping[str, Any]) -> bytes:
-    try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError):  # something that JSON lacks, which is seldom: the slow way
-        text = json.dumps(_strict(value), ensure_ascii=False, allow_nan=False, default=str)
-    return _line(text)
+    return _line(strict_json(value))
 
 
 def _line(text: str) -> bytes:
     return text.encode("utf-8", "backslashreplace") + b"\n"  # a lone surrogate becomes its JSON escape
-
-
-def _strict(value: Any) -> Any:
-    """Return the value with texts for the numbers that JSON lacks."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(key): _strict(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_strict(item) for item in value]
-    return value

@@ -72,19 +72,42 @@ class Finding:
         """Return the line of `findings.jsonl` (no newline); non-finite numbers become strings, so it is strict JSON."""
         record = asdict(self)
         record["severity"] = self.severity.label
-        return json.dumps(_strict(record), ensure_ascii=False, allow_nan=False)
+        return strict_json(record)
 
     @classmethod
     def from_json(cls, line: str) -> Finding:
         """Read a line of `findings.jsonl`; raise ValueError on anything else."""
         record = json.loads(line)
-        if not isinstance(record, dict) or "code" not in record:
+        if not isinstance(record, dict) or not _is_well_formed(record):
             raise ValueError(f"not a finding: {line[:80]!r}")
         known = {name: record[name] for name in cls.__dataclass_fields__ if name in record}
-        known["severity"] = Severity.parse(str(known["severity"]))
-        known["ranks"] = tuple(known.get("ranks") or ())
-        known["subject"] = tuple(known.get("subject") or ())
-        return cls(**known)
+        known["severity"] = Severity.parse(record["severity"])
+        lists = {name: tuple(record.get(name) or ()) for name in _LISTS}
+        return cls(**{**known, **lists})
+
+
+_TEXTS, _OPTIONAL_TEXTS = ("code", "title", "severity"), ("phase", "location", "time", "run", "id")
+_LISTS = ("ranks", "subject", "causes", "actions")
+
+
+def _is_well_formed(record: Mapping[str, Any]) -> bool:
+    return (
+        all(isinstance(record.get(name), str) for name in _TEXTS)
+        and all(isinstance(record.get(name), str | None) for name in _OPTIONAL_TEXTS)
+        and all(record.get(name) is None or type(record[name]) is int for name in ("step", "last_step"))
+        and type(record.get("count", 1)) is int
+        and all(isinstance(record.get(name, []), list) for name in _LISTS)
+        and all(type(item) is (int if name == "ranks" else str) for name in _LISTS for item in record.get(name, ()))
+        and isinstance(record.get("evidence", {}), dict)
+    )
+
+
+def strict_json(value: Any) -> str:
+    """Return a value as strict JSON on one line: what JSON lacks (NaN, infinity, any other object) becomes a text."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError):  # seldom: the slow way
+        return json.dumps(_strict(value), ensure_ascii=False, allow_nan=False, default=str)
 
 
 def _strict(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Where findings and steps go. A sink has one method, never raises into training and never communicates."""
+"""Records, and the sinks that take them. A sink has one method, never raises into training, never communicates."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Trouble:
 
     @property
     def is_failure(self) -> bool:
-        """Tell whether a part is off; else the message says as a whole what is not looked at."""
+        """Whether a part has switched itself off; otherwise the message says by itself what is not looked at."""
         part = self.part.partition(" of rank ")[0]
         return part not in {"guard", "threads", "torch"} and not part.startswith("sink:run_directory ")
 
@@ -70,7 +70,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Covered:
-    """What the run has looked at so far and what it has not."""
+    """The coverage of the run so far: what was looked at and what was not."""
 
     coverage: Coverage
     say: tuple[str, ...] = ()  # what a person should read now, a line each
@@ -79,7 +79,7 @@ class Covered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnded:
-    """The last record of a rank."""
+    """The last record of a rank: why its script ended."""
 
     reason: str  # "finished", "stopped" (after --steps), "exception: <type>: <text>", "interrupted" (Ctrl-C)
     exit_code: int | None
@@ -91,7 +91,7 @@ Record = RunStarted | StepJudged | FindingRaised | Trouble | Saved | Covered | R
 
 
 class Sink(Protocol):
-    """A destination."""
+    """A destination of records: the terminal, the run directory, Prometheus, Grafana."""
 
     def write(self, record: Record) -> None:
         """Take one record; ignore kinds that do not concern this sink."""

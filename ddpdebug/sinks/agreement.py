@@ -1,4 +1,4 @@
-"""What the rows of a step say about agreement between ranks, as counts: for the terminal's summary and for metrics.
+"""Agreement between the ranks in one step, by majority vote over digests: for the terminal's summary and for metrics.
 
 Facts, not verdicts: whether a difference is a mistake is for the detectors. Differences that a rank's own state
 declares as intended (sharded state, local SGD, Join) do not count.

@@ -1,4 +1,4 @@
-"""Hands every record to every sink, and keeps a broken or slow sink from hurting the others or the job. Torch-free."""
+"""Fan-out of records to all sinks, secrets hidden first; a broken or slow sink hurts neither the others nor the job."""
 
 from __future__ import annotations
 
@@ -6,36 +6,57 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from typing import Generic, TypeVar
 
 from ddpdebug.errors import text_of
 from ddpdebug.isolation.user_code import users_error
 from ddpdebug.redaction import Redactor
-from ddpdebug.sinks import Record, Sink, Trouble
-from ddpdebug.sinks.redacting import redacted
+from ddpdebug.schema.finding import Finding
+from ddpdebug.sinks import FindingRaised, Record, RunEnded, RunStarted, Saved, Sink, Trouble
+
+Item = TypeVar("Item")
+
+
+class InOrder(Generic[Item]):
+    """A queue for one function: any thread adds, and the function gets one item at a time, in the order of `put`.
+
+    A thread that comes while another one is at work leaves its items to that one and returns at once, so that the
+    training thread never waits for a slow disk behind somebody else's record.
+    """
+
+    def __init__(self, take: Callable[[Item], None]) -> None:
+        self._take = take
+        self._waiting: deque[Item] = deque()
+        self._working = threading.Lock()
+
+    def put(self, item: Item) -> None:
+        """Add an item, for the next `drain` of any thread."""
+        self._waiting.append(item)
+
+    def drain(self) -> None:
+        """Hand over what waits, unless another thread does it."""
+        while self._waiting and self._working.acquire(blocking=False):
+            try:
+                while self._waiting:
+                    self._take(self._waiting.popleft())
+            finally:
+                self._working.release()
 
 
 class Fanout:
     """A sink of sinks, for any thread. A sink that raises is dropped; the others learn of it in one `Trouble`.
 
-    Sinks see one record at a time, in order. A thread that comes while another one is writing leaves its record to
-    that one and returns at once, so that the training thread never waits for a slow disk behind somebody else's record.
+    Sinks see one record at a time, in order (`InOrder`).
 
     Args:
-        on_trouble: called with that trouble, for whoever counts them; what it raises is ignored.
         redactor: hides what is secret in each record.
     """
 
-    def __init__(
-        self,
-        sinks: Sequence[Sink],
-        on_trouble: Callable[[Trouble], None] = lambda _: None,
-        redactor: Redactor | None = None,
-    ) -> None:
+    def __init__(self, sinks: Sequence[Sink], redactor: Redactor | None = None) -> None:
         self._sinks = list(sinks)
         self._redactor = redactor or Redactor()
-        self._on_trouble = on_trouble
-        self._waiting: deque[Record] = deque()
-        self._writing = threading.Lock()
+        self._records: InOrder[Record] = InOrder(self._write_one)
 
     def add(self, sinks: Sequence[Sink]) -> None:
         """Add sinks; they get what is written from now on."""
@@ -43,21 +64,13 @@ class Fanout:
 
     def write(self, record: Record) -> None:
         """Give the record to each sink that still works."""
-        self._waiting.append(record)
-        while self._waiting and self._writing.acquire(blocking=False):
-            try:
-                while self._waiting:
-                    self._write_one(self._waiting.popleft())
-            finally:
-                self._writing.release()
+        self._records.put(record)
+        self._records.drain()
 
     def close(self) -> None:
-        """Release what the sinks hold; those that hold something have a `close`."""
+        """Close the sinks that have a `close` (files, sockets, threads); errors are dropped."""
         for sink in self._sinks:
-            try:
-                _close(sink)
-            except Exception as error:  # noqa: BLE001 - as below
-                self._tell(_trouble(sink, error))
+            _close(sink)
 
     def _write_one(self, record: Record) -> None:
         record = redacted(record, self._redactor)
@@ -74,23 +87,38 @@ class Fanout:
 
     def _drop(self, sink: Sink, error: Exception) -> None:
         self._sinks = [other for other in self._sinks if other is not sink]
-        trouble = _trouble(sink, error)
-        self._waiting.append(trouble)
-        self._tell(trouble)
-        with suppress(Exception):  # it is broken already, which has been said
-            _close(sink)
-
-    def _tell(self, trouble: Trouble) -> None:
-        with suppress(Exception):  # there is nobody left to tell
-            self._on_trouble(trouble)
+        name = getattr(sink, "part", type(sink).__module__.rpartition(".")[2])
+        self._records.put(Trouble(part=f"sink:{name}", message=text_of(error)))
+        _close(sink)
 
 
 def _close(sink: Sink) -> None:
     close = getattr(sink, "close", None)
     if close is not None:
-        close()
+        with suppress(Exception):  # it is broken already, which has been said, or there is nobody left to tell
+            close()
 
 
-def _trouble(sink: Sink, error: Exception) -> Trouble:
-    name = getattr(sink, "part", type(sink).__module__.rpartition(".")[2])
-    return Trouble(part=f"sink:{name}", message=text_of(error))
+def redacted(record: Record, redactor: Redactor) -> Record:
+    """Return a record without secrets; the same one where it has none, or no texts."""
+    match record:
+        case FindingRaised():
+            return replace(record, finding=redacted_finding(record.finding, redactor))
+        case Trouble():
+            return replace(record, message=redactor.text(record.message))
+        case RunEnded():
+            return replace(record, reason=redactor.text(record.reason))
+        case Saved():
+            return replace(record, payload=redactor.value(record.payload))
+        case RunStarted():
+            return replace(record, command=tuple(redactor.words), config=redactor.value(record.config))
+    return record
+
+
+def redacted_finding(finding: Finding, redactor: Redactor) -> Finding:
+    """Return a finding without secrets in its texts."""
+    changed = {
+        name: redactor.value(getattr(finding, name))
+        for name in ("title", "subject", "location", "evidence", "causes", "actions")
+    }
+    return replace(finding, **{name: value for name, value in changed.items() if value is not getattr(finding, name)})

@@ -1,4 +1,4 @@
-"""Shows the run to the person in front of it: a line at the start, a block per finding, a line at the end. Torch-free.
+"""The terminal's sink: a line at the start, a block for each finding, a summary at the end. Torch-free.
 
 Only rank 0 prints. Each output is one write, so that other processes' lines do not get into it. On a terminal it begins
 by clearing the current line, which is where tqdm keeps its bar; tqdm draws it again below. Without a terminal there are
@@ -10,12 +10,13 @@ would be overwritten by the job's own prints, or overwrite them. The title that 
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TextIO
 
 from ddpdebug.schema.coverage import Coverage, Weight
@@ -23,7 +24,7 @@ from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.sinks import Covered, FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
 from ddpdebug.sinks.agreement import dissenters
-from ddpdebug.sinks.scraping import scrape_snippet
+from ddpdebug.sinks.prometheus.discovery import scrape_snippet
 from ddpdebug.sinks.text import SEPARATOR, Part, clean, counted, evidence_lines, number, parts, percent
 
 _CLEAR_LINE = "\r\x1b[K"
@@ -36,11 +37,19 @@ _MAX_WIDTH = 120
 _LABEL_WIDTH = 10
 #: Evidence that is found out later and worth a second block: the first differing element.
 _LOCATED = frozenset({"index", "values"})
+_BADGE = {
+    Severity.INFO: "bold black on cyan",
+    Severity.WARNING: "bold black on yellow",
+    Severity.ERROR: "bold white on red",
+    Severity.CRITICAL: "bold white on red",
+}
+_INDENT = 12
+_LINE = {"what": "bold", "perhaps": "dim", "where": "cyan"}
 _ASCII = str.maketrans({"·": "-", "…": "~"})
 
 
 class Terminal:
-    """A sink for people.
+    """The sink that prints, on rank 0 only.
 
     Args:
         status: show the current step in the window's title, on a terminal only.
@@ -67,8 +76,7 @@ class Terminal:
         self._has_title = False
         self._world = 1
         self._directory = ""
-        self._evidence: dict[object, set[str]] = {}
-        self._findings: list[Finding] = []
+        self._findings: dict[str | None, Finding] = {}  # by id
         self._summary = Summary()
 
     def write(self, record: Record) -> None:
@@ -85,7 +93,7 @@ class Terminal:
             case Saved(kind="last_state"):
                 self._summary.count_last(record.payload)
             case FindingRaised():
-                self._finding(record.finding, new=record.new)
+                self._finding(record.finding)
             case Trouble():
                 message = clean(record.message, 300)
                 part = clean(record.part, 60)
@@ -106,20 +114,17 @@ class Terminal:
             lines.append(f"for prometheus.yml: {clean(scrape_snippet(record))}")
         self._print("".join(f"ddpdebug: {line}\n" for line in lines))
 
-    def _finding(self, finding: Finding, *, new: bool) -> None:
-        # ranks and subjects of a cause may grow; these stay
-        key = finding.id or (finding.code, finding.step, finding.subject[:1], finding.phase, finding.location)
-        known = set() if new else self._evidence.get(key, set())
-        added = {name: value for name, value in finding.evidence.items() if name not in known}
-        self._evidence[key] = known | finding.evidence.keys()
-        located = bool(added.keys() & _LOCATED)
-        if new:
-            self._findings.append(finding)
+    def _finding(self, finding: Finding) -> None:
+        known = self._findings.get(finding.id)
+        self._findings[finding.id] = finding
+        if known is None:
             if len(self._findings) <= _MAX_BLOCKS:
                 self._print(self._block(finding, clean(finding.title, 200), parts(finding, self._world)))
             elif len(self._findings) == _MAX_BLOCKS + 1:
                 self._print(f"ddpdebug: {_MAX_BLOCKS} findings shown, further ones are only in the run directory\n")
-        elif located and len(self._findings) <= _MAX_BLOCKS:
+            return
+        added = {name: value for name, value in finding.evidence.items() if name not in known.evidence}
+        if added.keys() & _LOCATED and len(self._findings) <= _MAX_BLOCKS:
             added.pop("consequences", None)
             place = "" if finding.step is None else f" of step {finding.step}"
             self._print(self._block(finding, f"more about the finding{place}", [("evidence", evidence_lines(added))]))
@@ -127,7 +132,7 @@ class Terminal:
     def _end(self, record: RunEnded) -> None:
         items = self._summary.items(self._world)
         if self._findings or self._summary.checked(self._world):
-            items.insert(0, _findings_text(self._findings))
+            items.insert(0, _findings_text(self._findings.values()))
         if record.reason != "finished":
             items.insert(0, clean(record.reason, 200))
         if self._findings and self._directory:
@@ -140,9 +145,7 @@ class Terminal:
 
     def _block(self, finding: Finding, title: str, content: list[Part]) -> str:
         if self._tty:
-            from ddpdebug.sinks.styled import styled_block  # noqa: PLC0415 - rich is only loaded when it is used
-
-            return styled_block(finding, title, content, width=self._width(), color=self._color)
+            return _styled_block(finding, title, content, width=self._width(), color=self._color)
         lines = [f"ddpdebug: {finding.severity.label} {clean(finding.code, 20)}: {title}"]
         for label, texts in content:
             lines += [f"  {label if i == 0 else '':{_LABEL_WIDTH}}{text}" for i, text in enumerate(texts)]
@@ -159,7 +162,7 @@ class Terminal:
         row = min(record.step.rows.items())[1]
         known = not math.isnan(row.loss) or row.has(Flag.LOSS_NONFINITE)
         loss = f"loss {number(row.loss)}" if known else ""
-        items = [f"step {record.step.step}", loss, _findings_text(self._findings)]
+        items = [f"step {record.step.step}", loss, _findings_text(self._findings.values())]
         text = f"ddpdebug: {SEPARATOR.join(filter(None, items))}"[:_MAX_WIDTH]
         self._put(f"{'' if self._has_title else _SAVE_TITLE}{_TITLE.format(text)}")
         self._has_title = True
@@ -190,7 +193,7 @@ _HIGH_OVERHEAD = 0.05
 
 
 class Summary:
-    """What the last line says about the steps."""
+    """The counts behind the last line: steps, agreement between the ranks, overhead."""
 
     def __init__(self) -> None:
         self.steps: Counter[int] = Counter()
@@ -204,7 +207,7 @@ class Summary:
         self.coverage: Coverage | None = None
 
     def count(self, record: StepJudged) -> None:
-        """Add a step."""
+        """Count a judged step."""
         outvoted = dissenters(record.step)
         self.steps[record.step.optimizer] += 1
         self.last[record.step.optimizer] = record.step.step
@@ -217,7 +220,7 @@ class Summary:
         self.interval = record.interval
 
     def count_last(self, payload: Mapping[str, Any]) -> None:
-        """Note what the last step has left, where all ranks could tell."""
+        """Count the comparison of the parameters that the last step has left, where all ranks gave theirs."""
         rows = payload["rows"].values()
         known = [row for row in rows if int(row["params_after_digest"], 16) or int(row["foreign_params_digest"], 16)]
         if len(known) == len(rows) > 1:
@@ -226,7 +229,7 @@ class Summary:
         self.disagreed += not intended and len({row["params_after_digest"] for row in known}) > 1
 
     def checked(self, world: int) -> bool:
-        """Tell whether having no findings means anything."""
+        """Return whether enough was compared for `no findings` to be said."""
         essential = self.coverage is not None and any(gap.weight is Weight.ESSENTIAL for gap in self.coverage.gaps)
         return bool(self.steps) and (world == 1 or self.compared > 0) and not essential
 
@@ -264,7 +267,7 @@ class Summary:
         return items
 
 
-def _findings_text(findings: list[Finding]) -> str:
+def _findings_text(findings: Collection[Finding]) -> str:
     if not findings:
         return "no findings"
     texts = []
@@ -281,3 +284,36 @@ def _is_terminal(stream: TextIO) -> bool:
         return stream.isatty() and os.environ.get("TERM") != "dumb"
     except (AttributeError, ValueError):
         return False
+
+
+def _styled_block(finding: Finding, title: str, content: list[Part], *, width: int, color: bool) -> str:
+    """Return the block as text with the terminal's escape codes. Texts are never read as rich's markup."""
+    from rich.console import Console  # noqa: PLC0415 - rich is only loaded when it is used
+    from rich.text import Text  # noqa: PLC0415
+
+    head = Text.assemble(
+        (f" {clean(finding.code, 20)} " if color else f"{clean(finding.code, 20)}", _BADGE[finding.severity]),
+        (f" {finding.severity.label}  ", "bold"),
+        (title, "bold"),
+        "  ddpdebug",
+    )
+    head.stylize("dim", len(head) - len("ddpdebug"))
+    target = io.StringIO()
+    console = Console(
+        file=target,
+        width=width,
+        force_terminal=True,
+        color_system="standard" if color else None,
+        legacy_windows=False,
+        highlight=False,
+        emoji=False,
+    )
+    console.print(head, soft_wrap=True)
+    for label, lines in content:
+        for i, line in enumerate(lines):
+            style = "bold green" if line.startswith("ddpdebug explain ") else _LINE.get(label, "")
+            for j, part in enumerate(Text(line, style).wrap(console, width - _INDENT, overflow="fold")):
+                part.rstrip()
+                margin = f"  {label if i == j == 0 else ''}".ljust(_INDENT)
+                console.print(Text.assemble((margin, "dim"), part), soft_wrap=True)
+    return target.getvalue()

@@ -1,4 +1,4 @@
-"""Turns findings into lines that people read, for the terminal and for reports. Torch-free.
+"""Findings as text: numbers, ranks, places and evidence in words, for the terminal and for reports. Torch-free.
 
 Everything that came from the job (names, messages, values) passes through `clean`: a parameter may be called anything.
 """
@@ -106,7 +106,7 @@ def evidence_lines(evidence: Mapping[str, Any]) -> list[str]:
 
 
 def parts(finding: Finding, world: int | None = None) -> list[Part]:
-    """Return what a person should read of a finding after its title, from place to remedy; empty parts are left out."""
+    """Return the labelled lines of a finding after its title, from place to remedy; empty parts are left out."""
     explain = f"ddpdebug explain {clean(finding.code, 20)}"
     brief = finding.severity is Severity.INFO
     causes = [] if brief else [clean(cause, 400) for cause in finding.causes[:_MAX_CAUSES]]
@@ -145,7 +145,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def _is_tensor(value: object) -> bool:
-    """Tell whether a value says what a tensor held."""
+    """Return whether a value is the summary of a tensor."""
     return isinstance(value, Mapping) and isinstance(value.get("shape"), list)
 
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from ddpdebug.ci.json_junit import to_json
 from ddpdebug.ci.verdict import Outcome, Word, judge
-from ddpdebug.ci.verdict_files import to_json
 from ddpdebug.schema.finding import Finding, Severity
 
 _PEER = "exception: RuntimeError: gloo/transport/tcp/pair.cc:547 Connection closed by peer [127.0.0.1]:40"

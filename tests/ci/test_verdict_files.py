@@ -13,9 +13,9 @@ import pytest
 import xmlschema
 from markdown_it import MarkdownIt
 
-from ddpdebug.ci.annotations import MAX_ANNOTATIONS, to_codequality, to_github, to_markdown
+from ddpdebug.ci.github_gitlab import MAX_ANNOTATIONS, to_codequality, to_github, to_markdown
+from ddpdebug.ci.json_junit import FAMILIES, to_json, to_junit
 from ddpdebug.ci.verdict import Outcome, Verdict, judge, with_coverage
-from ddpdebug.ci.verdict_files import FAMILIES, to_json, to_junit
 from ddpdebug.schema.coverage import RankCoverage, Tally
 from ddpdebug.schema.finding import Finding, Severity
 

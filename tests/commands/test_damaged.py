@@ -43,7 +43,7 @@ def make(folder: Path, findings: int = 3) -> Path:
             Saved(kind="fact", payload={"rank": 1, "topic": "end", "value": {"reason": "finished", "steps": {}}})
         )
         for step in range(findings):
-            sink.write(FindingRaised(finding=replace(_QUIET, step=step)))
+            sink.write(FindingRaised(finding=replace(_QUIET, step=step, id=f"RANK101-{step}")))
         sink.write(ENDED)
         sink.close()
     return folder

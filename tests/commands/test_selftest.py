@@ -11,10 +11,10 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from ddpdebug.ci.annotations import to_markdown
+from ddpdebug.ci.github_gitlab import to_markdown
+from ddpdebug.ci.json_junit import to_junit
 from ddpdebug.ci.selftest import FAULTS, prove
 from ddpdebug.ci.verdict import Outcome, Word, judge
-from ddpdebug.ci.verdict_files import to_junit
 from ddpdebug.schema.finding import Finding, Severity
 
 Command = Callable[..., subprocess.CompletedProcess[str]]

@@ -126,6 +126,34 @@ def test_bare_command(capfd: pytest.CaptureFixture[str]) -> None:
     assert all(command in text for command in COMMANDS)
 
 
+def test_what_is_wrong_once_a_command_acts_is_a_message_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 1 does not test `--out` while the line is read; that it cannot be made comes up when the run begins."""
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", "1")
+    assert main(["check", "--out", "file/run", "train.py"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("ddpdebug: error: cannot make ")
+    assert line.endswith("is no directory; name another with --out")
+
+
+def test_what_a_script_does_wrong_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that gives us a wrong value has failed; the line that started it was right."""
+    monkeypatch.setattr(sys, "argv", sys.argv[:])
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setattr("ddpdebug.commands.run.attach", lambda _: None)
+    script = tmp_path / "train.py"
+    script.write_text("from ddpdebug.errors import UsageError\nraise UsageError('unknown option')\n")
+    with pytest.raises(UsageError, match="unknown option") as caught:
+        main(["run", str(script)])
+    assert caught.traceback[-1].path == script
+
+
 def test_module_is_the_command() -> None:
     """`python -m ddpdebug` is `ddpdebug`."""
     done = subprocess.run(

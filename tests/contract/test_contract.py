@@ -85,7 +85,7 @@ _FOR_PEOPLE = {
 
 #: Who fills in rows, details and announcements; everything else reads them. `preflight` and `testing` do neither.
 _PRODUCERS = ("probes/", "forensics/", "torch_internals/", "preflight/", "testing/", "pytest_plugin/")
-_NEITHER = ("schema/row.py", "schema/details.py", "documentation.py", "detectors/examples.py")
+_NEITHER = ("schema/row.py", "schema/details.py", "detectors/examples.py")
 
 #: What rules share.
 _RULES = ("detectors/comparison.py",)

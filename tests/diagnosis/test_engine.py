@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from ddpdebug.detectors.base import Detector
 from ddpdebug.detectors.catalog import catalog
 from ddpdebug.detectors.examples import contract, digest, gradients, step_at
 from ddpdebug.diagnosis.engine import DETAIL_TICKS, QUEUE_STEPS, Diagnosis, Request
+from ddpdebug.diagnosis.reporter import Reporter
 from ddpdebug.diagnosis.root_causes import QUIET_STEPS, explains, refine
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
@@ -540,3 +542,44 @@ def test_what_a_rank_said_before_it_failed_explains_the_failure() -> None:
     told = diagnosis.tick() + diagnosis.finish()
     assert [finding.code for finding, new in told if new] == ["RCP810"]
     assert told[0][0].evidence["consequences"] == ["SYNC207 since step 0"]
+
+
+def reported(id_: str, count: int = 1) -> Finding:
+    return Finding(code="C1", severity=Severity.ERROR, title="t", id=id_, count=count, evidence={"found": 1})
+
+
+def test_evidence_that_is_found_later_stays_with_its_finding() -> None:
+    """Each record holds all that is known: what was added twice, the first time and the newest count."""
+    records: list[Any] = []
+    times = iter("abc")
+    reporter = Reporter(records.append, lambda: next(times))
+    reporter.report([(reported("C1-1"), True), (reported("C1-2"), True)])
+    reporter.add("C1-1", {"index": [4]})
+    reporter.add("C1-1", {"holders": ["x"]})
+    reporter.add("C1-9", {"index": [5]})  # of none that was reported
+    reporter.report([(reported("C1-1", count=2), False)])
+    last = records[-1].finding
+    assert (last.count, last.time, last.evidence) == (2, "a", {"found": 1, "index": [4], "holders": ["x"]})
+    assert [(r.finding.id, r.new) for r in records] == [("C1-1", True), ("C1-2", True), *[("C1-1", False)] * 3]
+    assert [f.id for f in reporter.findings] == ["C1-1", "C1-2"]
+
+
+def test_what_two_threads_report_is_written_in_its_order() -> None:
+    """The second neither waits for the first one's disk nor is undone by it."""
+    records: list[Any] = []
+
+    def write(record: Any) -> None:
+        if not records:
+            records.append(record)
+            other = threading.Thread(target=reporter.add, args=("C1-1", {"index": [4]}))
+            other.start()
+            other.join(60)
+            assert not other.is_alive()
+            assert len(records) == 1
+        else:
+            records.append(record)
+
+    reporter = Reporter(write, lambda: "")
+    reporter.report([(reported("C1-1"), True)])
+    reporter.report([(reported("C1-1", count=2), False)])
+    assert [(r.finding.count, "index" in r.finding.evidence) for r in records] == [(1, False), (1, True), (2, True)]

@@ -21,7 +21,7 @@ from ddpdebug.grafana.annotations import Annotations
 from ddpdebug.grafana.client import Grafana, GrafanaError
 from ddpdebug.grafana.dashboards import NAMES, shipped
 from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.sinks import FindingRaised, RunEnded, RunStarted
+from ddpdebug.sinks import FindingRaised, Record, RunEnded, RunStarted, Trouble
 from ddpdebug.sinks.fanout import Fanout
 
 TOKEN = "glsa_secret"
@@ -191,8 +191,12 @@ def test_a_grafana_that_fails_is_given_up_with_one_line(fake: FakeGrafana, fault
             raise UsageError("grafana-api is not installed")
         return Grafana(url, token, timeout=1)
 
-    sink, troubles = Annotations(connect), []
-    fanout = Fanout([sink], troubles.append)
+    class Listening:
+        def write(self, record: Record) -> None:
+            troubles.extend([record] if isinstance(record, Trouble) else [])
+
+    sink, troubles = Annotations(connect), list[Trouble]()
+    fanout = Fanout([sink, Listening()])
     fanout.write(STARTED)
     deadline = time.monotonic() + 30
     while not troubles and time.monotonic() < deadline:

@@ -21,7 +21,7 @@ from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Digest, Flag, Row
 from ddpdebug.schema.step import Step
 from ddpdebug.sinks import FindingRaised, RunStarted, Saved, StepJudged
-from ddpdebug.sinks.prometheus import PrometheusSink
+from ddpdebug.sinks.prometheus.exporter import PrometheusSink
 
 WORLD = 4
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ddpdebug.documentation import metric_names
 from ddpdebug.grafana.dashboards import NAMES, built, shipped
+from tools.documentation import metric_names
 
 ROOT = Path(__file__).parent.parent.parent
 DASHBOARDS = shipped()

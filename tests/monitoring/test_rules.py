@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ddpdebug.documentation import metric_names
 from ddpdebug.schema.row import Row
+from tools.documentation import metric_names
 
 yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).parent.parent.parent

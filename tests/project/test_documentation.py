@@ -15,9 +15,9 @@ import ddpdebug
 from ddpdebug.commands import COMMANDS
 from ddpdebug.commands.explain import pages
 from ddpdebug.config.settings import Config, options
-from ddpdebug.documentation import PAGES, main
 from ddpdebug.run_directory import reader as run_files
 from ddpdebug.schema.row import ROW_BYTES, Row, encode, layout
+from tools.documentation import PAGES, main
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
@@ -121,6 +121,25 @@ def test_the_size_of_a_row_is_that_of_its_layout() -> None:
     told = {name: sizes for name, sizes in told.items() if sizes}
     assert told.keys() >= {"how-it-works.md", "overhead.md"}
     assert {size for sizes in told.values() for size in sizes} == {str(ROW_BYTES)}
+
+
+def test_where_things_are_is_true() -> None:
+    """Each file of the table of questions exists and holds what one is told to look for."""
+    text = (
+        (DOCS / "how-it-works.md")
+        .read_text(encoding="utf-8")
+        .partition("\n## Where is ...?\n")[2]
+        .partition("\n## ")[0]
+    )
+    rows = re.findall(r"^\| [^|]+\? ?[^|]*\| `([^`|]+)` \| `([^`|]+)` \|$", text, re.MULTILINE)
+    assert len(rows) == len(text.strip().splitlines()) - 2 == 10
+    for file, name in rows:
+        assert re.search(rf"\b{re.escape(name)}\b", (ROOT / "ddpdebug" / file).read_text(encoding="utf-8")), (
+            file,
+            name,
+        )
+    for file in re.findall(r"`([a-z_/0-9]+\.py)`", text):
+        assert (ROOT / "ddpdebug" / file).is_file(), file
 
 
 def test_links_lead_somewhere() -> None:

@@ -24,7 +24,7 @@ _LAYERS = (
     ("monitor", "pytest_plugin"),
     ("preflight",),
     ("commands",),
-    ("documentation", "__main__"),
+    ("__main__",),
 )
 #: Modules that import one another, for annotations alone: what a probe is given is the recorder itself.
 _CIRCLES = (
@@ -61,8 +61,8 @@ _PURE = (
     "diagnosis.reporter",
     "diagnosis.rejudge",
     "ci.verdict",
-    "ci.verdict_files",
-    "ci.annotations",
+    "ci.json_junit",
+    "ci.github_gitlab",
     "processes.stacks",
     "ci.selftest",
     "ci.golden",
@@ -72,7 +72,6 @@ _PURE = (
     "reports",
     "reports.top",
     "grafana.client",
-    "ci.junit",
     "preflight.output.axes",
     "preflight.output.svg",
     "preflight.output.figures",
@@ -86,13 +85,11 @@ _PURE = (
     "preflight.sweep_verdict",
     "preflight.output.terminal_plot",
     "preflight.output.text",
-    "pytest_plugin.causes",
     "pytest_plugin.stacks",
     "pytest_plugin.results",
     "pytest_plugin.rank_setup",
-    "pytest_plugin.following",
     "pytest_plugin.pool",
-    "pytest_plugin.protocol",
+    "pytest_plugin.marked_test",
 )
 #: Modules that may name torch.distributed. The launcher starts processes, the plugin gives a test its group, the others
 #: talk, hook or look; in a job only exchange communicates, over what torch_internals gives it, and preflight.in_step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from ddpdebug.pytest_plugin.causes import is_lost_peer
+from ddpdebug.pytest_plugin.worker import is_lost_peer
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from ddpdebug.commands import main
-from ddpdebug.reports import report
-from ddpdebug.reports.drawing import lines, timeline
+from ddpdebug.reports.html import lines, timeline
+from ddpdebug.reports.page import report
 from ddpdebug.reports.reading import POINTS, Thinned, read_history
 from ddpdebug.run_directory.writer import RunDirectory
 from ddpdebug.schema.coverage import RankCoverage, Tally
@@ -45,7 +45,7 @@ def write_run(directory: Path, *, steps: int = 40, ended: bool = True, evil: str
     sink.write(FindingRaised(finding=Finding(
         code="RANK101", severity=Severity.CRITICAL, title=f"parameters differ {evil}", step=20, last_step=39, count=20,
         ranks=(2,), subject=(evil, "b"), phase=evil, location=evil, evidence={evil: {"0": evil, "2": 1.5}},
-        causes=[evil, "a cause"], actions=["do this"],
+        causes=[evil, "a cause"], actions=["do this"], id="RANK101-1",
     )))  # fmt: skip
     if ended:
         sink.write(RunEnded(reason=evil if "<" in evil else "finished", exit_code=0, steps={0: steps}))

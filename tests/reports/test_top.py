@@ -21,7 +21,7 @@ from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Digest, Flag, Row
 from ddpdebug.schema.step import Step
 from ddpdebug.sinks import Covered, FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged
-from ddpdebug.sinks.prometheus import PrometheusSink
+from ddpdebug.sinks.prometheus.exporter import PrometheusSink
 
 WORLD = 4
 EVIL = "[red]w\x1b[2J\n"
@@ -41,7 +41,9 @@ def records() -> Iterator[Record]:
             )  # fmt: skip
         step_record = StepJudged(step=Step(step=step, optimizer=0, world=WORLD, rows=rows), overhead_ratio=0.01)
         yield step_record
-    finding = Finding(code="RANK101", severity=Severity.CRITICAL, title="t", step=3, ranks=(2,), subject=(EVIL,))
+    finding = Finding(
+        code="RANK101", severity=Severity.CRITICAL, title="t", step=3, ranks=(2,), subject=(EVIL,), id="RANK101-1"
+    )
     yield FindingRaised(finding=finding)
 
 

@@ -47,7 +47,7 @@ def test_a_whole_run_can_be_read_back(tmp_path: Path) -> None:
     assert (run["run"], run["world"], run["command"]) == ("r1", 2, ["train.py", "--lr", "1e-3"])
     assert run["layout"]["version"] == LAYOUT_VERSION
     assert run["outcome"]["findings"] == {"critical": 1}
-    assert run_files.read_findings(tmp_path) == [replace(FINDING, run="r1")]
+    assert run_files.read_findings(tmp_path) == [FINDING]
     steps = list(run_files.read_steps(tmp_path))
     assert repr(steps) == repr([judged(0).step, judged(1).step])  # NaN is not equal to itself
     (observed,) = run_files.read_observations(tmp_path)
@@ -77,7 +77,7 @@ def test_everything_is_on_disk_as_soon_as_it_is_known(tmp_path: Path) -> None:
     sink.write(judged(0))
     assert len(list(run_files.read_rows(tmp_path))) == 2
     sink.write(FindingRaised(finding=FINDING))
-    assert run_files.read_findings(tmp_path) == [replace(FINDING, run="r1")]
+    assert run_files.read_findings(tmp_path) == [FINDING]
     sink.write(Trouble(part="probe:loss", message="broken"))
     line = (tmp_path / "ranks/0/trouble.jsonl").read_text()
     assert json.loads(line) == {"part": "probe:loss", "message": "broken"}
@@ -85,20 +85,31 @@ def test_everything_is_on_disk_as_soon_as_it_is_known(tmp_path: Path) -> None:
 
 
 def test_the_end_brings_the_final_counts_and_all_evidence(tmp_path: Path) -> None:
-    """A finding seen again is one line; evidence found later stays, the time is that of the first report."""
+    """A finding seen again is one line, by its id: what came last holds all that is known."""
     sink = RunDirectory(tmp_path, 0)
     sink.write(started(tmp_path))
     sink.write(FindingRaised(finding=FINDING))
-    located = replace(FINDING, evidence={**FINDING.evidence, "index": [4, 17]}, time="later")
+    located = replace(FINDING, evidence={**FINDING.evidence, "index": [4, 17]})
     sink.write(FindingRaised(finding=located, new=False))
-    sink.write(FindingRaised(finding=FINDING.seen_again(60), new=False))
-    sink.write(FindingRaised(finding=replace(FINDING, subject=("other",))))
+    sink.write(FindingRaised(finding=located.seen_again(60), new=False))
+    sink.write(FindingRaised(finding=replace(FINDING, subject=("other",), id="RANK101-2")))
     assert [f.count for f in run_files.read_findings(tmp_path)] == [1, 1]
     sink.write(ENDED)
     first, second = run_files.read_findings(tmp_path)
     assert (first.count, first.last_step, first.time) == (2, 60, FINDING.time)
     assert first.evidence == {"differing": 3, "index": [4, 17]}
     assert second.subject == ("other",)
+
+
+def test_a_value_that_json_lacks_costs_nothing_but_itself(tmp_path: Path) -> None:
+    """The finding is written with the value's text, and so is what comes after it."""
+    sink = RunDirectory(tmp_path, 0)
+    sink.write(started(tmp_path))
+    sink.write(FindingRaised(finding=replace(FINDING, evidence={"file": Path("a/b"), "norm": float("nan"), "n": 3})))
+    sink.write(FindingRaised(finding=replace(FINDING, id="RANK101-2")))
+    first, second = run_files.read_findings(tmp_path)
+    assert first.evidence == {"file": "a/b", "norm": "nan", "n": 3}
+    assert second.evidence == FINDING.evidence
 
 
 def test_an_earlier_run_in_the_directory_is_set_aside(tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from ddpdebug.sinks import RunEnded, RunStarted
-from ddpdebug.sinks.prometheus.discovery import STALE_SECONDS, Discovery, TargetFile, target
-from ddpdebug.sinks.scraping import PATTERN, scrape_snippet
+from ddpdebug.sinks.prometheus.discovery import PATTERN, STALE_SECONDS, Discovery, TargetFile, scrape_snippet, target
 
 STARTED = RunStarted(run_id="r/1", rank=3, world=4, directory=None, config={}, versions={},
                      metrics_url="http://127.0.0.1:9403/metrics")  # fmt: skip

@@ -23,9 +23,9 @@ from pathlib import Path
 import pytest
 
 from ddpdebug.monitor.sinks import ports_of_the_job
-from ddpdebug.sinks.prometheus import PrometheusSink, connections, endpoint
-from ddpdebug.sinks.prometheus.endpoint import Endpoint, Serving, json_app
-from ddpdebug.sinks.prometheus.frugal import Frugal
+from ddpdebug.sinks.prometheus import server as serving
+from ddpdebug.sinks.prometheus.exporter import PrometheusSink
+from ddpdebug.sinks.prometheus.server import Endpoint, RateLimited, Serving, json_app
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,7 @@ def test_scrapers_that_hang_cannot_use_up_the_process(stack: ExitStack) -> None:
         stack.callback(client.close)
         client.sendall(b"GET /metrics HT")
         hanging.append(client)
-    assert threading.active_count() <= before + connections._MAX_CONNECTIONS
+    assert threading.active_count() <= before + serving._MAX_CONNECTIONS
     for client in hanging:
         client.close()
     deadline = time.monotonic() + 20
@@ -225,7 +225,7 @@ def test_what_a_server_has_open_is_shut_when_it_closes(stack: ExitStack) -> None
 @pytest.mark.parametrize("sent", [b"", b"GET /metrics HTTP/1.1\r\n"])
 def test_who_does_not_finish_is_hung_up_on(stack: ExitStack, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a time limit that dribbling does not extend."""
-    monkeypatch.setattr(connections, "_TIMEOUT", 1.0)
+    monkeypatch.setattr(serving, "_TIMEOUT", 1.0)
     sink = served(stack)
     with socket.create_connection(place_of(sink), timeout=0.3) as client:
         client.sendall(sent)
@@ -244,7 +244,7 @@ def test_who_does_not_finish_is_hung_up_on(stack: ExitStack, sent: bytes, monkey
 
 def test_who_does_not_read_is_hung_up_on(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer is not kept for ever."""
-    monkeypatch.setattr(connections, "_TIMEOUT", 1.0)
+    monkeypatch.setattr(serving, "_TIMEOUT", 1.0)
     much = Endpoint({"/x": json_app(lambda: "x" * (32 << 20))}, "127.0.0.1", 0, Serving())
     stack.callback(much.close)
     with socket.create_connection(("127.0.0.1", much.port), timeout=30) as client:
@@ -282,7 +282,7 @@ def test_without_free_files_the_server_does_not_spin(stack: ExitStack) -> None:
         if listener.asked >= 3:
             again.set()
 
-    server = connections.Server(listener, json_app(lambda: [1]), None, every)
+    server = serving.Server(listener, json_app(lambda: [1]), None, every)
     stack.callback(server.close)
     client = stack.enter_context(socket.create_connection(listener.getsockname(), timeout=30))
     assert again.wait(30)
@@ -327,7 +327,7 @@ def test_rendering_has_a_budget_however_often_somebody_asks() -> None:
         start_response("200 OK", [])  # type: ignore[operator]
         return [str(rendered[0]).encode()]
 
-    frugal = Frugal(app, clock=lambda: now[0], spent=lambda: spent[0])
+    frugal = RateLimited(app, clock=lambda: now[0], spent=lambda: spent[0])
     answers = []
     for _ in range(100 * 60):
         now[0] += 0.01
@@ -350,11 +350,11 @@ def test_a_port_that_the_job_will_want_is_not_taken(stack: ExitStack, monkeypatc
         wanted[:] = [] if wanted else wanted
         return listener
 
-    bound = endpoint._bound
+    bound = serving._bound
     with socket.create_server(("127.0.0.1", 0)) as free:
         wanted.append(free.getsockname()[1])
     port = wanted[0]
-    monkeypatch.setattr(endpoint, "_bound", choose)
+    monkeypatch.setattr(serving, "_bound", choose)
     served = Endpoint({"/x": json_app(lambda: 1)}, "127.0.0.1", 0, Serving(avoid=frozenset({port})))
     stack.callback(served.close)
     assert wanted == []

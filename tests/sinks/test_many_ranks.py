@@ -10,7 +10,7 @@ import sys, time, urllib.request
 from pathlib import Path
 from ddpdebug.schema.row import Row
 from ddpdebug.sinks import RunStarted, Saved, StepJudged
-from ddpdebug.sinks.prometheus import PrometheusSink
+from ddpdebug.sinks.prometheus.exporter import PrometheusSink
 from ddpdebug.schema.step import Step
 
 def peak() -> float:

@@ -20,7 +20,7 @@ from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Digest, Flag, Row
 from ddpdebug.schema.step import Step
 from ddpdebug.sinks import FindingRaised, RunEnded, RunStarted, Saved, StepJudged, Trouble
-from ddpdebug.sinks.prometheus import PrometheusSink
+from ddpdebug.sinks.prometheus.exporter import PrometheusSink
 
 STARTED = RunStarted(
     run_id="r1",
@@ -32,7 +32,7 @@ STARTED = RunStarted(
     node="n1",
     local_rank=0,
 )
-FINDING = Finding(code="RANK101", severity=Severity.CRITICAL, title="t")
+FINDING = Finding(code="RANK101", severity=Severity.CRITICAL, title="t", id="RANK101-1")
 
 
 @pytest.fixture
@@ -236,7 +236,7 @@ def test_findings_and_failures_are_counted(sink: PrometheusSink) -> None:
     """A finding once per cause; a code appears with its first."""
     sink.write(FindingRaised(finding=FINDING))
     sink.write(FindingRaised(finding=FINDING, new=False))
-    sink.write(FindingRaised(finding=Finding(code="NEW1", severity=Severity.INFO, title="t")))
+    sink.write(FindingRaised(finding=Finding(code="NEW1", severity=Severity.INFO, title="t", id="NEW1-1")))
     sink.write(Trouble(part="probe:loss", message="broken"))
     found = samples(sink)
     assert found["ddpdebug_findings_total", "RANK101", "0", "critical"] == 1

@@ -38,6 +38,7 @@ FINDING = Finding(
     evidence={"differing": 1},
     causes=["an edit on one rank", "a flipped bit"],
     actions=["look at the named line"],
+    id="RANK101-1",
 )
 FINISHED = RunEnded(reason="finished", exit_code=0, steps={})
 
@@ -218,7 +219,7 @@ def test_a_flood_of_findings_is_cut() -> None:
     stream = Recording()
     terminal = Terminal(0, stream)
     for i in range(40):
-        terminal.write(FindingRaised(finding=replace(FINDING, step=i)))
+        terminal.write(FindingRaised(finding=replace(FINDING, step=i, id=f"RANK101-{i}")))
     assert len(stream.writes) == 21
     assert stream.writes[-1] == "ddpdebug: 20 findings shown, further ones are only in the run directory\n"
 
@@ -278,8 +279,8 @@ def test_the_last_line_says_whether_the_last_step_was_compared(digests: tuple[st
 
 def test_the_last_line_counts_findings_by_severity() -> None:
     """The gravest first, with the file that holds them."""
-    warning = replace(FINDING, code="SYNC207", severity=Severity.WARNING)
-    raised = [FindingRaised(finding=f) for f in (warning, FINDING, replace(FINDING, step=60))]
+    warning = replace(FINDING, code="SYNC207", severity=Severity.WARNING, id="SYNC207-1")
+    raised = [FindingRaised(finding=f) for f in (warning, FINDING, replace(FINDING, step=60, id="RANK101-2"))]
     assert summary(judged(0, 5, 6), *raised) == (
         "ddpdebug: 2 critical (RANK101 x2), 1 warning (SYNC207) · 1 step · the ranks disagreed in 1 of 1 step · "
         "overhead 0.83 % · full check every 5 steps · ddpdebug-runs/r1/findings.jsonl\n"

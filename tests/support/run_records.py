@@ -19,6 +19,8 @@ FINDING = Finding(
     subject=("layers.3.fc.weight",),
     evidence={"differing": 3},
     time="2026-11-21T02:09:00Z",
+    run="r1",
+    id="RANK101-1",
 )
 ENDED = RunEnded(reason="finished", exit_code=0, steps={0: 3}, time="2026-11-21T02:10:00Z")
 

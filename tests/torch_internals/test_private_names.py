@@ -38,10 +38,8 @@ _ALLOWED = {
     ("probes/coverage.py", "torch._inductor"): "begins the names of classes whose processes are no ranks",
     ("probes/threads.py", "_DummyThread"): "of threading",
     ("pytest_plugin/pool.py", "_tmp_path_factory"): "of pytest",
-    ("pytest_plugin/protocol.py", "_setupstate"): "of pytest",
+    ("pytest_plugin/marked_test.py", "_setupstate"): "of pytest",
     ("pytest_plugin/stacks.py", "_pytest"): "of pytest",
-    ("documentation.py", "_total"): "ends names of metrics",
-    ("documentation.py", "_bucket"): "as above",
     ("monitor/sinks.py", "_PORT"): "ends the name of a variable",
 }
 

@@ -17,19 +17,18 @@ def board() -> Board:
         "Which ranks are no longer the same model. Read the first red of the upper panel from left to right: what "
         "parted first is usually the cause of the rest.",
     )
+    made.size(12, 9)
     made.add(
         states([(q.shared("ddpdebug_ranks_disagreeing", "what"), "{{what}}")], words=_DIFFER, missing="no data"),
         "What agrees",
         "One row for each thing that is compared. hyperparameters before parameters: a schedule. gradients before "
         "parameters: a missing reduction. parameters alone: an edit or a load on one rank.",
-        height=9,
     )
     made.add(
-        lines([(q.shared("ddpdebug_ranks_disagreeing", "what"), "{{what}}")], zero=True),
+        lines([(q.shared("ddpdebug_ranks_disagreeing", "what"), "{{what}}")]),
         "How many ranks differ",
         "Ranks outvoted; all of them where there is no majority, as always with two ranks. Jumps to the world size: "
         "everybody has parted from everybody.",
-        height=9,
     )
     made.row("Ranks")
     outvoted = f"ddpdebug_rank_outvoted{{{q.RANKS}}}"
@@ -51,7 +50,7 @@ def board() -> Board:
     for what in ("parameters", "optimizer_state"):
         query = q.chosen(f'ddpdebug_rank_outvoted{{what="{what}", {q.RANKS}}}')
         made.add(
-            lines([(f"sum(max by (rank) ({query}))", "ranks")], zero=True, missing="not compared yet"),
+            lines([(f"sum(max by (rank) ({query}))", "ranks")], missing="not compared yet"),
             f"Ranks outvoted on {what.replace('_', ' ')}",
             f"How many ranks differ in their {what.replace('_', ' ')}. From the first step on: initialisation or "
             "loading. Later: something happened on these ranks only.",
@@ -63,7 +62,7 @@ def board() -> Board:
 def _why(made: Board) -> None:
     made.row("Why")
     made.add(
-        lines([(q.rate("ddpdebug_unsynchronised_steps_total", "rank"), "rank {{rank}}")], zero=True),
+        lines([(q.rate("ddpdebug_unsynchronised_steps_total", "rank"), "rank {{rank}}")]),
         "Unsynchronised steps per second",
         "Steps on gradients that no DDP had reduced: no_sync around the last backward, or a call past the wrapper. "
         "More than zero trains each rank on its own.",
@@ -71,24 +70,23 @@ def _why(made: Board) -> None:
     made.add(
         lines(
             [
-                (f"max({q.by_rank(f'ddpdebug_local_grad_norm{{{q.RANKS}}}')})", "highest rank"),
-                (f"quantile(0.5, {q.by_rank(f'ddpdebug_local_grad_norm{{{q.RANKS}}}')})", "median rank"),
-            ],
-            zero=True,
+                (f"max({q.ranks('ddpdebug_local_grad_norm')})", "highest rank"),
+                (f"quantile(0.5, {q.ranks('ddpdebug_local_grad_norm')})", "median rank"),
+            ]
         ),
         "Own gradient norm",
         "Norm of the ranks' gradients before the reduction. A rank far above the median drives the mean: look at its "
         "batch in Numerics.",
     )
-    learning = q.by_rank(f"ddpdebug_learning_rate{{{q.RANKS}}}")
+    learning = q.ranks("ddpdebug_learning_rate")
     made.add(
-        lines([(f"max({learning})", "highest rank"), (f"min({learning})", "lowest rank")], zero=True),
+        lines([(f"max({learning})", "highest rank"), (f"min({learning})", "lowest rank")]),
         "Learning rate",
         "Must be one line. Two lines: a scheduler that is driven by a number of its own rank, or stepped on some "
         "ranks only (RANK104).",
     )
     made.add(
-        lines([(f"max({q.chosen('ddpdebug_check_interval_steps')})", "steps between full checks")], zero=True),
+        lines([(f"max({q.chosen('ddpdebug_check_interval_steps')})", "steps between full checks")]),
         "Check interval",
         "A difference is seen at the next full check at the latest. Raise --budget, or use --every-step, to see it "
         "in the step in which it happens.",

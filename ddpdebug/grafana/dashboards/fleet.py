@@ -18,30 +18,25 @@ def board() -> Board:
         "All runs that this Prometheus scrapes. Choose a run in the table to open its overview.",
         run=False,
     )
+    made.size(6, 4)
     runs = "count(count by (run_id) (ddpdebug_run_info))"
     made.add(
         tile(runs, missing="none"),
         "Runs",
         "Runs with at least one rank that answers. None although jobs run: the targets page of Prometheus, then "
         "docs/monitoring.md.",
-        width=6,
-        height=4,
     )
     ill = f"count({by_run('ddpdebug_ranks_disagreeing')} > 0) or vector(0)"
     made.add(
         tile(ill, words=[(0, "none", GOOD)], steps=((None, GOOD), (1, BAD))),
         "Runs whose ranks disagree",
         "Runs in which some rank is outvoted now. Each of them trains different models on different ranks.",
-        width=6,
-        height=4,
     )
     ranks = "count(max by (run_id, rank) (ddpdebug_rank_up * on (job, instance) group_left (run_id) ddpdebug_run_info))"
     made.add(
         tile(ranks),
         "Ranks",
         "Ranks of all runs that take part now. A sudden drop by a whole number of ranks per node: a node that failed.",
-        width=6,
-        height=4,
     )
     found = 'ddpdebug_findings_total{severity="critical"}'
     critical = (  # a code's counter appears with its first finding, which is no increase
@@ -52,8 +47,6 @@ def board() -> Board:
         tile(f"ceil({critical})", words=[(0, "none", GOOD)], steps=((None, GOOD), (1, BAD))),
         "Critical findings, last hour",
         "Causes found in the last hour that make a run wrong or dead from that step on.",
-        width=6,
-        height=4,
     )
     _runs(made)
     return made
@@ -100,7 +93,7 @@ def _runs(made: Board) -> None:
     )
     rate = by_run("rate(ddpdebug_steps_total[$__rate_interval])")
     made.add(
-        lines([(f"topk(20, {rate})", "{{run_id}}")], unit="ops", zero=True),
+        lines([(f"topk(20, {rate})", "{{run_id}}")], unit="ops"),
         "Steps per second",
         "Speed of the runs (the 20 fastest). Zero: stalled. A drop on all at once: shared storage or network.",
     )

@@ -14,13 +14,12 @@ def board() -> Board:
         "Device and host memory of the ranks. Steady growth is a leak, a sawtooth is fragmentation, one rank alone "
         "is an uneven batch.",
     )
+    made.size(6, 5)
     made.add(
         tile(q.HEADROOM, unit="percentunit", steps=((None, BAD), (0.05, WARN), (0.15, GOOD)), missing="limit unknown"),
         "Headroom",
         "What is left of the limit on the fullest rank, device or host. Under 5 %: smaller batches, or checkpoint "
         "activations, before the job does it for you.",
-        width=6,
-        height=5,
     )
     growth = f"deriv(ddpdebug_host_memory_bytes{{{q.RANKS}}}[15m])"
     made.add(
@@ -33,16 +32,13 @@ def board() -> Board:
         "Host growth per hour",
         "Fastest growth of a rank's resident memory. More than a gigabyte an hour for long: a list that keeps "
         "tensors, or a loader that caches.",
-        width=6,
-        height=5,
     )
     made.add(
-        lines([(f"max by (kind) ({q.chosen('ddpdebug_device_memory_bytes')})", "{{kind}}")], unit="bytes", zero=True),
+        lines([(f"max by (kind) ({q.chosen('ddpdebug_device_memory_bytes')})", "{{kind}}")], unit="bytes"),
         "Device memory of the fullest rank",
         "allocated is what tensors take, reserved what the allocator holds, peak the highest so far. A wide gap "
         "between reserved and allocated: fragmentation.",
         width=12,
-        height=5,
     )
     _ranks(made)
     return made
@@ -55,11 +51,11 @@ def _ranks(made: Board) -> None:
         ("reserved", "What torch's allocator holds and other processes cannot have."),
     ):
         query = q.by_rank(f'ddpdebug_device_memory_bytes{{kind="{kind}", {q.RANKS}}}')
-        panel = lines(q.spread(query), unit="bytes", zero=True, missing="no device memory: a run on the CPU")
+        panel = lines(q.spread(query), unit="bytes", missing="no device memory: a run on the CPU")
         made.add(linked(panel, "the ranks", "ddpdebug-ranks"), f"Device memory {kind}", text)
-    host = q.by_rank(f"ddpdebug_host_memory_bytes{{{q.RANKS}}}")
+    host = q.ranks("ddpdebug_host_memory_bytes")
     made.add(
-        lines(q.spread(host), unit="bytes", zero=True),
+        lines(q.spread(host), unit="bytes"),
         "Host memory",
         "Resident memory of the ranks' processes, loader workers not included. All ranks growing alike: a leak in "
         "the training loop.",

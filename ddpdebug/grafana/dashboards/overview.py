@@ -16,21 +16,22 @@ def board() -> Board:
         "Run overview",
         "One run in five seconds: the top strip says whether the ranks agree, the rest says since when and who.",
     )
+    made.size(3, 4)
     _agreement_tiles(made)
     _health_tiles(made)
     _progress_tiles(made)
     _coverage_tile(made)
     made.row("Training")
-    loss = q.by_rank(f"ddpdebug_loss{{{q.RANKS}}}")
+    loss = q.ranks("ddpdebug_loss")
     made.add(
-        lines(q.spread(loss)),
+        lines(q.spread(loss), zero=False),
         "Loss",
         "Loss as given to backward: the highest, median and lowest rank. Ranks see different data, so a spread is "
         "normal; one rank that leaves the others is not: choose it above and see Rank agreement.",
     )
-    norm = q.by_rank(f"ddpdebug_grad_norm{{{q.RANKS}}}")
+    norm = q.ranks("ddpdebug_grad_norm")
     made.add(
-        lines([(f"max({norm})", "highest rank"), (f"min({norm})", "lowest rank")], zero=True),
+        lines([(f"max({norm})", "highest rank"), (f"min({norm})", "lowest rank")]),
         "Gradient norm",
         "Norm of the reduced gradients before clipping. After the reduction all ranks must have the same: two lines "
         "that part are unsynchronised gradients. A jump by orders of magnitude: see Numerics.",
@@ -69,8 +70,6 @@ def _agreement_tiles(made: Board) -> None:
         "Ranks missing",
         "Ranks of the run that are not there: all up, or how many are missing. If ranks are missing, look at their "
         "logs first: the others wait for them in a collective.",
-        width=3,
-        height=4,
     )
     made.add(
         tile(
@@ -79,22 +78,14 @@ def _agreement_tiles(made: Board) -> None:
         "Ranks agree",
         "How many ranks differ from the majority in parameters, buffers, optimizer state, settings or "
         "modes. Not agree: the model that you train depends on the rank; open Rank agreement.",
-        width=3,
-        height=4,
     )
     parted = q.shared('ddpdebug_ranks_disagreeing{what="gradients"}')
     unsynced = q.increase("ddpdebug_unsynchronised_steps_total", "5m")
     made.add(
-        tile(
-            f"{parted} + ceil({unsynced})",
-            words=[(0, "in sync", GOOD)],
-            steps=_ZERO_IS_GOOD,
-        ),
+        tile(f"{parted} + ceil({unsynced})", words=[(0, "in sync", GOOD)], steps=_ZERO_IS_GOOD),
         "Gradients",
         "In sync when all ranks step on the same gradients and every gradient went through DDP in the last 5 minutes. "
         "Otherwise look for no_sync, a bypassed wrapper or a smaller group: findings SYNC2xx.",
-        width=3,
-        height=4,
     )
 
 
@@ -105,34 +96,18 @@ def _health_tiles(made: Board) -> None:
         "Numbers",
         "Steps of the last 5 minutes in which loss or gradients were NaN or infinite on some rank. Skips of a loss "
         "scaler that starts high are normal. Otherwise open Numerics: it says which rank was first.",
-        width=3,
-        height=4,
     )
     made.add(
-        tile(
-            q.HEADROOM,
-            unit="percentunit",
-            steps=((None, BAD), (0.05, WARN), (0.15, GOOD)),
-            missing="limit unknown",
-        ),
+        tile(q.HEADROOM, unit="percentunit", steps=((None, BAD), (0.05, WARN), (0.15, GOOD)), missing="limit unknown"),
         "Memory headroom",
         "What is left of the memory limit on the fullest rank, device or host. Under 5 %: the next longer batch may "
         "be the last; open Memory.",
-        width=3,
-        height=4,
     )
     made.add(
-        tile(
-            q.STRAGGLER,
-            unit="percentunit",
-            steps=((None, GOOD), (0.2, WARN), (0.5, BAD)),
-            missing="no steps",
-        ),
+        tile(q.STRAGGLER, unit="percentunit", steps=((None, GOOD), (0.2, WARN), (0.5, BAD)), missing="no steps"),
         "Slowest rank",
         "How much longer the slowest rank works per step (data and forward) than the median rank. All others wait "
         "for it in backward. Above 20 %: open Ranks and stragglers.",
-        width=3,
-        height=4,
     )
 
 
@@ -148,8 +123,6 @@ def _progress_tiles(made: Board) -> None:
         "Overhead",
         "Time that ddpdebug itself takes, as a share of the step. Above the budget for long: lower it with "
         "--budget, or leave --every-step out.",
-        width=3,
-        height=4,
     )
     silent = f"time() - max({q.chosen('ddpdebug_last_step_timestamp_seconds')})"
     made.add(
@@ -157,8 +130,6 @@ def _progress_tiles(made: Board) -> None:
         "Last step ago",
         "Time since the last optimizer step of any rank. Much longer than a step: evaluation, a checkpoint, or a "
         "hang; then py-spy dump on each rank says where.",
-        width=3,
-        height=4,
     )
 
 
@@ -178,7 +149,6 @@ def _coverage_tile(made: Board) -> None:
         "Whether everything is checked that normally is. Not in all: ddpdebug_checks_off says what is missing. Nothing "
         "compared: the green tiles beside this one mean nothing; run.json and the log of rank 0 say why.",
         width=6,
-        height=4,
     )
 
 
@@ -211,8 +181,7 @@ def _incidents(made: Board) -> None:
     )
     made.add(
         lines(
-            [(f"sum by (severity) (max by (code, severity) ({q.chosen('ddpdebug_findings_total')}))", "{{severity}}")],
-            zero=True,
+            [(f"sum by (severity) (max by (code, severity) ({q.chosen('ddpdebug_findings_total')}))", "{{severity}}")]
         ),
         "Findings so far",
         "Causes found since the run began, by severity; each counts once however often it shows.",

@@ -28,6 +28,8 @@ GOOD, WARN, BAD, UNKNOWN, NEUTRAL, SECOND = "#009E73", "#E69F00", "#D55E00", "#9
 TAG = "ddpdebug"
 _SOURCE = models.DataSourceRef(type_val="prometheus", uid="$datasource")
 _WIDTH = 24
+_USUAL = 12, 8
+_NO_DATA = "no data in this time range"
 #: Value, its word, its colour.
 Words = Sequence[tuple[float, str, str]]
 #: Query, name of its series.
@@ -45,6 +47,7 @@ class Board:
     def __init__(self, uid: str, title: str, description: str, *, run: bool = True) -> None:
         self.uid = uid
         self._x = self._y = self._tallest = 0
+        self._size = _USUAL
         self._made = (
             dashboards.Dashboard(f"ddpdebug / {title}")
             .uid(uid)
@@ -77,14 +80,20 @@ class Board:
         return made
 
     def row(self, title: str) -> None:
-        """Begin a new part."""
+        """Begin a new part, with panels of the usual size."""
         self._break()
+        self._size = _USUAL
         row = dashboards.Row(title).id(number_of(self.uid, f"row {title}")).grid_pos(_at(0, self._y, _WIDTH, 1))
         self._made.with_row(row)
         self._y += 1
 
-    def add(self, panel: Any, title: str, description: str, *, width: int = 12, height: int = 8) -> None:
+    def size(self, width: int, height: int) -> None:
+        """Set the size of the next panels, in units of Grafana's grid: it has 24 columns."""
+        self._size = width, height
+
+    def add(self, panel: Any, title: str, description: str, *, width: int = 0, height: int = 0) -> None:
         """Add a panel; its description says what it means and what to do."""
+        width, height = width or self._size[0], height or self._size[1]
         if self._x + width > _WIDTH:
             self._break()
         panel.title(title).description(description).datasource(_SOURCE).id(number_of(self.uid, title))
@@ -222,13 +231,7 @@ def tile(
 
 
 def lines(
-    queries: Queries,
-    *,
-    unit: str = "short",
-    missing: str = "no data in this time range",
-    stacked: bool = False,
-    limit: float | None = None,
-    zero: bool = False,
+    queries: Queries, *, unit: str = "short", missing: str = _NO_DATA, stacked: bool = False, zero: bool = True
 ) -> timeseries.Panel:
     """Return lines over time; the legend shows the last and the largest value."""
     panel = (
@@ -256,11 +259,8 @@ def lines(
             panel.override_by_name(name, [models.DynamicConfigValue(id_val="color", value=fixed)])
     if stacked:
         panel.stacking(common.StackingConfig().mode(commons.StackingMode.NORMAL))
-    if stacked or zero:
+    if zero:
         panel.min(0)
-    if limit is not None:
-        style = common.GraphThresholdsStyleConfig().mode(commons.GraphThresholdsStyleMode.LINE)
-        panel.thresholds(_steps((None, GOOD), (limit, BAD))).thresholds_style(style)
     return panel
 
 
@@ -305,17 +305,17 @@ def states(queries: Queries, *, words: Words, missing: str) -> statetimeline.Pan
     return panel
 
 
-def density(expression: str, *, unit: str = "s", missing: str = "no data in this time range") -> heatmap.Panel:
+def density(expression: str) -> heatmap.Panel:
     """Return how many ranks' steps took how long: as legible for 512 ranks as for 8."""
     query = _target(expression, "{{le}}", 0).format(_format("heatmap"))
     return (
         heatmap.Panel()
         .with_target(query)
         .calculate(False)
-        .y_axis(heatmap.YAxisConfig().unit(unit))
+        .y_axis(heatmap.YAxisConfig().unit("s"))
         .color(heatmap.HeatmapColorOptions().mode(HeatmapColorMode.SCHEME).scheme("Viridis").steps(64))
         .unit("short")
-        .no_value(missing)
+        .no_value(_NO_DATA)
     )
 
 
@@ -323,7 +323,6 @@ def listing(
     queries: Sequence[str],
     *,
     names: dict[str, str],
-    hidden: Sequence[str] = (),
     sort: str | None = None,
     units: dict[str, str] | None = None,
     missing: str = "nothing to list",
@@ -341,7 +340,7 @@ def listing(
     if len(queries) > 1:
         panel.with_transformation(models.DataTransformerConfig(id_val="merge", options={}))
     organized = {
-        "excludeByName": {"Time": True, **dict.fromkeys(hidden, True)},
+        "excludeByName": {"Time": True},
         "indexByName": {name: i for i, name in enumerate(names)},
         "renameByName": names,
     }

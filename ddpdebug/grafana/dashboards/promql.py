@@ -22,6 +22,11 @@ def by_rank(selector: str) -> str:
     return f"max by (rank) ({chosen(selector)})"
 
 
+def ranks(name: str) -> str:
+    """Return a gauge of the chosen ranks, by rank."""
+    return by_rank(f"{name}{{{RANKS}}}")
+
+
 def shared(selector: str, *labels: str) -> str:
     """Return what all ranks know alike."""
     by = f" by ({', '.join(labels)})" if labels else ""

@@ -18,12 +18,11 @@ def board() -> Board:
         "The slowest rank sets the pace: DDP's backward ends for nobody before it has ended for everybody. Own work "
         "is the time before that wait: data and forward.",
     )
+    made.size(6, 5)
     made.add(
         tile(q.STRAGGLER, unit="percentunit", steps=((None, GOOD), (0.2, WARN), (0.5, BAD)), missing="no steps"),
         "Slowest rank above the median",
         "Own work of the slowest rank compared with the median rank. What could be gained by repairing it.",
-        width=6,
-        height=5,
     )
     made.add(
         tile(
@@ -33,16 +32,13 @@ def board() -> Board:
         "Steps apart",
         "How far the ranks' step counters are apart. More than one or two: ranks that do not step together, as with "
         "uneven shards (RANK112).",
-        width=6,
-        height=5,
     )
     own = q.phase_seconds(q.OWN_PHASES, q.RANKS)
     made.add(
-        lines([(f"max({own})", "highest rank"), (f"quantile(0.5, {own})", "median rank")], unit="s", zero=True),
+        lines([(f"max({own})", "highest rank"), (f"quantile(0.5, {own})", "median rank")], unit="s"),
         "Own work per step",
         "Data and forward of the slowest and the median rank. The gap is what all others wait in every step.",
         width=12,
-        height=5,
     )
     _who(made)
     return made
@@ -71,9 +67,9 @@ def _table(up: str) -> Any:
     panel = listing(
         [
             f"{up} {joined} {place} or on (rank) ({up})",
-            f"{q.by_rank(f'ddpdebug_step{{{q.RANKS}}}')} {joined} {place}",
-            f"time() - {q.by_rank(f'ddpdebug_last_step_timestamp_seconds{{{q.RANKS}}}')} {joined} {place}",
-            f"{q.by_rank(f'ddpdebug_loss{{{q.RANKS}}}')} {joined} {place}",
+            f"{q.ranks('ddpdebug_step')} {joined} {place}",
+            f"time() - {q.ranks('ddpdebug_last_step_timestamp_seconds')} {joined} {place}",
+            f"{q.ranks('ddpdebug_loss')} {joined} {place}",
         ],
         names=columns,
         units={"Last step ago": "s", "Step": "none"},
@@ -86,7 +82,7 @@ def _who(made: Board) -> None:
     own = q.phase_seconds(q.OWN_PHASES, q.RANKS)
     made.row("Who")
     made.add(
-        lines([(q.worst(5, own), "rank {{rank}}")], unit="s", zero=True, missing="no steps in this time range"),
+        lines([(q.worst(5, own), "rank {{rank}}")], unit="s", missing="no steps in this time range"),
         "Slowest ranks",
         "The five ranks with the most own work. Always the same: its node, its GPU's clock, its shard. Taking turns: "
         "batches of uneven length.",
@@ -95,7 +91,6 @@ def _who(made: Board) -> None:
         lines(
             [(q.worst(5, q.phase_seconds("data", q.RANKS)), "rank {{rank}}")],
             unit="s",
-            zero=True,
             missing="no steps in this time range",
         ),
         "Longest wait for data",
@@ -112,7 +107,7 @@ def _who(made: Board) -> None:
     seen = f"max by (rank) (last_over_time(({up})[$__range:$__interval]))"
     left = f"({seen} unless on (rank) ({up})) * 0 or {up}"
     made.add(
-        lines([(f"sum({up})", "ranks up"), (q.shared("ddpdebug_world_size"), "ranks of the run")], zero=True),
+        lines([(f"sum({up})", "ranks up"), (q.shared("ddpdebug_world_size"), "ranks of the run")]),
         "Ranks over time",
         "How many ranks take part. A drop is a rank that died or left: the table says which.",
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from ddpdebug.ci.junit import EPOCH, add_property, add_suite, document, new_case, xml_text
+from ddpdebug.ci.json_junit import EPOCH, add_property, add_suite, document, new_case, xml_text
 from ddpdebug.preflight.output.figures import save_figures
 from ddpdebug.preflight.output.page import page
 from ddpdebug.preflight.output.results import Check, Picture, Status

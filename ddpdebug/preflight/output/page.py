@@ -11,6 +11,7 @@ from ddpdebug.preflight.output.results import Check, Picture, Status, Table
 from ddpdebug.preflight.output.svg import svg
 from ddpdebug.preflight.output.text import WORDS, cell, needs_a_look
 from ddpdebug.preflight.png import data_uri, png
+from ddpdebug.reports.html import page_head
 from ddpdebug.sinks.text import clean, evidence_lines
 
 _MAX_ROWS = 200
@@ -21,68 +22,59 @@ _LIMIT = 2000
 #: Shapes beside colours: the status is readable in black and white.
 _SIGNS = {Status.PASS: "✓", Status.WARN: "!", Status.FAIL: "✗", Status.INFO: "i", Status.SKIPPED: "-"}
 
-#: The policy forbids scripts and every request, should something have slipped through.
-_HEAD = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:; \
-base-uri 'none'; form-action 'none'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; --line: #8884; --soft: #8881; --page: #fff; }}
-@media (prefers-color-scheme: dark) {{ :root {{ --page: #151515; }} }}
-* {{ box-sizing: border-box; }}
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; \
-background: var(--page); }}
-h1 {{ font-size: 1.5rem; margin-bottom: .6rem; }} h2 {{ font-size: 1.15rem; margin: 2.2rem 0 .5rem; \
-border-bottom: 1px solid var(--line); text-transform: capitalize; }}
-h3 {{ font-size: 1rem; margin: 0; }} a {{ color: inherit; }}
-.counts {{ display: flex; flex-wrap: wrap; gap: .5rem; margin: .6rem 0 1rem; padding: 0; list-style: none; }}
-.counts li {{ flex: 1 1 8rem; border-radius: .4rem; padding: .4rem .8rem; background: var(--soft); \
-border-left: .4rem solid var(--tone); }}
-.counts b {{ display: block; font-size: 1.35rem; }}
-.strip {{ display: flex; flex-wrap: wrap; gap: .3rem 1.1rem; margin: 0 0 1.5rem; font-size: .85rem; }}
-.strip div {{ display: flex; align-items: center; gap: .2rem; }} .strip span {{ margin-right: .2rem; }}
-.looks {{ list-style: none; padding: 0; margin: 0 0 1rem; }} .looks li {{ display: flex; gap: .5rem; margin: .2rem 0; }}
-.sign {{ display: inline-block; width: 1.35em; height: 1.35em; line-height: 1.35em; text-align: center; \
-border-radius: .25em; background: var(--tone); color: #fff; font-weight: 700; text-decoration: none; flex: none; }}
-.pass {{ --tone: #00785a; }} .warn {{ --tone: #9a6700; }} .fail {{ --tone: #c04a00; }} .info {{ --tone: #0072B2; }}
-.skipped {{ --tone: #6b6b6b; }}
-article {{ border: 1px solid var(--line); border-left: .4rem solid var(--tone); border-radius: .4rem; \
-padding: .6rem 1rem; margin: .6rem 0; overflow-wrap: anywhere; }}
-article.pass, article.info, article.skipped {{ border-left-width: .2rem; }}
-article p {{ margin: .2rem 0 0; }} .code {{ font-weight: 400; opacity: .75; margin-left: .5em; }}
-dl {{ display: grid; grid-template-columns: 6rem 1fr; gap: .1rem 0; margin: .5rem 0 0; }} dt {{ opacity: .7; }}
-dd {{ margin: 0; }} dd ol, dd ul {{ margin: 0; padding-left: 1.2rem; }}
-.plots {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 27rem), 1fr)); gap: 1rem; }}
-figure {{ margin: .8rem 0 0; max-width: 44rem; }} figcaption {{ font-size: .85rem; font-weight: 600; }}
-svg {{ width: 100%; height: auto; font: 12px system-ui, sans-serif; fill: currentColor; }}
-.grid {{ stroke: var(--line); }} .mark {{ stroke: currentColor; stroke-width: 1; stroke-dasharray: 3 3; opacity: .7; }}
-.marked {{ font-size: 11px; }} .legend {{ font-size: .85rem; }} .legend span {{ margin-right: 1.2rem; }}
-.key {{ width: 28px; height: 8px; margin-right: .4rem; vertical-align: middle; }}
-.none {{ opacity: .7; font-style: italic; }}
-.scroll {{ overflow-x: auto; margin-top: .6rem; }}
-table {{ border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }}
-td, th {{ text-align: left; padding: .15rem 1.1rem .15rem 0; vertical-align: top; overflow-wrap: break-word; \
-max-width: 36rem; border-bottom: 1px solid var(--line); }}
-td.number {{ text-align: right; }}
-.gallery {{ display: flex; flex-wrap: wrap; gap: .7rem; margin-top: .6rem; }}
-.gallery figure {{ margin: 0; width: 6.5rem; font-size: .8rem; }} .gallery figcaption {{ font-weight: 400; }}
-.gallery img {{ width: 100%; image-rendering: pixelated; border: 1px solid var(--line); display: block; }}
-.gallery .text {{ width: 100%; }}
-.gallery pre {{ margin: 0; white-space: pre-wrap; background: var(--soft); padding: .4rem .6rem; }}
-footer {{ margin-top: 3rem; font-size: .85rem; opacity: .75; }}
-@media print {{ body {{ margin: 0; max-width: none; }} article, figure, tr {{ break-inside: avoid; }} \
-h2 {{ break-after: avoid; }} .sign, .counts li {{ print-color-adjust: exact; }} .scroll {{ overflow: visible; }} }}
-</style></head><body>
+_STYLE = """\
+:root { color-scheme: light dark; --line: #8884; --soft: #8881; --page: #fff; }
+@media (prefers-color-scheme: dark) { :root { --page: #151515; } }
+* { box-sizing: border-box; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; \
+background: var(--page); }
+h1 { font-size: 1.5rem; margin-bottom: .6rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem; \
+border-bottom: 1px solid var(--line); text-transform: capitalize; }
+h3 { font-size: 1rem; margin: 0; } a { color: inherit; }
+.counts { display: flex; flex-wrap: wrap; gap: .5rem; margin: .6rem 0 1rem; padding: 0; list-style: none; }
+.counts li { flex: 1 1 8rem; border-radius: .4rem; padding: .4rem .8rem; background: var(--soft); \
+border-left: .4rem solid var(--tone); }
+.counts b { display: block; font-size: 1.35rem; }
+.strip { display: flex; flex-wrap: wrap; gap: .3rem 1.1rem; margin: 0 0 1.5rem; font-size: .85rem; }
+.strip div { display: flex; align-items: center; gap: .2rem; } .strip span { margin-right: .2rem; }
+.looks { list-style: none; padding: 0; margin: 0 0 1rem; } .looks li { display: flex; gap: .5rem; margin: .2rem 0; }
+.sign { display: inline-block; width: 1.35em; height: 1.35em; line-height: 1.35em; text-align: center; \
+border-radius: .25em; background: var(--tone); color: #fff; font-weight: 700; text-decoration: none; flex: none; }
+.pass { --tone: #00785a; } .warn { --tone: #9a6700; } .fail { --tone: #c04a00; } .info { --tone: #0072B2; }
+.skipped { --tone: #6b6b6b; }
+article { border: 1px solid var(--line); border-left: .4rem solid var(--tone); border-radius: .4rem; \
+padding: .6rem 1rem; margin: .6rem 0; overflow-wrap: anywhere; }
+article.pass, article.info, article.skipped { border-left-width: .2rem; }
+article p { margin: .2rem 0 0; } .code { font-weight: 400; opacity: .75; margin-left: .5em; }
+dl { display: grid; grid-template-columns: 6rem 1fr; gap: .1rem 0; margin: .5rem 0 0; } dt { opacity: .7; }
+dd { margin: 0; } dd ol, dd ul { margin: 0; padding-left: 1.2rem; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 27rem), 1fr)); gap: 1rem; }
+figure { margin: .8rem 0 0; max-width: 44rem; } figcaption { font-size: .85rem; font-weight: 600; }
+svg { width: 100%; height: auto; font: 12px system-ui, sans-serif; fill: currentColor; }
+.grid { stroke: var(--line); } .mark { stroke: currentColor; stroke-width: 1; stroke-dasharray: 3 3; opacity: .7; }
+.marked { font-size: 11px; } .legend { font-size: .85rem; } .legend span { margin-right: 1.2rem; }
+.key { width: 28px; height: 8px; margin-right: .4rem; vertical-align: middle; }
+.none { opacity: .7; font-style: italic; }
+.scroll { overflow-x: auto; margin-top: .6rem; }
+table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
+td, th { text-align: left; padding: .15rem 1.1rem .15rem 0; vertical-align: top; overflow-wrap: break-word; \
+max-width: 36rem; border-bottom: 1px solid var(--line); }
+td.number { text-align: right; }
+.gallery { display: flex; flex-wrap: wrap; gap: .7rem; margin-top: .6rem; }
+.gallery figure { margin: 0; width: 6.5rem; font-size: .8rem; } .gallery figcaption { font-weight: 400; }
+.gallery img { width: 100%; image-rendering: pixelated; border: 1px solid var(--line); display: block; }
+.gallery .text { width: 100%; }
+.gallery pre { margin: 0; white-space: pre-wrap; background: var(--soft); padding: .4rem .6rem; }
+footer { margin-top: 3rem; font-size: .85rem; opacity: .75; }
+@media print { body { margin: 0; max-width: none; } article, figure, tr { break-inside: avoid; } \
+h2 { break-after: avoid; } .sign, .counts li { print-color-adjust: exact; } .scroll { overflow: visible; } }
 """
 
 
 def page(checks: Sequence[Check], title: str) -> str:
     """Return the page as HTML."""
     numbered = list(enumerate(checks))
-    parts = [_HEAD.format(title=_text(title)), f"<h1>{_text(title)}</h1>", _counts(checks), _strip(numbered)]
+    parts = [page_head(_text(title), _STYLE), f"<h1>{_text(title)}</h1>", _counts(checks), _strip(numbered)]
     parts.append(_looks(numbered))
     for group, members in groupby(numbered, lambda pair: pair[1].group):
         parts.append(f"<section><h2>{_text(group)}</h2>")

@@ -1,4 +1,4 @@
-"""What is known of a run at a moment: from its run directory, or from the endpoints of its ranks. Torch-free."""
+"""The state of a run at a moment, from its run directory or from the endpoints of its ranks. Torch-free."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RankView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The run at a moment."""
+    """The state of a run at a moment; unknown numbers are NaN."""
 
     title: str
     world: int
@@ -79,7 +79,7 @@ class Snapshot:
 
 
 def from_directory(directory: Path) -> Snapshot:
-    """Look at a run directory; raise ValueError when it is none."""
+    """Return the state that a run directory shows; raise ValueError when it is none."""
     run = read_run(directory)
     world = run.get("world")
     world = world if isinstance(world, int) and 0 < world < 1 << 20 else 1
@@ -148,7 +148,7 @@ def _told(finding: Finding) -> str:
 
 
 def from_url(url: str) -> Snapshot:
-    """Ask rank 0 where the ranks are, and all of them how they are; raise OSError when nobody answers."""
+    """Return the state that the endpoints show, which rank 0's `/sd` lists; raise OSError when none answers."""
     base = url.rstrip("/").removesuffix("/metrics")
     try:
         listed = json.loads(_fetch(f"{base}/sd"))
@@ -158,7 +158,7 @@ def from_url(url: str) -> Snapshot:
     with ThreadPoolExecutor(32) as pool:
         answers = [answer for answer in pool.map(_try, urls) if answer is not None]
     if not answers:
-        raise OSError(f"nobody answers at {base}/metrics")
+        raise OSError(f"nobody answers at {base}/metrics; give the address that the job printed, or a run directory")
     return _assembled(base, answers)
 
 
@@ -190,7 +190,7 @@ _GAUGES = {"loss": "loss", "grad_norm": "norm", "host_memory_bytes": "host"}
 
 
 class _Gathered:
-    """What the answers of all endpoints say together."""
+    """The samples of all endpoints, put together."""
 
     def __init__(self) -> None:
         self.views: dict[int, RankView] = {}

@@ -1,4 +1,4 @@
-"""Draws a snapshot for the terminal; loads rich. Torch-free."""
+"""The view of `ddpdebug top`: a snapshot as tables of rich, which this loads. Torch-free."""
 
 from __future__ import annotations
 

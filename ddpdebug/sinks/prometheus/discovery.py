@@ -1,4 +1,6 @@
-"""How Prometheus finds the ranks: a file per rank for `file_sd_configs`, the list for `http_sd_configs`. Torch-free.
+"""How Prometheus finds the ranks: files for `file_sd_configs`, lists for `http_sd_configs`, a line for its settings.
+
+Torch-free, and without prometheus_client.
 
 A file is written atomically, touched every minute while the process lives (also while training hangs), and removed at
 the end. One that nobody touched for a quarter of an hour belongs to a rank that was killed: whoever shares the
@@ -17,8 +19,9 @@ from pathlib import Path
 
 from ddpdebug.disk import Disk
 from ddpdebug.sinks import Record, RunEnded, RunStarted
-from ddpdebug.sinks.scraping import PATTERN
 
+#: The files that `--sd-dir` holds, for `file_sd_configs`; unfinished ones begin with a dot.
+PATTERN = "ddpdebug-*.json"
 _TOUCH_SECONDS = 60.0
 _SWEEP_SECONDS = 300.0
 STALE_SECONDS = 900.0
@@ -31,6 +34,25 @@ def target(address: str, run_id: str, scheme: str = "http", **labels: str) -> di
     if scheme != "http":
         labels["__scheme__"] = scheme
     return {"targets": [address], "labels": labels}
+
+
+def scrape_snippet(record: RunStarted) -> str:
+    """Return one line of YAML that lets Prometheus find the ranks of this run, and of later ones where it can.
+
+    A port that the system has chosen is another one in the next run, which the line says.
+    """
+    url = record.metrics_url or ""
+    scheme = url.partition(":")[0]
+    directory = record.config.get("sd_dir")
+    extra = "" if scheme == "http" else ", scheme: https"
+    if record.config.get("metrics_password_file"):
+        extra += ", basic_auth: {username: NAME, password_file: FILE}"
+    if directory:
+        path = json.dumps(str(Path(str(directory)).absolute() / PATTERN))
+        return f"- {{job_name: ddpdebug, file_sd_configs: [{{files: [{path}]}}]{extra}}}"
+    address = json.dumps(f"{url.removesuffix('/metrics')}/sd")
+    once = "" if record.config.get("metrics_port") else "  # this run; all runs: --sd-dir DIR or --metrics-port 9400"
+    return f"- {{job_name: ddpdebug, http_sd_configs: [{{url: {address}}}]{extra}}}{once}"
 
 
 class TargetFile:
@@ -86,7 +108,7 @@ class TargetFile:
                         other.unlink()
 
     def _replaces(self, other: Path) -> bool:
-        """Tell whether another file names this rank's address: its process is gone, since this one has the port."""
+        """Return whether another file names this rank's address: its process is gone, since this one has the port."""
         if other == self.path or other.name.startswith("."):
             return False
         with suppress(ValueError, TypeError, LookupError):
@@ -100,7 +122,7 @@ class TargetFile:
 
 
 class Discovery:
-    """The sink that keeps this rank's file; `keep` shows that the process lives, also when nothing is written."""
+    """The sink that keeps this rank's target file, from the first record to the last."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

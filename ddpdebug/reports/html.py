@@ -1,4 +1,4 @@
-"""Draws series as SVG: no library, no script, the same colours as the dashboards. Pure."""
+"""Pieces of self-contained pages: the head, and series as SVG in the colours of the dashboards; no script. Pure."""
 
 from __future__ import annotations
 
@@ -8,6 +8,17 @@ from html import escape
 from itertools import pairwise
 
 from ddpdebug.sinks.text import number
+
+#: The policy forbids scripts and every request, should something have slipped through.
+_HEAD = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:; \
+base-uri 'none'; form-action 'none'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>{title}</title>
+<style>
+"""
 
 Points = Sequence[tuple[int, float]]
 
@@ -30,6 +41,16 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 110, 12, 10, 26
 _ROW = 22
 #: Values that are further apart than this are drawn in powers of ten.
 _WIDE = 50
+
+
+def page_head(title: str, style: str) -> str:
+    """Return a page from its first line to the beginning of its body.
+
+    Args:
+        title: escaped already.
+        style: rules of CSS, each line ended.
+    """
+    return f"{_HEAD.format(title=title)}{style}</style></head><body>\n"
 
 
 def lines(series: Mapping[str, Points], steps: tuple[int, int], marks: Mapping[int, str], unit: str = "") -> str:

@@ -1,8 +1,8 @@
 """Writes the reference pages of `docs/` from the code, so that they cannot say anything else.
 
-Torch is loaded for patches.md alone.
+A build tool: no part of the package. Torch is loaded for patches.md alone.
 
-`make docs` calls it as `python -m ddpdebug.documentation docs/findings.md docs/metrics.md docs/options.md
+`make docs` calls it as `python tools/documentation.py docs/findings.md docs/metrics.md docs/options.md
 docs/patches.md docs/thresholds.md`.
 """
 
@@ -22,7 +22,7 @@ from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Row
 from ddpdebug.schema.step import Step
 from ddpdebug.sinks import Covered, FindingRaised, RunStarted, StepJudged
-from ddpdebug.sinks.prometheus import PrometheusSink
+from ddpdebug.sinks.prometheus.exporter import PrometheusSink
 
 _FAMILIES = {
     "RANK": "replicas agree",
@@ -239,7 +239,7 @@ def _cell(text: str) -> str:
 def _example_sink() -> PrometheusSink:
     """Return a sink that has seen enough to show every metric, and serves nothing."""
     sink = PrometheusSink(1, "", 0, mode="rank0")
-    sink.write(FindingRaised(finding=Finding(code="RANK101", severity=Severity.CRITICAL, title="")))
+    sink.write(FindingRaised(finding=Finding(code="RANK101", severity=Severity.CRITICAL, title="", id="RANK101-1")))
     sink.write(RunStarted(run_id="", rank=1, world=2, directory=None, config={}, versions={}))
     sink.write(StepJudged(step=Step(step=0, optimizer=0, world=2, rows={1: Row(rank=1)})))
     sink.write(Covered(coverage=Coverage(world=2, ended=True)))

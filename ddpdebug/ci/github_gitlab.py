@@ -14,8 +14,8 @@ import re
 from pathlib import PurePosixPath
 from typing import Any
 
+from ddpdebug.ci.json_junit import describe
 from ddpdebug.ci.verdict import Verdict, Word
-from ddpdebug.ci.verdict_files import describe
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.sinks.text import clean, subjects, where
 

@@ -1,4 +1,4 @@
-"""Runs one marked test: reads the mark, gives the test to the ranks, reports what came of it."""
+"""One test marked with `ranks`: its mark is read, its ranks run it, one report is made of theirs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from ddpdebug.errors import did_you_mean
-from ddpdebug.pytest_plugin.following import Outcome, Task
-from ddpdebug.pytest_plugin.pool import Pool
+from ddpdebug.pytest_plugin.pool import Outcome, Pool, Task
 from ddpdebug.pytest_plugin.results import Merger, bare_report
 
 _DEVICES = ("cpu", "cuda")

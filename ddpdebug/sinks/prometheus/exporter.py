@@ -1,0 +1,193 @@
+"""The Prometheus exporter: the sink that is scraped. Torch-free; imports prometheus_client: import it where it is used.
+
+A step costs storing references and counting: everything else happens when somebody scrapes, in a thread of the
+server's own, also while the training thread hangs in a collective. Training code is never called from there.
+
+Labels are `rank` (who reports) and few fixed values, so that the number of series does not depend on the model: at most
+150 per rank, 98 of them without any finding, then up to ten for the newest and one for each code.
+What all ranks know alike (findings, disagreement, interval) is reported by every rank that serves: aggregate it with
+`max`, not with `sum`.
+With several optimizers, loss, norms, rates and times are those of the one that has stepped most, the first of equals.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from ddpdebug.schema.coverage import Coverage
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.sinks import Covered, FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
+from ddpdebug.sinks.agreement import COMPARED, dissenters
+from ddpdebug.sinks.prometheus.discovery import target
+from ddpdebug.sinks.prometheus.metrics import (
+    INCIDENTS,
+    Layers,
+    RankState,
+    agreement_metrics,
+    finding_metrics,
+    incident_metrics,
+    own_metrics,
+    rank_metrics,
+    run_metrics,
+)
+from ddpdebug.sinks.prometheus.server import SHARE, SHARE_OF_ALL, App, Endpoint, RateLimited, Serving, json_app
+from ddpdebug.sinks.text import clean
+
+#: So many codes are counted apart, further ones together as `other`.
+_CODES = 35
+
+
+class PrometheusSink(Collector):
+    """The exporter of one rank, serving from its construction on; `url` is None where it does not serve.
+
+    A port that is taken moves on to the next one. When there is none, or the host is not ours, the first `write` raises
+    that OSError, so that the fan-out reports it.
+
+    Args:
+        port: of local rank 0; 0 takes any free port.
+        mode: `per-rank` (each rank serves its own series) or `rank0` (rank 0 serves those of all ranks).
+        serving: TLS, passwords and the like.
+    """
+
+    part: ClassVar[str] = "prometheus"  # what messages call it
+
+    def __init__(
+        self,
+        rank: int,
+        host: str,
+        port: int,
+        *,
+        mode: str = "per-rank",
+        local_rank: int = 0,
+        clock: Callable[[], float] = time.time,
+        serving: Serving | None = None,
+    ) -> None:
+        self._rank = rank
+        self._everyone = mode == "rank0"
+        self._clock = clock
+        self._ranks: dict[int, RankState] = {rank: RankState()}
+        # a zero of each severity, so that sums exist before the first finding; an empty label is one that is not there
+        self._findings = Counter({("", severity.label): 0 for severity in Severity})
+        self._incidents: deque[tuple[Finding, float]] = deque(maxlen=INCIDENTS)
+        self._outvoted: dict[str, dict[int, frozenset[int]]] = {what: {} for what in COMPARED}
+        self._disagreements = dict.fromkeys(COMPARED, 0)
+        self._layers = Layers()
+        self._errors = 0
+        self._coverage: Coverage | None = None
+        self._last: StepJudged | None = None
+        self._started: RunStarted | None = None
+        self._targets: dict[int, str] = {}
+        self._failure: OSError | None = None
+        self._endpoint: Endpoint | None = None
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
+        self.url: str | None = None
+        if rank == 0 or not self._everyone:
+            share = SHARE_OF_ALL if self._everyone else SHARE
+            apps: dict[str, App] = {"/metrics": RateLimited(make_wsgi_app(self.registry), share)}
+            if rank == 0:
+                apps["/sd"] = json_app(self._sd)
+            try:
+                first = port + local_rank if port and not self._everyone else port
+                self._endpoint = served = Endpoint(apps, host, first, serving or Serving())
+                self.url = f"{served.scheme}://{served.address}/metrics"
+            except OSError as error:
+                self._failure = error
+
+    def write(self, record: Record) -> None:
+        """Keep the record for the next scrape; raise OSError where no port could be taken."""
+        if self._failure is not None:
+            raise self._failure
+        match record:
+            case StepJudged():
+                self._step(record)
+            case FindingRaised():
+                self._finding(record)
+            case Trouble():
+                self._errors += 1
+            case Covered():
+                self._coverage = record.coverage
+            case Saved(kind="fact", payload={"topic": "place", "rank": int(rank), "value": dict(place)}):
+                self._place(rank, place)
+            case Saved(kind="detail", payload={"detail": "layers", "rank": self._rank, "value": dict(detail)}):
+                self._layers.take(detail)
+            case RunStarted():
+                self._started = record
+                own = {"node": record.node, "local_rank": record.local_rank, "metrics": record.metrics_url}
+                self._place(record.rank, own)
+            case RunEnded():
+                self.close()
+
+    def close(self) -> None:
+        """Stop serving."""
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is not None:
+            endpoint.close()
+
+    def _step(self, record: StepJudged) -> None:
+        self._last = record
+        now = self._clock()
+        step = record.step
+        if self._everyone:
+            for rank, row in step.rows.items():
+                if (state := self._ranks.get(rank)) is None:
+                    state = self._ranks[rank] = RankState()
+                state.add(row, now)
+            for rank, state in self._ranks.items():
+                state.up = rank in step.rows
+        elif (own := step.rows.get(self._rank)) is not None:
+            self._ranks[self._rank].add(own, now)
+        for what, ranks in dissenters(step).items():
+            self._outvoted[what][step.optimizer] = ranks
+            self._disagreements[what] += bool(ranks)
+
+    def _finding(self, record: FindingRaised) -> None:
+        finding = record.finding
+        if record.new:
+            known = finding.code in {code for code, _ in self._findings} or len(self._findings) < _CODES + len(Severity)
+            self._findings[finding.code if known else "other", finding.severity.label] += 1
+            self._incidents.append((finding, self._clock()))
+
+    def _place(self, rank: int, place: Mapping[str, Any]) -> None:
+        if isinstance(url := place.get("metrics"), str):
+            self._targets[rank] = url
+        if rank == self._rank or self._everyone:
+            state = self._ranks.setdefault(rank, RankState())
+            state.node = clean(place.get("node", state.node), 200)
+            state.local_rank = clean(place.get("local_rank", state.local_rank), 20)
+            state.gpu = clean(place.get("gpu_uuid", state.gpu), 100)
+
+    def _sd(self) -> list[dict[str, object]]:
+        """Return the targets of the job, for Prometheus's HTTP service discovery."""
+        run_id = "" if self._started is None else self._started.run_id
+        found = []
+        for _, url in sorted(self._targets.copy().items()):
+            scheme, _, rest = url.partition("://")
+            found.append(target(rest.partition("/")[0], run_id, scheme))
+        return found
+
+    # -- scraping
+
+    def describe(self) -> list[Metric]:
+        """Return nothing: what is served is only known when it is collected."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Return the current values."""
+        own = str(self._rank)
+        outvoted = {what: found.copy() for what, found in self._outvoted.items()}
+        yield from run_metrics(own, self._started)
+        yield from finding_metrics(own, self._findings.copy())
+        yield from agreement_metrics(own, outvoted, self._disagreements)
+        yield from own_metrics(own, self._errors, self._coverage, self._last)
+        yield from incident_metrics(own, tuple(self._incidents))
+        ranks = [(str(rank), state) for rank, state in sorted(self._ranks.copy().items())]
+        yield from rank_metrics(ranks, {what: frozenset().union(*found.values()) for what, found in outvoted.items()})
+        yield from self._layers.metrics(own)

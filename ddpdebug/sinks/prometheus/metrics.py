@@ -1,0 +1,384 @@
+"""The metrics by name, type, help text and labels, and what is remembered of a rank for them between steps.
+
+Every name that the endpoint serves stands here, whole, in the order in which it is served. `RankState` and `Layers` are
+written by the exchange's thread and read by the server's: every field is replaced or counted up, never taken apart.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from operator import attrgetter
+from typing import Any
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+
+from ddpdebug.schema.coverage import Coverage, counted_off
+from ddpdebug.schema.finding import Finding
+from ddpdebug.schema.row import Flag, Row
+from ddpdebug.sinks import RunStarted, StepJudged
+from ddpdebug.sinks.agreement import COMPARED
+from ddpdebug.sinks.text import clean, ranks_text
+
+#: So many of the newest findings are shown with their names.
+INCIDENTS = 5
+#: Upper bounds of the step-time histogram, seconds.
+BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+_BOUNDS = (*map(str, BUCKETS), "+Inf")
+_PHASES = ("data", "forward", "backward", "optimizer")
+#: Gauge -> field of the row, help; NaN in a step that did not compute it leaves the last known value.
+_GAUGES = {
+    "ddpdebug_loss": ("loss", "Mean loss of the last step, unscaled, as given to backward."),
+    "ddpdebug_grad_norm": ("grad_norm", "2-norm of the gradients after the reduction, before clipping."),
+    "ddpdebug_local_grad_norm": ("local_grad_norm", "2-norm of the rank's own gradients before the reduction."),
+    "ddpdebug_loss_scale": ("loss_scale", "Scale of the gradient scaler."),
+    "ddpdebug_learning_rate": ("lr", "Learning rate of the first parameter group."),
+    "ddpdebug_clip_threshold": ("clip_max", "Norm to which gradients are clipped."),
+    "ddpdebug_param_norm": ("param_norm", "2-norm of the weights in the last sampled step; rank 0 only."),
+    "ddpdebug_update_norm": ("update_norm", "2-norm of their change in that step; rank 0 only."),
+    "ddpdebug_val_loss": (
+        "val_loss",
+        "Validation loss, as the script told it by observe(), or as seen in its evaluations.",
+    ),
+}
+#: Gauge -> field of the newest row of any optimizer, help; 0 where the system does not tell.
+_MEMORY = {
+    "ddpdebug_host_memory_bytes": ("host_bytes", "Resident memory of the process."),
+    "ddpdebug_host_private_memory_bytes": ("host_private_bytes", "Of these, neither backed by a file nor shared."),
+    "ddpdebug_host_memory_limit_bytes": (
+        "host_limit_bytes",
+        "Memory limit of the control group, or of the machine.",
+    ),
+    "ddpdebug_loader_memory_bytes": ("workers_bytes", "Private memory of the DataLoader's workers."),
+    "ddpdebug_device_memory_limit_bytes": ("device_limit_bytes", "Memory of the device."),
+    "ddpdebug_allocation_retries": (
+        "device_retries",
+        "Allocations that succeeded only after the cache was emptied.",
+    ),
+}
+#: Kind -> field of the row, bytes.
+_DEVICE_MEMORY = {
+    "allocated": "device_allocated_bytes",
+    "reserved": "device_reserved_bytes",
+    "peak": "device_peak_bytes",
+    "inactive": "device_inactive_bytes",
+}
+#: Gauge -> help; the layers that stand out most have so many slots.
+_LAYERS = {
+    "ddpdebug_layer_update_ratio": "Change of a weight over its norm in the last sampled step: the largest, by slot.",
+    "ddpdebug_layer_grad_norm": "2-norm of a weight's gradient in the last sampled step: the largest, by slot.",
+    "ddpdebug_layer_dead_units": (
+        "Share of an activation's units that were zero for all inputs of the last samples: the largest."
+    ),
+    "ddpdebug_layer_saturation": (
+        "Share of an activation's values at the end of its range in the last sample: the largest."
+    ),
+}
+SLOTS = 2
+#: What was not finite -> the flag that says so.
+_NONFINITE = {
+    "loss": int(Flag.LOSS_NONFINITE),
+    "local_gradients": int(Flag.LOCAL_GRADS_NONFINITE),
+    "gradients": int(Flag.GRADS_NONFINITE),
+    "inputs": int(Flag.INPUT_NONFINITE),
+    "outputs": int(Flag.FORWARD_NONFINITE),
+    "parameters": int(Flag.PARAMS_NONFINITE),
+}
+
+_GAUGE_VALUES = attrgetter(*(field for field, _ in _GAUGES.values()))
+_PHASE_VALUES = attrgetter(*(f"{phase}_seconds" for phase in _PHASES))
+#: In such a step NaN is a value or says that there is none.
+_CERTAIN = int(Flag.CHECKED | Flag.LOSS_NONFINITE | Flag.LOCAL_GRADS_NONFINITE | Flag.GRADS_NONFINITE)
+#: So many gauges are known in every step that is certain; those after them rarely.
+_OFTEN = list(_GAUGES).index("ddpdebug_param_norm")
+_ANY_NONFINITE = sum(_NONFINITE.values())
+_SKIPPED, _CHECKED = int(Flag.SKIPPED), int(Flag.CHECKED)
+_GUARDED = int(Flag.GUARD_SKIPPED)
+_UNSYNCED = int(Flag.UNSYNCED_BACKWARD | Flag.BYPASS)
+
+
+class RankState:
+    """The newest row of one rank and its counts since the run began; updated once per step."""
+
+    def __init__(self) -> None:
+        self.row: Row | None = None  # of the optimizer that is followed
+        self.newest: Row | None = None  # of any optimizer
+        self.seen = 0.0
+        self.up = True
+        self.values = [math.nan] * len(_GAUGES)
+        self.buckets = [0] * (len(BUCKETS) + 1)
+        self.step_seconds = 0.0
+        self.phase_seconds = [0.0] * len(_PHASES)
+        self.phase_counts = [0] * len(_PHASES)
+        self.steps = self.checked = self.skipped = self.clipped = self.unsynced = self.guarded = 0
+        self.nonfinite = dict.fromkeys(_NONFINITE, 0)
+        # where it runs
+        self.node = ""
+        self.local_rank = ""
+        self.gpu = ""
+
+    def add(self, row: Row, now: float) -> None:
+        """Take one row; called once per rank and step."""
+        self.newest, self.seen = row, now
+        flags = row.flags
+        self.steps += 1
+        if flags:
+            self._count(flags)
+        if row.clip_norm > row.clip_max:
+            self.clipped += 1
+        if self.row is not None and row.optimizer != self.row.optimizer and row.step <= self.row.step:
+            return
+        self.row = row
+        certain = flags & _CERTAIN
+        for i, value in enumerate(_GAUGE_VALUES(row)):
+            if value == value or (certain and i < _OFTEN):  # noqa: PLR0124 - NaN: keep the last known value
+                self.values[i] = value
+        if row.step_seconds >= 0:  # not when unknown, which is NaN
+            self.buckets[bisect_left(BUCKETS, row.step_seconds)] += 1
+            self.step_seconds += row.step_seconds
+        for i, seconds in enumerate(_PHASE_VALUES(row)):
+            if seconds >= 0:
+                self.phase_seconds[i] += seconds
+                self.phase_counts[i] += 1
+
+    def _count(self, flags: int) -> None:
+        self.checked += bool(flags & _CHECKED)
+        self.skipped += bool(flags & _SKIPPED)
+        self.guarded += bool(flags & _GUARDED)
+        self.unsynced += bool(flags & _UNSYNCED)
+        if flags & _ANY_NONFINITE:
+            for what, bit in _NONFINITE.items():
+                if flags & bit:
+                    self.nonfinite[what] += 1
+
+
+class Layers:
+    """The layers that stand out in this rank's newest sample."""
+
+    def __init__(self) -> None:
+        self._worst: dict[str, list[tuple[float, str]]] = {}
+
+    def take(self, detail: Mapping[str, Any]) -> None:
+        """Take a detail of the kind `layers` (schema/details.py)."""
+        weights = {name: about for name, about in _tables(detail.get("parameters")) if about.get("dim", 0) > 1}
+        ratios = {name: _ratio(about.get("update"), about.get("norm")) for name, about in weights.items()}
+        seen = dict(_tables(detail.get("modules")))
+        values = {
+            "ddpdebug_layer_update_ratio": ratios,
+            "ddpdebug_layer_grad_norm": {name: about.get("grad_norm") for name, about in weights.items()},
+            "ddpdebug_layer_dead_units": {name: about.get("zero_units") for name, about in seen.items()},
+            "ddpdebug_layer_saturation": {name: about.get("saturated") for name, about in seen.items()},
+        }
+        found = {what: _largest(table) for what, table in values.items()}
+        self._worst = {**self._worst, **{what: worst for what, worst in found.items() if worst}}
+
+    def metrics(self, rank: str) -> Iterator[Metric]:
+        """Yield a family of each kind, empty before the first sample."""
+        for name, text in _LAYERS.items():
+            slots = enumerate(self._worst.get(name, ()), 1)
+            values = (((rank, str(slot), clean(layer, 120)), value) for slot, (value, layer) in slots)
+            yield _gauge(name, text, values, "slot", "layer")
+
+
+def _tables(value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for name, about in value.items() if isinstance(value, dict) else ():
+        if isinstance(about, dict):
+            yield str(name), about
+
+
+def _ratio(update: Any, norm: Any) -> float | None:
+    return update / norm if _is_number(update) and _is_number(norm) and norm > 0 else None
+
+
+def _largest(table: Mapping[str, Any]) -> list[tuple[float, str]]:
+    known = [(float(value), name) for name, value in table.items() if _is_number(value)]
+    return sorted(known, key=lambda pair: (-pair[0], pair[1]))[:SLOTS]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+# --- the families, in the order in which they are served --------------------------------------------------------------
+
+#: Label values, the rank first, and the value.
+_Samples = Iterable[tuple[Sequence[str], float]]
+#: Ranks as labels, with what is known of them.
+_Ranks = Sequence[tuple[str, RankState]]
+
+
+def _filled(family: Any, samples: _Samples) -> Metric:
+    for labels, value in samples:
+        family.add_metric(labels, value)
+    made: Metric = family
+    return made
+
+
+def _gauge(name: str, text: str, samples: _Samples, *labels: str) -> Metric:
+    return _filled(GaugeMetricFamily(name, text, labels=("rank", *labels)), samples)
+
+
+def _counter(name: str, text: str, samples: _Samples, *labels: str) -> Metric:
+    return _filled(CounterMetricFamily(name, text, labels=("rank", *labels)), samples)
+
+
+def run_metrics(own: str, started: RunStarted | None) -> Iterator[Metric]:
+    """Yield the run's identity, world size and budget; NaN before it has begun."""
+    world, budget = float("nan"), float("nan")
+    run = GaugeMetricFamily(
+        "ddpdebug_run_info",
+        "The run that is watched; always 1.",
+        labels=("run_id", "world_size", "torch", "ddpdebug"),
+    )
+    if started is not None:
+        world, budget = started.world, float(started.config.get("budget", budget))
+        found = started.versions
+        run.add_metric([started.run_id, str(world), found.get("torch", ""), found.get("ddpdebug", "")], 1)
+    yield run
+    yield _gauge("ddpdebug_world_size", "Ranks that the run was started with.", [((own,), world)])
+    yield _gauge("ddpdebug_overhead_budget_ratio", "Share of the run's time that checks may cost.", [((own,), budget)])
+
+
+def finding_metrics(own: str, findings: Mapping[tuple[str, str], int]) -> Iterator[Metric]:
+    """Yield the counts of findings by code and severity."""
+    yield _counter(
+        "ddpdebug_findings",
+        "Findings raised, each once however often it occurs; without a code, a zero of each severity.",
+        (((own, code, severity), count) for (code, severity), count in sorted(findings.items())),
+        "code",
+        "severity",
+    )
+
+
+def agreement_metrics(
+    own: str, outvoted: Mapping[str, Mapping[int, frozenset[int]]], disagreements: Mapping[str, int]
+) -> Iterator[Metric]:
+    """Yield how many ranks were outvoted last, and in how many steps any was; `outvoted` is by optimizer."""
+    yield _gauge(
+        "ddpdebug_ranks_disagreeing",
+        "Ranks outvoted when this was last compared (all of them where there is no majority).",
+        (((own, what), max(map(len, found.values()), default=0)) for what, found in outvoted.items()),
+        "what",
+    )
+    yield _counter(
+        "ddpdebug_disagreements",
+        "Steps in which the ranks were compared and did not agree.",
+        (((own, what), count) for what, count in disagreements.items()),
+        "what",
+    )
+
+
+def own_metrics(own: str, errors: int, coverage: Coverage | None, last: StepJudged | None) -> Iterator[Metric]:
+    """Yield ddpdebug's own state: failures, coverage, overhead, check interval."""
+    nan = float("nan")
+    complete = None if coverage is None else coverage.complete
+    text = "Parts of ddpdebug that failed and switched themselves off."
+    yield _counter("ddpdebug_internal_errors", text, [((own,), errors)])
+    text = "1 while everything is checked that normally is, 0 while something is not, NaN until that is certain."
+    yield _gauge("ddpdebug_coverage_complete", text, [((own,), nan if complete is None else complete)])
+    text = "Ranks that are compared with each other: 0 while none are, 1 in a world of one."
+    yield _gauge("ddpdebug_ranks_compared", text, [((own,), 0 if coverage is None else coverage.compared_now)])
+    text = "Things that are not checked, by what they are about; absent where there are none."
+    off = counted_off(coverage) if coverage is not None and complete is False else {}
+    yield _gauge("ddpdebug_checks_off", text, (((own, part), count) for part, count in sorted(off.items())), "part")
+    text = "Time spent in ddpdebug as a share of the time of a step, smoothed."
+    yield _gauge("ddpdebug_overhead_ratio", text, [((own,), nan if last is None else last.overhead_ratio)])
+    text = "The full check runs every so many steps."
+    yield _gauge("ddpdebug_check_interval_steps", text, [((own,), nan if last is None else last.interval)])
+
+
+def incident_metrics(own: str, incidents: Iterable[tuple[Finding, float]]) -> Iterator[Metric]:
+    """Yield the newest findings by name: where each began, and when (seconds since the epoch)."""
+    steps: list[tuple[Sequence[str], float]] = []
+    times: list[tuple[Sequence[str], float]] = []
+    for finding, seconds in incidents:
+        subject = clean(finding.subject[0], 120) if finding.subject else ""
+        culprits = ranks_text(finding.ranks).partition(" ")[2] if finding.ranks else ""
+        labels = (own, clean(finding.id, 80), finding.code, finding.severity.label, subject, culprits)
+        steps.append((labels, float("nan") if finding.step is None else finding.step))
+        times.append((labels, seconds))
+    names = ("incident", "code", "severity", "subject", "culprits")
+    yield _gauge("ddpdebug_incident_step", f"First step of each of the {INCIDENTS} newest findings.", steps, *names)
+    text = f"When each of the {INCIDENTS} newest findings was raised, in seconds since the epoch."
+    yield _gauge("ddpdebug_incident_timestamp_seconds", text, times, *names)
+
+
+def rank_metrics(ranks: _Ranks, outvoted: Mapping[str, frozenset[int]]) -> Iterator[Metric]:
+    """Yield the metrics of single ranks: place, rows, events, times, memory, votes."""
+    yield _gauge(
+        "ddpdebug_rank_info",
+        "Where the rank runs; always 1. gpu_uuid is empty without a GPU.",
+        (((rank, s.local_rank, s.node, s.gpu), 1) for rank, s in ranks if s.local_rank),
+        "local_rank",
+        "node",
+        "gpu_uuid",
+    )
+    text = "1 while the rank takes part in the steps; 0 once it has left."
+    yield _gauge("ddpdebug_rank_up", text, (((rank,), float(s.up)) for rank, s in ranks))
+    yield from _row_metrics(ranks)
+    yield from _event_metrics(ranks)
+    yield from _time_metrics(ranks)
+    yield from _memory_metrics(ranks)
+    text = "1 while the rank was outvoted when this was last compared (all ranks where there is no majority)."
+    votes = (((rank, what), int(rank) in outvoted[what]) for rank, _ in ranks for what in COMPARED)
+    yield _gauge("ddpdebug_rank_outvoted", text, votes, "what")
+
+
+def _row_metrics(ranks: _Ranks) -> Iterator[Metric]:
+    known = [((rank,), s.row, s.seen) for rank, s in ranks if s.row is not None]
+    yield _gauge("ddpdebug_step", "Last optimizer step, counted from 0.", ((rank, row.step) for rank, row, _ in known))
+    text = "When the rank's last step was seen, in seconds since the epoch."
+    yield _gauge("ddpdebug_last_step_timestamp_seconds", text, ((rank, seen) for rank, _, seen in known))
+    text = "Trainable parameters that had no gradient in the last step."
+    yield _gauge("ddpdebug_parameters_without_gradient", text, ((rank, row.without_grad) for rank, row, _ in known))
+    for i, (name, (_, text)) in enumerate(_GAUGES.items()):
+        yield _gauge(name, f"{text} NaN where unknown.", [((rank,), s.values[i]) for rank, s in ranks])
+
+
+def _event_metrics(ranks: _Ranks) -> Iterator[Metric]:
+    """Yield counters of steps; all exist before the first event."""
+
+    def counter(name: str, text: str, value: Callable[[RankState], float]) -> Metric:
+        return _counter(name, text, (((rank,), value(state)) for rank, state in ranks))
+
+    yield counter("ddpdebug_steps", "Optimizer steps seen, of all optimizers.", lambda s: s.steps)
+    yield counter("ddpdebug_checked_steps", "Steps in which the full check ran.", lambda s: s.checked)
+    yield counter("ddpdebug_skipped_steps", "Steps that the gradient scaler did not take.", lambda s: s.skipped)
+    text = "Steps that the numeric guard kept all ranks from taking."
+    yield counter("ddpdebug_guard_skipped_steps", text, lambda s: s.guarded)
+    yield counter("ddpdebug_clipped_steps", "Steps whose gradients were clipped.", lambda s: s.clipped)
+    text = "Steps into which gradients went that no DDP had reduced."
+    yield counter("ddpdebug_unsynchronised_steps", text, lambda s: s.unsynced)
+    text = "Steps in which this was NaN or infinite on the rank."
+    values = (((rank, what), s.nonfinite[what]) for rank, s in ranks for what in _NONFINITE)
+    yield _counter("ddpdebug_nonfinite_steps", text, values, "what")
+
+
+def _time_metrics(ranks: _Ranks) -> Iterator[Metric]:
+    steps = HistogramMetricFamily("ddpdebug_step_seconds", "Time from step to step.", labels=("rank",))
+    text = "Time of the phases of a step; data is the wait for the loader."
+    phases = SummaryMetricFamily("ddpdebug_phase_seconds", text, labels=("rank", "phase"))
+    for rank, state in ranks:
+        totals = accumulate(tuple(state.buckets))
+        steps.add_metric([rank], list(zip(_BOUNDS, totals, strict=True)), state.step_seconds)
+        for i, phase in enumerate(_PHASES):
+            phases.add_metric([rank, phase], state.phase_counts[i], state.phase_seconds[i])
+    yield steps
+    yield phases
+
+
+def _memory_metrics(ranks: _Ranks) -> Iterator[Metric]:
+    known = [(rank, s.newest) for rank, s in ranks if s.newest is not None]
+    for name, (field, text) in _MEMORY.items():
+        yield _gauge(name, text, [((rank,), getattr(row, field)) for rank, row in known])
+    text = "Memory of the device, as torch's allocator counts it."
+    values = (((rank, kind), getattr(row, field)) for rank, row in known for kind, field in _DEVICE_MEMORY.items())
+    yield _gauge("ddpdebug_device_memory_bytes", text, values, "kind")

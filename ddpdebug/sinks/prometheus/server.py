@@ -1,0 +1,424 @@
+"""The HTTP server of the metrics: addresses, paths, TLS, passwords, and limits: a scraper must cost the job nothing.
+
+A connection carries one request, as with every exporter in Python. There is a fixed number of them, each with a thread
+of its own and with a time limit for everything, its TLS handshake included. However often somebody asks, rendering has
+a budget of processor time. Nothing is ever printed.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import hmac
+import io
+import json
+import os
+import signal
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from http.client import LineTooLong
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+#: Seconds for a connection, from its acceptance to the end of its answer.
+_TIMEOUT = 10.0
+#: Waking up costs 0.2 ms of processor time, with nobody there to ask.
+_TICK = 2.0
+_MAX_CONNECTIONS = 16
+_MAX_REQUEST = 1 << 14
+
+App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+_TRIES = 100
+#: What a container calls the machine that it runs on.
+_CONTAINERS = ("host.docker.internal", "host.containers.internal")
+#: Shares of the time that rendering may take in the long run, of one rank and of all ranks (with a large world answers
+#: would grow old otherwise), and seconds of it that may be taken at once.
+SHARE, SHARE_OF_ALL = 0.005, 0.02
+_AT_ONCE = 0.1
+#: Answers kept: Prometheus always asks in the same words.
+_KEPT = 4
+
+_Answer = tuple[str, list[tuple[str, str]], bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """TLS and authentication of the endpoint. Nothing given: plain HTTP for everybody who reaches the address.
+
+    Args:
+        certificate: PEM file with the certificate chain; turns TLS on.
+        key: PEM file with its private key, where it is not in the same file.
+        client_ca: PEM file; only clients with a certificate signed by it are served.
+        password_file: holds `name:password` on its first line; only who knows them is served.
+        every: called every two seconds or so from the server's thread; must be quick.
+        avoid: ports that the job will want, which are not taken where the system chooses one.
+    """
+
+    certificate: Path | None = None
+    key: Path | None = None
+    client_ca: Path | None = None
+    password_file: Path | None = None
+    every: Callable[[], None] = lambda: None
+    avoid: frozenset[int] = frozenset()
+
+    def context(self) -> ssl.SSLContext | None:
+        """Return the TLS context; raise OSError where a file cannot be used."""
+        if self.certificate is None:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self.certificate, self.key)
+        if self.client_ca is not None:
+            context.load_verify_locations(self.client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    def credentials(self) -> bytes | None:
+        """Return `name:password`; raise OSError where the file does not hold them."""
+        if self.password_file is None:
+            return None
+        line = self.password_file.read_bytes().partition(b"\n")[0].strip()
+        if not line.partition(b":")[2]:
+            raise OSError(errno.EINVAL, f"{str(self.password_file)!r} does not hold name:password on its first line")
+        return line
+
+
+class Endpoint:
+    """A listening address with WSGI applications by path, serving from its construction on.
+
+    Args:
+        port: the first to try; one that is taken moves on to the next. 0 takes any free one but those to avoid.
+
+    Raises:
+        OSError: no port is free, the host is not ours, or a file of `serving` cannot be used.
+    """
+
+    def __init__(self, apps: Mapping[str, App], host: str, port: int, serving: Serving) -> None:
+        context, credentials = serving.context(), serving.credentials()
+        self._host, self._owner = host, os.getpid()
+        listener = _bound(host, port) if port else _anywhere(host, serving.avoid)
+        self.port = int(listener.getsockname()[1])
+        self.scheme = "http" if context is None else "https"
+        app = _routed(apps)
+        if _is_loopback(listener.getsockname()[0]):
+            app = _for_this_machine(app)
+        self._server = Server(
+            listener, app if credentials is None else _protected(app, credentials), context, serving.every
+        )
+
+    @property
+    def address(self) -> str:
+        """The address for others, `host:port`; the host name of the node where all interfaces are bound."""
+        host = socket.gethostname() if self._host in {"0.0.0.0", "::", ""} else self._host  # noqa: S104 - compared
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+
+    def close(self) -> None:
+        """Stop serving; returns within a second."""
+        if os.getpid() == self._owner:  # a forked child has no server thread to wait for
+            self._server.close()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family, _, _, _, place = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    for tried in range(port, min(port + _TRIES, 65536)):
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((place[0], tried, *place[2:]))
+            listener.listen()
+        except OSError as error:
+            listener.close()
+            if error.errno != errno.EADDRINUSE:
+                raise
+        else:
+            return listener
+    raise OSError(errno.EADDRINUSE, f"no free port from {port} to {port + _TRIES - 1} on {host!r} for metrics")
+
+
+def _anywhere(host: str, avoid: frozenset[int]) -> socket.socket:
+    """Return a socket on a port that the system chooses; one to avoid is held until another one is found."""
+    held = []
+    try:
+        for _ in range(len(avoid) + 1):
+            listener = _bound(host, 0)
+            if listener.getsockname()[1] not in avoid:
+                return listener
+            held.append(listener)
+    finally:
+        for other in held:
+            other.close()
+    raise OSError(errno.EADDRINUSE, f"no free port on {host!r} for metrics")
+
+
+def _is_loopback(address: str) -> bool:
+    return ip_address(address.partition("%")[0]).is_loopback
+
+
+def _for_this_machine(app: App) -> App:
+    """Refuse requests for other names: a web page whose name was pointed at 127.0.0.1 must not read the metrics.
+
+    Addresses and this machine's names are served, whatever the port: tunnels have others.
+    """
+    node = socket.gethostname().lower()
+    own = {"localhost", node, node.partition(".")[0], *_CONTAINERS}
+
+    def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        host = str(environ.get("HTTP_HOST", "")).strip().lower()
+        name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
+        if not host or name.rstrip(".") in own or _is_address(name):
+            return app(environ, start_response)
+        return answer(start_response, "421 Misdirected Request", "ask for an address, localhost or this machine\n")
+
+    return guarded
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _routed(apps: Mapping[str, App]) -> App:
+    def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        found = apps.get(environ.get("PATH_INFO", ""))
+        if found is not None:
+            return found(environ, start_response)
+        return answer(start_response, "404 Not Found", f"there is {', '.join(apps)}\n")
+
+    return app
+
+
+def _protected(app: App, credentials: bytes) -> App:
+    def protected(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        scheme, _, given = str(environ.get("HTTP_AUTHORIZATION", "")).partition(" ")
+        try:
+            known = base64.b64decode(given, validate=True) if scheme.lower() == "basic" else b""
+        except ValueError:  # not even ASCII, or not base64
+            known = b""
+        if hmac.compare_digest(known, credentials):
+            return app(environ, start_response)
+        wanted = [("WWW-Authenticate", 'Basic realm="ddpdebug", charset="UTF-8"')]
+        return answer(start_response, "401 Unauthorized", "name and password, please\n", wanted)
+
+    return protected
+
+
+def json_app(value: Callable[[], Any]) -> App:
+    """Return an application that serves what `value` returns as JSON."""
+
+    def app(_: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        return answer(start_response, "200 OK", json.dumps(value()), [("Content-Type", "application/json")])
+
+    return app
+
+
+def answer(
+    start_response: Callable[..., Any], status: str, text: str, headers: Sequence[tuple[str, str]] = ()
+) -> list[bytes]:
+    """Begin a WSGI response with a short text; return its body."""
+    kind = [] if any(name == "Content-Type" for name, _ in headers) else [("Content-Type", "text/plain; charset=utf-8")]
+    start_response(status, [*kind, *headers])
+    return [text.encode()]
+
+
+# --- the budget of rendering ------------------------------------------------------------------------------------------
+
+
+class RateLimited:
+    """An application that renders anew while its budget lasts, and repeats its last answer otherwise.
+
+    Args:
+        share: of the time that rendering may take in the long run.
+        clock: what passes, seconds.
+        spent: processor time of the calling thread, seconds.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        share: float = SHARE,
+        clock: Callable[[], float] = time.monotonic,
+        spent: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._app, self._share, self._clock, self._spent = app, share, clock, spent
+        self._credit, self._since = _AT_ONCE, clock()
+        self._known: dict[tuple[str, ...], _Answer] = {}
+        self._rendering = threading.Lock()
+
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        """Answer a WSGI request: 503 where nothing was rendered before and the budget is spent."""
+        words = ("REQUEST_METHOD", "HTTP_ACCEPT", "HTTP_ACCEPT_ENCODING", "QUERY_STRING")
+        key = tuple(str(environ.get(word, "")) for word in words)
+        known = self._known.get(key)
+        if self._rendering.acquire(blocking=known is None):  # who can be answered does not wait
+            try:
+                if self._affordable():
+                    known = self._render(key, environ)
+            finally:
+                self._rendering.release()
+        if known is None:
+            return answer(start_response, "503 Service Unavailable", "asked too often\n", [("Retry-After", "30")])
+        status, headers, body = known
+        start_response(status, headers)
+        return [body]
+
+    def _affordable(self) -> bool:
+        now = self._clock()
+        self._credit = min(_AT_ONCE, self._credit + self._share * (now - self._since))
+        self._since = now
+        return self._credit > 0
+
+    def _render(self, key: tuple[str, ...], environ: dict[str, Any]) -> _Answer:
+        begun = self._spent()
+        head: list[Any] = []
+        body = b"".join(self._app(environ, lambda status, headers: head.extend((status, headers))))
+        self._credit -= self._spent() - begun
+        while len(self._known) >= _KEPT and key not in self._known:
+            self._known.pop(next(iter(self._known)))
+        self._known[key] = (head[0], head[1], body)
+        return self._known[key]
+
+
+# --- connections ------------------------------------------------------------------------------------------------------
+
+
+class _Head:
+    """The input of a connection, cut off at the size that the head of a request may have."""
+
+    def __init__(self, file: Any) -> None:
+        self.close, self._readline, self._left = file.close, file.readline, _MAX_REQUEST
+
+    def readline(self, limit: int) -> bytes:
+        line: bytes = self._readline(min(limit, self._left + 1))
+        self._left -= len(line)
+        if self._left < 0:
+            raise LineTooLong("request")
+        return line
+
+
+class _Handler(WSGIRequestHandler):
+    """The HTTP handler of one connection."""
+
+    disable_nagle_algorithm = True
+
+    def setup(self) -> None:
+        """Read no more than a request may have."""
+        super().setup()
+        self.rfile = _Head(self.rfile)  # type: ignore[assignment]
+
+    def log_message(self, *_: Any) -> None:
+        """Drop the log line: the terminal is the job's."""
+
+    def get_stderr(self) -> Any:
+        """Drop what an application that fails would print."""
+        return io.StringIO()
+
+
+class Server(WSGIServer):
+    """The WSGI server on a listening socket, with a daemon thread for each connection, from its construction on.
+
+    Args:
+        listener: bound and listening; closed by `close`.
+        app: called in a thread for each request.
+        every: called every two seconds or so in a thread; must be quick, may fail.
+    """
+
+    timeout = _TICK  # of `handle_request`
+
+    def __init__(
+        self, listener: socket.socket, app: App, context: ssl.SSLContext | None, every: Callable[[], None]
+    ) -> None:
+        super().__init__(listener.getsockname(), _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        listener.settimeout(_TICK)  # who has gone again before he was accepted is not waited for
+        self.server_name, self.server_port = listener.getsockname()[:2]  # not asked of the name service
+        self.setup_environ()
+        self.set_app(app)
+        self._context, self._every = context, every
+        self._closing = threading.Event()
+        self._open: dict[Any, float] = {}  # connections, with the time of each one's end
+        self._thread = self._start(self._run)
+
+    def close(self) -> None:
+        """Stop serving; returns within a second."""
+        self._closing.set()
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+        self._thread.join(1.0)
+        self.server_close()
+
+    @staticmethod
+    def _start(call: Callable[..., None], *args: Any) -> threading.Thread:
+        # a name, so that the job's own threads are numbered as without us
+        thread = threading.Thread(target=call, args=args, name="ddpdebug-metrics", daemon=True)
+        thread.start()
+        return thread
+
+    def _run(self) -> None:
+        # to write to who has gone would end a job that has SIGPIPE back at its default; the other threads inherit it
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
+        due = 0.0
+        while not self._closing.is_set():
+            now = time.monotonic()
+            if now >= due:
+                due = now + _TICK
+                with suppress(Exception):  # the thread must live on
+                    self._every()
+                self._hang_up(now)
+            try:
+                self.handle_request()
+            except Exception:  # noqa: BLE001 - the thread must live on
+                self._closing.wait(_TICK)
+        self._hang_up(float("inf"))
+
+    def _hang_up(self, now: float) -> None:
+        for connection, end in self._open.copy().items():
+            if end <= now:
+                with suppress(OSError):  # it has ended itself
+                    socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+    def get_request(self) -> tuple[Any, Any]:
+        """Accept a connection. Its handshake begins with what its own thread reads."""
+        try:
+            client, address = self.socket.accept()
+        except OSError:  # no more files: who waits goes on waiting, and this would ask without a pause
+            self._closing.wait(_TICK)
+            raise
+        client.settimeout(_TIMEOUT)
+        if self._context is not None:
+            client = self._context.wrap_socket(client, server_side=True, do_handshake_on_connect=False)
+        return client, address
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Return whether one more connection is within the limit."""
+        del client_address
+        if len(self._open) >= _MAX_CONNECTIONS:
+            return False
+        self._open[request] = time.monotonic() + _TIMEOUT
+        return True
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of the connection's own; where there can be no more threads the client is let go."""
+        self._start(self._answer, request, client_address)
+
+    def _answer(self, request: Any, client_address: Any) -> None:
+        with suppress(Exception):  # it hung up, was too slow, or spoke something else
+            self.finish_request(request, client_address)
+        self.shutdown_request(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        """End a connection."""
+        self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Drop the error: the terminal is the job's."""
