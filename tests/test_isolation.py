@@ -31,7 +31,17 @@ from ddpdebug.probes.entries import Entries, entries_of
 from ddpdebug.probes.threads import Threads
 
 _PACKAGE = Path(__file__).parent.parent / "ddpdebug"
-_LIVE = ("probes", "forensics", "torch_internals", "sinks", "monitor", "exchange", "instrument", "isolation")
+_LIVE = (
+    "probes",
+    "forensics",
+    "torch_internals",
+    "sinks",
+    "monitor",
+    "exchange",
+    "instrument",
+    "isolation",
+    "preflight",
+)
 _REGISTERS = {
     "register",
     "unregister",
@@ -49,6 +59,12 @@ _ALLOWED = {
     ("forensics/replay/replay.py", "register_forward_hook"): "as above",
     ("forensics/replay/replay.py", "register_forward_pre_hook"): "as above",
     ("forensics/replay/replay.py", "register_hook"): "as above, on a graph of ours",
+    (
+        "preflight/sandbox/trials.py",
+        "register_forward_hook",
+    ): "on copies; what fails there fails a check",
+    ("preflight/sandbox/trials.py", "register_forward_pre_hook"): "as above",
+    ("preflight/sandbox/process_state.py", "signal.signal"): "in a preflight, where no timer runs, and put back",
 }
 
 

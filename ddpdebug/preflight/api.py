@@ -22,6 +22,7 @@ from ddpdebug.preflight.output.files import write
 from ddpdebug.preflight.output.results import Check, Status
 from ddpdebug.preflight.output.text import render
 from ddpdebug.preflight.sandbox.process_state import preserved
+from ddpdebug.preflight.sandbox.trials import looking
 from ddpdebug.preflight.subject import Subject
 
 #: Batches that are taken of a loader.
@@ -140,11 +141,8 @@ def takes_model(loss_fn: Callable[..., Any]) -> bool:
 def _loss_of(loss_fn: Callable[..., Any], with_model: bool) -> Callable[[nn.Module, Any], tuple[Tensor, Any]]:  # noqa: FBT001
     def from_model(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         outputs: list[Any] = []
-        handle = model.register_forward_hook(lambda _, __, output: outputs.append(output))
-        try:
+        with looking({"": model}, after=lambda _, __, output: outputs.append(output)):
             loss = loss_fn(model, cloned(batch))
-        finally:
-            handle.remove()
         return loss, outputs[0] if outputs else None
 
     def from_output(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:

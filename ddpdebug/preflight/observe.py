@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from ddpdebug.errors import UsageError
 from ddpdebug.preflight.capture.copies import copied
 from ddpdebug.preflight.capture.nested import tensors
+from ddpdebug.preflight.sandbox.trials import looking
 from ddpdebug.preflight.subject import Subject
 
 #: Batches that are looked at.
@@ -167,16 +168,12 @@ def first_inputs(model: nn.Module) -> Iterator[list[Tensor]]:
     """Give a list that the first call of the model, or of a part of it, fills with the tensors it takes."""
     found: list[Tensor] = []
 
-    def note(_: nn.Module, args: Any, kwargs: Any) -> None:
+    def note(_: str, __: nn.Module, args: Any, kwargs: Any) -> None:
         if not found:
             found.extend(tensors((args, kwargs)))
 
-    handles = [part.register_forward_pre_hook(note, with_kwargs=True) for part in model.modules()]
-    try:
+    with looking(dict(model.named_modules()), before=note):
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def floating(values: list[Tensor]) -> list[Tensor]:

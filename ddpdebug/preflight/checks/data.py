@@ -13,6 +13,7 @@ from ddpdebug.preflight.checks import duplicates, label_relation, labels, splits
 from ddpdebug.preflight.observe import Seen, floating, observe, observe_all
 from ddpdebug.preflight.output.results import Check, Status, Table
 from ddpdebug.preflight.parts import each
+from ddpdebug.preflight.sandbox.trials import looking
 from ddpdebug.preflight.subject import Subject
 
 GROUP = "data"
@@ -159,15 +160,14 @@ def _first_layer_input(subject: Subject) -> tuple[str, Tensor] | None:
     model = copied(subject.model)
     found: list[tuple[str, nn.Module, Tensor | None]] = []
 
-    def note(name: str, module: nn.Module, args: tuple[object, ...]) -> None:
+    def note(name: str, module: nn.Module, args: tuple[object, ...], _: object) -> None:
         value = args[0] if args and isinstance(args[0], Tensor) and args[0].is_floating_point() else None
         if not found:
             found.append((name, module, None if value is None else value.detach().double()))
 
-    for name, module in model.named_modules():
-        if any(True for _ in module.parameters(recurse=False)):
-            module.register_forward_pre_hook(lambda m, args, name=name: note(name, m, args))
-    with torch.no_grad():
+    named = model.named_modules()
+    weighted = {name: module for name, module in named if next(module.parameters(recurse=False), None) is not None}
+    with torch.no_grad(), looking(weighted, before=note):
         observe(subject, subject.batches[0], model)
     if not found or isinstance(found[0][1], _NORMS) or found[0][2] is None or not found[0][2].numel():
         return None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from ddpdebug.preflight.capture.copies import copied
+from ddpdebug.preflight.sandbox.trials import looking
 from ddpdebug.preflight.subject import Subject
 
 _SEED = 7
@@ -47,12 +49,11 @@ def _base(subject: Subject) -> tuple[dict[str, bool], float | None]:
     """Return by module whether it was called with gradients enabled, and the loss."""
     model, enabled = copied(subject.model), dict[str, bool]()
 
-    def note(name: str) -> None:
+    def note(name: str, *_: Any) -> None:
         enabled[name] = enabled.get(name, False) or torch.is_grad_enabled()
 
-    for name, module in model.named_modules():
-        module.register_forward_pre_hook(lambda _, __, name=name: note(name))
-    return enabled, _loss(subject, model)
+    with looking(dict(model.named_modules()), before=note):
+        return enabled, _loss(subject, model)
 
 
 def _loss(subject: Subject, model: nn.Module) -> float | None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ddpdebug.preflight.capture.copies import copied
+from ddpdebug.preflight.sandbox.trials import looking
 from ddpdebug.preflight.subject import Subject
 
 #: Layers that mix their inputs by a weight, and whose output an initialisation is made for.
@@ -82,7 +83,7 @@ def one_pass(subject: Subject, batch: Any) -> Pass:
     mode = _Nonlinearities(result)
     outputs: dict[str, Tensor] = {}
 
-    def enter(name: str) -> None:
+    def enter(name: str, *_: Any) -> None:
         mode.inside.append(name)
 
     def leave(name: str, module: nn.Module, output: Any) -> None:
@@ -92,10 +93,7 @@ def one_pass(subject: Subject, batch: Any) -> Pass:
             if output.requires_grad:
                 output.retain_grad()
 
-    for name, module in model.named_modules():
-        module.register_forward_pre_hook(lambda _, __, name=name: enter(name))
-        module.register_forward_hook(lambda m, _, output, name=name: leave(name, m, output))
-    with mode:
+    with looking(dict(model.named_modules()), before=enter, after=leave), mode:
         loss = subject.loss_of(model, batch)[0]
     if loss.requires_grad:
         loss.backward()

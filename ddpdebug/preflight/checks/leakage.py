@@ -17,6 +17,7 @@ from ddpdebug.preflight.capture.copies import copied
 from ddpdebug.preflight.capture.nested import mapped, tensors
 from ddpdebug.preflight.observe import observe
 from ddpdebug.preflight.output.results import Check, Status
+from ddpdebug.preflight.sandbox.trials import looking
 from ddpdebug.preflight.subject import Subject
 
 GROUP = "gradient flow"
@@ -34,15 +35,12 @@ class _Call:
         self.kwargs: Any = None
         self.module: nn.Module = self.model
         self._cast: tuple[str, torch.dtype] | None = None
-        handles = [m.register_forward_pre_hook(self._note, with_kwargs=True) for m in self.model.modules()]
-        with torch.no_grad():
+        with torch.no_grad(), looking(dict(self.model.named_modules()), before=self._note):
             seen = observe(subject, subject.batches[0], self.model)
-        for handle in handles:
-            handle.remove()
         self.target = seen.calls[0].target if seen.calls else None
         self.model.eval()
 
-    def _note(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _note(self, _: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.args is None:
             self.module, self.args, self.kwargs = module, args, kwargs
             device = next((t.device.type for t in self.inputs), "cpu")

@@ -10,6 +10,7 @@ from torch import nn
 
 from ddpdebug.preflight.capture.copies import copied
 from ddpdebug.preflight.output.results import Check, Status
+from ddpdebug.preflight.sandbox.trials import looking
 from ddpdebug.preflight.subject import Subject
 
 GROUP = "parameters"
@@ -61,12 +62,11 @@ def _called(subject: Subject, model: nn.Module, hidden: Mapping[str, nn.Module])
     """Return those that a forward with gradient calls; a teacher under `no_grad` is hidden on purpose."""
     found: dict[str, nn.Module] = {}
 
-    def note(path: str, module: nn.Module) -> None:
+    def note(path: str, module: nn.Module, *_: Any) -> None:
         if torch.is_grad_enabled():
             found[path] = module
 
-    for path, module in hidden.items():
-        module.register_forward_pre_hook(lambda m, _, path=path: note(path, m))
     if subject.batches:
-        subject.loss_of(model, subject.batches[0])
+        with looking(hidden, before=note):
+            subject.loss_of(model, subject.batches[0])
     return found

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +62,43 @@ def copies(subject: Subject) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     assert subject.optimizer_for is not None
     model = copy_of_model(subject.model)
     return model, subject.optimizer_for(model)
+
+
+@contextlib.contextmanager
+def looking(
+    modules: Mapping[str, torch.nn.Module],
+    *,
+    before: Callable[[str, torch.nn.Module, Any, Any], None] | None = None,
+    after: Callable[[str, torch.nn.Module, Any], None] | None = None,
+) -> Iterator[None]:
+    """Hook the forwards of modules of a copy of the model for a while.
+
+    Args:
+        modules: by name, which the hooks are given.
+        before: called with (name, module, args, kwargs).
+        after: called with (name, module, output), also where the forward raises: the output is None then.
+    """
+    handles: list[Any] = []
+    for name, module in modules.items():
+        if before is not None:
+            enter = functools.partial(_enter, before, name)
+            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        if after is not None:
+            leave = functools.partial(_leave, after, name)
+            handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _enter(before: Callable[..., None], name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    before(name, module, args, kwargs)
+
+
+def _leave(after: Callable[..., None], name: str, module: torch.nn.Module, _: Any, output: Any) -> None:
+    after(name, module, output)
 
 
 class NoGradientError(RuntimeError):
