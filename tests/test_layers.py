@@ -16,7 +16,7 @@ _LAYERS = (
     ("_version", "disk", "redaction", "schema", "torch_internals"),
     ("errors", "fingerprint"),
     ("detectors", "isolation"),
-    ("config", "sinks"),
+    ("config", "nested", "sinks"),
     ("exchange", "grafana", "processes", "run_directory"),
     ("diagnosis", "probes", "reports"),
     ("ci", "forensics"),

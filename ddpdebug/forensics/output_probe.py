@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from ddpdebug import fingerprint, torch_internals as internals
+from ddpdebug.nested import tensors_in
 from ddpdebug.probes.ddp_wrapper import Wrapper
 from ddpdebug.probes.handover import Plans
-from ddpdebug.probes.values import raw_bytes, tensors_in
+from ddpdebug.probes.values import raw_bytes
 
 #: A larger batch is not sent: the exchange is for small messages.
 MAX_BYTES = 4 << 20

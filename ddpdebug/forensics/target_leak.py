@@ -19,9 +19,8 @@ from ddpdebug import torch_internals as internals
 from ddpdebug.forensics.replay.tracer import Tracer
 from ddpdebug.forensics.replay.undisturbed import StandIns, Stopped, undisturbed
 from ddpdebug.isolation.user_code import is_users
+from ddpdebug.nested import leaves, mapped, tensors_in
 from ddpdebug.probes.forward_capture import Scene
-from ddpdebug.probes.holding import is_container, items, leaves, rebuilt
-from ddpdebug.probes.values import tensors_in
 
 #: A number that may still be on a device.
 Value = Callable[[], float]
@@ -131,8 +130,13 @@ def _refuses(module: torch.nn.Module) -> bool:
 
 def _run(scene: Scene, known: Relation, tokens: torch.Tensor, stand_ins: StandIns) -> _Pass:
     seen = _Pass()
-    args = tuple(stand_ins.argument(_with(v, known.tokens, tokens)) for v in scene.args)
-    kwargs = {k: stand_ins.argument(_with(v, known.tokens, tokens)) for k, v in scene.kwargs.items()}
+    args = tuple(
+        stand_ins.argument(mapped(v, lambda item: tokens if item is known.tokens else item)) for v in scene.args
+    )
+    kwargs = {
+        k: stand_ins.argument(mapped(v, lambda item: tokens if item is known.tokens else item))
+        for k, v in scene.kwargs.items()
+    }
     tracer = Tracer(lambda: (None, None, 0), stand_ins, time.monotonic() + _SECONDS)
     handles = [
         part.register_forward_hook(_keeper(seen, name, known, tracer), with_kwargs=True)
@@ -196,15 +200,6 @@ def _cast(scene: Scene) -> Iterator[None]:
         else (contextlib.nullcontext())
     ):
         yield
-
-
-def _with(value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
-    """Return an argument with one tensor replaced."""
-    if value is old:
-        return new
-    if is_container(value):
-        return rebuilt(value, [_with(item, old, new) for _, item in items(value)])
-    return value
 
 
 def _judged(known: Relation, one: _Pass, other: _Pass) -> dict[str, Any] | None:

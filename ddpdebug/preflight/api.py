@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ddpdebug.errors import UsageError
+from ddpdebug.nested import cloned, mapped
 from ddpdebug.preflight.capture.copies import copied, loader_restorer, loader_twin, optimizer_maker, unwrapped
 from ddpdebug.preflight.capture.holdings import holdings
-from ddpdebug.preflight.capture.nested import cloned, mapped
 from ddpdebug.preflight.capture.sampling import Samples
 from ddpdebug.preflight.examine import examine
 from ddpdebug.preflight.output.files import write
@@ -161,4 +161,4 @@ def _loss_of(loss_fn: Callable[..., Any], with_model: bool) -> Callable[[nn.Modu
 def _on_device(batch: Any, model: nn.Module) -> Any:
     """Return a batch where the model is, as a training loop would."""
     device = next((p.device for p in model.parameters()), None)
-    return mapped(batch, lambda item: item.to(device) if isinstance(item, Tensor) else item)
+    return mapped(batch, lambda item: item.to(device) if isinstance(item, Tensor) else item, kinds=True)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ddpdebug.errors import UsageError
+from ddpdebug.nested import tensors_in_objects
 from ddpdebug.preflight.capture.copies import copied
-from ddpdebug.preflight.capture.nested import tensors
 from ddpdebug.preflight.sandbox.trials import looking
 from ddpdebug.preflight.subject import Subject
 
@@ -117,7 +117,7 @@ class _Watcher(TorchFunctionMode):
         if name in _SQUASHING:
             self._squashed[id(result)] = (result, name)
         elif name in _PASSING:
-            before = next((self._squashed[id(t)] for t in tensors(args) if id(t) in self._squashed), None)
+            before = next((self._squashed[id(t)] for t in tensors_in_objects(args) if id(t) in self._squashed), None)
             if before is not None:
                 self._squashed[id(result)] = (result, before[1])
         elif name in _DIFFERENCES and all(isinstance(t, Tensor) for t in args[:2]) and not _of_one_tensor(*args[:2]):
@@ -170,7 +170,7 @@ def first_inputs(model: nn.Module) -> Iterator[list[Tensor]]:
 
     def note(_: str, __: nn.Module, args: Any, kwargs: Any) -> None:
         if not found:
-            found.extend(tensors((args, kwargs)))
+            found.extend(tensors_in_objects((args, kwargs)))
 
     with looking(dict(model.named_modules()), before=note):
         yield found

@@ -21,9 +21,9 @@ import torch
 from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import location, user_frame
+from ddpdebug.nested import leaves, tensors_in
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.holding import Kept, Lost, Room, fetch, hold, is_ours_to_keep, leaves, size_text, storage_of
-from ddpdebug.probes.values import tensors_in
+from ddpdebug.probes.holding import Kept, Lost, Room, fetch, hold, is_ours_to_keep, size_text, storage_of
 
 #: Micro-batches of one step that are kept.
 MAX_SCENES = 8

@@ -26,8 +26,9 @@ from ddpdebug import torch_internals as internals
 from ddpdebug._version import __version__
 from ddpdebug.disk import Disk, NoRoomError
 from ddpdebug.forensics.replay.tensor_file import can_write, write_tensors
+from ddpdebug.nested import is_container, items, tensors_in
 from ddpdebug.probes.forward_capture import Scene
-from ddpdebug.probes.holding import Lost, is_container, items
+from ddpdebug.probes.holding import Lost
 from ddpdebug.redaction import Redactor
 
 FORMAT = 1
@@ -121,7 +122,7 @@ class _Content:
         random = {name: self._reference(f"rng.{name}", state) for name, state in states.items() if state is not None}
         numpy = None if rng.numpy is None else [rng.numpy[0], rng.numpy[1].tolist(), *rng.numpy[2:]]
         arguments = [scene.args, scene.kwargs]
-        inputs = self._tree("inputs", arguments) if self._fits("inputs", _tensors(arguments)) else None
+        inputs = self._tree("inputs", arguments) if self._fits("inputs", tensors_in(arguments)) else None
         buffers = {name: scene.buffers.get(name, buffer) for name, buffer in internals.named_buffers(module)}
         parameters, tied = _parameters(module)
         document: dict[str, Any] = {
@@ -142,7 +143,7 @@ class _Content:
         }
         if previous is not None:
             before = [previous.args, previous.kwargs]
-            fits = self._fits("previous_inputs", _tensors(before))
+            fits = self._fits("previous_inputs", tensors_in(before))
             document["previous_inputs"] = self._tree("previous_inputs", before) if fits else None
         if scene.gradients_lost:
             self.left_out.append({"what": "output_gradients", "bytes": scene.gradients_lost, "why": "not kept"})
@@ -199,12 +200,6 @@ def _plain(value: Any) -> dict[str, Any] | None:
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
     return {"dtype": str(value).removeprefix("torch.")} if isinstance(value, torch.dtype) else None
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [t for _, item in items(value) for t in _tensors(item)] if is_container(value) else []
 
 
 def _parameters(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

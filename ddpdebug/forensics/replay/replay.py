@@ -25,9 +25,8 @@ from ddpdebug.forensics.replay.tracer import Origin, Tracer, WouldWriteError
 from ddpdebug.forensics.replay.undisturbed import COPY_BYTES, CannotCopyError, StandIns, Stopped, undisturbed
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import is_users
+from ddpdebug.nested import leaves, tensors_in
 from ddpdebug.probes.forward_capture import Scene
-from ddpdebug.probes.holding import leaves
-from ddpdebug.probes.values import tensors_in
 
 SECONDS = 30.0
 _MAX_CALLS = 400

@@ -44,8 +44,8 @@ _SCRIPT, _DATA, _STEPS = "preflight:script", "preflight:data", "preflight:steps"
 class Capture:
     """Wrappers over torch's functions while the script runs, which note what it trains; `close` takes them away.
 
-    Nothing of them reaches the script but the end that was asked for (`StopRun`): what fails is switched off, said once,
-    and reported by the checks that need it.
+    Nothing of them reaches the script but the end that was asked for (`StopRun`): what fails is switched off and said,
+    once, and the checks that need it tell the reason.
 
     Args:
         steps: optimizer steps after which the script is stopped.

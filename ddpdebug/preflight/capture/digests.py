@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ddpdebug import fingerprint
-from ddpdebug.preflight.capture.nested import tensors
+from ddpdebug.nested import tensors_in_objects
 from ddpdebug.preflight.capture.tape import Tape
 
 #: Samples of a batch that get a fingerprint of their own.
@@ -18,7 +18,7 @@ _SAMPLES = 512
 
 def digests(tapes: Iterable[Tape]) -> dict[str, Any]:
     """Describe what the model was given, batch by batch."""
-    batches = [list(tensors(tape.inputs)) for tape in tapes]
+    batches = [list(tensors_in_objects(tape.inputs)) for tape in tapes]
     return {"batches": [of_inputs(inputs) for inputs in batches], "scale": scale(batches)}
 
 

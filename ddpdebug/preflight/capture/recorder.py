@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from ddpdebug.errors import text_of
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import is_users
+from ddpdebug.nested import copy_of, mapped, tensors_in_objects
 from ddpdebug.preflight.capture.copies import copied
-from ddpdebug.preflight.capture.nested import copy_of, mapped, tensors
 from ddpdebug.preflight.capture.tape import READS, Constant, Made, Node, Tape, Weight, needed_for
 
 _WRITERS = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__"})
@@ -128,7 +128,7 @@ class Recorder(TorchFunctionMode):
 
     def function(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Callable[[Any], None] | None:
         """Return what writes a function's call down, if that takes something that follows from the model."""
-        if self.busy or not self._armed or not any(self._follows(t) for t in tensors((args, kwargs))):
+        if self.busy or not self._armed or not any(self._follows(t) for t in tensors_in_objects((args, kwargs))):
             return None
         name = str(getattr(func, "__name__", ""))
         writes = name in _WRITERS or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
@@ -138,9 +138,9 @@ class Recorder(TorchFunctionMode):
             if name in READS:
                 self._read.add(name.strip("_"))
             with self._ours():
-                if node is not None and (writes or next(tensors(result), None) is not None):
+                if node is not None and (writes or next(tensors_in_objects(result), None) is not None):
                     node.function, node.changes = func, writes
-                    self._add(node, list(args[:1]) if writes else list(tensors(result)))
+                    self._add(node, list(args[:1]) if writes else list(tensors_in_objects(result)))
 
         return finish
 
@@ -153,7 +153,7 @@ class Recorder(TorchFunctionMode):
             with self._ours():
                 if node is not None:
                     node.root, node.path = root, path
-                    self._add(node, list(tensors(result)))
+                    self._add(node, list(tensors_in_objects(result)))
             self.last = result
 
         return finish
@@ -161,7 +161,7 @@ class Recorder(TorchFunctionMode):
     def same(self, value: Any, like: Any) -> None:
         """Note that `value` stands for `like`: what DDP returns, a scaled loss."""
         with self._ours():
-            own, other = list(tensors(value)), list(tensors(like))
+            own, other = list(tensors_in_objects(value)), list(tensors_in_objects(like))
             for new, old in zip(own, other, strict=len(own) == len(other)):
                 if id(old) in self._known:
                     self._known[id(new)] = (new, self._known[id(old)][1])
@@ -194,9 +194,11 @@ class Recorder(TorchFunctionMode):
 
     def _node(self, args: Any, kwargs: Any) -> Node | None:
         with self._ours():
-            device = next((t.device.type for t in tensors((args, kwargs))), "cpu")
+            device = next((t.device.type for t in tensors_in_objects((args, kwargs))), "cpu")
             cast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
-            operands = mapped((tuple(args), kwargs), lambda v: self._operand(v) if isinstance(v, Tensor) else v)
+            operands = mapped(
+                (tuple(args), kwargs), lambda v: self._operand(v) if isinstance(v, Tensor) else v, kinds=True
+            )
             return Node(arguments=operands, grad=torch.is_grad_enabled(), autocast=cast)
         return None
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from ddpdebug.nested import cloned, mapped
 from ddpdebug.preflight.capture.copies import loader_restorer, loader_twin
-from ddpdebug.preflight.capture.nested import cloned, mapped
 from ddpdebug.preflight.sandbox.process_state import preserved, time_limit
 
 #: Samples of each data set: enough for statistics to some percent and for a probe of labels and inputs.
@@ -119,7 +119,7 @@ def _twice(dataset: Any, at: int) -> tuple[Any, Any]:
 
 def _sample(dataset: Any, at: int) -> Any:
     """Return a copy of a sample, with tensors in the place of arrays."""
-    return cloned(mapped(dataset[at], _as_tensor))
+    return cloned(mapped(dataset[at], _as_tensor, kinds=True))
 
 
 def _as_tensor(item: Any) -> Any:

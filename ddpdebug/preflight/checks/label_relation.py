@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpdebug.preflight.capture.nested import tensors
+from ddpdebug.nested import tensors_in_objects
 from ddpdebug.preflight.checks.labels import classes_of
 from ddpdebug.preflight.observe import Seen
 from ddpdebug.preflight.output.results import Check, Status
@@ -125,7 +125,7 @@ def _from_samples(subject: Subject) -> tuple[Tensor, Tensor] | None:
 def _pair(sample: Any) -> tuple[Tensor, Tensor] | None:
     if not isinstance(sample, Sequence) or len(sample) != 2:
         return None
-    tensor, label = next(tensors(sample[0]), None), sample[1]
+    tensor, label = next(tensors_in_objects(sample[0]), None), sample[1]
     number = torch.as_tensor(label) if isinstance(label, int | Tensor) else None
     if tensor is None or not tensor.is_floating_point() or number is None or number.numel() != 1:
         return None

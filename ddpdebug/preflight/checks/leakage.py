@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ddpdebug.nested import mapped, tensors_in_objects
 from ddpdebug.preflight.capture.copies import copied
-from ddpdebug.preflight.capture.nested import mapped, tensors
 from ddpdebug.preflight.observe import observe
 from ddpdebug.preflight.output.results import Check, Status
 from ddpdebug.preflight.sandbox.trials import looking
@@ -50,10 +50,10 @@ class _Call:
     def run(self, change: Any = None, seed: int = 0) -> list[Tensor]:
         """Return the tensors that the model returns for the inputs, after `change` of each."""
         torch.manual_seed(seed)
-        args, kwargs = mapped((self.args, self.kwargs), lambda item: self._changed(item, change))
+        args, kwargs = mapped((self.args, self.kwargs), lambda item: self._changed(item, change), kinds=True)
         cast = contextlib.nullcontext() if self._cast is None else torch.autocast(*self._cast)
         with torch.no_grad(), cast:
-            return list(tensors(self.module(*args, **kwargs)))
+            return list(tensors_in_objects(self.module(*args, **kwargs)))
 
     def _changed(self, item: Any, change: Any) -> Any:
         if not isinstance(item, Tensor):
@@ -62,7 +62,7 @@ class _Call:
 
     @property
     def inputs(self) -> list[Tensor]:
-        return list(tensors((self.args, self.kwargs)))
+        return list(tensors_in_objects((self.args, self.kwargs)))
 
 
 def check(subject: Subject) -> Iterator[Check]:

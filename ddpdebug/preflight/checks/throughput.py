@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.nested import tensors_in
 from ddpdebug.preflight.output.results import Check, Status, Table
 from ddpdebug.preflight.sandbox.trials import (
     attempt,
@@ -24,7 +25,6 @@ from ddpdebug.preflight.sandbox.trials import (
     take_step,
 )
 from ddpdebug.preflight.subject import Subject
-from ddpdebug.probes.values import tensors_in
 from ddpdebug.sinks.text import counted, number
 
 GROUP, NAME = "throughput", "where the time goes"

@@ -17,10 +17,10 @@ import torch
 from ddpdebug import torch_internals as internals
 from ddpdebug.fingerprint import combine, fingerprint
 from ddpdebug.forensics.replay.stack_lines import ends_stack, user_stack
+from ddpdebug.nested import tensors_in
 from ddpdebug.preflight.sandbox.trials import backward, copy_of_batch, copy_of_model, looking
 from ddpdebug.preflight.subject import Subject
 from ddpdebug.probes.forward_capture import RandomState
-from ddpdebug.probes.values import tensors_in
 
 #: Memory that nobody has written yet: its content is chance.
 _UNWRITTEN = ("empty", "new_empty", "resize_")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddpdebug.nested import parts_of
 from ddpdebug.preflight.capture.copies import copied
 from ddpdebug.preflight.output.results import Check, Status
 from ddpdebug.preflight.sandbox.trials import looking
@@ -50,12 +51,9 @@ def unregistered(subject: Subject) -> Iterator[Check]:
 def _modules_in(value: Any, path: str, depth: int) -> Iterator[tuple[str, nn.Module]]:
     if isinstance(value, nn.Module):
         yield path, value
-    elif depth < _DEPTH and isinstance(value, list | tuple) and len(value) <= _ITEMS:
-        for at, item in enumerate(value):
-            yield from _modules_in(item, f"{path}[{at}]", depth + 1)
-    elif depth < _DEPTH and isinstance(value, Mapping) and len(value) <= _ITEMS:
-        for key, item in value.items():
-            yield from _modules_in(item, f"{path}[{key!r}]", depth + 1)
+    elif depth < _DEPTH and (parts := parts_of(value)) is not None and len(parts) <= _ITEMS:
+        for place, item in parts:
+            yield from _modules_in(item, f"{path}{place}", depth + 1)
 
 
 def _called(subject: Subject, model: nn.Module, hidden: Mapping[str, nn.Module]) -> dict[str, nn.Module]:

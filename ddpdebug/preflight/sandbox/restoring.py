@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.nested import tensors_in
 from ddpdebug.preflight.sandbox.trials import kept_random_state
-from ddpdebug.probes.values import tensors_in
 
 Restore = Callable[[], None]
 

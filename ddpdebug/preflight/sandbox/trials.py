@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from ddpdebug.nested import mapped
 from ddpdebug.preflight.output.results import Check, Status
 from ddpdebug.preflight.subject import LossOf, Subject
 from ddpdebug.probes.forward_capture import RandomState
-from ddpdebug.probes.holding import is_container, items, rebuilt
 
 _MAX_ERROR = 300
 
@@ -42,14 +42,16 @@ def copy_of_model(model: torch.nn.Module) -> torch.nn.Module:
 
 def copy_of_batch(value: Any) -> Any:
     """Return a batch with new tensors; what cannot be copied stays the same object."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)
-    if is_container(value):
-        return rebuilt(value, [copy_of_batch(item) for _, item in items(value)])
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # noqa: BLE001 - a file handle, a tokenizer of native code: the loss gets the original
-        return value
+
+    def copied(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            return item.detach().clone().requires_grad_(item.requires_grad)
+        try:
+            return copy.deepcopy(item)
+        except Exception:  # noqa: BLE001 - a file handle, a tokenizer of native code: the loss gets the original
+            return item
+
+    return mapped(value, copied)
 
 
 def in_turn(batches: Sequence[Any]) -> Iterator[Any]:
