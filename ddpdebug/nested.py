@@ -78,7 +78,7 @@ def tensors_in(value: Any, depth: int = 0) -> Sequence[torch.Tensor]:
 
 
 def tensors_in_objects(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Yield the tensors in containers, slices and plain objects (a batch of a class, a distribution), six levels deep."""
+    """Yield the tensors in containers, slices and plain objects (a distribution, an own class), six levels deep."""
     kind = type(value)
     if issubclass(kind, torch.Tensor):
         yield value

@@ -753,6 +753,38 @@ def test_whatever_registers_is_described() -> None:
     assert {*entries_module.PASSING} - elsewhere <= {*methods}
 
 
+def test_what_a_failed_part_has_registered_is_taken_away(entries: Entries) -> None:
+    """Also at the end, when the part has long been off."""
+    entries.on_parts("probe:a", _raising(RuntimeError("x")))
+    nn.Linear(1, 1)
+    assert entries.guard.off == {"probe:a"}
+    entries.close()
+    assert not torch.nn.modules.module._global_parameter_registration_hooks
+
+
+class OfClass(nn.Identity):
+    """Has a method of the class."""
+
+    @classmethod
+    def made(cls, number: int) -> tuple[type, int]:
+        return cls, number
+
+
+class Below(OfClass):
+    """Inherits it."""
+
+
+def test_a_method_of_a_class_is_wrapped_for_all_that_inherit(entries: Entries) -> None:
+    """The look is given the class that it is called on; afterwards it is the method that it was."""
+    seen: list[Any] = []
+    before = vars(OfClass)["made"]
+    entries.patch(OfClass, "made", before=[("probe:a", lambda *args: seen.append(args))])
+    assert (OfClass.made(1), Below.made(2)) == ((OfClass, 1), (Below, 2))
+    assert seen == [(OfClass, 1), (Below, 2)]
+    entries.close()
+    assert vars(OfClass)["made"] is before
+
+
 def test_what_is_placed_and_what_is_hidden(entries: Entries, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrapper knows whose function it lies over, and what has been put over it."""
 

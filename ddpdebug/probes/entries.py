@@ -328,7 +328,7 @@ class Entries:
         self.closed = True
         while self._undo:  # one by one: an exception of the user's may come in between
             part, take_away = self._undo[-1]
-            self.guard.run(part, take_away)
+            self.guard.run(f"close:{part}", take_away)  # also of a part that has failed and is off
             self._undo.pop()
 
     def tidy(self) -> None:

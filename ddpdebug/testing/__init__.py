@@ -6,8 +6,7 @@ the group's store: no collective of theirs can get in the way of the test's own,
 
 from __future__ import annotations
 
-from ddpdebug.testing.agreement import assert_ranks_agree, assert_replicas_agree
-from ddpdebug.testing.equivalent import assert_equivalent
+from ddpdebug.testing.agreement import assert_equivalent, assert_ranks_agree, assert_replicas_agree
 from ddpdebug.testing.faults import KINDS, Fault
 
 __all__ = ["KINDS", "Fault", "assert_equivalent", "assert_ranks_agree", "assert_replicas_agree"]

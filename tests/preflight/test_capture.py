@@ -417,6 +417,8 @@ def test_what_fails_stays_ours(
     capture.close()
     subject = capture.subject()
     assert (subject is None) == (name == "_calls")  # without it no model is known
+    assert torch.overrides._get_current_function_mode() is None
+    assert not hasattr(nn.Module.__call__, "__wrapped__")
     said = capsys.readouterr().err
     assert f"ddpdebug: preflight: {part}: RuntimeError: of ours" in said
     assert said.count("of ours") == 1

@@ -18,13 +18,12 @@ from ddpdebug.errors import StopRun
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import is_users, user_location
 from ddpdebug.preflight.capture.copies import OptimizerFor, optimizer_maker, unwrapped
-from ddpdebug.preflight.capture.digests import digests
+from ddpdebug.preflight.capture.digests import digests, share
 from ddpdebug.preflight.capture.holdings import holdings
 from ddpdebug.preflight.capture.recorder import RECORDING, Recorder, Root
 from ddpdebug.preflight.capture.sampling import Samples
 from ddpdebug.preflight.capture.seed_watch import SeedWatch
 from ddpdebug.preflight.capture.tape import Tape, loss_of
-from ddpdebug.preflight.sandbox import ranks
 from ddpdebug.preflight.subject import Subject
 from ddpdebug.probes.entries import entries_of
 
@@ -261,7 +260,7 @@ class Capture:
         with torch.no_grad():
             self.samples.draw()
             self.facts["world"] = int(os.environ.get("WORLD_SIZE", "1"))
-            self.facts["ranks"] = ranks.share(_quiet(lambda: digests(self.tapes)))
+            self.facts["ranks"] = share(_quiet(lambda: digests(self.tapes)))
         raise StopRun(self.steps)
 
     # --- what came of it ---

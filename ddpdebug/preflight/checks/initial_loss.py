@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ddpdebug.preflight.checks.labels import classes_of, kept
+from ddpdebug.preflight.examine import each
 from ddpdebug.preflight.observe import LossCall, Seen, observe_all
 from ddpdebug.preflight.output.results import Check, Status
-from ddpdebug.preflight.parts import each
 from ddpdebug.preflight.subject import Subject
 
 GROUP = "initial loss"

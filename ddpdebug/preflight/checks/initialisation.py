@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ddpdebug.errors import UsageError
 from ddpdebug.preflight.checks.layers import WEIGHTED, Pass, sampled
+from ddpdebug.preflight.examine import each
 from ddpdebug.preflight.output.results import Check, Plot, Series, Status, Table
-from ddpdebug.preflight.parts import each
 from ddpdebug.preflight.subject import Subject
 
 GROUP = "initialisation"

@@ -18,13 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug.errors import UsageError
 from ddpdebug.monitor import attach
-from ddpdebug.preflight.checks.lr_sweep import End, Stop, Sweep, rates
+from ddpdebug.preflight.checks.lr_sweep import GROUP, NAME, End, Stop, Sweep, rates, skipped, verdict
 from ddpdebug.preflight.output.results import Check
 from ddpdebug.preflight.sandbox.lockstep import Ranks
 from ddpdebug.preflight.sandbox.restoring import restored
 from ddpdebug.preflight.sandbox.trials import attempt, backward, copies, copy_of_batch, in_turn
 from ddpdebug.preflight.subject import LossOf, Subject
-from ddpdebug.preflight.sweep_verdict import GROUP, NAME, skipped, verdict
 
 #: The range of fastai's finder: below nothing moves, above everything breaks.
 LOWEST, HIGHEST = 1e-7, 10.0

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ddpdebug.preflight.capture.copies import copied
 from ddpdebug.preflight.checks.detached import cut_off
 from ddpdebug.preflight.checks.unregistered import unregistered
+from ddpdebug.preflight.examine import each
 from ddpdebug.preflight.observe import gradients_of, observe
 from ddpdebug.preflight.output.results import Check, Status, Table
-from ddpdebug.preflight.parts import each
 from ddpdebug.preflight.subject import Subject
 
 GROUP = "parameters"

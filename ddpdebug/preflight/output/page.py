@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import struct
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -10,7 +13,6 @@ from itertools import groupby
 from ddpdebug.preflight.output.results import Check, Picture, Status, Table
 from ddpdebug.preflight.output.svg import svg
 from ddpdebug.preflight.output.text import WORDS, cell, needs_a_look
-from ddpdebug.preflight.png import data_uri, png
 from ddpdebug.sinks.text import clean, evidence_lines
 
 _MAX_ROWS = 200
@@ -20,6 +22,12 @@ _MAX_PICTURES = 48
 _LIMIT = 2000
 #: Shapes beside colours: the status is readable in black and white.
 _SIGNS = {Status.PASS: "✓", Status.WARN: "!", Status.FAIL: "✗", Status.INFO: "i", Status.SKIPPED: "-"}
+
+#: A sample is shown at most this wide and high; of a larger one every second, third, ... pixel is taken.
+MAX_SIDE = 256
+_KINDS = {1: 0, 3: 2}  # channels to PNG's colour types: grey, RGB
+
+Pixels = Sequence[Sequence[Sequence[int]]]
 
 #: The policy forbids scripts and every request, should something have slipped through.
 _HEAD = """<!doctype html>
@@ -186,3 +194,27 @@ def _picture(picture: Picture) -> str:
     if image is not None:
         return f'<figure><img alt="{title}" src="{data_uri(image)}"><figcaption>{title}</figcaption></figure>'
     return f'<figure class="text"><figcaption>{title}</figcaption><pre>{_text(picture.text, _LIMIT)}</pre></figure>'
+
+
+def png(pixels: Pixels) -> bytes | None:
+    """Return the file, or None where the pixels are no picture (no rows, uneven rows, two channels)."""
+    height = len(pixels)
+    width = len(pixels[0]) if height else 0
+    channels = len(pixels[0][0]) if width else 0
+    if channels not in _KINDS or any(len(row) != width or any(len(p) != channels for p in row) for row in pixels):
+        return None
+    stride = max(1, -(-max(width, height) // MAX_SIDE))
+    rows = [row[::stride] for row in pixels[::stride]]
+    lines = b"".join(b"\0" + bytes(max(0, min(255, int(v))) for pixel in row for v in pixel) for row in rows)
+    head = struct.pack(">IIBBBBB", len(rows[0]), len(rows), 8, _KINDS[channels], 0, 0, 0)
+    chunks = ((b"IHDR", head), (b"IDAT", zlib.compress(lines, 9)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(*chunk) for chunk in chunks)
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def data_uri(image: bytes) -> str:
+    """Return what stands in a page in place of a file."""
+    return f"data:image/png;base64,{base64.b64encode(image).decode('ascii')}"

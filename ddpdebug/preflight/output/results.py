@@ -9,6 +9,21 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from ddpdebug.errors import UsageError, did_you_mean
+
+#: The groups in their order, and the module with the function `check` of each.
+GROUPS = {
+    "data": "data",
+    "parameters": "parameters",
+    "initial loss": "initial_loss",
+    "initialisation": "initialisation",
+    "gradient flow": "gradient_flow",
+    "overfit": "overfit",
+    "learning rate": "lr_finder",
+    "determinism": "determinism",
+    "throughput": "throughput",
+}
+
 
 class Status(StrEnum):
     """How a check ended."""
@@ -96,3 +111,12 @@ class Check:
     plots: tuple[Plot, ...] = ()
     tables: tuple[Table, ...] = ()
     pictures: tuple[Picture, ...] = ()
+
+
+def chosen(names: str) -> list[str]:
+    """Return the groups in a list with commas; raise UsageError for one that does not exist."""
+    wanted = [name.strip().replace("-", " ").replace("_", " ") for name in names.split(",") if name.strip()]
+    for name in wanted:
+        if name not in GROUPS:
+            raise UsageError(f"unknown group {name!r}; {did_you_mean(name, GROUPS)}")
+    return wanted
