@@ -64,7 +64,7 @@ _ALLOWED = {
         "register_forward_hook",
     ): "on copies; what fails there fails a check",
     ("preflight/sandbox/trials.py", "register_forward_pre_hook"): "as above",
-    ("preflight/sandbox/process_state.py", "signal.signal"): "in a preflight, where no timer runs, and put back",
+    ("preflight/sandbox/time_limit.py", "signal.signal"): "in a preflight, where no timer runs, and put back",
 }
 
 
@@ -162,9 +162,9 @@ _TAKEN_ONCE = {
     "faulthandler.dump_traceback_later": {
         "processes/stacks.py": "in the ranks of `check`, before the script's first line"
     },
-    "signal.setitimer": {"preflight/sandbox/process_state.py": "in a preflight, where no timer runs"},
+    "signal.setitimer": {"preflight/sandbox/time_limit.py": "in a preflight, where no timer runs"},
     "signal.signal": {
-        "preflight/sandbox/process_state.py": "as above, put back",
+        "preflight/sandbox/time_limit.py": "as above, put back",
         "processes/supervisor.py": "in the process that waits for ranks",
         "pytest_plugin/zygote.py": "in the process that forks ranks",
     },

@@ -73,7 +73,6 @@ _PURE = (
     "reports.top",
     "grafana.client",
     "ci.junit",
-    "preflight.output.axes",
     "preflight.output.svg",
     "preflight.output.figures",
     "preflight.output.files",

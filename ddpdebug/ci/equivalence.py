@@ -42,6 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.errors import UsageError
+from ddpdebug.isolation.process_state import preserved
 from ddpdebug.nested import mapped, tensors_in
 from ddpdebug.schema.finding import Finding
 
@@ -95,7 +96,7 @@ def measure(build: Build, *, steps: int = 3, device: torch.device | None = None)
         raise UsageError("equivalence needs a process group of at least 2 ranks")
     plan = Plan(steps=steps, device=device or torch.device("cpu"))
     rank, world = dist.get_rank(), dist.get_world_size()
-    with internals.alone() as group, _surroundings():
+    with internals.alone() as group, preserved():
         with internals.as_world(group):
             try:
                 one = _run(build, plan, 0, 1)
@@ -236,18 +237,6 @@ def _moved(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def _copies(tensors: Iterator[tuple[str, Tensor | None]]) -> dict[str, Tensor]:
     return {name: tensor.detach().double().cpu().clone() for name, tensor in tensors if tensor is not None}
-
-
-@contextmanager
-def _surroundings() -> Iterator[None]:
-    """Leave random state and default type as they were."""
-    state, own, default = torch.get_rng_state(), random.getstate(), torch.get_default_dtype()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-        random.setstate(own)
-        torch.set_default_dtype(default)
 
 
 @contextmanager

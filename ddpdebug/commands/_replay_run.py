@@ -12,12 +12,12 @@ from ddpdebug.commands._replay_model import build_model
 from ddpdebug.commands._replay_request import Request
 from ddpdebug.commands._replay_text import show
 from ddpdebug.errors import UsageError
-from ddpdebug.forensics.replay.bundle import plain
 from ddpdebug.forensics.replay.bundle_reading import Bundle, read_bundle
 from ddpdebug.forensics.replay.replay import Trace, replay
 from ddpdebug.forensics.replay.shrink import Shrunk, shrink
 from ddpdebug.nested import mapped
 from ddpdebug.probes.forward_capture import Autocast, Scene
+from ddpdebug.schema.finding import strict
 
 _SECONDS = 3600.0
 
@@ -110,6 +110,6 @@ def _write(request: Request, bundle: Bundle, trace: Trace, shrunk: Shrunk | None
         else {"batch": shrunk.batch, "subsets": shrunk.subsets, "runs": shrunk.runs, "reason": shrunk.reason},
     }
     try:
-        request.json.write_text(json.dumps(plain(result), allow_nan=False, indent=1) + "\n", encoding="utf-8")
+        request.json.write_text(json.dumps(strict(result), allow_nan=False, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--json {str(request.json)!r} cannot be written: {error.strerror}") from None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpdebug.errors import UsageError
+from ddpdebug.isolation.process_state import preserved
 from ddpdebug.nested import cloned, mapped
 from ddpdebug.preflight.capture.copies import copied, loader_restorer, loader_twin, optimizer_maker, unwrapped
 from ddpdebug.preflight.capture.holdings import holdings
@@ -21,7 +22,6 @@ from ddpdebug.preflight.examine import examine
 from ddpdebug.preflight.output.files import write
 from ddpdebug.preflight.output.results import Check, Status
 from ddpdebug.preflight.output.text import render
-from ddpdebug.preflight.sandbox.process_state import preserved
 from ddpdebug.preflight.sandbox.trials import looking
 from ddpdebug.preflight.subject import Subject
 
@@ -102,7 +102,7 @@ def subject_of(
     with_model = settings.pop("with_model", None)
     inner = unwrapped(model)
     names = {id(p): name for name, p in inner.named_parameters()}
-    with preserved():
+    with preserved(plain=True):
         own, validation = _taken(batches), _taken(val_batches)
         if not own:
             raise UsageError("preflight needs at least one batch")

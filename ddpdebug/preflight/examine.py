@@ -10,9 +10,10 @@ from typing import Any
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.errors import UsageError
+from ddpdebug.isolation.process_state import preserved
 from ddpdebug.isolation.user_code import is_user_file, location
 from ddpdebug.preflight.output.results import GROUPS, Check, Status, chosen
-from ddpdebug.preflight.sandbox.process_state import TimeUp, preserved, time_limit
+from ddpdebug.preflight.sandbox.time_limit import TimeUp, time_limit
 from ddpdebug.preflight.subject import Subject
 
 #: Seconds for each group: together a preflight that people wait for, where a step takes a second or two.
@@ -42,7 +43,7 @@ def examine(subject: Subject, groups: Sequence[str] | None = None) -> list[Check
 def _guarded(group: str, subject: Subject) -> list[Check]:
     try:
         check = importlib.import_module(f"ddpdebug.preflight.checks.{GROUPS[group]}").check
-        with preserved(), time_limit(_SECONDS), warnings.catch_warnings():
+        with preserved(plain=True), time_limit(_SECONDS), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what torch warns about the script has said already, or is found here
             found: list[Check] = check(subject)
     except Exception as error:  # noqa: BLE001 - the caller's model, or ours: no preflight ends in a traceback

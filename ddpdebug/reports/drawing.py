@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import pairwise
 
+from ddpdebug.reports.html import path
 from ddpdebug.sinks.text import number
 
 Points = Sequence[tuple[int, float]]
@@ -40,7 +41,7 @@ def lines(series: Mapping[str, Points], steps: tuple[int, int], marks: Mapping[i
     scale = _Scale(min(values), max(values))
     parts = [_frame(scale, steps, unit), _marks(steps, marks, _HEIGHT - _BOTTOM)]
     for name, points in series.items():
-        drawn = _path([(_x(step, steps), scale.y(value)) for step, value in points])
+        drawn = path([(_x(step, steps), scale.y(value)) for step, value in points])
         parts.append(f'<path d="{drawn}" fill="none" stroke="{COLORS[name]}" stroke-width="1.5"/>')
     legend = "".join(f'<span><i style="background:{COLORS[name]}"></i>{escape(name)}</span>' for name in series)
     return f'{_svg(_HEIGHT, parts)}<p class="legend">{legend}</p>'
@@ -99,18 +100,6 @@ class _Scale:
     def ticks(self) -> list[float]:
         places = [self._low + (self._high - self._low) * i / 4 for i in range(5)]
         return [10**place for place in places] if self.log else places
-
-
-def _path(places: Sequence[tuple[float, float]]) -> str:
-    words, pen = [], "M"
-    for x, y in places:
-        if not math.isfinite(y):
-            pen = "M"
-            continue
-        words.append(f"{pen}{x:.1f} {y:.1f}")
-        words += ["h0.1"] if pen == "M" else []  # a lone point shows
-        pen = "L"
-    return "".join(words)
 
 
 def _frame(scale: _Scale, steps: tuple[int, int], unit: str) -> str:

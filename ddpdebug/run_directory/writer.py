@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -21,7 +20,7 @@ from typing import Any, ClassVar
 from ddpdebug.disk import Ballast, Disk
 from ddpdebug.run_directory import reader as files
 from ddpdebug.run_directory.segments import Segments, segment_paths
-from ddpdebug.schema.finding import Finding
+from ddpdebug.schema.finding import Finding, strict
 from ddpdebug.schema.row import Flag, encode, layout
 from ddpdebug.sinks import Covered, FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
 
@@ -260,20 +259,9 @@ def _json_line(value: Mapping[str, Any]) -> bytes:
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError):  # something that JSON lacks, which is seldom: the slow way
-        text = json.dumps(_strict(value), ensure_ascii=False, allow_nan=False, default=str)
+        text = json.dumps(strict(value), ensure_ascii=False, allow_nan=False)
     return _line(text)
 
 
 def _line(text: str) -> bytes:
     return text.encode("utf-8", "backslashreplace") + b"\n"  # a lone surrogate becomes its JSON escape
-
-
-def _strict(value: Any) -> Any:
-    """Return the value with texts for the numbers that JSON lacks."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(key): _strict(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_strict(item) for item in value]
-    return value

@@ -72,7 +72,7 @@ class Finding:
         """Return the line of `findings.jsonl` (no newline); non-finite numbers become strings, so it is strict JSON."""
         record = asdict(self)
         record["severity"] = self.severity.label
-        return json.dumps(_strict(record), ensure_ascii=False, allow_nan=False)
+        return json.dumps(strict(record), ensure_ascii=False, allow_nan=False)
 
     @classmethod
     def from_json(cls, line: str) -> Finding:
@@ -87,11 +87,12 @@ class Finding:
         return cls(**known)
 
 
-def _strict(value: Any) -> Any:
+def strict(value: Any) -> Any:
+    """Return a value as JSON: texts for NaN, infinities and what JSON lacks, lists for tuples and sets."""
+    if isinstance(value, Mapping):
+        return {str(key): strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [strict(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    if isinstance(value, Mapping):
-        return {str(key): _strict(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_strict(item) for item in value]
-    return value
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -30,6 +30,7 @@ from ddpdebug.nested import is_container, items, tensors_in
 from ddpdebug.probes.forward_capture import Scene
 from ddpdebug.probes.holding import Lost
 from ddpdebug.redaction import Redactor
+from ddpdebug.schema.finding import strict
 
 FORMAT = 1
 JSON_FILE = "bundle.json"
@@ -74,18 +75,18 @@ def write_bundle(  # noqa: PLR0913 - what a bundle is made of
     content = _Content(limit)
     document = content.describe(internals.unwrap_compiled(module), scene, previous)
     clean = (redactor or Redactor()).value
-    document = {**clean(_origin(internals.unwrap_compiled(module))), **document, **clean(plain(facts))}
+    document = {**clean(_origin(internals.unwrap_compiled(module))), **document, **clean(strict(facts))}
     temporary = parent / f".{name}.{os.getpid()}.partial"
     disk = disk or Disk()
     try:
-        text = json.dumps(plain(document), allow_nan=False, indent=1).encode()
+        text = json.dumps(strict(document), allow_nan=False, indent=1).encode()
         reason = disk.refusal(parent, content.size + len(text) + _JSON_ROOM, "bundles")
         if reason is not None:
             raise BundleError(reason)
         disk.make_directory(parent, below=parent.parent)
         disk.make_directory(temporary)
         document["tensor_bytes"] = write_tensors(temporary / TENSOR_FILE, content.tensors, disk)
-        text = json.dumps(plain(document), allow_nan=False, indent=1).encode()
+        text = json.dumps(strict(document), allow_nan=False, indent=1).encode()
         disk.write(temporary / JSON_FILE, text)
         return _publish(temporary, parent, name)
     except NoRoomError as error:
@@ -239,14 +240,3 @@ def _text(module: torch.nn.Module) -> str:
         return str(module.extra_repr())[:_MAX_TEXT]
     except Exception:  # noqa: BLE001 - the user's method
         return ""
-
-
-def plain(value: Any) -> Any:
-    """Return the value with what JSON lacks as text: NaN, infinities, other objects."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.process_state import RandomState
 from ddpdebug.isolation.user_code import is_users
 from ddpdebug.nested import mapped, tensors_in
-from ddpdebug.probes.forward_capture import RandomState
 from ddpdebug.probes.holding import size_text, storage_of
 
 #: Bytes that the stand-ins of one run may take; the activations of a step that takes so much are larger.

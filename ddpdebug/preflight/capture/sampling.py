@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from ddpdebug.isolation.process_state import preserved
 from ddpdebug.nested import cloned, mapped
 from ddpdebug.preflight.capture.copies import loader_restorer, loader_twin
-from ddpdebug.preflight.sandbox.process_state import preserved, time_limit
+from ddpdebug.preflight.sandbox.time_limit import time_limit
 
 #: Samples of each data set: enough for statistics to some percent and for a probe of labels and inputs.
 SAMPLES = 512
@@ -72,7 +73,7 @@ class Samples:
         own, others = self.training(), self.others()
         restores = [loader_restorer(loader) for loader in self._made]
         try:
-            with preserved(), time_limit(_SECONDS):
+            with preserved(plain=True), time_limit(_SECONDS):
                 if own is not None:
                     self.train = _spread(own.dataset, SAMPLES)
                 if others:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from ddpdebug.forensics.replay.stack_lines import line_of
+from ddpdebug.isolation.process_state import kept_random_state
 from ddpdebug.monitor.seeding import WORKSPACE
 from ddpdebug.preflight.capture.seed_watch import NOT_USED, torch_is_seeded
 from ddpdebug.preflight.checks.two_runs import Difference, Twice
 from ddpdebug.preflight.output.results import Check, Status, Table
-from ddpdebug.preflight.sandbox.trials import attempt, kept_random_state
+from ddpdebug.preflight.sandbox.trials import attempt
 from ddpdebug.preflight.subject import Subject
 from ddpdebug.sinks.text import counted
 

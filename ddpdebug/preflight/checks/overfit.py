@@ -22,18 +22,16 @@ from typing import Any
 
 import torch
 
-from ddpdebug.preflight.capture.copies import OptimizerFor
+from ddpdebug.isolation.process_state import RandomState, kept_random_state
+from ddpdebug.preflight.capture.copies import OptimizerFor, copied
 from ddpdebug.preflight.output.results import Check, Plot, Series, Status, Table
 from ddpdebug.preflight.sandbox.trials import (
     NoGradientError,
     attempt,
     copy_of_batch,
-    copy_of_model,
-    kept_random_state,
     take_step,
 )
 from ddpdebug.preflight.subject import Subject
-from ddpdebug.probes.forward_capture import RandomState
 from ddpdebug.sinks.text import counted, number
 
 GROUP, NAME = "overfit", "one batch"
@@ -156,7 +154,7 @@ def _adam(rate: float) -> OptimizerFor:
 def _run(subject: Subject, recipe: str, make: OptimizerFor, seconds: float) -> Run:
     began = time.monotonic()
     with kept_random_state() as state:
-        model = copy_of_model(subject.model)
+        model = copied(subject.model)
         _still(model)
         optimizer = make(model)
         losses = _train(subject, model, optimizer, state, lambda: time.monotonic() - began > seconds)

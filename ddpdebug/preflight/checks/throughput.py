@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.process_state import kept_random_state
 from ddpdebug.nested import tensors_in
+from ddpdebug.preflight.capture.copies import copied
 from ddpdebug.preflight.output.results import Check, Status, Table
 from ddpdebug.preflight.sandbox.trials import (
     attempt,
     backward,
     copy_of_batch,
-    copy_of_model,
-    kept_random_state,
     take_step,
 )
 from ddpdebug.preflight.subject import Subject
@@ -82,7 +82,7 @@ def _check(subject: Subject, seconds: float) -> list[Check]:
 
 def _steps(subject: Subject, seconds: float) -> tuple[float, Counts]:
     """Return the time of an optimizer step, and what its operations were."""
-    model = copy_of_model(subject.model)
+    model = copied(subject.model)
     make = subject.optimizer_for
     optimizer = torch.optim.SGD(_some(model), lr=0.0) if make is None else make(model)
     began, took = time.monotonic(), list[float]()

@@ -17,10 +17,11 @@ import torch
 from ddpdebug import torch_internals as internals
 from ddpdebug.fingerprint import combine, fingerprint
 from ddpdebug.forensics.replay.stack_lines import ends_stack, user_stack
+from ddpdebug.isolation.process_state import RandomState
 from ddpdebug.nested import tensors_in
-from ddpdebug.preflight.sandbox.trials import backward, copy_of_batch, copy_of_model, looking
+from ddpdebug.preflight.capture.copies import copied
+from ddpdebug.preflight.sandbox.trials import backward, copy_of_batch, looking
 from ddpdebug.preflight.subject import Subject
-from ddpdebug.probes.forward_capture import RandomState
 
 #: Memory that nobody has written yet: its content is chance.
 _UNWRITTEN = ("empty", "new_empty", "resize_")
@@ -70,7 +71,7 @@ class Twice:
 
     def _run(self, steps: int, follower: _Follower | None) -> Iterator[tuple[torch.nn.Module, torch.Tensor]]:
         self._state.restore()
-        model = copy_of_model(self._subject.model)
+        model = copied(self._subject.model)
         make = self._subject.optimizer_for
         optimizer = None if make is None else make(model)
         for step in range(steps):

@@ -13,7 +13,8 @@ from itertools import groupby
 from ddpdebug.preflight.output.results import Check, Picture, Status, Table
 from ddpdebug.preflight.output.svg import svg
 from ddpdebug.preflight.output.text import WORDS, cell, needs_a_look
-from ddpdebug.sinks.text import clean, evidence_lines
+from ddpdebug.reports.html import HEAD, text
+from ddpdebug.sinks.text import evidence_lines
 
 _MAX_ROWS = 200
 #: A table with more rows is folded; the text above it says what matters.
@@ -29,16 +30,7 @@ _KINDS = {1: 0, 3: 2}  # channels to PNG's colour types: grey, RGB
 
 Pixels = Sequence[Sequence[Sequence[int]]]
 
-#: The policy forbids scripts and every request, should something have slipped through.
-_HEAD = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:; \
-base-uri 'none'; form-action 'none'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; --line: #8884; --soft: #8881; --page: #fff; }}
+_STYLE = """:root {{ color-scheme: light dark; --line: #8884; --soft: #8881; --page: #fff; }}
 @media (prefers-color-scheme: dark) {{ :root {{ --page: #151515; }} }}
 * {{ box-sizing: border-box; }}
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; \
@@ -90,10 +82,10 @@ h2 {{ break-after: avoid; }} .sign, .counts li {{ print-color-adjust: exact; }} 
 def page(checks: Sequence[Check], title: str) -> str:
     """Return the page as HTML."""
     numbered = list(enumerate(checks))
-    parts = [_HEAD.format(title=_text(title)), f"<h1>{_text(title)}</h1>", _counts(checks), _strip(numbered)]
+    parts = [(HEAD + _STYLE).format(title=text(title)), f"<h1>{text(title)}</h1>", _counts(checks), _strip(numbered)]
     parts.append(_looks(numbered))
     for group, members in groupby(numbered, lambda pair: pair[1].group):
-        parts.append(f"<section><h2>{_text(group)}</h2>")
+        parts.append(f"<section><h2>{text(group)}</h2>")
         parts += [_check(check, number) for number, check in members]
         parts.append("</section>")
     parts.append(
@@ -102,10 +94,6 @@ def page(checks: Sequence[Check], title: str) -> str:
     parts.append("random state of the script are as they were. <code>ddpdebug explain CODE</code> says more about a ")
     parts.append("code.</footer></body></html>\n")
     return "\n".join(parts)
-
-
-def _text(value: object, limit: int = 300) -> str:
-    return escape(clean(value, limit))
 
 
 def _counts(checks: Sequence[Check]) -> str:
@@ -120,10 +108,10 @@ def _strip(numbered: Iterable[tuple[int, Check]]) -> str:
     for group, members in groupby(numbered, lambda pair: pair[1].group):
         signs = (
             f'<a class="sign {check.status.value}" href="#check-{number}" '
-            f'title="{_text(check.status.value)}: {_text(check.name)}">{_SIGNS[check.status]}</a>'
+            f'title="{text(check.status.value)}: {text(check.name)}">{_SIGNS[check.status]}</a>'
             for number, check in members
         )
-        parts.append(f"<div><span>{_text(group)}</span>{''.join(signs)}</div>")
+        parts.append(f"<div><span>{text(group)}</span>{''.join(signs)}</div>")
     return f'<div class="strip">{"".join(parts)}</div>'
 
 
@@ -134,18 +122,18 @@ def _looks(numbered: Sequence[tuple[int, Check]]) -> str:
         for number, check in numbered:
             if check.status is status:
                 sign = f'<a class="sign {status.value}" href="#check-{number}">{_SIGNS[status]}</a>'
-                name = f'<a href="#check-{number}">{_text(check.group)}: {_text(check.name)}</a>'
-                items.append(f"<li>{sign}<span>{name} - {_text(check.summary, 200)}</span></li>")
+                name = f'<a href="#check-{number}">{text(check.group)}: {text(check.name)}</a>'
+                items.append(f"<li>{sign}<span>{name} - {text(check.summary, 200)}</span></li>")
     return f'<ul class="looks">{"".join(items)}</ul>' if items else ""
 
 
 def _check(check: Check, number: int) -> str:
     sign = f'<span class="sign {check.status.value}">{_SIGNS[check.status]}</span>'
-    code = f'<span class="code">{_text(check.code, 20)}</span>' if check.code else ""
-    word = f'<span class="code">{_text(check.status.value)}</span>'
+    code = f'<span class="code">{text(check.code, 20)}</span>' if check.code else ""
+    word = f'<span class="code">{text(check.status.value)}</span>'
     parts = [
         f'<article id="check-{number}" class="{check.status.value}">',
-        f"<h3>{sign} {_text(check.name)}{code}{word}</h3><p>{_text(check.summary, _LIMIT)}</p>",
+        f"<h3>{sign} {text(check.name)}{code}{word}</h3><p>{text(check.summary, _LIMIT)}</p>",
         _facts(check),
     ]
     if check.plots:
@@ -159,14 +147,14 @@ def _facts(check: Check) -> str:
     shown = needs_a_look(check)
     rows = [("evidence", "<br>".join(map(escape, evidence_lines(check.evidence))) if shown else "")]
     for label, tag, texts in (("perhaps", "ol", check.hypotheses), ("next", "ul", check.actions)):
-        items = "".join(f"<li>{_text(text, _LIMIT)}</li>" for text in texts)
+        items = "".join(f"<li>{text(words, _LIMIT)}</li>" for words in texts)
         rows.append((label, f"<{tag}>{items}</{tag}>" if items else ""))
     facts = "".join(f"<dt>{label}</dt><dd>{content}</dd>" for label, content in rows if content)
     return f"<dl>{facts}</dl>" if facts else ""
 
 
 def _table(table: Table) -> str:
-    head = "".join(f"<th>{_text(name, 80)}</th>" for name in table.head)
+    head = "".join(f"<th>{text(name, 80)}</th>" for name in table.head)
     rows = []
     for row in table.rows[:_MAX_ROWS]:
         cells = (
@@ -189,11 +177,11 @@ def _gallery(pictures: Sequence[Picture]) -> str:
 
 
 def _picture(picture: Picture) -> str:
-    title = _text(picture.title, 120)
+    title = text(picture.title, 120)
     image = png(picture.pixels)
     if image is not None:
         return f'<figure><img alt="{title}" src="{data_uri(image)}"><figcaption>{title}</figcaption></figure>'
-    return f'<figure class="text"><figcaption>{title}</figcaption><pre>{_text(picture.text, _LIMIT)}</pre></figure>'
+    return f'<figure class="text"><figcaption>{title}</figcaption><pre>{text(picture.text, _LIMIT)}</pre></figure>'
 
 
 def png(pixels: Pixels) -> bytes | None:

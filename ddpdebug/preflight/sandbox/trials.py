@@ -15,43 +15,27 @@ from typing import Any
 
 import torch
 
-from ddpdebug.nested import mapped
+from ddpdebug.isolation.process_state import kept_random_state
+from ddpdebug.nested import copy_of, mapped
+from ddpdebug.preflight.capture.copies import copied
 from ddpdebug.preflight.output.results import Check, Status
 from ddpdebug.preflight.subject import LossOf, Subject
-from ddpdebug.probes.forward_capture import RandomState
 
 _MAX_ERROR = 300
-
-
-@contextlib.contextmanager
-def kept_random_state() -> Iterator[RandomState]:
-    """Put the state of all generators back afterwards; gives what it was."""
-    state = RandomState.now()
-    try:
-        yield state
-    finally:
-        state.restore()
-
-
-def copy_of_model(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy without gradients."""
-    copied = copy.deepcopy(model)
-    copied.zero_grad(set_to_none=True)
-    return copied
 
 
 def copy_of_batch(value: Any) -> Any:
     """Return a batch with new tensors; what cannot be copied stays the same object."""
 
-    def copied(item: Any) -> Any:
+    def fresh(item: Any) -> Any:
         if isinstance(item, torch.Tensor):
-            return item.detach().clone().requires_grad_(item.requires_grad)
+            return copy_of(item)
         try:
             return copy.deepcopy(item)
         except Exception:  # noqa: BLE001 - a file handle, a tokenizer of native code: the loss gets the original
             return item
 
-    return mapped(value, copied)
+    return mapped(value, fresh)
 
 
 def in_turn(batches: Sequence[Any]) -> Iterator[Any]:
@@ -62,7 +46,7 @@ def in_turn(batches: Sequence[Any]) -> Iterator[Any]:
 def copies(subject: Subject) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """Return a copy of the model and an optimizer of the caller's kind for it."""
     assert subject.optimizer_for is not None
-    model = copy_of_model(subject.model)
+    model = copied(subject.model)
     return model, subject.optimizer_for(model)
 
 
