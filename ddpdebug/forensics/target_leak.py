@@ -36,7 +36,7 @@ _CHANGE = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relation:
-    """How the targets follow from the inputs."""
+    """The relation by which the targets follow from the inputs."""
 
     tokens: torch.Tensor  # (batch, positions), an argument of the forward
     moved: bool  # by one position; otherwise they are the inputs themselves
@@ -91,7 +91,7 @@ def _relation(tokens: torch.Tensor, target: torch.Tensor, ignored: int) -> Relat
 
 @dataclass(slots=True)
 class _Pass:
-    """What modules were given and returned for the sample: with positions, without them, and at the end."""
+    """Inputs and outputs of modules for one sample: with positions, without them, and at the end."""
 
     calls: list[tuple[str, list[torch.Tensor], list[torch.Tensor]]] = field(default_factory=list)
     pooled: list[torch.Tensor] = field(default_factory=list)
@@ -305,7 +305,7 @@ _LOOKS = 4000
 
 
 class _Level:
-    """How far the loss of one model has come down."""
+    """The fall of one model's loss since its first value."""
 
     def __init__(self) -> None:
         self.first = 0.0

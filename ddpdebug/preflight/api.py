@@ -33,18 +33,18 @@ _MODEL_NAMES = frozenset({"model", "net", "network", "module"})
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """What the preflight found."""
+    """The results of a preflight."""
 
     checks: tuple[Check, ...]
 
     @property
     def failed(self) -> tuple[Check, ...]:
-        """What is wrong."""
+        """The checks that failed."""
         return tuple(check for check in self.checks if check.status is Status.FAIL)
 
     @property
     def warned(self) -> tuple[Check, ...]:
-        """What looks wrong."""
+        """The checks that warn."""
         return tuple(check for check in self.checks if check.status is Status.WARN)
 
     def __str__(self) -> str:

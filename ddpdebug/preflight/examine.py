@@ -66,7 +66,7 @@ def each(group: str, **parts: Callable[[], Iterable[Check]]) -> list[Check]:
 
 
 def reason(error: Exception) -> str:
-    """Say what was raised and where: in the user's code if it was there."""
+    """Return the text of an error with its `file:line`, that of the user's code if it is on the way."""
     if isinstance(error, TimeUp | UsageError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)

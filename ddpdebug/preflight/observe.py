@@ -1,4 +1,4 @@
-"""Computes a batch's loss once and writes down what passed: the model's calls, and the calls of loss functions."""
+"""One computation of a batch's loss, observed: the model's inputs and output, and the calls of loss functions."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ class LossCall:
 
     @property
     def reduction(self) -> str:
-        """How the losses of the elements become one."""
+        """The reduction from the losses of elements to one: `mean`, `sum` or `none`."""
         return str(self.settings.get("reduction", "mean"))
 
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
-    """What passed."""
+    """The record of one loss: its calls of loss functions, the model's inputs and output, an error."""
 
     loss: Tensor | None
     output: Any
@@ -177,7 +177,7 @@ def first_inputs(model: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def floating(values: list[Tensor]) -> list[Tensor]:
-    """Return those with fractions."""
+    """Return the tensors of a floating type."""
     return [tensor for tensor in values if tensor.is_floating_point()]
 
 

@@ -1,4 +1,4 @@
-"""Which autograd nodes a call or an operator in the source makes: `x.log()` makes a `LogBackward0`.
+"""Table of the autograd nodes that calls and operators in the source make: `x.log()` makes a `LogBackward0`.
 
 Most nodes are called like the function that makes them. The table has the others.
 """
@@ -32,7 +32,6 @@ _MADE: dict[str, str] = {
     "cosinesimilarity": "linalgvectornorm div mul sum",
     "cdist": "cdist|euclideandist",
     "matmul": "mm|bmm|mv|dot|unsafeview",
-    "bmm": "bmm",
     "reshape": "view|reshapealias|unsafeview",
     "flatten": "view|reshapealias|unsafeview",
     "float": "tocopy",
@@ -50,7 +49,6 @@ _MADE: dict[str, str] = {
     "specialxlogy": "xlogy",
     "specialexpit": "sigmoid",
     "sumtosize": "sum",
-    "logcumsumexp": "logcumsumexp",
     "var": "var|varmean",
     "std": "std|stdmean",
 }

@@ -184,13 +184,10 @@ class Reader:
         return True
 
     def _inline(self, tree: ast.AST, context: Context) -> None:
-        body = getattr(tree, "body", [])
-        if context.depth > _MAX_DEPTH:
-            return
         if isinstance(tree, ast.Lambda):
             self._visit(tree.body, context)
-        else:
-            self._statements(body, context, None)
+        elif context.depth <= _MAX_DEPTH:
+            self._statements(getattr(tree, "body", []), context, None)
 
     def _arguments(self, node: ast.Call, context: Context) -> list[Any]:
         values: list[Any] = []
@@ -214,8 +211,6 @@ class Reader:
                 return _attribute(self._resolve(value, context), name)
             case ast.Subscript(value=value, slice=ast.Constant(value=key)):
                 return _item(self._resolve(value, context), key)
-            case ast.Lambda():
-                return _UNKNOWN
         return _UNKNOWN
 
 

@@ -1,4 +1,4 @@
-"""Which line of the user's code fills a variable or an attribute, read from the byte code; nothing runs."""
+"""The line of the user's code that fills a variable or an attribute, read from the byte code; nothing runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Line:
     into_item: bool = False
 
     def score(self, name: str) -> int:
-        """Say how much the line looks like the one that makes `name` grow."""
+        """Return how likely the line makes `name` grow: 3 adds to it, 2 sets it from itself, 1 sets it, 0 neither."""
         if name in self.loads and (self.into_item or self.loads & _MUTATORS):
             return 3
         if name in self.stores:

@@ -1,4 +1,4 @@
-"""Who keeps tensors alive from step to step: a variable, an attribute or a container, with the line that fills it.
+"""Holders of tensors that live from step to step: a variable, attribute or container, with the line that fills it.
 
 Runs on the training thread between two steps, on suspicion only: the frames of another thread may change while they
 are read. It goes from everything that has a name in the user's code (variables of the running functions, globals of
@@ -84,7 +84,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """What was found; JSON values only."""
+    """The result of a search, JSON values."""
 
     name: str  # "losses", "self.history", "metrics['loss']"
     kind: str  # "list", "dict", "Tensor", ...

@@ -1,4 +1,4 @@
-"""Everything that is done about memory on suspicion or failure: one object for the monitor."""
+"""The monitor's memory forensics in one object: search for holders, reports of failed allocations, the CPU limit."""
 
 from __future__ import annotations
 

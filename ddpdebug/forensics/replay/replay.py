@@ -38,7 +38,7 @@ _REASONS = "kernels that are not deterministic, state outside of the module, or 
 
 @dataclass(slots=True, kw_only=True)
 class Trace:
-    """What a replay has found."""
+    """The result of a replay."""
 
     complete: bool = False
     reason: str | None = None  # why it is not complete

@@ -47,7 +47,7 @@ class WouldWriteError(Stopped):
 
 @dataclass(slots=True)
 class Origin:
-    """Where non-finite values came from."""
+    """The origin of non-finite values: an operation, a parameter, an input."""
 
     index: int  # of the operation; -1 for what was there before
     kind: str  # "op", "literal", "input", "parameter", "buffer", "output-gradient", "tensor", ...

@@ -1,4 +1,4 @@
-"""Takes from an unchanged script what it trains: its own first optimizer steps are recorded, then it is stopped."""
+"""Capture of an unchanged script's training: its first optimizer steps are recorded, then it is stopped."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Capture:
         self.recorder.cut()
 
     def _failed(self, part: str, text: str) -> None:
-        """Say once what is not looked at any more, and stop a script whose steps are not."""
+        """Print which part is off, once, and stop the script where that is the counting of its steps."""
         if part == _DATA:
             self.samples.trouble = self.samples.trouble or text
         elif part in {RECORDING, _STEPS}:

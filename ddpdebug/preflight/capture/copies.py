@@ -18,7 +18,7 @@ OptimizerFor = Callable[[torch.nn.Module], torch.optim.Optimizer]
 
 
 class _LocalBatchNorm(nn.BatchNorm1d):
-    """Stands for SyncBatchNorm, which would wait for the other ranks."""
+    """Batch norm in place of SyncBatchNorm, which would wait for the other ranks."""
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - the parent's name
         """Take any shape."""

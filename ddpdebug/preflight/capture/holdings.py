@@ -1,4 +1,4 @@
-"""What the optimizers hold of the models, by name; JSON values."""
+"""Parameter groups of the optimizers with the names of the models' parameters; JSON values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records tapes in a running script: one for each backward."""
+"""Recording of a running script's losses as tapes: one for each backward."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Samples:
         return None if loader is None else lambda: iter(loader_twin(loader))
 
     def facts(self) -> list[dict[str, Any]]:
-        """Say how the loaders are set up."""
+        """Return the settings of the loaders, JSON values."""
         return [_facts(loader, trains=loader is self.training()) for loader in self._made if _is_plain(loader)]
 
     def draw(self) -> None:

@@ -1,4 +1,4 @@
-"""Notes which of the global generators a script seeds, and where, while it runs."""
+"""Watch on the seeding of the global random generators: which of them a script seeds, and in which line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step's loss as a tape: what was computed from the model's forward to `backward`, to be computed with another model.
+"""The tape of a loss: the calls from the model's forward to `backward`, which can be computed with another model.
 
 A node is a call of a module of the model or of a function of torch. What a call takes is a result of an earlier node,
 a parameter or buffer of the model, or a constant: inputs and labels. Control flow of Python is as in the recording.

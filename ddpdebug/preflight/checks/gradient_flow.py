@@ -64,9 +64,7 @@ def _depth(found: list[Layer]) -> Iterator[Check]:
         else ("weights too large for the depth", "no normalisation in a recurrent or residual stack")
         if explode
         else (),
-        actions=("add residual connections with norms, or initialise for the activation used",)
-        if vanish or explode
-        else (),
+        actions=("add residual connections with norms, or initialise for the activation used",),
         plots=(plot,),
     )
 

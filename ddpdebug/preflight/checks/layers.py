@@ -1,4 +1,4 @@
-"""What every layer puts out in one pass, in the order of the calls: activations, gradients, and nonlinearities."""
+"""Statistics of one forward and backward by layer, in the order of the calls: activations, gradients, dead units."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Layer:
 
 @dataclass(slots=True)
 class Pass:
-    """What one pass showed.
+    """The statistics of one pass.
 
     Args:
         layers: those with a weight, once each, in the order of their first call.
@@ -56,7 +56,7 @@ class Pass:
 
 
 class _Nonlinearities(TorchFunctionMode):
-    """Looks at what relu, tanh and sigmoid return, wherever in the model they are called."""
+    """A mode that reads the results of relu, tanh and sigmoid, wherever in the model they are called."""
 
     def __init__(self, result: Pass) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What must not depend on what: a sample on its neighbours in the batch, a position on later ones, eval mode on chance.
+"""Leakage: outputs that depend on other samples of the batch, on later positions, or in eval mode on random numbers.
 
 Measured by changing the one and comparing the other, in eval mode: batch statistics mix samples on purpose.
 """
@@ -113,10 +113,8 @@ def _batch(subject: Subject, call: _Call, base: list[Tensor], again: list[Tensor
         hypotheses=(
             "view or reshape where transpose or permute is meant",
             "a softmax, norm or attention over the batch dimension (batch_first=False)",
-        )
-        if leaks
-        else (),
-        actions=("follow the shapes through the forward",) if leaks else (),
+        ),
+        actions=("follow the shapes through the forward",),
     )
 
 
@@ -176,11 +174,11 @@ def _future(call: _Call, base: list[Tensor]) -> Check:
         group=GROUP,
         name="causal",
         status=Status.FAIL if leaks else Status.PASS,
-        code="RCP821" if leaks else "",
+        code="RCP821",
         summary=f"other tokens from position {middle} on "
         + ("change the outputs before it" if leaks else "leave the outputs before it as they are"),
-        hypotheses=("the causal mask is missing, or inverted", "a norm or pooling over all positions") if leaks else (),
-        actions=("`is_causal=True`, or a mask that is True where attention is forbidden",) if leaks else (),
+        hypotheses=("the causal mask is missing, or inverted", "a norm or pooling over all positions"),
+        actions=("`is_causal=True`, or a mask that is True where attention is forbidden",),
     )
 
 

@@ -1,4 +1,4 @@
-"""Looks for the learning rate by a sweep: one optimizer step per rate, from far too low to far too high.
+"""The learning-rate finder: a sweep with one optimizer step per rate, from far too low to far too high.
 
 `check` works on copies. `find_lr` is for the user's own program, also inside a DDP job: it trains the model that it
 is given and puts everything back, since a copy of a DDP would need a second set of process groups and buckets.
@@ -43,7 +43,7 @@ _MAX_SKIPS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """How to sweep."""
+    """The settings of a sweep: ends of the range, steps, micro-batches per step, seconds."""
 
     lowest: float
     highest: float

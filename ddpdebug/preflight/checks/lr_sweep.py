@@ -1,4 +1,4 @@
-"""What a sweep over learning rates says: where the loss falls, where it is lowest, where training breaks. Pure.
+"""Reading of a learning-rate sweep: where the loss falls, where it is lowest, where training diverges. Pure.
 
 The method is that of L. N. Smith, "Cyclical learning rates for training neural networks" (WACV 2017, section 3.3): the
 rate grows by a constant factor from step to step, and the loss is looked at as a function of the rate.

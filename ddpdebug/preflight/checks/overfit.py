@@ -1,4 +1,4 @@
-"""Trains a copy on one fixed batch again and again: what cannot memorise a few samples will not learn from many.
+"""The overfit check: a copy is trained on one fixed batch, for what cannot memorise a few samples learns from none.
 
 Everything that varies is held: the batch is the one that was captured (so that augmentation has been drawn once),
 layers that drop something are off, and before every step the random state is put back, so that what noise is left in
@@ -76,7 +76,7 @@ class Run:
 
     @property
     def shape(self) -> Shape:
-        """How it went."""
+        """The shape of its loss curve."""
         return shape_of(self.losses)
 
 
@@ -267,7 +267,7 @@ def _table(runs: list[Run]) -> Table:
 
 
 class Shape(StrEnum):
-    """How a curve went."""
+    """The shape of a loss curve on one fixed batch."""
 
     LEARNED = "memorised"
     FALLING = "still falling"
@@ -280,7 +280,7 @@ class Shape(StrEnum):
 
 
 def shape_of(losses: Sequence[float]) -> Shape:
-    """Say how a curve went; the first loss is the one before any update."""
+    """Return the shape of a loss curve; the first loss is the one before any update."""
     if not losses or not all(map(math.isfinite, losses)):
         return Shape.NONFINITE
     first, last = losses[0], ending(losses)
@@ -297,7 +297,7 @@ def shape_of(losses: Sequence[float]) -> Shape:
 
 
 def _settled(losses: Sequence[float], first: float, last: float) -> Shape:
-    """Say how a curve ends that came down, but not all the way."""
+    """Return the shape of a curve that fell, but not all the way."""
     quarter = losses[-max(4, len(losses) // 4) :]
     before, after = median(quarter[: len(quarter) // 2]), median(quarter[len(quarter) // 2 :])
     if 0 < last <= FLOOR * first:

@@ -1,4 +1,4 @@
-"""Point 2, the parameters: what each one is, who optimizes it, and whether the loss reaches it."""
+"""Point 2, the audit of the parameters: shape and dtype, their optimizer and group, and their gradient."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check(subject: Subject) -> list[Check]:
 
 
 class _Held:
-    """What the optimizers hold, by the parameter's name."""
+    """The parameter groups of the optimizers, by the parameter's name."""
 
     def __init__(self, subject: Subject) -> None:
         self.optimizers: list[dict[str, Any]] = subject.facts.get("holdings", [])
@@ -131,7 +131,7 @@ def _optimized(subject: Subject, held: _Held, gradients: Mapping[str, float | No
 
 
 def _foreign(subject: Subject, held: _Held, gradients: Mapping[str, float | None] | None) -> Check:
-    """Judge what an optimizer holds and no model has: it is a mistake where it takes the place of what is missing."""
+    """Judge parameters of an optimizer that are in no model: a mistake where some of the model are in no optimizer."""
     foreign = [shape for o in held.optimizers if o["stepped"] for group in o["groups"] for shape in group["foreign"]]
     own = [list(p.shape) for n, p in subject.model.named_parameters() if p.requires_grad and n not in held.groups]
     replaced = [shape for shape in foreign if shape in own]
@@ -186,12 +186,12 @@ def _reached(subject: Subject, held: _Held, gradients: Mapping[str, float | None
         group=GROUP,
         name="zero gradients",
         status=Status.WARN if zero else Status.PASS,
-        code="HLTH714" if zero else "",
+        code="HLTH714",
         summary=f"{_some(zero)} have a gradient of exactly 0 in all batches"
         if zero
         else "no parameter has a gradient of exactly 0 in all batches",
         evidence={"zero": zero} if zero else {},
-        hypotheses=("dead units in front of it", "a factor, gate or mask of 0") if zero else (),
+        hypotheses=("dead units in front of it", "a factor, gate or mask of 0"),
     )
 
 

@@ -94,11 +94,11 @@ def _statistics(samples: Samples) -> Iterator[Check]:
         group=GROUP,
         name="train and validation statistics",
         status=Status.WARN if differ else Status.PASS,
-        code="DATA908" if differ else "",
+        code="DATA908",
         summary=f"training data have mean {mean:.3g} and deviation {std:.3g}, validation data {other:.3g} and "
         f"{spread:.3g}",
-        hypotheses=("the transforms differ in normalisation", "another source or another class mix") if differ else (),
-        actions=("share the deterministic part of the transforms between both data sets",) if differ else (),
+        hypotheses=("the transforms differ in normalisation", "another source or another class mix"),
+        actions=("share the deterministic part of the transforms between both data sets",),
     )
 
 
@@ -118,10 +118,8 @@ def _repeats(samples: Samples) -> Check:
         name="augmentation on validation",
         status=Status.WARN if changed else Status.PASS,
         summary=f"{changed} of {len(samples.repeats)} validation samples differ when they are read again",
-        hypotheses=("the validation data set has the training transform", "a split that shares it (`random_split`)")
-        if changed
-        else (),
-        actions=("give the validation data set a transform without random parts",) if changed else (),
+        hypotheses=("the validation data set has the training transform", "a split that shares it (`random_split`)"),
+        actions=("give the validation data set a transform without random parts",),
     )
 
 

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: waiting for data, copying between host and device, many small operations.
+"""The time of a step by cause: waiting for data, copies between host and device, many small operations.
 
 Measured on copies and on this machine, with nothing else of the training running: a paragraph with numbers, no verdict
 on how fast it ought to be.
@@ -43,7 +43,7 @@ _SHOWN = 8
 
 @dataclass(slots=True)
 class Counts:
-    """What the operations of one step were."""
+    """The operations of one step: how long they took, how many copies and reads of values were among them."""
 
     seconds: list[float] = field(default_factory=list)
     by_name: dict[str, list[float]] = field(default_factory=dict)

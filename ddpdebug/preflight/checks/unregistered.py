@@ -20,7 +20,7 @@ _ITEMS = 200
 
 
 def unregistered(subject: Subject) -> Iterator[Check]:
-    """Look into the plain attributes of the model's modules for modules with parameters, and see who is called."""
+    """Find modules with parameters in plain attributes of the model's modules that the forward calls (RCP817)."""
     model = copied(subject.model)
     known = {id(module) for module in model.modules()}
     found: dict[str, nn.Module] = {}

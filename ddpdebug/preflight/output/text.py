@@ -1,4 +1,4 @@
-"""What the preflight found, as lines for a terminal: an overview, then all about what needs a look. Pure.
+"""The results of a preflight as lines for a terminal: an overview, then all about what needs a look. Pure.
 
 The lines carry names of styles; `render` drops them, `styled` turns them into colours.
 """
