@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from ddpdebug.errors import UsageError
 from ddpdebug.isolation.process_state import preserved
 from ddpdebug.nested import cloned, mapped
-from ddpdebug.preflight.capture.copies import copied, loader_restorer, loader_twin, optimizer_maker, unwrapped
-from ddpdebug.preflight.capture.holdings import holdings
+from ddpdebug.preflight.capture.copies import copied, holdings, loader_restorer, loader_twin, optimizer_maker, unwrapped
 from ddpdebug.preflight.capture.sampling import Samples
 from ddpdebug.preflight.examine import examine
 from ddpdebug.preflight.output.files import write

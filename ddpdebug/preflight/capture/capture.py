@@ -17,9 +17,8 @@ from torch import nn
 from ddpdebug.errors import StopRun
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import is_users, user_location
-from ddpdebug.preflight.capture.copies import OptimizerFor, optimizer_maker, unwrapped
+from ddpdebug.preflight.capture.copies import OptimizerFor, holdings, optimizer_maker, unwrapped
 from ddpdebug.preflight.capture.digests import digests, share
-from ddpdebug.preflight.capture.holdings import holdings
 from ddpdebug.preflight.capture.recorder import RECORDING, Recorder, Root
 from ddpdebug.preflight.capture.sampling import Samples
 from ddpdebug.preflight.capture.seed_watch import SeedWatch
