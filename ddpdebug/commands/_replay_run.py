@@ -15,8 +15,9 @@ from ddpdebug.errors import UsageError
 from ddpdebug.forensics.replay.bundle_reading import Bundle, read_bundle
 from ddpdebug.forensics.replay.replay import Trace, replay
 from ddpdebug.forensics.replay.shrink import Shrunk, shrink
+from ddpdebug.isolation.process_state import Autocast
 from ddpdebug.nested import mapped
-from ddpdebug.probes.forward_capture import Autocast, Scene
+from ddpdebug.probes.forward_capture import Scene
 from ddpdebug.schema.finding import strict
 
 _SECONDS = 3600.0

@@ -7,9 +7,8 @@ rank, without gradients and in the way of a replay, and is ended by any operatio
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,7 +144,7 @@ def _run(scene: Scene, known: Relation, tokens: torch.Tensor, stand_ins: StandIn
     ]
     scene.rng.restore()
     try:
-        with torch.no_grad(), _cast(scene), internals.as_users(), tracer:
+        with torch.no_grad(), scene.autocast.again(), internals.as_users(), tracer:
             output = stand_ins.module(*args, **kwargs)
     finally:
         for handle in handles:
@@ -189,17 +188,6 @@ def _keeper(seen: _Pass, name: str, known: Relation, tracer: Tracer) -> Callable
         return kept.clone() if seen.room > 0 else None
 
     return keep
-
-
-@contextlib.contextmanager
-def _cast(scene: Scene) -> Iterator[None]:
-    cast = scene.autocast
-    with (
-        torch.autocast(cast.device, dtype=cast.dtype, enabled=True, cache_enabled=False)
-        if cast.enabled
-        else (contextlib.nullcontext())
-    ):
-        yield
 
 
 def _judged(known: Relation, one: _Pass, other: _Pass) -> dict[str, Any] | None:

@@ -76,6 +76,27 @@ def _comparable(state: Any) -> tuple[Any, ...]:
     return tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in state)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Autocast:
+    """Whether autocast was on around a forward for a kind of device, and the dtype that it casts to."""
+
+    device: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, device: str) -> Autocast:
+        """Read the state for a kind of device (`cpu`, `cuda`)."""
+        enabled = torch.is_autocast_enabled(device)
+        return cls(device=device, enabled=enabled, dtype=torch.get_autocast_dtype(device))
+
+    def again(self, *, cache: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Return a context with autocast as it was, if it was on; `cache` keeps cast weights, as autocast does."""
+        if not self.enabled:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device, dtype=self.dtype, cache_enabled=cache)
+
+
 @contextlib.contextmanager
 def kept_random_state() -> Iterator[RandomState]:
     """Put the states of all generators back afterwards; gives what they were."""

@@ -17,7 +17,7 @@ import torch
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.isolation.process_state import RandomState
+from ddpdebug.isolation.process_state import Autocast, RandomState
 from ddpdebug.isolation.user_code import location, user_frame
 from ddpdebug.nested import leaves, tensors_in
 from ddpdebug.probes.entries import entries_of
@@ -28,21 +28,6 @@ MAX_SCENES = 8
 _BUFFER_BYTES = 1 << 20
 _MAX_VERSIONS = 16
 _REFRESH = 100
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Autocast:
-    """Whether autocast was on around the forward, and to which type it casts."""
-
-    device: str
-    enabled: bool
-    dtype: torch.dtype
-
-    @classmethod
-    def now(cls, device: str) -> Autocast:
-        """Read the state for a kind of device."""
-        enabled = torch.is_autocast_enabled(device)
-        return cls(device=device, enabled=enabled, dtype=torch.get_autocast_dtype(device))
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False, kw_only=True)

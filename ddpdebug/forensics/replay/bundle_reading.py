@@ -19,8 +19,8 @@ import torch
 
 from ddpdebug.errors import UsageError
 from ddpdebug.forensics.replay.bundle import FORMAT, JSON_FILE, TENSOR_FILE
-from ddpdebug.isolation.process_state import RandomState
-from ddpdebug.probes.forward_capture import Autocast, Scene
+from ddpdebug.isolation.process_state import Autocast, RandomState
+from ddpdebug.probes.forward_capture import Scene
 from ddpdebug.sinks.text import clean
 
 _MAX_JSON = 64 << 20

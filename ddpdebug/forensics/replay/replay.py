@@ -204,15 +204,10 @@ class _Replay:
 
     @contextlib.contextmanager
     def _surroundings(self) -> Iterator[None]:
-        cast = self._scene.autocast
-        enabled = cast.enabled and self._autocast
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(
-                torch.autocast(cast.device, dtype=cast.dtype, enabled=enabled, cache_enabled=False)
-                if enabled
-                else contextlib.nullcontext()
-            )
+            if self._autocast:
+                stack.enter_context(self._scene.autocast.again())
             if internals.DYNAMO in sys.modules:  # what is compiled runs uncompiled
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield

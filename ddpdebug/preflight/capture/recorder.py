@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ddpdebug.errors import text_of
 from ddpdebug.isolation.guard import Guard
+from ddpdebug.isolation.process_state import Autocast
 from ddpdebug.isolation.user_code import is_users
 from ddpdebug.nested import copy_of, mapped, tensors_in_objects
 from ddpdebug.preflight.capture.copies import copied
@@ -195,11 +196,10 @@ class Recorder(TorchFunctionMode):
     def _node(self, args: Any, kwargs: Any) -> Node | None:
         with self._ours():
             device = next((t.device.type for t in tensors_in_objects((args, kwargs))), "cpu")
-            cast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
             operands = mapped(
                 (tuple(args), kwargs), lambda v: self._operand(v) if isinstance(v, Tensor) else v, kinds=True
             )
-            return Node(arguments=operands, grad=torch.is_grad_enabled(), autocast=cast)
+            return Node(arguments=operands, grad=torch.is_grad_enabled(), autocast=Autocast.now(device))
         return None
 
     def _operand(self, tensor: Tensor) -> Operand:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddpdebug.isolation.process_state import Autocast
 from ddpdebug.nested import copy_of, mapped, tensors_in_objects
 
 #: Reading a value into Python: what the script did with it is part of the recording.
@@ -54,14 +55,12 @@ class Node:
     arguments: Any = ()
     changes: bool = False  # its first argument
     grad: bool = True
-    autocast: tuple[str, torch.dtype] | None = None
+    autocast: Autocast
 
     @contextlib.contextmanager
     def settings(self) -> Iterator[None]:
         """Compute as in the recording."""
-        kind = self.autocast
-        cast = contextlib.nullcontext() if kind is None else torch.autocast(kind[0], kind[1])
-        with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()), cast:
+        with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()), self.autocast.again(cache=True):
             yield
 
 

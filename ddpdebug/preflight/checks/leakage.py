@@ -5,7 +5,6 @@ Measured by changing the one and comparing the other, in eval mode: batch statis
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ddpdebug.isolation.process_state import Autocast
 from ddpdebug.nested import mapped, tensors_in_objects
 from ddpdebug.preflight.capture.copies import copied
 from ddpdebug.preflight.observe import observe
@@ -34,7 +34,7 @@ class _Call:
         self.args: Any = None
         self.kwargs: Any = None
         self.module: nn.Module = self.model
-        self._cast: tuple[str, torch.dtype] | None = None
+        self._cast = Autocast.now("cpu")
         with torch.no_grad(), looking(dict(self.model.named_modules()), before=self._note):
             seen = observe(subject, subject.batches[0], self.model)
         self.target = seen.calls[0].target if seen.calls else None
@@ -43,16 +43,13 @@ class _Call:
     def _note(self, _: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.args is None:
             self.module, self.args, self.kwargs = module, args, kwargs
-            device = next((t.device.type for t in self.inputs), "cpu")
-            if torch.is_autocast_enabled(device):
-                self._cast = (device, torch.get_autocast_dtype(device))
+            self._cast = Autocast.now(next((t.device.type for t in self.inputs), "cpu"))
 
     def run(self, change: Any = None, seed: int = 0) -> list[Tensor]:
         """Return the tensors that the model returns for the inputs, after `change` of each."""
         torch.manual_seed(seed)
         args, kwargs = mapped((self.args, self.kwargs), lambda item: self._changed(item, change), kinds=True)
-        cast = contextlib.nullcontext() if self._cast is None else torch.autocast(*self._cast)
-        with torch.no_grad(), cast:
+        with torch.no_grad(), self._cast.again(cache=True):
             return list(tensors_in_objects(self.module(*args, **kwargs)))
 
     def _changed(self, item: Any, change: Any) -> Any:
