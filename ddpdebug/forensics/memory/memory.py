@@ -19,10 +19,7 @@ class MemoryForensics:
     """Looks for holders, writes summaries of failed allocations, takes declarations of growth.
 
     Args:
-        add_to: adds evidence to the findings of a code.
-        announce: tells all ranks (topic, JSON value).
-        directory: the run directory, None while it is not known.
-        plans: carries searches to the training thread.
+        plans: carries searches to the training thread; the others are those of `Reports`.
     """
 
     def __init__(
