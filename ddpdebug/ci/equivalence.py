@@ -42,7 +42,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.errors import UsageError
-from ddpdebug.probes.values import tensors_in
+from ddpdebug.isolation.process_state import preserved
+from ddpdebug.nested import mapped, tensors_in
 from ddpdebug.schema.finding import Finding
 
 Build = Callable[[], tuple[nn.Module, Callable[..., Any], Any]]
@@ -95,7 +96,7 @@ def measure(build: Build, *, steps: int = 3, device: torch.device | None = None)
         raise UsageError("equivalence needs a process group of at least 2 ranks")
     plan = Plan(steps=steps, device=device or torch.device("cpu"))
     rank, world = dist.get_rank(), dist.get_world_size()
-    with internals.alone() as group, _surroundings():
+    with internals.alone() as group, preserved():
         with internals.as_world(group):
             try:
                 one = _run(build, plan, 0, 1)
@@ -184,7 +185,7 @@ def _built(build: Build, plan: Plan) -> tuple[nn.Module, Callable[..., Any], Any
     return (
         model,
         loss_fn,
-        _mapped(batch, lambda t: t.to(plan.device, torch.float64 if double and t.is_floating_point() else None)),
+        _moved(batch, lambda t: t.to(plan.device, torch.float64 if double and t.is_floating_point() else None)),
     )
 
 
@@ -227,35 +228,15 @@ def _own_part(batch: Any, rank: int, world: int) -> Any:
     if size % world:
         raise UsageError(f"a batch of {size} cannot be split into {world} equal parts; make it a multiple of {world}")
     part = slice(rank * size // world, (rank + 1) * size // world)
-    return _mapped(batch, lambda tensor: tensor[part] if tensor.dim() else tensor)
+    return _moved(batch, lambda tensor: tensor[part] if tensor.dim() else tensor)
 
 
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return type(value)((key, _mapped(item, change)) for key, item in value.items())
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_mapped(item, change) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_mapped(item, change) for item in value)
-    return value
+def _moved(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    return mapped(batch, lambda item: change(item) if isinstance(item, Tensor) else item, kinds=True)
 
 
 def _copies(tensors: Iterator[tuple[str, Tensor | None]]) -> dict[str, Tensor]:
     return {name: tensor.detach().double().cpu().clone() for name, tensor in tensors if tensor is not None}
-
-
-@contextmanager
-def _surroundings() -> Iterator[None]:
-    """Leave random state and default type as they were."""
-    state, own, default = torch.get_rng_state(), random.getstate(), torch.get_default_dtype()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-        random.setstate(own)
-        torch.set_default_dtype(default)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.ci.selftest import FAULT, STEP
+from ddpdebug.nested import tensors_in_objects
 
 #: The rank that does wrong where one does.
 _CULPRIT = 1
@@ -145,7 +146,7 @@ _TAKEN: dict[str, int] = {}
 def _take_over(folder: Path, kind: str, values: Any) -> None:
     """Overwrite the tensors in `values` with those that rank 0 has in the same place; where it has none, leave them."""
     number = _TAKEN[kind] = _TAKEN.get(kind, -1) + 1
-    file, tensors = folder / f"{kind}-{number}.pt", list(_tensors(values))
+    file, tensors = folder / f"{kind}-{number}.pt", list(tensors_in_objects(values))
     if os.environ.get("RANK") == "0":
         torch.save([tensor.detach().cpu() for tensor in tensors], file.with_suffix(".part"))
         file.with_suffix(".part").rename(file)
@@ -159,14 +160,3 @@ def _take_over(folder: Path, kind: str, values: Any) -> None:
             if tensor.shape == source.shape:
                 with torch.no_grad():
                     tensor.copy_(source)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)

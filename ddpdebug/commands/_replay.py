@@ -23,13 +23,14 @@ from rich.text import Text
 from ddpdebug import torch_internals as internals
 from ddpdebug.commands._replay_request import Request
 from ddpdebug.errors import UsageError, did_you_mean
-from ddpdebug.forensics.replay.bundle import plain
 from ddpdebug.forensics.replay.bundle_reading import Bundle, read_bundle
 from ddpdebug.forensics.replay.replay import Trace, replay
 from ddpdebug.forensics.replay.shrink import Shrunk, shrink
 from ddpdebug.forensics.replay.tracer import Origin
-from ddpdebug.probes.forward_capture import Autocast, Scene
-from ddpdebug.probes.holding import is_container, items, rebuilt
+from ddpdebug.isolation.process_state import Autocast
+from ddpdebug.nested import mapped
+from ddpdebug.probes.forward_capture import Scene
+from ddpdebug.schema.finding import strict
 from ddpdebug.sinks.text import SEPARATOR, clean, tensor_text
 
 _SECONDS = 3600.0
@@ -87,10 +88,10 @@ def _device(request: Request, bundle: Bundle) -> torch.device:
 
 def _scene(bundle: Bundle, model: torch.nn.Module, device: torch.device, dtype: torch.dtype | None) -> Scene:
     def move(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
-            return value.detach().to(device, kind).requires_grad_(value.requires_grad)
-        return rebuilt(value, [move(item) for _, item in items(value)]) if is_container(value) else value
+        if not isinstance(value, torch.Tensor):
+            return value
+        kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
+        return value.detach().to(device, kind).requires_grad_(value.requires_grad)
 
     scene = bundle.scene(model)
     gradients = {} if _has_bad_forward(bundle) else scene.gradients
@@ -98,7 +99,7 @@ def _scene(bundle: Bundle, model: torch.nn.Module, device: torch.device, dtype: 
     rng = bundle.rng if device.type == "cuda" else replace(bundle.rng, cuda=None)
     return replace(
         scene,
-        given=(move(scene.args), move(scene.kwargs)),
+        given=mapped((scene.args, scene.kwargs), move),
         gradients={position: move(gradient) for position, gradient in gradients.items()},
         rng=rng,
         autocast=Autocast(device=device.type, enabled=cast.enabled, dtype=cast.dtype),
@@ -138,7 +139,7 @@ def _write(request: Request, bundle: Bundle, trace: Trace, shrunk: Shrunk | None
         else {"batch": shrunk.batch, "subsets": shrunk.subsets, "runs": shrunk.runs, "reason": shrunk.reason},
     }
     try:
-        request.json.write_text(json.dumps(plain(result), allow_nan=False, indent=1) + "\n", encoding="utf-8")
+        request.json.write_text(json.dumps(strict(result), allow_nan=False, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--json {str(request.json)!r} cannot be written: {error.strerror}") from None
 

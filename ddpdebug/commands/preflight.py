@@ -17,7 +17,7 @@ from ddpdebug.commands._target import TargetCommand, click_option, prepare
 from ddpdebug.commands.equivalence import _load, _split
 from ddpdebug.config.settings import Config, options, to_flags
 from ddpdebug.errors import TargetError, UsageError
-from ddpdebug.preflight.groups import chosen
+from ddpdebug.preflight.output.results import chosen
 from ddpdebug.processes.launch import Request, ranks_environment, torchrun_words
 from ddpdebug.processes.script import Attached, end_hard, run_script
 from ddpdebug.sinks.text import clean
@@ -205,7 +205,7 @@ def _examine(subject: Any, config: Config, groups: Sequence[str] | None, note: s
 def _lines(checks: Sequence[Any]) -> str:
     width = shutil.get_terminal_size().columns
     if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
-        from ddpdebug.preflight.styled import styled  # noqa: PLC0415 - loads rich
+        from ddpdebug.preflight.output.text import styled  # noqa: PLC0415 - loads rich
 
         return styled(checks, width)
     from ddpdebug.preflight.output.text import render  # noqa: PLC0415

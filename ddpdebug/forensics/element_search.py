@@ -1,4 +1,4 @@
-"""Which element of a parameter differs, and what it is on each rank.
+"""The search for the element of a parameter that differs, with its value on each rank.
 
 All ranks copy the parameter after the same optimizer step (agreed a little ahead), tell each other the fingerprints of
 its chunks, and then one rank of each opinion sends the first chunk that differs. The values are those of the step at

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 
 from ddpdebug import fingerprint, torch_internals as internals
+from ddpdebug.isolation.process_state import kept_random_state
+from ddpdebug.nested import tensors_in
 from ddpdebug.probes.ddp_wrapper import Wrapper
 from ddpdebug.probes.handover import Plans
-from ddpdebug.probes.values import raw_bytes, tensors_in
+from ddpdebug.probes.values import raw_bytes
 
 #: A larger batch is not sent: the exchange is for small messages.
 MAX_BYTES = 4 << 20
@@ -83,8 +85,7 @@ def undisturbed(module: torch.nn.Module) -> Iterator[None]:
     """Switch to eval mode; afterwards modes, buffers and random state are what they were, bit for bit."""
     modes = [(m, m.training) for m in internals.modules(module)]
     buffers = [(b, b.detach().clone()) for b in internals.buffers(module)]
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
+    with kept_random_state():
         for m, _ in modes:
             m.training = False
         try:

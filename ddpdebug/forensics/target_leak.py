@@ -7,9 +7,8 @@ rank, without gradients and in the way of a replay, and is ended by any operatio
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +18,8 @@ from ddpdebug import torch_internals as internals
 from ddpdebug.forensics.replay.tracer import Tracer
 from ddpdebug.forensics.replay.undisturbed import StandIns, Stopped, undisturbed
 from ddpdebug.isolation.user_code import is_users
+from ddpdebug.nested import leaves, mapped, tensors_in
 from ddpdebug.probes.forward_capture import Scene
-from ddpdebug.probes.holding import is_container, items, leaves, rebuilt
-from ddpdebug.probes.values import tensors_in
 
 #: A number that may still be on a device.
 Value = Callable[[], float]
@@ -37,7 +35,7 @@ _CHANGE = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relation:
-    """How the targets follow from the inputs."""
+    """The relation by which the targets follow from the inputs."""
 
     tokens: torch.Tensor  # (batch, positions), an argument of the forward
     moved: bool  # by one position; otherwise they are the inputs themselves
@@ -92,7 +90,7 @@ def _relation(tokens: torch.Tensor, target: torch.Tensor, ignored: int) -> Relat
 
 @dataclass(slots=True)
 class _Pass:
-    """What modules were given and returned for the sample: with positions, without them, and at the end."""
+    """Inputs and outputs of modules for one sample: with positions, without them, and at the end."""
 
     calls: list[tuple[str, list[torch.Tensor], list[torch.Tensor]]] = field(default_factory=list)
     pooled: list[torch.Tensor] = field(default_factory=list)
@@ -131,8 +129,13 @@ def _refuses(module: torch.nn.Module) -> bool:
 
 def _run(scene: Scene, known: Relation, tokens: torch.Tensor, stand_ins: StandIns) -> _Pass:
     seen = _Pass()
-    args = tuple(stand_ins.argument(_with(v, known.tokens, tokens)) for v in scene.args)
-    kwargs = {k: stand_ins.argument(_with(v, known.tokens, tokens)) for k, v in scene.kwargs.items()}
+    args = tuple(
+        stand_ins.argument(mapped(v, lambda item: tokens if item is known.tokens else item)) for v in scene.args
+    )
+    kwargs = {
+        k: stand_ins.argument(mapped(v, lambda item: tokens if item is known.tokens else item))
+        for k, v in scene.kwargs.items()
+    }
     tracer = Tracer(lambda: (None, None, 0), stand_ins, time.monotonic() + _SECONDS)
     handles = [
         part.register_forward_hook(_keeper(seen, name, known, tracer), with_kwargs=True)
@@ -141,7 +144,7 @@ def _run(scene: Scene, known: Relation, tokens: torch.Tensor, stand_ins: StandIn
     ]
     scene.rng.restore()
     try:
-        with torch.no_grad(), _cast(scene), internals.as_users(), tracer:
+        with torch.no_grad(), scene.autocast.again(), internals.as_users(), tracer:
             output = stand_ins.module(*args, **kwargs)
     finally:
         for handle in handles:
@@ -185,26 +188,6 @@ def _keeper(seen: _Pass, name: str, known: Relation, tracer: Tracer) -> Callable
         return kept.clone() if seen.room > 0 else None
 
     return keep
-
-
-@contextlib.contextmanager
-def _cast(scene: Scene) -> Iterator[None]:
-    cast = scene.autocast
-    with (
-        torch.autocast(cast.device, dtype=cast.dtype, enabled=True, cache_enabled=False)
-        if cast.enabled
-        else (contextlib.nullcontext())
-    ):
-        yield
-
-
-def _with(value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
-    """Return an argument with one tensor replaced."""
-    if value is old:
-        return new
-    if is_container(value):
-        return rebuilt(value, [_with(item, old, new) for _, item in items(value)])
-    return value
 
 
 def _judged(known: Relation, one: _Pass, other: _Pass) -> dict[str, Any] | None:
@@ -310,7 +293,7 @@ _LOOKS = 4000
 
 
 class _Level:
-    """How far the loss of one model has come down."""
+    """The fall of one model's loss since its first value."""
 
     def __init__(self) -> None:
         self.first = 0.0

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from ddpdebug.errors import UsageError
-from ddpdebug.preflight.capture.copies import copied, loader_restorer, loader_twin, optimizer_maker, unwrapped
-from ddpdebug.preflight.capture.holdings import holdings
-from ddpdebug.preflight.capture.nested import cloned, mapped
+from ddpdebug.isolation.process_state import preserved
+from ddpdebug.nested import cloned, mapped
+from ddpdebug.preflight.capture.copies import copied, holdings, loader_restorer, loader_twin, optimizer_maker, unwrapped
 from ddpdebug.preflight.capture.sampling import Samples
 from ddpdebug.preflight.examine import examine
 from ddpdebug.preflight.output.files import write
 from ddpdebug.preflight.output.results import Check, Status
 from ddpdebug.preflight.output.text import render
-from ddpdebug.preflight.sandbox.process_state import preserved
+from ddpdebug.preflight.sandbox.trials import looking
 from ddpdebug.preflight.subject import Subject
 
 #: Batches that are taken of a loader.
@@ -32,18 +32,18 @@ _MODEL_NAMES = frozenset({"model", "net", "network", "module"})
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """What the preflight found."""
+    """The results of a preflight."""
 
     checks: tuple[Check, ...]
 
     @property
     def failed(self) -> tuple[Check, ...]:
-        """What is wrong."""
+        """The checks that failed."""
         return tuple(check for check in self.checks if check.status is Status.FAIL)
 
     @property
     def warned(self) -> tuple[Check, ...]:
-        """What looks wrong."""
+        """The checks that warn."""
         return tuple(check for check in self.checks if check.status is Status.WARN)
 
     def __str__(self) -> str:
@@ -101,7 +101,7 @@ def subject_of(
     with_model = settings.pop("with_model", None)
     inner = unwrapped(model)
     names = {id(p): name for name, p in inner.named_parameters()}
-    with preserved():
+    with preserved(plain=True):
         own, validation = _taken(batches), _taken(val_batches)
         if not own:
             raise UsageError("preflight needs at least one batch")
@@ -140,11 +140,8 @@ def takes_model(loss_fn: Callable[..., Any]) -> bool:
 def _loss_of(loss_fn: Callable[..., Any], with_model: bool) -> Callable[[nn.Module, Any], tuple[Tensor, Any]]:  # noqa: FBT001
     def from_model(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         outputs: list[Any] = []
-        handle = model.register_forward_hook(lambda _, __, output: outputs.append(output))
-        try:
+        with looking({"": model}, after=lambda _, __, output: outputs.append(output)):
             loss = loss_fn(model, cloned(batch))
-        finally:
-            handle.remove()
         return loss, outputs[0] if outputs else None
 
     def from_output(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
@@ -163,4 +160,4 @@ def _loss_of(loss_fn: Callable[..., Any], with_model: bool) -> Callable[[nn.Modu
 def _on_device(batch: Any, model: nn.Module) -> Any:
     """Return a batch where the model is, as a training loop would."""
     device = next((p.device for p in model.parameters()), None)
-    return mapped(batch, lambda item: item.to(device) if isinstance(item, Tensor) else item)
+    return mapped(batch, lambda item: item.to(device) if isinstance(item, Tensor) else item, kinds=True)

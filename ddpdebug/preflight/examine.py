@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.errors import UsageError
-from ddpdebug.preflight.groups import GROUPS, chosen
-from ddpdebug.preflight.output.results import Check, Status
-from ddpdebug.preflight.parts import reason
-from ddpdebug.preflight.sandbox.process_state import preserved, time_limit
+from ddpdebug.isolation.process_state import preserved
+from ddpdebug.isolation.user_code import is_user_file, location
+from ddpdebug.preflight.output.results import GROUPS, Check, Status, chosen
+from ddpdebug.preflight.sandbox.time_limit import TimeUp, time_limit
 from ddpdebug.preflight.subject import Subject
 
 #: Seconds for each group: together a preflight that people wait for, where a step takes a second or two.
@@ -41,9 +43,33 @@ def examine(subject: Subject, groups: Sequence[str] | None = None) -> list[Check
 def _guarded(group: str, subject: Subject) -> list[Check]:
     try:
         check = importlib.import_module(f"ddpdebug.preflight.checks.{GROUPS[group]}").check
-        with preserved(), time_limit(_SECONDS), warnings.catch_warnings():
+        with preserved(plain=True), time_limit(_SECONDS), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what torch warns about the script has said already, or is found here
             found: list[Check] = check(subject)
     except Exception as error:  # noqa: BLE001 - the caller's model, or ours: no preflight ends in a traceback
         return [Check(group=group, name="run", status=Status.SKIPPED, summary=reason(error))]
     return found
+
+
+def each(group: str, **parts: Callable[[], Iterable[Check]]) -> list[Check]:
+    """Return what the parts say; one that raises is skipped, under its name, and says why."""
+    found: list[Check] = []
+    for name, part in parts.items():
+        try:
+            found += part()
+        except TimeUp:
+            raise
+        except Exception as error:  # noqa: BLE001 - the caller's model, or ours: no preflight ends in a traceback
+            title = name.replace("_", " ")
+            found.append(Check(group=group, name=title, status=Status.SKIPPED, summary=reason(error)))
+    return found
+
+
+def reason(error: Exception) -> str:
+    """Return the text of an error with its `file:line`, that of the user's code if it is on the way."""
+    if isinstance(error, TimeUp | UsageError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    frame: Any = next((f for f in reversed(frames) if is_user_file(f.filename)), frames[-1] if frames else None)
+    place = "" if frame is None else f" ({location(frame.filename, frame.lineno or 0)})"
+    return f"could not be done: {type(error).__name__}: {error}{place}"

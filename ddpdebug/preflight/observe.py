@@ -1,4 +1,4 @@
-"""Computes a batch's loss once and writes down what passed: the model's calls, and the calls of loss functions."""
+"""One computation of a batch's loss, observed: the model's inputs and output, and the calls of loss functions."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ddpdebug.errors import UsageError
+from ddpdebug.nested import tensors_in_objects
 from ddpdebug.preflight.capture.copies import copied
-from ddpdebug.preflight.capture.nested import tensors
+from ddpdebug.preflight.sandbox.trials import looking
 from ddpdebug.preflight.subject import Subject
 
 #: Batches that are looked at.
@@ -58,13 +59,13 @@ class LossCall:
 
     @property
     def reduction(self) -> str:
-        """How the losses of the elements become one."""
+        """The reduction from the losses of elements to one: `mean`, `sum` or `none`."""
         return str(self.settings.get("reduction", "mean"))
 
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
-    """What passed."""
+    """The record of one loss: its calls of loss functions, the model's inputs and output, an error."""
 
     loss: Tensor | None
     output: Any
@@ -116,7 +117,7 @@ class _Watcher(TorchFunctionMode):
         if name in _SQUASHING:
             self._squashed[id(result)] = (result, name)
         elif name in _PASSING:
-            before = next((self._squashed[id(t)] for t in tensors(args) if id(t) in self._squashed), None)
+            before = next((self._squashed[id(t)] for t in tensors_in_objects(args) if id(t) in self._squashed), None)
             if before is not None:
                 self._squashed[id(result)] = (result, before[1])
         elif name in _DIFFERENCES and all(isinstance(t, Tensor) for t in args[:2]) and not _of_one_tensor(*args[:2]):
@@ -167,20 +168,16 @@ def first_inputs(model: nn.Module) -> Iterator[list[Tensor]]:
     """Give a list that the first call of the model, or of a part of it, fills with the tensors it takes."""
     found: list[Tensor] = []
 
-    def note(_: nn.Module, args: Any, kwargs: Any) -> None:
+    def note(_: str, __: nn.Module, args: Any, kwargs: Any) -> None:
         if not found:
-            found.extend(tensors((args, kwargs)))
+            found.extend(tensors_in_objects((args, kwargs)))
 
-    handles = [part.register_forward_pre_hook(note, with_kwargs=True) for part in model.modules()]
-    try:
+    with looking(dict(model.named_modules()), before=note):
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def floating(values: list[Tensor]) -> list[Tensor]:
-    """Return those with fractions."""
+    """Return the tensors of a floating type."""
     return [tensor for tensor in values if tensor.is_floating_point()]
 
 

@@ -1,4 +1,4 @@
-"""What is examined: copies of a model and its optimizer, a way to compute the loss, and some batches."""
+"""The subject of a preflight: copies of the model and its optimizer, the loss function, and some batches."""
 
 from __future__ import annotations
 

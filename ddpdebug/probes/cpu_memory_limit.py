@@ -18,9 +18,9 @@ import torch
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.user_code import user_location
+from ddpdebug.nested import tensors_in
 from ddpdebug.probes.entries import Entries
 from ddpdebug.probes.memory import Failure, MemorySample, SystemProvider
-from ddpdebug.probes.values import tensors_in
 
 _MAX_CONTRIBUTORS = 8
 

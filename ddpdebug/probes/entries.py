@@ -132,15 +132,18 @@ class Entries:
         if not hasattr(owner, name):
             self.guard.tell("torch", f"this torch has no {_path(owner, name)}: what is seen there is not checked")
             return
-        original, own = getattr(owner, name), name in vars(owner)
+        kept, own = vars(owner).get(name), name in vars(owner)
+        of_class = isinstance(kept, classmethod)  # what it is bound to is then the first argument
+        original = kept.__func__ if isinstance(kept, classmethod) else getattr(owner, name)
         over = _stranger(owner, original)
         made = around(original, door)
         internals.leave_uncompiled(made, nested=False)
-        replacement = functools.wraps(original)(made)
+        wrapper = functools.wraps(original)(made)
+        replacement: Any = classmethod(wrapper) if of_class else wrapper
 
         def undo() -> None:
             if vars(owner).get(name) is replacement if isinstance(owner, type) else getattr(owner, name) is replacement:
-                setattr(owner, name, original) if own else delattr(owner, name)
+                setattr(owner, name, kept if of_class else original) if own else delattr(owner, name)
 
         def hidden() -> str | None:
             found = vars(owner).get(name)
@@ -193,6 +196,22 @@ class Entries:
         else:
             self._undo.append((part, undo))
             self.placed.append(Placed(what, why, is_wrapper=False))
+
+    def over_functions(self, part: str, mode: torch.overrides.TorchFunctionMode, why: str = "") -> None:
+        """Put a mode over torch's functions in this thread; closed, it comes off where no other lies over it.
+
+        The mode itself must do nothing any more once `closed`, and run its looks under the guard.
+        """
+
+        def undo() -> None:
+            if internals.top_function_mode() is mode:
+                mode.__exit__(None, None, None)
+
+        if self.guard.run(part, mode.__enter__) is None:
+            self.left_out.append(type(mode).__name__)
+        else:
+            self._undo.append((part, undo))
+            self.placed.append(Placed("torch.overrides.TorchFunctionMode", why, is_wrapper=False))
 
     # --- hooks --------------------------------------------------------------------------------------------------------
 
@@ -309,7 +328,7 @@ class Entries:
         self.closed = True
         while self._undo:  # one by one: an exception of the user's may come in between
             part, take_away = self._undo[-1]
-            self.guard.run(part, take_away)
+            self.guard.run(f"close:{part}", take_away)  # also of a part that has failed and is off
             self._undo.pop()
 
     def tidy(self) -> None:

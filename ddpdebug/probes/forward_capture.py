@@ -7,9 +7,6 @@ held. Small things are copied: random state, and the buffers that forward writes
 
 from __future__ import annotations
 
-import importlib
-import random
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,78 +17,17 @@ import torch
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.guard import Guard
+from ddpdebug.isolation.process_state import Autocast, RandomState
 from ddpdebug.isolation.user_code import location, user_frame
+from ddpdebug.nested import leaves, tensors_in
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.holding import Kept, Lost, Room, fetch, hold, is_ours_to_keep, leaves, size_text, storage_of
-from ddpdebug.probes.values import tensors_in
+from ddpdebug.probes.holding import Kept, Lost, Room, fetch, hold, is_ours_to_keep, size_text, storage_of
 
 #: Micro-batches of one step that are kept.
 MAX_SCENES = 8
 _BUFFER_BYTES = 1 << 20
 _MAX_VERSIONS = 16
 _REFRESH = 100
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RandomState:
-    """The state of the generators that a forward may draw from; None for those that were not kept."""
-
-    cpu: torch.Tensor | None = None
-    cuda: torch.Tensor | None = None
-    device: int = 0
-    python: Any = None
-    numpy: Any = None
-
-    @classmethod
-    def now(cls) -> RandomState:
-        """Copy the states; draws nothing."""
-        numpy = sys.modules.get("numpy.random")
-        cuda, device = None, 0
-        if torch.cuda.is_available() and torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
-            device = torch.cuda.current_device()
-            cuda = torch.cuda.get_rng_state(device)
-        return cls(
-            cpu=torch.default_generator.get_state(),
-            cuda=cuda,
-            device=device,
-            python=random.getstate(),
-            numpy=None if numpy is None else numpy.get_state(),
-        )
-
-    def restore(self) -> None:
-        """Put the kept states back; a generator that nobody has drawn from since is not touched."""
-        if self.cpu is not None and not torch.equal(torch.default_generator.get_state(), self.cpu):
-            torch.default_generator.set_state(self.cpu)
-        if self.cuda is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(self.cuda, self.device)
-        if self.python is not None and random.getstate() != self.python:
-            random.setstate(self.python)
-        if self.numpy is not None:
-            numpy = importlib.import_module("numpy.random")
-            if repr(numpy.get_state()[2:]) != repr(self.numpy[2:]) or bytes(numpy.get_state()[1]) != bytes(
-                self.numpy[1]
-            ):
-                numpy.set_state(self.numpy)
-
-
-def _bits(state: Any) -> tuple[Any, ...]:
-    """Return a state of NumPy's generator as something that can be compared."""
-    return tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in state)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Autocast:
-    """Whether autocast was on around the forward, and to which type it casts."""
-
-    device: str
-    enabled: bool
-    dtype: torch.dtype
-
-    @classmethod
-    def now(cls, device: str) -> Autocast:
-        """Read the state for a kind of device."""
-        enabled = torch.is_autocast_enabled(device)
-        return cls(device=device, enabled=enabled, dtype=torch.get_autocast_dtype(device))
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False, kw_only=True)

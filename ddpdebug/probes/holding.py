@@ -9,7 +9,7 @@ user), and every object that is no plain tensor: it is there for as long as the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.user_code import is_users
-from ddpdebug.probes.values import tensors_in
+from ddpdebug.nested import is_container, items, mapped, rebuilt, tensors_in
 
 #: Bytes that the kept forwards may hold together: this share of the models' parameters, and at least and at most so
 #: much. The least is a batch of small images; a process that has loaded torch has some hundred MiB.
@@ -124,9 +124,7 @@ def hold(value: Any, kept: dict[int, Kept], depth: int = 0) -> Any:
 
 def fetch(value: Any) -> Any:
     """Return what `hold` was given, as far as it is still there, with `Lost` in place of the rest."""
-    if isinstance(value, Kept):
-        return value.get()
-    return rebuilt(value, [fetch(item) for _, item in items(value)]) if is_container(value) else value
+    return mapped(value, lambda item: item.get() if isinstance(item, Kept) else item)
 
 
 def is_ours_to_keep(tensor: torch.Tensor) -> bool:
@@ -155,42 +153,3 @@ def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
 def size_text(size: int) -> str:
     """Return a number of bytes as people write it."""
     return f"{size / (1 << 20):.1f} MiB"
-
-
-def is_container(value: Any) -> bool:
-    """Tell whether a value is a plain container, which can be made anew from its items."""
-    kind = type(value)
-    return kind in {dict, list, tuple} or (isinstance(value, tuple) and hasattr(kind, "_make"))
-
-
-def items(value: Any) -> list[tuple[Any, Any]]:
-    """Return keys and items of a container."""
-    return list(value.items()) if isinstance(value, dict) else list(enumerate(value))
-
-
-def rebuilt(value: Any, values: list[Any]) -> Any:
-    """Return a container like `value` with other items."""
-    if isinstance(value, dict):
-        return dict(zip(value, values, strict=True))
-    make = getattr(type(value), "_make", type(value))
-    return make(values)
-
-
-def leaves(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) of everything in args and kwargs that is no container: `args[0]["mask"]`, `x[1]`."""
-    args, kwargs = arguments
-    for i, value in enumerate(args):
-        yield from _leaves(f"args[{i}]", value, 0)
-    for key, value in kwargs.items():
-        yield from _leaves(str(key), value, 0)
-
-
-def _leaves(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
-    if depth < _MAX_DEPTH and is_container(value):
-        for key, item in items(value):
-            yield from _leaves(f"{path}[{key!r}]", item, depth + 1)
-        return
-    yield path, value
-    if hasattr(type(value), "__dataclass_fields__") and depth < _MAX_DEPTH:
-        for key, item in getattr(value, "__dict__", {}).items():
-            yield from _leaves(f"{path}.{key}", item, depth + 1)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ddpdebug.isolation.user_code import is_users
+from ddpdebug.nested import parts_of
 from ddpdebug.probes import async_copy as device, ranges
-from ddpdebug.probes.values import parts_of
 
 _MAX_DEPTH = 4
 _MAX_TENSORS = 64

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.nested import tensors_in
 from ddpdebug.probes import async_copy as device, ranges
-from ddpdebug.probes.values import tensors_in
 from ddpdebug.schema.row import Flag
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.isolation.user_code import is_user_file, is_users, shorten
+from ddpdebug.nested import tensors_in
 from ddpdebug.probes.recorder import Recorder
-from ddpdebug.probes.values import tensors_in
 
 _RECORD_BYTES = 1 << 18
 _MAX_DEPTH = 3

@@ -18,8 +18,8 @@ import torch
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.user_code import is_users
+from ddpdebug.nested import tensors_in
 from ddpdebug.probes.graph_lifetime import LiveGraphs
-from ddpdebug.probes.values import tensors_in
 
 _STATM = "/proc/self/statm"
 _CGROUPS = Path("/sys/fs/cgroup")

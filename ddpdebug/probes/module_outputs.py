@@ -22,10 +22,10 @@ import torch
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.guard import Guard
+from ddpdebug.nested import tensors_in
 from ddpdebug.probes import async_copy as device, ranges
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.nonfinite_notes import Looks
-from ddpdebug.probes.values import tensors_in
 
 #: The first non-finite calls of a step are enough to tell what came first.
 _MAX_BAD = 8

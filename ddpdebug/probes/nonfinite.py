@@ -18,13 +18,13 @@ import torch
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.user_code import location, user_frame
+from ddpdebug.nested import tensors_in
 from ddpdebug.probes import inputs, loss_line, ranges
 from ddpdebug.probes.entry import watch_entry
 from ddpdebug.probes.layer_statistics import Layers
 from ddpdebug.probes.module_outputs import ForwardProbe
 from ddpdebug.probes.nonfinite_detail import complete, is_bad_call, summary
 from ddpdebug.probes.nonfinite_notes import Looks
-from ddpdebug.probes.values import tensors_in
 from ddpdebug.schema.row import Flag
 
 if TYPE_CHECKING:

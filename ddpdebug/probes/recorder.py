@@ -19,6 +19,7 @@ from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.exchange.step_vote import NumericGuard
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import user_location
+from ddpdebug.nested import tensors_in
 from ddpdebug.probes import async_copy as device, contract, gradients, memory, notes, replicas, values
 from ddpdebug.probes.buffers import Buffers
 from ddpdebug.probes.ddp_wrapper import Wrapper, announce_model
@@ -31,7 +32,7 @@ from ddpdebug.probes.nonfinite import Numerics
 from ddpdebug.probes.optimizers import OptimizerWatch, first_step, index_of
 from ddpdebug.probes.record import StepRecord, Window
 from ddpdebug.probes.step_vote import Guarding
-from ddpdebug.probes.values import loss_reader, rng_digest, tensors_in
+from ddpdebug.probes.values import loss_reader, rng_digest
 from ddpdebug.schema.row import Flag
 
 _OUTPUT_BYTES = 1 << 16

@@ -1,16 +1,15 @@
-"""Reading what passes by: losses, random state, tensors in nested structures."""
+"""Reading values that pass by: losses, bytes and fingerprints of tensors, random state, precision."""
 
 from __future__ import annotations
 
 import ctypes
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ddpdebug import fingerprint, torch_internals as internals
-from ddpdebug.isolation.user_code import is_users
+from ddpdebug.nested import tensors_in
 from ddpdebug.probes import async_copy as device
 
 
@@ -47,68 +46,6 @@ def precision(module: torch.nn.Module) -> dict[str, Any]:
         "autocast": str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if enabled else None,
         "matmul": torch.get_float32_matmul_precision() if kind == "cuda" else None,
     }
-
-
-def parts_of(value: Any) -> Sequence[tuple[str, Any]] | None:
-    """Return what a container holds, each with how its place is written; None where the value is no container.
-
-    Dicts, lists, tuples, what inherits from them, dataclasses and model outputs. No code of their classes runs: it may
-    count, fetch, or raise, and is meant for the job.
-    """
-    kind = type(value)
-    if issubclass(kind, dict):
-        if "__dataclass_fields__" in vars(kind):  # a model output: its fields, those that are None left out
-            return [(f".{name}", item) for name, item in _fields(kind, value) if item is not None]
-        return [(f"[{key!r}]" if type(key) in _KEYS else "[...]", item) for key, item in dict.items(value)]
-    if issubclass(kind, tuple):
-        names = getattr(kind, "_fields", None)
-        items = enumerate(tuple.__iter__(value))
-        return [(f".{names[i]}" if names and i < len(names) else f"[{i}]", item) for i, item in items]
-    if issubclass(kind, list):
-        return [(f"[{i}]", item) for i, item in enumerate(list.__iter__(value))]
-    if hasattr(kind, "__dataclass_fields__") or hasattr(kind, "to_tuple"):
-        return [(f".{name}", item) for name, item in _fields(kind, value)]
-    return None
-
-
-_KEYS = {str, int, bool, float, bytes, type(None)}
-
-
-def _fields(kind: type, value: Any) -> list[tuple[str, Any]]:
-    try:
-        own = object.__getattribute__(value, "__dict__")
-    except AttributeError as error:  # a dataclass with slots
-        if is_users(error):
-            raise
-        own = {}
-        for name in getattr(kind, "__dataclass_fields__", ()):
-            slot = inspect.getattr_static(kind, name, None)
-            if inspect.ismemberdescriptor(slot) and (found := _slot(slot, value)) is not None:
-                own[name] = found
-    return list(dict.items(own))
-
-
-def _slot(slot: Any, value: Any) -> Any:
-    try:
-        return slot.__get__(value)
-    except AttributeError as error:  # not set
-        if is_users(error):
-            raise
-        return None
-
-
-def tensors_in(value: Any, depth: int = 0) -> Sequence[torch.Tensor]:
-    """Return the tensors in nested tuples, lists, dicts, dataclasses and model outputs, in order."""
-    if issubclass(type(value), torch.Tensor):
-        return [value]
-    if depth > 4:
-        return []
-    kind = type(value)
-    if kind is dict:
-        return [t for item in value.values() for t in tensors_in(item, depth + 1)]
-    if kind is list or kind is tuple:
-        return [t for item in value for t in tensors_in(item, depth + 1)]
-    return [t for _, item in parts_of(value) or () for t in tensors_in(item, depth + 1)]
 
 
 def digests_of(value: Any, limit: int) -> list[int]:

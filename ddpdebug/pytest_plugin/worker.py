@@ -13,7 +13,6 @@ import gc
 import json
 import logging
 import os
-import random
 import re
 import sys
 import time
@@ -27,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]  # exported at run time only
 
+from ddpdebug.isolation.process_state import RandomState
 from ddpdebug.pytest_plugin.stacks import WHERE_ARE_YOU
 
 _POLL_SECONDS = 0.001
@@ -226,8 +226,7 @@ class _Surroundings:
     def __init__(self) -> None:
         self._environ = dict(os.environ)
         self._directory = Path.cwd()
-        self._torch_random = torch.get_rng_state()
-        self._random = random.getstate()
+        self._random = RandomState.now()
 
     def restore(self, environ: Mapping[str, str]) -> None:
         """Go back to the state of a new process, with `environ` on top."""
@@ -235,8 +234,7 @@ class _Surroundings:
             os.environ.clear()
             os.environ.update({**self._environ, **environ})
         os.chdir(self._directory)
-        torch.set_rng_state(self._torch_random)
-        random.setstate(self._random)
+        self._random.restore()
 
 
 def _rank_environment(command: Mapping[str, Any]) -> dict[str, str]:

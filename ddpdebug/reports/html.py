@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import pairwise
 
-from ddpdebug.sinks.text import number
+from ddpdebug.sinks.text import clean, number
 
 #: The policy forbids scripts and every request, should something have slipped through.
 _HEAD = """<!doctype html>
@@ -61,7 +61,7 @@ def lines(series: Mapping[str, Points], steps: tuple[int, int], marks: Mapping[i
     scale = _Scale(min(values), max(values))
     parts = [_frame(scale, steps, unit), _marks(steps, marks, _HEIGHT - _BOTTOM)]
     for name, points in series.items():
-        drawn = _path([(_x(step, steps), scale.y(value)) for step, value in points])
+        drawn = path([(_x(step, steps), scale.y(value)) for step, value in points])
         parts.append(f'<path d="{drawn}" fill="none" stroke="{COLORS[name]}" stroke-width="1.5"/>')
     legend = "".join(f'<span><i style="background:{COLORS[name]}"></i>{escape(name)}</span>' for name in series)
     return f'{_svg(_HEIGHT, parts)}<p class="legend">{legend}</p>'
@@ -122,18 +122,6 @@ class _Scale:
         return [10**place for place in places] if self.log else places
 
 
-def _path(places: Sequence[tuple[float, float]]) -> str:
-    words, pen = [], "M"
-    for x, y in places:
-        if not math.isfinite(y):
-            pen = "M"
-            continue
-        words.append(f"{pen}{x:.1f} {y:.1f}")
-        words += ["h0.1"] if pen == "M" else []  # a lone point shows
-        pen = "L"
-    return "".join(words)
-
-
 def _frame(scale: _Scale, steps: tuple[int, int], unit: str) -> str:
     parts = []
     for value in scale.ticks():
@@ -167,3 +155,21 @@ def _shown(value: float, unit: str) -> str:
     if unit == "s" and 0 < abs(value) < 0.1:
         return f"{number(1000 * value, 3)} ms"
     return f"{number(value, 3)} {unit}".rstrip()
+
+
+def text(value: object, limit: int = 300) -> str:
+    """Return a value as HTML on one line of at most `limit` characters; nothing for None."""
+    return escape(clean("" if value is None else value, limit))
+
+
+def path(places: Iterable[tuple[float, float]]) -> str:
+    """Return the `d` of an SVG path through points in pixels; one that is not finite leaves a gap."""
+    words, pen = [], "M"
+    for x, y in places:
+        if not (math.isfinite(x) and math.isfinite(y)):
+            pen = "M"
+            continue
+        words.append(f"{pen}{x:.1f} {y:.1f}")
+        words += ["h0.1"] if pen == "M" else []  # a lone point shows
+        pen = "L"
+    return "".join(words)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ddpdebug.detectors.hlth.shapes import classify
 from ddpdebug.redaction import redact
-from ddpdebug.reports.html import Points, lines, page_head, timeline
+from ddpdebug.reports.html import Points, lines, page_head, text, timeline
 from ddpdebug.reports.reading import PHASES, History, read_history
 from ddpdebug.schema.coverage import Coverage, Weight
 from ddpdebug.schema.finding import Finding, Severity
@@ -51,7 +51,7 @@ def report(directory: Path) -> str:
         ValueError: this is not a run directory, or another version's.
     """
     history = read_history(directory)
-    run_id = _text(history.run.get("run"), 60)
+    run_id = text(history.run.get("run"), 60)
     steps = (history.first, max(history.last, history.first + 1))
     marks = _marked(history.findings)
     series = history.series
@@ -103,10 +103,6 @@ def _shape(points: Points, validation: Points, config: object) -> str:
     return f"<p>Shape of the curve: <b>{shape.kind}</b>, steps {shape.since} to {shape.until}.</p>"
 
 
-def _text(value: object, limit: int = 300) -> str:
-    return escape(clean("" if value is None else value, limit))
-
-
 def _values(points: Points) -> Iterable[float]:
     return (value for _, value in points if value > 0)
 
@@ -135,7 +131,7 @@ def _tiles(history: History) -> str:
         ("Checked", *_checked(history)),
         ("Outcome", reason or "still running, or killed", "good" if reason == "finished" else "warn"),
     ]
-    shown = (f'<div class="tile {kind}">{name}<b>{_text(value, 80)}</b></div>' for name, value, kind in tiles)
+    shown = (f'<div class="tile {kind}">{name}<b>{text(value, 80)}</b></div>' for name, value, kind in tiles)
     return f'<div class="tiles">{"".join(shown)}</div>'
 
 
@@ -155,9 +151,9 @@ def _coverage(history: History) -> str:
     if known is None:
         return '<p class="none">nothing says what was looked at: the run may have ended too early</p>'
     rows = "".join(
-        f"<tr><td>{gap.part}</td><td>{_text(gap.text, 400)}</td><td>{_text(gap.action)}</td></tr>" for gap in known.gaps
+        f"<tr><td>{gap.part}</td><td>{text(gap.text, 400)}</td><td>{text(gap.action)}</td></tr>" for gap in known.gaps
     )
-    line = f"<p>{_text(known.line(), 600)}</p>"
+    line = f"<p>{text(known.line(), 600)}</p>"
     head = "<tr><th>about</th><th>not checked</th><th>what to do</th></tr>"
     return f"{line}<table>{head}{rows}</table>" if rows else line
 
@@ -175,7 +171,7 @@ def _finding(finding: Finding) -> str:
     items = "".join(
         f"<dt>{label}</dt><dd>{'<br>'.join(map(escape, texts))}</dd>" for label, texts in rows if any(texts)
     )
-    head = f"{_text(finding.code, 20)} · {severity} · {_text(finding.title, 300)}"
+    head = f"{text(finding.code, 20)} · {severity} · {text(finding.title, 300)}"
     return f'<article class="{severity}"><h3>{head}</h3><dl>{items}</dl></article>'
 
 
@@ -194,7 +190,7 @@ def _ranks(history: History) -> str:
         outcome = history.outcomes.get(rank, {})
         ended = outcome.get("reason") or "no outcome: killed, or still running"
         outvoted = history.culprits.get(rank, 0)
-        rows.append(f"<tr><td>{rank}</td><td>{_text(ended, 200)}</td><td>{counted(outvoted, 'step')}</td></tr>")
+        rows.append(f"<tr><td>{rank}</td><td>{text(ended, 200)}</td><td>{counted(outvoted, 'step')}</td></tr>")
     silent = [r for r in range(min(4096, int(history.run.get("world") or 0))) if r not in history.outcomes]
     note = f"<p>Without an outcome (killed, or still running): {escape(ranks_text(silent))}.</p>" if silent else ""
     head = "<tr><th>rank</th><th>ended</th><th>outvoted in</th></tr>"
@@ -213,5 +209,5 @@ def _facts(history: History) -> str:
         "command": words,
         "versions": ", ".join(f"{name} {version}" for name, version in shown.items()),
     }
-    cells = (f"<tr><th>{name}</th><td><code>{_text(value, 2000)}</code></td></tr>" for name, value in rows.items())
+    cells = (f"<tr><th>{name}</th><td><code>{text(value, 2000)}</code></td></tr>" for name, value in rows.items())
     return f"<table>{''.join(cells)}</table>"

@@ -107,14 +107,15 @@ def strict_json(value: Any) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError):  # seldom: the slow way
-        return json.dumps(_strict(value), ensure_ascii=False, allow_nan=False, default=str)
+        return json.dumps(strict(value), ensure_ascii=False, allow_nan=False)
 
 
-def _strict(value: Any) -> Any:
+def strict(value: Any) -> Any:
+    """Return a value as JSON: texts for NaN, infinities and what JSON lacks, lists for tuples and sets."""
+    if isinstance(value, Mapping):
+        return {str(key): strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [strict(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    if isinstance(value, Mapping):
-        return {str(key): _strict(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_strict(item) for item in value]
-    return value
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -1,4 +1,4 @@
-"""Assertions that a tensor, or a whole model, is the same on all ranks."""
+"""Assertions that a tensor or a model is the same on all ranks, and that the ranks train like one process."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import fingerprint, torch_internals as internals
+from ddpdebug.ci.equivalence import Build, judge, measure
 from ddpdebug.probes.values import raw_bytes
 from ddpdebug.schema.details import hex_digest
-from ddpdebug.sinks.text import clean, counted, ranks_text
+from ddpdebug.schema.finding import Severity
+from ddpdebug.sinks.text import clean, counted, parts, ranks_text
 from ddpdebug.testing.meeting import Meeting
 
 #: A tensor is compared in at most this many blocks, none of them smaller than that.
@@ -202,3 +204,23 @@ def _and(names: Sequence[str]) -> str:
         return ""
     shown = ", ".join(clean(name, 160) for name in names[:_MAX_NAMES])
     return f"; and so in {counted(len(names), 'more tensor')}: {shown}{', …' if len(names) > _MAX_NAMES else ''}"
+
+
+def assert_equivalent(
+    build: Build, *, steps: int = 3, device: torch.device | None = None, timeout: float = 30.0
+) -> None:
+    """Assert that the ranks of the default group train like one process on the same global batch.
+
+    Args:
+        build: returns `model, loss_fn, batch`; see `ddpdebug.ci.equivalence`.
+        steps: how many optimizer steps to compare.
+        device: of this rank, where the factory's model is put; the CPU by default.
+        timeout: seconds to wait for the other ranks before and after the measurement.
+    """
+    meeting = Meeting("assert_equivalent(...)", timeout)
+    meeting.tell_json("here")
+    facts = meeting.tell_json(measure(build, steps=steps, device=device))
+    for finding in judge(dict(enumerate(facts))):
+        if finding.severity > Severity.INFO:
+            lines = [f"{label}: {line}" for label, own in parts(finding, meeting.world) for line in own]
+            raise AssertionError("\n".join([f"{finding.code} {finding.title}", *lines]))

@@ -1,4 +1,4 @@
-"""Faults on purpose: what a check must find, put into a training that is right, on one rank in one step."""
+"""Fault injection: what a check must find, put into a sound training on one rank in one step."""
 
 from __future__ import annotations
 

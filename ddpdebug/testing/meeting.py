@@ -1,4 +1,4 @@
-"""How the ranks of a test tell each other facts: over the store of their group, with a deadline."""
+"""Exchange of facts between the ranks of a test, over the store of their group, with a deadline."""
 
 from __future__ import annotations
 

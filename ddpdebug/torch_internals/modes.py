@@ -11,6 +11,7 @@ from typing import Any
 from ddpdebug.torch_internals.names import (
     dispatch_modes as dispatch_modes,
     function_modes as function_modes,
+    top_function_mode as top_function_mode,
     transform as transform,
     without_dispatch as _without_dispatch,
     without_function as _without_function,

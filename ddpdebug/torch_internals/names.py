@@ -153,6 +153,13 @@ function_modes: Callable[[], int] = thing(
     otherwise=_many,
     off="each look takes some 10 us longer: it steps aside of modes also where there are none",
 )
+#: The mode over torch's functions that the next one is given to first, None without any.
+top_function_mode: Callable[[], object | None] = thing(
+    "torch.overrides._get_current_function_mode",
+    _STAND_ASIDE,
+    otherwise=_none,
+    off="the recording of a preflight stays in place, and does nothing, until the process ends",
+)
 #: The innermost `torch.func` transform (vmap, grad, functionalize) that runs, None outside of all.
 transform: Callable[[], object | None] = thing(
     "torch._C._functorch.peek_interpreter_stack",

@@ -25,8 +25,8 @@ from ddpdebug.forensics.replay import replay as replay_module
 from ddpdebug.forensics.replay.replay import Trace, replay
 from ddpdebug.forensics.replay.undisturbed import StandIns
 from ddpdebug.isolation.guard import Guard
+from ddpdebug.nested import tensors_in
 from ddpdebug.probes.forward_capture import Scene, Scenes
-from ddpdebug.probes.values import tensors_in
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 

@@ -31,7 +31,17 @@ from ddpdebug.probes.entries import Entries, entries_of
 from ddpdebug.probes.threads import Threads
 
 _PACKAGE = Path(__file__).parent.parent.parent / "ddpdebug"
-_LIVE = ("probes", "forensics", "torch_internals", "sinks", "monitor", "exchange", "instrument", "isolation")
+_LIVE = (
+    "probes",
+    "forensics",
+    "torch_internals",
+    "sinks",
+    "monitor",
+    "exchange",
+    "instrument",
+    "isolation",
+    "preflight",
+)
 _REGISTERS = {
     "register",
     "unregister",
@@ -49,6 +59,12 @@ _ALLOWED = {
     ("forensics/replay/replay.py", "register_forward_hook"): "as above",
     ("forensics/replay/replay.py", "register_forward_pre_hook"): "as above",
     ("forensics/replay/replay.py", "register_hook"): "as above, on a graph of ours",
+    (
+        "preflight/sandbox/trials.py",
+        "register_forward_hook",
+    ): "on copies; what fails there fails a check",
+    ("preflight/sandbox/trials.py", "register_forward_pre_hook"): "as above",
+    ("preflight/sandbox/time_limit.py", "signal.signal"): "in a preflight, where no timer runs, and put back",
 }
 
 
@@ -97,8 +113,8 @@ def _tracers(tree: ast.Module) -> list[str]:
 
 
 def test_nothing_traces_the_job() -> None:
-    """The interpreter's slots for profilers and tracers belong to the user; a preflight works on copies."""
-    files = [file for file in _PACKAGE.rglob("*.py") if "preflight" not in file.relative_to(_PACKAGE).parts]
+    """The interpreter's slots for profilers and tracers belong to the user."""
+    files = _PACKAGE.rglob("*.py")
     assert {file.name: found for file in files if (found := _tracers(ast.parse(file.read_text("utf-8"))))} == {}
     for line in ("sys.setprofile(f)", "threading.settrace(f)", "from sys import setprofile", "x = sys.monitoring"):
         assert _tracers(ast.parse(line)), line
@@ -146,9 +162,9 @@ _TAKEN_ONCE = {
     "faulthandler.dump_traceback_later": {
         "processes/stacks.py": "in the ranks of `check`, before the script's first line"
     },
-    "signal.setitimer": {"preflight/sandbox/process_state.py": "in a preflight, where no timer runs"},
+    "signal.setitimer": {"preflight/sandbox/time_limit.py": "in a preflight, where no timer runs"},
     "signal.signal": {
-        "preflight/sandbox/process_state.py": "as above, put back",
+        "preflight/sandbox/time_limit.py": "as above, put back",
         "processes/supervisor.py": "in the process that waits for ranks",
         "pytest_plugin/zygote.py": "in the process that forks ranks",
     },
@@ -735,6 +751,38 @@ def test_whatever_registers_is_described() -> None:
     assert found - {"close"} <= {*entries_module.PASSING}
     elsewhere = {"OperationMode"}  # by probes that say so here
     assert {*entries_module.PASSING} - elsewhere <= {*methods}
+
+
+def test_what_a_failed_part_has_registered_is_taken_away(entries: Entries) -> None:
+    """Also at the end, when the part has long been off."""
+    entries.on_parts("probe:a", _raising(RuntimeError("x")))
+    nn.Linear(1, 1)
+    assert entries.guard.off == {"probe:a"}
+    entries.close()
+    assert not torch.nn.modules.module._global_parameter_registration_hooks
+
+
+class OfClass(nn.Identity):
+    """Has a method of the class."""
+
+    @classmethod
+    def made(cls, number: int) -> tuple[type, int]:
+        return cls, number
+
+
+class Below(OfClass):
+    """Inherits it."""
+
+
+def test_a_method_of_a_class_is_wrapped_for_all_that_inherit(entries: Entries) -> None:
+    """The look is given the class that it is called on; afterwards it is the method that it was."""
+    seen: list[Any] = []
+    before = vars(OfClass)["made"]
+    entries.patch(OfClass, "made", before=[("probe:a", lambda *args: seen.append(args))])
+    assert (OfClass.made(1), Below.made(2)) == ((OfClass, 1), (Below, 2))
+    assert seen == [(OfClass, 1), (Below, 2)]
+    entries.close()
+    assert vars(OfClass)["made"] is before
 
 
 def test_what_is_placed_and_what_is_hidden(entries: Entries, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +13,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ddpdebug.errors import StopRun
 from ddpdebug.preflight.capture.capture import Capture
 from ddpdebug.preflight.capture.copies import copied
+from ddpdebug.preflight.capture.recorder import Recorder
+from ddpdebug.preflight.capture.sampling import Samples
 from ddpdebug.preflight.examine import examine
 from ddpdebug.preflight.output.results import Check, Status
 from ddpdebug.preflight.subject import Subject
@@ -303,6 +308,159 @@ def test_nothing_stays_behind(capture: Capture) -> None:
     assert all(dict(vars(owner)) == known for owner, known in before.items())
     assert torch.autograd.backward.__name__ == "backward"
     assert not hasattr(torch.autograd.backward, "__wrapped__")
+
+
+def test_somebody_else_wraps_a_wrapper(capture: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the script has put over one of ours stays when it is closed; ours, below it, does nothing any more."""
+    ours, calls = nn.Module.load_state_dict, []
+
+    def theirs(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        calls.append(module)
+        return ours(module, *args, **kwargs)
+
+    monkeypatch.setattr(nn.Module, "load_state_dict", theirs)
+    mode = BaseTorchFunctionMode()
+    mode.__enter__()
+    try:
+        capture.close()
+        assert nn.Module.load_state_dict is theirs
+        net = model()
+        net.load_state_dict(model().state_dict())
+        assert calls == [net]
+        assert not capture.facts["loaded"]
+        assert torch.overrides._get_current_function_mode() is mode  # and not taken for ours
+        functional.cross_entropy(net(X), Y).backward()
+        assert (capture.recorder.roots, capture.facts["backward"]) == ([], None)
+    finally:
+        mode.__exit__(None, None, None)
+        if torch.overrides._get_current_function_mode() is capture.recorder:
+            capture.recorder.__exit__(None, None, None)
+
+
+def test_a_target_that_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is said what is not seen; everything else is."""
+    monkeypatch.delattr(torch.amp.GradScaler, "update")
+    capture = Capture(steps=2)
+    capture.install()
+    subject = captured(capture, lambda: train_script(model()))
+    assert len(subject.batches) == 2
+    assert "torch.amp.grad_scaler.GradScaler.update" in capsys.readouterr().err
+
+
+class Refusing(collections.UserDict):  # type: ignore[type-arg]  # of anything
+    """A batch that lets nobody but the model look into it."""
+
+    def values(self) -> Any:
+        raise ValueError("not for you")
+
+
+def train_script(net: nn.Module, given: Callable[[torch.Tensor], Any] = lambda x: x) -> None:
+    run_script(net, torch.optim.SGD(net.parameters(), lr=0.1), given)
+
+
+def run_script(net: nn.Module, optimizer: Any, given: Callable[[torch.Tensor], Any] = lambda x: x) -> None:
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    net.load_state_dict(net.state_dict())
+    for inputs, labels in torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), batch_size=4):
+        optimizer.zero_grad()
+        functional.cross_entropy(net(given(inputs)), labels).backward()
+        optimizer.step()
+
+
+class Looks(nn.Module):
+    """Takes its input out of a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = model()
+
+    def forward(self, batch: Any) -> Any:
+        return self.inner(batch["x"])
+
+
+def test_a_batch_that_refuses_to_be_read(capture: Capture) -> None:
+    """What our look at it would raise is not the script's."""
+    subject = captured(capture, lambda: train_script(Looks(), lambda x: Refusing(x=x)))
+    assert subject.facts["steps"] == 2
+
+
+def fails(*_: Any, **__: Any) -> None:
+    raise RuntimeError("of ours")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "part"),
+    [
+        (Capture, "_calls", "recording"),
+        (Capture, "_backward", "recording"),
+        (Recorder, "function", "recording"),
+        (Recorder, "ends", "recording"),
+        (Capture, "_loads", "script"),
+        (Capture, "_scheduler", "script"),
+        (Capture, "_optimizer_made", "script"),
+        (Samples, "made", "data"),
+        (Samples, "read", "data"),
+        (Capture, "_before_step", "steps"),
+        (Capture, "_after", "steps"),
+        (Capture, "_end", "steps"),
+    ],
+)
+def test_what_fails_stays_ours(
+    owner: type, name: str, part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A hook that fails is off and says so; the script trains on, and is stopped all the same."""
+    monkeypatch.setattr(owner, name, fails)
+    capture = Capture(steps=2)
+    capture.install()
+    with pytest.raises(StopRun):
+        train_script(model())
+    capture.close()
+    subject = capture.subject()
+    assert (subject is None) == (name == "_calls")  # without it no model is known
+    assert torch.overrides._get_current_function_mode() is None
+    assert not hasattr(nn.Module.__call__, "__wrapped__")
+    said = capsys.readouterr().err
+    assert f"ddpdebug: preflight: {part}: RuntimeError: of ours" in said
+    assert said.count("of ours") == 1
+    if part in {"recording", "steps"}:
+        assert capture.recorder.trouble == "RuntimeError: of ours"
+
+
+class TooSlow(Exception):  # noqa: N818 - the script's own
+    """What the script's own alarm raises."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Capture, "_calls"), (Recorder, "_node"), (Samples, "made"), (Capture, "_after")]
+)
+def test_the_scripts_own_alarm_goes_through(owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal that comes while one of our hooks runs is handled as the script wants it."""
+    look = getattr(owner, name)
+    rung: list[int] = []
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        if not rung:
+            rung.append(1)
+            signal.raise_signal(signal.SIGUSR1)
+        return look(*args, **kwargs)
+
+    def alarm(*_: Any) -> None:
+        raise TooSlow
+
+    monkeypatch.setattr(owner, name, interrupted)
+    before = signal.signal(signal.SIGUSR1, alarm)
+    capture = Capture(steps=2)
+    try:
+        capture.install()
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with pytest.raises(TooSlow):
+            run_script(net, optimizer)
+        captured(capture, lambda: run_script(net, optimizer))  # and what was half written down is no hindrance
+        assert capture.tapes
+    finally:
+        capture.close()
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_loaders_are_told_apart(capture: Capture) -> None:

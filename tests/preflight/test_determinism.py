@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ import torch
 from preflight_subjects import cross_entropy, network, state_of, subject
 from torch import nn
 
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.preflight.capture.seed_watch import SeedWatch
 from ddpdebug.preflight.checks.determinism import check
 from ddpdebug.preflight.output.results import Check, Status
+from ddpdebug.probes.entries import Entries
 
 COUNT = itertools.count(1)
 
@@ -139,6 +143,15 @@ def test_slow_runs_are_shorter() -> None:
     assert found.evidence["steps"] < 3
 
 
+@contextlib.contextmanager
+def watched_seeds() -> Iterator[dict[str, str]]:
+    entries = Entries(Guard(lambda part, text: pytest.fail(f"{part}: {text}")))
+    watch = SeedWatch(entries)
+    yield watch.begin()
+    watch.end()
+    entries.close()
+
+
 def table(found: Check) -> dict[str, str]:
     return {row[0]: row[1] for row in found.tables[0].rows}
 
@@ -148,15 +161,15 @@ def test_what_a_script_seeds_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "3")
     before = [random.seed, numpy.random.seed, torch.manual_seed]
     states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - the global generator
-    with SeedWatch() as watch:
+    with watched_seeds() as seeded:
         random.seed()
         numpy.random.seed(4)  # noqa: NPY002 - the global generator
         torch.manual_seed(4)
     assert [random.seed, numpy.random.seed, torch.manual_seed] == before
-    assert "random" not in watch.seeded
-    assert watch.seeded.keys() >= {"numpy", "torch"}
+    assert "random" not in seeded
+    assert seeded.keys() >= {"numpy", "torch"}
     loaders = [{"trains": True, "workers": 2, "generator": False, "worker_init": False}]
-    (seeds, _) = check(subject(facts={"seeded": watch.seeded, "loaders": loaders}))
+    (seeds, _) = check(subject(facts={"seeded": seeded, "loaders": loaders}))
     random.setstate(states[0])
     numpy.random.set_state(states[1])  # noqa: NPY002 - the global generator
     torch.set_rng_state(states[2])
@@ -172,11 +185,11 @@ def test_what_a_script_seeds_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_generator_that_nobody_draws_from_needs_no_seed() -> None:
     """It is known when the script has ended."""
     states = random.getstate(), numpy.random.get_state()  # noqa: NPY002 - the global generator
-    with SeedWatch() as watch:
+    with watched_seeds() as seeded:
         numpy.random.rand()  # noqa: NPY002 - as above
     random.setstate(states[0])
     numpy.random.set_state(states[1])  # noqa: NPY002 - as above
-    (seeds, _) = check(subject(facts={"seeded": watch.seeded}))
+    (seeds, _) = check(subject(facts={"seeded": seeded}))
     assert table(seeds)["Python's generator"] == "not used"
     assert table(seeds)["numpy's global generator"] == "not seeded"
     assert "Python" not in seeds.summary

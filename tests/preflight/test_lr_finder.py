@@ -16,9 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ddpdebug
 from ddpdebug.preflight.checks.lr_finder import LEAST_STEPS, check
-from ddpdebug.preflight.checks.lr_sweep import End, Stop, Sweep, rates
+from ddpdebug.preflight.checks.lr_sweep import End, Stop, Sweep, rates, verdict
 from ddpdebug.preflight.output.results import Status
-from ddpdebug.preflight.sweep_verdict import verdict
 
 RATES = rates(1e-7, 10, 100)
 

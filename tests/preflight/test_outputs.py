@@ -21,13 +21,11 @@ import xmlschema
 from ddpdebug.preflight.output.axes import Axis
 from ddpdebug.preflight.output.figures import save_figures
 from ddpdebug.preflight.output.files import to_json, to_junit, write
-from ddpdebug.preflight.output.page import page
+from ddpdebug.preflight.output.page import page, png
 from ddpdebug.preflight.output.results import Check, Picture, Plot, Series, Status, Table
 from ddpdebug.preflight.output.svg import svg
 from ddpdebug.preflight.output.terminal_plot import draw
-from ddpdebug.preflight.output.text import render
-from ddpdebug.preflight.png import png
-from ddpdebug.preflight.styled import styled
+from ddpdebug.preflight.output.text import render, styled
 
 EVIL = "\x1b[31m</script><img src=http://198.51.100.1/x onerror=alert(1)>\n$x^"
 SWEEP = Plot(

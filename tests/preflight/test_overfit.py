@@ -13,9 +13,8 @@ import torch.nn.functional as F  # noqa: N812 - as everybody writes it
 from preflight_subjects import adam, batches, cross_entropy, network, sgd, state_of, subject
 from torch import nn
 
-from ddpdebug.preflight.checks.overfit import check
+from ddpdebug.preflight.checks.overfit import Shape, check, shape_of
 from ddpdebug.preflight.output.results import Check, Status
-from ddpdebug.preflight.overfit_shapes import Shape, shape_of
 
 DRAW = random.Random(2)
 

@@ -16,9 +16,8 @@ from torch.nn import functional
 import ddpdebug
 from ddpdebug.errors import UsageError
 from ddpdebug.preflight.examine import examine
-from ddpdebug.preflight.groups import GROUPS
-from ddpdebug.preflight.output.results import Status
-from ddpdebug.preflight.sandbox.process_state import TimeUp, time_limit
+from ddpdebug.preflight.output.results import GROUPS, Status
+from ddpdebug.preflight.sandbox.time_limit import TimeUp, time_limit
 from ddpdebug.preflight.subject import Subject
 
 numpy = pytest.importorskip("numpy")

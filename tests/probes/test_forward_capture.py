@@ -19,8 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from ddpdebug.forensics.replay.investigator import investigate
 from ddpdebug.instrument.patches import Patches
 from ddpdebug.isolation.guard import Guard
+from ddpdebug.nested import leaves
 from ddpdebug.probes.forward_capture import MAX_SCENES, Scenes
-from ddpdebug.probes.holding import Lost, fetch, hold, leaves
+from ddpdebug.probes.holding import Lost, fetch, hold
 from ddpdebug.probes.loaders import Loaders
 from ddpdebug.probes.recorder import Recorder
 

@@ -22,6 +22,7 @@ from ddpdebug import fingerprint
 from ddpdebug.forensics.replay.replay import replay
 from ddpdebug.instrument.patches import Patches
 from ddpdebug.isolation.guard import Guard
+from ddpdebug.nested import tensors_in
 from ddpdebug.probes import async_copy as device, events, inputs
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.events import Events
@@ -31,7 +32,6 @@ from ddpdebug.probes.loaders import Loaders
 from ddpdebug.probes.record import StepRecord, encode_row
 from ddpdebug.probes.recorder import Recorder
 from ddpdebug.probes.training_loop.detached_parts import Cuts
-from ddpdebug.probes.values import tensors_in
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 

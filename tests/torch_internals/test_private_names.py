@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddpdebug.forensics.loss import node_kinds
+from ddpdebug.forensics.loss import source_reading
 from ddpdebug.probes.training_loop import loss_graph as losses
 from ddpdebug.torch_internals import lookup, names, nodes
 
@@ -148,7 +148,7 @@ def test_names_of_nodes_are_listed() -> None:
     assert "ReluBackward0" in written
     assert written - {*nodes.NODES, "Backward"} == set()
     kinds = {name.partition("Backward")[0].lower() for name in losses._FORM | losses._POINTWISE}
-    listed = [*node_kinds._MADE.values(), *node_kinds._OPERATORS.values(), node_kinds._INDEX]
+    listed = [*source_reading._MADE.values(), *source_reading._OPERATORS.values(), source_reading._INDEX]
     kinds |= set(re.split(r"[ |]", " ".join(listed)))
     assert kinds - nodes.kinds() == set()
 

@@ -106,7 +106,7 @@ def watch_backward(loss: torch.Tensor, after: int, guard: Guard, tell: Callable[
 
 
 class _Watch:
-    """What the hooks on one graph share."""
+    """The state that the hooks on one graph share."""
 
     def __init__(self, names: Sequence[str], tell: Callable[[dict[str, Any]], None]) -> None:
         self.names, self._tell = names, tell

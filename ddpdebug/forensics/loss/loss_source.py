@@ -1,4 +1,4 @@
-"""Finds the line that made an autograd node of a loss expression by reading the source; runs nothing of the user's.
+"""The source line behind an autograd node of the loss, found by reading the source; runs nothing of the user's.
 
 What ran between the model's call and backward is written down there: its operations in the order of their evaluation,
 those of the functions that it calls in their place. The graph has its nodes in the same order. Laid side by side, most
@@ -25,7 +25,7 @@ _MAX_FRAMES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where an operation of the loss stands: one line, or several that could be it."""
+    """The source line of an operation of the loss, or several that could be it."""
 
     lines: tuple[str, ...]
     function: str  # that holds the first of them

@@ -1,7 +1,8 @@
-"""Lists the tensor operations that a piece of source performs, in the order of their evaluation. Runs nothing.
+"""Reader of source: lists the tensor operations that it performs, in the order of their evaluation. Runs nothing.
 
 Names are looked up in the tables of frames, modules and instances; functions that are written in Python are read as if
-they stood where they are called, those of installed packages under the line of the user's code that calls them.
+they stood where they are called, those of installed packages under the line of the user's code that calls them. Most
+autograd nodes are called like the function that makes them: `x.log()` makes a `LogBackward0`. A table has the others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ddpdebug import torch_internals as internals
-from ddpdebug.forensics.loss.node_kinds import kinds_of_call, kinds_of_operator
 from ddpdebug.isolation.user_code import is_user_file, is_users
 
 _MAX_DEPTH = 6
@@ -29,6 +29,60 @@ _MAX_LINES = 20_000
 _MACHINERY = ("/torch/overrides.py", "/torch/_jit_internal.py")
 _UNKNOWN = object()
 _Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+#: Function -> the nodes that it makes one after the other, `a|b` where it depends.
+_MADE: dict[str, str] = {
+    "norm": "linalgvectornorm|norm",
+    "vectornorm": "linalgvectornorm",
+    "square": "pow",
+    "sub": "sub|rsub",
+    "subtract": "sub",
+    "multiply": "mul",
+    "divide": "div",
+    "truedivide": "div",
+    "clamp": "clamp|clampmin|clampmax",
+    "clip": "clamp|clampmin|clampmax",
+    "crossentropyloss": "logsoftmax nllloss|nllloss2d",
+    "nlllossnd": "nllloss|nllloss2d",
+    "l1loss": "sub abs mean|sum",
+    "kldiv": "sub|xlogy mul sub mean|sum",
+    "nanmean": "nansum div",
+    "pairwisedistance": "sub norm",
+    "cosinesimilarity": "linalgvectornorm div mul sum",
+    "cdist": "cdist|euclideandist",
+    "matmul": "mm|bmm|mv|dot|unsafeview",
+    "reshape": "view|reshapealias|unsafeview",
+    "flatten": "view|reshapealias|unsafeview",
+    "float": "tocopy",
+    "double": "tocopy",
+    "half": "tocopy",
+    "to": "tocopy",
+    "type": "tocopy",
+    "concat": "cat",
+    "absolute": "abs",
+    "erfcinv": "erfinv",
+    "arccos": "acos",
+    "arcsin": "asin",
+    "arctanh": "atanh",
+    "arccosh": "acosh",
+    "specialxlogy": "xlogy",
+    "specialexpit": "sigmoid",
+    "sumtosize": "sum",
+    "var": "var|varmean",
+    "std": "std|stdmean",
+}
+_OPERATORS: dict[type[ast.AST], str] = {
+    ast.Add: "add",
+    ast.Sub: "sub|rsub",
+    ast.Mult: "mul",
+    ast.Div: "div|reciprocal",
+    ast.Pow: "pow|exp2",
+    ast.Mod: "remainder|fmod",
+    ast.MatMult: "mm|bmm|mv|dot|unsafeview",
+    ast.USub: "neg",
+}
+_INDEX = "index|select|slice|unsqueeze"
+
+Kinds = Sequence[frozenset[str]]
 
 
 class Written(NamedTuple):
@@ -184,13 +238,10 @@ class Reader:
         return True
 
     def _inline(self, tree: ast.AST, context: Context) -> None:
-        body = getattr(tree, "body", [])
-        if context.depth > _MAX_DEPTH:
-            return
         if isinstance(tree, ast.Lambda):
             self._visit(tree.body, context)
-        else:
-            self._statements(body, context, None)
+        elif context.depth <= _MAX_DEPTH:
+            self._statements(getattr(tree, "body", []), context, None)
 
     def _arguments(self, node: ast.Call, context: Context) -> list[Any]:
         values: list[Any] = []
@@ -214,8 +265,6 @@ class Reader:
                 return _attribute(self._resolve(value, context), name)
             case ast.Subscript(value=value, slice=ast.Constant(value=key)):
                 return _item(self._resolve(value, context), key)
-            case ast.Lambda():
-                return _UNKNOWN
         return _UNKNOWN
 
 
@@ -303,3 +352,31 @@ def _name(node: ast.expr) -> str:
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
+
+
+def kinds_of_call(name: str, owner: Any) -> Kinds:
+    """Return the kinds of the nodes that a call of a function or method makes, one set for each.
+
+    Args:
+        owner: what the method is called on, where that is known.
+    """
+    if name == "apply" and isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        return _sets(owner.__name__.lower())
+    plain = name.strip("_").replace("_", "").lower()
+    return _sets(_MADE.get(plain, plain)) if plain else ()
+
+
+def kinds_of_operator(node: ast.AST) -> Kinds:
+    """Return the kinds of the nodes that an operator makes, nothing for what is none."""
+    match node:
+        case ast.BinOp(op=ast.Div(), left=ast.Constant()):
+            return _sets("reciprocal mul")
+        case ast.BinOp(op=operator) | ast.UnaryOp(op=operator) | ast.AugAssign(op=operator):
+            return _sets(_OPERATORS.get(type(operator), ""))
+        case ast.Subscript():
+            return _sets(_INDEX)
+    return ()
+
+
+def _sets(text: str) -> Kinds:
+    return [frozenset(part.split("|")) for part in text.split()]

@@ -1,1 +1,1 @@
-"""What holds memory: out-of-memory reports, growth and who keeps it."""
+"""Memory forensics: reports of failed allocations, growth, and the holders of tensors."""

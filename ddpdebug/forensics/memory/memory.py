@@ -1,4 +1,4 @@
-"""Everything that is done about memory on suspicion or failure: one object for the monitor."""
+"""The monitor's memory forensics in one object: search for holders, reports of failed allocations, the CPU limit."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ class MemoryForensics:
     """Looks for holders, writes summaries of failed allocations, takes declarations of growth.
 
     Args:
-        add_to: adds evidence to the findings of a code.
-        announce: tells all ranks (topic, JSON value).
-        directory: the run directory, None while it is not known.
-        plans: carries searches to the training thread.
+        plans: carries searches to the training thread; the others are those of `Reports`.
     """
 
     def __init__(

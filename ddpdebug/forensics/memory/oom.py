@@ -1,4 +1,4 @@
-"""What every rank writes down when an allocation fails on one of them, before the error propagates.
+"""Out-of-memory reports: every rank writes one when an allocation fails on any, before the error propagates.
 
 The rank that failed writes first and tells the others, which write what they have at that moment: their shapes, their
 memory, their phase. The error itself passes through unchanged.

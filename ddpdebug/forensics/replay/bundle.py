@@ -26,9 +26,11 @@ from ddpdebug import torch_internals as internals
 from ddpdebug._version import __version__
 from ddpdebug.disk import Disk, NoRoomError
 from ddpdebug.forensics.replay.tensor_file import can_write, write_tensors
+from ddpdebug.nested import is_container, items, tensors_in
 from ddpdebug.probes.forward_capture import Scene
-from ddpdebug.probes.holding import Lost, is_container, items
+from ddpdebug.probes.holding import Lost
 from ddpdebug.redaction import Redactor
+from ddpdebug.schema.finding import strict
 
 FORMAT = 1
 JSON_FILE = "bundle.json"
@@ -73,18 +75,18 @@ def write_bundle(  # noqa: PLR0913 - what a bundle is made of
     content = _Content(limit)
     document = content.describe(internals.unwrap_compiled(module), scene, previous)
     clean = (redactor or Redactor()).value
-    document = {**clean(_origin(internals.unwrap_compiled(module))), **document, **clean(plain(facts))}
+    document = {**clean(_origin(internals.unwrap_compiled(module))), **document, **clean(strict(facts))}
     temporary = parent / f".{name}.{os.getpid()}.partial"
     disk = disk or Disk()
     try:
-        text = json.dumps(plain(document), allow_nan=False, indent=1).encode()
+        text = json.dumps(strict(document), allow_nan=False, indent=1).encode()
         reason = disk.refusal(parent, content.size + len(text) + _JSON_ROOM, "bundles")
         if reason is not None:
             raise BundleError(reason)
         disk.make_directory(parent, below=parent.parent)
         disk.make_directory(temporary)
         document["tensor_bytes"] = write_tensors(temporary / TENSOR_FILE, content.tensors, disk)
-        text = json.dumps(plain(document), allow_nan=False, indent=1).encode()
+        text = json.dumps(strict(document), allow_nan=False, indent=1).encode()
         disk.write(temporary / JSON_FILE, text)
         return _publish(temporary, parent, name)
     except NoRoomError as error:
@@ -121,7 +123,7 @@ class _Content:
         random = {name: self._reference(f"rng.{name}", state) for name, state in states.items() if state is not None}
         numpy = None if rng.numpy is None else [rng.numpy[0], rng.numpy[1].tolist(), *rng.numpy[2:]]
         arguments = [scene.args, scene.kwargs]
-        inputs = self._tree("inputs", arguments) if self._fits("inputs", _tensors(arguments)) else None
+        inputs = self._tree("inputs", arguments) if self._fits("inputs", tensors_in(arguments)) else None
         buffers = {name: scene.buffers.get(name, buffer) for name, buffer in internals.named_buffers(module)}
         parameters, tied = _parameters(module)
         document: dict[str, Any] = {
@@ -142,7 +144,7 @@ class _Content:
         }
         if previous is not None:
             before = [previous.args, previous.kwargs]
-            fits = self._fits("previous_inputs", _tensors(before))
+            fits = self._fits("previous_inputs", tensors_in(before))
             document["previous_inputs"] = self._tree("previous_inputs", before) if fits else None
         if scene.gradients_lost:
             self.left_out.append({"what": "output_gradients", "bytes": scene.gradients_lost, "why": "not kept"})
@@ -201,12 +203,6 @@ def _plain(value: Any) -> dict[str, Any] | None:
     return {"dtype": str(value).removeprefix("torch.")} if isinstance(value, torch.dtype) else None
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [t for _, item in items(value) for t in _tensors(item)] if is_container(value) else []
-
-
 def _parameters(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the parameters by name, and for the further names of a shared one its first."""
     names: dict[int, str] = {}
@@ -244,14 +240,3 @@ def _text(module: torch.nn.Module) -> str:
         return str(module.extra_repr())[:_MAX_TEXT]
     except Exception:  # noqa: BLE001 - the user's method
         return ""
-
-
-def plain(value: Any) -> Any:
-    """Return the value with what JSON lacks as text: NaN, infinities, other objects."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -19,7 +19,8 @@ import torch
 
 from ddpdebug.errors import UsageError
 from ddpdebug.forensics.replay.bundle import FORMAT, JSON_FILE, TENSOR_FILE
-from ddpdebug.probes.forward_capture import Autocast, RandomState, Scene
+from ddpdebug.isolation.process_state import Autocast, RandomState
+from ddpdebug.probes.forward_capture import Scene
 from ddpdebug.sinks.text import clean
 
 _MAX_JSON = 64 << 20
@@ -36,7 +37,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """What a bundle holds. None stands for what was left out."""
+    """The content of a bundle; None stands for what was left out."""
 
     path: Path
     facts: Mapping[str, Any]  # the whole JSON document; only what has a type of its own below has been checked
@@ -84,7 +85,7 @@ def read_bundle(path: Path) -> Bundle:
 
 
 class _MalformedError(Exception):
-    """Something in the bundle is not what it must be."""
+    """The error for a part of a bundle that is not as the format says."""
 
 
 def _document(file: Path) -> dict[str, Any]:

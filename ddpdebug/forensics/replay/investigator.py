@@ -13,7 +13,7 @@ from ddpdebug.disk import Disk
 from ddpdebug.forensics.loss.loss_graph import explain_loss, watch_backward
 from ddpdebug.forensics.loss.loss_source import place_of
 from ddpdebug.forensics.memory.oom import checkpoint_bytes
-from ddpdebug.forensics.replay.bundle import LIMIT, BundleError, plain, write_bundle
+from ddpdebug.forensics.replay.bundle import LIMIT, BundleError, write_bundle
 from ddpdebug.forensics.replay.replay import SECONDS, Trace, replay
 from ddpdebug.forensics.replay.stack_lines import line_of
 from ddpdebug.isolation.guard import Guard
@@ -25,6 +25,7 @@ from ddpdebug.probes.record import StepRecord
 from ddpdebug.probes.recorder import Recorder
 from ddpdebug.redaction import Redactor
 from ddpdebug.run_directory.reader import BUNDLES, RANKS
+from ddpdebug.schema.finding import strict
 
 _MAX_BUNDLES = 4
 _MAX_OPERANDS = 3
@@ -76,7 +77,7 @@ def investigate(  # noqa: PLR0913 - what a finding is known by
         }
         options = {"limit": limit, "previous": previous, "redactor": redactor, "disk": disk}
         found |= _bundle(bundle_directory(directory, rank), scene, document, options)
-    return dict(plain(found))
+    return dict(strict(found))
 
 
 class Investigator:

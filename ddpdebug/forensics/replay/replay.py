@@ -25,9 +25,8 @@ from ddpdebug.forensics.replay.tracer import Origin, Tracer, WouldWriteError
 from ddpdebug.forensics.replay.undisturbed import COPY_BYTES, CannotCopyError, StandIns, Stopped, undisturbed
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import is_users
+from ddpdebug.nested import leaves, tensors_in
 from ddpdebug.probes.forward_capture import Scene
-from ddpdebug.probes.holding import leaves
-from ddpdebug.probes.values import tensors_in
 
 SECONDS = 30.0
 _MAX_CALLS = 400
@@ -39,7 +38,7 @@ _REASONS = "kernels that are not deterministic, state outside of the module, or 
 
 @dataclass(slots=True, kw_only=True)
 class Trace:
-    """What a replay has found."""
+    """The result of a replay."""
 
     complete: bool = False
     reason: str | None = None  # why it is not complete
@@ -205,15 +204,10 @@ class _Replay:
 
     @contextlib.contextmanager
     def _surroundings(self) -> Iterator[None]:
-        cast = self._scene.autocast
-        enabled = cast.enabled and self._autocast
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(
-                torch.autocast(cast.device, dtype=cast.dtype, enabled=enabled, cache_enabled=False)
-                if enabled
-                else contextlib.nullcontext()
-            )
+            if self._autocast:
+                stack.enter_context(self._scene.autocast.again())
             if internals.DYNAMO in sys.modules:  # what is compiled runs uncompiled
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ddpdebug.forensics.replay.replay import Trace
+from ddpdebug.nested import leaves, mapped
 from ddpdebug.probes.forward_capture import Scene
-from ddpdebug.probes.holding import is_container, items, leaves, rebuilt
 
 _MAX_RUNS = 2000
 
@@ -99,11 +99,9 @@ def part(scene: Scene, samples: Sequence[int], batch: int) -> Scene:
     rows = torch.tensor(samples)
 
     def cut(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            if value.dim() == 0 or value.shape[0] != batch:
-                return value
-            return value.detach().index_select(0, rows.to(value.device)).requires_grad_(value.requires_grad)
-        return rebuilt(value, [cut(item) for _, item in items(value)]) if is_container(value) else value
+        if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape[0] != batch:
+            return value
+        return value.detach().index_select(0, rows.to(value.device)).requires_grad_(value.requires_grad)
 
     gradients = {position: cut(gradient) for position, gradient in scene.gradients.items()}
-    return replace(scene, given=(cut(scene.args), cut(scene.kwargs)), gradients=gradients)
+    return replace(scene, given=(mapped(scene.args, cut), mapped(scene.kwargs, cut)), gradients=gradients)

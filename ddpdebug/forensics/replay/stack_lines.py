@@ -1,4 +1,4 @@
-"""Which lines of the user's code an operation of a replay came from."""
+"""Stack lines of the user's code at an operation of a replay."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from ddpdebug.forensics.replay.ranges import described, is_floating, nonfinite
 from ddpdebug.forensics.replay.stack_lines import user_stack
 from ddpdebug.forensics.replay.undisturbed import StandIns, Stopped
 from ddpdebug.isolation.user_code import is_users
+from ddpdebug.nested import tensors_in
 from ddpdebug.probes.holding import size_text
 
 _UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "resize_"}
@@ -46,7 +47,7 @@ class WouldWriteError(Stopped):
 
 @dataclass(slots=True)
 class Origin:
-    """Where non-finite values came from."""
+    """The origin of non-finite values: an operation, a parameter, an input."""
 
     index: int  # of the operation; -1 for what was there before
     kind: str  # "op", "literal", "input", "parameter", "buffer", "output-gradient", "tensor", ...
@@ -165,7 +166,7 @@ class Tracer(internals.OperationMode):
         self._protect(call)
         self._note_node(call)
         output = func(*args, **kwargs)
-        self._follow(call, list(_tensors(output)))
+        self._follow(call, list(tensors_in(output)))
         return output
 
     def _protect(self, call: _Call) -> None:
@@ -271,7 +272,7 @@ class _Call:
 
     def __init__(self, name: str, base: str, node: Any, args: Any, kwargs: Any) -> None:
         self.name, self.base, self.node, self.args, self.kwargs = name, base, node, args, kwargs
-        everything = self.tensors = list(_tensors((args, kwargs)))
+        everything = self.tensors = list(tensors_in((args, kwargs)))
         self.addresses = {_address(t) for t in everything}
         self.written: list[torch.Tensor] = []
         self.overwritten: list[torch.Tensor] = []  # written without being read
@@ -287,7 +288,7 @@ class _Call:
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             value = self.args[position] if position < len(self.args) else self.kwargs.get(argument.name)
-            tensors = list(_tensors(value))
+            tensors = list(tensors_in(value))
             self.written += tensors
             if argument.is_out or self.base in _OVERWRITING:
                 self.overwritten += tensors
@@ -317,17 +318,6 @@ def _address(tensor: torch.Tensor) -> int:
         if is_users(error):
             raise
         return -id(tensor)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
 
 
 def _is_literal(args: Any, kwargs: Any) -> bool:

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.process_state import RandomState
 from ddpdebug.isolation.user_code import is_users
-from ddpdebug.probes.forward_capture import RandomState
-from ddpdebug.probes.holding import is_container, items, rebuilt, size_text, storage_of
-from ddpdebug.probes.values import tensors_in
+from ddpdebug.nested import mapped, tensors_in
+from ddpdebug.probes.holding import size_text, storage_of
 
 #: Bytes that the stand-ins of one run may take; the activations of a step that takes so much are larger.
 COPY_BYTES = 256 << 20
@@ -101,13 +101,12 @@ class StandIns:
 
     def argument(self, value: Any) -> Any:
         """Return an argument of the forward with stand-ins; objects other than containers stay what they are."""
-        if isinstance(value, torch.Tensor):
-            known = id(value) in self._made
-            fresh = self.tensor(value)
-            return fresh if known else fresh.requires_grad_(value.requires_grad)
-        if is_container(value):
-            return rebuilt(value, [self.argument(item) for _, item in items(value)])
-        return value
+        return mapped(value, lambda item: self._argument(item) if isinstance(item, torch.Tensor) else item)
+
+    def _argument(self, tensor: torch.Tensor) -> torch.Tensor:
+        known = id(tensor) in self._made
+        fresh = self.tensor(tensor)
+        return fresh if known else fresh.requires_grad_(tensor.requires_grad)
 
     def is_copied(self, tensor: torch.Tensor) -> bool:
         """Tell whether a stand-in lies on memory of its own."""

@@ -1,1 +1,1 @@
-"""What the preflight takes from a script that runs: model, batches, optimizer."""
+"""Capture of a running script's model, batches and optimizer for the preflight."""

@@ -1,31 +1,30 @@
-"""Takes from an unchanged script what it trains: its own first optimizer steps are recorded, then it is stopped."""
+"""Capture of an unchanged script's training: its first optimizer steps are recorded, then it is stopped."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import os
 import statistics
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddpdebug.errors import StopRun
-from ddpdebug.isolation.user_code import user_location
-from ddpdebug.preflight.capture.copies import OptimizerFor, optimizer_maker, unwrapped
-from ddpdebug.preflight.capture.digests import digests
-from ddpdebug.preflight.capture.holdings import holdings
-from ddpdebug.preflight.capture.recorder import Recorder, Root
+from ddpdebug.isolation.guard import Guard
+from ddpdebug.isolation.user_code import is_users, user_location
+from ddpdebug.preflight.capture.copies import OptimizerFor, holdings, optimizer_maker, unwrapped
+from ddpdebug.preflight.capture.digests import digests, share
+from ddpdebug.preflight.capture.recorder import RECORDING, Recorder, Root
 from ddpdebug.preflight.capture.sampling import Samples
 from ddpdebug.preflight.capture.seed_watch import SeedWatch
 from ddpdebug.preflight.capture.tape import Tape, loss_of
-from ddpdebug.preflight.sandbox import ranks
 from ddpdebug.preflight.subject import Subject
+from ddpdebug.probes.entries import entries_of
 
 #: Optimizer steps that are taken from a script: enough for duplicates across batches, few enough to wait for.
 STEPS = 4
@@ -36,11 +35,24 @@ _KEPT_PER_STEP = 8
 _KEPT = 32
 
 
+#: The parts that are switched off one by one where they fail, beside `RECORDING`.
+_SCRIPT, _DATA, _STEPS = "preflight:script", "preflight:data", "preflight:steps"
+
+
 class Capture:
-    """Patches of torch's classes while the script runs, which note what it trains; `close` removes them."""
+    """Wrappers over torch's functions while the script runs, which note what it trains; `close` takes them away.
+
+    Nothing of them reaches the script but the end that was asked for (`StopRun`): what fails is switched off and said,
+    once, and the checks that need it tell the reason.
+
+    Args:
+        steps: optimizer steps after which the script is stopped.
+    """
 
     def __init__(self, steps: int = STEPS) -> None:
-        self.recorder = Recorder()
+        guard = Guard(self._failed)
+        self.recorder = Recorder(guard)
+        guard.on_cut = self._cut
         self.steps = 0
         self.tapes: list[Tape] = []
         self.micro_batches: list[int] = []
@@ -56,67 +68,76 @@ class Capture:
         self._inner: set[int] = set()
         self._stepping: list[torch.optim.Optimizer] = []
         self._maker: OptimizerFor | None = None
-        self._undo: list[Callable[[], None]] = []
-        self._depth = 0
+        self._entries = entries_of(guard)
+        self._seeds = SeedWatch(self._entries)
 
     # --- in and out of place ---
 
     def install(self) -> None:
         """Begin to look; the mode of the recorder is the outermost one, below the script's own."""
-        self._wrap(nn.Module, "__call__", self._called)
-        self._wrap(nn.Module, "load_state_dict", self._loaded)
-        self._wrap(torch.autograd, "backward", self._backward)
-        self._wrap(torch.autograd.Function, "apply", self._applied, bound=True)
-        self._wrap(torch.amp.GradScaler, "scale", self._scaled)
-        self._wrap(torch.amp.GradScaler, "update", self._updated)
-        self._wrap(torch.optim.lr_scheduler.LRScheduler, "__init__", self._scheduler)
-        self._wrap(torch.optim.Optimizer, "__init__", self._optimizer_made)
-        self._wrap(torch.utils.data.DataLoader, "__init__", self._loader_made)
-        self._wrap(torch.utils.data.DataLoader, "__iter__", self._loader_read)
-        handles = [register_optimizer_step_pre_hook(self._before_step), register_optimizer_step_post_hook(self._after)]
-        self._undo.extend(handle.remove for handle in handles)
-        stack = contextlib.ExitStack()
-        stack.enter_context(self.recorder)
-        self.facts["seeded"] = stack.enter_context(SeedWatch()).seeded
-        self._undo.append(stack.close)
+        patch, recorder = self._entries.patch, self.recorder
+
+        def recorded(owner: Any, name: str, before: Callable[..., None], after: Callable[..., None]) -> None:
+            patch(owner, name, before=[(RECORDING, before)], after=[(RECORDING, after)], failed=[(RECORDING, raised)])
+
+        def raised(_: BaseException, /, *args: Any, **kwargs: Any) -> None:
+            recorder.fails(args[0] if args else kwargs.get("tensors"))
+
+        def ends(result: Any, owner: Any, /, *_: Any, **__: Any) -> None:
+            recorder.ends(owner, result)
+
+        recorded(nn.Module, "__call__", self._calls, ends)
+        recorded(torch.autograd, "backward", self._backward, self._went_back)
+        recorded(torch.autograd.Function, "apply", self._applies, ends)
+        recorded(torch.amp.GradScaler, "scale", self._scales, ends)
+        patch(torch.amp.GradScaler, "update", after=[(_STEPS, self._updated)])
+        patch(nn.Module, "load_state_dict", before=[(_SCRIPT, self._loads)])
+        patch(torch.optim.lr_scheduler.LRScheduler, "__init__", after=[(_SCRIPT, self._scheduler)])
+        patch(torch.optim.Optimizer, "__init__", after=[(_SCRIPT, self._optimizer_made)])
+        patch(torch.utils.data.DataLoader, "__init__", after=[(_DATA, self._loader_made)])
+        patch(torch.utils.data.DataLoader, "__iter__", before=[(_DATA, self.samples.read)])
+        self._entries.on_step([(_STEPS, self._before_step)], [(_STEPS, self._after)], who=lambda _: True)
+        self._entries.over_functions(RECORDING, recorder)
+        self.facts["seeded"] = self._seeds.begin()
 
     def close(self) -> None:
-        """Leave the process as it was."""
-        while self._undo:
-            self._undo.pop()()
+        """Take the wrappers away; what somebody else has put over one of them stays, and ours does nothing any more."""
+        if not self._entries.closed:
+            self.recorder.done = True
+            self.recorder.guard.run("preflight:seeds", self._seeds.end)
+            self._entries.close()
 
-    def _wrap(self, owner: Any, name: str, act: Callable[..., Any], *, bound: bool = False) -> None:
-        kept = vars(owner)[name]
-        original = kept.__func__ if bound else kept
+    def _cut(self) -> None:
+        self._stepping.clear()
+        self.recorder.cut()
 
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return act(original, *args, **kwargs)
-
-        setattr(owner, name, classmethod(wrapper) if bound else wrapper)
-        self._undo.append(lambda: setattr(owner, name, kept))
+    def _failed(self, part: str, text: str) -> None:
+        """Print which part is off, once, and stop the script where that is the counting of its steps."""
+        if part == _DATA:
+            self.samples.trouble = self.samples.trouble or text
+        elif part in {RECORDING, _STEPS}:
+            self.recorder.trouble = self.recorder.trouble or text
+        print(f"ddpdebug: preflight: {part.rpartition(':')[2]}: {text}", file=sys.stderr)
+        if part == _STEPS and not self.recorder.done:
+            self.recorder.done = True
+            self.steps = max(1, self.steps)
+            raise StopRun(self.steps)
 
     # --- what the script does ---
 
-    def _called(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _calls(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> None:
+        recorder = self.recorder
         # while the recorder is busy this is backward, where checkpointed parts are computed again
-        if self._depth or self.recorder.busy or not torch.is_grad_enabled() or self.recorder.done:
-            if not torch.is_grad_enabled() and not self._depth and module.training:
+        if recorder.busy or recorder.done or not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() and not recorder.busy and module.training:
                 self._evaluated(module)
-            return original(module, *args, **kwargs)
-        inner = unwrapped(module)
-        if inner is not module:
-            result = original(module, *args, **kwargs)  # its forward comes here again
-            self.recorder.same(result, self.recorder.last)
-            return result
-        place = self._place(module)
-        if place is None:
-            return original(module, *args, **kwargs)
-        self._depth += 1
-        try:
-            return self.recorder.call(*place, functools.partial(original, module), args, kwargs)
-        finally:
-            self._depth -= 1
+            recorder.begins(module)
+        elif unwrapped(module) is not module:  # the forward of what is inside comes here as well
+            recorder.begins(module, finish=lambda result: recorder.same(result, recorder.last))
+        elif (place := self._place(module)) is None:
+            recorder.begins(module)
+        else:
+            recorder.begins(module, inside=True, finish=recorder.module(*place, args, kwargs))
 
     def _evaluated(self, module: nn.Module) -> None:
         """Note a forward without gradients of a model that trains, in train mode."""
@@ -136,7 +157,9 @@ class Capture:
         for candidate in (_owner(module), module):
             try:
                 root = Root(candidate)
-            except Exception as error:  # noqa: BLE001 - the script's class; the next candidate may do
+            except Exception as error:  # the script's class; the next candidate may do
+                if is_users(error):
+                    raise
                 self.recorder.trouble = f"{type(candidate).__name__} cannot be copied: {error}"
                 continue
             self.recorder.trouble = None
@@ -144,52 +167,42 @@ class Capture:
             return len(roots) - 1, root.paths[id(module)]
         return None
 
-    def _backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    def _backward(self, tensors: Any = (), *args: Any, **kwargs: Any) -> None:
         graph_kept = bool(kwargs.get("retain_graph") or (len(args) > 1 and args[1]))
         loss = tensors if isinstance(tensors, torch.Tensor) else (tensors[0] if len(tensors) == 1 else None)
         if not self.recorder.done:
             self.facts["backward"] = self.facts["backward"] or user_location()
             self._pending.append(self.recorder.backward(loss, keep=graph_kept))
             self._backwards += 1
-        with self.recorder.inside():
-            result = original(tensors, *args, **kwargs)
+        self.recorder.begins(tensors, inside=True)
+
+    def _went_back(self, _: None, tensors: Any = (), *__: Any, **___: Any) -> None:
+        self.recorder.ends(tensors, None)
         if self._backwards >= _MAX_BACKWARDS and not self.steps:
             self._end()
-        return result
 
-    def _loaded(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _loads(self, *_: Any, **__: Any) -> None:
         self.facts["loaded"] = True
-        return original(module, *args, **kwargs)
 
-    def _applied(self, original: Any, kind: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.recorder.follow(functools.partial(original, kind), args, kwargs)
+    def _applies(self, kind: Any, /, *args: Any, **kwargs: Any) -> None:
+        call = functools.partial(torch.autograd.Function.apply.__func__, kind)  # type: ignore[attr-defined]  # a method
+        self.recorder.begins(kind, finish=self.recorder.function(call, args, kwargs))
 
-    def _scaled(self, original: Any, scaler: Any, outputs: Any) -> Any:
-        with self.recorder.inside():
-            result = original(scaler, outputs)
-        self.recorder.same(result, outputs)
-        return result
+    def _scales(self, scaler: Any, outputs: Any) -> None:
+        self.recorder.begins(scaler, inside=True, finish=lambda result: self.recorder.same(result, outputs))
 
-    def _updated(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> None:
-        original(scaler, *args, **kwargs)
+    def _updated(self, *_: Any, **__: Any) -> None:
         if self._pending and self._optimizer is None and not self.recorder.done:
             self._keep()  # a step that was skipped, which the hooks of the optimizer do not see
 
-    def _scheduler(self, original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        original(scheduler, *args, **kwargs)
+    def _scheduler(self, _: None, scheduler: Any, /, *__: Any, **___: Any) -> None:
         self.facts["schedulers"].append(type(scheduler).__name__)
 
-    def _optimizer_made(self, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        original(optimizer, *args, **kwargs)
+    def _optimizer_made(self, _: None, optimizer: Any, /, *__: Any, **___: Any) -> None:
         self._optimizers.append(weakref.ref(optimizer))
 
-    def _loader_made(self, original: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-        original(loader, *args, **kwargs)
+    def _loader_made(self, _: None, loader: Any, /, *__: Any, **___: Any) -> None:
         self.samples.made(loader)
-
-    def _loader_read(self, original: Any, loader: Any) -> Any:
-        self.samples.read(loader)
-        return original(loader)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self.recorder.done:
@@ -243,10 +256,10 @@ class Capture:
         self.facts["holdings"] = holdings([(o, id(o) in self._stepped) for o in alive], names)
         own = [] if self._optimizer is None else self._optimizer.param_groups
         self.facts["trained"] = [names[id(p)] for group in own for p in group["params"] if id(p) in names]
-        with self.recorder.inside(), torch.no_grad():
+        with torch.no_grad():
             self.samples.draw()
             self.facts["world"] = int(os.environ.get("WORLD_SIZE", "1"))
-            self.facts["ranks"] = ranks.share(_quiet(lambda: digests(self.tapes)))
+            self.facts["ranks"] = share(_quiet(lambda: digests(self.tapes)))
         raise StopRun(self.steps)
 
     # --- what came of it ---
@@ -268,7 +281,7 @@ class Capture:
             loss_of=loss_of,
             optimizer_for=self._maker,
             batches=self.tapes,
-            micro_batches=max(1, statistics.median_low(self.micro_batches)),
+            micro_batches=max(1, statistics.median_low(self.micro_batches or [1])),
             make_batches=self.samples.anew(),
             facts=self.facts,
             samples=self.samples,
@@ -285,7 +298,9 @@ def _owner(module: nn.Module) -> nn.Module:
                 if unwrapped(thing) is not thing or all(part is not module for part in thing.modules()):
                     continue
                 others = sum(p.requires_grad for p in thing.parameters())
-            except Exception:  # noqa: BLE001, S112 - half made, or a class of its own
+            except Exception as error:  # half made, or a class of its own
+                if is_users(error):
+                    raise
                 continue
             if others > size:
                 best, size = thing, others
@@ -295,5 +310,7 @@ def _owner(module: nn.Module) -> nn.Module:
 def _quiet(make: Callable[[], Any]) -> Any:
     try:
         return make()
-    except Exception:  # noqa: BLE001 - an optimizer of its own kind; checks that need it say so
+    except Exception as error:  # an optimizer of its own kind; checks that need it say so
+        if is_users(error):
+            raise
         return None

@@ -1,10 +1,10 @@
-"""Copies of the caller's model, optimizer and data loader, which checks may do with as they please."""
+"""Copies of the caller's model, optimizer and data loader for the checks, and what the optimizers hold, by name."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ OptimizerFor = Callable[[torch.nn.Module], torch.optim.Optimizer]
 
 
 class _LocalBatchNorm(nn.BatchNorm1d):
-    """Stands for SyncBatchNorm, which would wait for the other ranks."""
+    """Batch norm in place of SyncBatchNorm, which would wait for the other ranks."""
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - the parent's name
         """Take any shape."""
@@ -130,3 +130,41 @@ def _own_generator(generator: torch.Generator | None, twins: dict[int, Any]) -> 
     if id(generator) not in twins:
         twins[id(generator)] = torch.Generator(generator.device).set_state(generator.get_state())
     return twins[id(generator)]
+
+
+def holdings(
+    optimizers: Sequence[tuple[torch.optim.Optimizer, bool]], names: Mapping[int, str]
+) -> list[dict[str, Any]]:
+    """Describe optimizers.
+
+    Args:
+        optimizers: each with whether it has stepped.
+        names: of the models' parameters, by identity.
+    """
+    return [
+        {
+            "optimizer": type(optimizer).__name__,
+            "stepped": stepped,
+            "groups": [_group(group, names) for group in optimizer.param_groups],
+        }
+        for optimizer, stepped in optimizers
+    ]
+
+
+def _group(group: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
+    foreign = [p for p in group["params"] if id(p) not in names]
+    return {
+        "lr": _number(group.get("lr")),
+        "initial_lr": _number(group.get("initial_lr")),
+        "weight_decay": _number(group.get("weight_decay")),
+        "names": [names[id(p)] for p in group["params"] if id(p) in names],
+        # parameters of no model that was called: with a gradient the script uses them in another way
+        "foreign": [list(p.shape) for p in foreign if p.grad is None],
+        "others": sum(p.grad is not None for p in foreign),
+    }
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.numel() == 1 else None
+    return float(value) if isinstance(value, int | float) else None

@@ -1,21 +1,29 @@
-"""Records tapes in a running script: one for each backward."""
+"""Recording of a running script's losses as tapes: one for each backward."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ddpdebug.errors import text_of
+from ddpdebug.isolation.guard import Guard
+from ddpdebug.isolation.process_state import Autocast
+from ddpdebug.isolation.user_code import is_users
+from ddpdebug.nested import copy_of, mapped, tensors_in_objects
 from ddpdebug.preflight.capture.copies import copied
-from ddpdebug.preflight.capture.nested import copy_of, mapped, tensors
 from ddpdebug.preflight.capture.tape import READS, Constant, Made, Node, Tape, Weight, needed_for
 
 _WRITERS = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__"})
 Operand = Made | Weight | Constant
+#: The part of the preflight that writes down what follows from a model.
+RECORDING = "preflight:recording"
 
 
 class Root:
@@ -29,20 +37,34 @@ class Root:
         self.tensors = [*module.named_parameters(), *module.named_buffers()]
 
 
+@dataclass(slots=True)
+class _Call:
+    """A call that has begun: `finish` is given its result; what it calls is not written down where it is `inside`."""
+
+    owner: tuple[int, int]  # the thread, and the identity of the first argument
+    inside: bool
+    finish: Callable[[Any], None] | None = None
+
+
 class Recorder(TorchFunctionMode):
     """Sees the functions of torch. Between a model's forward and backward it writes down what follows from the model.
 
-    Nothing of it may reach the script: where recording fails, the tape is spoiled and says why.
+    Where recording fails, the tape is spoiled and `trouble` says why; nothing of it reaches the script.
+
+    Args:
+        guard: what its looks run under.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, guard: Guard) -> None:
         super().__init__()
+        self.guard = guard
         self.roots: list[Root] = []
         self.trouble: str | None = None
         self.done = False
         self.last: Any = None  # what a model returned last
         self._known: dict[int, tuple[Tensor, Operand]] = {}
-        self.busy = False  # ours, or inside a model: nothing to write down
+        self._calls: list[_Call] = []  # that have begun, the innermost last
+        self._own = False  # what runs is ours
         self._clear()
 
     def _clear(self) -> None:
@@ -65,52 +87,82 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.busy or self.done or not self._armed:
+        if self.done or self.busy or not self._armed:
             return func(*args, **kwargs)
-        return self.follow(func, args, kwargs)
+        finish = self.guard.run(RECORDING, self.function, func, args, kwargs)
+        result = func(*args, **kwargs)
+        if finish is not None:
+            self.guard.run(RECORDING, finish, result)
+        return result
 
-    def follow(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a function; write it down if it takes something that follows from the model."""
-        if self.busy or not self._armed or not any(self._follows(t) for t in tensors((args, kwargs))):
-            return func(*args, **kwargs)
+    @property
+    def busy(self) -> bool:
+        """Tell whether what runs is ours, or inside a call that is written down as a whole."""
+        return self._own or any(call.inside for call in self._calls)
+
+    def begins(self, owner: Any, *, inside: bool = False, finish: Callable[[Any], None] | None = None) -> None:
+        """Note that a call begins; `ends` or `fails` is called for it with the same first argument."""
+        self._calls.append(_Call((threading.get_ident(), id(owner)), inside, finish))
+
+    def ends(self, owner: Any, result: Any) -> None:
+        """Finish a call with what it has returned."""
+        call = self.fails(owner)
+        if call is not None and call.finish is not None:
+            call.finish(result)
+
+    def fails(self, owner: Any) -> _Call | None:
+        """Forget a call that has raised, and those in it that nobody has ended."""
+        wanted = threading.get_ident(), id(owner)
+        place = next((i for i in reversed(range(len(self._calls))) if self._calls[i].owner == wanted), None)
+        if place is None:
+            return None
+        call = self._calls[place]
+        del self._calls[place:]
+        return call
+
+    def cut(self) -> None:
+        """Forget what is half written down: an exception of the user's has come in between."""
+        for call in self._calls:
+            call.finish = None
+        self._own = False
+        self._clear()
+
+    def function(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Callable[[Any], None] | None:
+        """Return what writes a function's call down, if that takes something that follows from the model."""
+        if self.busy or not self._armed or not any(self._follows(t) for t in tensors_in_objects((args, kwargs))):
+            return None
         name = str(getattr(func, "__name__", ""))
         writes = name in _WRITERS or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
         node = self._node(args, kwargs)
-        result = func(*args, **kwargs)
-        if name in READS:
-            self._read.add(name.strip("_"))
-        with self._ours():
-            if node is not None and (writes or next(tensors(result), None) is not None):
-                node.function, node.changes = func, writes
-                self._add(node, list(args[:1]) if writes else list(tensors(result)))
-        return result
 
-    def call(self, root: int, path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a module of a model and write it down."""
+        def finish(result: Any) -> None:
+            if name in READS:
+                self._read.add(name.strip("_"))
+            with self._ours():
+                if node is not None and (writes or next(tensors_in_objects(result), None) is not None):
+                    node.function, node.changes = func, writes
+                    self._add(node, list(args[:1]) if writes else list(tensors_in_objects(result)))
+
+        return finish
+
+    def module(self, root: int, path: str, args: Any, kwargs: Any) -> Callable[[Any], None]:
+        """Return what writes the call of a module of a model down."""
         self._armed = True
         node = self._node(args, kwargs)
-        with self.inside():
-            result = forward(*args, **kwargs)
-        with self._ours():
-            if node is not None:
-                node.root, node.path = root, path
-                self._add(node, list(tensors(result)))
-        self.last = result
-        return result
 
-    @contextlib.contextmanager
-    def inside(self) -> Iterator[None]:
-        """Within a model nothing is written down."""
-        before, self.busy = self.busy, True
-        try:
-            yield
-        finally:
-            self.busy = before
+        def finish(result: Any) -> None:
+            with self._ours():
+                if node is not None:
+                    node.root, node.path = root, path
+                    self._add(node, list(tensors_in_objects(result)))
+            self.last = result
+
+        return finish
 
     def same(self, value: Any, like: Any) -> None:
         """Note that `value` stands for `like`: what DDP returns, a scaled loss."""
         with self._ours():
-            own, other = list(tensors(value)), list(tensors(like))
+            own, other = list(tensors_in_objects(value)), list(tensors_in_objects(like))
             for new, old in zip(own, other, strict=len(own) == len(other)):
                 if id(old) in self._known:
                     self._known[id(new)] = (new, self._known[id(old)][1])
@@ -132,6 +184,7 @@ class Recorder(TorchFunctionMode):
 
     def forget(self) -> None:
         """Begin anew, after an optimizer step."""
+        self._calls.clear()  # of some an exception may have kept the end from being seen
         self._clear()
 
     # --- writing down ---
@@ -142,10 +195,11 @@ class Recorder(TorchFunctionMode):
 
     def _node(self, args: Any, kwargs: Any) -> Node | None:
         with self._ours():
-            device = next((t.device.type for t in tensors((args, kwargs))), "cpu")
-            cast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
-            operands = mapped((tuple(args), kwargs), lambda v: self._operand(v) if isinstance(v, Tensor) else v)
-            return Node(arguments=operands, grad=torch.is_grad_enabled(), autocast=cast)
+            device = next((t.device.type for t in tensors_in_objects((args, kwargs))), "cpu")
+            operands = mapped(
+                (tuple(args), kwargs), lambda v: self._operand(v) if isinstance(v, Tensor) else v, kinds=True
+            )
+            return Node(arguments=operands, grad=torch.is_grad_enabled(), autocast=Autocast.now(device))
         return None
 
     def _operand(self, tensor: Tensor) -> Operand:
@@ -178,10 +232,12 @@ class Recorder(TorchFunctionMode):
 
     @contextlib.contextmanager
     def _ours(self) -> Iterator[None]:
-        before, self.busy = self.busy, True
+        before, self._own = self._own, True
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - nothing of ours reaches the script
-            self.trouble = self.trouble or f"{type(error).__name__}: {error}"
+        except Exception as error:
+            if is_users(error):
+                raise
+            self.trouble = self.trouble or text_of(error)
         finally:
-            self.busy = before
+            self._own = before

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from ddpdebug.isolation.process_state import preserved
+from ddpdebug.nested import cloned, mapped
 from ddpdebug.preflight.capture.copies import loader_restorer, loader_twin
-from ddpdebug.preflight.capture.nested import cloned, mapped
-from ddpdebug.preflight.sandbox.process_state import preserved, time_limit
+from ddpdebug.preflight.sandbox.time_limit import time_limit
 
 #: Samples of each data set: enough for statistics to some percent and for a probe of labels and inputs.
 SAMPLES = 512
@@ -64,7 +65,7 @@ class Samples:
         return None if loader is None else lambda: iter(loader_twin(loader))
 
     def facts(self) -> list[dict[str, Any]]:
-        """Say how the loaders are set up."""
+        """Return the settings of the loaders, JSON values."""
         return [_facts(loader, trains=loader is self.training()) for loader in self._made if _is_plain(loader)]
 
     def draw(self) -> None:
@@ -72,7 +73,7 @@ class Samples:
         own, others = self.training(), self.others()
         restores = [loader_restorer(loader) for loader in self._made]
         try:
-            with preserved(), time_limit(_SECONDS):
+            with preserved(plain=True), time_limit(_SECONDS):
                 if own is not None:
                     self.train = _spread(own.dataset, SAMPLES)
                 if others:
@@ -119,7 +120,7 @@ def _twice(dataset: Any, at: int) -> tuple[Any, Any]:
 
 def _sample(dataset: Any, at: int) -> Any:
     """Return a copy of a sample, with tensors in the place of arrays."""
-    return cloned(mapped(dataset[at], _as_tensor))
+    return cloned(mapped(dataset[at], _as_tensor, kinds=True))
 
 
 def _as_tensor(item: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Notes which of the global generators a script seeds, and where, while it runs."""
+"""Watch on the seeding of the global random generators: which of them a script seeds, and in which line."""
 
 from __future__ import annotations
 
@@ -6,65 +6,59 @@ import functools
 import importlib
 import random
 import sys
-from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from ddpdebug.isolation.user_code import user_location
+from ddpdebug.probes.entries import Entries
 
 #: The functions that seed, by the generator that they are for; libraries' own `set_seed` end in these.
-_DOORS: tuple[tuple[str, str, str], ...] = (
+_SEEDING: tuple[tuple[str, str, str], ...] = (
     ("random", "random", "seed"),
     ("numpy", "numpy.random", "seed"),
     ("torch", "torch", "manual_seed"),
     ("cuda", "torch.cuda", "manual_seed_all"),
     ("cuda", "torch.cuda", "manual_seed"),
 )
-
-
 NOT_USED = "not used"
+_PART = "preflight:seeds"
 
 
 class SeedWatch:
-    """Stands before the functions that seed; `seeded` goes into `Subject.facts["seeded"]`.
+    """Wrappers over the functions that seed; what `begin` returns goes into `Subject.facts["seeded"]`.
 
     It holds the place by the generator's name; `NOT_USED` for one that nobody seeded and nobody drew from until the
     end. A script that has imported one of the functions by name before this began is not seen.
+
+    Args:
+        entries: what registers them, and takes them away.
     """
 
-    def __init__(self) -> None:
-        self.seeded: dict[str, str] = {}
-        self._undo: list[Callable[[], None]] = []
+    def __init__(self, entries: Entries) -> None:
+        self._entries = entries
+        self._seeded: dict[str, str] = {}
         self._states: dict[str, str] = {}
 
-    def __enter__(self) -> Self:
-        for generator, name, function in _DOORS:
+    def begin(self) -> dict[str, str]:
+        """Wrap the functions; return what is filled from here on."""
+        for generator, name, function in _SEEDING:
             module: Any = sys.modules.get(name) or _imported(name)
             if module is not None:
-                self._stand(generator, module, function)
+                self._entries.patch(module, function, before=[(_PART, functools.partial(self._seeds, generator))])
         self._states = _states()
-        return self
+        return self._seeded
 
-    def __exit__(self, *_: object) -> None:
-        while self._undo:
-            self._undo.pop()()
+    def end(self) -> None:
+        """Note the generators that nobody has used."""
         for generator, state in _states().items():
             if self._states.get(generator) == state:
-                self.seeded.setdefault(generator, NOT_USED)
+                self._seeded.setdefault(generator, NOT_USED)
 
-    def _stand(self, generator: str, module: Any, name: str) -> None:
-        original = getattr(module, name)
-
-        @functools.wraps(original)
-        def seeding(*args: Any, **kwargs: Any) -> Any:
-            # without a number, Python and numpy take one from the system
-            if any(value is not None for value in (*args, *kwargs.values())):
-                self.seeded[generator] = user_location() or "unknown"
-            return original(*args, **kwargs)
-
-        setattr(module, name, seeding)
-        self._undo.append(lambda: setattr(module, name, original))
+    def _seeds(self, generator: str, /, *args: Any, **kwargs: Any) -> None:
+        # without a number, Python and numpy take one from the system
+        if any(value is not None for value in (*args, *kwargs.values())):
+            self._seeded[generator] = user_location() or "unknown"
 
 
 def _states() -> dict[str, str]:

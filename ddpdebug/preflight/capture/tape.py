@@ -1,4 +1,4 @@
-"""A step's loss as a tape: what was computed from the model's forward to `backward`, to be computed with another model.
+"""The tape of a loss: the calls from the model's forward to `backward`, which can be computed with another model.
 
 A node is a call of a module of the model or of a function of torch. What a call takes is a result of an earlier node,
 a parameter or buffer of the model, or a constant: inputs and labels. Control flow of Python is as in the recording.
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpdebug.preflight.capture.nested import copy_of, mapped, tensors
+from ddpdebug.isolation.process_state import Autocast
+from ddpdebug.nested import copy_of, mapped, tensors_in_objects
 
 #: Reading a value into Python: what the script did with it is part of the recording.
 READS = frozenset({"item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__", "__array__"})
@@ -54,14 +55,12 @@ class Node:
     arguments: Any = ()
     changes: bool = False  # its first argument
     grad: bool = True
-    autocast: tuple[str, torch.dtype] | None = None
+    autocast: Autocast
 
     @contextlib.contextmanager
     def settings(self) -> Iterator[None]:
         """Compute as in the recording."""
-        kind = self.autocast
-        cast = contextlib.nullcontext() if kind is None else torch.autocast(kind[0], kind[1])
-        with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()), cast:
+        with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()), self.autocast.again(cache=True):
             yield
 
 
@@ -85,7 +84,7 @@ class Tape:
     def inputs(self) -> tuple[Any, dict[str, Any]]:
         """Arguments of the model's first call, as far as they came from outside."""
         first = next(node for node in self.nodes if node.function is None)
-        args, kwargs = mapped(first.arguments, self._outside)
+        args, kwargs = mapped(first.arguments, self._outside, kinds=True)
         return args, kwargs
 
     def _outside(self, item: Any) -> Any:
@@ -119,11 +118,11 @@ class Tape:
                 continue
             module = node.function is None
             # a model may write into what it is given, and so do functions that say so
-            args, kwargs = mapped(node.arguments, functools.partial(value, own=module or node.changes))
+            args, kwargs = mapped(node.arguments, functools.partial(value, own=module or node.changes), kinds=True)
             call = model.get_submodule(self.place(node.root, node.path)) if node.function is None else node.function
             with node.settings():
                 result = call(*args, **kwargs)
-            results[number] = [args[0]] if node.changes else list(tensors(result))
+            results[number] = [args[0]] if node.changes else list(tensors_in_objects(result))
             if module and not called:
                 output, called = result, True
         loss = value(self.loss)
@@ -148,5 +147,9 @@ def needed_for(nodes: list[Node], loss: Made) -> set[int]:
         number = waiting.pop()
         if number not in needed:
             needed.add(number)
-            mapped(nodes[number].arguments, lambda item: waiting.append(item.node) if isinstance(item, Made) else None)
+            mapped(
+                nodes[number].arguments,
+                lambda item: waiting.append(item.node) if isinstance(item, Made) else None,
+                kinds=True,
+            )
     return needed

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from ddpdebug.preflight import gallery
 from ddpdebug.preflight.capture.copies import copied
 from ddpdebug.preflight.checks import duplicates, label_relation, labels, splits
+from ddpdebug.preflight.examine import each
 from ddpdebug.preflight.observe import Seen, floating, observe, observe_all
-from ddpdebug.preflight.output.results import Check, Status, Table
-from ddpdebug.preflight.parts import each
+from ddpdebug.preflight.output.results import Check, Picture, Status, Table
+from ddpdebug.preflight.sandbox.trials import looking
 from ddpdebug.preflight.subject import Subject
 
 GROUP = "data"
@@ -35,6 +37,9 @@ _NORMS = (
     nn.Embedding,
     nn.EmbeddingBag,
 )
+_SHOWN = 8
+_PIXELS = 64
+_TOKENS = 48
 
 
 def check(subject: Subject) -> list[Check]:
@@ -48,7 +53,7 @@ def check(subject: Subject) -> list[Check]:
         normalisation=lambda: _scale(subject),
         train_and_validation=lambda: splits.check(subject),
         labels_and_inputs=lambda: label_relation.check(subject, seen),
-        gallery=lambda: gallery.check(subject, seen),
+        gallery=lambda: gallery(subject, seen),
     )
 
 
@@ -143,10 +148,10 @@ def _between_ranks(subject: Subject) -> Iterator[Check]:
         group=GROUP,
         name="normalisation on the ranks",
         status=Status.WARN if differ else Status.PASS,
-        code="DATA908" if differ else "",
+        code="DATA908",
         summary="; ".join(f"rank {rank}: mean {m:.3g}, deviation {s:.3g}" for rank, (m, s) in sorted(scales.items())),
         evidence={"scales": {str(rank): s for rank, s in scales.items()}},
-        actions=("preprocess with the same statistics on all ranks",) if differ else (),
+        actions=("preprocess with the same statistics on all ranks",),
     )
 
 
@@ -159,18 +164,75 @@ def _first_layer_input(subject: Subject) -> tuple[str, Tensor] | None:
     model = copied(subject.model)
     found: list[tuple[str, nn.Module, Tensor | None]] = []
 
-    def note(name: str, module: nn.Module, args: tuple[object, ...]) -> None:
+    def note(name: str, module: nn.Module, args: tuple[object, ...], _: object) -> None:
         value = args[0] if args and isinstance(args[0], Tensor) and args[0].is_floating_point() else None
         if not found:
             found.append((name, module, None if value is None else value.detach().double()))
 
-    for name, module in model.named_modules():
-        if any(True for _ in module.parameters(recurse=False)):
-            module.register_forward_pre_hook(lambda m, args, name=name: note(name, m, args))
-    with torch.no_grad():
+    named = model.named_modules()
+    weighted = {name: module for name, module in named if next(module.parameters(recurse=False), None) is not None}
+    with torch.no_grad(), looking(weighted, before=note):
         observe(subject, subject.batches[0], model)
     if not found or isinstance(found[0][1], _NORMS) or found[0][2] is None or not found[0][2].numel():
         return None
     values = found[0][2]
     finite = values[torch.isfinite(values)] if not bool(torch.isfinite(values).all()) else values
     return (found[0][0] or "the model", finite) if finite.numel() else None
+
+
+def gallery(subject: Subject, seen: list[Seen]) -> Iterator[Check]:
+    """Show the first samples of the first batch."""
+    first = seen[0]
+    titles = _titles(first)
+    pictures: list[Picture] = []
+    for tensor in first.inputs:
+        images = _images(tensor)
+        if images is not None:
+            pictures = [Picture(title=titles(at), pixels=_pixels(images[at])) for at in range(min(_SHOWN, len(images)))]
+            break
+        if tensor.dim() == 2 and not tensor.is_floating_point() and tensor.dtype is not torch.bool:
+            tokenizer = subject.settings.get("tokenizer")
+            rows = tensor[:_SHOWN, :_TOKENS].tolist()
+            pictures = [Picture(title=titles(at), text=_text(row, tokenizer)) for at, row in enumerate(rows)]
+            break
+    if pictures:
+        summary = f"the first {len(pictures)} samples as the model gets them"
+        yield Check(group=GROUP, name="gallery", status=Status.INFO, summary=summary, pictures=tuple(pictures))
+
+
+def _titles(seen: Seen) -> Any:
+    target = seen.calls[0].target if seen.calls else None
+
+    def title(at: int) -> str:
+        if target is None or target.dim() != 1 or at >= len(target):
+            return f"sample {at}"
+        return f"sample {at}, label {target[at].item():g}"
+
+    return title
+
+
+def _images(tensor: Tensor) -> Tensor | None:
+    """Return N x H x W x C; None for what is no batch of images."""
+    if tensor.dim() != 4 or min(tensor.shape) == 0:
+        return None
+    if tensor.shape[1] in {1, 3} and min(tensor.shape[2:]) >= 8:
+        return tensor.permute(0, 2, 3, 1)
+    return tensor if tensor.shape[3] in {1, 3} and min(tensor.shape[1:3]) >= 8 else None
+
+
+def _pixels(image: Tensor) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    values = image.detach().float().cpu().nan_to_num()
+    if max(values.shape[:2]) > _PIXELS:
+        shrunk = _PIXELS / max(values.shape[:2])
+        size = [max(1, round(side * shrunk)) for side in values.shape[:2]]
+        planes = functional.interpolate(values.permute(2, 0, 1)[None], size=size, mode="area")
+        values = planes[0].permute(1, 2, 0)
+    low, high = values.min(), values.max()
+    scaled = ((values - low) / (high - low).clamp_min(1e-12) * 255).round().to(torch.int64)
+    return tuple(tuple(tuple(pixel) for pixel in row) for row in scaled.tolist())
+
+
+def _text(row: list[int], tokenizer: Any) -> str:
+    if hasattr(tokenizer, "decode"):
+        return str(tokenizer.decode(row))
+    return " ".join(map(str, row))

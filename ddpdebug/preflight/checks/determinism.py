@@ -1,4 +1,4 @@
-"""What is seeded and what is not, and whether two runs from the same state are the same bit for bit."""
+"""Reproducibility: which generators are seeded, and whether two runs from one state agree bit for bit."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from ddpdebug.forensics.replay.stack_lines import line_of
+from ddpdebug.isolation.process_state import kept_random_state
 from ddpdebug.monitor.seeding import WORKSPACE
 from ddpdebug.preflight.capture.seed_watch import NOT_USED, torch_is_seeded
 from ddpdebug.preflight.checks.two_runs import Difference, Twice
 from ddpdebug.preflight.output.results import Check, Status, Table
-from ddpdebug.preflight.sandbox.trials import attempt, kept_random_state
+from ddpdebug.preflight.sandbox.trials import attempt
 from ddpdebug.preflight.subject import Subject
 from ddpdebug.sinks.text import counted
 
@@ -47,10 +48,10 @@ def _seeds(subject: Subject) -> Check:
         name="seeds",
         status=Status.INFO if missing else Status.PASS,
         summary=f"{words}; deterministic algorithms are {'on' if _deterministic() else 'off'}",
-        code=CODE if missing else "",
+        code=CODE,
         evidence={"not_seeded": missing},
-        hypotheses=("nobody asked for runs that can be repeated",) if missing else (),
-        actions=("call `ddpdebug.seed_everything(seed)` at the beginning of the script",) if missing else (),
+        hypotheses=("nobody asked for runs that can be repeated",),
+        actions=("call `ddpdebug.seed_everything(seed)` at the beginning of the script",),
         tables=(Table(head=("source", "state", "what to know"), rows=tuple(rows)),),
     )
 

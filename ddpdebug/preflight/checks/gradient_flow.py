@@ -10,8 +10,8 @@ from torch import nn
 from ddpdebug.errors import UsageError
 from ddpdebug.preflight.checks import leakage
 from ddpdebug.preflight.checks.layers import Layer, sampled
+from ddpdebug.preflight.examine import each
 from ddpdebug.preflight.output.results import Check, Plot, Series, Status
-from ddpdebug.preflight.parts import each
 from ddpdebug.preflight.subject import Subject
 
 GROUP = "gradient flow"
@@ -64,9 +64,7 @@ def _depth(found: list[Layer]) -> Iterator[Check]:
         else ("weights too large for the depth", "no normalisation in a recurrent or residual stack")
         if explode
         else (),
-        actions=("add residual connections with norms, or initialise for the activation used",)
-        if vanish or explode
-        else (),
+        actions=("add residual connections with norms, or initialise for the activation used",),
         plots=(plot,),
     )
 

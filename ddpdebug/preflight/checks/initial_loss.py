@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ddpdebug.preflight.checks.labels import classes_of, kept
+from ddpdebug.preflight.examine import each
 from ddpdebug.preflight.observe import LossCall, Seen, observe_all
 from ddpdebug.preflight.output.results import Check, Status
-from ddpdebug.preflight.parts import each
 from ddpdebug.preflight.subject import Subject
 
 GROUP = "initial loss"
@@ -160,7 +160,7 @@ def _against(loss: float, told: float, words: str) -> Check:
         group=GROUP,
         name="value",
         status=Status.WARN if off else Status.PASS,
-        code="RCP801" if off else "",
+        code="RCP801",
         summary=f"the loss starts at {loss:.4g}, expected is {told:.4g} ({words})",
         evidence={"loss": loss, "expected": told},
     )
@@ -184,9 +184,9 @@ def _logits(calls: list[LossCall]) -> Iterator[Check]:
         group=GROUP,
         name="logits",
         status=Status.WARN if wide else Status.PASS,
-        code="HLTH715" if wide else "",
+        code="HLTH715",
         summary=f"the logits have mean {mean:.3g} and standard deviation {std:.3g}; about 0 and 0 to 1 are usual",
-        hypotheses=("the last layer starts too large", "the scale grows with depth (initialisation)") if wide else (),
+        hypotheses=("the last layer starts too large", "the scale grows with depth (initialisation)"),
     )
 
 

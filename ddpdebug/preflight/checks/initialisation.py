@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ddpdebug.errors import UsageError
 from ddpdebug.preflight.checks.layers import WEIGHTED, Pass, sampled
+from ddpdebug.preflight.examine import each
 from ddpdebug.preflight.output.results import Check, Plot, Series, Status, Table
-from ddpdebug.preflight.parts import each
 from ddpdebug.preflight.subject import Subject
 
 GROUP = "initialisation"
@@ -62,7 +62,7 @@ def _depth(first: Pass) -> Check:
         group=GROUP,
         name="activations by depth",
         status=Status.WARN if bad else Status.PASS,
-        code="HLTH715" if bad else "",
+        code="HLTH715",
         summary=f"from {inner[0].name} to {inner[-1].name}, {len(inner)} layers, the deviation goes from "
         f"{inner[0].spread:.3g} to {inner[-1].spread:.3g}",
         evidence={layer.name: layer.spread for layer in layers},
@@ -71,7 +71,7 @@ def _depth(first: Pass) -> Check:
         else ("weights too small for the depth", "no normalisation and no residual connections")
         if change < 1
         else ("weights too large for the depth", "a sum over many inputs without division"),
-        actions=("`torch.nn.init.kaiming_normal_(w, nonlinearity='relu')`, or a norm in every block",) if bad else (),
+        actions=("`torch.nn.init.kaiming_normal_(w, nonlinearity='relu')`, or a norm in every block",),
         plots=(plot,),
     )
 
@@ -101,10 +101,10 @@ def _shares(shares: dict[str, float], name: str, code: str, words: str, causes: 
         group=GROUP,
         name=name,
         status=Status.WARN if bad else Status.PASS,
-        code=code if bad else "",
+        code=code,
         summary=f"{100 * shares[worst]:.0f} % of the units of {worst} {words}, the most of {len(shares)} layers",
         evidence={key: round(share, 4) for key, share in shares.items()},
-        hypotheses=causes if bad else (),
+        hypotheses=causes,
     )
 
 
@@ -116,7 +116,7 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
 
 
 def _symmetric(subject: Subject) -> Check:
-    """Look for units of a layer that start as copies; a weight of zeros is how the end of a residual branch starts."""
+    """Judge the symmetry of weights: units that start as copies; zeros are how the end of a residual branch starts."""
     same = []
     for name, module, weight in _weights(subject.model):
         rows = weight.flatten(1)
@@ -127,12 +127,12 @@ def _symmetric(subject: Subject) -> Check:
         group=GROUP,
         name="symmetric weights",
         status=Status.WARN if same else Status.PASS,
-        code="HLTH715" if same else "",
+        code="HLTH715",
         summary=f"all units of {', '.join(same[:_NAMED])} start with the same weights and stay copies of each other"
         if same
         else "the units of each layer start with different weights",
-        hypotheses=("`nn.init.constant_` or `ones_` on a weight",) if same else (),
-        actions=("draw the weights at random; constants are for biases and norms",) if same else (),
+        hypotheses=("`nn.init.constant_` or `ones_` on a weight",),
+        actions=("draw the weights at random; constants are for biases and norms",),
     )
 
 

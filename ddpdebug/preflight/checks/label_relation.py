@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpdebug.preflight.capture.nested import tensors
+from ddpdebug.nested import tensors_in_objects
 from ddpdebug.preflight.checks.labels import classes_of
 from ddpdebug.preflight.observe import Seen
 from ddpdebug.preflight.output.results import Check, Status
@@ -52,7 +52,7 @@ def check(subject: Subject, seen: list[Seen]) -> Iterator[Check]:
         group=GROUP,
         name=NAME,
         status=Status.WARN if alike else Status.PASS,
-        code="DATA909" if alike else "",
+        code="DATA909",
         summary=f"of {_SHUFFLES} shuffled pairings {chance * _SHUFFLES:.0f} fit as well as the real one "
         f"({len(labels)} samples, best of {', '.join(results)}: {100 * score:.0f} % right)",
         evidence={name: {"right": round(s, 3), "shuffled as good": round(c, 3)} for name, (s, c) in results.items()},
@@ -60,10 +60,8 @@ def check(subject: Subject, seen: list[Seen]) -> Iterator[Check]:
             "inputs and labels were shuffled or sorted apart from each other",
             "labels of another file or split",
             "a relation that only a deep model finds: then overfitting a batch says more",
-        )
-        if alike
-        else (),
-        actions=("look at some samples with their labels (gallery)",) if alike else (),
+        ),
+        actions=("look at some samples with their labels (gallery)",),
     )
 
 
@@ -125,7 +123,7 @@ def _from_samples(subject: Subject) -> tuple[Tensor, Tensor] | None:
 def _pair(sample: Any) -> tuple[Tensor, Tensor] | None:
     if not isinstance(sample, Sequence) or len(sample) != 2:
         return None
-    tensor, label = next(tensors(sample[0]), None), sample[1]
+    tensor, label = next(tensors_in_objects(sample[0]), None), sample[1]
     number = torch.as_tensor(label) if isinstance(label, int | Tensor) else None
     if tensor is None or not tensor.is_floating_point() or number is None or number.numel() != 1:
         return None

@@ -1,4 +1,4 @@
-"""What every layer puts out in one pass, in the order of the calls: activations, gradients, and nonlinearities."""
+"""Statistics of one forward and backward by layer, in the order of the calls: activations, gradients, dead units."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ddpdebug.preflight.capture.copies import copied
+from ddpdebug.preflight.sandbox.trials import looking
 from ddpdebug.preflight.subject import Subject
 
 #: Layers that mix their inputs by a weight, and whose output an initialisation is made for.
@@ -41,7 +42,7 @@ class Layer:
 
 @dataclass(slots=True)
 class Pass:
-    """What one pass showed.
+    """The statistics of one pass.
 
     Args:
         layers: those with a weight, once each, in the order of their first call.
@@ -55,7 +56,7 @@ class Pass:
 
 
 class _Nonlinearities(TorchFunctionMode):
-    """Looks at what relu, tanh and sigmoid return, wherever in the model they are called."""
+    """A mode that reads the results of relu, tanh and sigmoid, wherever in the model they are called."""
 
     def __init__(self, result: Pass) -> None:
         super().__init__()
@@ -82,7 +83,7 @@ def one_pass(subject: Subject, batch: Any) -> Pass:
     mode = _Nonlinearities(result)
     outputs: dict[str, Tensor] = {}
 
-    def enter(name: str) -> None:
+    def enter(name: str, *_: Any) -> None:
         mode.inside.append(name)
 
     def leave(name: str, module: nn.Module, output: Any) -> None:
@@ -92,10 +93,7 @@ def one_pass(subject: Subject, batch: Any) -> Pass:
             if output.requires_grad:
                 output.retain_grad()
 
-    for name, module in model.named_modules():
-        module.register_forward_pre_hook(lambda _, __, name=name: enter(name))
-        module.register_forward_hook(lambda m, _, output, name=name: leave(name, m, output))
-    with mode:
+    with looking(dict(model.named_modules()), before=enter, after=leave), mode:
         loss = subject.loss_of(model, batch)[0]
     if loss.requires_grad:
         loss.backward()

@@ -1,11 +1,10 @@
-"""What must not depend on what: a sample on its neighbours in the batch, a position on later ones, eval mode on chance.
+"""Leakage: outputs that depend on other samples of the batch, on later positions, or in eval mode on random numbers.
 
 Measured by changing the one and comparing the other, in eval mode: batch statistics mix samples on purpose.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ddpdebug.isolation.process_state import Autocast
+from ddpdebug.nested import mapped, tensors_in_objects
 from ddpdebug.preflight.capture.copies import copied
-from ddpdebug.preflight.capture.nested import mapped, tensors
 from ddpdebug.preflight.observe import observe
 from ddpdebug.preflight.output.results import Check, Status
+from ddpdebug.preflight.sandbox.trials import looking
 from ddpdebug.preflight.subject import Subject
 
 GROUP = "gradient flow"
@@ -33,29 +34,23 @@ class _Call:
         self.args: Any = None
         self.kwargs: Any = None
         self.module: nn.Module = self.model
-        self._cast: tuple[str, torch.dtype] | None = None
-        handles = [m.register_forward_pre_hook(self._note, with_kwargs=True) for m in self.model.modules()]
-        with torch.no_grad():
+        self._cast = Autocast.now("cpu")
+        with torch.no_grad(), looking(dict(self.model.named_modules()), before=self._note):
             seen = observe(subject, subject.batches[0], self.model)
-        for handle in handles:
-            handle.remove()
         self.target = seen.calls[0].target if seen.calls else None
         self.model.eval()
 
-    def _note(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _note(self, _: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.args is None:
             self.module, self.args, self.kwargs = module, args, kwargs
-            device = next((t.device.type for t in self.inputs), "cpu")
-            if torch.is_autocast_enabled(device):
-                self._cast = (device, torch.get_autocast_dtype(device))
+            self._cast = Autocast.now(next((t.device.type for t in self.inputs), "cpu"))
 
     def run(self, change: Any = None, seed: int = 0) -> list[Tensor]:
         """Return the tensors that the model returns for the inputs, after `change` of each."""
         torch.manual_seed(seed)
-        args, kwargs = mapped((self.args, self.kwargs), lambda item: self._changed(item, change))
-        cast = contextlib.nullcontext() if self._cast is None else torch.autocast(*self._cast)
-        with torch.no_grad(), cast:
-            return list(tensors(self.module(*args, **kwargs)))
+        args, kwargs = mapped((self.args, self.kwargs), lambda item: self._changed(item, change), kinds=True)
+        with torch.no_grad(), self._cast.again(cache=True):
+            return list(tensors_in_objects(self.module(*args, **kwargs)))
 
     def _changed(self, item: Any, change: Any) -> Any:
         if not isinstance(item, Tensor):
@@ -64,7 +59,7 @@ class _Call:
 
     @property
     def inputs(self) -> list[Tensor]:
-        return list(tensors((self.args, self.kwargs)))
+        return list(tensors_in_objects((self.args, self.kwargs)))
 
 
 def check(subject: Subject) -> Iterator[Check]:
@@ -115,10 +110,8 @@ def _batch(subject: Subject, call: _Call, base: list[Tensor], again: list[Tensor
         hypotheses=(
             "view or reshape where transpose or permute is meant",
             "a softmax, norm or attention over the batch dimension (batch_first=False)",
-        )
-        if leaks
-        else (),
-        actions=("follow the shapes through the forward",) if leaks else (),
+        ),
+        actions=("follow the shapes through the forward",),
     )
 
 
@@ -178,11 +171,11 @@ def _future(call: _Call, base: list[Tensor]) -> Check:
         group=GROUP,
         name="causal",
         status=Status.FAIL if leaks else Status.PASS,
-        code="RCP821" if leaks else "",
+        code="RCP821",
         summary=f"other tokens from position {middle} on "
         + ("change the outputs before it" if leaks else "leave the outputs before it as they are"),
-        hypotheses=("the causal mask is missing, or inverted", "a norm or pooling over all positions") if leaks else (),
-        actions=("`is_causal=True`, or a mask that is True where attention is forbidden",) if leaks else (),
+        hypotheses=("the causal mask is missing, or inverted", "a norm or pooling over all positions"),
+        actions=("`is_causal=True`, or a mask that is True where attention is forbidden",),
     )
 
 

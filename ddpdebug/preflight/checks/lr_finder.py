@@ -1,4 +1,4 @@
-"""Looks for the learning rate by a sweep: one optimizer step per rate, from far too low to far too high.
+"""The learning-rate finder: a sweep with one optimizer step per rate, from far too low to far too high.
 
 `check` works on copies. `find_lr` is for the user's own program, also inside a DDP job: it trains the model that it
 is given and puts everything back, since a copy of a DDP would need a second set of process groups and buckets.
@@ -18,13 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug.errors import UsageError
 from ddpdebug.monitor import attach
-from ddpdebug.preflight.checks.lr_sweep import End, Stop, Sweep, rates
+from ddpdebug.preflight.checks.lr_sweep import GROUP, NAME, End, Stop, Sweep, rates, skipped, verdict
 from ddpdebug.preflight.output.results import Check
 from ddpdebug.preflight.sandbox.lockstep import Ranks
 from ddpdebug.preflight.sandbox.restoring import restored
 from ddpdebug.preflight.sandbox.trials import attempt, backward, copies, copy_of_batch, in_turn
 from ddpdebug.preflight.subject import LossOf, Subject
-from ddpdebug.preflight.sweep_verdict import GROUP, NAME, skipped, verdict
 
 #: The range of fastai's finder: below nothing moves, above everything breaks.
 LOWEST, HIGHEST = 1e-7, 10.0
@@ -44,7 +43,7 @@ _MAX_SKIPS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """How to sweep."""
+    """The settings of a sweep: ends of the range, steps, micro-batches per step, seconds."""
 
     lowest: float
     highest: float

@@ -1,20 +1,20 @@
-"""Point 2, the parameters: what each one is, who optimizes it, and whether the loss reaches it."""
+"""Point 2, the audit of the parameters: shape and dtype, their optimizer and group, and their gradient."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ddpdebug.preflight.capture.copies import copied
-from ddpdebug.preflight.checks.detached import cut_off
 from ddpdebug.preflight.checks.unregistered import unregistered
+from ddpdebug.preflight.examine import each
 from ddpdebug.preflight.observe import gradients_of, observe
 from ddpdebug.preflight.output.results import Check, Status, Table
-from ddpdebug.preflight.parts import each
+from ddpdebug.preflight.sandbox.trials import looking
 from ddpdebug.preflight.subject import Subject
 
 GROUP = "parameters"
@@ -23,6 +23,9 @@ _LARGE_PART = 0.5
 _NAMED = 5
 #: Batches whose gradients are computed: what is 0 in so many is always 0.
 _BATCHES = 4
+_SEED = 7
+#: Parameters that are tried: the ones behind the same cut behave alike.
+_TRIED = 12
 
 
 def check(subject: Subject) -> list[Check]:
@@ -43,7 +46,7 @@ def check(subject: Subject) -> list[Check]:
 
 
 class _Held:
-    """What the optimizers hold, by the parameter's name."""
+    """The parameter groups of the optimizers, by the parameter's name."""
 
     def __init__(self, subject: Subject) -> None:
         self.optimizers: list[dict[str, Any]] = subject.facts.get("holdings", [])
@@ -131,7 +134,7 @@ def _optimized(subject: Subject, held: _Held, gradients: Mapping[str, float | No
 
 
 def _foreign(subject: Subject, held: _Held, gradients: Mapping[str, float | None] | None) -> Check:
-    """Judge what an optimizer holds and no model has: it is a mistake where it takes the place of what is missing."""
+    """Judge parameters of an optimizer that are in no model: a mistake where some of the model are in no optimizer."""
     foreign = [shape for o in held.optimizers if o["stepped"] for group in o["groups"] for shape in group["foreign"]]
     own = [list(p.shape) for n, p in subject.model.named_parameters() if p.requires_grad and n not in held.groups]
     replaced = [shape for shape in foreign if shape in own]
@@ -186,12 +189,12 @@ def _reached(subject: Subject, held: _Held, gradients: Mapping[str, float | None
         group=GROUP,
         name="zero gradients",
         status=Status.WARN if zero else Status.PASS,
-        code="HLTH714" if zero else "",
+        code="HLTH714",
         summary=f"{_some(zero)} have a gradient of exactly 0 in all batches"
         if zero
         else "no parameter has a gradient of exactly 0 in all batches",
         evidence={"zero": zero} if zero else {},
-        hypotheses=("dead units in front of it", "a factor, gate or mask of 0") if zero else (),
+        hypotheses=("dead units in front of it", "a factor, gate or mask of 0"),
     )
 
 
@@ -280,3 +283,48 @@ def _decay(subject: Subject, held: _Held) -> Iterator[Check]:
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
+
+
+def cut_off(subject: Subject, names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return which of the parameters the loss depends on: those used with gradients enabled, and those without.
+
+    Each is changed a little; where the loss changes, the forward uses it.
+    """
+    enabled, base = _base(subject)
+    if base is None or base != _loss(subject, copied(subject.model)):  # not deterministic even from one seed
+        return [], []
+    with_grad: list[str] = []
+    without: list[str] = []
+    for name in _spread(names):
+        model = copied(subject.model)
+        parameter = dict(model.named_parameters())[name]
+        with torch.no_grad():
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(_SEED))
+            parameter.add_(
+                0.1 * (float(parameter.std()) if parameter.numel() > 1 else 1.0) * noise.to(parameter) + 1e-3
+            )
+        if _loss(subject, model) != base:
+            (with_grad if enabled.get(name.rpartition(".")[0], True) else without).append(name)
+    return with_grad, without
+
+
+def _spread(names: Sequence[str]) -> Sequence[str]:
+    step = max(1, len(names) // _TRIED)
+    return names[::step][:_TRIED]
+
+
+def _base(subject: Subject) -> tuple[dict[str, bool], float | None]:
+    """Return by module whether it was called with gradients enabled, and the loss."""
+    model, enabled = copied(subject.model), dict[str, bool]()
+
+    def note(name: str, *_: Any) -> None:
+        enabled[name] = enabled.get(name, False) or torch.is_grad_enabled()
+
+    with looking(dict(model.named_modules()), before=note):
+        return enabled, _loss(subject, model)
+
+
+def _loss(subject: Subject, model: nn.Module) -> float | None:
+    torch.manual_seed(_SEED)
+    value = float(subject.loss_of(model, subject.batches[0])[0].detach())
+    return value if value == value else None  # noqa: PLR0124 - not a number equals nothing

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddpdebug.nested import tensors_in_objects
 from ddpdebug.preflight.capture.digests import of_inputs
-from ddpdebug.preflight.capture.nested import tensors
 from ddpdebug.preflight.capture.sampling import Samples
 from ddpdebug.preflight.output.results import Check, Status
 from ddpdebug.preflight.subject import Subject
@@ -45,14 +45,14 @@ def _rows(batches: Any) -> list[Any]:
     """Return the samples of batches whose tensors count them in their first dimension."""
     rows: list[Any] = []
     for batch in batches:
-        parts = [t for t in tensors(batch) if t.dim()]
+        parts = [t for t in tensors_in_objects(batch) if t.dim()]
         size = parts[0].shape[0] if parts else 0
         rows += [tuple(t[at] for t in parts if t.shape[0] == size) for at in range(size)]
     return rows
 
 
 def _input(sample: Any) -> Tensor | None:
-    return next((t for t in tensors(sample) if t.dim()), None)
+    return next((t for t in tensors_in_objects(sample) if t.dim()), None)
 
 
 def _digest(sample: Any) -> int | None:
@@ -94,11 +94,11 @@ def _statistics(samples: Samples) -> Iterator[Check]:
         group=GROUP,
         name="train and validation statistics",
         status=Status.WARN if differ else Status.PASS,
-        code="DATA908" if differ else "",
+        code="DATA908",
         summary=f"training data have mean {mean:.3g} and deviation {std:.3g}, validation data {other:.3g} and "
         f"{spread:.3g}",
-        hypotheses=("the transforms differ in normalisation", "another source or another class mix") if differ else (),
-        actions=("share the deterministic part of the transforms between both data sets",) if differ else (),
+        hypotheses=("the transforms differ in normalisation", "another source or another class mix"),
+        actions=("share the deterministic part of the transforms between both data sets",),
     )
 
 
@@ -118,13 +118,11 @@ def _repeats(samples: Samples) -> Check:
         name="augmentation on validation",
         status=Status.WARN if changed else Status.PASS,
         summary=f"{changed} of {len(samples.repeats)} validation samples differ when they are read again",
-        hypotheses=("the validation data set has the training transform", "a split that shares it (`random_split`)")
-        if changed
-        else (),
-        actions=("give the validation data set a transform without random parts",) if changed else (),
+        hypotheses=("the validation data set has the training transform", "a split that shares it (`random_split`)"),
+        actions=("give the validation data set a transform without random parts",),
     )
 
 
 def _equal(one: Any, other: Any) -> bool:
-    pairs = list(zip(tensors(one), tensors(other), strict=False))
+    pairs = list(zip(tensors_in_objects(one), tensors_in_objects(other), strict=False))
     return all(a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: waiting for data, copying between host and device, many small operations.
+"""The time of a step by cause: waiting for data, copies between host and device, many small operations.
 
 Measured on copies and on this machine, with nothing else of the training running: a paragraph with numbers, no verdict
 on how fast it ought to be.
@@ -14,17 +14,17 @@ from typing import Any
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.process_state import kept_random_state
+from ddpdebug.nested import tensors_in
+from ddpdebug.preflight.capture.copies import copied
 from ddpdebug.preflight.output.results import Check, Status, Table
 from ddpdebug.preflight.sandbox.trials import (
     attempt,
     backward,
     copy_of_batch,
-    copy_of_model,
-    kept_random_state,
     take_step,
 )
 from ddpdebug.preflight.subject import Subject
-from ddpdebug.probes.values import tensors_in
 from ddpdebug.sinks.text import counted, number
 
 GROUP, NAME = "throughput", "where the time goes"
@@ -43,7 +43,7 @@ _SHOWN = 8
 
 @dataclass(slots=True)
 class Counts:
-    """What the operations of one step were."""
+    """The operations of one step: how long they took, how many copies and reads of values were among them."""
 
     seconds: list[float] = field(default_factory=list)
     by_name: dict[str, list[float]] = field(default_factory=dict)
@@ -82,7 +82,7 @@ def _check(subject: Subject, seconds: float) -> list[Check]:
 
 def _steps(subject: Subject, seconds: float) -> tuple[float, Counts]:
     """Return the time of an optimizer step, and what its operations were."""
-    model = copy_of_model(subject.model)
+    model = copied(subject.model)
     make = subject.optimizer_for
     optimizer = torch.optim.SGD(_some(model), lr=0.0) if make is None else make(model)
     began, took = time.monotonic(), list[float]()

@@ -8,7 +8,6 @@ one that is another ends the search.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +17,11 @@ import torch
 from ddpdebug import torch_internals as internals
 from ddpdebug.fingerprint import combine, fingerprint
 from ddpdebug.forensics.replay.stack_lines import ends_stack, user_stack
-from ddpdebug.preflight.sandbox.trials import backward, copy_of_batch, copy_of_model
+from ddpdebug.isolation.process_state import RandomState
+from ddpdebug.nested import tensors_in
+from ddpdebug.preflight.capture.copies import copied
+from ddpdebug.preflight.sandbox.trials import backward, copy_of_batch, looking
 from ddpdebug.preflight.subject import Subject
-from ddpdebug.probes.forward_capture import RandomState
-from ddpdebug.probes.values import tensors_in
 
 #: Memory that nobody has written yet: its content is chance.
 _UNWRITTEN = ("empty", "new_empty", "resize_")
@@ -71,15 +71,13 @@ class Twice:
 
     def _run(self, steps: int, follower: _Follower | None) -> Iterator[tuple[torch.nn.Module, torch.Tensor]]:
         self._state.restore()
-        model = copy_of_model(self._subject.model)
+        model = copied(self._subject.model)
         make = self._subject.optimizer_for
         optimizer = None if make is None else make(model)
-        if follower is not None:
-            follower.watch(model)
         for step in range(steps):
             model.zero_grad(set_to_none=True)
             batch = copy_of_batch(self._subject.batches[step % len(self._subject.batches)])
-            with follower or contextlib.nullcontext():
+            with contextlib.nullcontext() if follower is None else follower.on(model):
                 loss, _ = self._subject.loss_of(model, batch)
                 backward(loss)
                 if optimizer is not None:
@@ -106,11 +104,11 @@ class _Follower(internals.OperationMode):
         self._made: dict[int, tuple[str, tuple[str, ...]]] = {}  # module and lines, by the number of the autograd node
         self._last = internals.next_sequence()
 
-    def watch(self, model: torch.nn.Module) -> None:
-        """Keep track of the module whose forward is running; the model is a copy that dies with the run."""
-        for name, module in model.named_modules():
-            module.register_forward_pre_hook(functools.partial(self._entered, name))
-            module.register_forward_hook(self._left, always_call=True)
+    @contextlib.contextmanager
+    def on(self, model: torch.nn.Module) -> Iterator[None]:
+        """Follow the operations, and the module whose forward is running."""
+        with looking(dict(model.named_modules()), before=self._entered, after=self._left), self:
+            yield
 
     def _entered(self, name: str, *_: Any) -> None:
         self._modules.append(name)

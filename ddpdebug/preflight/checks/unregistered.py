@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddpdebug.nested import parts_of
 from ddpdebug.preflight.capture.copies import copied
 from ddpdebug.preflight.output.results import Check, Status
+from ddpdebug.preflight.sandbox.trials import looking
 from ddpdebug.preflight.subject import Subject
 
 GROUP = "parameters"
@@ -18,7 +20,7 @@ _ITEMS = 200
 
 
 def unregistered(subject: Subject) -> Iterator[Check]:
-    """Look into the plain attributes of the model's modules for modules with parameters, and see who is called."""
+    """Find modules with parameters in plain attributes of the model's modules that the forward calls (RCP817)."""
     model = copied(subject.model)
     known = {id(module) for module in model.modules()}
     found: dict[str, nn.Module] = {}
@@ -49,24 +51,20 @@ def unregistered(subject: Subject) -> Iterator[Check]:
 def _modules_in(value: Any, path: str, depth: int) -> Iterator[tuple[str, nn.Module]]:
     if isinstance(value, nn.Module):
         yield path, value
-    elif depth < _DEPTH and isinstance(value, list | tuple) and len(value) <= _ITEMS:
-        for at, item in enumerate(value):
-            yield from _modules_in(item, f"{path}[{at}]", depth + 1)
-    elif depth < _DEPTH and isinstance(value, Mapping) and len(value) <= _ITEMS:
-        for key, item in value.items():
-            yield from _modules_in(item, f"{path}[{key!r}]", depth + 1)
+    elif depth < _DEPTH and (parts := parts_of(value)) is not None and len(parts) <= _ITEMS:
+        for place, item in parts:
+            yield from _modules_in(item, f"{path}{place}", depth + 1)
 
 
 def _called(subject: Subject, model: nn.Module, hidden: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Return those that a forward with gradient calls; a teacher under `no_grad` is hidden on purpose."""
     found: dict[str, nn.Module] = {}
 
-    def note(path: str, module: nn.Module) -> None:
+    def note(path: str, module: nn.Module, *_: Any) -> None:
         if torch.is_grad_enabled():
             found[path] = module
 
-    for path, module in hidden.items():
-        module.register_forward_pre_hook(lambda m, _, path=path: note(path, m))
     if subject.batches:
-        subject.loss_of(model, subject.batches[0])
+        with looking(hidden, before=note):
+            subject.loss_of(model, subject.batches[0])
     return found

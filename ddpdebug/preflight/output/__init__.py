@@ -1,1 +1,1 @@
-"""What the preflight shows: text, page, plots, files."""
+"""Output of the preflight: lines for the terminal, a page, plots, files."""

@@ -1,4 +1,4 @@
-"""Where values lie on an axis, and which numbers stand beside it, in the terminal and on the page. Pure.
+"""Plot axes: the place of a value, and the ticks with their texts, in the terminal and on the page. Pure.
 
 What cannot be drawn (NaN, infinities, values that are not positive on a logarithmic axis) has no place: a gap.
 """
@@ -20,7 +20,7 @@ _MARGIN = 0.05
 
 
 class Axis:
-    """From values to places between 0 and 1.
+    """A plot axis: from values to places between 0 and 1.
 
     Args:
         values: all that is to be shown.

@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import json
-import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from xml.etree import ElementTree as ET
 from ddpdebug.ci.json_junit import EPOCH, add_property, add_suite, document, new_case, xml_text
 from ddpdebug.preflight.output.figures import save_figures
 from ddpdebug.preflight.output.page import page
-from ddpdebug.preflight.output.results import Check, Picture, Status
+from ddpdebug.preflight.output.results import Check, Status
+from ddpdebug.schema.finding import strict
 from ddpdebug.sinks.text import clean, evidence_lines
 
 
@@ -45,23 +45,15 @@ def write(checks: Sequence[Check], directory: Path, title: str) -> list[Path]:
 def to_json(checks: Sequence[Check], title: str) -> str:
     """Return one JSON object that every parser reads: `nan`, `inf` and `-inf` are texts."""
     counts = {status.value: sum(check.status is status for check in checks) for status in Status}
-    record = {"title": title, "counts": counts, "checks": [strict(check) for check in checks]}
+    record = {"title": title, "counts": counts, "checks": [_record(check) for check in checks]}
     return json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def strict(value: Any) -> Any:
-    """Return a value as JSON knows it. Of a picture its size stays, not its pixels."""
-    if isinstance(value, Picture):
-        size = [len(value.pixels), len(value.pixels[0])] if value.pixels else None
-        return {"title": value.title, "text": value.text, "size": size}
-    if hasattr(value, "__dataclass_fields__"):
-        return {field.name: strict(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): strict(item) for key, item in value.items()}
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        return [strict(item) for item in value]
-    plain = value is None or isinstance(value, int | str) or (isinstance(value, float) and math.isfinite(value))
-    return value if plain else str(value)
+def _record(check: Check) -> dict[str, Any]:
+    """Return a check as JSON values. Of a picture its size stays, not its pixels."""
+    sizes = [[len(p.pixels), len(p.pixels[0])] if p.pixels else None for p in check.pictures]
+    pictures = [{"title": p.title, "text": p.text, "size": s} for p, s in zip(check.pictures, sizes, strict=True)]
+    return {**strict(asdict(replace(check, pictures=()))), "pictures": pictures}
 
 
 def to_junit(checks: Sequence[Check], *, at: str = EPOCH) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import struct
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -10,9 +13,8 @@ from itertools import groupby
 from ddpdebug.preflight.output.results import Check, Picture, Status, Table
 from ddpdebug.preflight.output.svg import svg
 from ddpdebug.preflight.output.text import WORDS, cell, needs_a_look
-from ddpdebug.preflight.png import data_uri, png
-from ddpdebug.reports.html import page_head
-from ddpdebug.sinks.text import clean, evidence_lines
+from ddpdebug.reports.html import page_head, text
+from ddpdebug.sinks.text import evidence_lines
 
 _MAX_ROWS = 200
 #: A table with more rows is folded; the text above it says what matters.
@@ -21,6 +23,12 @@ _MAX_PICTURES = 48
 _LIMIT = 2000
 #: Shapes beside colours: the status is readable in black and white.
 _SIGNS = {Status.PASS: "✓", Status.WARN: "!", Status.FAIL: "✗", Status.INFO: "i", Status.SKIPPED: "-"}
+
+#: A sample is shown at most this wide and high; of a larger one every second, third, ... pixel is taken.
+MAX_SIDE = 256
+_KINDS = {1: 0, 3: 2}  # channels to PNG's colour types: grey, RGB
+
+Pixels = Sequence[Sequence[Sequence[int]]]
 
 _STYLE = """\
 :root { color-scheme: light dark; --line: #8884; --soft: #8881; --page: #fff; }
@@ -74,10 +82,10 @@ h2 { break-after: avoid; } .sign, .counts li { print-color-adjust: exact; } .scr
 def page(checks: Sequence[Check], title: str) -> str:
     """Return the page as HTML."""
     numbered = list(enumerate(checks))
-    parts = [page_head(_text(title), _STYLE), f"<h1>{_text(title)}</h1>", _counts(checks), _strip(numbered)]
+    parts = [page_head(text(title), _STYLE), f"<h1>{text(title)}</h1>", _counts(checks), _strip(numbered)]
     parts.append(_looks(numbered))
     for group, members in groupby(numbered, lambda pair: pair[1].group):
-        parts.append(f"<section><h2>{_text(group)}</h2>")
+        parts.append(f"<section><h2>{text(group)}</h2>")
         parts += [_check(check, number) for number, check in members]
         parts.append("</section>")
     parts.append(
@@ -86,10 +94,6 @@ def page(checks: Sequence[Check], title: str) -> str:
     parts.append("random state of the script are as they were. <code>ddpdebug explain CODE</code> says more about a ")
     parts.append("code.</footer></body></html>\n")
     return "\n".join(parts)
-
-
-def _text(value: object, limit: int = 300) -> str:
-    return escape(clean(value, limit))
 
 
 def _counts(checks: Sequence[Check]) -> str:
@@ -104,10 +108,10 @@ def _strip(numbered: Iterable[tuple[int, Check]]) -> str:
     for group, members in groupby(numbered, lambda pair: pair[1].group):
         signs = (
             f'<a class="sign {check.status.value}" href="#check-{number}" '
-            f'title="{_text(check.status.value)}: {_text(check.name)}">{_SIGNS[check.status]}</a>'
+            f'title="{text(check.status.value)}: {text(check.name)}">{_SIGNS[check.status]}</a>'
             for number, check in members
         )
-        parts.append(f"<div><span>{_text(group)}</span>{''.join(signs)}</div>")
+        parts.append(f"<div><span>{text(group)}</span>{''.join(signs)}</div>")
     return f'<div class="strip">{"".join(parts)}</div>'
 
 
@@ -118,18 +122,18 @@ def _looks(numbered: Sequence[tuple[int, Check]]) -> str:
         for number, check in numbered:
             if check.status is status:
                 sign = f'<a class="sign {status.value}" href="#check-{number}">{_SIGNS[status]}</a>'
-                name = f'<a href="#check-{number}">{_text(check.group)}: {_text(check.name)}</a>'
-                items.append(f"<li>{sign}<span>{name} - {_text(check.summary, 200)}</span></li>")
+                name = f'<a href="#check-{number}">{text(check.group)}: {text(check.name)}</a>'
+                items.append(f"<li>{sign}<span>{name} - {text(check.summary, 200)}</span></li>")
     return f'<ul class="looks">{"".join(items)}</ul>' if items else ""
 
 
 def _check(check: Check, number: int) -> str:
     sign = f'<span class="sign {check.status.value}">{_SIGNS[check.status]}</span>'
-    code = f'<span class="code">{_text(check.code, 20)}</span>' if check.code else ""
-    word = f'<span class="code">{_text(check.status.value)}</span>'
+    code = f'<span class="code">{text(check.code, 20)}</span>' if check.code else ""
+    word = f'<span class="code">{text(check.status.value)}</span>'
     parts = [
         f'<article id="check-{number}" class="{check.status.value}">',
-        f"<h3>{sign} {_text(check.name)}{code}{word}</h3><p>{_text(check.summary, _LIMIT)}</p>",
+        f"<h3>{sign} {text(check.name)}{code}{word}</h3><p>{text(check.summary, _LIMIT)}</p>",
         _facts(check),
     ]
     if check.plots:
@@ -143,14 +147,14 @@ def _facts(check: Check) -> str:
     shown = needs_a_look(check)
     rows = [("evidence", "<br>".join(map(escape, evidence_lines(check.evidence))) if shown else "")]
     for label, tag, texts in (("perhaps", "ol", check.hypotheses), ("next", "ul", check.actions)):
-        items = "".join(f"<li>{_text(text, _LIMIT)}</li>" for text in texts)
+        items = "".join(f"<li>{text(words, _LIMIT)}</li>" for words in texts)
         rows.append((label, f"<{tag}>{items}</{tag}>" if items else ""))
     facts = "".join(f"<dt>{label}</dt><dd>{content}</dd>" for label, content in rows if content)
     return f"<dl>{facts}</dl>" if facts else ""
 
 
 def _table(table: Table) -> str:
-    head = "".join(f"<th>{_text(name, 80)}</th>" for name in table.head)
+    head = "".join(f"<th>{text(name, 80)}</th>" for name in table.head)
     rows = []
     for row in table.rows[:_MAX_ROWS]:
         cells = (
@@ -173,8 +177,32 @@ def _gallery(pictures: Sequence[Picture]) -> str:
 
 
 def _picture(picture: Picture) -> str:
-    title = _text(picture.title, 120)
+    title = text(picture.title, 120)
     image = png(picture.pixels)
     if image is not None:
         return f'<figure><img alt="{title}" src="{data_uri(image)}"><figcaption>{title}</figcaption></figure>'
-    return f'<figure class="text"><figcaption>{title}</figcaption><pre>{_text(picture.text, _LIMIT)}</pre></figure>'
+    return f'<figure class="text"><figcaption>{title}</figcaption><pre>{text(picture.text, _LIMIT)}</pre></figure>'
+
+
+def png(pixels: Pixels) -> bytes | None:
+    """Return the file, or None where the pixels are no picture (no rows, uneven rows, two channels)."""
+    height = len(pixels)
+    width = len(pixels[0]) if height else 0
+    channels = len(pixels[0][0]) if width else 0
+    if channels not in _KINDS or any(len(row) != width or any(len(p) != channels for p in row) for row in pixels):
+        return None
+    stride = max(1, -(-max(width, height) // MAX_SIDE))
+    rows = [row[::stride] for row in pixels[::stride]]
+    lines = b"".join(b"\0" + bytes(max(0, min(255, int(v))) for pixel in row for v in pixel) for row in rows)
+    head = struct.pack(">IIBBBBB", len(rows[0]), len(rows), 8, _KINDS[channels], 0, 0, 0)
+    chunks = ((b"IHDR", head), (b"IDAT", zlib.compress(lines, 9)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(*chunk) for chunk in chunks)
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def data_uri(image: bytes) -> str:
+    """Return what stands in a page in place of a file."""
+    return f"data:image/png;base64,{base64.b64encode(image).decode('ascii')}"

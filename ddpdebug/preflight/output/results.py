@@ -1,4 +1,4 @@
-"""What a check of the preflight says: a status, what was measured, and a picture where people would rather look. Pure.
+"""Results of the preflight's checks: status, measured values, plots, tables, pictures; and the groups. Pure.
 
 Everything in it is a JSON value (numbers, texts, lists, dictionaries), so that it is printed, saved and drawn alike.
 """
@@ -9,9 +9,24 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from ddpdebug.errors import UsageError, did_you_mean
+
+#: The groups in their order, and the module with the function `check` of each.
+GROUPS = {
+    "data": "data",
+    "parameters": "parameters",
+    "initial loss": "initial_loss",
+    "initialisation": "initialisation",
+    "gradient flow": "gradient_flow",
+    "overfit": "overfit",
+    "learning rate": "lr_finder",
+    "determinism": "determinism",
+    "throughput": "throughput",
+}
+
 
 class Status(StrEnum):
-    """How a check ended."""
+    """The outcome of a check."""
 
     PASS = "pass"  # noqa: S105 - not a password
     WARN = "warn"  # looks wrong, a person should look
@@ -83,6 +98,8 @@ class Check:
         evidence: the numbers.
         hypotheses: what may be behind it, the likeliest first.
         actions: what to do next.
+
+    A check that has passed has no code, hypotheses or actions, whatever it is given.
     """
 
     group: str
@@ -96,3 +113,18 @@ class Check:
     plots: tuple[Plot, ...] = ()
     tables: tuple[Table, ...] = ()
     pictures: tuple[Picture, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Drop what belongs to a check that has not passed, so that it can be given in any case."""
+        if self.status is Status.PASS:
+            for name, nothing in (("code", ""), ("hypotheses", ()), ("actions", ())):
+                object.__setattr__(self, name, nothing)
+
+
+def chosen(names: str) -> list[str]:
+    """Return the groups in a list with commas; raise UsageError for one that does not exist."""
+    wanted = [name.strip().replace("-", " ").replace("_", " ") for name in names.split(",") if name.strip()]
+    for name in wanted:
+        if name not in GROUPS:
+            raise UsageError(f"unknown group {name!r}; {did_you_mean(name, GROUPS)}")
+    return wanted

@@ -7,6 +7,7 @@ from html import escape
 
 from ddpdebug.preflight.output.axes import Axis, axes
 from ddpdebug.preflight.output.results import Plot, Series
+from ddpdebug.reports.html import path
 from ddpdebug.sinks.text import clean, number
 
 #: Okabe and Ito's palette, which people with every kind of colour vision tell apart, darkest first.
@@ -82,15 +83,8 @@ def _mark(across: Axis, mark: tuple[float, str], row: int, *, left: bool) -> str
 def _line(series: Series, across: Axis, up: Axis, top: int, index: int) -> str:
     points = list(zip(series.x, series.y, strict=False))
     points = points[:: max(1, math.ceil(len(points) / _MAX_POINTS))]
-    words, pen = [], "M"
-    for x, y in points:
-        if math.isnan(across.place(x)) or math.isnan(up.place(y)):
-            pen = "M"
-            continue
-        words.append(f"{pen}{_x(across, x):.1f} {_y(up, y, top):.1f}")
-        words += ["h0.1"] if pen == "M" else []  # a lone point shows
-        pen = "L"
-    return f'<path d="{"".join(words)}" fill="none" {_look(index)} stroke-width="{2 if index == 0 else 1.4}"/>'
+    drawn = path((_x(across, x), _y(up, y, top)) for x, y in points)
+    return f'<path d="{drawn}" fill="none" {_look(index)} stroke-width="{2 if index == 0 else 1.4}"/>'
 
 
 def _look(index: int) -> str:

@@ -1,10 +1,11 @@
-"""What the preflight found, as lines for a terminal: an overview, then all about what needs a look. Pure.
+"""The results of a preflight as lines for a terminal: an overview, then all about what needs a look. Pure.
 
-The lines carry names of styles; `render` drops them, `styled.py` turns them into colours.
+The lines carry names of styles; `render` drops them, `styled` turns them into colours.
 """
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -32,6 +33,21 @@ _PLOT_WIDTH = 90
 _MAX_ROWS = 8
 _MAX_CELL = 40
 _LIMIT = 2000
+#: The colours of lines differ in brightness too.
+_STYLES = {
+    "pass": "green",
+    "warn": "bold black on yellow",
+    "fail": "bold white on red",
+    "info": "cyan",
+    "skipped": "dim",
+    "command": "bold green",
+    "series 0": "blue",
+    "series 1": "yellow",
+    "series 2": "green",
+    "series 3": "magenta",
+    "series 4": "red",
+    "series 5": "cyan",
+}
 
 
 def render(checks: Sequence[Check], width: int = 100) -> str:
@@ -139,3 +155,24 @@ def _table(table: Table, width: int) -> Iterator[Line]:
     more = len(table.rows) - _MAX_ROWS
     if more > 0:
         yield [(f"{'':{_LABEL_WIDTH}}and {more} more rows", "dim")]
+
+
+def styled(checks: Sequence[Check], width: int = 100) -> str:
+    """Return the lines with escape codes. Texts are never read as rich's markup."""
+    from rich.console import Console  # noqa: PLC0415 - loaded when a terminal asks for it
+    from rich.text import Text  # noqa: PLC0415
+
+    target = io.StringIO()
+    console = Console(
+        file=target,
+        width=width,
+        force_terminal=True,
+        color_system="standard",
+        legacy_windows=False,
+        highlight=False,
+        emoji=False,
+    )
+    for line in report(checks, width, color=True):
+        pieces = [(text, _STYLES.get(style, style)) for text, style in line]
+        console.print(Text.assemble(*pieces), soft_wrap=True)
+    return target.getvalue()

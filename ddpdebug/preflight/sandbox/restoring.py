@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from ddpdebug import torch_internals as internals
-from ddpdebug.preflight.sandbox.trials import kept_random_state
-from ddpdebug.probes.values import tensors_in
+from ddpdebug.isolation.process_state import kept_random_state
+from ddpdebug.nested import tensors_in
+from ddpdebug.preflight.capture.copies import loader_restorer, unwrapped
 
 Restore = Callable[[], None]
 
@@ -31,20 +31,13 @@ def restored(
         stack.callback(_copied_back(tensors.values()))
         stack.callback(_gradients(tensors.values()))
         stack.callback(_optimizer(optimizer))
-        for module in unwrapped(model).modules():
+        for module in unwrapped(model).modules():  # DDP's own counters belong to its reducer, which goes on counting
             stack.callback(_flags(module))
-        for generator in _generators(batches):
-            stack.callback(generator.set_state, generator.get_state())
+        stack.callback(loader_restorer(batches))
         if scaler is not None:
             stack.callback(scaler.load_state_dict, copy.deepcopy(scaler.state_dict()))
         with torch.enable_grad():
             yield
-
-
-def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside of DDP: the wrapper's own counters belong to its reducer, which goes on counting."""
-    inner = getattr(model, "module", None)
-    return inner if internals.is_parallel(model) and isinstance(inner, torch.nn.Module) else model
 
 
 def _tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -120,12 +113,3 @@ def _flags(module: torch.nn.Module) -> Restore:
         vars(module).update(plain)
 
     return restore
-
-
-def _generators(batches: Any) -> list[torch.Generator]:
-    """Return the generators that iterating a DataLoader draws from."""
-    owners = (batches, getattr(batches, "sampler", None), getattr(batches, "batch_sampler", None))
-    inner = getattr(owners[2], "sampler", None)
-    found = [getattr(owner, "generator", None) for owner in (*owners, inner)]
-    unique = {id(generator): generator for generator in found if isinstance(generator, torch.Generator)}
-    return list(unique.values())

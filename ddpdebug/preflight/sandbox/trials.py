@@ -8,47 +8,34 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from ddpdebug.isolation.process_state import kept_random_state
+from ddpdebug.nested import copy_of, mapped
+from ddpdebug.preflight.capture.copies import copied
 from ddpdebug.preflight.output.results import Check, Status
 from ddpdebug.preflight.subject import LossOf, Subject
-from ddpdebug.probes.forward_capture import RandomState
-from ddpdebug.probes.holding import is_container, items, rebuilt
 
 _MAX_ERROR = 300
 
 
-@contextlib.contextmanager
-def kept_random_state() -> Iterator[RandomState]:
-    """Put the state of all generators back afterwards; gives what it was."""
-    state = RandomState.now()
-    try:
-        yield state
-    finally:
-        state.restore()
-
-
-def copy_of_model(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy without gradients."""
-    copied = copy.deepcopy(model)
-    copied.zero_grad(set_to_none=True)
-    return copied
-
-
 def copy_of_batch(value: Any) -> Any:
     """Return a batch with new tensors; what cannot be copied stays the same object."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)
-    if is_container(value):
-        return rebuilt(value, [copy_of_batch(item) for _, item in items(value)])
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # noqa: BLE001 - a file handle, a tokenizer of native code: the loss gets the original
-        return value
+
+    def fresh(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            return copy_of(item)
+        try:
+            return copy.deepcopy(item)
+        except Exception:  # noqa: BLE001 - a file handle, a tokenizer of native code: the loss gets the original
+            return item
+
+    return mapped(value, fresh)
 
 
 def in_turn(batches: Sequence[Any]) -> Iterator[Any]:
@@ -59,8 +46,45 @@ def in_turn(batches: Sequence[Any]) -> Iterator[Any]:
 def copies(subject: Subject) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """Return a copy of the model and an optimizer of the caller's kind for it."""
     assert subject.optimizer_for is not None
-    model = copy_of_model(subject.model)
+    model = copied(subject.model)
     return model, subject.optimizer_for(model)
+
+
+@contextlib.contextmanager
+def looking(
+    modules: Mapping[str, torch.nn.Module],
+    *,
+    before: Callable[[str, torch.nn.Module, Any, Any], None] | None = None,
+    after: Callable[[str, torch.nn.Module, Any], None] | None = None,
+) -> Iterator[None]:
+    """Hook the forwards of modules of a copy of the model for a while.
+
+    Args:
+        modules: by name, which the hooks are given.
+        before: called with (name, module, args, kwargs).
+        after: called with (name, module, output), also where the forward raises: the output is None then.
+    """
+    handles: list[Any] = []
+    for name, module in modules.items():
+        if before is not None:
+            enter = functools.partial(_enter, before, name)
+            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        if after is not None:
+            leave = functools.partial(_leave, after, name)
+            handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _enter(before: Callable[..., None], name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    before(name, module, args, kwargs)
+
+
+def _leave(after: Callable[..., None], name: str, module: torch.nn.Module, _: Any, output: Any) -> None:
+    after(name, module, output)
 
 
 class NoGradientError(RuntimeError):

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.nested import tensors_in
 from ddpdebug.probes.entries import Entries
-from ddpdebug.probes.values import tensors_in
 
 _MAX_NAMES = 20
 

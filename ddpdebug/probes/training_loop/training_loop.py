@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpdebug import torch_internals as internals
 from ddpdebug.errors import text_of
 from ddpdebug.isolation.user_code import user_location
+from ddpdebug.nested import tensors_in
 from ddpdebug.probes.forward_capture import Scene
 from ddpdebug.probes.recorder import Recorder
 from ddpdebug.probes.training_loop.detached_parts import Cuts
@@ -32,7 +33,7 @@ from ddpdebug.probes.training_loop.no_grad import JUDGE, NoGrad
 from ddpdebug.probes.training_loop.parameter_ownership import Audit, held_by, unregistered
 from ddpdebug.probes.training_loop.schedulers import Schedules
 from ddpdebug.probes.training_loop.zero_grad import Clearing
-from ddpdebug.probes.values import loss_reader, tensors_in
+from ddpdebug.probes.values import loss_reader
 from ddpdebug.schema.row import Flag
 
 #: Of each line that calls backward so many passes are looked at in any case.
