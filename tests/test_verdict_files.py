@@ -15,7 +15,8 @@ from markdown_it import MarkdownIt
 
 from ddpdebug.ci.annotations import MAX_ANNOTATIONS, to_codequality, to_github, to_markdown
 from ddpdebug.ci.verdict import Outcome, Verdict, judge, with_coverage
-from ddpdebug.ci.verdict_files import FAMILIES, to_json, to_junit
+from ddpdebug.ci.verdict_files import to_json, to_junit
+from ddpdebug.detectors.catalog import FAMILIES
 from ddpdebug.schema.coverage import RankCoverage, Tally
 from ddpdebug.schema.finding import Finding, Severity
 

@@ -11,12 +11,9 @@ from ddpdebug.ci.golden import Comparison
 from ddpdebug.ci.junit import EPOCH, add_property, add_suite, document, new_case, xml_text
 from ddpdebug.ci.selftest import Proof
 from ddpdebug.ci.verdict import Verdict, Word
-from ddpdebug.detectors.catalog import catalog
+from ddpdebug.detectors.catalog import FAMILIES, catalog
 from ddpdebug.schema.finding import Finding
 from ddpdebug.sinks.text import clean, parts
-
-#: One test case each, whether or not the family has findings: a CI history then shows the same cases in every run.
-FAMILIES = ("RANK", "SYNC", "NUM", "MEM", "HANG", "SLOW", "HLTH", "RCP", "DATA")
 
 
 def to_json(verdict: Verdict, run: str | None) -> str:
@@ -48,6 +45,7 @@ def to_junit(verdict: Verdict, run: str | None, *, time: str = EPOCH) -> str:
     """
     root = ET.Element("testsuites")
     rules = {rule.code.rstrip("0123456789") for rule in catalog()}
+    # a case for each family, whether or not it has findings: a CI history then shows the same cases in every run
     for name in ("script", *FAMILIES):
         case = new_case(name)
         properties, output = ET.Element("properties"), ""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ddpdebug.detectors.base import Labels
+from ddpdebug.detectors.base import RankClasses
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step, outvoted
 
@@ -14,7 +14,7 @@ from ddpdebug.schema.step import Step, outvoted
 MAX_NAMES = 20
 
 
-def labels(step: Step, *fields: str, on_purpose: Flag = Flag.LOCAL_ONLY) -> Labels | None:
+def classes_of(step: Step, *fields: str, on_purpose: Flag = Flag.LOCAL_ONLY) -> RankClasses | None:
     """Return what the ranks show in digest fields: None where nobody can tell, empty where they agree.
 
     A rank that did not compute a field gets the benefit of the doubt. `on_purpose` are the flags of a step whose ranks
@@ -23,11 +23,11 @@ def labels(step: Step, *fields: str, on_purpose: Flag = Flag.LOCAL_ONLY) -> Labe
     key = (fields, int(on_purpose))
     if key not in step.memo:
         step.memo[key] = _labels(step, fields, on_purpose)
-    found: Labels | None = step.memo[key]
+    found: RankClasses | None = step.memo[key]
     return found
 
 
-def _labels(step: Step, fields: Sequence[str], on_purpose: Flag) -> Labels | None:
+def _labels(step: Step, fields: Sequence[str], on_purpose: Flag) -> RankClasses | None:
     if len(step.rows) < 2 or step.any(on_purpose):
         return None
     known = [name for name in fields if len(step.rows) - step.columns[name].count(0) > 1]
@@ -79,7 +79,7 @@ def _groups(step: Step) -> list[Sequence[int]]:
     return [table["ranks"] for table in tables if table.get("ranks")]
 
 
-def culprits(shown: Labels) -> tuple[int, ...]:
+def culprits(shown: RankClasses) -> tuple[int, ...]:
     """Return the outvoted ranks; all when there is no majority."""
     return outvoted(dict(shown))
 
@@ -89,7 +89,7 @@ def subset(ranks: Collection[int], step: Step) -> bool:
     return 0 < len(ranks) < len(step.rows)
 
 
-def blame(changed: Collection[int], step: Step, shown: Labels) -> tuple[int, ...]:
+def blame(changed: Collection[int], step: Step, shown: RankClasses) -> tuple[int, ...]:
     """Return the culprits when it is known which ranks changed something by themselves.
 
     Usually those that changed. Where most ranks changed, and alike, the one that did not follow is the odd one.

@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ddpdebug.detectors.base import Detector, Labels
+from ddpdebug.detectors import causality
+from ddpdebug.detectors.base import Detector, RankClasses
 from ddpdebug.schema.finding import Finding
 
 #: So many steps without the symptom close a cause. The patience doubles each time that the cause comes back.
@@ -29,7 +30,7 @@ _MAX_CLOSED = 64
 Pattern = Mapping[int, int]
 
 
-def refine(pattern: Pattern | None, shown: Labels) -> Pattern:
+def refine(pattern: Pattern | None, shown: RankClasses) -> Pattern:
     """Return the classes of ranks that have agreed so far and still agree."""
     classes: dict[Hashable, int] = {}
     known = pattern or {}
@@ -41,7 +42,7 @@ def count(pattern: Pattern | None) -> int:
     return len(set(pattern.values())) if pattern else 0
 
 
-def explains(patterns: Iterable[Pattern], shown: Labels) -> bool:
+def explains(patterns: Iterable[Pattern], shown: RankClasses) -> bool:
     """Tell whether ranks that no pattern parts show the same."""
     known = list(patterns)
     seen: dict[Hashable, Hashable] = {}
@@ -53,19 +54,19 @@ def explains(patterns: Iterable[Pattern], shown: Labels) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class Cause:
+class Incident:
     """One thing that went wrong, as it is known so far."""
 
     rule: Detector
     finding: Finding
     group: Group
-    root: Cause | None = None  # the cause that this one follows from
+    root: Incident | None = None  # the cause that this one follows from
     told: int = 0  # the count that the outside knows
     changed: bool = False
     distance: int | None = None  # steps from the last time that the same was seen before it was opened
 
     @property
-    def top(self) -> Cause:
+    def top(self) -> Incident:
         """The first cause."""
         return self if self.root is None else self.root.top
 
@@ -110,7 +111,7 @@ class Group:
     """The rules that read one symptom of one optimizer, and the causes that they have found open."""
 
     world: int = 0
-    causes: list[Cause] = field(default_factory=list)
+    causes: list[Incident] = field(default_factory=list)
     pattern: Pattern | None = None
     before: Pattern | None = None  # `pattern` without the step being judged
     quiet: int = 0
@@ -123,11 +124,11 @@ class Group:
         """Tell whether a step without the symptom changes nothing here."""
         return not (self.causes or self.pattern or self.wait)
 
-    def grows(self, shown: Labels) -> bool:
+    def grows(self, shown: RankClasses) -> bool:
         """Tell whether ranks part that were not known to disagree."""
         return count(refine(self.pattern, shown)) > count(self.pattern)
 
-    def look(self, shown: Labels | None) -> None:
+    def look(self, shown: RankClasses | None) -> None:
         """Take in what the ranks show in the step that is going to be judged."""
         self.before = self.pattern
         if shown:
@@ -138,7 +139,7 @@ class Group:
         self.misses += 1
         self.wait = 1 << min(self.misses, 10)
 
-    def rest(self) -> list[Cause]:
+    def rest(self) -> list[Incident]:
         """Note a step without the symptom; return the causes that this closes."""
         self.quiet += 1
         if self.quiet < QUIET_STEPS << min(self.closings, _MAX_DOUBLINGS):
@@ -157,13 +158,13 @@ def _together(one: int | None, other: int | None) -> bool:
     return one is not None and other is not None and abs(one - other) <= 1
 
 
-def _since(cause: Cause, finding: Finding) -> int | None:
+def _since(cause: Incident, finding: Finding) -> int | None:
     """Return how many steps after a cause was last seen a finding has come."""
     last = cause.finding.step if cause.finding.last_step is None else cause.finding.last_step
     return None if last is None or finding.step is None else finding.step - last
 
 
-def _is_back(cause: Cause, distance: int | None) -> bool:
+def _is_back(cause: Incident, distance: int | None) -> bool:
     """Tell whether a closed cause that is seen again after so many steps is the same."""
     if distance is None:
         return False
@@ -179,9 +180,9 @@ class Ledger:
         self.world = world
         self._groups: dict[tuple[str, int | None], Group] = {}
         self._numbers: dict[str, int] = {}
-        self._new: list[Cause] = []
-        self._closed: deque[Cause] = deque(maxlen=_MAX_CLOSED)
-        self._touched: list[Cause] = []  # closed, or told again at the end of the tick
+        self._new: list[Incident] = []
+        self._closed: deque[Incident] = deque(maxlen=_MAX_CLOSED)
+        self._touched: list[Incident] = []  # closed, or told again at the end of the tick
 
     def group(self, rule: Detector, optimizer: int | None) -> Group:
         """Return the group of a rule for an optimizer (None: what no optimizer owns)."""
@@ -190,14 +191,14 @@ class Ledger:
             self._groups[key] = Group(world=self.world)
         return self._groups[key]
 
-    def close(self, causes: Iterable[Cause]) -> None:
+    def close(self, causes: Iterable[Incident]) -> None:
         """Let causes go; they are told once more if their count grew."""
         for cause in causes:
             cause.changed |= cause.finding.count != cause.told
             self._closed.append(cause)
             self._touched.append(cause)
 
-    def admit(self, rule: Detector, finding: Finding, group: Group, shown: Labels | None) -> None:
+    def admit(self, rule: Detector, finding: Finding, group: Group, shown: RankClasses | None) -> None:
         """Take a finding: join it to a known cause, fold it into what explains it, or open a new cause."""
         known = self._same(rule, finding, group)
         if known is not None:
@@ -205,7 +206,7 @@ class Ledger:
             if known not in group.causes:
                 group.causes.append(known)
             return
-        cause = Cause(rule, finding, group)
+        cause = Incident(rule, finding, group)
         if (before := self._before(rule, finding, group)) is not None:
             cause.distance = _since(before, finding)
         group.causes.append(cause)
@@ -219,15 +220,15 @@ class Ledger:
         source.top.add_consequence(finding)
         self._touched.append(source.top)
 
-    def _open(self) -> list[Cause]:
+    def _open(self) -> list[Incident]:
         found = [cause for group in self._groups.values() for cause in group.causes]
         return list(dict.fromkeys(found))
 
-    def _same(self, rule: Detector, finding: Finding, group: Group) -> Cause | None:
-        key = rule.cause(finding)
+    def _same(self, rule: Detector, finding: Finding, group: Group) -> Incident | None:
+        key = rule.incident_key(finding)
         for cause in self._closed:
             # The same line of code again is the same mistake, however long it did no harm in between.
-            if finding.location and cause.finding.code == finding.code and rule.cause(cause.finding) == key:
+            if finding.location and cause.finding.code == finding.code and rule.incident_key(cause.finding) == key:
                 return cause
         before = self._before(rule, finding, group)
         if before is not None and _is_back(before, _since(before, finding)):
@@ -236,7 +237,7 @@ class Ledger:
             other = cause.finding
             if other.code != finding.code:
                 continue
-            if rule.cause(other) == key:
+            if rule.incident_key(other) == key:
                 return cause
             # One mistake shows in every optimizer at the same time.
             alike = (other.phase, other.location) == (finding.phase, finding.location)
@@ -244,21 +245,25 @@ class Ledger:
                 return cause
         return None
 
-    def _before(self, rule: Detector, finding: Finding, group: Group) -> Cause | None:
+    def _before(self, rule: Detector, finding: Finding, group: Group) -> Incident | None:
         """Return the newest closed cause that a finding repeats; one that followed from another explains nothing."""
         for cause in reversed(self._closed):
             known = cause.finding
-            same = known.code == finding.code and rule.cause(known) == rule.cause(finding) and _alike(known, finding)
+            same = (
+                known.code == finding.code
+                and rule.incident_key(known) == rule.incident_key(finding)
+                and _alike(known, finding)
+            )
             if same and cause.group is group and cause.root is None:
                 return cause
         return None
 
-    def _explanation(self, cause: Cause, shown: Labels | None) -> Cause | None:
-        rule, finding = cause.rule, cause.finding
+    def _explanation(self, cause: Incident, shown: RankClasses | None) -> Incident | None:
+        rule, finding, upstream = cause.rule, cause.finding, causality.explained_by(cause.rule.code)
         found = [
             c
             for c in self._open()
-            if c is not cause and c.finding.code in rule.follows and rule.folds(finding, c.finding)
+            if c is not cause and c.finding.code in upstream and rule.explained_by(finding, c.finding)
         ]
         if not found:
             return None
@@ -268,7 +273,9 @@ class Ledger:
             own = [cause.group.before] if cause.group.before else []
             if not explains([*known, *own], shown):
                 return None
-        return max(found, key=lambda c: (c.root is None, c.finding.step or 0, -c.rule.place(c.finding), c.finding.code))
+        return max(
+            found, key=lambda c: (c.root is None, c.finding.step or 0, -c.rule.causal_rank(c.finding), c.finding.code)
+        )
 
     def news(self, *, last: bool = False) -> list[tuple[Finding, bool]]:
         """Return new causes and then those that changed; with `last` also those whose count was not told."""

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 
 from ddpdebug.detectors.examples import step_at
-from ddpdebug.detectors.hlth.curve import autocorrelation, detrended, loss_of, losses, noise, period, trend, wobble
+from ddpdebug.detectors.hlth.curve import autocorrelation, detrended, loss_of, losses, noise, trend, wobble
+from ddpdebug.detectors.hlth.hlth711_loss_oscillates import LossOscillates
 from ddpdebug.detectors.hlth.hlth712_overfitting import Overfitting
 from ddpdebug.detectors.hlth.shapes import classify
-from ddpdebug.detectors.thresholds import threshold
 from ddpdebug.diagnosis.engine import Diagnosis
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
-
-_LIMIT = partial(threshold, {})
 
 
 @pytest.mark.parametrize(
@@ -56,9 +53,9 @@ def test_numbers() -> None:
     assert noise(noisy) < 0.11
     assert trend(noisy)[1] > 10
     assert trend([1.0] * 30) == (0.0, 0.0)
-    assert period(noisy, _LIMIT) is None
+    assert LossOscillates().period(noisy) is None
     assert autocorrelation([1.0, -1.0] * 20, 1) == pytest.approx(-1.0)
-    assert period([float(i % 2) for i in range(40)], _LIMIT) is not None
+    assert LossOscillates().period([float(i % 2) for i in range(40)]) is not None
 
 
 def test_the_loss_of_a_step_is_the_mean_over_its_ranks() -> None:
@@ -107,7 +104,7 @@ def test_overfitting_is_not_forever() -> None:
         diagnosis.feed(step)
         found += [finding for finding, new in diagnosis.tick() if new]
         list(rule.detect(step))
-        holds += [] if rule.sees(step) else [step.step]
+        holds += [] if rule.can_show(step) else [step.step]
     told = [(finding.code, finding.severity, finding.phase) for finding in found]
     assert told == [("HLTH712", Severity.WARNING, None), ("HLTH716", Severity.INFO, "delayed")]
     assert found[1].evidence["curve"].startswith("delayed generalisation, steps 4 to 1")

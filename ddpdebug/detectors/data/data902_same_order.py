@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Facts
+from ddpdebug.detectors.base import Detector, Examples, Facts, Threshold
 from ddpdebug.detectors.comparison import announced_at
 from ddpdebug.detectors.examples import digest, step_at, steps
 from ddpdebug.schema.finding import Finding, Severity
@@ -73,6 +73,11 @@ class SameOrder(Detector):
     severity = Severity.WARNING
     title = "every epoch repeats the same order"
     topics = ("loader",)
+    same_order_batches = Threshold(
+        3,
+        "batches that a repeated cycle has at least",
+        source="shorter ones are a fixed batch or two, repeated on purpose",
+    )
     fires_on = Examples(
         lambda: (
             tuple(_cycle(n) for n in range(8)),
@@ -101,15 +106,12 @@ class SameOrder(Detector):
         self._loaders: dict[str, Mapping[int, Any]] = {}
         self._next = 0
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return ()
-
     def detect(self, step: Step) -> Iterator[Finding]:
         self._next = max(self._next, step.step + 1)
         name = next((n for n in ("record_digest", "batch_digest") if step.rows and step.known(n)), None)
         if name is None:
             return
-        histories, least = [], self.limit("same_order_batches")
+        histories, least = [], self.same_order_batches
         for rank, row in step.rows.items():
             history = self._histories.setdefault((step.optimizer, rank, name), _History())
             history.add(step.step, int(getattr(row, name)))

@@ -41,7 +41,6 @@ class StructureDiffers(WrapRule):
     severity = Severity.CRITICAL
     title = "model structure differs between ranks"
     topics = ("structure", "group")
-    stage = 0
     fires_on = Examples(
         lambda: (
             (Facts(topic="structure:0", values={0: _USUAL, 1: _USUAL, 2: _CROSSED}),),
@@ -62,7 +61,7 @@ class StructureDiffers(WrapRule):
         )
     )
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
         return finding.evidence.get("wrapper"), finding.ranks
 
     def judge(self, index: int, facts: Mapping[int, Any]) -> Iterator[Finding]:

@@ -38,7 +38,6 @@ class InitialisedDifferently(WrapRule):
     severity = Severity.INFO
     title = "ranks were initialised differently before DDP's broadcast"
     topics = ("init", "group")
-    follows = ("RANK105",)
     fires_on = Examples(
         lambda: (
             (Facts(topic="init:0", values={0: _ONE, 1: _TWO}),),
@@ -53,7 +52,7 @@ class InitialisedDifferently(WrapRule):
         )
     )
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
         return finding.evidence.get("wrapper"), finding.ranks
 
     def judge(self, index: int, facts: Mapping[int, Any]) -> Iterator[Finding]:
