@@ -34,7 +34,7 @@ def _labels(step: Step, fields: Sequence[str], on_purpose: Flag) -> RankClasses 
     if not known:
         return None
     parted = [name for name in known if name in step.differing]
-    families = kin(step) if parted else ()
+    families = replica_groups(step) if parted else ()
     columns = [column for name in parted if (column := _column(step, name, families))]
     if columns:
         return {rank: tuple(column[rank] for column in columns) for rank in step.rows}
@@ -54,7 +54,7 @@ def _column(step: Step, name: str, families: Sequence[Sequence[int]]) -> dict[in
     return column if len(set(column.values())) > 1 else {}
 
 
-def kin(step: Step) -> Sequence[Sequence[int]]:
+def replica_groups(step: Step) -> Sequence[Sequence[int]]:
     """Return the ranks that should be equal to each other: all, unless separate groups wrapped different models."""
     everyone = [tuple(step.rows)]
     if not separate_groups(step):
@@ -69,7 +69,7 @@ def kin(step: Step) -> Sequence[Sequence[int]]:
 
 
 def separate_groups(step: Step) -> bool:
-    """Tell whether some DDP reduces over fewer ranks than the world."""
+    """Whether some DDP reduces over fewer ranks than the world."""
     return any(len(group) < step.world for group in _groups(step))
 
 
@@ -85,7 +85,7 @@ def culprits(shown: RankClasses) -> tuple[int, ...]:
 
 
 def subset(ranks: Collection[int], step: Step) -> bool:
-    """Tell whether the ranks are some, but not all, of the step."""
+    """Whether the ranks are some, but not all, of the step."""
     return 0 < len(ranks) < len(step.rows)
 
 
@@ -124,7 +124,7 @@ def ordered(names: Collection[str], order: Sequence[str]) -> list[str]:
 
 
 def within(tolerance: float, numbers: Collection[float]) -> bool:
-    """Tell whether all numbers agree up to a relative tolerance."""
+    """Whether all numbers agree up to a relative tolerance."""
     known = [n for n in numbers if math.isfinite(n)]
     if len(known) < len(numbers):
         return False
@@ -132,7 +132,7 @@ def within(tolerance: float, numbers: Collection[float]) -> bool:
 
 
 def agree_within(tolerance: float, by_rank: Mapping[int, Mapping[str, Any]], names: Collection[str]) -> bool:
-    """Tell whether the ranks' numbers agree up to a relative tolerance for every name; False where one is missing."""
+    """Whether the ranks' numbers agree up to a relative tolerance for every name; False where one is missing."""
     for name in names:
         numbers = [table.get(name) for table in by_rank.values()]
         if len(numbers) < 2 or any(number is None for number in numbers):

@@ -105,7 +105,7 @@ class ComparisonRule(Detector):
         raise NotImplementedError
 
     def remember(self, step: Step, classes: RankClasses | None) -> None:
-        """Take in a step after it was judged; a rule that overrides it is given every step."""
+        """Add a judged step to the memory; a rule that overrides it is given every step."""
 
     def is_new_event(self, step: Step) -> bool:
         """Whether something new happened although the ranks differ as before; called while an incident is open."""

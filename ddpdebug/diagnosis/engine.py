@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from ddpdebug.detectors.base import Detector, RankClasses
 from ddpdebug.detectors.catalog import catalog
 from ddpdebug.detectors.kinds import ComparisonRule
-from ddpdebug.diagnosis.root_causes import Group, Ledger
+from ddpdebug.diagnosis.root_causes import Group, Incidents
 from ddpdebug.schema.details import KINDS
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.row import Flag
@@ -110,7 +110,7 @@ class Diagnosis:
         self._rules = sorted(rules, key=lambda rule: rule.code)
         self._seeing_all = frozenset(rule.code for rule in self._rules if _sees_every_step(rule))
         self._on_trouble = on_trouble
-        self._ledger = Ledger(world)
+        self._incidents = Incidents(world)
         self._queue: deque[_Queued] = deque()
         self._outbox: list[Request] = []
         self._judged = 0
@@ -122,13 +122,13 @@ class Diagnosis:
 
     @property
     def busy(self) -> bool:
-        """Tell whether steps wait for answers."""
+        """Whether steps wait for answers."""
         return bool(self._queue)
 
     # --- input --------------------------------------------------------------------------------------------------------
 
     def feed(self, step: Step) -> list[Request]:
-        """Take the next step; return what the ranks are asked now."""
+        """Queue the next step; return what the ranks are asked now."""
         for held in self._held:
             held.steps += 1
         self._queue.append(_Queued(replace(step, facts=self._facts)))
@@ -141,14 +141,14 @@ class Diagnosis:
         return requests
 
     def answer(self, rank: int, optimizer: int, step: int, kind: str, value: Any, *, last: bool = False) -> None:
-        """Take one rank's details; None means that it cannot tell."""
+        """Hand over one rank's details; None means that it cannot tell."""
         place = optimizer, step, last
         for queued in self._queue:
             if (queued.step.optimizer, queued.step.step, queued.last) == place and kind in queued.asked:
                 queued.asked[kind][rank] = value
 
     def tell(self, topic: str, rank: int, value: Any) -> None:
-        """Take one rank's announcement; the ranks' n-th announcements of a topic are compared with each other.
+        """Hand over one rank's announcement; the ranks' n-th announcements of a topic are compared with each other.
 
         Topics that begin with `alone:` need not be said by all: what a failing rank says, the others may never say.
         """
@@ -191,7 +191,7 @@ class Diagnosis:
                 break
             self._judge(head)
             self._queue.popleft()
-        return self._ledger.news()
+        return self._incidents.news()
 
     def finish(self) -> list[tuple[Finding, bool]]:
         """Judge everything left with the details that are there, and what only the end shows."""
@@ -200,7 +200,7 @@ class Diagnosis:
             self._judge(self._queue.popleft())
         for rule in list(self._rules):
             self._admit([(rule, f, None) for f in self._findings(rule, rule.finish)], None)
-        return self._ledger.news(last=True)
+        return self._incidents.news(last=True)
 
     # --- rules --------------------------------------------------------------------------------------------------------
 
@@ -236,10 +236,10 @@ class Diagnosis:
             return Reading.UNKNOWN, None
         if not shown:
             return Reading.QUIET, shown
-        group = self._ledger.group(rule, step.optimizer)
-        if group.grows(shown) or (group.causes and rule.is_new_event(step)):
+        group = self._incidents.group(rule, step.optimizer)
+        if group.grows(shown) or (group.incidents and rule.is_new_event(step)):
             return Reading.NEW, shown
-        if group.causes:
+        if group.incidents:
             return Reading.KNOWN, shown
         return (Reading.WAITING if group.wait > 0 else Reading.NEW), shown
 
@@ -272,8 +272,8 @@ class Diagnosis:
             return False
         if reading is not Reading.NEW and type(rule).suspects is ComparisonRule.suspects:
             return False
-        group = self._ledger.group(rule, step.optimizer)
-        if reading is not Reading.NEW and (group.causes or group.wait > 0):
+        group = self._incidents.group(rule, step.optimizer)
+        if reading is not Reading.NEW and (group.incidents or group.wait > 0):
             return False
         return rule.suspects(step)
 
@@ -320,8 +320,8 @@ class Diagnosis:
             fresh = [(rule, f, shown) for rule in rules for f in found.get(rule.code, ())]
             if reading is Reading.KNOWN or (fresh and self._repeats(group, rules, asked)):
                 group.quiet = 0
-                for cause in group.causes:
-                    cause.again(step.step)
+                for incident in group.incidents:
+                    incident.again(step.step)
             elif reading is Reading.WAITING:
                 group.wait -= 1
             elif fresh:
@@ -335,25 +335,25 @@ class Diagnosis:
                     resting.append(group)
         self._admit(admitted, step.optimizer)
         for group in resting:
-            self._ledger.close(group.rest())
+            self._incidents.close(group.rest())
 
     def _groups(self, optimizer: int) -> Mapping[Group, list[Detector]]:
         """Return the rules by group, in code order."""
         if optimizer not in self._members:
             members = self._members[optimizer] = {}
             for rule in self._rules:
-                members.setdefault(self._ledger.group(rule, optimizer), []).append(rule)
+                members.setdefault(self._incidents.group(rule, optimizer), []).append(rule)
         return self._members[optimizer]
 
     @staticmethod
     def _repeats(group: Group, rules: Sequence[Detector], asked: frozenset[str]) -> bool:
-        """Tell whether findings made without the details that name the cause are about the open cause."""
+        """Whether findings made without the details that name what is wrong are about an open incident."""
         wanting = [rule.code for rule in rules if rule.wants]
-        return bool(group.causes and wanting) and not asked.intersection(wanting)
+        return bool(group.incidents and wanting) and not asked.intersection(wanting)
 
     def _admit(self, found: Iterable[tuple[Detector, Finding, RankClasses | None]], optimizer: int | None) -> None:
         for rule, finding, shown in sorted(found, key=lambda item: (item[0].causal_rank(item[1]), item[0].code)):
-            self._ledger.admit(rule, finding, self._ledger.group(rule, optimizer), shown)
+            self._incidents.admit(rule, finding, self._incidents.group(rule, optimizer), shown)
 
     def _release(self, *, everything: bool = False) -> None:
         waiting, self._held = self._held, []

@@ -34,7 +34,7 @@ class Reporter:
             return list(self._known.values())
 
     def report(self, raised: Sequence[tuple[Finding, bool]]) -> list[Finding]:
-        """Take findings from the diagnosis, (finding, new); return the new ones as they were written."""
+        """Report findings of the diagnosis, (finding, new); return the new ones as they were written."""
         fresh: list[Finding] = []
         for finding, new in raised:
             key = key_of(finding)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from ddpdebug.detectors.examples import step_at
-from ddpdebug.detectors.hlth.curve import autocorrelation, detrended, loss_of, losses, noise, trend, wobble
+from ddpdebug.detectors.hlth.curve import autocorrelation, detrended, loss_of, losses, noise, trend, sample_noise
 from ddpdebug.detectors.hlth.hlth711_loss_oscillates import LossOscillates
 from ddpdebug.detectors.hlth.hlth712_overfitting import Overfitting
 from ddpdebug.detectors.hlth.shapes import classify
@@ -20,15 +20,15 @@ from ddpdebug.schema.row import Flag
 @pytest.mark.parametrize(
     "kind, loss",
     [
-        ("healthy", lambda i: 2.0 * 0.97**i + 0.1 + 0.03 * wobble(i)),
-        ("flat", lambda i: 2.3 + 0.05 * wobble(i)),
-        ("plateau", lambda i: 1.0 + 2.0 * 0.8**i + 0.01 * wobble(i)),
-        ("plateau", lambda i: 1.0 + 0.7 * 0.5**i + 0.02 * wobble(i)),  # fell at once
-        ("oscillating", lambda i: 2.0 + 0.8 * math.sin(i / 2) + 0.05 * wobble(i)),
-        ("oscillating", lambda i: 2.0 + 0.8 * (-1) ** i + 0.05 * wobble(i)),
+        ("healthy", lambda i: 2.0 * 0.97**i + 0.1 + 0.03 * sample_noise(i)),
+        ("flat", lambda i: 2.3 + 0.05 * sample_noise(i)),
+        ("plateau", lambda i: 1.0 + 2.0 * 0.8**i + 0.01 * sample_noise(i)),
+        ("plateau", lambda i: 1.0 + 0.7 * 0.5**i + 0.02 * sample_noise(i)),  # fell at once
+        ("oscillating", lambda i: 2.0 + 0.8 * math.sin(i / 2) + 0.05 * sample_noise(i)),
+        ("oscillating", lambda i: 2.0 + 0.8 * (-1) ** i + 0.05 * sample_noise(i)),
         ("diverging", lambda i: 2.0 - 0.02 * i if i < 80 else 1.4**(i - 80)),
-        ("spike", lambda i: 2.0 - 0.01 * i + 0.02 * wobble(i) + (9.0 if i == 50 else 0.0)),
-        ("rising", lambda i: 0.7 + 0.01 * i + 0.05 * wobble(i)),
+        ("spike", lambda i: 2.0 - 0.01 * i + 0.02 * sample_noise(i) + (9.0 if i == 50 else 0.0)),
+        ("rising", lambda i: 0.7 + 0.01 * i + 0.05 * sample_noise(i)),
     ],
 )  # fmt: skip
 def test_shapes(kind: str, loss: Callable[[int], float]) -> None:
@@ -49,7 +49,7 @@ def test_numbers() -> None:
     line = [0.1 * i for i in range(60)]
     assert trend(line)[0] == pytest.approx(4.0)
     assert max(map(abs, detrended(line))) < 1e-9
-    noisy = [0.1 * i + 0.01 * wobble(i) for i in range(60)]
+    noisy = [0.1 * i + 0.01 * sample_noise(i) for i in range(60)]
     assert noise(noisy) < 0.11
     assert trend(noisy)[1] > 10
     assert trend([1.0] * 30) == (0.0, 0.0)
@@ -75,9 +75,9 @@ def _validated(i: int, value: float) -> float:
         ("overfitting", lambda i: 2.0 * 0.97**i, lambda i: 1.0 + 0.01 * abs(i - 50)),
         ("healthy", lambda i: 2.0 * 0.97**i + 0.1, lambda i: 2.1 * 0.97**i + 0.2),
         ("delayed generalisation", lambda i: 2.0 * 0.9**i, lambda i: 1 + 0.01 * i if i < 80 else 2 * 0.9 ** (i - 80)),
-        ("plateau", lambda i: 1.0 + 2.0 * 0.8**i + 0.01 * wobble(i), lambda i: 1.6),  # a gap: no underfitting
-        ("plateau", lambda i: 0.3 + 2.7 * 0.8**i + 0.003 * wobble(i), lambda i: 0.3),  # low
-        ("underfitting (a hint)", lambda i: 2.0 + 1.0 * 0.8**i + 0.01 * wobble(i), lambda i: 2.05),
+        ("plateau", lambda i: 1.0 + 2.0 * 0.8**i + 0.01 * sample_noise(i), lambda i: 1.6),  # a gap: no underfitting
+        ("plateau", lambda i: 0.3 + 2.7 * 0.8**i + 0.003 * sample_noise(i), lambda i: 0.3),  # low
+        ("underfitting (a hint)", lambda i: 2.0 + 1.0 * 0.8**i + 0.01 * sample_noise(i), lambda i: 2.05),
     ],
 )  # fmt: skip
 def test_shapes_with_a_validation_loss(
@@ -98,7 +98,7 @@ def test_overfitting_is_not_forever() -> None:
     holds: list[int] = []
     for step in losses(
         200,
-        lambda i: 2.0 * 0.9**i + 1e-4 * wobble(i),
+        lambda i: 2.0 * 0.9**i + 1e-4 * sample_noise(i),
         val_loss=lambda i: _validated(i, 1.0 + 0.01 * i if i < 120 else 2.2 * 0.9 ** (i - 120)),
     ):
         diagnosis.feed(step)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ddpdebug.detectors.base import Detector, Examples, Facts, Threshold
-from ddpdebug.detectors.comparison import kin
+from ddpdebug.detectors.comparison import replica_groups
 from ddpdebug.detectors.examples import digest, step_at, steps
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
@@ -83,7 +83,7 @@ class SameBatches(Detector):
         for rank, value in shown.items():
             alike.setdefault(value, []).append(rank)
         # Stages of a pipeline are fed the same records on purpose.
-        families = [set(family) for family in kin(step)] if len(alike) < len(shown) else []
+        families = [set(family) for family in replica_groups(step)] if len(alike) < len(shown) else []
         parts = [(value, sorted(family & set(ranks))) for value, ranks in alike.items() for family in families]
         groups = {tuple(ranks): value for value, ranks in parts if len(ranks) > 1}
         enough = int(self.same_batches_steps)

@@ -31,7 +31,7 @@ class _History:
     matches: int = 0
 
     def add(self, step: int, value: int) -> None:
-        """Take the next batch; keeps track of how long everything has come again at the same distance."""
+        """Add the next batch; keeps track of how long everything has come again at the same distance."""
         distance = step - self.seen.pop(value, step)
         if distance and distance == self.period:
             self.matches += 1
@@ -44,7 +44,7 @@ class _History:
             self.seen.popitem(last=False)
 
     def cycles(self, step: int, least: float) -> bool:
-        """Tell whether a whole period of `least` batches or more has been repeated, batch by batch."""
+        """Whether a whole period of `least` batches or more has been repeated, batch by batch."""
         return self.period >= least and self.matches >= least and step - self.since >= self.period - 1
 
 
@@ -141,7 +141,7 @@ class SameOrder(Detector):
 
 
 def _stuck(before: Any, now: Any) -> bool:
-    """Tell whether a shuffling distributed sampler begins another pass with the epoch of the last one."""
+    """Whether a shuffling distributed sampler begins another pass with the epoch of the last one."""
     if not (isinstance(before, Mapping) and isinstance(now, Mapping) and now.get("distributed") and now.get("shuffle")):
         return False
     grown = (now.get("iterations") or 0) > (before.get("iterations") or 0)

@@ -84,9 +84,6 @@ class UnequalBatches(Detector):
         self._batches: dict[str, dict[int, Any]] = {}
         self._loose = False
 
-    def can_show(self, step: Step) -> bool:
-        return False
-
     def detect(self, step: Step) -> Iterator[Finding]:
         self._loose = self._loose or step.any(Flag.IN_JOIN | Flag.LOCAL_ONLY | Flag.NO_DDP)
         yield from ()

@@ -104,7 +104,7 @@ class InputScale(Detector):
 
 
 def _unusual(fact: Mapping[str, Any], most: float) -> str | None:
-    """Say what is wrong with the inputs of one rank."""
+    """What is wrong with the inputs of one rank, None where nothing is."""
     std, low, high = (float(fact.get(key) or 0.0) for key in ("std", "min", "max"))
     if low == high:
         return "constant"

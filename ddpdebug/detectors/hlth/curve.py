@@ -65,7 +65,7 @@ class Series:
     best_rate: float = math.nan  # the learning rate of the best level
 
     def add(self, step: int, loss: float, rate: float) -> None:
-        """Take in a step."""
+        """Add a step."""
         self.steps.append(step)
         self.losses.append(loss)
         self.newest.append(loss)
@@ -96,11 +96,11 @@ class Series:
         self.fallen |= self.restart * rate < self.high
 
     def restarted(self, window: int) -> bool:
-        """Tell whether the learning rate has risen within the last steps."""
+        """Whether the learning rate has risen within the last steps."""
         return bool(self.risen) and self.count - self.risen < window
 
     def rose_again(self, window: int) -> bool:
-        """Tell whether it has done so after a fall: a cycle, a warm restart; not a warm-up."""
+        """Whether it has done so after a fall: a cycle, a warm restart; not a warm-up."""
         return bool(self.again) and self.count - self.again < window
 
     def last(self, count: int) -> list[float]:
@@ -168,7 +168,7 @@ class LossRule(CurveRule):
         yield from ()
 
     def evaluated(self, step: Step, series: Series) -> bool:
-        """Take in the validation loss of a step, if there is one."""
+        """Add the validation loss of a step; return whether there is one."""
         values = self.source.values(step)
         if not values:
             return False
@@ -185,7 +185,7 @@ class LossRule(CurveRule):
         yield from ()
 
     def once(self, step: Step, phase: str) -> bool:
-        """Tell whether this was not said before of this optimizer."""
+        """Whether this was not said before of this optimizer."""
         key = (step.optimizer, phase)
         new = key not in self.told
         self.told.add(key)
@@ -255,7 +255,7 @@ def swing(values: Sequence[float]) -> float:
 # --- examples ---------------------------------------------------------------------------------------------------------
 
 
-def wobble(number: int) -> float:
+def sample_noise(number: int) -> float:
     """Return noise between -1 and 1 that is the same in every run."""
     return math.sin(12.9898 * number + 1.3) * 43758.5453 % 2 - 1
 

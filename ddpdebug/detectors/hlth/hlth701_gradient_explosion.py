@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from ddpdebug.detectors.base import Detector, Examples, Threshold
-from ddpdebug.detectors.hlth.curve import losses, wobble
+from ddpdebug.detectors.hlth.curve import losses, sample_noise
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
@@ -79,15 +79,17 @@ class GradientExplosion(Detector):
     )
     fires_on = Examples(
         lambda: (
-            losses(40, lambda i: 1.0, grad_norm=lambda i: 1.0 + 0.3 * wobble(i) if i < 30 else 60.0),
+            losses(40, lambda i: 1.0, grad_norm=lambda i: 1.0 + 0.3 * sample_noise(i) if i < 30 else 60.0),
             losses(20, lambda i: 1.0, grad_norm=lambda i: 0.5 * 2.5**i),
         )
     )
     silent_on = Examples(
         lambda: (
-            losses(60, lambda i: 1.0, grad_norm=lambda i: 90.0 if i == 40 else 1.0 + 0.5 * wobble(i)),  # one batch
+            losses(
+                60, lambda i: 1.0, grad_norm=lambda i: 90.0 if i == 40 else 1.0 + 0.5 * sample_noise(i)
+            ),  # one batch
             losses(60, lambda i: 1.0, grad_norm=lambda i: 1.0 + 0.1 * i),  # grows slowly
-            losses(60, lambda i: 1.0, grad_norm=lambda i: math.exp(2 * wobble(i))),  # heavy tails
+            losses(60, lambda i: 1.0, grad_norm=lambda i: math.exp(2 * sample_noise(i))),  # heavy tails
             losses(
                 60, lambda i: 1.0, grad_norm=lambda i: 2.0 ** (10 + i // 12), loss_scale=lambda i: 2.0 ** (10 + i // 12)
             ),

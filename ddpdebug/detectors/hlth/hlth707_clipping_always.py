@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ddpdebug.detectors.base import Detector, Examples, Threshold
-from ddpdebug.detectors.hlth.curve import losses, wobble
+from ddpdebug.detectors.hlth.curve import losses, sample_noise
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
 
@@ -57,14 +57,16 @@ class ClippingAlways(Detector):
     )
     fires_on = Examples(
         lambda: (
-            losses(60, lambda i: 1.0, clip_norm=lambda i: 12 + wobble(i), clip_max=1.0),
-            losses(80, lambda i: 1.0, clip_norm=lambda i: 3.0 + wobble(i), clip_max=0.1),
+            losses(60, lambda i: 1.0, clip_norm=lambda i: 12 + sample_noise(i), clip_max=1.0),
+            losses(80, lambda i: 1.0, clip_norm=lambda i: 3.0 + sample_noise(i), clip_max=0.1),
         )
     )
     silent_on = Examples(
         lambda: (
-            losses(80, lambda i: 1.0, clip_norm=lambda i: 2.0 + wobble(i), clip_max=1.0),  # acts, but not by much
-            losses(80, lambda i: 1.0, clip_norm=lambda i: 20.0 if i < 15 else 0.9 + wobble(i), clip_max=1.0),  # warm-up
+            losses(80, lambda i: 1.0, clip_norm=lambda i: 2.0 + sample_noise(i), clip_max=1.0),  # acts, but not by much
+            losses(
+                80, lambda i: 1.0, clip_norm=lambda i: 20.0 if i < 15 else 0.9 + sample_noise(i), clip_max=1.0
+            ),  # warm-up
             losses(80, lambda i: 1.0, clip_norm=lambda i: 40.0 if i % 3 else 0.5, clip_max=1.0),
             losses(80, lambda i: 1.0, clip_norm=50.0, clip_max=math.inf),  # only measures
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ddpdebug.detectors.base import Examples, Threshold
-from ddpdebug.detectors.hlth.curve import LossRule, Series, losses, wobble
+from ddpdebug.detectors.hlth.curve import LossRule, Series, losses, sample_noise
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
 
@@ -67,13 +67,13 @@ class LossSpike(LossRule):
     spike_warm_up = Threshold(12, "losses before any spike is looked for", source="more than half of `spike_before`")
     fires_on = Examples(
         lambda: (
-            losses(50, lambda i: (2.0 - 0.02 * i + 0.05 * wobble(i)) * (4.0 if i == 30 else 1.0)),
-            losses(50, lambda i: 2.0 - 0.02 * i + 0.05 * wobble(i) + {30: 6.0, 31: 3.0, 32: 1.5}.get(i, 0.0)),
+            losses(50, lambda i: (2.0 - 0.02 * i + 0.05 * sample_noise(i)) * (4.0 if i == 30 else 1.0)),
+            losses(50, lambda i: 2.0 - 0.02 * i + 0.05 * sample_noise(i) + {30: 6.0, 31: 3.0, 32: 1.5}.get(i, 0.0)),
         )
     )
     silent_on = Examples(
         lambda: (
-            losses(60, lambda i: 2.0 - 0.02 * i + 0.4 * wobble(i)),
+            losses(60, lambda i: 2.0 - 0.02 * i + 0.4 * sample_noise(i)),
             losses(60, lambda i: 0.01 + 2.0 * 0.8**i + (0.05 if i == 50 else 0.0)),  # small beside what it has learned
             losses(60, lambda i: 1.0 if i < 30 else 9.0),  # does not recover: HLTH710
             losses(60, lambda i: 2.0 - 0.02 * i + (3.0 if i == 30 else 0.0), lr=lambda i: 0.01 if i < 29 else 0.1),

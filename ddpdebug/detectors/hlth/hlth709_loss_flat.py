@@ -9,7 +9,7 @@ from typing import Any
 
 from ddpdebug.detectors import causality
 from ddpdebug.detectors.base import Examples, Threshold
-from ddpdebug.detectors.hlth.curve import Evaluation, LossRule, Series, Shape, losses, noise, trend, wobble
+from ddpdebug.detectors.hlth.curve import Evaluation, LossRule, Series, Shape, losses, noise, sample_noise, trend
 from ddpdebug.detectors.hlth.hlth705_update_ratio import UpdateRatio
 from ddpdebug.detectors.hlth.samples import update_ratio
 from ddpdebug.schema.finding import Finding, Severity
@@ -133,24 +133,26 @@ class LossFlat(LossRule):
     fires_on = Examples(
         lambda: (
             losses(48, lambda i: 2.302585),
-            losses(240, lambda i: 2.3 + 0.05 * wobble(i)),
-            losses(48, lambda i: 2.3 + 0.05 * wobble(i), param_norm=4.0, update_norm=1e-6),
+            losses(240, lambda i: 2.3 + 0.05 * sample_noise(i)),
+            losses(48, lambda i: 2.3 + 0.05 * sample_noise(i), param_norm=4.0, update_norm=1e-6),
             losses(
                 640,
-                lambda i: 1.4 + 0.9 * 0.95**i + 0.02 * wobble(i),  # a hint at underfitting
+                lambda i: 1.4 + 0.9 * 0.95**i + 0.02 * sample_noise(i),  # a hint at underfitting
                 val_loss=lambda i: 1.42 + 0.9 * 0.95**i if i % 50 == 49 else math.nan,
             ),
         )
     )
     silent_on = Examples(
         lambda: (
-            losses(120, lambda i: 2.3 + 0.05 * wobble(i)),  # may still begin to learn
-            losses(300, lambda i: 1.0 + 0.7 * 0.8**i + 0.05 * wobble(i)),  # fell at once: a plateau, when it lasts
-            losses(400, lambda i: 2.3 - 0.001 * i + 0.05 * wobble(i)),
-            losses(400, lambda i: 0.1 + wobble(i)),  # a policy gradient
-            losses(400, lambda i: 2.0 * 0.9**i + 0.01 + 0.002 * wobble(i)),  # it has learned
+            losses(120, lambda i: 2.3 + 0.05 * sample_noise(i)),  # may still begin to learn
+            losses(
+                300, lambda i: 1.0 + 0.7 * 0.8**i + 0.05 * sample_noise(i)
+            ),  # fell at once: a plateau, when it lasts
+            losses(400, lambda i: 2.3 - 0.001 * i + 0.05 * sample_noise(i)),
+            losses(400, lambda i: 0.1 + sample_noise(i)),  # a policy gradient
+            losses(400, lambda i: 2.0 * 0.9**i + 0.01 + 0.002 * sample_noise(i)),  # it has learned
             losses(48, lambda i: 2.3, batch_digest=7),  # the same batch again and again
-            losses(48, lambda i: 2.3 + 0.05 * wobble(i), param_norm=4.0, update_norm=1e-6, lr=lambda i: 1e-6 * i),
+            losses(48, lambda i: 2.3 + 0.05 * sample_noise(i), param_norm=4.0, update_norm=1e-6, lr=lambda i: 1e-6 * i),
         )
     )
 
@@ -217,7 +219,7 @@ class LossFlat(LossRule):
         return self._plateau(key, series, values)
 
     def _still(self, change: float, errors: float, level: float) -> bool:
-        """Tell whether a change of the window is no fall that stands out."""
+        """Whether a change of the window is no fall that stands out."""
         return change > -self.flat_change * level and abs(errors) < self.flat_errors
 
     def _plateau(self, key: int, series: Series, values: list[float]) -> str | None:
@@ -235,7 +237,7 @@ class LossFlat(LossRule):
         return "underfitting" if self.underfits(history, level, series.first) else "plateau"
 
     def fell(self, first: float, losses: Sequence[float]) -> bool:
-        """Tell whether a loss that is flat now lies below its first level, further than by chance: it fell at once."""
+        """Whether a loss that is flat now lies below its first level, further than by chance: it fell at once."""
         level = statistics.median(losses[-max(1, len(losses) // 3) :])
         error = 1.2533 * noise(losses) / math.sqrt(self.level_steps)
         least = max((1 - self.plateau_fallen) * abs(first), self.shape_errors * error)
@@ -246,7 +248,7 @@ class LossFlat(LossRule):
         return uncertain and abs(change) < self.flat_change * level
 
     def underfits(self, history: Sequence[Evaluation], level: float, first: float) -> bool:
-        """Tell whether training and validation loss of a plateau are stuck, high and close together."""
+        """Whether training and validation loss of a plateau are stuck, high and close together."""
         if len(history) < self.underfit_evaluations or level < self.underfit_level * abs(first):
             return False
         half = len(history) // 2

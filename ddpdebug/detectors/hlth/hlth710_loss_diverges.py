@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ddpdebug.detectors.base import Examples, Threshold
-from ddpdebug.detectors.hlth.curve import LossRule, Series, Shape, losses, wobble
+from ddpdebug.detectors.hlth.curve import LossRule, Series, Shape, losses, sample_noise
 from ddpdebug.detectors.hlth.samples import update_ratio
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
@@ -98,14 +98,14 @@ class LossDiverges(LossRule):
         lambda: (
             losses(
                 40,
-                lambda i: 2.0 - 0.05 * i + 0.05 * wobble(i) if i < 20 else 1.5 * 1.3 ** (i - 20),
+                lambda i: 2.0 - 0.05 * i + 0.05 * sample_noise(i) if i < 20 else 1.5 * 1.3 ** (i - 20),
                 param_norm=1.0,
                 update_norm=0.2,
             ),
             losses(40, lambda i: 1.0 * 1.5**i),
             losses(
                 70,
-                lambda i: 3.0 - 0.1 * i if i < 25 else 2.6 + 0.8 * wobble(i),
+                lambda i: 3.0 - 0.1 * i if i < 25 else 2.6 + 0.8 * sample_noise(i),
                 lr=lambda i: 0.01 * min(i + 1, 50),  # a warm-up
                 param_norm=1.0,
                 update_norm=0.2,
@@ -115,9 +115,9 @@ class LossDiverges(LossRule):
     silent_on = Examples(
         lambda: (
             losses(60, lambda i: 2.0 - 0.03 * i + (5.0 if i == 30 else 0.0)),  # a spike
-            losses(90, lambda i: 0.7 + 0.01 * i + 0.1 * wobble(i)),  # a generator whose opponent learns
-            losses(90, lambda i: 2.0 - 0.02 * (i % 45) + 0.02 * wobble(i)),  # warm restarts
-            losses(60, lambda i: 0.5 * wobble(i)),  # a policy gradient
+            losses(90, lambda i: 0.7 + 0.01 * i + 0.1 * sample_noise(i)),  # a generator whose opponent learns
+            losses(90, lambda i: 2.0 - 0.02 * (i % 45) + 0.02 * sample_noise(i)),  # warm restarts
+            losses(60, lambda i: 0.5 * sample_noise(i)),  # a policy gradient
             losses(60, lambda i: 0.1 + (i / 40) ** 2, param_norm=1.0, update_norm=0.01),  # returns that grow
             losses(60, lambda i: 3.0 * 0.9**i if i < 30 else 0.4),
             # a new task after the warm-up, as hard as the first
@@ -137,7 +137,7 @@ class LossDiverges(LossRule):
             ),
             losses(  # the learning rate falls, and rises for a warm restart
                 80,
-                lambda i: 3.0 - 0.1 * i if i < 25 else 2.6 + 0.8 * wobble(i),
+                lambda i: 3.0 - 0.1 * i if i < 25 else 2.6 + 0.8 * sample_noise(i),
                 lr=lambda i: 0.1 * (25 - i) if i < 25 else 2.5,
                 param_norm=1.0,
                 update_norm=0.2,
@@ -189,7 +189,7 @@ class LossDiverges(LossRule):
         )
 
     def diverged(self, series: Series) -> bool:
-        """Tell whether the newest losses have left the earlier level upwards and stay away."""
+        """Whether the newest losses have left the earlier level upwards and stay away."""
         losses, count = list(series.losses), int(self.diverged_steps)
         if len(losses) < 2 * count or not math.isfinite(series.best):
             return False
@@ -208,7 +208,7 @@ class LossDiverges(LossRule):
         return far and halves[1] >= self.diverged_falling * halves[0] and recent > self.diverged_recent * rise
 
     def lost(self, series: Series) -> bool:
-        """Tell whether what the loss had gained during a warm-up is lost again, while the rate rises or soon after."""
+        """Whether what the loss had gained during a warm-up is lost again, while the rate rises or soon after."""
         half = int(self.diverged_steps)
         warm = series.rates[-1] > series.restart * series.best_rate or series.count < self.lost_warm_up * series.risen
         if len(series.losses) < 2 * half or not warm or series.again:

@@ -9,7 +9,16 @@ from typing import Any
 
 from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.examples import digest
-from ddpdebug.detectors.hlth.curve import LossRule, Series, Shape, autocorrelation, detrended, losses, swing, wobble
+from ddpdebug.detectors.hlth.curve import (
+    LossRule,
+    Series,
+    Shape,
+    autocorrelation,
+    detrended,
+    losses,
+    sample_noise,
+    swing,
+)
 from ddpdebug.detectors.hlth.samples import update_ratio
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
@@ -79,11 +88,13 @@ class LossOscillates(LossRule):
     )
     fires_on = Examples(
         lambda: (
-            losses(48, lambda i: 2.0 + (0.8 if i % 2 else -0.8) + 0.1 * wobble(i), param_norm=1.0, update_norm=0.2),
-            losses(96, lambda i: 2.0 + 0.9 * math.sin(2 * math.pi * i / 12) + 0.1 * wobble(i)),
+            losses(
+                48, lambda i: 2.0 + (0.8 if i % 2 else -0.8) + 0.1 * sample_noise(i), param_norm=1.0, update_norm=0.2
+            ),
+            losses(96, lambda i: 2.0 + 0.9 * math.sin(2 * math.pi * i / 12) + 0.1 * sample_noise(i)),
             losses(
                 48,
-                lambda i: 2.0 + (0.8 if i % 2 else -0.8) + 0.1 * wobble(i),
+                lambda i: 2.0 + (0.8 if i % 2 else -0.8) + 0.1 * sample_noise(i),
                 lr=lambda i: 0.01 * min(i + 1, 20),  # a warm-up
                 param_norm=1.0,
                 update_norm=0.2,
@@ -92,15 +103,15 @@ class LossOscillates(LossRule):
     )
     silent_on = Examples(
         lambda: (
-            losses(96, lambda i: 2.0 + 0.8 * wobble(i)),  # noise
-            losses(96, lambda i: 4.0 * 0.95**i + 0.1 * wobble(i)),
+            losses(96, lambda i: 2.0 + 0.8 * sample_noise(i)),  # noise
+            losses(96, lambda i: 4.0 * 0.95**i + 0.1 * sample_noise(i)),
             losses(96, lambda i: 2.0 + (0.8 if i % 2 else -0.8), param_norm=1.0, update_norm=1e-3),  # two tasks in turn
             # a task in every third step, with a head of its own
             losses(96, lambda i: 3.0 if i % 3 else 1.0, presence_digest=lambda i: digest(1 + (i % 3 == 0))),
             losses(
                 96, lambda i: 2.0 + math.sin(2 * math.pi * i / 12), lr=lambda i: 0.1 + 0.09 * math.sin(math.pi * i / 6)
             ),
-            losses(96, lambda i: 2.0 + 0.1 * math.sin(2 * math.pi * i / 12) + 0.02 * wobble(i)),  # small
+            losses(96, lambda i: 2.0 + 0.1 * math.sin(2 * math.pi * i / 12) + 0.02 * sample_noise(i)),  # small
         )
     )
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from ddpdebug.detectors.base import Examples, Threshold
-from ddpdebug.detectors.hlth.curve import Evaluation, Series, Shape, ValidationRule, losses, wobble
+from ddpdebug.detectors.hlth.curve import Evaluation, Series, Shape, ValidationRule, losses, sample_noise
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
 
@@ -69,9 +69,13 @@ class Overfitting(ValidationRule):
     silent_on = Examples(
         lambda: (
             losses(
-                120, lambda i: 2.0 * 0.97**i, val_loss=lambda i: 1.0 + 0.2 * wobble(3 * i) if i % 4 == 3 else math.nan
+                120,
+                lambda i: 2.0 * 0.97**i,
+                val_loss=lambda i: 1.0 + 0.2 * sample_noise(3 * i) if i % 4 == 3 else math.nan,
             ),
-            losses(60, lambda i: 2.0 * 0.95**i, val_loss=lambda i: 1.0 + 0.02 * wobble(i) if i % 5 == 4 else math.nan),
+            losses(
+                60, lambda i: 2.0 * 0.95**i, val_loss=lambda i: 1.0 + 0.02 * sample_noise(i) if i % 5 == 4 else math.nan
+            ),
             losses(
                 60, lambda i: 2.0, val_loss=lambda i: 1.0 + 0.02 * i if i % 5 == 4 else math.nan
             ),  # training as well

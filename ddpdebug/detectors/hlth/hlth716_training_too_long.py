@@ -172,5 +172,5 @@ class TrainingTooLong(ValidationRule):
         return Shape("delayed generalisation", waited[0].step, history[-1].step) if falls else None
 
     def improves(self, evaluation: Evaluation, best: Evaluation) -> bool:
-        """Tell whether a validation loss is better by more than the chance that many values have."""
+        """Whether a validation loss is better by more than the chance that many values have."""
         return evaluation.validation < best.validation - self.improvement * abs(best.validation)

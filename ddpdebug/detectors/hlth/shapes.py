@@ -24,7 +24,7 @@ def classify(
     config: Mapping[str, Any] | None = None,
     validation: Sequence[tuple[int, float]] = (),
 ) -> Shape | None:
-    """Say what a whole curve looks like; None if it is too short.
+    """The shape of a whole curve, None if it is too short.
 
     Args:
         validation: (step, validation loss), as far as it was told.

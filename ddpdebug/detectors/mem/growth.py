@@ -42,7 +42,7 @@ class _Scale:
     filled: int = 0
 
     def add(self, step: int, value: int) -> bool:
-        """Take in a value; return whether that completes a block."""
+        """Add a value in bytes; return whether that completes a block."""
         if self.lowest is None:
             self.lowest, self.first, self.filled = value, step, 0
         self.lowest = min(self.lowest, value)
@@ -68,7 +68,7 @@ class _Scale:
         return Trend(per_step=mean / self.size, grown=grown, since=minima[0][0])
 
     def stopped(self, trend: Trend) -> bool:
-        """Tell whether the last two blocks no longer follow a trend."""
+        """Whether the last two blocks no longer follow a trend."""
         values = [value for _, value in list(self.minima)[-3:]]
         return len(values) == 3 and max(values[2] - values[1], values[1] - values[0]) < (
             self.rule.memory_stopped * trend.per_step * self.size
@@ -97,7 +97,7 @@ class Growth:
         return self.trend or self._scales[0].trend(blocks)
 
     def add(self, step: int, value: int, declared: int = 0) -> None:
-        """Take in a step's bytes, of which `declared` may be growth that the user wants."""
+        """Add a step's bytes, of which `declared` may be growth that the user wants."""
         self._seen += 1
         if self._seen <= self._warm_up:
             return

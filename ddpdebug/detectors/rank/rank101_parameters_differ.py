@@ -131,7 +131,7 @@ class ParametersDiffer(ComparisonRule):
             self._found_equal[step.optimizer] = step.step
 
     def _telling(self, step: Step) -> bool:
-        """Tell whether a change outside the optimizer on some ranks only is news, not what the code always does."""
+        """Whether a change outside the optimizer on some ranks only is news, not what the code always does."""
         return step.optimizer not in self._edited or self._agreed.get(step.optimizer) == step.step - 1
 
     def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:

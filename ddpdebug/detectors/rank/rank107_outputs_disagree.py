@@ -243,7 +243,7 @@ def _evaluated_alike(step: Step) -> list[list[int]]:
 
 
 def _repeated(step: Step, name: str) -> bool:
-    """Tell whether two ranks have the same digest."""
+    """Whether two ranks have the same digest."""
     known = [value for value in step.columns[name] if value]
     return len(set(known)) < len(known)
 

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator
 from typing import Any
 
 from ddpdebug.detectors.base import Examples, RankClasses
-from ddpdebug.detectors.comparison import kin
+from ddpdebug.detectors.comparison import replica_groups
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.kinds import ComparisonRule
 from ddpdebug.schema.finding import Finding, Severity
@@ -57,7 +57,7 @@ class LossScaleDiffers(ComparisonRule):
     )
 
     def rank_classes(self, step: Step) -> RankClasses | None:
-        if len(step.rows) < 2 or len(kin(step)) > 1:
+        if len(step.rows) < 2 or len(replica_groups(step)) > 1:
             return None
         scales = {row.loss_scale for row in step.rows.values() if math.isfinite(row.loss_scale)}
         skipped = step.any(Flag.SKIPPED) and not step.all(Flag.SKIPPED)

@@ -75,7 +75,7 @@ def missing(step: Step) -> dict[str, list[str]]:
 
 
 def find_unused(step: Step) -> bool:
-    """Tell whether DDP looks for unused parameters."""
+    """Whether DDP looks for unused parameters."""
     return any(table.get("find_unused") for table in tables(step, "contract").values())
 
 
@@ -100,7 +100,7 @@ def _norms(step: Step) -> dict[int, Mapping[str, Any]]:
 
 
 def _different_models(step: Step) -> bool:
-    """Tell whether no DDP is involved and the ranks do not even have the same parameters: a pipeline, for example."""
+    """Whether no DDP is involved and the ranks do not even have the same parameters: a pipeline, for example."""
     foreign = tables(step, "gradients", "foreign")
     return step.all(Flag.NO_DDP) and len({frozenset(table) for table in foreign.values()}) > 1
 
