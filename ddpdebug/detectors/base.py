@@ -148,8 +148,10 @@ class Detector:
 
     # --- for rules ----------------------------------------------------------------------------------------------------
 
-    def finding(self, **fields: Any) -> Finding:
-        """A finding of this rule, with the causes and actions of its runbook unless given."""
+    def finding(self, at: Step | None = None, /, **fields: Any) -> Finding:
+        """A finding of this rule; unless given with the prose of its runbook, and step and ranks of the step `at`."""
+        if at is not None:
+            fields = {"step": at.step, "last_step": at.step, "ranks": tuple(at.rows), **fields}
         prose = runbook(type(self))
         fields.setdefault("severity", self.severity)
         fields.setdefault("title", self.title)

@@ -22,12 +22,12 @@ def classes_of(step: Step, *fields: str, on_purpose: Flag = Flag.LOCAL_ONLY) -> 
     """
     key = (fields, int(on_purpose))
     if key not in step.memo:
-        step.memo[key] = _labels(step, fields, on_purpose)
+        step.memo[key] = _classes(step, fields, on_purpose)
     found: RankClasses | None = step.memo[key]
     return found
 
 
-def _labels(step: Step, fields: Sequence[str], on_purpose: Flag) -> RankClasses | None:
+def _classes(step: Step, fields: Sequence[str], on_purpose: Flag) -> RankClasses | None:
     if len(step.rows) < 2 or step.any(on_purpose):
         return None
     known = [name for name in fields if len(step.rows) - step.columns[name].count(0) > 1]

@@ -118,9 +118,8 @@ class SameOrder(Detector):
             histories.append(history)
         if all(history.cycles(step.step, least) for history in histories) and len({h.period for h in histories}) == 1:
             yield self.finding(
+                step,
                 step=max(history.since for history in histories),
-                last_step=step.step,
-                ranks=tuple(step.rows),
                 subject=("batches",),
                 evidence={"period": histories[0].period, "observed": "batches come again in the same order"},
             )

@@ -98,4 +98,4 @@ class SingleClassBatches(Detector):
         seen.update(own["label"] for own in details.values() if own and isinstance(own.get("label"), int))
         if number + 1 >= self.single_class_steps and len(seen) > 1:
             evidence = {"steps_of_one_class_each": number + 1, "others": mixed, "classes_seen": sorted(seen)[:20]}
-            yield self.finding(step=first, last_step=step.step, ranks=tuple(step.rows), evidence=evidence)
+            yield self.finding(step, step=first, evidence=evidence)

@@ -83,4 +83,4 @@ class RepeatedBatch(Detector):
         if again:
             first = min(first for _, first, _ in again.values())
             evidence = {"steps_with_the_same_batch": max(number for _, _, number in again.values())}
-            yield self.finding(step=first, last_step=step.step, ranks=tuple(again), evidence=evidence)
+            yield self.finding(step, step=first, ranks=tuple(again), evidence=evidence)

@@ -173,8 +173,8 @@ class DataSetsDiffer(Detector):
         first, count = self._overlaps[0][0], len(self._overlaps)
         self._overlaps = self._overlaps[-int(self.overlap_batches) :][1:]
         return self.finding(
+            step,
             step=first,
-            last_step=step.step,
             ranks=tuple(sorted({rank for pair in pairs for rank in pair})),
             subject=("shards",),
             phase="overlap",

@@ -132,9 +132,8 @@ class GradientExplosion(Detector):
         if phase is not None and not any((step.optimizer, p) in self._told for p in ("growth", "jump")):
             self._told.add((step.optimizer, phase))
             yield self.finding(
+                step,
                 step=since,
-                last_step=step.step,
-                ranks=tuple(step.rows),
                 subject=("gradients",),
                 phase=phase,
                 evidence={"norm": norm, "median_before": usual, "newest": [f"step {a}: {v:.4g}" for a, v in past][-8:]},

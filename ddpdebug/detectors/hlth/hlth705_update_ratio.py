@@ -127,9 +127,8 @@ class UpdateRatio(SampledRule, CurveRule):
         self._told.add(key)
         worst = sorted(table, key=lambda name: table[name], reverse=phase == "large")
         yield self.finding(
+            step,
             step=past[0][0] if phase == "large" else first,
-            last_step=step.step,
-            ranks=tuple(step.rows),
             subject=tuple(worst[:5]),
             phase=phase,
             evidence={

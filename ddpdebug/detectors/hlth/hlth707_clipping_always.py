@@ -97,9 +97,8 @@ class ClippingAlways(Detector):
         if share >= self.clip_share and ratio >= self.clip_ratio:
             self._told.add(step.optimizer)
             yield self.finding(
+                step,
                 step=past[0][0],
-                last_step=step.step,
-                ranks=tuple(step.rows),
                 subject=("gradients",),
                 evidence={
                     "clipped": f"{share:.0%} of {window} steps",

@@ -110,9 +110,8 @@ class LossSpike(LossRule):
 
     def _report(self, step: Step, at: int, peak: float, middle: float) -> Finding:
         return self.finding(
+            step,
             step=at,
-            last_step=step.step,
-            ranks=tuple(step.rows),
             subject=("loss",),
             evidence={"peak": peak, "median_before": middle, "steps": step.step - at},
         )

@@ -173,9 +173,8 @@ class LossDiverges(LossRule):
         while started > 0 and values[started - 1] > series.best + abs(series.best):
             started -= 1
         yield self.finding(
+            step,
             step=series.steps[started],
-            last_step=step.step,
-            ranks=tuple(step.rows),
             subject=("loss",),
             severity=self.severity if certain else Severity.WARNING,
             evidence={
@@ -231,9 +230,8 @@ class LossDiverges(LossRule):
         count = 2 * int(self.diverged_steps)
         newest = list(zip(series.steps, series.losses, strict=True))[-count:]
         yield self.finding(
+            step,
             step=newest[0][0],
-            last_step=step.step,
-            ranks=tuple(step.rows),
             subject=("loss",),
             severity=Severity.WARNING,
             evidence={

@@ -143,9 +143,8 @@ class LossOscillates(LossRule):
             return
         if self.once(step, ""):
             yield self.finding(
+                step,
                 step=list(series.steps)[-len(values)],
-                last_step=step.step,
-                ranks=tuple(step.rows),
                 subject=("loss",),
                 evidence={
                     "curve": str(Shape("oscillating", list(series.steps)[-len(values)], step.step)),

@@ -93,9 +93,8 @@ class Overfitting(ValidationRule):
             return
         self.open.add(step.optimizer)
         yield self.finding(
+            step,
             step=shape.since,
-            last_step=step.step,
-            ranks=tuple(step.rows),
             subject=("val_loss",),
             location=self.source.location(),
             evidence={

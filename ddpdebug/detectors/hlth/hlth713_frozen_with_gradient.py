@@ -106,9 +106,8 @@ class FrozenWithGradient(SampledRule):
     ) -> Finding:
         about = table[names[0]]
         return self.finding(
+            step,
             step=min(self._first[step.optimizer, name][0] for name in names),
-            last_step=step.step,
-            ranks=tuple(step.rows),
             subject=tuple(names[:20]),
             phase="rate" if without_rate else None,
             severity=Severity.WARNING if without_rate else self.severity,

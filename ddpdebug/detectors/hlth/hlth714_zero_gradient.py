@@ -95,9 +95,8 @@ class ZeroGradient(SampledRule):
                 new.append(name)
         if new:
             yield self.finding(
+                step,
                 step=min(self._zero[step.optimizer, name][0] for name in new),
-                last_step=step.step,
-                ranks=tuple(step.rows),
                 subject=tuple(new[:20]),
                 evidence={"parameters": f"{len(new)} of {len(table)}", "samples": enough},
             )

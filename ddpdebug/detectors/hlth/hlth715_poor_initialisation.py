@@ -123,8 +123,7 @@ class PoorInitialisation(SampledRule):
 
     def _report(self, step: Step, names: list[str], phase: str, evidence: dict[str, Any]) -> Finding:
         return self.finding(
-            step=step.step,
-            ranks=tuple(step.rows),
+            step,
             subject=tuple(names[:20]),
             phase=phase,
             evidence=evidence,

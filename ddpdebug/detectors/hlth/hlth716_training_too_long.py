@@ -135,9 +135,8 @@ class TrainingTooLong(ValidationRule):
     def _report(self, step: Step, best: Evaluation, shape: Shape, since: int) -> Finding:
         now = self.history[step.optimizer][-1]
         return self.finding(
+            step,
             step=best.step,
-            last_step=step.step,
-            ranks=tuple(step.rows),
             subject=("val_loss",),
             location=self.source.location(),
             evidence={

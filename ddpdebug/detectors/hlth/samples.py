@@ -64,9 +64,8 @@ class LayerRule(SampledRule, StreakRule):
         for phase in dict.fromkeys(self.phase(name) for name in new):
             names = [name for name in new if self.phase(name) == phase]
             yield self.finding(
+                step,
                 step=min(streaks[name].first for name in names),
-                last_step=step.step,
-                ranks=tuple(step.rows),
                 subject=tuple(names[:_MAX_SUBJECTS]),
                 phase=phase,
                 title=self.titles.get(phase or "", self.title),

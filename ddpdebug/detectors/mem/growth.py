@@ -274,8 +274,8 @@ class GrowthRule(TrendRule):
         else:
             held = None
         return self.finding(
+            step,
             step=trend.since,
-            last_step=step.step,
             ranks=tuple(ranks),
             subject=(held[1]["name"] if held is not None else self.subject(series, step),),
             phase=series.name,

@@ -163,8 +163,8 @@ class GraphKeptAlive(TrendRule):
         if trends:
             evidence["grown"] = size_text(max(trend.grown for trend in trends))
         finding = self.finding(
+            step,
             step=first,
-            last_step=step.step,
             ranks=ranks,
             subject=() if holder is None else (str(holder["name"]),),
             location=None if holder is None else holder.get("location"),

@@ -99,8 +99,8 @@ class Fragmentation(StreakRule):
         worst = max(streaks, key=lambda rank: _gap(step.rows[rank]))
         row = step.rows[worst]
         yield self.finding(
+            step,
             step=step.step - streaks[worst].length + 1,
-            last_step=step.step,
             ranks=tuple(streaks),
             subject=("device",),
             evidence={

@@ -91,8 +91,8 @@ class MemoryImbalance(StreakRule):
         for rank, streak in streaks.items():
             if streak.length % int(self.enough) == 0:
                 yield self.finding(
+                    step,
                     step=step.step - streak.length + 1,
-                    last_step=step.step,
                     ranks=(rank,),
                     subject=("device" if _on_device(step) else "host",),
                     evidence={

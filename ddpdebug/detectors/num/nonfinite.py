@@ -47,10 +47,10 @@ class NonfiniteRule(ChainRule):
         verdict = self.replayed(verdict, replay) if replay else verdict
         prose = runbook(type(self))
         return self.finding(
+            step,
             causes=fitting_first(prose["causes"], verdict.evidence),
             actions=fitting_first(prose["remedy"], verdict.evidence),
             step=step.step if verdict.step is None else verdict.step,
-            last_step=step.step,
             ranks=verdict.ranks,
             subject=verdict.subject[:MAX_NAMES],
             phase=verdict.phase,

@@ -76,7 +76,7 @@ class NearOverflow(ComparisonRule):
         worst = max((near for own in found.values() for near in own), key=lambda n: n["largest"] / n["limit"])
         names = dict.fromkeys([worst["module"], *(near["module"] for own in found.values() for near in own)])
         yield self.finding(
-            step=step.step,
+            step,
             ranks=tuple(sorted(found)),
             subject=tuple(names)[:MAX_NAMES],
             phase="gradient" if worst["module"].startswith("gradient of ") else "forward",

@@ -121,9 +121,8 @@ class LossScaleCollapse(Detector):
         often = len(past.skips) == window and sum(past.skips) > self.scale_skipped * window
         if collapsed or often:
             yield self.finding(
+                step,
                 step=past.since if collapsed else step.step,
-                last_step=step.step,
-                ranks=tuple(step.rows),
                 subject=("loss scale",),
                 phase="collapsed" if collapsed else "skips",
                 evidence={

@@ -89,7 +89,7 @@ class MaskedNonfinite(ComparisonRule):
         evidence |= {"operands": masked.get("operands"), **about(first)}
         evidence |= {"loss": {str(rank): step.rows[rank].loss for rank in calls}, "bundle": replay.get("bundle")}
         yield self.finding(
-            step=step.step,
+            step,
             ranks=tuple(sorted(calls)),
             subject=tuple(names)[:MAX_NAMES],
             phase="forward",

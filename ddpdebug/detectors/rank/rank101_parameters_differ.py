@@ -158,7 +158,7 @@ class ParametersDiffer(ComparisonRule):
         if subset(changed, step) and self._telling(step):
             evidence["changed_on"] = list(changed)
         yield self.finding(
-            step=step.step,
+            step,
             ranks=blame(changed, step, classes),
             subject=tuple(names[:MAX_NAMES]),
             phase=phase,

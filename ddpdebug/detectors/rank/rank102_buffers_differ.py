@@ -74,7 +74,7 @@ class BuffersDiffer(ComparisonRule):
         if names:
             evidence["digests"] = values_of(by_rank, names[0])
         finding = self.finding(
-            step=step.step,
+            step,
             ranks=culprits(classes),
             subject=tuple(names[:MAX_NAMES]),
             phase="not-broadcast" if unsent else "after-broadcast",

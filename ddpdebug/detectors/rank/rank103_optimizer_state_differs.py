@@ -99,7 +99,7 @@ class OptimizerStateDiffers(ComparisonRule):
         if subset(changed, step):
             evidence["changed_on"] = list(changed)
         yield self.finding(
-            step=step.step,
+            step,
             ranks=blame(changed, step, classes),
             subject=tuple(names[:MAX_NAMES]),
             evidence=evidence,

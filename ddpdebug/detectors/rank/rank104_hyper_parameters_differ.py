@@ -75,7 +75,7 @@ class HyperParametersDiffer(ComparisonRule):
             group, key, values = entries[0]
             evidence |= {"group": group, "key": key, "values": values}
         yield self.finding(
-            step=step.step,
+            step,
             ranks=culprits(classes),
             subject=tuple(_name(group, key) for group, key, _ in entries[:MAX_NAMES]),
             evidence=evidence,

@@ -62,7 +62,7 @@ class ModesDiffer(ComparisonRule):
         if top:
             values = values_of(by_rank, top[0])
             evidence["modes"] = {rank: {True: "train", False: "eval"}.get(value) for rank, value in values.items()}
-        yield self.finding(step=step.step, ranks=culprits(classes), subject=tuple(top[:MAX_NAMES]), evidence=evidence)
+        yield self.finding(step, ranks=culprits(classes), subject=tuple(top[:MAX_NAMES]), evidence=evidence)
 
 
 def _outermost(names: Sequence[str]) -> list[str]:

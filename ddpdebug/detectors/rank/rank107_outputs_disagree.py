@@ -115,7 +115,7 @@ class OutputsDisagree(Detector):
             if len(set(outputs.values())) > 1:
                 shown = {str(rank): f"{value:016x}" for rank, value in outputs.items()}
                 yield self.finding(
-                    step=step.step,
+                    step,
                     ranks=outvoted(outputs),
                     subject=("output",),
                     phase="evaluation",
@@ -135,7 +135,7 @@ class OutputsDisagree(Detector):
             return None
         shown: Mapping[int, object] = losses if loss_parted and not parted else outputs
         return self.finding(
-            step=step.step,
+            step,
             severity=Severity.WARNING if parted and loss_known and not loss_parted else self.severity,
             ranks=outvoted(shown),
             subject=("output",) if parted else ("loss",),

@@ -125,8 +125,8 @@ class LossOutlier(StreakRule):
         for rank in streaks:
             z, excess = self._outliers[rank].z, self._outliers[rank].excess
             yield self.finding(
+                step,
                 step=window[0][0],
-                last_step=step.step,
                 ranks=(rank,),
                 subject=("loss",),
                 evidence={"z": z, "excess": excess, "window": len(window), "median_loss": medians},

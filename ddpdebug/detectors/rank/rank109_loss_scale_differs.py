@@ -78,7 +78,7 @@ class LossScaleDiffers(ComparisonRule):
         skipped = step.ranks_with(Flag.SKIPPED)
         alone = {rank: rank in skipped for rank in step.rows}
         yield self.finding(
-            step=step.step,
+            step,
             ranks=outvoted(scales) if apart else outvoted(alone) if len(step.rows) > 2 else skipped,
             subject=("loss scale",) if apart else ("skipped step",),
             phase="scale" if apart else "skip",

@@ -79,4 +79,4 @@ class RandomStreams(StreakRule):
         evidence = {"observed": "the ranks' generators were in the same state before forwards that draw from them"}
         # the masks of dropout are averaged over many steps as well: worth knowing, seldom worth a change
         first, ranks = streaks["state"].first, tuple(step.rows)
-        yield self.finding(severity=Severity.INFO, step=first, last_step=step.step, ranks=ranks, evidence=evidence)
+        yield self.finding(step, severity=Severity.INFO, step=first, ranks=ranks, evidence=evidence)

@@ -109,7 +109,7 @@ class StepCountsDiffer(ComparisonRule):
         voted = outvoted(dict(classes))
         decided = odd if 0 < len(odd) < len(step.rows) and len(voted) == len(step.rows) else voted
         yield self.finding(
-            step=step.step,
+            step,
             ranks=decided,
             subject=(f"optimizer {step.optimizer}",),
             phase="skipped",
@@ -136,8 +136,8 @@ class StepCountsDiffer(ComparisonRule):
         if self._missed[step.optimizer] >= enough:
             self._fired = True
             yield self.finding(
+                step,
                 step=step.step - enough + 1,
-                last_step=step.step,
                 ranks=gone,
                 subject=(f"optimizer {step.optimizer}",),
                 phase="missing",

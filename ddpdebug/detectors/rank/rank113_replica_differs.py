@@ -111,7 +111,7 @@ class ReplicaDiffers(ComparisonRule):
             return None
         shown = {rank: tuple(by_rank[rank].get(tensor) for tensor in names) for rank in concerned}
         return self.finding(
-            step=step.step,
+            step,
             ranks=outvoted(shown),
             subject=tuple(f"{name}: {tensor}" for tensor in names[:MAX_NAMES]),
             evidence={

@@ -125,9 +125,8 @@ class LearningRateZero(Detector):
         )
         evidence = {"lr": step.columns["lr"][0], "peak": self._peak.get(step.optimizer) or None, "observed": what}
         yield self.finding(
+            step,
             step=first,
-            last_step=step.step,
-            ranks=tuple(step.rows),
             subject=(str(about["class"]),) if about else (),
             phase=what,
             location=about.get("location"),

@@ -38,7 +38,7 @@ class GradientRule(ChainRule):
 
     def word(self, step: Step, verdict: Verdict) -> Finding:
         return self.finding(
-            step=step.step,
+            step,
             ranks=verdict.ranks,
             subject=verdict.subject[:MAX_NAMES],
             phase=verdict.phase,

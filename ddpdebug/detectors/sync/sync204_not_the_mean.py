@@ -135,8 +135,7 @@ class NotTheMean(Detector):
         hooks = sorted({str(t["hook"]) for t in tables(step, "contract").values() if t.get("hook")})
         names = _names(step)
         return self.finding(
-            step=step.step,
-            ranks=tuple(step.rows),
+            step,
             subject=tuple(names[:MAX_NAMES]),
             evidence={
                 "ratio": ratio,

@@ -132,7 +132,7 @@ class ChangedAfterReduction(GradientRule):
         factors = self._own_factors(step)
         if factors and not gradient_classes(step) and not step.any(Flag.LOCAL_ONLY):
             yield self.finding(
-                step=step.step,
+                step,
                 ranks=outvoted({rank: round(factor, 3) for rank, factor in factors.items()}),
                 subject=(),
                 phase="before-reduction",

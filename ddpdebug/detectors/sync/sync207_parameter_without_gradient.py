@@ -130,7 +130,7 @@ class ParameterWithoutGradient(Detector):
         ranks = _lacking(step)
         names = dict.fromkeys(name for own in without.values() for name in own)
         return self.finding(
-            step=step.step,
+            step,
             ranks=ranks,
             subject=tuple(names)[:MAX_NAMES],
             evidence={
