@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from ddpdebug.detectors.examples import step_at
-from ddpdebug.detectors.hlth.curve import autocorrelation, detrended, loss_of, losses, noise, trend, sample_noise
+from ddpdebug.detectors.hlth.curve import autocorrelation, detrended, loss_of, losses, noise, sample_noise, trend
 from ddpdebug.detectors.hlth.hlth711_loss_oscillates import LossOscillates
 from ddpdebug.detectors.hlth.hlth712_overfitting import Overfitting
 from ddpdebug.detectors.hlth.shapes import classify
