@@ -14,7 +14,7 @@ from ddpdebug.diagnosis.engine import Diagnosis
 from ddpdebug.schema.finding import Finding, Severity
 
 RULES = catalog()
-#: What users filter on, with the release that brought it; a new rule is added when it is released.
+#: What users filter on; a new rule joins it with the release that brings it.
 PROMISED = {
     **dict.fromkeys(["RANK101", "RANK103", "RANK104", "RANK105", "RANK109"], Severity.CRITICAL),
     **dict.fromkeys(["RANK102", "RANK106", "RANK107", "RANK112", "RANK113"], Severity.ERROR),
