@@ -15,7 +15,8 @@ from pathlib import Path
 
 from ddpdebug.commands.explain import Page, pages
 from ddpdebug.config.settings import Config, options
-from ddpdebug.detectors.thresholds import thresholds
+from ddpdebug.detectors.catalog import FAMILIES
+from ddpdebug.detectors.thresholds import readers, thresholds
 from ddpdebug.errors import UsageError
 from ddpdebug.schema.coverage import Coverage
 from ddpdebug.schema.finding import Finding, Severity
@@ -24,17 +25,6 @@ from ddpdebug.schema.step import Step
 from ddpdebug.sinks import Covered, FindingRaised, RunStarted, StepJudged
 from ddpdebug.sinks.prometheus.exporter import PrometheusSink
 
-_FAMILIES = {
-    "RANK": "replicas agree",
-    "SYNC": "gradients are synchronised",
-    "NUM": "numerics",
-    "MEM": "memory",
-    "HANG": "progress",
-    "SLOW": "speed",
-    "DATA": "input",
-    "HLTH": "signals of training",
-    "RCP": "recipe",
-}
 _SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "summary": ("_sum", "_count")}
 #: Labels with few fixed values, which are listed.
 _LISTED_LABELS = ("what", "phase", "kind")
@@ -80,8 +70,8 @@ This page is made from the code by `make docs`."""
 _THRESHOLDS_HEAD = """\
 # Thresholds
 
-Every number that rules judge the health, the recipe, the data and the memory of training by, their windows and warm-ups
-included. Adjust one with `--threshold NAME=VALUE`, which may be repeated, or in pyproject.toml:
+Every number that rules judge by, their windows and warm-ups included. Adjust one with `--threshold NAME=VALUE`, which
+may be repeated, or in pyproject.toml:
 
 ```toml
 [tool.ddpdebug.threshold]
@@ -95,12 +85,12 @@ kept: a window is never longer.
 Nothing is said twice. Beyond the steps or samples in a row that the table asks for, a finding stays open until what it
 is about has been gone for 3 steps, twice as long each time it comes back; back soon after, it is the same finding.
 
-Not in the table: what rounding alone may do (RANK107, SYNC204, SYNC206, SYNC209), which follows from the format of the
-numbers, and how often a probe must have seen something in the training loop before it tells (three forwards are an
+Not in the table: what rounding alone may do (SYNC204, SYNC206), which follows from the format of the numbers, and how
+often a probe must have seen something in the training loop before it tells (three forwards are an
 evaluation, four labels say something about a batch, a scheduler of forty steps was never stepped, a model of which more
 than half is frozen is mostly frozen).
 
-This page is made from `ddpdebug/detectors/thresholds.toml` by `make docs`; [health.md](health.md) says what is
+This page is made from the rules by `make docs`; [health.md](health.md) says what is
 measured."""
 
 
@@ -121,11 +111,11 @@ def findings_page() -> str:
     """Return docs/findings.md: every code by family, with its runbook where a rule detects it."""
     known = list(pages().values())
     families = {name: list(group) for name, group in groupby(known, key=lambda page: page.code.rstrip("0123456789"))}
-    ordered = {name: families.pop(name) for name in _FAMILIES}
+    ordered = {name: families.pop(name) for name in FAMILIES}
     assert not families, f"families without a title: {sorted(families)}"
     parts = [_FINDINGS_HEAD, _table(("family", "", "detected", "planned"), _family_rows(ordered))]
     for name, group in ordered.items():
-        parts.append(f"## {name}: {_FAMILIES[name]}")
+        parts.append(f"## {name}: {FAMILIES[name]}")
         parts.append(_table(("code", "severity", "", ""), map(_code_row, group)))
         parts += map(_section, group)
     return "\n\n".join(parts) + "\n"
@@ -161,7 +151,9 @@ def options_page() -> str:
 
 def thresholds_page() -> str:
     """Return docs/thresholds.md: every threshold with its source."""
-    rows = [(f"`{t.name}`", f"{t.value:g}", t.meaning, t.source, ", ".join(t.codes)) for t in thresholds().values()]
+    rows = [
+        (f"`{t.name}`", f"{t.value:g}", t.meaning, t.source, ", ".join(readers(t.name))) for t in thresholds().values()
+    ]
     return f"{_THRESHOLDS_HEAD}\n\n{_table(('threshold', 'default', 'meaning', 'source', 'codes'), rows)}\n"
 
 
@@ -198,7 +190,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
 def _family_rows(families: Mapping[str, Sequence[Page]]) -> Iterator[tuple[str, ...]]:
     for name, group in families.items():
         detected = sum(page.detected for page in group)
-        title = _FAMILIES[name]
+        title = FAMILIES[name]
         anchor = f"{name}-{title}".lower().replace(" ", "-")
         yield f"[{name}](#{anchor})", title, str(detected), str(len(group) - detected)
 

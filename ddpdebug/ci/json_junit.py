@@ -16,12 +16,10 @@ from xml.etree import ElementTree as ET
 from ddpdebug.ci.golden import Comparison
 from ddpdebug.ci.selftest import Proof
 from ddpdebug.ci.verdict import Verdict, Word
-from ddpdebug.detectors.catalog import catalog
+from ddpdebug.detectors.catalog import FAMILIES, catalog
 from ddpdebug.schema.finding import Finding
 from ddpdebug.sinks.text import clean, parts
 
-#: One test case each, whether or not the family has findings: a CI history then shows the same cases in every run.
-FAMILIES = ("RANK", "SYNC", "NUM", "MEM", "HANG", "SLOW", "HLTH", "RCP", "DATA")
 #: The time of a document that nobody dated.
 EPOCH = "1970-01-01T00:00:00"
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -56,6 +54,7 @@ def to_junit(verdict: Verdict, run: str | None, *, time: str = EPOCH) -> str:
     """
     root = ET.Element("testsuites")
     rules = {rule.code.rstrip("0123456789") for rule in catalog()}
+    # a case for each family, whether or not it has findings: a CI history then shows the same cases in every run
     for name in ("script", *FAMILIES):
         case = new_case(name)
         properties, output = ET.Element("properties"), ""

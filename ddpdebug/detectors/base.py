@@ -6,16 +6,16 @@ import inspect
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
-from ddpdebug.detectors.thresholds import threshold
+from ddpdebug.detectors import causality
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
 
 _SECTION = re.compile(r"^(Impact|Diagnosis|Causes|Remedy):", re.MULTILINE)
 
-#: Rank -> what it shows; ranks with equal labels agree. Empty: judged, and nothing differs.
-Labels = Mapping[int, Hashable]
+#: Rank -> what it shows; ranks that show the same are of one class. Empty: judged, and nothing differs.
+RankClasses = Mapping[int, Hashable]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +33,45 @@ class Examples:
         self._make = make
 
     def __get__(self, rule: object, kind: type | None = None) -> tuple[tuple[Any, ...], ...]:
-        """Make them, anew each time."""
+        """Sequences, made anew each time."""
         return self._make()
+
+
+class Threshold:
+    """A number that a rule decides by: an attribute of the rule's class, under the name that users adjust it by.
+
+    Read on a rule it is the number itself, as the run's settings (`--threshold NAME=VALUE`) have it. A number that
+    several rules read stands in one of them, or in their base, and the others assign it under the same name.
+
+    Args:
+        value: the default.
+        meaning: what is compared with it, with its unit.
+        source: a measurement, a calculation, an argument, a cited figure, or "chosen" and why.
+    """
+
+    def __init__(self, value: float, meaning: str, *, source: str) -> None:
+        self.name = ""
+        self.value, self.meaning, self.source = float(value), meaning, source
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = self.name or name
+
+    @overload
+    def __get__(self, rule: None, kind: type) -> Threshold: ...
+
+    @overload
+    def __get__(self, rule: Detector, kind: type) -> float: ...
+
+    def __get__(self, rule: Detector | None, kind: type) -> Threshold | float:
+        """Read the number, once for each rule."""
+        if rule is None:
+            return self
+        value = rule.__dict__[self.name] = self.within(rule.config)
+        return value
+
+    def within(self, config: Mapping[str, Any]) -> float:
+        """Return the number as a run's settings have it."""
+        return float((config.get("threshold") or {}).get(self.name, self.value))
 
 
 class Detector:
@@ -43,12 +80,11 @@ class Detector:
     The class docstring is the runbook: the first paragraph is the meaning, then the sections `Impact:`,
     `Diagnosis:`, `Causes:` (one per line, `-` bullets, most likely first) and `Remedy:`.
 
-    A rule that needs more than the row names it in `wants` and says in `suspects` when: the step comes back to `detect`
-    with `step.details` filled in (as far as the ranks answered), in order. Every rule sees every step exactly once.
+    Most rules are of a kind (`kinds.py`) and fill in its hooks; a bare rule overrides `detect`. It is given every step
+    exactly once, in order. One that needs more than the row names it in `wants` and says in `suspects` when: the step
+    then comes to `detect` with `step.details` filled in, as far as the ranks answered.
 
-    A rule about ranks that disagree overrides `symptom`: the diagnosis then knows without details that a known cause
-    still shows, that it has gone, and that further ranks have parted. Such a rule finds nothing in a step that does not
-    show it, and is not asked about those unless it has a memory (an `__init__` of its own) or a `suspects` of its own.
+    Which findings explain those of this rule, and which come first within a step, stands in `causality.toml`.
     """
 
     code: ClassVar[str]
@@ -56,74 +92,66 @@ class Detector:
     title: ClassVar[str]
     #: Detail kinds to collect from every rank before `detect` is called.
     wants: ClassVar[tuple[str, ...]] = ()
-    #: The details describe some steps whatever happens in them: they are wanted of each, also while a cause is open.
-    samples: ClassVar[bool] = False
+    #: The details are wanted of every step that `suspects` names, also while a cause is open.
+    every_sample: ClassVar[bool] = False
     #: Judges what the last step has left as well (rows with `Flag.LAST_STATE`), which holds no more than its digests.
     last_state: ClassVar[bool] = False
     #: Topics of announcements (see `details.py`, without `:<k>`) for which `compare` is called when all have spoken.
     topics: ClassVar[tuple[str, ...]] = ()
-    #: Codes that explain this one: while one of them is open, this finding folds into it as evidence.
-    follows: ClassVar[tuple[str, ...]] = ()
-    #: Rules of one group read the same symptom: while one of them is open, the others have nothing to add.
+    #: Rules of one group read the same difference: while an incident of one is open, the others have nothing to add.
     group: ClassVar[str] = ""
-    #: Place in the chain of causes, upstream is smaller: within one step a finding folds only into what comes before.
-    stage: ClassVar[int] = 60
     #: Each is fed to a fresh instance; run as tests.
     fires_on: ClassVar[Examples] = Examples()
     silent_on: ClassVar[Examples] = Examples()
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         self.config = config or {}
-        self._limits: dict[str, float] = {}
 
-    def limit(self, name: str) -> float:
-        """Return a threshold of `thresholds.toml` as the run's settings have it."""
-        if name not in self._limits:
-            self._limits[name] = threshold(self.config, name)
-        return self._limits[name]
-
-    def symptom(self, step: Step) -> Labels | None:
-        """Return what each rank shows, empty when nothing differs, None when the step cannot tell."""
-        return None
-
-    def sees(self, step: Step) -> bool:
-        """Tell whether the step could show what this rule looks for, so that its silence means that it is gone."""
-        return True
-
-    def fresh(self, step: Step) -> bool:
-        """Tell whether the step shows a new event although the symptom is that of a known cause."""
-        return False
-
-    def suspects(self, step: Step) -> bool:
-        """Tell, from the rows alone, whether the details are worth asking for. Must not change the rule's memory."""
-        return bool(self.symptom(step))
-
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        """Return what makes two findings of this rule the same cause."""
-        return finding.subject[:1], finding.phase, finding.location
-
-    def place(self, finding: Finding) -> int:
-        """Return the finding's place in the chain of causes."""
-        return self.stage
-
-    def folds(self, finding: Finding, cause: Finding) -> bool:
-        """Tell whether an open finding of a code in `follows` really explains this one."""
-        return True
+    # --- judging ------------------------------------------------------------------------------------------------------
 
     def detect(self, step: Step) -> Iterator[Finding]:
-        """Judge one step; called once per step in order."""
+        """Findings of one step; called once per step, in order."""
         yield from ()
 
     def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
-        """Judge announcements of one topic by all ranks (rank -> JSON value)."""
+        """Findings of the announcements of one topic by all ranks (rank -> JSON value); called when all have spoken."""
         yield from ()
 
     def finish(self) -> Iterator[Finding]:
-        """Judge what only the end of the run shows."""
+        """Findings that only the end of the run shows; called once."""
         yield from ()
 
-    def finding(self, **fields: Any) -> Finding:
-        """Build a finding of this rule, with the causes and actions of its runbook unless given."""
+    def suspects(self, step: Step) -> bool:
+        """Whether the details in `wants` are worth asking for; called before `detect`, must not change the memory."""
+        return False
+
+    # --- for the diagnosis --------------------------------------------------------------------------------------------
+
+    def can_show(self, step: Step) -> bool:
+        """Whether the step could show what this rule looks for, so that its silence means that it is gone.
+
+        Called for steps without a finding; never true for what is said once and does not come and go.
+        """
+        return True
+
+    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
+        """What two findings of this rule have in common when they are about the same incident."""
+        return (finding.phase,)
+
+    def causal_rank(self, finding: Finding) -> int:
+        """The finding's place in the order of causes, upstream is smaller."""
+        return causality.rank(self.code)
+
+    def explained_by(self, finding: Finding, cause: Finding) -> bool:
+        """Whether an open finding of a code that `causality.toml` puts before this one really explains it."""
+        return True
+
+    # --- for rules ----------------------------------------------------------------------------------------------------
+
+    def finding(self, at: Step | None = None, /, **fields: Any) -> Finding:
+        """A finding of this rule; unless given with the prose of its runbook, and step and ranks of the step `at`."""
+        if at is not None:
+            fields = {"step": at.step, "last_step": at.step, "ranks": tuple(at.rows), **fields}
         prose = runbook(type(self))
         fields.setdefault("severity", self.severity)
         fields.setdefault("title", self.title)
@@ -134,7 +162,7 @@ class Detector:
 
 
 def runbook(rule: type[Detector]) -> dict[str, Any]:
-    """Split a rule's docstring into meaning, impact, diagnosis (text), causes and remedy (lists)."""
+    """The parts of a rule's docstring: meaning, impact, diagnosis (text), causes and remedy (lists)."""
     parts = _SECTION.split(inspect.cleandoc(rule.__doc__ or ""))
     prose: dict[str, Any] = {"meaning": parts[0].strip()}
     for name, text in zip(parts[1::2], parts[2::2], strict=True):

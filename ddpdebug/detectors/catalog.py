@@ -13,6 +13,19 @@ from ddpdebug import detectors
 from ddpdebug.detectors.base import Detector
 from ddpdebug.schema.finding import Severity
 
+#: The families of codes, each a folder of this package, in the order in which people are shown them.
+FAMILIES = {
+    "RANK": "replicas agree",
+    "SYNC": "gradients are synchronised",
+    "NUM": "numerics",
+    "MEM": "memory",
+    "HANG": "progress",
+    "SLOW": "speed",
+    "HLTH": "signals of training",
+    "RCP": "recipe",
+    "DATA": "input",
+}
+
 
 def catalog() -> list[type[Detector]]:
     """Return every rule, sorted by code."""

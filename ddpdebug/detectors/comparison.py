@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ddpdebug.detectors.base import Labels
+from ddpdebug.detectors.base import RankClasses
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step, outvoted
 
@@ -14,7 +14,7 @@ from ddpdebug.schema.step import Step, outvoted
 MAX_NAMES = 20
 
 
-def labels(step: Step, *fields: str, on_purpose: Flag = Flag.LOCAL_ONLY) -> Labels | None:
+def classes_of(step: Step, *fields: str, on_purpose: Flag = Flag.LOCAL_ONLY) -> RankClasses | None:
     """Return what the ranks show in digest fields: None where nobody can tell, empty where they agree.
 
     A rank that did not compute a field gets the benefit of the doubt. `on_purpose` are the flags of a step whose ranks
@@ -22,19 +22,19 @@ def labels(step: Step, *fields: str, on_purpose: Flag = Flag.LOCAL_ONLY) -> Labe
     """
     key = (fields, int(on_purpose))
     if key not in step.memo:
-        step.memo[key] = _labels(step, fields, on_purpose)
-    found: Labels | None = step.memo[key]
+        step.memo[key] = _classes(step, fields, on_purpose)
+    found: RankClasses | None = step.memo[key]
     return found
 
 
-def _labels(step: Step, fields: Sequence[str], on_purpose: Flag) -> Labels | None:
+def _classes(step: Step, fields: Sequence[str], on_purpose: Flag) -> RankClasses | None:
     if len(step.rows) < 2 or step.any(on_purpose):
         return None
     known = [name for name in fields if len(step.rows) - step.columns[name].count(0) > 1]
     if not known:
         return None
     parted = [name for name in known if name in step.differing]
-    families = kin(step) if parted else ()
+    families = replica_groups(step) if parted else ()
     columns = [column for name in parted if (column := _column(step, name, families))]
     if columns:
         return {rank: tuple(column[rank] for column in columns) for rank in step.rows}
@@ -54,7 +54,7 @@ def _column(step: Step, name: str, families: Sequence[Sequence[int]]) -> dict[in
     return column if len(set(column.values())) > 1 else {}
 
 
-def kin(step: Step) -> Sequence[Sequence[int]]:
+def replica_groups(step: Step) -> Sequence[Sequence[int]]:
     """Return the ranks that should be equal to each other: all, unless separate groups wrapped different models."""
     everyone = [tuple(step.rows)]
     if not separate_groups(step):
@@ -69,7 +69,7 @@ def kin(step: Step) -> Sequence[Sequence[int]]:
 
 
 def separate_groups(step: Step) -> bool:
-    """Tell whether some DDP reduces over fewer ranks than the world."""
+    """Whether some DDP reduces over fewer ranks than the world."""
     return any(len(group) < step.world for group in _groups(step))
 
 
@@ -79,17 +79,17 @@ def _groups(step: Step) -> list[Sequence[int]]:
     return [table["ranks"] for table in tables if table.get("ranks")]
 
 
-def culprits(shown: Labels) -> tuple[int, ...]:
+def culprits(shown: RankClasses) -> tuple[int, ...]:
     """Return the outvoted ranks; all when there is no majority."""
     return outvoted(dict(shown))
 
 
 def subset(ranks: Collection[int], step: Step) -> bool:
-    """Tell whether the ranks are some, but not all, of the step."""
+    """Whether the ranks are some, but not all, of the step."""
     return 0 < len(ranks) < len(step.rows)
 
 
-def blame(changed: Collection[int], step: Step, shown: Labels) -> tuple[int, ...]:
+def blame(changed: Collection[int], step: Step, shown: RankClasses) -> tuple[int, ...]:
     """Return the culprits when it is known which ranks changed something by themselves.
 
     Usually those that changed. Where most ranks changed, and alike, the one that did not follow is the odd one.
@@ -124,7 +124,7 @@ def ordered(names: Collection[str], order: Sequence[str]) -> list[str]:
 
 
 def within(tolerance: float, numbers: Collection[float]) -> bool:
-    """Tell whether all numbers agree up to a relative tolerance."""
+    """Whether all numbers agree up to a relative tolerance."""
     known = [n for n in numbers if math.isfinite(n)]
     if len(known) < len(numbers):
         return False
@@ -132,7 +132,7 @@ def within(tolerance: float, numbers: Collection[float]) -> bool:
 
 
 def agree_within(tolerance: float, by_rank: Mapping[int, Mapping[str, Any]], names: Collection[str]) -> bool:
-    """Tell whether the ranks' numbers agree up to a relative tolerance for every name; False where one is missing."""
+    """Whether the ranks' numbers agree up to a relative tolerance for every name; False where one is missing."""
     for name in names:
         numbers = [table.get(name) for table in by_rank.values()]
         if len(numbers) < 2 or any(number is None for number in numbers):

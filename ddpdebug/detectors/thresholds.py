@@ -1,53 +1,47 @@
-"""The numbers that rules compare with, from `thresholds.toml`: value, meaning, source. Torch-free.
+"""All thresholds of the rules, by name, and the form in which users adjust them. Torch-free.
 
-Rules read them through `Detector.limit`; users adjust them with `--threshold NAME=VALUE`. docs/thresholds.md is made
-from the same file.
+A threshold is an attribute of the rule that decides by it (`base.Threshold`). The rules are imported when a threshold
+is named, and not before: settings without `--threshold` cost nothing.
 """
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cache
-from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ddpdebug import detectors
 from ddpdebug.errors import UsageError, did_you_mean
 
+if TYPE_CHECKING:
+    from ddpdebug.detectors.base import Threshold
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Threshold:
-    """One number, and where it comes from."""
 
-    name: str
-    value: float
-    meaning: str  # with its unit
-    source: str
-    codes: tuple[str, ...]
+@cache
+def _by_code() -> Mapping[str, Mapping[str, Threshold]]:
+    """Return code -> the thresholds that the rule has."""
+    from ddpdebug.detectors.base import Threshold  # noqa: PLC0415 - settings without thresholds do without the rules
+    from ddpdebug.detectors.catalog import catalog  # noqa: PLC0415 - as above
+
+    return {
+        rule.code: {
+            known.name: known for kind in rule.__mro__ for known in vars(kind).values() if type(known) is Threshold
+        }
+        for rule in catalog()
+    }
 
 
 @cache
 def thresholds() -> Mapping[str, Threshold]:
-    """Return every threshold by its name, in the order of the file; read when first needed."""
-    text = resources.files(detectors).joinpath("thresholds.toml").read_text(encoding="utf-8")
-    return {
-        name: Threshold(
-            name=name,
-            value=float(table["value"]),
-            meaning=str(table["meaning"]),
-            source=str(table["source"]),
-            codes=tuple(table["codes"]),
-        )
-        for name, table in tomllib.loads(text).items()
-    }
+    """Return every threshold by its name, sorted."""
+    found: dict[str, Threshold] = {}
+    for name, known in (item for own in _by_code().values() for item in own.items()):
+        assert found.setdefault(name, known) is known, f"two thresholds have the name {name}"
+    return dict(sorted(found.items()))
 
 
-def threshold(config: Mapping[str, Any], name: str) -> float:
-    """Return a threshold as the run's settings have it."""
-    own: Mapping[str, float] = config.get("threshold") or {}
-    return float(own[name]) if name in own else thresholds()[name].value
+def readers(name: str) -> tuple[str, ...]:
+    """Return the codes of the rules that have a threshold."""
+    return tuple(code for code, own in _by_code().items() if name in own)
 
 
 def assignments(value: Any) -> dict[str, float]:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, TypeVar
 
-from ddpdebug.detectors.base import Detector, Labels
+from ddpdebug.detectors.base import Detector, RankClasses
 from ddpdebug.detectors.catalog import catalog
-from ddpdebug.diagnosis.root_causes import Group, Ledger
+from ddpdebug.detectors.kinds import ComparisonRule
+from ddpdebug.diagnosis.root_causes import Group, Incidents
 from ddpdebug.schema.details import KINDS
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.row import Flag
@@ -50,11 +51,11 @@ class Request:
 class Reading(Enum):
     """What a step means to a rule's group."""
 
-    FREE = "no symptom defined: whatever the rule says counts"
+    FREE = "the rule compares nothing: whatever it says counts"
     UNKNOWN = "the step cannot show it"
     QUIET = "the ranks agree"
-    NEW = "a symptom that no open cause accounts for"
-    KNOWN = "the symptom of an open cause"
+    NEW = "the ranks differ as no open incident accounts for"
+    KNOWN = "the ranks differ as an open incident has it"
     WAITING = "looked into before without result"
 
     __hash__ = object.__hash__  # that of Enum is computed in Python, some hundred times a step
@@ -107,10 +108,9 @@ class Diagnosis:
         self.world = world
         rules = [rule(config) for rule in catalog()] if detectors is None else list(detectors)
         self._rules = sorted(rules, key=lambda rule: rule.code)
-        self._with_symptom = frozenset(rule.code for rule in self._rules if _has_symptom(rule))
-        self._with_memory = frozenset(rule.code for rule in self._rules if _remembers(rule))
+        self._seeing_all = frozenset(rule.code for rule in self._rules if _sees_every_step(rule))
         self._on_trouble = on_trouble
-        self._ledger = Ledger(world)
+        self._incidents = Incidents(world)
         self._queue: deque[_Queued] = deque()
         self._outbox: list[Request] = []
         self._judged = 0
@@ -122,13 +122,13 @@ class Diagnosis:
 
     @property
     def busy(self) -> bool:
-        """Tell whether steps wait for answers."""
+        """Whether steps wait for answers."""
         return bool(self._queue)
 
     # --- input --------------------------------------------------------------------------------------------------------
 
     def feed(self, step: Step) -> list[Request]:
-        """Take the next step; return what the ranks are asked now."""
+        """Queue the next step; return what the ranks are asked now."""
         for held in self._held:
             held.steps += 1
         self._queue.append(_Queued(replace(step, facts=self._facts)))
@@ -141,14 +141,14 @@ class Diagnosis:
         return requests
 
     def answer(self, rank: int, optimizer: int, step: int, kind: str, value: Any, *, last: bool = False) -> None:
-        """Take one rank's details; None means that it cannot tell."""
+        """Hand over one rank's details; None means that it cannot tell."""
         place = optimizer, step, last
         for queued in self._queue:
             if (queued.step.optimizer, queued.step.step, queued.last) == place and kind in queued.asked:
                 queued.asked[kind][rank] = value
 
     def tell(self, topic: str, rank: int, value: Any) -> None:
-        """Take one rank's announcement; the ranks' n-th announcements of a topic are compared with each other.
+        """Hand over one rank's announcement; the ranks' n-th announcements of a topic are compared with each other.
 
         Topics that begin with `alone:` need not be said by all: what a failing rank says, the others may never say.
         """
@@ -191,7 +191,7 @@ class Diagnosis:
                 break
             self._judge(head)
             self._queue.popleft()
-        return self._ledger.news()
+        return self._incidents.news()
 
     def finish(self) -> list[tuple[Finding, bool]]:
         """Judge everything left with the details that are there, and what only the end shows."""
@@ -200,7 +200,7 @@ class Diagnosis:
             self._judge(self._queue.popleft())
         for rule in list(self._rules):
             self._admit([(rule, f, None) for f in self._findings(rule, rule.finish)], None)
-        return self._ledger.news(last=True)
+        return self._incidents.news(last=True)
 
     # --- rules --------------------------------------------------------------------------------------------------------
 
@@ -224,22 +224,22 @@ class Diagnosis:
             self._drop(rule, error)
             return []
 
-    def _read(self, rule: Detector, step: Step) -> tuple[Reading, Labels | None]:
+    def _read(self, rule: Detector, step: Step) -> tuple[Reading, RankClasses | None]:
         unread = step.any(Flag.LAST_STATE) and not rule.last_state
-        if unread or rule.code not in self._with_symptom:
+        if unread or not isinstance(rule, ComparisonRule):
             return _UNKNOWN if unread else _FREE
-        key = ("symptom", rule.code)
+        key = ("classes", rule.code)
         if key not in step.memo:
-            step.memo[key] = rule.symptom(step)
-        shown: Labels | None = step.memo[key]
+            step.memo[key] = rule.rank_classes(step)
+        shown: RankClasses | None = step.memo[key]
         if shown is None:
             return Reading.UNKNOWN, None
         if not shown:
             return Reading.QUIET, shown
-        group = self._ledger.group(rule, step.optimizer)
-        if group.grows(shown) or (group.causes and rule.fresh(step)):
+        group = self._incidents.group(rule, step.optimizer)
+        if group.grows(shown) or (group.incidents and rule.is_new_event(step)):
             return Reading.NEW, shown
-        if group.causes:
+        if group.incidents:
             return Reading.KNOWN, shown
         return (Reading.WAITING if group.wait > 0 else Reading.NEW), shown
 
@@ -252,7 +252,7 @@ class Diagnosis:
         others = [q for q in self._queue if q is not queued and q.step.optimizer == step.optimizer]
         pending = {code for other in others for code in other.rules} if queued is not self._queue[0] else set()
         for rule in list(self._rules):
-            if not rule.wants or rule.code in rules or (rule.code in pending and not rule.samples):
+            if not rule.wants or rule.code in rules or (rule.code in pending and not rule.every_sample):
                 continue
             if self._run(rule, False, self._curious, rule, step):
                 rules.add(rule.code)
@@ -265,15 +265,15 @@ class Diagnosis:
     def _curious(self, rule: Detector, step: Step) -> bool:
         if step.any(Flag.LAST_STATE) and not rule.last_state:
             return False
-        if rule.samples:
+        if rule.every_sample:
             return rule.suspects(step)
         reading, _ = self._read(rule, step)
         if reading is Reading.KNOWN or reading is Reading.WAITING:
             return False
-        if reading is not Reading.NEW and type(rule).suspects is Detector.suspects:
+        if reading is not Reading.NEW and type(rule).suspects is ComparisonRule.suspects:
             return False
-        group = self._ledger.group(rule, step.optimizer)
-        if reading is not Reading.NEW and (group.causes or group.wait > 0):
+        group = self._incidents.group(rule, step.optimizer)
+        if reading is not Reading.NEW and (group.incidents or group.wait > 0):
             return False
         return rule.suspects(step)
 
@@ -286,8 +286,8 @@ class Diagnosis:
         }
         step = queued.step.with_details(details) if details else queued.step
         found: dict[str, list[Finding]] = {}
-        remembering, last = self._with_memory, queued.last
-        read = [rule for rule in self._rules if last or rule.code in self._with_symptom]
+        seeing, last = self._seeing_all, queued.last
+        read = [rule for rule in self._rules if last or isinstance(rule, ComparisonRule)]
         readings = dict.fromkeys((rule.code for rule in self._rules), _FREE)
         readings.update((rule.code, self._run(rule, _UNKNOWN, self._read, rule, step)) for rule in read)
         for rule in tuple(self._rules):
@@ -295,7 +295,7 @@ class Diagnosis:
             if last and not rule.last_state:
                 continue
             # most steps show nothing, and most rules have nothing to remember of those
-            if (code in remembering or readings[code][0] not in _NOTHING) and (
+            if (code in seeing or readings[code][0] not in _NOTHING) and (
                 new := self._findings(rule, rule.detect, step)
             ):
                 found[code] = new
@@ -305,11 +305,11 @@ class Diagnosis:
     def _settle(
         self,
         step: Step,
-        readings: Mapping[str, tuple[Reading, Labels | None]],
+        readings: Mapping[str, tuple[Reading, RankClasses | None]],
         found: dict[str, list[Finding]],
         asked: frozenset[str],
     ) -> None:
-        admitted: list[tuple[Detector, Finding, Labels | None]] = []
+        admitted: list[tuple[Detector, Finding, RankClasses | None]] = []
         resting: list[Group] = []
         telling = asked.union(found)
         for group, rules in self._groups(step.optimizer).items():
@@ -320,40 +320,40 @@ class Diagnosis:
             fresh = [(rule, f, shown) for rule in rules for f in found.get(rule.code, ())]
             if reading is Reading.KNOWN or (fresh and self._repeats(group, rules, asked)):
                 group.quiet = 0
-                for cause in group.causes:
-                    cause.again(step.step)
+                for incident in group.incidents:
+                    incident.again(step.step)
             elif reading is Reading.WAITING:
                 group.wait -= 1
             elif fresh:
                 group.quiet = group.misses = group.wait = 0
                 admitted += fresh
-            elif asked.intersection(r.code for r in rules if not r.samples):
+            elif asked.intersection(r.code for r in rules if not r.every_sample):
                 group.missed()
             else:
                 group.wait = max(0, group.wait - 1)
-                if reading is Reading.QUIET or (reading is Reading.FREE and any(r.sees(step) for r in rules)):
+                if reading is Reading.QUIET or (reading is Reading.FREE and any(r.can_show(step) for r in rules)):
                     resting.append(group)
         self._admit(admitted, step.optimizer)
         for group in resting:
-            self._ledger.close(group.rest())
+            self._incidents.close(group.rest())
 
     def _groups(self, optimizer: int) -> Mapping[Group, list[Detector]]:
         """Return the rules by group, in code order."""
         if optimizer not in self._members:
             members = self._members[optimizer] = {}
             for rule in self._rules:
-                members.setdefault(self._ledger.group(rule, optimizer), []).append(rule)
+                members.setdefault(self._incidents.group(rule, optimizer), []).append(rule)
         return self._members[optimizer]
 
     @staticmethod
     def _repeats(group: Group, rules: Sequence[Detector], asked: frozenset[str]) -> bool:
-        """Tell whether findings made without the details that name the cause are about the open cause."""
+        """Whether findings made without the details that name what is wrong are about an open incident."""
         wanting = [rule.code for rule in rules if rule.wants]
-        return bool(group.causes and wanting) and not asked.intersection(wanting)
+        return bool(group.incidents and wanting) and not asked.intersection(wanting)
 
-    def _admit(self, found: Iterable[tuple[Detector, Finding, Labels | None]], optimizer: int | None) -> None:
-        for rule, finding, shown in sorted(found, key=lambda item: (item[0].place(item[1]), item[0].code)):
-            self._ledger.admit(rule, finding, self._ledger.group(rule, optimizer), shown)
+    def _admit(self, found: Iterable[tuple[Detector, Finding, RankClasses | None]], optimizer: int | None) -> None:
+        for rule, finding, shown in sorted(found, key=lambda item: (item[0].causal_rank(item[1]), item[0].code)):
+            self._incidents.admit(rule, finding, self._incidents.group(rule, optimizer), shown)
 
     def _release(self, *, everything: bool = False) -> None:
         waiting, self._held = self._held, []
@@ -372,27 +372,24 @@ class Diagnosis:
                 self._admit([(rule, finding, None) for finding in findings], None)
 
 
-def _has_symptom(rule: Detector) -> bool:
-    return type(rule).symptom is not Detector.symptom
+def _sees_every_step(rule: Detector) -> bool:
+    """Whether a rule must be given every step: one that compares nothing, looks for more than that, or remembers."""
+    if not isinstance(rule, ComparisonRule):
+        return type(rule).detect is not Detector.detect
+    kind, plain = type(rule), ComparisonRule
+    return (kind.detect, kind.remember, kind.suspects) != (plain.detect, plain.remember, plain.suspects)
 
 
-def _remembers(rule: Detector) -> bool:
-    """Tell whether a rule must see every step: one that looks for more than its symptom, or remembers something."""
-    kind = type(rule)
-    more = not _has_symptom(rule) or kind.suspects is not Detector.suspects
-    return kind.detect is not Detector.detect and (more or kind.__init__ is not Detector.__init__)
-
-
-def _strongest(pairs: Sequence[tuple[Reading, Labels | None]]) -> tuple[Reading, Labels | None]:
+def _strongest(pairs: Sequence[tuple[Reading, RankClasses | None]]) -> tuple[Reading, RankClasses | None]:
     return pairs[0] if len(pairs) == 1 else max(pairs, key=_weight)
 
 
-def _weight(pair: tuple[Reading, Labels | None]) -> int:
+def _weight(pair: tuple[Reading, RankClasses | None]) -> int:
     return _WEIGHT[pair[0]]
 
 
-_UNKNOWN: tuple[Reading, Labels | None] = (Reading.UNKNOWN, None)
-_FREE: tuple[Reading, Labels | None] = (Reading.FREE, None)
+_UNKNOWN: tuple[Reading, RankClasses | None] = (Reading.UNKNOWN, None)
+_FREE: tuple[Reading, RankClasses | None] = (Reading.FREE, None)
 _NOTHING = frozenset({Reading.UNKNOWN, Reading.QUIET})
 _WEIGHT = {
     Reading.UNKNOWN: 0,

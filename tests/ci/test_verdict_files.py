@@ -14,8 +14,9 @@ import xmlschema
 from markdown_it import MarkdownIt
 
 from ddpdebug.ci.github_gitlab import MAX_ANNOTATIONS, to_codequality, to_github, to_markdown
-from ddpdebug.ci.json_junit import FAMILIES, to_json, to_junit
+from ddpdebug.ci.json_junit import to_json, to_junit
 from ddpdebug.ci.verdict import Outcome, Verdict, judge, with_coverage
+from ddpdebug.detectors.catalog import FAMILIES
 from ddpdebug.schema.coverage import RankCoverage, Tally
 from ddpdebug.schema.finding import Finding, Severity
 

@@ -88,7 +88,7 @@ _PRODUCERS = ("probes/", "forensics/", "torch_internals/", "preflight/", "testin
 _NEITHER = ("schema/row.py", "schema/details.py", "detectors/examples.py")
 
 #: What rules share.
-_RULES = ("detectors/comparison.py",)
+_RULES = ("detectors/comparison.py", "detectors/kinds.py")
 
 #: A rule that wants to know everything about every step, of every rank.
 _CURIOUS = """
@@ -98,9 +98,9 @@ from ddpdebug.detectors.base import Detector
 from ddpdebug.schema.finding import Severity
 
 class Curious(Detector):
-    code, severity, title, wants, samples = "TEST999", Severity.INFO, "asks", KINDS, True
+    code, severity, title, wants, every_sample = "TEST999", Severity.INFO, "asks", KINDS, True
 
-    def sees(self, step):
+    def can_show(self, step):
         return False
 
     def suspects(self, step):

@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 
 from ddpdebug.detectors.examples import step_at
-from ddpdebug.detectors.hlth.curve import autocorrelation, detrended, loss_of, losses, noise, period, trend, wobble
+from ddpdebug.detectors.hlth.curve import autocorrelation, detrended, loss_of, losses, noise, sample_noise, trend
+from ddpdebug.detectors.hlth.hlth711_loss_oscillates import LossOscillates
 from ddpdebug.detectors.hlth.hlth712_overfitting import Overfitting
 from ddpdebug.detectors.hlth.shapes import classify
-from ddpdebug.detectors.thresholds import threshold
 from ddpdebug.diagnosis.engine import Diagnosis
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
-
-_LIMIT = partial(threshold, {})
 
 
 @pytest.mark.parametrize(
     "kind, loss",
     [
-        ("healthy", lambda i: 2.0 * 0.97**i + 0.1 + 0.03 * wobble(i)),
-        ("flat", lambda i: 2.3 + 0.05 * wobble(i)),
-        ("plateau", lambda i: 1.0 + 2.0 * 0.8**i + 0.01 * wobble(i)),
-        ("plateau", lambda i: 1.0 + 0.7 * 0.5**i + 0.02 * wobble(i)),  # fell at once
-        ("oscillating", lambda i: 2.0 + 0.8 * math.sin(i / 2) + 0.05 * wobble(i)),
-        ("oscillating", lambda i: 2.0 + 0.8 * (-1) ** i + 0.05 * wobble(i)),
+        ("healthy", lambda i: 2.0 * 0.97**i + 0.1 + 0.03 * sample_noise(i)),
+        ("flat", lambda i: 2.3 + 0.05 * sample_noise(i)),
+        ("plateau", lambda i: 1.0 + 2.0 * 0.8**i + 0.01 * sample_noise(i)),
+        ("plateau", lambda i: 1.0 + 0.7 * 0.5**i + 0.02 * sample_noise(i)),  # fell at once
+        ("oscillating", lambda i: 2.0 + 0.8 * math.sin(i / 2) + 0.05 * sample_noise(i)),
+        ("oscillating", lambda i: 2.0 + 0.8 * (-1) ** i + 0.05 * sample_noise(i)),
         ("diverging", lambda i: 2.0 - 0.02 * i if i < 80 else 1.4**(i - 80)),
-        ("spike", lambda i: 2.0 - 0.01 * i + 0.02 * wobble(i) + (9.0 if i == 50 else 0.0)),
-        ("rising", lambda i: 0.7 + 0.01 * i + 0.05 * wobble(i)),
+        ("spike", lambda i: 2.0 - 0.01 * i + 0.02 * sample_noise(i) + (9.0 if i == 50 else 0.0)),
+        ("rising", lambda i: 0.7 + 0.01 * i + 0.05 * sample_noise(i)),
     ],
 )  # fmt: skip
 def test_shapes(kind: str, loss: Callable[[int], float]) -> None:
@@ -52,13 +49,13 @@ def test_numbers() -> None:
     line = [0.1 * i for i in range(60)]
     assert trend(line)[0] == pytest.approx(4.0)
     assert max(map(abs, detrended(line))) < 1e-9
-    noisy = [0.1 * i + 0.01 * wobble(i) for i in range(60)]
+    noisy = [0.1 * i + 0.01 * sample_noise(i) for i in range(60)]
     assert noise(noisy) < 0.11
     assert trend(noisy)[1] > 10
     assert trend([1.0] * 30) == (0.0, 0.0)
-    assert period(noisy, _LIMIT) is None
+    assert LossOscillates().period(noisy) is None
     assert autocorrelation([1.0, -1.0] * 20, 1) == pytest.approx(-1.0)
-    assert period([float(i % 2) for i in range(40)], _LIMIT) is not None
+    assert LossOscillates().period([float(i % 2) for i in range(40)]) is not None
 
 
 def test_the_loss_of_a_step_is_the_mean_over_its_ranks() -> None:
@@ -78,9 +75,9 @@ def _validated(i: int, value: float) -> float:
         ("overfitting", lambda i: 2.0 * 0.97**i, lambda i: 1.0 + 0.01 * abs(i - 50)),
         ("healthy", lambda i: 2.0 * 0.97**i + 0.1, lambda i: 2.1 * 0.97**i + 0.2),
         ("delayed generalisation", lambda i: 2.0 * 0.9**i, lambda i: 1 + 0.01 * i if i < 80 else 2 * 0.9 ** (i - 80)),
-        ("plateau", lambda i: 1.0 + 2.0 * 0.8**i + 0.01 * wobble(i), lambda i: 1.6),  # a gap: no underfitting
-        ("plateau", lambda i: 0.3 + 2.7 * 0.8**i + 0.003 * wobble(i), lambda i: 0.3),  # low
-        ("underfitting (a hint)", lambda i: 2.0 + 1.0 * 0.8**i + 0.01 * wobble(i), lambda i: 2.05),
+        ("plateau", lambda i: 1.0 + 2.0 * 0.8**i + 0.01 * sample_noise(i), lambda i: 1.6),  # a gap: no underfitting
+        ("plateau", lambda i: 0.3 + 2.7 * 0.8**i + 0.003 * sample_noise(i), lambda i: 0.3),  # low
+        ("underfitting (a hint)", lambda i: 2.0 + 1.0 * 0.8**i + 0.01 * sample_noise(i), lambda i: 2.05),
     ],
 )  # fmt: skip
 def test_shapes_with_a_validation_loss(
@@ -101,13 +98,13 @@ def test_overfitting_is_not_forever() -> None:
     holds: list[int] = []
     for step in losses(
         200,
-        lambda i: 2.0 * 0.9**i + 1e-4 * wobble(i),
+        lambda i: 2.0 * 0.9**i + 1e-4 * sample_noise(i),
         val_loss=lambda i: _validated(i, 1.0 + 0.01 * i if i < 120 else 2.2 * 0.9 ** (i - 120)),
     ):
         diagnosis.feed(step)
         found += [finding for finding, new in diagnosis.tick() if new]
         list(rule.detect(step))
-        holds += [] if rule.sees(step) else [step.step]
+        holds += [] if rule.can_show(step) else [step.step]
     told = [(finding.code, finding.severity, finding.phase) for finding in found]
     assert told == [("HLTH712", Severity.WARNING, None), ("HLTH716", Severity.INFO, "delayed")]
     assert found[1].evidence["curve"].startswith("delayed generalisation, steps 4 to 1")

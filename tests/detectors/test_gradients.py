@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddpdebug.detectors.examples import contract, gradients, step_at
-from ddpdebug.detectors.sync.gradients import judge
+from ddpdebug.detectors.sync.sync206_changed_after_reduction import ChangedAfterReduction
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,5 @@ def test_of_two_ranks_the_one_whose_gradient_changed_is_named(now: tuple[float, 
     for rank, norm in enumerate(now):
         details[rank]["step_norms"] = {"w": norm}
     step = step_at(6, world=2, odd={1: {"grads_digest": 5}}, gradients=details, contract=contract(2))
-    verdict = judge(step)
-    assert verdict is not None
-    assert (verdict.code, verdict.ranks) == ("SYNC206", ranks)
+    (finding,) = ChangedAfterReduction().detect(step)
+    assert finding.ranks == ranks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ import pytest
 from ddpdebug.commands.explain import pages
 from ddpdebug.config.settings import Config, to_flags
 from ddpdebug.detectors.data.data906_repeated_batch import RepeatedBatch
-from ddpdebug.detectors.thresholds import assignments, threshold, thresholds
+from ddpdebug.detectors.hlth.hlth703_dead_units import DeadUnits
+from ddpdebug.detectors.thresholds import assignments, readers, thresholds
 from ddpdebug.errors import UsageError
 
 
@@ -21,16 +24,29 @@ def test_the_table_is_sorted_and_names_known_codes() -> None:
     for entry in thresholds().values():
         assert entry.meaning
         assert entry.source
-        assert entry.codes
-        assert set(entry.codes) <= pages().keys()
+        assert set(readers(entry.name)) <= pages().keys()
+    assert readers("update_small") == ("HLTH705", "HLTH709")
 
 
 def test_defaults_and_settings() -> None:
-    """A rule gets the table's value unless the run's settings have another."""
-    assert threshold({}, "dead_share") == 0.6
-    assert threshold({"threshold": None}, "dead_share") == 0.6
-    assert threshold({"threshold": {"dead_share": 0.7}}, "dead_share") == 0.7
-    assert threshold({"threshold": {"dead_share": 0.7}}, "clip_ratio") == 10.0
+    """A rule reads its own default unless the run's settings have another value."""
+    assert DeadUnits().dead_share == 0.6
+    assert DeadUnits({"threshold": None}).dead_share == 0.6
+    assert DeadUnits({"threshold": {"dead_share": 0.7}}).dead_share == 0.7
+    assert DeadUnits({"threshold": {"clip_ratio": 0.7}}).dead_share == 0.6
+
+
+def test_settings_without_thresholds_import_no_rules() -> None:
+    """A job that adjusts nothing does not pay for the table when its settings are read."""
+    code = """
+import sys
+from pathlib import Path
+from ddpdebug.config.settings import Config
+Config.load({}, {}, Path("/"))
+print([name for name in sys.modules if name.startswith("ddpdebug.detectors.") and name.count(".") > 2])
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "[]\n"
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ class Listener(Detector):
     def suspects(self, step: Step) -> bool:
         return step.step == 1
 
-    def cause(self, finding: Finding) -> tuple[object, ...]:
+    def incident_key(self, finding: Finding) -> tuple[object, ...]:
         return finding.subject
 
     def detect(self, step: Step) -> Iterator[Finding]:

@@ -59,5 +59,5 @@ def test_one_optimizer_over_two_large_models_with_equal_names(tmp_path: Path) ->
         assert len(known) == SLOTS_PER_STEP
         assert all(math.isfinite(row.local_sums[slot]) for row in step.rows.values() for slot in known)
         summed += known
-        assert NotTheMean().sees(step)
+        assert NotTheMean().can_show(step)
     assert sorted(summed) == list(range(CHECKSUM_SLOTS))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Facts
-from ddpdebug.detectors.comparison import kin
+from ddpdebug.detectors.base import Detector, Examples, Facts, Threshold
+from ddpdebug.detectors.comparison import replica_groups
 from ddpdebug.detectors.examples import digest, step_at, steps
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
@@ -43,6 +43,11 @@ class SameBatches(Detector):
     severity = Severity.ERROR
     title = "ranks receive the same batches"
     topics = ("loader",)
+    same_batches_steps = Threshold(
+        3,
+        "steps in a row in which the same ranks had equal batches, each time other ones",
+        source="independent draws from 1,000 batches agree three times in a row once in 1e9",
+    )
     fires_on = Examples(
         lambda: (
             tuple(_same(n) for n in range(3)),
@@ -66,10 +71,7 @@ class SameBatches(Detector):
         self._runs: dict[tuple[int, tuple[int, ...]], list[tuple[int, int]]] = {}  # -> (step, digest)
         self._next = 0
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return ()
-
-    def sees(self, step: Step) -> bool:
+    def can_show(self, step: Step) -> bool:
         return bool(_fingerprints(step))
 
     def detect(self, step: Step) -> Iterator[Finding]:
@@ -81,10 +83,10 @@ class SameBatches(Detector):
         for rank, value in shown.items():
             alike.setdefault(value, []).append(rank)
         # Stages of a pipeline are fed the same records on purpose.
-        families = [set(family) for family in kin(step)] if len(alike) < len(shown) else []
+        families = [set(family) for family in replica_groups(step)] if len(alike) < len(shown) else []
         parts = [(value, sorted(family & set(ranks))) for value, ranks in alike.items() for family in families]
         groups = {tuple(ranks): value for value, ranks in parts if len(ranks) > 1}
-        enough = int(self.limit("same_batches_steps"))
+        enough = int(self.same_batches_steps)
         runs = {key: run for key, run in self._runs.items() if key[0] != step.optimizer}
         for ranks, value in groups.items():
             key = (step.optimizer, ranks)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Facts
+from ddpdebug.detectors.base import Detector, Examples, Facts, Threshold
 from ddpdebug.detectors.comparison import announced_at
 from ddpdebug.detectors.examples import digest, step_at, steps
 from ddpdebug.schema.finding import Finding, Severity
@@ -31,7 +31,7 @@ class _History:
     matches: int = 0
 
     def add(self, step: int, value: int) -> None:
-        """Take the next batch; keeps track of how long everything has come again at the same distance."""
+        """Add the next batch; keeps track of how long everything has come again at the same distance."""
         distance = step - self.seen.pop(value, step)
         if distance and distance == self.period:
             self.matches += 1
@@ -44,7 +44,7 @@ class _History:
             self.seen.popitem(last=False)
 
     def cycles(self, step: int, least: float) -> bool:
-        """Tell whether a whole period of `least` batches or more has been repeated, batch by batch."""
+        """Whether a whole period of `least` batches or more has been repeated, batch by batch."""
         return self.period >= least and self.matches >= least and step - self.since >= self.period - 1
 
 
@@ -73,6 +73,11 @@ class SameOrder(Detector):
     severity = Severity.WARNING
     title = "every epoch repeats the same order"
     topics = ("loader",)
+    same_order_batches = Threshold(
+        3,
+        "batches that a repeated cycle has at least",
+        source="shorter ones are a fixed batch or two, repeated on purpose",
+    )
     fires_on = Examples(
         lambda: (
             tuple(_cycle(n) for n in range(8)),
@@ -101,24 +106,20 @@ class SameOrder(Detector):
         self._loaders: dict[str, Mapping[int, Any]] = {}
         self._next = 0
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return ()
-
     def detect(self, step: Step) -> Iterator[Finding]:
         self._next = max(self._next, step.step + 1)
         name = next((n for n in ("record_digest", "batch_digest") if step.rows and step.known(n)), None)
         if name is None:
             return
-        histories, least = [], self.limit("same_order_batches")
+        histories, least = [], self.same_order_batches
         for rank, row in step.rows.items():
             history = self._histories.setdefault((step.optimizer, rank, name), _History())
             history.add(step.step, int(getattr(row, name)))
             histories.append(history)
         if all(history.cycles(step.step, least) for history in histories) and len({h.period for h in histories}) == 1:
             yield self.finding(
+                step,
                 step=max(history.since for history in histories),
-                last_step=step.step,
-                ranks=tuple(step.rows),
                 subject=("batches",),
                 evidence={"period": histories[0].period, "observed": "batches come again in the same order"},
             )
@@ -139,7 +140,7 @@ class SameOrder(Detector):
 
 
 def _stuck(before: Any, now: Any) -> bool:
-    """Tell whether a shuffling distributed sampler begins another pass with the epoch of the last one."""
+    """Whether a shuffling distributed sampler begins another pass with the epoch of the last one."""
     if not (isinstance(before, Mapping) and isinstance(now, Mapping) and now.get("distributed") and now.get("shuffle")):
         return False
     grown = (now.get("iterations") or 0) > (before.get("iterations") or 0)

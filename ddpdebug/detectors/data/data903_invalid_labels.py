@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Facts
+from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.rcp.streak import told
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step
+from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.schema.finding import Severity
 
 #: What torch's losses raise about labels.
 MESSAGES = (
@@ -33,8 +32,8 @@ _FACT = {
 }
 
 
-class InvalidLabels(Detector):
-    """Labels lie outside what the loss defines, or their dtype selects another meaning of the loss.
+class InvalidLabels(EventRule):
+    """RankClasses lie outside what the loss defines, or their dtype selects another meaning of the loss.
 
     Impact: on cuda an index out of range ends in a device-side assert that leaves the process's cuda context
     unusable; binary cross entropy with logits accepts any target and has no lower bound; float targets of the
@@ -60,7 +59,7 @@ class InvalidLabels(Detector):
     code = "DATA903"
     severity = Severity.ERROR
     title = "labels are out of range or of the wrong dtype"
-    topics = ("alone",)
+    events = ("loss:range", "failure")
     fires_on = Examples(
         lambda: (
             (Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),),
@@ -79,24 +78,11 @@ class InvalidLabels(Detector):
         )
     )
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return ()
-
-    def sees(self, step: Step) -> bool:
-        return False
-
-    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
-        for rank, fact in told(topic, facts, "loss", "range"):
-            yield self.finding(
-                step=fact.get("step"),
-                ranks=(rank,),
-                subject=(str(fact.get("loss")),),
-                location=fact.get("location"),
-                evidence={"labels_from": fact.get("low"), "labels_to": fact.get("high"), "allowed": [0, 1]},
-            )
-        for rank, fact in told(topic, facts, "failure"):
-            reason = str(fact.get("reason"))
-            if any(message in reason for message in MESSAGES):
-                yield self.finding(
-                    step=fact.get("step"), ranks=(rank,), subject=("labels",), evidence={"ended_with": reason[:200]}
-                )
+    def judge(self, fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        if "reason" not in fact:
+            evidence = {"labels_from": fact.get("low"), "labels_to": fact.get("high"), "allowed": [0, 1]}
+            return {"subject": (str(fact.get("loss")),), "evidence": evidence}
+        reason = str(fact["reason"])
+        if not any(message in reason for message in MESSAGES):
+            return None
+        return {"subject": ("labels",), "evidence": {"ended_with": reason[:200]}}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples
+from ddpdebug.detectors.base import Detector, Examples, Threshold
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
@@ -46,6 +46,14 @@ class SingleClassBatches(Detector):
     severity = Severity.WARNING
     title = "batches hold a single class"
     wants = ("recipe",)
+    single_class_border = Threshold(
+        3,
+        "batches of one class that make up for each batch with two: where one class ends and the next begins",
+        source="classes of three batches and more; shuffled batches of several samples have no such runs",
+    )
+    single_class_steps = Threshold(
+        16, "steps in a row of one class each", source="two balanced classes in batches of four do so once in 1e14"
+    )
     fires_on = Examples(
         lambda: (
             (
@@ -72,9 +80,6 @@ class SingleClassBatches(Detector):
         self._runs: dict[int, tuple[int, int, int]] = {}
         self._seen: dict[int, set[int]] = {}  # optimizer -> classes
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return ()
-
     def suspects(self, step: Step) -> bool:
         number = self._runs.get(step.optimizer, (0, 0, 0))[1]
         return step.all(Flag.SINGLE_CLASS) and number % _EVERY == _EVERY - 1
@@ -83,7 +88,7 @@ class SingleClassBatches(Detector):
         first, number, mixed = self._runs.get(step.optimizer, (step.step, 0, 0))
         if not step.all(Flag.SINGLE_CLASS):
             self._runs[step.optimizer] = first, number, mixed + 1
-            if self.limit("single_class_border") * (mixed + 1) > number:
+            if self.single_class_border * (mixed + 1) > number:
                 self._runs.pop(step.optimizer)
                 self._seen.pop(step.optimizer, None)
             return
@@ -91,6 +96,6 @@ class SingleClassBatches(Detector):
         seen = self._seen.setdefault(step.optimizer, set())
         details = step.details.get("recipe", {})
         seen.update(own["label"] for own in details.values() if own and isinstance(own.get("label"), int))
-        if number + 1 >= self.limit("single_class_steps") and len(seen) > 1:
+        if number + 1 >= self.single_class_steps and len(seen) > 1:
             evidence = {"steps_of_one_class_each": number + 1, "others": mixed, "classes_seen": sorted(seen)[:20]}
-            yield self.finding(step=first, last_step=step.step, ranks=tuple(step.rows), evidence=evidence)
+            yield self.finding(step, step=first, evidence=evidence)

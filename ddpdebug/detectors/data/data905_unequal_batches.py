@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ddpdebug.detectors.base import Detector, Examples, Facts
@@ -83,12 +83,6 @@ class UnequalBatches(Detector):
         super().__init__(config)
         self._batches: dict[str, dict[int, Any]] = {}
         self._loose = False
-
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return ()
-
-    def sees(self, step: Step) -> bool:
-        return False
 
     def detect(self, step: Step) -> Iterator[Finding]:
         self._loose = self._loose or step.any(Flag.IN_JOIN | Flag.LOCAL_ONLY | Flag.NO_DDP)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples
+from ddpdebug.detectors.base import Detector, Examples, Threshold
 from ddpdebug.detectors.examples import digest, step_at, steps
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
@@ -44,6 +44,11 @@ class RepeatedBatch(Detector):
     code = "DATA906"
     severity = Severity.WARNING
     title = "the same batch comes again and again"
+    repeated_batch_steps = Threshold(
+        12,
+        "steps in a row with the same records from the DataLoader",
+        source="chosen: several steps on one batch, as policy optimisation takes them, are fewer",
+    )
     fires_on = Examples(
         lambda: (
             tuple(_again(n) for n in range(12)),
@@ -64,13 +69,10 @@ class RepeatedBatch(Detector):
         super().__init__(config)
         self._runs: dict[tuple[int, int], tuple[int, int, int]] = {}  # (optimizer, rank) -> (digest, first step, steps)
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return ()
-
     def detect(self, step: Step) -> Iterator[Finding]:
         if step.any(Flag.CLOSURE):
             return
-        again, enough = {}, self.limit("repeated_batch_steps")
+        again, enough = {}, self.repeated_batch_steps
         for rank, row in step.rows.items():
             key, value = (step.optimizer, rank), int(row.record_digest)
             before, first, number = self._runs.get(key, (0, step.step, 0))
@@ -81,4 +83,4 @@ class RepeatedBatch(Detector):
         if again:
             first = min(first for _, first, _ in again.values())
             evidence = {"steps_with_the_same_batch": max(number for _, _, number in again.values())}
-            yield self.finding(step=first, last_step=step.step, ranks=tuple(again), evidence=evidence)
+            yield self.finding(step, step=first, ranks=tuple(again), evidence=evidence)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Facts
+from ddpdebug.detectors.base import Examples, Facts, Threshold
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.rcp.streak import told
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step
+from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.schema.finding import Severity
 
 _FACT = {
     "kind": "labels",
@@ -23,7 +22,7 @@ _FACT = {
 }
 
 
-class ClassImbalance(Detector):
+class ClassImbalance(EventRule):
     """One class makes up nearly all the labels that the losses of this rank have seen.
 
     Impact: the model may predict the frequent class and still show a good accuracy and a low loss; rare classes are
@@ -49,7 +48,13 @@ class ClassImbalance(Detector):
     code = "DATA907"
     severity = Severity.WARNING
     title = "the classes that the ranks have seen are strongly imbalanced"
-    topics = ("alone",)
+    events = ("loss:labels",)
+    imbalance_labels = Threshold(
+        500, "labels that must have been seen", source="the standard error of a share of 95 % is then 1 %"
+    )
+    imbalance_share = Threshold(
+        0.95, "share of one class among all labels", source="a model that always says this class is right in 95 %"
+    )
     fires_on = Examples(
         lambda: (
             (Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),),
@@ -68,23 +73,14 @@ class ClassImbalance(Detector):
         )
     )
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return ()
-
-    def sees(self, step: Step) -> bool:
-        return False
-
-    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
-        for rank, fact in told(topic, facts, "loss", "labels"):
-            seen, share = int(fact.get("seen") or 0), float(fact.get("share") or 0.0)
-            told_enough = seen >= self.limit("imbalance_labels") and share >= self.limit("imbalance_share")
-            if fact.get("weighted") or int(fact.get("present") or 0) < 2 or not told_enough:
-                continue
-            evidence = {"share": round(share, 4), "labels": seen, "classes": fact.get("classes")}
-            yield self.finding(
-                step=0,
-                last_step=fact.get("step"),
-                ranks=(rank,),
-                subject=(f"class {fact.get('largest')}",),
-                evidence=evidence,
-            )
+    def judge(self, fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        seen, share = int(fact.get("seen") or 0), float(fact.get("share") or 0.0)
+        enough = seen >= self.imbalance_labels and share >= self.imbalance_share
+        if fact.get("weighted") or int(fact.get("present") or 0) < 2 or not enough:
+            return None
+        return {
+            "step": 0,
+            "last_step": fact.get("step"),
+            "subject": (f"class {fact.get('largest')}",),
+            "evidence": {"share": round(share, 4), "labels": seen, "classes": fact.get("classes")},
+        }

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Facts
+from ddpdebug.detectors.base import Detector, Examples, Facts, Threshold
 from ddpdebug.detectors.examples import steps
 from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step
 
 _USUAL = {"layer": "Conv2d", "mean": 0.0, "std": 1.0, "min": -3.0, "max": 3.0, "twice": 0.0, "step": 4}
 
@@ -42,6 +41,21 @@ class InputScale(Detector):
     severity = Severity.WARNING
     title = "inputs are far from normalised, or differently on different ranks"
     topics = ("inputs",)
+    input_mean_apart = Threshold(
+        5,
+        "difference of the ranks' input means, in standard deviations",
+        source="means of the same data over four forwards differ by less than one",
+    )
+    input_scale_apart = Threshold(
+        8,
+        "largest standard deviation of a rank's inputs as a multiple of the smallest one",
+        source="shards of one data set differ by far less than a forgotten division by 255",
+    )
+    input_std = Threshold(
+        20,
+        "standard deviation of the inputs, above which they are far from normalised",
+        source="standardised inputs have 1; bytes of images have about 60",
+    )
     fires_on = Examples(
         lambda: (
             (Facts(topic="inputs:0", values={0: {**_USUAL, "mean": 110.0, "std": 62.0, "max": 255.0}, 1: _USUAL}),),
@@ -68,19 +82,13 @@ class InputScale(Detector):
         )
     )
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return (finding.phase,)
-
-    def sees(self, step: Step) -> bool:
-        return False
-
     def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
         told = {rank: fact for rank, fact in sorted(facts.items()) if isinstance(fact, Mapping)}
         found: dict[str, list[int]] = {}
         for rank, fact in told.items():
-            if (what := _unusual(fact, self.limit("input_std"))) is not None:
+            if (what := _unusual(fact, self.input_std)) is not None:
                 found.setdefault(what, []).append(rank)
-        if not found and (odd := _apart(told, self.limit("input_scale_apart"), self.limit("input_mean_apart"))):
+        if not found and (odd := _apart(told, self.input_scale_apart, self.input_mean_apart)):
             found["differs between ranks"] = odd
         for what, ranks in found.items():
             about = {str(rank): {key: told[rank].get(key) for key in ("mean", "std", "min", "max")} for rank in told}
@@ -96,7 +104,7 @@ class InputScale(Detector):
 
 
 def _unusual(fact: Mapping[str, Any], most: float) -> str | None:
-    """Say what is wrong with the inputs of one rank."""
+    """What is wrong with the inputs of one rank, None where nothing is."""
     std, low, high = (float(fact.get(key) or 0.0) for key in ("std", "min", "max"))
     if low == high:
         return "constant"

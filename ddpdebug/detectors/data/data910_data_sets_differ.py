@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Facts
+from ddpdebug.detectors.base import Detector, Examples, Facts, Threshold
 from ddpdebug.detectors.comparison import MAX_NAMES, announced_at
 from ddpdebug.detectors.examples import digest, step_at, steps
 from ddpdebug.schema.finding import Finding, Severity
@@ -87,6 +87,11 @@ class DataSetsDiffer(Detector):
     severity = Severity.ERROR
     title = "ranks disagree about the data set"
     topics = ("loader",)
+    overlap_batches = Threshold(
+        3,
+        "batches of one rank that turn up on another one in the same pass over the data",
+        source="DistributedSampler's padding repeats single samples, no batches",
+    )
     fires_on = Examples(
         lambda: (
             (_facts(seed=1),),
@@ -119,7 +124,7 @@ class DataSetsDiffer(Detector):
         self._seen: dict[int, tuple[int, int, int]] = {}  # fingerprint -> (epoch, rank, step)
         self._overlaps: list[tuple[int, int, int]] = []  # (step, rank, rank that had it first)
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
         return finding.subject[:1], finding.phase
 
     def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
@@ -160,16 +165,16 @@ class DataSetsDiffer(Detector):
                 self._seen[value] = (self._epoch, rank, step.step)
         while len(self._seen) > _HISTORY * len(step.rows):
             del self._seen[next(iter(self._seen))]
-        if len(self._overlaps) >= self.limit("overlap_batches"):
+        if len(self._overlaps) >= self.overlap_batches:
             yield self._overlapping(step)
 
     def _overlapping(self, step: Step) -> Finding:
         pairs = sorted({(min(a, b), max(a, b)) for _, a, b in self._overlaps})
         first, count = self._overlaps[0][0], len(self._overlaps)
-        self._overlaps = self._overlaps[-int(self.limit("overlap_batches")) :][1:]
+        self._overlaps = self._overlaps[-int(self.overlap_batches) :][1:]
         return self.finding(
+            step,
             step=first,
-            last_step=step.step,
             ranks=tuple(sorted({rank for pair in pairs for rank in pair})),
             subject=("shards",),
             phase="overlap",

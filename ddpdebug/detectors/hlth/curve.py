@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
-from ddpdebug.detectors.base import Detector
+from ddpdebug.detectors.base import Detector, Threshold
 from ddpdebug.detectors.examples import step_at
-from ddpdebug.detectors.hlth.samples import BROKEN
 from ddpdebug.detectors.hlth.validation import ValidationSource
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.row import Flag
@@ -24,8 +23,16 @@ _NOT_TAKEN = Flag.SKIPPED | Flag.GUARD_SKIPPED
 _MAD = 1.4826  # a normal distribution's standard deviation / median absolute deviation
 
 
-#: A threshold's value by its name.
-Limit = Callable[[str], float]
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a loss curve looks like, and the steps that show it."""
+
+    kind: str
+    since: int
+    until: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}, steps {self.since} to {self.until}"
 
 
 class Evaluation(NamedTuple):
@@ -58,7 +65,7 @@ class Series:
     best_rate: float = math.nan  # the learning rate of the best level
 
     def add(self, step: int, loss: float, rate: float) -> None:
-        """Take in a step."""
+        """Add a step."""
         self.steps.append(step)
         self.losses.append(loss)
         self.newest.append(loss)
@@ -89,21 +96,16 @@ class Series:
         self.fallen |= self.restart * rate < self.high
 
     def restarted(self, window: int) -> bool:
-        """Tell whether the learning rate has risen within the last steps."""
+        """Whether the learning rate has risen within the last steps."""
         return bool(self.risen) and self.count - self.risen < window
 
     def rose_again(self, window: int) -> bool:
-        """Tell whether it has done so after a fall: a cycle, a warm restart; not a warm-up."""
+        """Whether it has done so after a fall: a cycle, a warm restart; not a warm-up."""
         return bool(self.again) and self.count - self.again < window
 
     def last(self, count: int) -> list[float]:
         """Return the newest losses, the oldest of them first."""
         return list(islice(reversed(self.losses), count))[::-1]
-
-
-def series_of(limit: Limit) -> Series:
-    """Return an empty series."""
-    return Series(restart=limit("rate_restart"), block=int(limit("level_steps")))
 
 
 def loss_of(step: Step) -> float | None:
@@ -116,11 +118,28 @@ def loss_of(step: Step) -> float | None:
     return loss
 
 
-class LossRule(Detector):
+class CurveRule(Detector):
+    """A rule that follows losses or learning rates."""
+
+    level_steps = Threshold(
+        4,
+        "losses whose median is a level: the first one, and the best one so far",
+        source="the median of four forgets one outlier",
+    )
+    rate_restart = Threshold(
+        1.5,
+        "rise of the learning rate over its lowest value that begins something new (warm-up, cycle, warm restart)",
+        source="cycles rise by a factor of 3 and more (Smith 2017), warm restarts by more (Loshchilov, Hutter 2017)",
+    )
+
+    def new_series(self) -> Series:
+        """An empty series."""
+        return Series(restart=self.rate_restart, block=int(self.level_steps))
+
+
+class LossRule(CurveRule):
     """A rule that reads the losses of each optimizer."""
 
-    follows = BROKEN
-    stage = 95
     topics = ("alone",)
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
@@ -130,10 +149,7 @@ class LossRule(Detector):
         self.told: set[tuple[int, str]] = set()
         self.history: dict[int, list[Evaluation]] = {}  # for the rules that take it in
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return (finding.phase,)
-
-    def sees(self, step: Step) -> bool:
+    def can_show(self, step: Step) -> bool:
         return False  # said once
 
     def detect(self, step: Step) -> Iterator[Finding]:
@@ -142,7 +158,7 @@ class LossRule(Detector):
             return
         series = self.series.get(step.optimizer)
         if series is None:
-            series = self.series[step.optimizer] = series_of(self.limit)
+            series = self.series[step.optimizer] = self.new_series()
         rate = next(iter(step.rows.values())).lr
         series.add(step.step, loss, rate)
         yield from self.judge(step, series)
@@ -152,7 +168,7 @@ class LossRule(Detector):
         yield from ()
 
     def evaluated(self, step: Step, series: Series) -> bool:
-        """Take in the validation loss of a step, if there is one."""
+        """Add the validation loss of a step; return whether there is one."""
         values = self.source.values(step)
         if not values:
             return False
@@ -169,7 +185,7 @@ class LossRule(Detector):
         yield from ()
 
     def once(self, step: Step, phase: str) -> bool:
-        """Tell whether this was not said before of this optimizer."""
+        """Whether this was not said before of this optimizer."""
         key = (step.optimizer, phase)
         new = key not in self.told
         self.told.add(key)
@@ -186,7 +202,7 @@ class ValidationRule(LossRule):
         super().__init__(config)
         self.open: set[int] = set()  # optimizers of which something is said that still holds
 
-    def sees(self, step: Step) -> bool:
+    def can_show(self, step: Step) -> bool:
         return step.optimizer not in self.open
 
     def judge(self, step: Step, series: Series) -> Iterator[Finding]:
@@ -230,25 +246,6 @@ def autocorrelation(values: Sequence[float], lag: int) -> float:
     return math.fsum(a * b for a, b in pairs) / total * len(values) / (len(values) - lag) if total else 0.0
 
 
-def period(values: Sequence[float], limit: Limit) -> tuple[int, float] | None:
-    """Return the period of a series and its autocorrelation there, if both are those of a real swing."""
-    rest, least = detrended(values), limit("oscillation")
-    if (back := autocorrelation(rest, 1)) <= -least:
-        return 2, -back
-    best: tuple[int, float] | None = None
-    for lag in range(4, len(rest) // 3 + 1):
-        here = autocorrelation(rest, lag)
-        whole = here >= least and autocorrelation(rest, 2 * lag) >= least / 2
-        back = min(autocorrelation(rest, between) for between in range(2, lag - 1))
-        if (
-            whole
-            and back <= -limit("oscillation_opposite")
-            and (best is None or here > best[1] + limit("oscillation_longer"))
-        ):
-            best = lag, here
-    return best
-
-
 def swing(values: Sequence[float]) -> float:
     """Return the distance of the 10th from the 90th percentile of what is left without a trend."""
     ordered = sorted(detrended(values))
@@ -258,7 +255,7 @@ def swing(values: Sequence[float]) -> float:
 # --- examples ---------------------------------------------------------------------------------------------------------
 
 
-def wobble(number: int) -> float:
+def sample_noise(number: int) -> float:
     """Return noise between -1 and 1 that is the same in every run."""
     return math.sin(12.9898 * number + 1.3) * 43758.5453 % 2 - 1
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples
-from ddpdebug.detectors.hlth.curve import losses, wobble
-from ddpdebug.detectors.hlth.samples import BROKEN
+from ddpdebug.detectors.base import Detector, Examples, Threshold
+from ddpdebug.detectors.hlth.curve import losses, sample_noise
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
@@ -49,19 +48,48 @@ class GradientExplosion(Detector):
     code = "HLTH701"
     severity = Severity.WARNING
     title = "gradients explode"
-    stage = 88
-    follows = (*BROKEN, "HLTH705")
+    gradient_growth = Threshold(
+        1000,
+        "growth of the gradient norm over `gradient_growth_steps`, as a multiple",
+        source="11 rises of a factor of 1.9 each: geometric, long before float32 overflows",
+    )
+    gradient_growth_steps = Threshold(
+        12, "steps that are judged together for geometric growth", source="see `gradient_rises`"
+    )
+    gradient_jump = Threshold(
+        20,
+        "gradient norm as a multiple of the median of its history",
+        source="largest seen in healthy scripts of the corpus: 5.8",
+    )
+    gradient_newest = Threshold(
+        5,
+        "newest steps, of which `gradient_steps` must be high; they do not count for the median",
+        source="a jump must not become its own history",
+    )
+    gradient_rises = Threshold(
+        10, "rises from step to step among the `gradient_growth_steps`", source="10 or 11 heads of 11 coins: 0.6 %"
+    )
+    gradient_steps = Threshold(
+        3,
+        "steps out of the last five whose norm must be that far up",
+        source="one outlier alone is a batch; clipping is made for it (Pascanu, Mikolov, Bengio 2013)",
+    )
+    gradient_warm_up = Threshold(
+        12, "steps with a known norm before any is judged", source="leaves 7 for the median beside the 5 newest"
+    )
     fires_on = Examples(
         lambda: (
-            losses(40, lambda i: 1.0, grad_norm=lambda i: 1.0 + 0.3 * wobble(i) if i < 30 else 60.0),
+            losses(40, lambda i: 1.0, grad_norm=lambda i: 1.0 + 0.3 * sample_noise(i) if i < 30 else 60.0),
             losses(20, lambda i: 1.0, grad_norm=lambda i: 0.5 * 2.5**i),
         )
     )
     silent_on = Examples(
         lambda: (
-            losses(60, lambda i: 1.0, grad_norm=lambda i: 90.0 if i == 40 else 1.0 + 0.5 * wobble(i)),  # one batch
+            losses(
+                60, lambda i: 1.0, grad_norm=lambda i: 90.0 if i == 40 else 1.0 + 0.5 * sample_noise(i)
+            ),  # one batch
             losses(60, lambda i: 1.0, grad_norm=lambda i: 1.0 + 0.1 * i),  # grows slowly
-            losses(60, lambda i: 1.0, grad_norm=lambda i: math.exp(2 * wobble(i))),  # heavy tails
+            losses(60, lambda i: 1.0, grad_norm=lambda i: math.exp(2 * sample_noise(i))),  # heavy tails
             losses(
                 60, lambda i: 1.0, grad_norm=lambda i: 2.0 ** (10 + i // 12), loss_scale=lambda i: 2.0 ** (10 + i // 12)
             ),
@@ -73,13 +101,10 @@ class GradientExplosion(Detector):
         self._norms: dict[int, deque[tuple[int, float]]] = {}
         self._told: set[tuple[int, str]] = set()
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return (finding.phase,)
-
-    def folds(self, finding: Finding, cause: Finding) -> bool:
+    def explained_by(self, finding: Finding, cause: Finding) -> bool:
         return cause.code != "HLTH705" or cause.phase == "large"
 
-    def sees(self, step: Step) -> bool:
+    def can_show(self, step: Step) -> bool:
         return False
 
     def detect(self, step: Step) -> Iterator[Finding]:
@@ -88,28 +113,27 @@ class GradientExplosion(Detector):
             return
         past = self._norms.setdefault(step.optimizer, deque(maxlen=_KEPT))
         past.append((step.step, norm))
-        if len(past) < self.limit("gradient_warm_up"):
+        if len(past) < self.gradient_warm_up:
             return
         values = [value for _, value in past]
-        jump = self.limit("gradient_jump")
+        jump = self.gradient_jump
         if norm <= jump * min(values):
             return
-        newest = int(self.limit("gradient_newest"))
+        newest = int(self.gradient_newest)
         usual = statistics.median(values[:-newest] or values)
         high = [at for at, value in list(past)[-newest:] if value > jump * usual]
-        growing = list(past)[-int(self.limit("gradient_growth_steps")) :]
+        growing = list(past)[-int(self.gradient_growth_steps) :]
         rises = sum(after > before for (_, before), (_, after) in pairwise(growing))
         phase, since = None, growing[0][0]
-        if rises >= self.limit("gradient_rises") and norm > self.limit("gradient_growth") * growing[0][1]:
+        if rises >= self.gradient_rises and norm > self.gradient_growth * growing[0][1]:
             phase = "growth"
-        elif usual > 0 and len(high) >= self.limit("gradient_steps"):
+        elif usual > 0 and len(high) >= self.gradient_steps:
             phase, since = "jump", high[0]
         if phase is not None and not any((step.optimizer, p) in self._told for p in ("growth", "jump")):
             self._told.add((step.optimizer, phase))
             yield self.finding(
+                step,
                 step=since,
-                last_step=step.step,
-                ranks=tuple(step.rows),
                 subject=("gradients",),
                 phase=phase,
                 evidence={"norm": norm, "median_before": usual, "newest": [f"step {a}: {v:.4g}" for a, v in past][-8:]},

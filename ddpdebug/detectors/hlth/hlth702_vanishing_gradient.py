@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Examples
+from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.hlth.samples import LayerRule, parameters, sampled, sites, weight
 from ddpdebug.schema.finding import Severity
 from ddpdebug.schema.step import Step
@@ -41,6 +41,14 @@ class VanishingGradient(LayerRule):
     code = "HLTH702"
     severity = Severity.WARNING
     title = "gradients vanish with depth"
+    vanishing = Threshold(
+        0.0001,
+        "gradient norm / weight norm of the first layers' weights, as a multiple of that of the last ones",
+        source="Glorot, Bengio 2010; smallest seen in healthy scripts of the corpus: 2.4e-3 (a recurrent network)",
+    )
+    vanishing_weights = Threshold(
+        4, "weights that a profile over the depth needs", source="two or three layers show no decay with depth"
+    )
     fires_on = Examples(
         lambda: (
             sampled(8, lambda i: {f"l{k}.weight": weight(grad_norm=10.0 ** (k - 9)) for k in range(8)}),
@@ -73,12 +81,12 @@ class VanishingGradient(LayerRule):
             and about["grad_norm"]
             and not any(word in classes.get(name.rpartition(".")[0], "") for word in _NO_PART)
         }
-        if len(profile) < self.limit("vanishing_weights"):
+        if len(profile) < self.vanishing_weights:
             return {}
         names, share = list(profile), max(1, len(profile) // 4)
         tail = statistics.median(profile[name] for name in names[-share:])
         head = statistics.median(profile[name] for name in names[:share])
-        if head >= self.limit("vanishing") * tail:
+        if head >= self.vanishing * tail:
             return {}
         shown = {name: f"{value:.3g}" for name, value in profile.items()}
         return {names[0]: {"gradient_over_weight": shown, "first_over_last": head / tail}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Examples
+from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.hlth.samples import LayerRule, activation, sampled, sites
 from ddpdebug.schema.finding import Severity
 from ddpdebug.schema.step import Step
@@ -37,7 +37,13 @@ class SaturatedActivation(LayerRule):
     code = "HLTH704"
     severity = Severity.WARNING
     title = "activations are saturated"
-    stage = 86
+    saturated_share = Threshold(
+        0.8,
+        "share of a hidden layer's outputs at the ends of their range: sigmoid and tanh within 0.01 of a limit, "
+        "softmax rows with an entry above 0.99",
+        source="Amazon SageMaker Debugger's built-in rule SaturatedActivation: 50 %; largest seen in healthy "
+        "scripts of the corpus: 0.20",
+    )
     fires_on = Examples(
         lambda: (
             sampled(6, modules=lambda i: {"act": activation("sigmoid", saturated=0.95)}),
@@ -58,7 +64,7 @@ class SaturatedActivation(LayerRule):
         for path, ranks in seen.items():
             shares = [about.get("saturated") for about in ranks if about["hidden"]]
             known = [share for share in shares if share is not None]
-            if known and len(known) == len(ranks) and min(known) >= self.limit("saturated_share"):
+            if known and len(known) == len(ranks) and min(known) >= self.saturated_share:
                 about = ranks[0]
                 found[path] = {
                     "kind": about["kind"],

@@ -7,14 +7,15 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Examples
-from ddpdebug.detectors.hlth.curve import Series, series_of
-from ddpdebug.detectors.hlth.samples import BROKEN, SampledRule, ratios, sampled, weight
+from ddpdebug.detectors import causality
+from ddpdebug.detectors.base import Examples, Threshold
+from ddpdebug.detectors.hlth.curve import CurveRule, Series
+from ddpdebug.detectors.hlth.samples import SampledRule, ratios, sampled, weight
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
 
 
-class UpdateRatio(SampledRule):
+class UpdateRatio(SampledRule, CurveRule):
     """The ratio of the weights' update to their norm stays outside its usual band; a rule of thumb is 1e-3.
 
     Impact: far above, the layer forgets and the run becomes unstable; far below, it hardly trains.
@@ -41,7 +42,38 @@ class UpdateRatio(SampledRule):
     code = "HLTH705"
     severity = Severity.WARNING
     title = "the ratio of update to weight is outside its healthy range"
-    follows = (*BROKEN, "HLTH713", "HLTH714")
+    update_first = Threshold(
+        1,
+        "median ratio of update to weight that is too large in the first steps already",
+        source="a weight that begins near 0 may move by more than its size, most weights do not",
+    )
+    update_large = Threshold(
+        0.3,
+        "median over the weights of update norm / weight norm, from which on updates are too large",
+        source="300 times the 1e-3 of Karpathy's CS231n notes; largest seen in healthy scripts of the corpus, after "
+        "the first steps: 0.12",
+    )
+    update_samples = Threshold(
+        4,
+        "samples that are looked at together, of which all but one must be too large",
+        source="one large update alone is a batch",
+    )
+    update_small = Threshold(
+        1e-06,
+        "the same, below which the weights hardly move",
+        source="a thousandth of the 1e-3 of Karpathy's CS231n notes; SageMaker's WeightUpdateRatio takes 1e-8",
+    )
+    update_small_samples = Threshold(5, "samples, none of which moves the weights", source="as `update_small_steps`")
+    update_small_steps = Threshold(
+        32,
+        "steps over which the samples must lie",
+        source="longer than a warm-up that begins at 0 takes to move the weights",
+    )
+    update_warm_up = Threshold(
+        4,
+        "first steps, in which only `update_first` counts",
+        source="Adam's first updates have the size of the rate, whatever the gradient is (Kingma, Ba 2015)",
+    )
     fires_on = Examples(
         lambda: (
             sampled(12, lambda i: {"w": weight(update=4.0)}),
@@ -65,41 +97,38 @@ class UpdateRatio(SampledRule):
         self._rates: dict[int, Series] = {}
         self._told: set[int] = set()
 
-    def folds(self, finding: Finding, cause: Finding) -> bool:
-        return cause.code in BROKEN or finding.phase == "small"
+    def explained_by(self, finding: Finding, cause: Finding) -> bool:
+        return cause.code in causality.group("broken") or finding.phase == "small"
 
     def detect(self, step: Step) -> Iterator[Finding]:
         key, rate = step.optimizer, next(iter(step.rows.values())).lr
-        series = self._rates.setdefault(key, series_of(self.limit))
+        series = self._rates.setdefault(key, self.new_series())
         series.add(step.step, 0.0, rate)
         table = ratios(step)
         if not table or key in self._told:
             return
         middle = statistics.median(table.values())
-        together, least = int(self.limit("update_samples")), self.limit("update_small_steps")
+        together, least = int(self.update_samples), self.update_small_steps
         past = self._past.setdefault(key, deque(maxlen=together))
         past.append((step.step, middle))
         self._largest[key] = max(self._largest.get(key, 0.0), middle)
         first, count = self._begin.get(key, (step.step, 0))
         self._begin[key] = first, count + 1
-        large = sum(ratio >= self.limit("update_large") for _, ratio in past)
+        large = sum(ratio >= self.update_large for _, ratio in past)
         phase = None
-        settled = past[0][0] >= self.limit("update_warm_up") or (
-            past[0][1] >= self.limit("update_first") and len(table) > 1
-        )
+        settled = past[0][0] >= self.update_warm_up or (past[0][1] >= self.update_first and len(table) > 1)
         if len(past) == together and large >= together - 1 and settled:
             phase = "large"
-        elif count + 1 >= self.limit("update_small_samples") and step.step - first >= least and rate > 0:
-            small = self._largest[key] < self.limit("update_small")
+        elif count + 1 >= self.update_small_samples and step.step - first >= least and rate > 0:
+            small = self._largest[key] < self.update_small
             phase = "small" if small and not series.restarted(int(least)) else None
         if phase is None:
             return
         self._told.add(key)
         worst = sorted(table, key=lambda name: table[name], reverse=phase == "large")
         yield self.finding(
+            step,
             step=past[0][0] if phase == "large" else first,
-            last_step=step.step,
-            ranks=tuple(step.rows),
             subject=tuple(worst[:5]),
             phase=phase,
             evidence={

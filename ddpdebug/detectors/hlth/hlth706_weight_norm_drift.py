@@ -7,8 +7,9 @@ import statistics
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ddpdebug.detectors.base import Examples
-from ddpdebug.detectors.hlth.samples import BROKEN, LayerRule, activation, parameters, sampled, sites, weight
+from ddpdebug.detectors.base import Examples, Threshold
+from ddpdebug.detectors.hlth.hlth715_poor_initialisation import PoorInitialisation
+from ddpdebug.detectors.hlth.samples import LayerRule, activation, parameters, sampled, sites, weight
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
@@ -50,8 +51,43 @@ class WeightNormDrift(LayerRule):
     code = "HLTH706"
     severity = Severity.WARNING
     title = "a weight norm runs away or collapses"
+    init_large = PoorInitialisation.init_large
     titles: ClassVar[Mapping[str, str]] = {_VARIANCE: "the variance of a layer's output explodes or dies"}
-    follows = (*BROKEN, "HLTH703", "HLTH704", "HLTH705")
+    variance_collapse = Threshold(
+        0.01,
+        "standard deviation of a hidden layer's output as a multiple of what it was in its first samples",
+        source="smallest seen in healthy scripts of the corpus: 0.65",
+    )
+    variance_explosion = Threshold(
+        100,
+        "the same, growing; it must also be as large as `init_large`",
+        source="largest seen in healthy scripts of the corpus: 12 (an expert); a divergence shows 1e5",
+    )
+    variance_samples = Threshold(
+        4,
+        "first samples of a layer, whose median its output is compared with",
+        source="the samples that are taken in a row; in the median one odd batch does not count",
+    )
+    weight_collapse = Threshold(
+        0.05,
+        "a weight's norm as a multiple of its first one",
+        source="smallest seen in healthy scripts of the corpus: 0.80",
+    )
+    weight_growing = Threshold(
+        1.01,
+        "growth since the sample before, from which on a norm is still growing",
+        source="weights that were loaded or have settled stay within 1 %",
+    )
+    weight_growth = Threshold(
+        20,
+        "a weight's norm as a multiple of its first one, still growing",
+        source="largest seen in healthy scripts of the corpus: 9.4 (the last layer of a regression on large targets)",
+    )
+    weight_tiny = Threshold(
+        0.001,
+        "root mean square of a weight's elements at first, below which it was made to grow",
+        source="zeros, LoRA, gates; an initialisation of 1/sqrt(inputs) is above 1e-3 up to a million inputs",
+    )
     fires_on = Examples(
         lambda: (
             sampled(40, lambda i: {"w": weight(norm=4.0 * 1.1**i), "v": weight()}),
@@ -81,7 +117,7 @@ class WeightNormDrift(LayerRule):
         self._spread: dict[tuple[int, str], list[float]] = {}  # standard deviations in a layer's first samples
         self._layers: set[str] = set()
 
-    def folds(self, finding: Finding, cause: Finding) -> bool:
+    def explained_by(self, finding: Finding, cause: Finding) -> bool:
         if cause.code == "HLTH705":
             return cause.phase == "large"
         if cause.code in {"HLTH703", "HLTH704"}:  # these explain an output, and no weight
@@ -103,10 +139,10 @@ class WeightNormDrift(LayerRule):
                 continue
             first, last = self._first.setdefault(key, norm), self._last.get(key, norm)
             self._last[key] = norm
-            if first < self.limit("weight_tiny") * math.sqrt(about["numel"]):
+            if first < self.weight_tiny * math.sqrt(about["numel"]):
                 continue
-            grows = norm >= self.limit("weight_growth") * first and norm > self.limit("weight_growing") * last
-            falls = norm <= self.limit("weight_collapse") * first and norm < last
+            grows = norm >= self.weight_growth * first and norm > self.weight_growing * last
+            falls = norm <= self.weight_collapse * first and norm < last
             if grows or falls:
                 found[name] = {"norm": norm, "first": first, "change": norm / first}
         return found if table or sites(step) else None
@@ -121,12 +157,12 @@ class WeightNormDrift(LayerRule):
             if len(stds) < len(ranks):
                 continue
             first = self._spread.setdefault((step.optimizer, path), [])
-            if len(first) < self.limit("variance_samples"):
+            if len(first) < self.variance_samples:
                 first.append(statistics.fmean(stds))
                 continue
             usual = statistics.median(first)
-            most = max(self.limit("variance_explosion") * usual, self.limit("init_large"))
-            if usual and (min(stds) >= most or max(stds) <= self.limit("variance_collapse") * usual):
+            most = max(self.variance_explosion * usual, self.init_large)
+            if usual and (min(stds) >= most or max(stds) <= self.variance_collapse * usual):
                 now = statistics.fmean(stds)
                 found[path] = {"std": now, "first": usual, "change": now / usual, "mean": ranks[0]["mean"]}
         return found

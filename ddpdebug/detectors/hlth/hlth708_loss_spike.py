@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Examples
-from ddpdebug.detectors.hlth.curve import LossRule, Series, losses, wobble
+from ddpdebug.detectors.base import Examples, Threshold
+from ddpdebug.detectors.hlth.curve import LossRule, Series, losses, sample_noise
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
 
@@ -37,15 +37,43 @@ class LossSpike(LossRule):
     code = "HLTH708"
     severity = Severity.WARNING
     title = "the loss spiked and recovered"
+    spike_before = Threshold(
+        20,
+        "steps before a spike that say what is usual",
+        source="chosen: long enough for a median, short enough for a falling loss",
+    )
+    spike_height = Threshold(
+        3,
+        "height of a spike over the median, as a multiple of the range of the 64 steps before",
+        source="largest seen in healthy scripts of the corpus: 1.2; wider than 3.5 deviations (Iglewicz, Hoaglin "
+        "1993): heavy tails",
+    )
+    spike_level = Threshold(
+        0.5,
+        "height of a spike as a share of the median, at least",
+        source="chosen: a loss that rises by less has not jumped",
+    )
+    spike_progress = Threshold(
+        0.2,
+        "height of a spike as a share of what the loss has fallen since the start, at least",
+        source="the noise of a converged loss is small and its spikes harmless",
+    )
+    spike_spread = Threshold(
+        64, "steps whose range is the spread that a spike is compared with", source="heavy tails show only now and then"
+    )
+    spike_steps = Threshold(
+        10, "steps within which a spike must be over", source="what lasts longer is a divergence or a new level"
+    )
+    spike_warm_up = Threshold(12, "losses before any spike is looked for", source="more than half of `spike_before`")
     fires_on = Examples(
         lambda: (
-            losses(50, lambda i: (2.0 - 0.02 * i + 0.05 * wobble(i)) * (4.0 if i == 30 else 1.0)),
-            losses(50, lambda i: 2.0 - 0.02 * i + 0.05 * wobble(i) + {30: 6.0, 31: 3.0, 32: 1.5}.get(i, 0.0)),
+            losses(50, lambda i: (2.0 - 0.02 * i + 0.05 * sample_noise(i)) * (4.0 if i == 30 else 1.0)),
+            losses(50, lambda i: 2.0 - 0.02 * i + 0.05 * sample_noise(i) + {30: 6.0, 31: 3.0, 32: 1.5}.get(i, 0.0)),
         )
     )
     silent_on = Examples(
         lambda: (
-            losses(60, lambda i: 2.0 - 0.02 * i + 0.4 * wobble(i)),
+            losses(60, lambda i: 2.0 - 0.02 * i + 0.4 * sample_noise(i)),
             losses(60, lambda i: 0.01 + 2.0 * 0.8**i + (0.05 if i == 50 else 0.0)),  # small beside what it has learned
             losses(60, lambda i: 1.0 if i < 30 else 9.0),  # does not recover: HLTH710
             losses(60, lambda i: 2.0 - 0.02 * i + (3.0 if i == 30 else 0.0), lr=lambda i: 0.01 if i < 29 else 0.1),
@@ -56,9 +84,6 @@ class LossSpike(LossRule):
         super().__init__(config)
         self._open: dict[int, tuple[int, float, float, float]] = {}  # optimizer -> (step, peak, median, spread)
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return ()
-
     def judge(self, step: Step, series: Series) -> Iterator[Finding]:
         key, loss = step.optimizer, series.losses[-1]
         if key in self._open:
@@ -67,27 +92,26 @@ class LossSpike(LossRule):
             if loss <= middle + spread:
                 del self._open[key]
                 yield self._report(step, at, max(peak, loss), middle)
-            elif series.count and step.step - at > self.limit("spike_steps"):
+            elif series.count and step.step - at > self.spike_steps:
                 del self._open[key]
             return
-        usual = int(self.limit("spike_before"))
+        usual = int(self.spike_before)
         before = series.last(usual + 1)[:-1]
-        if len(before) < self.limit("spike_warm_up") or series.restarted(usual):
+        if len(before) < self.spike_warm_up or series.restarted(usual):
             return
-        longer = series.last(int(self.limit("spike_spread")) + 1)[:-1]
+        longer = series.last(int(self.spike_spread) + 1)[:-1]
         middle, spread = statistics.median(before), max(longer) - min(longer)
         height = loss - middle
         fallen = max(series.first - min(before), 0.0)
-        if height > self.limit("spike_height") * spread and height > max(
-            self.limit("spike_progress") * fallen, self.limit("spike_level") * abs(middle)
+        if height > self.spike_height * spread and height > max(
+            self.spike_progress * fallen, self.spike_level * abs(middle)
         ):
             self._open[key] = step.step, loss, middle, spread
 
     def _report(self, step: Step, at: int, peak: float, middle: float) -> Finding:
         return self.finding(
+            step,
             step=at,
-            last_step=step.step,
-            ranks=tuple(step.rows),
             subject=("loss",),
             evidence={"peak": peak, "median_before": middle, "steps": step.step - at},
         )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ddpdebug.detectors.base import Examples
-from ddpdebug.detectors.hlth.curve import LossRule, Series, losses, noise, trend, wobble
-from ddpdebug.detectors.hlth.samples import BROKEN, update_ratio
-from ddpdebug.detectors.hlth.shapes import Shape, fell, underfits
+from ddpdebug.detectors import causality
+from ddpdebug.detectors.base import Examples, Threshold
+from ddpdebug.detectors.hlth.curve import Evaluation, LossRule, Series, Shape, losses, noise, sample_noise, trend
+from ddpdebug.detectors.hlth.hlth705_update_ratio import UpdateRatio
+from ddpdebug.detectors.hlth.samples import update_ratio
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
 
@@ -54,28 +55,104 @@ class LossFlat(LossRule):
     code = "HLTH709"
     severity = Severity.WARNING
     title = "the loss is flat from the start, or has reached a plateau"
-    follows = (*BROKEN, "HLTH703", "HLTH705", "HLTH713", "HLTH714")
+    update_small = UpdateRatio.update_small
+    flat_certain = Threshold(
+        0.005,
+        "change as a share of the level, below which a trend is none however certain it is",
+        source="a quarter of `flat_change`",
+    )
+    flat_change = Threshold(
+        0.02,
+        "change over the window as a share of the level, below which there is no trend",
+        source="chosen: at the log 10 of an uninformed classifier that is 0.05",
+    )
+    flat_constant = Threshold(
+        1e-05,
+        "relative spread of a loss that does not move although the batches change",
+        source="Amazon SageMaker Debugger's built-in rule UnchangedTensor: rtol 1e-5",
+    )
+    flat_errors = Threshold(
+        2, "standard errors, below which a change is no trend", source="95 % of a normal distribution lie within 1.96"
+    )
+    flat_noise = Threshold(
+        0.25,
+        "noise from step to step as a share of the level, above which the level says nothing",
+        source="policy gradients: their loss is no measure of progress",
+    )
+    flat_steps = Threshold(
+        200,
+        "steps without a trend after which a loss is flat from the start, whatever else is known",
+        source="in so many steps a fall of 3 % stands out of noise of 5 % by 2.7 standard errors",
+    )
+    flat_steps_still = Threshold(
+        32,
+        "the same where the weights hardly move (see `update_small`) or the loss is constant",
+        source="longer than a warm-up that begins at 0 takes to move the weights",
+    )
+    plateau_done = Threshold(
+        0.05,
+        "level as a share of the first one, below which the loss has learned what there was and no plateau is told",
+        source="chosen: 95 % of the way; no figure to cite",
+    )
+    plateau_fallen = Threshold(
+        0.95,
+        "level as a share of the first one, below which a loss has fallen at all, be it in the first steps",
+        source="a fall of less than 5 % is still flat from the start",
+    )
+    plateau_steps = Threshold(
+        300,
+        "steps without a trend, after the loss fell, that are a plateau (`info`)",
+        source="schedules plateau for shorter times between their drops",
+    )
+    shape_errors = Threshold(
+        3,
+        "standard errors, below which a change of the whole curve is no trend (`report`), and a fall since the "
+        "first steps none",
+        source="99.7 % of a normal distribution lie within 3",
+    )
+    shape_steps = Threshold(
+        16,
+        "losses, below which a curve has no shape (`report`)",
+        source="thirds of five: their medians forget two outliers",
+    )
+    underfit_evaluations = Threshold(
+        3, "evaluations on the plateau that must be there", source="as `overfit_evaluations`"
+    )
+    underfit_gap = Threshold(
+        0.1,
+        "difference of validation and training loss as a share of the training loss, below which they are close "
+        "together",
+        source="chosen: twice the generalisation loss of 5 % of Prechelt 1998",
+    )
+    underfit_level = Threshold(
+        0.5,
+        "level of the plateau as a share of the first one, from which on it is high",
+        source="chosen: half of the first loss is still there; no figure to cite, and the noise of the labels may "
+        "be as large",
+    )
     fires_on = Examples(
         lambda: (
             losses(48, lambda i: 2.302585),
-            losses(240, lambda i: 2.3 + 0.05 * wobble(i)),
-            losses(48, lambda i: 2.3 + 0.05 * wobble(i), param_norm=4.0, update_norm=1e-6),
+            losses(240, lambda i: 2.3 + 0.05 * sample_noise(i)),
+            losses(48, lambda i: 2.3 + 0.05 * sample_noise(i), param_norm=4.0, update_norm=1e-6),
             losses(
                 640,
-                lambda i: 1.4 + 0.9 * 0.95**i + 0.02 * wobble(i),  # a hint at underfitting
+                lambda i: 1.4 + 0.9 * 0.95**i + 0.02 * sample_noise(i),  # a hint at underfitting
                 val_loss=lambda i: 1.42 + 0.9 * 0.95**i if i % 50 == 49 else math.nan,
             ),
         )
     )
     silent_on = Examples(
         lambda: (
-            losses(120, lambda i: 2.3 + 0.05 * wobble(i)),  # may still begin to learn
-            losses(300, lambda i: 1.0 + 0.7 * 0.8**i + 0.05 * wobble(i)),  # fell at once: a plateau, when it lasts
-            losses(400, lambda i: 2.3 - 0.001 * i + 0.05 * wobble(i)),
-            losses(400, lambda i: 0.1 + wobble(i)),  # a policy gradient
-            losses(400, lambda i: 2.0 * 0.9**i + 0.01 + 0.002 * wobble(i)),  # it has learned
+            losses(120, lambda i: 2.3 + 0.05 * sample_noise(i)),  # may still begin to learn
+            losses(
+                300, lambda i: 1.0 + 0.7 * 0.8**i + 0.05 * sample_noise(i)
+            ),  # fell at once: a plateau, when it lasts
+            losses(400, lambda i: 2.3 - 0.001 * i + 0.05 * sample_noise(i)),
+            losses(400, lambda i: 0.1 + sample_noise(i)),  # a policy gradient
+            losses(400, lambda i: 2.0 * 0.9**i + 0.01 + 0.002 * sample_noise(i)),  # it has learned
             losses(48, lambda i: 2.3, batch_digest=7),  # the same batch again and again
-            losses(48, lambda i: 2.3 + 0.05 * wobble(i), param_norm=4.0, update_norm=1e-6, lr=lambda i: 1e-6 * i),
+            losses(48, lambda i: 2.3 + 0.05 * sample_noise(i), param_norm=4.0, update_norm=1e-6, lr=lambda i: 1e-6 * i),
         )
     )
 
@@ -84,8 +161,8 @@ class LossFlat(LossRule):
         self._moved: dict[int, float] = {}  # optimizer -> largest ratio of update to weight
         self._batches: dict[int, set[int]] = {}
 
-    def folds(self, finding: Finding, cause: Finding) -> bool:
-        return cause.code in BROKEN or finding.phase not in _INFO
+    def explained_by(self, finding: Finding, cause: Finding) -> bool:
+        return cause.code in causality.group("broken") or finding.phase not in _INFO
 
     def judge(self, step: Step, series: Series) -> Iterator[Finding]:
         key = step.optimizer
@@ -102,7 +179,7 @@ class LossFlat(LossRule):
             return
         values = list(series.losses)
         known = phase in _INFO
-        since = series.steps[-int(self.limit("plateau_steps"))] if known else series.steps[0]
+        since = series.steps[-int(self.plateau_steps)] if known else series.steps[0]
         evidence: dict[str, Any] = {
             "curve": str(Shape(_INFO.get(phase, "flat"), since, step.step)),
             "level": statistics.median(values[-16:]),
@@ -129,32 +206,53 @@ class LossFlat(LossRule):
         level = abs(statistics.median(values)) or 1e-12
         if series.count > len(values) or series.restarted(len(values)):
             return None if series.count <= len(values) else self._plateau(key, series, values)
-        still_steps = self.limit("flat_steps_still")
-        constant = max(values) - min(values) <= self.limit("flat_constant") * level
+        still_steps = self.flat_steps_still
+        constant = max(values) - min(values) <= self.flat_constant * level
         if series.count >= still_steps and constant and batches_differ and level > 1e-9:
             return "still"
         change, errors = trend(values)
-        quiet = noise(values) < self.limit("flat_noise") * level
-        flat = self._still(change, errors, level) and quiet and not fell(series.first, values, self.limit)
-        still = key in self._moved and self._moved[key] < self.limit("update_small")
-        if flat and series.count >= (still_steps if still else self.limit("flat_steps")):
+        quiet = noise(values) < self.flat_noise * level
+        flat = self._still(change, errors, level) and quiet and not self.fell(series.first, values)
+        still = key in self._moved and self._moved[key] < self.update_small
+        if flat and series.count >= (still_steps if still else self.flat_steps):
             return "still" if still else "flat"
         return self._plateau(key, series, values)
 
     def _still(self, change: float, errors: float, level: float) -> bool:
-        """Tell whether a change of the window is no fall that stands out."""
-        return change > -self.limit("flat_change") * level and abs(errors) < self.limit("flat_errors")
+        """Whether a change of the window is no fall that stands out."""
+        return change > -self.flat_change * level and abs(errors) < self.flat_errors
 
     def _plateau(self, key: int, series: Series, values: list[float]) -> str | None:
-        steps = int(self.limit("plateau_steps"))
-        fallen = series.best < self.limit("plateau_fallen") * series.first
+        steps = int(self.plateau_steps)
+        fallen = series.best < self.plateau_fallen * series.first
         if len(values) < steps or series.count < 2 * steps or not fallen:
             return None
         change, errors = trend(values[-steps:])
         level = abs(statistics.median(values[-steps:]))
-        moves = abs(errors) >= self.limit("flat_errors") or abs(change) >= self.limit("flat_change") * level
-        if moves or level < self.limit("plateau_done") * abs(series.first):
+        moves = abs(errors) >= self.flat_errors or abs(change) >= self.flat_change * level
+        if moves or level < self.plateau_done * abs(series.first):
             return None
         begin = series.steps[-steps]
         history = [evaluation for evaluation in self.history.get(key, ()) if evaluation.step >= begin]
-        return "underfitting" if underfits(history, level, series.first, self.limit) else "plateau"
+        return "underfitting" if self.underfits(history, level, series.first) else "plateau"
+
+    def fell(self, first: float, losses: Sequence[float]) -> bool:
+        """Whether a loss that is flat now lies below its first level, further than by chance: it fell at once."""
+        level = statistics.median(losses[-max(1, len(losses) // 3) :])
+        error = 1.2533 * noise(losses) / math.sqrt(self.level_steps)
+        least = max((1 - self.plateau_fallen) * abs(first), self.shape_errors * error)
+        return first - level > least
+
+    def is_flat(self, change: float, errors: float, level: float) -> bool:
+        uncertain = abs(errors) < self.shape_errors or abs(change) < self.flat_certain * level
+        return uncertain and abs(change) < self.flat_change * level
+
+    def underfits(self, history: Sequence[Evaluation], level: float, first: float) -> bool:
+        """Whether training and validation loss of a plateau are stuck, high and close together."""
+        if len(history) < self.underfit_evaluations or level < self.underfit_level * abs(first):
+            return False
+        half = len(history) // 2
+        values = [evaluation.validation for evaluation in history]
+        stuck = statistics.median(values[:half]) - statistics.median(values[-half:]) < self.flat_change * level
+        gap = abs(statistics.median(values) - statistics.median(evaluation.training for evaluation in history))
+        return stuck and gap < self.underfit_gap * level

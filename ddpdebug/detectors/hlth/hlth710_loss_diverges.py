@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Examples
-from ddpdebug.detectors.hlth.curve import LossRule, Series, losses, wobble
+from ddpdebug.detectors.base import Examples, Threshold
+from ddpdebug.detectors.hlth.curve import LossRule, Series, Shape, losses, sample_noise
 from ddpdebug.detectors.hlth.samples import update_ratio
-from ddpdebug.detectors.hlth.shapes import Shape, diverged, lost
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
 
@@ -41,19 +41,71 @@ class LossDiverges(LossRule):
     code = "HLTH710"
     severity = Severity.ERROR
     title = "the loss diverges"
-    stage = 89
+    diverged_doubling = Threshold(
+        2,
+        "growth of the loss from one stretch of `diverged_steps` to the next that is an explosion, as a multiple",
+        source="gradient descent beyond its stable rate grows geometrically",
+    )
+    diverged_explosion = Threshold(
+        100,
+        "from this multiple of the first level on a divergence is certain (`error`), below it is a `warning`",
+        source="gradient descent beyond its stable rate grows geometrically; a moving target does not",
+    )
+    diverged_factor = Threshold(
+        3,
+        "rise of the loss over its best level, as a multiple of all the progress before and of the best level's noise",
+        source="1 is a loss that is back where it began, as after a warm restart",
+    )
+    diverged_falling = Threshold(
+        0.9,
+        "second half of the newest losses as a multiple of the first half, below which they are on their way back",
+        source="a spike that recovers is HLTH708",
+    )
+    diverged_first = Threshold(
+        0.5,
+        "rise of the loss over its first level, as a share of that level",
+        source="a loss that ends near where it began is a restart",
+    )
+    diverged_floor = Threshold(
+        0.1,
+        "least progress that a rise is measured with, as a share of the best level",
+        source="chosen: a loss that has hardly fallen would make every rise a multiple of it",
+    )
+    diverged_recent = Threshold(
+        0.5,
+        "share of the rise that the newest `diverged_steps` steps brought",
+        source="a moving target takes the loss along slowly; what breaks does it at once, or faster and faster",
+    )
+    diverged_steps = Threshold(
+        8, "steps in a row that must lie above the earlier level", source="spikes recover within less"
+    )
+    diverged_update = Threshold(
+        0.05,
+        "update norm / weight norm from which on a divergence that is not certain is told",
+        source="50 times the 1e-3 of Karpathy's CS231n notes; a loss that follows a moving target rises at any rate",
+    )
+    lost_progress = Threshold(
+        0.5,
+        "share of the first level that the loss must have gained, and of that gain that must be gone as the rate rises",
+        source="chosen: at the height of a healthy warm-up the loss falls more slowly, or rises by a little",
+    )
+    lost_warm_up = Threshold(
+        3,
+        "lengths of the warm-up, within which a loss that loses what it had gained is blamed on it",
+        source="chosen: the rate is highest at the end of a warm-up, and instability takes some steps to grow",
+    )
     fires_on = Examples(
         lambda: (
             losses(
                 40,
-                lambda i: 2.0 - 0.05 * i + 0.05 * wobble(i) if i < 20 else 1.5 * 1.3 ** (i - 20),
+                lambda i: 2.0 - 0.05 * i + 0.05 * sample_noise(i) if i < 20 else 1.5 * 1.3 ** (i - 20),
                 param_norm=1.0,
                 update_norm=0.2,
             ),
             losses(40, lambda i: 1.0 * 1.5**i),
             losses(
                 70,
-                lambda i: 3.0 - 0.1 * i if i < 25 else 2.6 + 0.8 * wobble(i),
+                lambda i: 3.0 - 0.1 * i if i < 25 else 2.6 + 0.8 * sample_noise(i),
                 lr=lambda i: 0.01 * min(i + 1, 50),  # a warm-up
                 param_norm=1.0,
                 update_norm=0.2,
@@ -63,9 +115,9 @@ class LossDiverges(LossRule):
     silent_on = Examples(
         lambda: (
             losses(60, lambda i: 2.0 - 0.03 * i + (5.0 if i == 30 else 0.0)),  # a spike
-            losses(90, lambda i: 0.7 + 0.01 * i + 0.1 * wobble(i)),  # a generator whose opponent learns
-            losses(90, lambda i: 2.0 - 0.02 * (i % 45) + 0.02 * wobble(i)),  # warm restarts
-            losses(60, lambda i: 0.5 * wobble(i)),  # a policy gradient
+            losses(90, lambda i: 0.7 + 0.01 * i + 0.1 * sample_noise(i)),  # a generator whose opponent learns
+            losses(90, lambda i: 2.0 - 0.02 * (i % 45) + 0.02 * sample_noise(i)),  # warm restarts
+            losses(60, lambda i: 0.5 * sample_noise(i)),  # a policy gradient
             losses(60, lambda i: 0.1 + (i / 40) ** 2, param_norm=1.0, update_norm=0.01),  # returns that grow
             losses(60, lambda i: 3.0 * 0.9**i if i < 30 else 0.4),
             # a new task after the warm-up, as hard as the first
@@ -85,7 +137,7 @@ class LossDiverges(LossRule):
             ),
             losses(  # the learning rate falls, and rises for a warm restart
                 80,
-                lambda i: 3.0 - 0.1 * i if i < 25 else 2.6 + 0.8 * wobble(i),
+                lambda i: 3.0 - 0.1 * i if i < 25 else 2.6 + 0.8 * sample_noise(i),
                 lr=lambda i: 0.1 * (25 - i) if i < 25 else 2.5,
                 param_norm=1.0,
                 update_norm=0.2,
@@ -103,29 +155,26 @@ class LossDiverges(LossRule):
             self._ratio[step.optimizer] = max(ratio, 0.5 * self._ratio.get(step.optimizer, 0.0))
             best, highest = self._highest.get(step.optimizer, (series.best, 0.0))
             self._highest[step.optimizer] = series.best, max(ratio, highest if best == series.best else 0.0)
-        count = int(self.limit("diverged_steps"))
+        count = int(self.diverged_steps)
         if series.count % 2:
             return
-        if not diverged(series, self.limit):
+        if not self.diverged(series):
             yield from self._lost(step, series)
             return
         values = list(series.losses)
         level = statistics.median(values[-count:])
         reference = max(abs(series.first), abs(series.best))
-        unstable = self._ratio.get(step.optimizer, 0.0) >= self.limit("diverged_update")
-        explodes = unstable or abs(level) > self.limit("diverged_doubling") * abs(
-            statistics.median(values[-2 * count : -count])
-        )
-        certain = explodes and level >= self.limit("diverged_explosion") * reference
+        unstable = self._ratio.get(step.optimizer, 0.0) >= self.diverged_update
+        explodes = unstable or abs(level) > self.diverged_doubling * abs(statistics.median(values[-2 * count : -count]))
+        certain = explodes and level >= self.diverged_explosion * reference
         if not (certain or unstable) or not self.once(step, "explosion" if certain else "rise"):
             return
         started = len(values) - 1
         while started > 0 and values[started - 1] > series.best + abs(series.best):
             started -= 1
         yield self.finding(
+            step,
             step=series.steps[started],
-            last_step=step.step,
-            ranks=tuple(step.rows),
             subject=("loss",),
             severity=self.severity if certain else Severity.WARNING,
             evidence={
@@ -138,19 +187,51 @@ class LossDiverges(LossRule):
             },
         )
 
+    def diverged(self, series: Series) -> bool:
+        """Whether the newest losses have left the earlier level upwards and stay away."""
+        losses, count = list(series.losses), int(self.diverged_steps)
+        if len(losses) < 2 * count or not math.isfinite(series.best):
+            return False
+        last = losses[-count:]
+        first, best = series.first, series.best
+        scale = max(first - best, series.best_spread, self.diverged_floor * abs(best), 1e-12)
+        halves = statistics.median(last[: count // 2]), statistics.median(last[count // 2 :])
+        lowest, rise = min(last), statistics.median(last) - best
+        recent = rise - (statistics.median(losses[-2 * count : -count]) - best)
+        far = (
+            lowest > best + self.diverged_factor * scale
+            and lowest > best + abs(best)
+            and lowest > first + self.diverged_first * abs(first)
+        )
+        # a target that moves takes the loss along slowly; what breaks does it at once, or faster and faster
+        return far and halves[1] >= self.diverged_falling * halves[0] and recent > self.diverged_recent * rise
+
+    def lost(self, series: Series) -> bool:
+        """Whether what the loss had gained during a warm-up is lost again, while the rate rises or soon after."""
+        half = int(self.diverged_steps)
+        warm = series.rates[-1] > series.restart * series.best_rate or series.count < self.lost_warm_up * series.risen
+        if len(series.losses) < 2 * half or not warm or series.again:
+            return False
+        gained = series.first - series.best
+        if gained < self.lost_progress * abs(series.first):
+            return False
+        last = series.last(2 * half)
+        earlier, later = statistics.median(last[:half]), statistics.median(last[half:])
+        away = min(earlier, later) > series.best + self.lost_progress * gained
+        return away and later >= self.diverged_falling * earlier
+
     def _lost(self, step: Step, series: Series) -> Iterator[Finding]:
         """Judge a loss that came down while the learning rate was low, and went up again with it."""
         _, highest = self._highest.get(step.optimizer, (series.best, 0.0))
-        unstable = highest >= self.limit("diverged_update")
+        unstable = highest >= self.diverged_update
         told = any(optimizer == step.optimizer for optimizer, _ in self.told)
-        if not unstable or told or not lost(series, self.limit) or not self.once(step, "lost"):
+        if not unstable or told or not self.lost(series) or not self.once(step, "lost"):
             return
-        count = 2 * int(self.limit("diverged_steps"))
+        count = 2 * int(self.diverged_steps)
         newest = list(zip(series.steps, series.losses, strict=True))[-count:]
         yield self.finding(
+            step,
             step=newest[0][0],
-            last_step=step.step,
-            ranks=tuple(step.rows),
             subject=("loss",),
             severity=Severity.WARNING,
             evidence={

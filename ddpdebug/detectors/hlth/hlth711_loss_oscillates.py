@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ddpdebug.detectors.base import Examples
+from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.examples import digest
-from ddpdebug.detectors.hlth.curve import LossRule, Series, losses, period, swing, wobble
-from ddpdebug.detectors.hlth.samples import BROKEN, update_ratio
-from ddpdebug.detectors.hlth.shapes import Shape
+from ddpdebug.detectors.hlth.curve import (
+    LossRule,
+    Series,
+    Shape,
+    autocorrelation,
+    detrended,
+    losses,
+    sample_noise,
+    swing,
+)
+from ddpdebug.detectors.hlth.samples import update_ratio
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
 
@@ -46,14 +54,47 @@ class LossOscillates(LossRule):
     code = "HLTH711"
     severity = Severity.WARNING
     title = "the loss oscillates"
-    follows = (*BROKEN, "HLTH710")
+    oscillation = Threshold(
+        0.6,
+        "autocorrelation of the detrended loss at its period (at a period of two: its negative at one step)",
+        source="white noise of 32 steps exceeds 0.6 by chance in less than one of 1,000 windows (standard error "
+        "1/sqrt(n))",
+    )
+    oscillation_amplitude = Threshold(
+        0.25,
+        "spread of the detrended loss (10th to 90th percentile) as a share of its level",
+        source="a swing that is smaller than this hides no progress",
+    )
+    oscillation_least = Threshold(
+        32, "losses, below which no oscillation is looked for", source="a standard error of 0.18, see `oscillation`"
+    )
+    oscillation_longer = Threshold(
+        0.1,
+        "how much better the loss must correlate with itself at a longer period, for that one to be named",
+        source="twice the period of a swing fits as well, but for noise",
+    )
+    oscillation_opposite = Threshold(
+        0.2,
+        "autocorrelation between two periods that must be as far below zero",
+        source="half a period later a swing has the other sign; a trend that is left has not",
+    )
+    oscillation_update = Threshold(
+        0.01,
+        "update norm / weight norm from which on a loss that swings from step to step swings because of the updates",
+        source="ten times the 1e-3 of Karpathy's CS231n notes; two tasks in turn swing as well, at any rate",
+    )
+    oscillation_window = Threshold(
+        64, "newest losses that are looked at together", source="a period of up to a third of it is seen"
+    )
     fires_on = Examples(
         lambda: (
-            losses(48, lambda i: 2.0 + (0.8 if i % 2 else -0.8) + 0.1 * wobble(i), param_norm=1.0, update_norm=0.2),
-            losses(96, lambda i: 2.0 + 0.9 * math.sin(2 * math.pi * i / 12) + 0.1 * wobble(i)),
+            losses(
+                48, lambda i: 2.0 + (0.8 if i % 2 else -0.8) + 0.1 * sample_noise(i), param_norm=1.0, update_norm=0.2
+            ),
+            losses(96, lambda i: 2.0 + 0.9 * math.sin(2 * math.pi * i / 12) + 0.1 * sample_noise(i)),
             losses(
                 48,
-                lambda i: 2.0 + (0.8 if i % 2 else -0.8) + 0.1 * wobble(i),
+                lambda i: 2.0 + (0.8 if i % 2 else -0.8) + 0.1 * sample_noise(i),
                 lr=lambda i: 0.01 * min(i + 1, 20),  # a warm-up
                 param_norm=1.0,
                 update_norm=0.2,
@@ -62,15 +103,15 @@ class LossOscillates(LossRule):
     )
     silent_on = Examples(
         lambda: (
-            losses(96, lambda i: 2.0 + 0.8 * wobble(i)),  # noise
-            losses(96, lambda i: 4.0 * 0.95**i + 0.1 * wobble(i)),
+            losses(96, lambda i: 2.0 + 0.8 * sample_noise(i)),  # noise
+            losses(96, lambda i: 4.0 * 0.95**i + 0.1 * sample_noise(i)),
             losses(96, lambda i: 2.0 + (0.8 if i % 2 else -0.8), param_norm=1.0, update_norm=1e-3),  # two tasks in turn
             # a task in every third step, with a head of its own
             losses(96, lambda i: 3.0 if i % 3 else 1.0, presence_digest=lambda i: digest(1 + (i % 3 == 0))),
             losses(
                 96, lambda i: 2.0 + math.sin(2 * math.pi * i / 12), lr=lambda i: 0.1 + 0.09 * math.sin(math.pi * i / 6)
             ),
-            losses(96, lambda i: 2.0 + 0.1 * math.sin(2 * math.pi * i / 12) + 0.02 * wobble(i)),  # small
+            losses(96, lambda i: 2.0 + 0.1 * math.sin(2 * math.pi * i / 12) + 0.02 * sample_noise(i)),  # small
         )
     )
 
@@ -87,26 +128,23 @@ class LossOscillates(LossRule):
             parts.update(int(digest) for digest in step.columns["presence_digest"][:1] if digest)
         if len(parts) > 1:  # steps that train other parts of the model have other losses
             return
-        window = int(self.limit("oscillation_window"))
-        if series.count < self.limit("oscillation_least") or series.count % (
-            _EVERY if series.count <= window else window
-        ):
+        window = int(self.oscillation_window)
+        if series.count < self.oscillation_least or series.count % (_EVERY if series.count <= window else window):
             return
         values = series.last(window)
         level = abs(statistics.median(values)) or 1e-12
-        if swing(values) < self.limit("oscillation_amplitude") * level or series.rose_again(len(values)):
+        if swing(values) < self.oscillation_amplitude * level or series.rose_again(len(values)):
             return
-        found = period(values, self.limit)
+        found = self.period(values)
         if found is None:
             return
         steps, strength = found
-        if steps == 2 and self._ratio.get(step.optimizer, 0.0) < self.limit("oscillation_update"):
+        if steps == 2 and self._ratio.get(step.optimizer, 0.0) < self.oscillation_update:
             return
         if self.once(step, ""):
             yield self.finding(
+                step,
                 step=list(series.steps)[-len(values)],
-                last_step=step.step,
-                ranks=tuple(step.rows),
                 subject=("loss",),
                 evidence={
                     "curve": str(Shape("oscillating", list(series.steps)[-len(values)], step.step)),
@@ -117,3 +155,21 @@ class LossOscillates(LossRule):
                     "update_over_weight": self._ratio.get(step.optimizer),
                 },
             )
+
+    def period(self, values: Sequence[float]) -> tuple[int, float] | None:
+        """Return the period of a series and its autocorrelation there, if both are those of a real swing."""
+        rest, least = detrended(values), self.oscillation
+        if (back := autocorrelation(rest, 1)) <= -least:
+            return 2, -back
+        best: tuple[int, float] | None = None
+        for lag in range(4, len(rest) // 3 + 1):
+            here = autocorrelation(rest, lag)
+            whole = here >= least and autocorrelation(rest, 2 * lag) >= least / 2
+            back = min(autocorrelation(rest, between) for between in range(2, lag - 1))
+            if (
+                whole
+                and back <= -self.oscillation_opposite
+                and (best is None or here > best[1] + self.oscillation_longer)
+            ):
+                best = lag, here
+        return best

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Sequence
 
-from ddpdebug.detectors.base import Examples
-from ddpdebug.detectors.hlth.curve import Evaluation, Series, ValidationRule, losses, wobble
-from ddpdebug.detectors.hlth.shapes import best_of, overfitting
+from ddpdebug.detectors.base import Examples, Threshold
+from ddpdebug.detectors.hlth.curve import Evaluation, Series, Shape, ValidationRule, losses, sample_noise
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
 
@@ -42,6 +42,22 @@ class Overfitting(ValidationRule):
     code = "HLTH712"
     severity = Severity.WARNING
     title = "validation loss rises while training loss falls"
+    overfit_certain = Threshold(
+        4,
+        "rise of the validation loss over its values around the best one, in standard deviations of an evaluation",
+        source="the best of many is low by chance: without it every simulated flat and noisy validation was found, "
+        "with it 3 to 4 %",
+    )
+    overfit_evaluations = Threshold(
+        3,
+        "evaluations in a row above the best validation loss",
+        source="Prechelt 1998, Early Stopping - But When?: criterion UP with several successive strips",
+    )
+    overfit_rise = Threshold(
+        0.05,
+        "rise of the validation loss over its best value, relative",
+        source="Prechelt 1998: generalisation loss GL of 5 %",
+    )
     fires_on = Examples(
         lambda: (
             losses(
@@ -53,9 +69,13 @@ class Overfitting(ValidationRule):
     silent_on = Examples(
         lambda: (
             losses(
-                120, lambda i: 2.0 * 0.97**i, val_loss=lambda i: 1.0 + 0.2 * wobble(3 * i) if i % 4 == 3 else math.nan
+                120,
+                lambda i: 2.0 * 0.97**i,
+                val_loss=lambda i: 1.0 + 0.2 * sample_noise(3 * i) if i % 4 == 3 else math.nan,
             ),
-            losses(60, lambda i: 2.0 * 0.95**i, val_loss=lambda i: 1.0 + 0.02 * wobble(i) if i % 5 == 4 else math.nan),
+            losses(
+                60, lambda i: 2.0 * 0.95**i, val_loss=lambda i: 1.0 + 0.02 * sample_noise(i) if i % 5 == 4 else math.nan
+            ),
             losses(
                 60, lambda i: 2.0, val_loss=lambda i: 1.0 + 0.02 * i if i % 5 == 4 else math.nan
             ),  # training as well
@@ -65,17 +85,16 @@ class Overfitting(ValidationRule):
     )
 
     def evaluate(self, step: Step, series: Series, history: list[Evaluation]) -> Iterator[Finding]:
-        best = best_of(history)
+        best = _best(history)
         if best is history[-1]:
             self.open.discard(step.optimizer)
-        shape = overfitting(history, self.limit)
+        shape = self.overfitting(history)
         if shape is None or not self.once(step, ""):
             return
         self.open.add(step.optimizer)
         yield self.finding(
+            step,
             step=shape.since,
-            last_step=step.step,
-            ranks=tuple(step.rows),
             subject=("val_loss",),
             location=self.source.location(),
             evidence={
@@ -88,3 +107,31 @@ class Overfitting(ValidationRule):
                 **self.source.evidence(),
             },
         )
+
+    def overfitting(self, history: Sequence[Evaluation]) -> Shape | None:
+        """Return since when the validation loss rises while the training loss falls."""
+        strips = int(self.overfit_evaluations)
+        if len(history) < strips + 2:
+            return None
+        best = _best(history)
+        last = [evaluation.validation for evaluation in history[-strips:]]
+        above = best.validation + self.overfit_rise * abs(best.validation)
+        rises = min(last) > above and last[-1] == max(last) and best.step < history[-strips].step
+        if rises and history[-1].training < best.training and self._stands_out(history, history.index(best), strips):
+            return Shape("overfitting", best.step, history[-1].step)
+        return None
+
+    def _stands_out(self, history: Sequence[Evaluation], best: int, count: int) -> bool:
+        """Whether the newest evaluations lie above those around the best by more than the noise."""
+        values = [evaluation.validation for evaluation in history]
+        bends = [abs(a - 2 * b + c) for a, b, c in zip(values, values[1:], values[2:], strict=False)]
+        deviation = (
+            1.4826 * statistics.median(bends) / math.sqrt(6)
+        )  # of the second differences: a trend has no part in it
+        around = values[max(0, best - 1) : best + 2]
+        return statistics.median(values[-count:]) - statistics.median(around) > self.overfit_certain * deviation
+
+
+def _best(history: Sequence[Evaluation]) -> Evaluation:
+    """Return the first evaluation with the lowest validation loss."""
+    return min(history, key=lambda evaluation: evaluation.validation)

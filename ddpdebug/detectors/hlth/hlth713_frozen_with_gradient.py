@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Examples
+from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.hlth.samples import SampledRule, parameters, sampled, weight
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
@@ -42,7 +42,20 @@ class FrozenWithGradient(SampledRule):
     code = "HLTH713"
     severity = Severity.ERROR
     title = "a parameter has gradients but never changes"
-    stage = 84
+    never_changed_rounding = Threshold(
+        1e-06,
+        "gradient per element as a share of the largest of the model, below which it is what rounding leaves of a zero",
+        source="ten times the epsilon of float32; a gradient that cancels in the loss measured 6e-9",
+    )
+    never_changed_samples = Threshold(
+        4, "samples of a parameter that shall have changed", source="as `never_changed_steps`"
+    )
+    never_changed_steps = Threshold(
+        16,
+        "steps over which a parameter with gradients keeps all its bits",
+        source="Amazon SageMaker Debugger's built-in rule UnchangedTensor waits for 3 steps; longer, because of "
+        "warm-ups that begin at 0",
+    )
     fires_on = Examples(
         lambda: (
             sampled(24, lambda i: {"w": weight(digest="a"), "v": weight(digest=f"{i}")}),
@@ -71,7 +84,7 @@ class FrozenWithGradient(SampledRule):
         table = parameters(step)
         if not table or step.any(Flag.SKIPPED | Flag.GUARD_SKIPPED | Flag.LOCAL_ONLY):
             return
-        least = self.limit("never_changed_rounding") * max(map(_per_element, table.values()))
+        least = self.never_changed_rounding * max(map(_per_element, table.values()))
         for name, about in table.items():
             key = (step.optimizer, name)
             if key in self._changed or not about["digest"]:
@@ -81,9 +94,7 @@ class FrozenWithGradient(SampledRule):
                 self._changed.add(key)
                 continue
             self._first[key] = first, digest, samples + 1
-            if samples + 1 >= self.limit("never_changed_samples") and step.step - first >= self.limit(
-                "never_changed_steps"
-            ):
+            if samples + 1 >= self.never_changed_samples and step.step - first >= self.never_changed_steps:
                 self._changed.add(key)
                 found[about["lr"] == 0].append(name)
         for without_rate, names in found.items():
@@ -95,9 +106,8 @@ class FrozenWithGradient(SampledRule):
     ) -> Finding:
         about = table[names[0]]
         return self.finding(
+            step,
             step=min(self._first[step.optimizer, name][0] for name in names),
-            last_step=step.step,
-            ranks=tuple(step.rows),
             subject=tuple(names[:20]),
             phase="rate" if without_rate else None,
             severity=Severity.WARNING if without_rate else self.severity,

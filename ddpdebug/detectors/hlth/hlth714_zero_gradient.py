@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Examples
-from ddpdebug.detectors.hlth.samples import BROKEN, SampledRule, parameters, sampled, weight
+from ddpdebug.detectors.base import Examples, Threshold
+from ddpdebug.detectors.hlth.samples import SampledRule, parameters, sampled, weight
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
 
@@ -41,7 +41,12 @@ class ZeroGradient(SampledRule):
     code = "HLTH714"
     severity = Severity.WARNING
     title = "a trainable parameter's gradient is always zero"
-    follows = (*BROKEN, "HLTH703")
+    zero_gradient_samples = Threshold(
+        6,
+        "samples in which a gradient was zero, and no other was seen",
+        source="an expert of a mixture may get no token for a few batches",
+    )
+    zero_gradient_steps = Threshold(16, "steps over which the samples must lie", source="as `zero_gradient_samples`")
     fires_on = Examples(
         lambda: (
             sampled(24, lambda i: {"w": weight(grad_norm=0.0), "v": weight()}),
@@ -74,7 +79,7 @@ class ZeroGradient(SampledRule):
 
     def detect(self, step: Step) -> Iterator[Finding]:
         table = parameters(step)
-        new, enough = [], int(self.limit("zero_gradient_samples"))
+        new, enough = [], int(self.zero_gradient_samples)
         harmless = _cancelling(table)
         for name, about in table.items():
             key = (step.optimizer, name)
@@ -85,14 +90,13 @@ class ZeroGradient(SampledRule):
                 continue
             first, samples = self._zero.get(key, (step.step, 0))
             self._zero[key] = first, samples + 1
-            if samples + 1 >= enough and step.step - first >= self.limit("zero_gradient_steps"):
+            if samples + 1 >= enough and step.step - first >= self.zero_gradient_steps:
                 self._done.add(key)
                 new.append(name)
         if new:
             yield self.finding(
+                step,
                 step=min(self._zero[step.optimizer, name][0] for name in new),
-                last_step=step.step,
-                ranks=tuple(step.rows),
                 subject=tuple(new[:20]),
                 evidence={"parameters": f"{len(new)} of {len(table)}", "samples": enough},
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Examples
+from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.hlth.samples import SampledRule, activation, parameters, sampled, sites, weight
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
@@ -51,6 +51,23 @@ class PoorInitialisation(SampledRule):
     code = "HLTH715"
     severity = Severity.WARNING
     title = "initialisation lets the activations explode or die with depth, or is symmetric"
+    init_explode = Threshold(
+        100,
+        "growth of the activations' standard deviation from the first to the last hidden layer on the first batch",
+        source="Glorot, Bengio 2010 and He et al. 2015 ask for a factor near 1; largest seen in healthy scripts of "
+        "the corpus: 0.4",
+    )
+    init_large = Threshold(
+        10,
+        "standard deviation of a hidden layer, from which on a growth (with depth, or during training) is an explosion",
+        source="unit variance is what Glorot, Bengio 2010 and He et al. 2015 aim at",
+    )
+    init_layers = Threshold(
+        4, "hidden layers that a profile over the depth needs", source="two or three layers show no growth with depth"
+    )
+    init_vanish = Threshold(
+        0.001, "the same, shrinking", source="Glorot, Bengio 2010; smallest seen in healthy scripts of the corpus: 0.17"
+    )
     fires_on = Examples(
         lambda: (
             sampled(3, modules=lambda i: _deep(6.0)),
@@ -94,20 +111,19 @@ class PoorInitialisation(SampledRule):
             and any(word in about[0]["class"] for word in _KINDS)
         ]
         seen.sort()
-        if len(seen) < self.limit("init_layers"):
+        if len(seen) < self.init_layers:
             return
         first, last = seen[0][2], seen[-1][2]
         grown = last / first
-        explodes = grown >= self.limit("init_explode") and last >= self.limit("init_large")
-        if explodes or grown <= self.limit("init_vanish"):
+        explodes = grown >= self.init_explode and last >= self.init_large
+        if explodes or grown <= self.init_vanish:
             profile = {path: f"{std:.3g}" for _, path, std in seen}
             evidence = {"std_by_depth": profile, "last_over_first": grown}
             yield self._report(step, [seen[-1][1]], "explodes" if explodes else "dies", evidence)
 
     def _report(self, step: Step, names: list[str], phase: str, evidence: dict[str, Any]) -> Finding:
         return self.finding(
-            step=step.step,
-            ranks=tuple(step.rows),
+            step,
             subject=tuple(names[:20]),
             phase=phase,
             evidence=evidence,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ddpdebug.detectors.base import Examples
-from ddpdebug.detectors.hlth.curve import Evaluation, Series, ValidationRule, losses
-from ddpdebug.detectors.hlth.samples import BROKEN
-from ddpdebug.detectors.hlth.shapes import Shape, improves, late
+from ddpdebug.detectors import causality
+from ddpdebug.detectors.base import Examples, Threshold
+from ddpdebug.detectors.hlth.curve import Evaluation, Series, Shape, ValidationRule, losses
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
 
@@ -50,7 +49,36 @@ class TrainingTooLong(ValidationRule):
     code = "HLTH716"
     severity = Severity.WARNING
     title = "training continues long after validation stopped improving"
-    follows = (*BROKEN, "HLTH712")
+    delayed_evaluations = Threshold(
+        5,
+        "evaluations without a better validation loss, the training loss small in all of them, before a fall that "
+        "counts as late",
+        source="chosen: early stopping with a patience of 3 to 5 evaluations would have ended the run; grokking "
+        "takes far longer (Power et al. 2022)",
+    )
+    delayed_fall = Threshold(
+        0.2,
+        "fall of the validation loss below its best value before, relative, in `delayed_steady` evaluations in a row",
+        source="chosen: four times the generalisation loss of 5 % of Prechelt 1998, more than the noise of an "
+        "evaluation",
+    )
+    delayed_steady = Threshold(2, "evaluations in a row that must lie so low", source="one low value alone is chance")
+    delayed_training = Threshold(
+        0.05,
+        "training loss as a share of its first level, below which it is small",
+        source="as `plateau_done`; where a step of the learning rate brings the fall, the training loss before was "
+        "larger",
+    )
+    improvement = Threshold(
+        0.005,
+        "share by which a validation loss must be lower than the best one before to be better",
+        source="the best of many values falls by chance",
+    )
+    too_long_evaluations = Threshold(
+        10,
+        "evaluations since the best validation loss, which is also at least half of all",
+        source="Amazon SageMaker Debugger's built-in rule Overtraining: patience_validation 10",
+    )
     fires_on = Examples(
         lambda: (
             losses(
@@ -79,17 +107,17 @@ class TrainingTooLong(ValidationRule):
         )
     )
 
-    def folds(self, finding: Finding, cause: Finding) -> bool:
-        return finding.phase != "delayed" or cause.code in BROKEN
+    def explained_by(self, finding: Finding, cause: Finding) -> bool:
+        return finding.phase != "delayed" or cause.code in causality.group("broken")
 
     def evaluate(self, step: Step, series: Series, history: list[Evaluation]) -> Iterator[Finding]:
         place = 0
         for number, evaluation in enumerate(history):
-            if improves(evaluation, history[place], self.limit):
+            if self.improves(evaluation, history[place]):
                 place = number
         since = len(history) - 1 - place
-        shape = late(history, series.first, self.limit)
-        if since < self.limit("too_long_evaluations"):
+        shape = self.late(history, series.first)
+        if since < self.too_long_evaluations:
             self.open.discard(step.optimizer)
         elif 2 * since >= len(history) and self.once(step, "overtraining"):
             self.open.add(step.optimizer)
@@ -107,9 +135,8 @@ class TrainingTooLong(ValidationRule):
     def _report(self, step: Step, best: Evaluation, shape: Shape, since: int) -> Finding:
         now = self.history[step.optimizer][-1]
         return self.finding(
+            step,
             step=best.step,
-            last_step=step.step,
-            ranks=tuple(step.rows),
             subject=("val_loss",),
             location=self.source.location(),
             evidence={
@@ -121,3 +148,28 @@ class TrainingTooLong(ValidationRule):
                 **self.source.evidence(),
             },
         )
+
+    def late(self, history: Sequence[Evaluation], first: float) -> Shape | None:
+        """Return since when the validation loss waited that has fallen long after the training loss was small."""
+        steady = int(self.delayed_steady)
+        small = self.delayed_training * abs(first)
+        waited: tuple[Evaluation, Evaluation] | None = (
+            None  # the best one that was not beaten for so long, the last wait
+        )
+        best, count = None, 0
+        for evaluation in history[:-steady]:
+            if best is None or self.improves(evaluation, best):
+                best, count = evaluation, 0
+            else:
+                count += evaluation.training <= small
+            if count >= self.delayed_evaluations:
+                waited = best, evaluation
+        if waited is None:
+            return None
+        low = waited[0].validation - self.delayed_fall * abs(waited[0].validation)
+        falls = all(evaluation.validation < low for evaluation in history[-steady:])
+        return Shape("delayed generalisation", waited[0].step, history[-1].step) if falls else None
+
+    def improves(self, evaluation: Evaluation, best: Evaluation) -> bool:
+        """Whether a validation loss is better by more than the chance that many values have."""
+        return evaluation.validation < best.validation - self.improvement * abs(best.validation)

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from ddpdebug.detectors.base import Detector
+from ddpdebug.detectors.base import Detector, Threshold
 from ddpdebug.detectors.examples import step_at
+from ddpdebug.detectors.kinds import Streak, StreakRule
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.step import Step
 
-#: After these the numbers of training mean nothing: what is broken there is the finding.
-BROKEN: tuple[str, ...] = (
-    *("RANK101", "RANK103", "RANK104", "RANK105", "RANK106", "RANK107", "RANK112"),
-    *("SYNC201", "SYNC202", "SYNC203", "SYNC204", "SYNC205", "SYNC206", "SYNC208", "SYNC210", "SYNC211"),
-    *("NUM301", "NUM302", "NUM303", "NUM304", "NUM305", "NUM307", "NUM309"),
-    *("RCP802", "RCP807", "RCP808", "RCP809", "RCP810", "RCP813", "RCP816", "RCP819", "DATA903"),
-)
 _MAX_SUBJECTS = 20
 
 
@@ -25,60 +19,60 @@ class SampledRule(Detector):
     """A rule about the per-layer statistics of sampled steps."""
 
     wants = ("layers",)
-    samples: ClassVar[bool] = True
-    follows = BROKEN
-    stage = 90
+    every_sample: ClassVar[bool] = True
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return (finding.phase,)
-
-    def sees(self, step: Step) -> bool:
+    def can_show(self, step: Step) -> bool:
         return False  # said once: what is wrong with a layer does not come and go
 
-    def folds(self, finding: Finding, cause: Finding) -> bool:
+    def explained_by(self, finding: Finding, cause: Finding) -> bool:
         return (cause.code, cause.phase) != ("RANK107", "constants")  # which may be meant, and never ends
 
     def suspects(self, step: Step) -> bool:
         return any(math.isfinite(row.update_norm) for row in step.rows.values())
 
 
-class LayerRule(SampledRule):
+class LayerRule(SampledRule, StreakRule):
     """A rule that speaks when a layer looks bad in several samples in a row."""
 
     titles: ClassVar[Mapping[str, str]] = {}  # of the phases whose title is not the rule's
+    layer_samples = enough = Threshold(
+        3,
+        "samples in a row in which a layer must look bad",
+        source="a single batch may saturate or kill a layer for once",
+    )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
-        self._bad: dict[tuple[int, str], tuple[int, int]] = {}  # (optimizer, name) -> (first step, samples in a row)
+        self._found: Mapping[str, Any] = {}  # in the newest sample
         self._told: set[tuple[int, str]] = set()
 
     def judge(self, step: Step) -> Mapping[str, Any] | None:
-        """Return the names that look bad in a sample, with the evidence; None where nothing was sampled."""
-        return None
+        """The names that look bad in a sample, with the evidence, None without a sample; called once per step."""
+        raise NotImplementedError
 
-    def detect(self, step: Step) -> Iterator[Finding]:
+    def shown(self, step: Step) -> Mapping[str, bool] | None:
         found = self.judge(step)
         if found is None:
-            return
-        for key in [key for key in self._bad if key[0] == step.optimizer and key[1] not in found]:
-            del self._bad[key]
-        for name in found:
-            first, count = self._bad.get((step.optimizer, name), (step.step, 0))
-            self._bad[step.optimizer, name] = first, count + 1
-        enough = int(self.limit("layer_samples"))
-        ready = [name for name in found if self._bad[step.optimizer, name][1] >= enough]
+            return None
+        self._found = found
+        return {**dict.fromkeys(self.running(step.optimizer), False), **dict.fromkeys(found, True)}
+
+    def report(self, step: Step, streaks: Mapping[str, Streak]) -> Iterator[Finding]:
+        ready = [name for name in self._found if name in streaks]
         new = [name for name in ready if (step.optimizer, name) not in self._told]
         self._told.update((step.optimizer, name) for name in new)
         for phase in dict.fromkeys(self.phase(name) for name in new):
             names = [name for name in new if self.phase(name) == phase]
             yield self.finding(
-                step=min(self._bad[step.optimizer, name][0] for name in names),
-                last_step=step.step,
-                ranks=tuple(step.rows),
+                step,
+                step=min(streaks[name].first for name in names),
                 subject=tuple(names[:_MAX_SUBJECTS]),
                 phase=phase,
                 title=self.titles.get(phase or "", self.title),
-                evidence={"layers": {name: found[name] for name in names[:_MAX_SUBJECTS]}, "samples": enough},
+                evidence={
+                    "layers": {name: self._found[name] for name in names[:_MAX_SUBJECTS]},
+                    "samples": int(self.enough),
+                },
             )
 
     def phase(self, name: str) -> str | None:

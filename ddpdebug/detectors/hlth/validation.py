@@ -19,7 +19,7 @@ class ValidationSource:
         self._renewed = False
 
     def hear(self, topic: str, facts: Mapping[int, Any]) -> None:
-        """Take the announcement of the line that a rank follows."""
+        """Hear which line of the script a rank reads."""
         if topic == "alone:evaluation":
             self._renewed |= any(rank in self._seen for rank in facts)  # another line than before
             self._seen.update({rank: fact for rank, fact in facts.items() if isinstance(fact, Mapping)})
@@ -42,7 +42,7 @@ class ValidationSource:
         return next((fact.get("location") for fact in self._seen.values()), None) if not self._told else None
 
     def evidence(self) -> dict[str, Any]:
-        """Say where the value comes from."""
+        """The evidence about where the value comes from."""
         if self._told:
             return {"validation_loss": "told by observe(val_loss=)"}
         fact = next(iter(self._seen.values()), None)

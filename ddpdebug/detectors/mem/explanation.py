@@ -6,13 +6,36 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpdebug.detectors.mem.growth import size_text
+from ddpdebug.detectors.base import Detector, Threshold
+from ddpdebug.detectors.mem.growth import MIB, size_text
 
-#: A batch this much larger than any before it explains a failure; so does memory that grew by this share of the limit.
-_LARGER = 1.15
-_GROWN = 0.25
-#: Free inside the allocator, as a share of what was asked for.
-_FREE_ENOUGH = 1.0
+
+class ExplainingRule(Detector):
+    """A rule that explains failed allocations."""
+
+    oom_batch_larger = Threshold(
+        1.15,
+        "size of a batch, as a multiple of the largest before, from which it explains a failed allocation",
+        source="chosen: activations grow with the batch, and a job that runs has some room",
+    )
+    oom_free = Threshold(
+        1.0,
+        "bytes free inside the allocator, as a multiple of what was asked for, from which it was fragmented",
+        source="an argument: in one piece they would have been enough",
+    )
+    oom_grown = Threshold(
+        0.25,
+        "growth of the memory, as a share of the limit, from which a leak explains a failed allocation",
+        source="chosen: less does not fill a device that a job was made for",
+    )
+    oom_grown_half = Threshold(
+        0.25,
+        "share of that growth which each half of the steps must bring",
+        source="chosen: growth that ends, or comes at once, is no leak",
+    )
+    oom_steps = Threshold(
+        12, "steps whose memory must be known for that", source="the first ones bring optimizer state and buckets"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +47,12 @@ class Explanation:
     actions: tuple[str, ...]
 
 
-def explain(summary: Mapping[str, Any]) -> Explanation:
+def explain(summary: Mapping[str, Any], rule: ExplainingRule | None = None) -> Explanation:
     """Return the likely cause of a failed allocation; `summary` as in `forensics/memory/oom.py`."""
-    for candidate in (_larger_batch, _fragmentation, _leak, _optimizer_state, _too_big):
-        found = candidate(summary)
-        if found is not None:
-            return found
+    rule = rule or ExplainingRule()
+    known = _larger_batch(summary, rule) or _fragmentation(summary, rule) or _leak(summary, rule)
+    if (found := known or _optimizer_state(summary) or _too_big(summary)) is not None:
+        return found
     text = "nothing singles out a cause: the job was close to the limit all the time"
     return Explanation(kind="unknown", text=text, actions=tuple(what_if(summary)))
 
@@ -53,13 +76,13 @@ def what_if(summary: Mapping[str, Any]) -> list[str]:
         ideas.append((state - state // world, f"`ZeroRedundancyOptimizer` over {world} ranks"))
     gradients = int(split.get("gradients", 0))
     ideas.append((gradients, "`gradient_as_bucket_view=True` in DistributedDataParallel"))
-    ideas = [(saved, idea) for saved, idea in ideas if saved >= 1 << 20]
+    ideas = [(saved, idea) for saved, idea in ideas if saved >= MIB]
     return [f"{idea}: saves about {size_text(saved)}" for saved, idea in sorted(ideas, key=lambda i: -i[0])]
 
 
-def _larger_batch(summary: Mapping[str, Any]) -> Explanation | None:
+def _larger_batch(summary: Mapping[str, Any], rule: ExplainingRule) -> Explanation | None:
     now, before = int(summary.get("elements") or 0), int(summary.get("largest_elements") or 0)
-    if not before or now < _LARGER * before:
+    if not before or now < rule.oom_batch_larger * before:
         return None
     text = (
         f"a batch larger than ever: its inputs {_shapes(summary.get('shapes') or ())} have {now} elements, "
@@ -73,11 +96,11 @@ def _larger_batch(summary: Mapping[str, Any]) -> Explanation | None:
     return Explanation(kind="batch", text=text, actions=actions)
 
 
-def _fragmentation(summary: Mapping[str, Any]) -> Explanation | None:
+def _fragmentation(summary: Mapping[str, Any], rule: ExplainingRule) -> Explanation | None:
     reserved, allocated = int(summary.get("reserved") or 0), int(summary.get("allocated") or 0)
     requested = int(summary.get("requested") or 0)
     free = reserved - allocated
-    if not requested or free < _FREE_ENOUGH * requested:
+    if not requested or free < rule.oom_free * requested:
         return None
     text = (
         f"fragmentation: {size_text(free)} are free inside the allocator, but no piece has the "
@@ -90,17 +113,17 @@ def _fragmentation(summary: Mapping[str, Any]) -> Explanation | None:
     return Explanation(kind="fragmentation", text=text, actions=actions)
 
 
-def _leak(summary: Mapping[str, Any]) -> Explanation | None:
+def _leak(summary: Mapping[str, Any], rule: ExplainingRule) -> Explanation | None:
     curve: Sequence[Sequence[int]] = summary.get("curve") or ()
     limit = int(summary.get("limit") or 0)
-    if len(curve) < 12:
+    if len(curve) < rule.oom_steps:
         return None
     settled = curve[min(4, len(curve) - 1) :]  # the first steps bring optimizer state and buckets
     half = len(settled) // 2
     first, last = settled[0][1], settled[-1][1]
     rises = (settled[half][1] - first, last - settled[half][1])
     grown = last - first
-    if grown < _GROWN * (limit or last) or min(rises) < 0.25 * grown:
+    if grown < rule.oom_grown * (limit or last) or min(rises) < rule.oom_grown_half * grown:
         return None
     steps = settled[-1][0] - settled[0][0]
     text = (

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from ddpdebug.detectors.base import Detector
+from ddpdebug.detectors.base import Detector, Threshold
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.row import Row
 from ddpdebug.schema.step import Step
 
 MIB = 1 << 20
 GIB = 1 << 30
-#: A threshold's value by its name.
-Limit = Callable[[str], float]
-#: Steps in a block: short ones for what fills memory within minutes, long ones for slow leaks.
-_BLOCKS = ("memory_block_short", "memory_block_medium", "memory_block_long")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +35,14 @@ class _Scale:
 
     size: int
     least: float
-    limit: Limit
+    rule: TrendRule  # for its thresholds
     minima: deque[tuple[int, int]]  # (first step, bytes)
     lowest: int | None = None
     first: int = 0
     filled: int = 0
 
     def add(self, step: int, value: int) -> bool:
-        """Take in a value; return whether that completes a block."""
+        """Add a value in bytes; return whether that completes a block."""
         if self.lowest is None:
             self.lowest, self.first, self.filled = value, step, 0
         self.lowest = min(self.lowest, value)
@@ -57,9 +53,8 @@ class _Scale:
         self.lowest = None
         return True
 
-    def trend(self, least: str) -> Trend | None:
+    def trend(self, blocks: int) -> Trend | None:
         """Return the trend of the last blocks, if there are so many and they show one."""
-        blocks = int(self.limit(least))
         if len(self.minima) < blocks:
             return None
         minima = list(self.minima)[-blocks:]
@@ -67,27 +62,28 @@ class _Scale:
         rises = [after - before for before, after in pairwise(values)]
         grown = values[-1] - values[0]
         mean = grown / len(rises)  # not the median: it forgets a warm-up that brought most of the growth
-        enough = grown >= max(self.least, self.limit("memory_growth_share") * values[-1])
-        if not enough or min(rises) < self.limit("memory_steady") * mean:
+        enough = grown >= max(self.least, self.rule.memory_growth_share * values[-1])
+        if not enough or min(rises) < self.rule.memory_steady * mean:
             return None
         return Trend(per_step=mean / self.size, grown=grown, since=minima[0][0])
 
     def stopped(self, trend: Trend) -> bool:
-        """Tell whether the last two blocks no longer follow a trend."""
+        """Whether the last two blocks no longer follow a trend."""
         values = [value for _, value in list(self.minima)[-3:]]
         return len(values) == 3 and max(values[2] - values[1], values[1] - values[0]) < (
-            self.limit("memory_stopped") * trend.per_step * self.size
+            self.rule.memory_stopped * trend.per_step * self.size
         )
 
 
 class Growth:
-    """One rank's memory over the steps; growth below `least` MiB (the name of a threshold) is none."""
+    """One rank's memory over the steps; growth below `least` MiB is none."""
 
-    def __init__(self, least: str, limit: Limit) -> None:
+    def __init__(self, least: float, rule: TrendRule) -> None:
         self._seen = 0
-        self._warm_up = limit("memory_warm_up")
-        blocks = int(limit("memory_blocks"))
-        self._scales = [_Scale(int(limit(name)), MIB * limit(least), limit, deque(maxlen=blocks)) for name in _BLOCKS]
+        self._warm_up = rule.memory_warm_up
+        self._blocks = int(rule.memory_blocks)
+        sizes = rule.memory_block_short, rule.memory_block_medium, rule.memory_block_long
+        self._scales = [_Scale(int(size), MIB * least, rule, deque(maxlen=self._blocks)) for size in sizes]
         self._found: tuple[Trend, _Scale] | None = None
         self._base: int | None = None
 
@@ -96,13 +92,12 @@ class Growth:
         """The trend that goes on, if there is one."""
         return None if self._found is None else self._found[0]
 
-    @property
-    def suspicion(self) -> Trend | None:
-        """The trend, or what looks like the beginning of one: reason to ask who holds, not to say that it grows."""
-        return self.trend or self._scales[0].trend("memory_blocks_early")
+    def suspicion(self, blocks: int) -> Trend | None:
+        """The trend, or what looks like one over so many blocks: reason to ask who holds, not to say that it grows."""
+        return self.trend or self._scales[0].trend(blocks)
 
     def add(self, step: int, value: int, declared: int = 0) -> None:
-        """Take in a step's bytes, of which `declared` may be growth that the user wants."""
+        """Add a step's bytes, of which `declared` may be growth that the user wants."""
         self._seen += 1
         if self._seen <= self._warm_up:
             return
@@ -111,7 +106,7 @@ class Growth:
         for scale in self._scales:
             if not scale.add(step, value):
                 continue
-            if self._found is None and (trend := scale.trend("memory_blocks")) is not None:
+            if self._found is None and (trend := scale.trend(self._blocks)) is not None:
                 self._found = trend, scale
             elif self._found is not None and self._found[1] is scale and scale.stopped(self._found[0]):
                 self._found = None
@@ -165,59 +160,97 @@ class Series:
     name: str  # the subject where no holder is known
     field: str
     limit: str
-    least: str  # the threshold of what it must grow by, in MiB
     searched: bool = True  # somebody in the process itself can be asked who holds it
 
 
-class GrowthRule(Detector):
+class TrendRule(Detector):
+    """A rule that follows memory over blocks of steps."""
+
+    memory_block_long = Threshold(512, "steps of a long block, for slow leaks", source="eight medium ones")
+    memory_block_medium = Threshold(64, "steps of a medium block", source="eight short ones")
+    memory_block_short = Threshold(
+        8,
+        "steps of a short block, for what fills the memory within minutes",
+        source="the minimum of eight steps knows nothing of a single long batch",
+    )
+    memory_blocks = Threshold(
+        6,
+        "blocks in a row whose minima must all rise",
+        source="growth that ends, or comes in jumps at epochs, is not steady",
+    )
+    memory_growth_share = Threshold(
+        0.005,
+        "growth over the blocks as a share of what is used, at least",
+        source="chosen: less does no harm within a day",
+    )
+    memory_patience = Threshold(
+        24,
+        "steps that a rule waits for the holder's name before it speaks without",
+        source="chosen: the search runs beside training and may take longer than a step",
+    )
+    memory_steady = Threshold(
+        0.3,
+        "share of the mean block's growth that every block must bring",
+        source="noise of the allocator comes in some blocks and not in others",
+    )
+    memory_stopped = Threshold(
+        0.1,
+        "share of the trend that two blocks must fall below to end it",
+        source="a third of `memory_steady`: hysteresis",
+    )
+    memory_warm_up = Threshold(
+        8, "first steps that are not judged", source="optimizer state, workspaces and buckets appear, caches fill"
+    )
+
+
+class GrowthRule(TrendRule):
     """A rule about memory that rises from step to step."""
 
     series: ClassVar[tuple[Series, ...]]
+    memory_held = Threshold(
+        0.25,
+        "share of the growth that a holder must hold to explain it",
+        source="chosen: tensors may be the smaller part of what an object keeps",
+    )
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
         self._growth: dict[tuple[str, int], Growth] = {}
         self._since: dict[str, int] = {}  # series -> the step that first showed a trend
         self._told: set[str] = set()
+        self._last: Step | None = None
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return (finding.phase,)
-
-    def sees(self, step: Step) -> bool:
+    def can_show(self, step: Step) -> bool:
         return step.optimizer == 0 and not self._since
 
     def suspects(self, step: Step) -> bool:
         searched = {series.name for series in self.series if series.searched}
         return step.optimizer == 0 and bool(searched & self._since.keys() - self._told)
 
-    def detect(self, step: Step) -> Iterator[Finding]:
-        if step.optimizer != 0:
+    def growing(self, series: Series, step: Step, least: float) -> tuple[int, ...]:
+        """The ranks whose memory has a trend after this step; growth below `least` MiB is none."""
+        self._last = step
+        for rank, row in step.rows.items():
+            growth = self._growth.setdefault((series.name, rank), Growth(least, self))
+            growth.add(step.step, getattr(row, series.field), declared_bytes(step, rank))
+        return self._ranks(series, step)
+
+    def told(self, series: Series, step: Step, ranks: Sequence[int]) -> Iterator[Finding]:
+        """The finding about ranks that grow, once it is known who holds what has grown, or has been waited for."""
+        if not ranks:
+            self._since.pop(series.name, None)
+            self._told.discard(series.name)
             return
-        for series in self.series:
-            ranks = self._take(series, step)
-            if not ranks:
-                self._since.pop(series.name, None)
-                self._told.discard(series.name)
-                continue
-            first = self._since.setdefault(series.name, step.step)
-            answered = bool(step.details.get("holders")) or not series.searched
-            if series.name in self._told or answered or step.step - first >= self.limit("memory_patience"):
-                self._told.add(series.name)
-                yield self._report(series, step, ranks)
+        first = self._since.setdefault(series.name, step.step)
+        answered = bool(step.details.get("holders")) or not series.searched
+        if series.name in self._told or answered or step.step - first >= self.memory_patience:
+            self._told.add(series.name)
+            yield self._report(series, step, ranks)
 
     def finish(self) -> Iterator[Finding]:
         for series in self.series:
             if series.name in self._since and series.name not in self._told and self._last is not None:
                 yield self._report(series, self._last, self._ranks(series, self._last))
-
-    _last: Step | None = None
-
-    def _take(self, series: Series, step: Step) -> Sequence[int]:
-        self._last = step
-        for rank, row in step.rows.items():
-            growth = self._growth.setdefault((series.name, rank), Growth(series.least, self.limit))
-            growth.add(step.step, getattr(row, series.field), declared_bytes(step, rank))
-        return self._ranks(series, step)
 
     def _ranks(self, series: Series, step: Step) -> tuple[int, ...]:
         return tuple(r for r in step.rows if (g := self._growth.get((series.name, r))) is not None and g.trend)
@@ -236,13 +269,13 @@ class GrowthRule(Detector):
             left = max(0, limit - value) / trend.per_step
             evidence |= {"limit": size_text(limit), "exhausted_at_step": step.step + round(left)}
         held = best_holder(step, graphs=False) if series.searched else None
-        if held is not None and held[1].get("bytes", 0) >= self.limit("memory_held") * trend.grown:
+        if held is not None and held[1].get("bytes", 0) >= self.memory_held * trend.grown:
             evidence["holder"] = f"{holder_text(held[1])} holds {size_text(held[1]['bytes'])} in tensors"
         else:
             held = None
         return self.finding(
+            step,
             step=trend.since,
-            last_step=step.step,
             ranks=tuple(ranks),
             subject=(held[1]["name"] if held is not None else self.subject(series, step),),
             phase=series.name,

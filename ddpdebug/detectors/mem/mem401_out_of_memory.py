@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Facts
+from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.examples import step_at
-from ddpdebug.detectors.mem.explanation import explain
+from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.detectors.mem.explanation import ExplainingRule, explain
 from ddpdebug.detectors.mem.growth import GIB, size_text
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
@@ -31,7 +32,7 @@ _FAILED: dict[str, Any] = {
 }
 
 
-class OutOfMemory(Detector):
+class OutOfMemory(EventRule, ExplainingRule):
     """An allocation failed on this rank in the named phase and module.
 
     Impact: the rank dies or drops its step; the others wait for it in the next collective until their timeout.
@@ -57,8 +58,7 @@ class OutOfMemory(Detector):
     code = "MEM401"
     severity = Severity.CRITICAL
     title = "out of memory"
-    topics = ("alone",)
-    stage = 5
+    events = ("memory",)
     fires_on = Examples(
         lambda: (
             (Facts(topic="alone:memory", values={2: _FAILED}),),
@@ -76,41 +76,37 @@ class OutOfMemory(Detector):
         super().__init__(config)
         self._last: Step | None = None
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
         return finding.ranks, finding.step
 
     def detect(self, step: Step) -> Iterator[Finding]:
         self._last = step
         yield from ()
 
-    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
-        for rank, fact in facts.items():
-            if topic != "alone:memory" or not fact.get("failed"):
-                continue
-            reason = explain(fact)
-            evidence = {
-                "cause": reason.text,
-                "requested": size_text(fact["requested"]) if fact.get("requested") else None,
-                "allocated": size_text(fact.get("allocated") or 0),
-                "limit": size_text(fact["limit"]) if fact.get("limit") else None,
-                "held_by": {name.replace("_", " "): size_text(n) for name, n in (fact.get("split") or {}).items() if n},
-                "memory": self._by_rank(),
-                "operation": fact.get("operation"),
-                "largest": fact.get("largest"),
-                "summary": fact.get("directory"),
-            }
-            yield self.finding(
-                step=fact.get("step"),
-                ranks=(rank,),
-                subject=(fact["module"],) if fact.get("module") else (),
-                phase=fact.get("phase"),
-                location=fact.get("location"),
-                evidence={name: value for name, value in evidence.items() if value},
-                actions=[
-                    *reason.actions,
-                    "do not catch the error on one rank and go on: its peers wait in a collective",
-                ],
-            )
+    def judge(self, fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        if not fact.get("failed"):
+            return None
+        reason = explain(fact, self)
+        evidence = {
+            "cause": reason.text,
+            "requested": size_text(fact["requested"]) if fact.get("requested") else None,
+            "allocated": size_text(fact.get("allocated") or 0),
+            "limit": size_text(fact["limit"]) if fact.get("limit") else None,
+            "held_by": {name.replace("_", " "): size_text(n) for name, n in (fact.get("split") or {}).items() if n},
+            "memory": self._by_rank(),
+            "operation": fact.get("operation"),
+            "largest": fact.get("largest"),
+            "summary": fact.get("directory"),
+        }
+        return {
+            "subject": (fact["module"],) if fact.get("module") else (),
+            "phase": fact.get("phase"),
+            "evidence": {name: value for name, value in evidence.items() if value},
+            "actions": [
+                *reason.actions,
+                "do not catch the error on one rank and go on: its peers wait in a collective",
+            ],
+        }
 
     def _by_rank(self) -> dict[str, str]:
         if self._last is None:

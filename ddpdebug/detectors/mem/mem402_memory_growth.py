@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from ddpdebug.detectors.base import Examples
+from collections.abc import Iterator
+
+from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.examples import growing, holders
 from ddpdebug.detectors.mem.growth import MIB, GrowthRule, Series
-from ddpdebug.schema.finding import Severity
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.step import Step
 
 
 class MemoryGrowth(GrowthRule):
@@ -34,9 +37,12 @@ class MemoryGrowth(GrowthRule):
     code = "MEM402"
     severity = Severity.WARNING
     title = "device memory grows steadily"
-    follows = ("MEM403",)
-    stage = 82
-    series = (Series("device", "device_allocated_bytes", "device_limit_bytes", "memory_growth_device"),)
+    series = (Series("device", "device_allocated_bytes", "device_limit_bytes"),)
+    memory_growth_device = Threshold(
+        8,
+        "MiB that the blocks must bring together, of a device",
+        source="chosen: four blocks of 2 MiB, to which its allocator rounds",
+    )
     fires_on = Examples(
         lambda: (
             growing("device_allocated_bytes", lambda step: 300 * MIB + 2 * MIB * step, 70, holders=holders("cache")),
@@ -51,3 +57,8 @@ class MemoryGrowth(GrowthRule):
             growing("device_allocated_bytes", lambda step: 300 * MIB + 2 * MIB * step, 70, declared=1024 * MIB),
         )
     )
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        if step.optimizer == 0:
+            for series in self.series:
+                yield from self.told(series, step, self.growing(series, step, self.memory_growth_device))

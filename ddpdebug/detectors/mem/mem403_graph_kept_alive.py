@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples
+from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.examples import growing, holders
 from ddpdebug.detectors.mem.growth import (
     MIB,
     Growth,
+    Trend,
+    TrendRule,
     best_holder,
     declared_bytes,
     holder_text,
     size_text,
     used,
 )
+from ddpdebug.detectors.mem.mem402_memory_growth import MemoryGrowth
+from ddpdebug.detectors.mem.mem406_host_memory_growth import HostMemoryGrowth
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
 
 
-class GraphKeptAlive(Detector):
+class GraphKeptAlive(TrendRule):
     """Tensors that still carry a `grad_fn` survive their step, more of them from step to step, and hold their graphs.
 
     Impact: memory grows every step. A graph that never ran backward keeps all its activations; one that did keeps only
@@ -47,7 +51,23 @@ class GraphKeptAlive(Detector):
     severity = Severity.ERROR
     title = "autograd graphs are kept alive across steps"
     wants = ("holders",)
-    stage = 80
+    graphs_held = Threshold(
+        6,
+        "graphs that a holder keeps, below which it is the step's own `loss` or `output` and explains no growth",
+        source="half of `graphs_kept`",
+    )
+    graphs_kept = Threshold(
+        12,
+        "steps whose graphs have been added since their number last fell",
+        source="a loop that logs the mean loss of its last ten steps keeps ten of them, which does no harm",
+    )
+    memory_growth_device = MemoryGrowth.memory_growth_device
+    memory_growth_host = HostMemoryGrowth.memory_growth_host
+    memory_blocks_early = Threshold(
+        4,
+        "shortest blocks after which it is worth asking who holds the memory",
+        source="a short run ends before there are six",
+    )
     fires_on = Examples(
         lambda: (
             growing("live_graphs", lambda step: step, 30, holders=holders("losses", graphs=30)),
@@ -76,10 +96,7 @@ class GraphKeptAlive(Detector):
         self._told: tuple[Finding, int] | None = None
         self._last: Step | None = None
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return ()  # one leak is looked for at a time
-
-    def sees(self, step: Step) -> bool:
+    def can_show(self, step: Step) -> bool:
         return step.optimizer == 0 and self._since is None
 
     def suspects(self, step: Step) -> bool:
@@ -98,9 +115,9 @@ class GraphKeptAlive(Detector):
             yield self._told[0]
             return
         found = best_holder(step, graphs=True)
-        if found is not None and found[1].get("graphs", 0) >= self.limit("graphs_held"):
+        if found is not None and found[1].get("graphs", 0) >= self.graphs_held:
             yield self._report(step, kept or ranks, found[1])
-        elif kept and step.step - self._since >= self.limit("memory_patience"):
+        elif kept and step.step - self._since >= self.memory_patience:
             yield self._report(step, kept, None)
 
     def finish(self) -> Iterator[Finding]:
@@ -115,25 +132,26 @@ class GraphKeptAlive(Detector):
             low, since = (row.live_graphs, step.step) if fell else (low, since)
             self._counts[rank] = row.live_graphs, low, since
             if rank not in self._growth:
-                least = "memory_growth_device" if row.device_allocated_bytes else "memory_growth_host"
-                self._growth[rank] = Growth(least, self.limit)
+                least = self.memory_growth_device if row.device_allocated_bytes else self.memory_growth_host
+                self._growth[rank] = Growth(least, self)
             self._growth[rank].add(step.step, used(row), declared_bytes(step, rank))
 
     def _kept(self, step: Step) -> tuple[int, ...]:
-        return tuple(rank for rank in step.rows if self._gained(rank) >= self.limit("graphs_kept"))
+        return tuple(rank for rank in step.rows if self._gained(rank) >= self.graphs_kept)
 
     def _gained(self, rank: int) -> int:
         count, low, _ = self._counts.get(rank, (0, 0, 0))
         return count - low
 
+    def _suspicion(self, rank: int) -> Trend | None:
+        return self._growth[rank].suspicion(int(self.memory_blocks_early))
+
     def _growing(self, step: Step) -> tuple[int, ...]:
-        return tuple(rank for rank in step.rows if self._growth[rank].suspicion is not None)
+        return tuple(rank for rank in step.rows if self._suspicion(rank) is not None)
 
     def _report(self, step: Step, ranks: tuple[int, ...], holder: Mapping[str, Any] | None) -> Finding:
-        trends = [trend for rank in ranks if (trend := self._growth[rank].suspicion) is not None]
-        first = min(
-            (self._counts[rank][2] for rank in ranks if self._gained(rank) >= self.limit("graphs_kept")), default=None
-        )
+        trends = [trend for rank in ranks if (trend := self._suspicion(rank)) is not None]
+        first = min((self._counts[rank][2] for rank in ranks if self._gained(rank) >= self.graphs_kept), default=None)
         first = min((trend.since for trend in trends), default=0) if first is None else first
         graphs = max((self._gained(rank) for rank in ranks), default=0)
         evidence: dict[str, Any] = {"graphs": graphs} if graphs else {}
@@ -145,8 +163,8 @@ class GraphKeptAlive(Detector):
         if trends:
             evidence["grown"] = size_text(max(trend.grown for trend in trends))
         finding = self.finding(
+            step,
             step=first,
-            last_step=step.step,
             ranks=ranks,
             subject=() if holder is None else (str(holder["name"]),),
             location=None if holder is None else holder.get("location"),

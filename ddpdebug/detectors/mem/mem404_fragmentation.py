@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples
+from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.examples import steps
+from ddpdebug.detectors.kinds import Streak, StreakRule
 from ddpdebug.detectors.mem.growth import GIB, MIB, size_text
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Row
 from ddpdebug.schema.step import Step
 
 
-class Fragmentation(Detector):
+class Fragmentation(StreakRule):
     """The caching allocator keeps much more than live tensors used at their peak, much of it in pieces between them.
 
     Impact: out of memory while gigabytes are free inside the allocator, or slow steps from cache flushes and retries.
@@ -37,7 +38,24 @@ class Fragmentation(Detector):
     code = "MEM404"
     severity = Severity.WARNING
     title = "far more memory is reserved than allocated"
-    stage = 86
+    fragmentation_bytes = Threshold(
+        512,
+        "MiB reserved beyond the largest amount ever allocated",
+        source="the allocator rounds large requests up to 2 MiB and keeps segments of 20 MiB: below, a gap is ordinary",
+    )
+    fragmentation_inactive = Threshold(
+        0.1,
+        "free pieces of segments in use, as a share of what is reserved: these cannot be given back",
+        source="chosen; cached segments that are wholly free are no fragmentation",
+    )
+    fragmentation_share = Threshold(
+        0.2,
+        "the gap of `fragmentation_bytes` as a share of what is reserved",
+        source="chosen: as `fragmentation_bytes` on a large device",
+    )
+    fragmentation_steps = enough = Threshold(
+        20, "steps in a row that show it", source="chosen: a few long batches in a row are no habit"
+    )
     fires_on = Examples(
         lambda: (
             steps(
@@ -68,27 +86,22 @@ class Fragmentation(Detector):
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
-        self._odd: dict[int, int] = {}
         self._retries: dict[int, int] = {}
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return ()
-
-    def detect(self, step: Step) -> Iterator[Finding]:
+    def shown(self, step: Step) -> Mapping[int, bool] | None:
         if step.optimizer != 0:
-            return
+            return None
         for rank, row in step.rows.items():
-            self._odd[rank] = self._odd.get(rank, 0) + 1 if self._fragmented(row) else 0
             self._retries.setdefault(rank, row.device_retries)
-        ranks = tuple(rank for rank in step.rows if self._odd[rank] >= self.limit("fragmentation_steps"))
-        if not ranks:
-            return
-        worst = max(ranks, key=lambda rank: _gap(step.rows[rank]))
+        return {rank: self._fragmented(row) for rank, row in step.rows.items()}
+
+    def report(self, step: Step, streaks: Mapping[int, Streak]) -> Iterator[Finding]:
+        worst = max(streaks, key=lambda rank: _gap(step.rows[rank]))
         row = step.rows[worst]
         yield self.finding(
-            step=step.step - self._odd[worst] + 1,
-            last_step=step.step,
-            ranks=ranks,
+            step,
+            step=step.step - streaks[worst].length + 1,
+            ranks=tuple(streaks),
             subject=("device",),
             evidence={
                 "reserved": size_text(row.device_reserved_bytes),
@@ -101,8 +114,8 @@ class Fragmentation(Detector):
 
     def _fragmented(self, row: Row) -> bool:
         reserved = row.device_reserved_bytes
-        least = max(self.limit("fragmentation_share") * reserved, MIB * self.limit("fragmentation_bytes"))
-        return _gap(row) >= least and row.device_inactive_bytes >= self.limit("fragmentation_inactive") * reserved
+        least = max(self.fragmentation_share * reserved, MIB * self.fragmentation_bytes)
+        return _gap(row) >= least and row.device_inactive_bytes >= self.fragmentation_inactive * reserved
 
 
 def _gap(row: Row) -> int:

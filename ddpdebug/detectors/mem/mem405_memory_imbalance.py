@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Hashable, Iterator, Mapping
-from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples
+from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.mem.growth import GIB, MIB, size_text
+from ddpdebug.detectors.kinds import Streak, StreakRule
+from ddpdebug.detectors.mem.growth import GIB, MIB, TrendRule, size_text
 from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.row import Row
 from ddpdebug.schema.step import Step
 
 
-class MemoryImbalance(Detector):
+class MemoryImbalance(StreakRule):
     """One rank's peak of device memory (without a device: of resident memory) stays far above the other ranks' median.
 
     Impact: this rank decides the batch size for all, and is the one that runs out of memory first.
@@ -40,7 +39,22 @@ class MemoryImbalance(Detector):
     code = "MEM405"
     severity = Severity.WARNING
     title = "one rank uses much more memory than its peers"
-    stage = 88
+    memory_warm_up = TrendRule.memory_warm_up
+    memory_imbalance_device = Threshold(
+        256,
+        "MiB that a rank's peak lies above the median of the others', on devices",
+        source="chosen: a context and its workspaces stay below",
+    )
+    memory_imbalance_host = Threshold(
+        80,
+        "the same, on hosts",
+        source="a process that has loaded torch has some 300 MiB; rank 0 has the store, the sinks and often an "
+        "evaluation besides",
+    )
+    memory_imbalance_share = Threshold(
+        0.3, "the same as a share of that median", source="chosen: lengths of batches differ by less over a run"
+    )
+    memory_imbalance_steps = enough = Threshold(20, "steps in a row that show it", source="as `fragmentation_steps`")
     fires_on = Examples(
         lambda: (
             steps(40, odd={2: {"device_peak_bytes": 30 * GIB}}, device_peak_bytes=20 * GIB),
@@ -57,42 +71,45 @@ class MemoryImbalance(Detector):
         )
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
-        super().__init__(config)
-        self._odd: dict[int, int] = {}
-
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
         return (finding.ranks,)
 
-    def detect(self, step: Step) -> Iterator[Finding]:
-        if step.optimizer != 0 or step.step < self.limit("memory_warm_up") or len(step.rows) < 2:
-            return
-        on_device = any(row.device_peak_bytes for row in step.rows.values())
-        least = MIB * self.limit("memory_imbalance_device" if on_device else "memory_imbalance_host")
-        share, enough = self.limit("memory_imbalance_share"), int(self.limit("memory_imbalance_steps"))
-        used = {rank: _peak(row, on_device=on_device) for rank, row in step.rows.items()}
+    def shown(self, step: Step) -> Mapping[int, bool] | None:
+        if step.optimizer != 0 or step.step < self.memory_warm_up or len(step.rows) < 2:
+            return None
+        used = _peaks(step)
+        least = MIB * (self.memory_imbalance_device if _on_device(step) else self.memory_imbalance_host)
+        shows = {}
         for rank, own in used.items():
             others = statistics.median(value for other, value in used.items() if other != rank)
-            odd = own - others >= max(share * others, least)
-            self._odd[rank] = self._odd.get(rank, 0) + 1 if odd else 0
-        if len(used) > 2 and 2 * sum(map(bool, self._odd.values())) >= len(used):
+            shows[rank] = own - others >= max(self.memory_imbalance_share * others, least)
+        return shows
+
+    def report(self, step: Step, streaks: Mapping[int, Streak]) -> Iterator[Finding]:
+        if len(step.rows) > 2 and 2 * len(self.running(0)) >= len(step.rows):
             return  # two kinds of ranks, none of them the exception
-        for rank in used:
-            if self._odd[rank] >= enough and self._odd[rank] % enough == 0:
+        for rank, streak in streaks.items():
+            if streak.length % int(self.enough) == 0:
                 yield self.finding(
-                    step=step.step - self._odd[rank] + 1,
-                    last_step=step.step,
+                    step,
+                    step=step.step - streak.length + 1,
                     ranks=(rank,),
-                    subject=("device" if on_device else "host",),
+                    subject=("device" if _on_device(step) else "host",),
                     evidence={
-                        "peak": {str(r): size_text(value) for r, value in used.items()},
+                        "peak": {str(r): size_text(value) for r, value in _peaks(step).items()},
                         "batch_elements": {str(r): row.batch_elements for r, row in step.rows.items()},
                     },
                 )
 
-    def sees(self, step: Step) -> bool:
-        return step.optimizer == 0 and not any(self._odd.values())
+    def can_show(self, step: Step) -> bool:
+        return step.optimizer == 0 and not self.running(0)
 
 
-def _peak(row: Row, *, on_device: bool) -> int:
-    return row.device_peak_bytes if on_device else row.host_peak_bytes
+def _on_device(step: Step) -> bool:
+    return any(row.device_peak_bytes for row in step.rows.values())
+
+
+def _peaks(step: Step) -> dict[int, int]:
+    """Return rank -> the most memory that it has used, in bytes: of its device, or of the host where there is none."""
+    on_device = _on_device(step)
+    return {r: row.device_peak_bytes if on_device else row.host_peak_bytes for r, row in step.rows.items()}

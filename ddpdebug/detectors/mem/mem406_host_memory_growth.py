@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from ddpdebug.detectors.base import Examples
+from collections.abc import Iterator
+
+from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.examples import growing, holders
 from ddpdebug.detectors.mem.growth import MIB, GrowthRule, Series
-from ddpdebug.schema.finding import Severity
+from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
 
 
@@ -35,11 +37,14 @@ class HostMemoryGrowth(GrowthRule):
     code = "MEM406"
     severity = Severity.WARNING
     title = "host memory grows steadily"
-    follows = ("MEM403", "MEM402")
-    stage = 84
     series = (
-        Series("host", "host_private_bytes", "host_limit_bytes", "memory_growth_host"),
-        Series("DataLoader workers", "workers_bytes", "host_limit_bytes", "memory_growth_host", searched=False),
+        Series("host", "host_private_bytes", "host_limit_bytes"),
+        Series("DataLoader workers", "workers_bytes", "host_limit_bytes", searched=False),
+    )
+    memory_growth_host = Threshold(
+        24,
+        "MiB that the blocks must bring together, of the host",
+        source="the C library's heap alone was seen to grow by 11 MiB over 48 steps of a small model with nothing kept",
     )
     fires_on = Examples(
         lambda: (
@@ -57,6 +62,11 @@ class HostMemoryGrowth(GrowthRule):
             growing("host_private_bytes", lambda step: 300 * MIB + MIB * step, 70, declared=None),
         )
     )
+
+    def detect(self, step: Step) -> Iterator[Finding]:
+        if step.optimizer == 0:
+            for series in self.series:
+                yield from self.told(series, step, self.growing(series, step, self.memory_growth_host))
 
     def subject(self, series: Series, step: Step) -> str:
         loader = _loader(step)

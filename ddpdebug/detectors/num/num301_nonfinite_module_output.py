@@ -7,8 +7,24 @@ from typing import Any
 
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
-from ddpdebug.detectors.num.nonfinite import NonfiniteRule, call, followed, seen
+from ddpdebug.detectors.kinds import Verdict
+from ddpdebug.detectors.num.nonfinite import (
+    ROOT,
+    ReplayedRule,
+    Table,
+    about,
+    call,
+    first_call,
+    has,
+    known_of,
+    maker,
+    of_loss,
+    ranks_with,
+    seen,
+)
+from ddpdebug.detectors.num.num305_nonfinite_input import NonfiniteInput
 from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 _LOSS: dict[str, Any] = {"value": math.nan, "micro_batch": 0, "backward": "train.py:60", "expression": None}
 _CALLS = [call(), call("blocks.1", 4), call("head", 9, input_nonfinite=True)]
@@ -17,7 +33,7 @@ _ODD: dict[int, Any] = {1: {"flags": Flag.LOSS_NONFINITE | Flag.FORWARD_NONFINIT
 _MASK = call("scores", kinds=["-Inf"])
 
 
-class NonfiniteModuleOutput(NonfiniteRule):
+class NonfiniteModuleOutput(ReplayedRule):
     """A module returned nan or inf although its inputs and parameters were finite: the first one of the forward.
 
     A tensor of -inf that a following softmax consumes is an ordinary mask and is not meant.
@@ -47,7 +63,7 @@ class NonfiniteModuleOutput(NonfiniteRule):
 
     code = "NUM301"
     title = "a module's output is the first non-finite tensor of the forward"
-    follows = followed(code)
+    after = NonfiniteInput
     fires_on = Examples(
         lambda: (
             (step_at(7, odd=_ODD, numerics=_SEEN),),
@@ -63,3 +79,34 @@ class NonfiniteModuleOutput(NonfiniteRule):
             (step_at(7, odd={1: {"flags": Flag.LOSS_NONFINITE}}, numerics={1: seen(loss=_LOSS, forward=[_MASK])}),),
         )
     )
+
+    @classmethod
+    def verdict(cls, step: Step) -> Verdict | None:
+        known = known_of(step)
+
+        def guilty(rank: int, table: Table) -> bool:
+            made = first_call(table)
+            if has(step, rank, Flag.LOSS_NONFINITE):
+                return made is not None or table.get("output_finite") is False
+            # what was masked on its way to the loss comes back in backward
+            alone = step.any(Flag.NO_DDP) or len(step.rows) == 1
+            lost = has(step, rank, Flag.LOCAL_GRADS_NONFINITE | (Flag.GRADS_NONFINITE if alone else Flag(0)))
+            return lost and made is not None and bool(set(made["kinds"]) - {"-Inf"})
+
+        ranks = ranks_with(step, known, guilty)
+        if not ranks:
+            return None
+        calls = {rank: call for rank in ranks if (call := first_call(known[rank])) is not None}
+        if not calls:
+            line = of_loss(known, ranks)
+            evidence = {"observed": "what the model returned is non-finite; its modules were not looked at", **line}
+            return Verdict(ranks=ranks, subject=(ROOT,), phase="forward", evidence=evidence)
+        earliest = min((call["micro_batch"], call["order"]) for call in calls.values())
+        first = tuple(rank for rank, call in calls.items() if (call["micro_batch"], call["order"]) == earliest)
+        names = tuple(dict.fromkeys(maker(calls[rank]) for rank in first))
+        evidence = {**about(calls[first[0]]), "also_on": [rank for rank in ranks if rank not in first]}
+        before = [call["module"] for call in known[first[0]]["forward"] if call["kinds"] == ["-Inf"]]
+        evidence["minus_inf_before_in"] = before[:4]
+        if not step.any(Flag.LOSS_NONFINITE):
+            evidence["loss"] = "finite: it was masked on the way, and came back in backward"
+        return Verdict(ranks=first, subject=names, phase="forward", evidence=evidence)

@@ -7,8 +7,11 @@ from typing import Any
 
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
-from ddpdebug.detectors.num.nonfinite import NonfiniteRule, followed, seen
+from ddpdebug.detectors.kinds import Verdict
+from ddpdebug.detectors.num.nonfinite import NonfiniteRule, Table, has, known_of, of_loss, operation, ranks_with, seen
+from ddpdebug.detectors.num.num301_nonfinite_module_output import NonfiniteModuleOutput
 from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 _LOSS: dict[str, Any] = {"value": math.inf, "micro_batch": 0, "backward": "train.py:60", "expression": "train.py:58"}
 _ODD: dict[int, Any] = {1: {"flags": Flag.LOSS_NONFINITE}}
@@ -51,7 +54,7 @@ class NonfiniteLoss(NonfiniteRule):
 
     code = "NUM302"
     title = "the model's outputs are finite, the loss is not"
-    follows = followed(code)
+    after = NonfiniteModuleOutput
     fires_on = Examples(
         lambda: (
             (step_at(7, odd=_ODD, numerics={1: seen(loss=_LOSS)}),),
@@ -68,3 +71,36 @@ class NonfiniteLoss(NonfiniteRule):
             (step_at(7, odd=_BACKWARD, numerics={1: seen(local=["head.weight"])}),),
         )
     )
+
+    @classmethod
+    def verdict(cls, step: Step) -> Verdict | None:
+        known = known_of(step)
+        ranks = step.ranks_with(Flag.LOSS_NONFINITE)
+        phase, evidence = "loss", of_loss(known, ranks)
+        if ranks and not any(known.get(rank, {}).get("output_finite") for rank in ranks):
+            evidence["observed"] = "the loss is non-finite; what came before it was not looked at in this step"
+        tables_ = [known[rank] for rank in ranks if rank in known]
+        found = [table.get("loss") or {} for table in tables_]
+        if not ranks:
+            spoilt = Flag.LOCAL_GRADS_NONFINITE | Flag.GRADS_NONFINITE
+            ranks = ranks_with(step, known, lambda rank, table: has(step, rank, spoilt) and _is_spoilt_by_loss(table))
+            phase = "loss-backward"
+            tables_ = [known[rank] for rank in ranks]
+            found = [{"expression": t.get("loss_line"), **(t.get("loss_backward") or {})} for t in tables_]
+            evidence = operation(next((entry for entry in found if entry.get("operation")), {}))
+            evidence["observed"] = "the loss is finite, the gradient that it gives to the model's output is not"
+        if not ranks:
+            return None
+        spans = [table["entry"]["range"] for table in tables_ if table.get("entry")]
+        evidence["gradient_from_loss"] = spans[0] if spans else None
+        if any(call["kinds"] for table in tables_ for call in table["forward"]):
+            evidence["masked_in"] = [call["module"] for table in tables_ for call in table["forward"]][:4]
+        line = next((entry["location"] for entry in found if entry.get("location")), None)
+        whole = next((entry["expression"] for entry in found if entry.get("expression")), None)
+        how = evidence.pop("line_found")
+        evidence |= {"loss_at": whole if line and whole != line else None, "line_found": how}
+        return Verdict(ranks=ranks, subject=("loss",), phase=phase, location=line or whole, evidence=evidence)
+
+
+def _is_spoilt_by_loss(table: Table) -> bool:
+    return (table.get("entry") or {}).get("finite") is False or bool(table.get("loss_backward"))

@@ -7,15 +7,18 @@ from typing import Any
 
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
-from ddpdebug.detectors.num.nonfinite import NonfiniteRule, followed, seen
+from ddpdebug.detectors.kinds import Verdict
+from ddpdebug.detectors.num.nonfinite import ROOT, ReplayedRule, known_of, seen
+from ddpdebug.detectors.num.num302_nonfinite_loss import NonfiniteLoss
 from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 _ALL = Flag.GRADS_NONFINITE
 _ODD: dict[int, Any] = {1: {"flags": Flag.LOCAL_GRADS_NONFINITE}}
 _SEEN = {1: seen(local=["blocks.0.norm.weight", "blocks.0.fc.weight"])}
 
 
-class NonfiniteLocalGradient(NonfiniteRule):
+class NonfiniteLocalGradient(ReplayedRule):
     """A gradient became nan or inf in the backward of one rank, before the reduction spread it.
 
     Impact: after the all-reduce every rank holds the bad gradient and every rank looks guilty; a step with it destroys
@@ -43,7 +46,7 @@ class NonfiniteLocalGradient(NonfiniteRule):
 
     code = "NUM303"
     title = "the loss is finite, a rank's own gradient is not"
-    follows = followed(code)
+    after = NonfiniteLoss
     fires_on = Examples(
         lambda: (
             (step_at(7, flags=_ALL, odd=_ODD, numerics=_SEEN), step_at(8, flags=_ALL | Flag.LOSS_NONFINITE)),
@@ -59,3 +62,37 @@ class NonfiniteLocalGradient(NonfiniteRule):
             (step_at(7, flags=_ALL, odd={1: {"flags": Flag.LOSS_NONFINITE}}),),
         )
     )
+
+    @classmethod
+    def verdict(cls, step: Step) -> Verdict | None:
+        known = known_of(step)
+        ranks = step.ranks_with(Flag.LOCAL_GRADS_NONFINITE)
+        phase: str | None = "backward"
+        if not ranks and step.any(Flag.GRADS_NONFINITE):
+            bad = step.ranks_with(Flag.GRADS_NONFINITE)
+            if step.any(Flag.NO_DDP) or len(step.rows) == 1:
+                ranks = bad
+            elif all(math.isfinite(step.rows[rank].grad_norm) for rank in bad):
+                ranks, phase = bad, "after-reduction"
+            elif not step.all(Flag.CHECKED):
+                ranks, phase = bad, None
+        if not ranks:
+            return None
+        own = {rank: known[rank].get("local") or known[rank].get("reduced") or [] for rank in ranks if rank in known}
+        names = [name for rank in ranks for name in own.get(rank, ())]
+        modules = tuple(dict.fromkeys(_module_of(own[rank][0]) for rank in ranks if own.get(rank)))
+        calls = [call["module"] for rank in ranks for call in known.get(rank, {}).get("forward", ())]
+        entry = next((e["range"] for rank in ranks if (e := known.get(rank, {}).get("entry"))), None)
+        evidence = {
+            "first_parameter": names[0] if names else None,
+            "gradient_from_loss": entry,
+            "loss": {str(rank): step.rows[rank].loss for rank in ranks},
+            "nonfinite_gradients": {str(rank): len(found) for rank, found in own.items()},
+            "masked_in": calls[:4],
+            "observed": None if phase else "only the reduced gradients were looked at in this step",
+        }
+        return Verdict(ranks=ranks, subject=modules, phase=phase, evidence=evidence)
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0] or ROOT

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ddpdebug.detectors.base import Examples
+from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import step_at, steps
-from ddpdebug.detectors.num.nonfinite import NonfiniteRule, followed, seen
+from ddpdebug.detectors.kinds import Verdict
+from ddpdebug.detectors.num.nonfinite import NonfiniteRule, known_of, seen
 from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 _MADE = {"before": [], "after": ["head.weight"], "state": [["head.weight", "exp_avg_sq"]], "phase": "optimizer"}
 _FOUND = {"before": ["embedding.weight"], "after": [], "state": [], "phase": "outside-optimizer"}
@@ -45,7 +48,6 @@ class NonfiniteParameter(NonfiniteRule):
 
     code = "NUM304"
     title = "a parameter or optimizer state is non-finite although the gradients were finite"
-    follows = followed(code)
     fires_on = Examples(
         lambda: (
             (step_at(7, flags=Flag.STEP_NONFINITE, numerics=_AFTER),),
@@ -60,3 +62,25 @@ class NonfiniteParameter(NonfiniteRule):
             (step_at(7, flags=Flag.LOSS_NONFINITE),),
         )
     )
+
+    @classmethod
+    def verdict(cls, step: Step) -> Verdict | None:
+        before = step.ranks_with(Flag.PARAMS_NONFINITE)
+        # after a bad loss or gradient the optimizer hands on what it was given
+        given = step.any(Flag.LOSS_NONFINITE | Flag.LOCAL_GRADS_NONFINITE | Flag.GRADS_NONFINITE)
+        ranks = before or (() if given else step.ranks_with(Flag.STEP_NONFINITE))
+        if not ranks:
+            return None
+        known = known_of(step)
+        found = [known[rank]["parameters"] for rank in ranks if rank in known]
+        phase = next((table["phase"] for table in found if table["phase"]), None)
+        names = tuple(dict.fromkeys(name for table in found for name in table["before" if before else "after"]))
+        evidence: dict[str, Any] = {"parameters": len(names)}
+        if before:
+            evidence |= {"observed": "non-finite before this step's forward", "seen_at": step.step}
+        else:
+            state = list(dict.fromkeys(f"{name}: {key}" for table in found for name, key in table["state"]))
+            evidence |= {"state": state[:MAX_NAMES], "lr": step.rows[ranks[0]].lr}
+            names = names or tuple(dict.fromkeys(text.partition(": ")[0] for text in state))
+        made = step.step - 1 if before and phase == "optimizer" else None
+        return Verdict(ranks=ranks, subject=names, phase=phase, step=made, evidence=evidence)

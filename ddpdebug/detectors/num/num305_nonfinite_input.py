@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
-from ddpdebug.detectors.num.nonfinite import NonfiniteRule, call, followed, seen
+from ddpdebug.detectors.kinds import Verdict
+from ddpdebug.detectors.num.nonfinite import NonfiniteRule, Table, call, has, known_of, ranks_with, seen
+from ddpdebug.detectors.num.num304_nonfinite_parameter import NonfiniteParameter
 from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 _INPUT = {"argument": "x", "dtype": "float32", "shape": [4, 8], "kinds": ["NaN"], "count": 1, "samples": [2]}
 _CALLS = [call("embed", 1, input_nonfinite=True)]
@@ -37,7 +40,7 @@ class NonfiniteInput(NonfiniteRule):
 
     code = "NUM305"
     title = "the input batch is already non-finite"
-    follows = followed(code)
+    after = NonfiniteParameter
     fires_on = Examples(
         lambda: (
             (step_at(7, odd={1: {"flags": _LOST}}, numerics=_SEEN), step_at(8, flags=Flag.LOSS_NONFINITE)),
@@ -51,3 +54,25 @@ class NonfiniteInput(NonfiniteRule):
             (step_at(7, flags=Flag.SKIPPED, odd={1: {"flags": _LOST}}, numerics=_SEEN),),
         )
     )
+
+    @classmethod
+    def verdict(cls, step: Step) -> Verdict | None:
+        known = known_of(step)
+
+        def guilty(rank: int, table: Table) -> bool:
+            harmed = Flag.LOSS_NONFINITE | Flag.LOCAL_GRADS_NONFINITE
+            return bool(table.get("inputs")) and has(step, rank, harmed)
+
+        ranks = ranks_with(step, known, guilty)
+        if not ranks:
+            return None
+        first = {rank: known[rank]["inputs"][0] for rank in ranks}
+        evidence = {
+            "samples": {str(rank): entry["samples"] for rank, entry in first.items()},
+            "kinds": sorted({kind for entry in first.values() for kind in entry["kinds"]}),
+            "elements": {str(rank): entry["count"] for rank, entry in first.items()},
+            "shape": first[ranks[0]]["shape"],
+            "dtype": first[ranks[0]]["dtype"],
+        }
+        names = tuple(dict.fromkeys(entry["argument"] for rank in ranks for entry in known[rank]["inputs"]))
+        return Verdict(ranks=ranks, subject=names, phase="input", evidence=evidence)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Labels
+from ddpdebug.detectors.base import Examples, RankClasses
 from ddpdebug.detectors.comparison import MAX_NAMES, tables
 from ddpdebug.detectors.examples import step_at, steps
+from ddpdebug.detectors.kinds import ComparisonRule
 from ddpdebug.detectors.num.nonfinite import BAD, seen
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
@@ -18,7 +19,7 @@ _SEEN = {2: seen(near=[{**_NEAR, "history": [[4, 12000.0], [5, 22000.0], [6, 410
 _ODD: dict[int, Any] = {2: {"flags": Flag.NEAR_OVERFLOW}}
 
 
-class NearOverflow(Detector):
+class NearOverflow(ComparisonRule):
     """A magnitude is above half of what the 16-bit dtype can hold (32752 for float16); nothing has overflowed yet.
 
     Impact: the next growth gives inf. In float16 it ends in skipped steps or nan; precision is already coarse up there
@@ -45,8 +46,6 @@ class NearOverflow(Detector):
     severity = Severity.WARNING
     title = "activations or gradients are within a factor of two of the dtype's maximum"
     wants = ("numerics",)
-    follows = ("NUM301", "NUM302", "NUM303", "NUM304", "NUM305", "NUM309")
-    stage = 70
     fires_on = Examples(
         lambda: (
             (step_at(6, odd=_ODD, numerics=_SEEN),),
@@ -61,25 +60,23 @@ class NearOverflow(Detector):
         )
     )
 
-    def symptom(self, step: Step) -> Labels | None:
+    def rank_classes(self, step: Step) -> RankClasses | None:
         if not step.all(Flag.CHECKED) or step.any(BAD):
             return None
         near = step.ranks_with(Flag.NEAR_OVERFLOW)
         return {rank: rank in near for rank in step.rows} if near else {}
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
         return ()
 
-    def detect(self, step: Step) -> Iterator[Finding]:
-        if not self.symptom(step):
-            return
+    def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:
         found = {rank: near for rank, table in tables(step, "numerics").items() if (near := table.get("near"))}
         if not found:
             return
         worst = max((near for own in found.values() for near in own), key=lambda n: n["largest"] / n["limit"])
         names = dict.fromkeys([worst["module"], *(near["module"] for own in found.values() for near in own)])
         yield self.finding(
-            step=step.step,
+            step,
             ranks=tuple(sorted(found)),
             subject=tuple(names)[:MAX_NAMES],
             phase="gradient" if worst["module"].startswith("gradient of ") else "forward",

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples
+from ddpdebug.detectors.base import Detector, Examples, Threshold
 from ddpdebug.detectors.examples import step_at
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
@@ -57,8 +57,23 @@ class LossScaleCollapse(Detector):
     code = "NUM307"
     severity = Severity.WARNING
     title = "the loss scaler skips too many steps or has collapsed"
-    follows = ("RANK109",)
-    stage = 70
+    scale_collapsed = Threshold(
+        1, "loss scale at which float16 gradients have nothing left to gain", source="1 is no scale at all"
+    )
+    scale_fall = Threshold(
+        1024,
+        "fall from the largest scale so far, as a multiple, that is a collapse",
+        source="ten halvings in vain; finding the first scale takes fewer",
+    )
+    scale_skipped = Threshold(
+        0.3,
+        "share of the window's attempts that were skipped, above which it is too many",
+        source="a scaler that only probes upwards skips one step in thousands, with a growth interval of a few "
+        "steps up to every fifth",
+    )
+    scale_window = Threshold(
+        50, "attempts that are looked at together, after the first step that was taken", source="chosen: 15 skips of 50"
+    )
     fires_on = Examples(
         lambda: (
             tuple(step_at(n, flags=Flag.SKIPPED, loss_scale=65536.0 / 2**n) for n in range(18)),
@@ -80,18 +95,18 @@ class LossScaleCollapse(Detector):
         super().__init__(config)
         self._past: dict[int, _Past] = {}
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
         return ()
 
-    def sees(self, step: Step) -> bool:
+    def can_show(self, step: Step) -> bool:
         past = self._past.get(step.optimizer)  # once it is below half of the limit, it is over
-        return past is None or 2 * sum(past.skips) < self.limit("scale_skipped") * self.limit("scale_window")
+        return past is None or 2 * sum(past.skips) < self.scale_skipped * self.scale_window
 
     def detect(self, step: Step) -> Iterator[Finding]:
         scales = [row.loss_scale for row in step.rows.values() if math.isfinite(row.loss_scale)]
         if not scales:
             return
-        window = int(self.limit("scale_window"))
+        window = int(self.scale_window)
         past = self._past.setdefault(step.optimizer, _Past(skips=deque(maxlen=window)))
         skipped, scale = step.all(Flag.SKIPPED), min(scales)
         past.highest = max(past.highest, scale)
@@ -101,14 +116,13 @@ class LossScaleCollapse(Detector):
         past.since = past.since if skipped else step.step + 1
         if past.settled:
             past.skips.append(skipped)
-        fallen = past.highest >= self.limit("scale_fall") * scale
-        collapsed = skipped and scale <= self.limit("scale_collapsed") and fallen
-        often = len(past.skips) == window and sum(past.skips) > self.limit("scale_skipped") * window
+        fallen = past.highest >= self.scale_fall * scale
+        collapsed = skipped and scale <= self.scale_collapsed and fallen
+        often = len(past.skips) == window and sum(past.skips) > self.scale_skipped * window
         if collapsed or often:
             yield self.finding(
+                step,
                 step=past.since if collapsed else step.step,
-                last_step=step.step,
-                ranks=tuple(step.rows),
                 subject=("loss scale",),
                 phase="collapsed" if collapsed else "skips",
                 evidence={

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Labels
+from ddpdebug.detectors.base import Examples, RankClasses
 from ddpdebug.detectors.comparison import MAX_NAMES, tables
 from ddpdebug.detectors.examples import step_at, steps
+from ddpdebug.detectors.kinds import ComparisonRule
 from ddpdebug.detectors.num.nonfinite import BAD, about, call, first_call, maker, seen
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
@@ -22,7 +23,7 @@ _MASKED = {"op": "aten.div.Tensor", "location": "model.py:30", "operands": [], "
 _SEEN = {1: seen(forward=[call(), call("blocks.1", 4, input_nonfinite=True)])}
 
 
-class MaskedNonfinite(Detector):
+class MaskedNonfinite(ComparisonRule):
     """A module returned nan or +inf, and something later replaced it (`nan_to_num`, `where`): the loss is finite.
 
     Impact: the forward looks healthy, but backward still passes through the operation that failed, and its gradient may
@@ -50,8 +51,6 @@ class MaskedNonfinite(Detector):
     severity = Severity.WARNING
     title = "a non-finite value arose and was masked"
     wants = ("numerics",)
-    follows = ("NUM301", "NUM302", "NUM303", "NUM304", "NUM305", "NUM309")
-    stage = 70
     fires_on = Examples(
         lambda: (
             (step_at(7, odd=_ODD, numerics=_SEEN),),
@@ -68,18 +67,16 @@ class MaskedNonfinite(Detector):
         )
     )
 
-    def symptom(self, step: Step) -> Labels | None:
+    def rank_classes(self, step: Step) -> RankClasses | None:
         if not step.all(Flag.CHECKED) or step.any(BAD | _ON_PURPOSE):
             return None
         masked = step.ranks_with(Flag.FORWARD_NONFINITE)
         return {rank: rank in masked for rank in step.rows} if masked else {}
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
         return (finding.subject[:1],)
 
-    def detect(self, step: Step) -> Iterator[Finding]:
-        if not self.symptom(step):
-            return
+    def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:
         known = {rank: table for rank, table in tables(step, "numerics").items() if table.get("forward")}
         calls = {rank: found for rank, table in known.items() if (found := first_call(table)) is not None}
         if not calls:
@@ -92,7 +89,7 @@ class MaskedNonfinite(Detector):
         evidence |= {"operands": masked.get("operands"), **about(first)}
         evidence |= {"loss": {str(rank): step.rows[rank].loss for rank in calls}, "bundle": replay.get("bundle")}
         yield self.finding(
-            step=step.step,
+            step,
             ranks=tuple(sorted(calls)),
             subject=tuple(names)[:MAX_NAMES],
             phase="forward",

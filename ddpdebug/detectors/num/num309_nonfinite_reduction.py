@@ -7,8 +7,11 @@ from typing import Any
 
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
-from ddpdebug.detectors.num.nonfinite import NonfiniteRule, followed, seen
+from ddpdebug.detectors.kinds import Verdict
+from ddpdebug.detectors.num.nonfinite import NonfiniteRule, known_of, seen
+from ddpdebug.detectors.num.num303_nonfinite_local_gradient import NonfiniteLocalGradient
 from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 _INF: dict[str, Any] = {"grad_norm": math.inf, "flags": Flag.GRADS_NONFINITE | Flag.HALF_REDUCTION}
 _SEEN = {rank: seen(reduced=["head.weight"], largest={"head.weight": 7e4}) for rank in range(4)}
@@ -42,7 +45,7 @@ class NonfiniteReduction(NonfiniteRule):
 
     code = "NUM309"
     title = "every rank's gradient is finite, the reduced one is not"
-    follows = followed(code)
+    after = NonfiniteLocalGradient
     fires_on = Examples(
         lambda: (
             (step_at(7, numerics=_SEEN, **_INF),),
@@ -56,3 +59,24 @@ class NonfiniteReduction(NonfiniteRule):
             (step_at(7, numerics=_SEEN, **{**_INF, "flags": Flag.GRADS_NONFINITE | Flag.SKIPPED}),),
         )
     )
+
+    @classmethod
+    def verdict(cls, step: Step) -> Verdict | None:
+        known = known_of(step)
+        ranks = step.ranks_with(Flag.GRADS_NONFINITE)
+        if not ranks or not step.all(Flag.CHECKED):
+            return None
+        names = tuple(dict.fromkeys(name for rank in ranks for name in known.get(rank, {}).get("reduced", ())))
+        largest: dict[str, float] = {}
+        for rank, table in known.items():
+            sizes = [value for name, value in table.get("largest", {}).items() if not names or name in names]
+            if sizes:
+                largest[str(rank)] = max(sizes)
+        evidence = {
+            "largest": largest,
+            "local_grad_norm": {str(rank): row.local_grad_norm for rank, row in step.rows.items()},
+            "parameters": len(names),
+            "16_bit_reduction": step.any(Flag.HALF_REDUCTION),
+            "custom_reduction": step.any(Flag.CUSTOM_REDUCTION),
+        }
+        return Verdict(ranks=ranks, subject=names, phase="reduction", evidence=evidence)

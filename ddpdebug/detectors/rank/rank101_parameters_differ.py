@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Labels
+from ddpdebug.detectors import causality
+from ddpdebug.detectors.base import Examples, RankClasses
 from ddpdebug.detectors.comparison import (
     MAX_NAMES,
     agree_within,
     blame,
-    labels,
+    classes_of,
     ordered,
     subset,
     tables,
     values_of,
 )
 from ddpdebug.detectors.examples import step_at, tables as ranks
+from ddpdebug.detectors.kinds import ComparisonRule
 from ddpdebug.schema.details import differing_names
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
@@ -33,7 +35,7 @@ _SHRUNK: dict[str, Any] = {**_USUAL, "after": {"w": "fe", "b": "b2"}}
 _CHANGED: dict[str, Any] = {"flags": Flag.PARAMS_CHANGED_OUTSIDE, "params_before_digest": 5, "params_after_digest": 6}
 
 
-class ParametersDiffer(Detector):
+class ParametersDiffer(ComparisonRule):
     """The ranks hold different values of the same parameters, compared bit by bit by name.
 
     Impact: from this step on the ranks train different models. Averaged gradients no longer fit any of them, and a
@@ -67,12 +69,7 @@ class ParametersDiffer(Detector):
     severity = Severity.CRITICAL
     title = "parameters differ between ranks"
     wants = ("parameters",)
-    follows = (
-        *("NUM304", "RANK103", "RANK104", "RANK105", "RANK109", "RANK112"),
-        *("SYNC201", "SYNC202", "SYNC203", "SYNC205", "SYNC206", "SYNC208", "SYNC211"),
-    )
     last_state = True
-    stage = 50
     fires_on = Examples(
         lambda: (
             (step_at(12, odd={2: _CHANGED}, parameters=ranks(4, _USUAL, {2: _EDITED})),),
@@ -101,45 +98,43 @@ class ParametersDiffer(Detector):
             set()
         )  # optimizers whose parameters all ranks change between steps: weight clipping, ...
 
-    def symptom(self, step: Step) -> Labels | None:
+    def rank_classes(self, step: Step) -> RankClasses | None:
         if step.any(Flag.SHARDED_STATE):  # the owner of a shard sends its part to the others after the hooks
-            return labels(step, "params_before_digest", "frozen_params_digest")
+            return classes_of(step, "params_before_digest", "frozen_params_digest")
         fields = ("params_before_digest", "params_after_digest", "foreign_params_digest", "frozen_params_digest")
-        return labels(step, *fields)
+        return classes_of(step, *fields)
 
-    def fresh(self, step: Step) -> bool:
+    def is_new_event(self, step: Step) -> bool:
         changed = step.ranks_with(Flag.PARAMS_CHANGED_OUTSIDE)
         return subset(changed, step) and changed != self._changed.get(step.optimizer) and self._telling(step)
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
         return finding.subject[:1], finding.phase, finding.ranks
 
-    def place(self, finding: Finding) -> int:
-        return self.stage if finding.phase in {"optimizer", None} else 20
+    def causal_rank(self, finding: Finding) -> int:
+        inside = finding.phase in {"optimizer", None}
+        return super().causal_rank(finding) if inside else causality.rank("parameters, outside the optimizer")
 
-    def folds(self, finding: Finding, cause: Finding) -> bool:
+    def explained_by(self, finding: Finding, cause: Finding) -> bool:
         # Who changed parameters between two steps did so whatever else is wrong, unless the steps are not the same, or
         # what was written is NaN on one rank, which names it.
         return "changed_on" not in finding.evidence or cause.code in {"NUM304", "RANK105", "RANK112"}
 
-    def detect(self, step: Step) -> Iterator[Finding]:
-        shown = self.symptom(step)
-        if shown:
-            yield from self._judge(step, shown)
-        if shown is not None:
+    def remember(self, step: Step, classes: RankClasses | None) -> None:
+        if classes is not None:
             self._changed[step.optimizer] = step.ranks_with(Flag.PARAMS_CHANGED_OUTSIDE)
         if step.all(Flag.PARAMS_CHANGED_OUTSIDE):
             self._edited.add(step.optimizer)
-        if step.known("params_after_digest") and not shown:
+        if step.known("params_after_digest") and not classes:
             self._agreed[step.optimizer] = step.step
         if step.agrees("params_before_digest"):
             self._found_equal[step.optimizer] = step.step
 
     def _telling(self, step: Step) -> bool:
-        """Tell whether a change outside the optimizer on some ranks only is news, not what the code always does."""
+        """Whether a change outside the optimizer on some ranks only is news, not what the code always does."""
         return step.optimizer not in self._edited or self._agreed.get(step.optimizer) == step.step - 1
 
-    def _judge(self, step: Step, shown: Labels) -> Iterator[Finding]:
+    def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:
         if len({frozenset(table) for table in tables(step, "parameters", "after").values()}) > 1 and step.all(
             Flag.NO_DDP
         ):
@@ -163,8 +158,8 @@ class ParametersDiffer(Detector):
         if subset(changed, step) and self._telling(step):
             evidence["changed_on"] = list(changed)
         yield self.finding(
-            step=step.step,
-            ranks=blame(changed, step, shown),
+            step,
+            ranks=blame(changed, step, classes),
             subject=tuple(names[:MAX_NAMES]),
             phase=phase,
             location=loads[0].get("location") if loads and phase == "load" else None,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Labels
-from ddpdebug.detectors.comparison import MAX_NAMES, culprits, labels, tables, values_of
+from ddpdebug.detectors.base import Examples, RankClasses
+from ddpdebug.detectors.comparison import MAX_NAMES, classes_of, culprits, tables, values_of
 from ddpdebug.detectors.examples import step_at, steps, tables as ranks
+from ddpdebug.detectors.kinds import ComparisonRule
 from ddpdebug.schema.details import differing_names
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
@@ -18,7 +19,7 @@ _ODD: dict[str, Any] = {"digests": {"bn.running_mean": "f", "mask": "b"}}
 _UNSENT = "DDP was made with `broadcast_buffers=False`, so nothing brings the ranks' buffers together"
 
 
-class BuffersDiffer(Detector):
+class BuffersDiffer(ComparisonRule):
     """Buffers differ between ranks right after DDP should have made them equal, or drift because it is told not to.
 
     Impact: the ranks normalise, mask or quantise differently in training, and evaluation depends on the rank: the
@@ -44,7 +45,6 @@ class BuffersDiffer(Detector):
     severity = Severity.ERROR
     title = "buffers differ between ranks"
     wants = ("buffers",)
-    follows = ("RANK105", "RANK112", "SYNC202", "SYNC208", "SYNC211")
     fires_on = Examples(
         lambda: (
             (step_at(20, odd={1: {"buffers_digest": 5}}, buffers=ranks(4, _USUAL, {1: _ODD})),),
@@ -63,16 +63,10 @@ class BuffersDiffer(Detector):
         )
     )
 
-    def symptom(self, step: Step) -> Labels | None:
-        return labels(step, "buffers_digest")
+    def rank_classes(self, step: Step) -> RankClasses | None:
+        return classes_of(step, "buffers_digest")
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return finding.subject[:1], finding.phase
-
-    def detect(self, step: Step) -> Iterator[Finding]:
-        shown = self.symptom(step)
-        if not shown:
-            return
+    def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:
         by_rank = tables(step, "buffers", "digests")
         names = differing_names(by_rank)
         unsent = step.any(Flag.BUFFERS_NOT_BROADCAST)
@@ -80,8 +74,8 @@ class BuffersDiffer(Detector):
         if names:
             evidence["digests"] = values_of(by_rank, names[0])
         finding = self.finding(
-            step=step.step,
-            ranks=culprits(shown),
+            step,
+            ranks=culprits(classes),
             subject=tuple(names[:MAX_NAMES]),
             phase="not-broadcast" if unsent else "after-broadcast",
             evidence=evidence,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Labels
-from ddpdebug.detectors.comparison import MAX_NAMES, agree_within, blame, labels, subset, tables, values_of
+from ddpdebug.detectors.base import Examples, RankClasses
+from ddpdebug.detectors.comparison import MAX_NAMES, agree_within, blame, classes_of, subset, tables, values_of
 from ddpdebug.detectors.examples import step_at, steps, tables as ranks
+from ddpdebug.detectors.kinds import ComparisonRule
 from ddpdebug.schema.details import differing_names
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
@@ -18,7 +19,7 @@ _USUAL: dict[str, Any] = {"w": {"exp_avg": "a", "step": "3"}, "b": {"exp_avg": "
 _ODD: dict[str, Any] = {"w": {"exp_avg": "f", "step": "3"}, "b": {"exp_avg": "b", "step": "3"}}
 
 
-class OptimizerStateDiffers(Detector):
+class OptimizerStateDiffers(ComparisonRule):
     """The optimizer's state (momentum, second moments, step counters) differs between ranks after a step.
 
     Impact: equal gradients become unequal updates for as long as the state differs, so the parameters part too.
@@ -43,11 +44,6 @@ class OptimizerStateDiffers(Detector):
     severity = Severity.CRITICAL
     title = "optimizer state differs between ranks"
     wants = ("state",)
-    follows = (
-        *("RANK101", "RANK104", "RANK105", "RANK109", "RANK112"),
-        *("SYNC201", "SYNC202", "SYNC203", "SYNC205", "SYNC206", "SYNC208", "SYNC211"),
-    )
-    stage = 40
     fires_on = Examples(
         lambda: (
             (step_at(22, odd={2: {"state_digest": 5}}, state=ranks(4, _USUAL, {2: _ODD})),),
@@ -69,32 +65,26 @@ class OptimizerStateDiffers(Detector):
         self._agreed: dict[int, int] = {}  # optimizer -> newest step that left equal state
         self._changed: dict[int, tuple[int, ...]] = {}
 
-    def symptom(self, step: Step) -> Labels | None:
-        return labels(step, "state_digest", on_purpose=_ON_PURPOSE)
+    def rank_classes(self, step: Step) -> RankClasses | None:
+        return classes_of(step, "state_digest", on_purpose=_ON_PURPOSE)
 
-    def fresh(self, step: Step) -> bool:
+    def is_new_event(self, step: Step) -> bool:
         changed = step.ranks_with(Flag.STATE_CHANGED_OUTSIDE)
         agreed = self._agreed.get(step.optimizer) == step.step - 1
         return subset(changed, step) and agreed and changed != self._changed.get(step.optimizer)
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return (finding.subject[:1],)
-
-    def folds(self, finding: Finding, cause: Finding) -> bool:
+    def explained_by(self, finding: Finding, cause: Finding) -> bool:
         alone = "changed_on" in finding.evidence
         if cause.code == "RANK101":
             return cause.phase != "optimizer" and (not alone or cause.ranks == finding.ranks)
         return not alone or cause.code in {"RANK105", "RANK112"}
 
-    def detect(self, step: Step) -> Iterator[Finding]:
-        shown = self.symptom(step)
-        if shown:
-            yield from self._judge(step, shown)
-        elif step.known("state_digest"):
+    def remember(self, step: Step, classes: RankClasses | None) -> None:
+        if not classes and step.known("state_digest"):
             self._agreed[step.optimizer] = step.step
         self._changed[step.optimizer] = step.ranks_with(Flag.STATE_CHANGED_OUTSIDE)
 
-    def _judge(self, step: Step, shown: Labels) -> Iterator[Finding]:
+    def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:
         flat = {rank: _flat(table) for rank, table in tables(step, "state").items()}
         if step.all(Flag.NO_DDP) and len({frozenset(table) for table in tables(step, "state").values()}) > 1:
             return  # different models on purpose
@@ -109,8 +99,8 @@ class OptimizerStateDiffers(Detector):
         if subset(changed, step):
             evidence["changed_on"] = list(changed)
         yield self.finding(
-            step=step.step,
-            ranks=blame(changed, step, shown),
+            step,
+            ranks=blame(changed, step, classes),
             subject=tuple(names[:MAX_NAMES]),
             evidence=evidence,
         )

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Labels
-from ddpdebug.detectors.comparison import MAX_NAMES, culprits, labels
+from ddpdebug.detectors.base import Examples, RankClasses
+from ddpdebug.detectors.comparison import MAX_NAMES, classes_of, culprits
 from ddpdebug.detectors.examples import step_at, tables as ranks
+from ddpdebug.detectors.kinds import ComparisonRule
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
@@ -15,7 +16,7 @@ from ddpdebug.schema.step import Step
 _USUAL = [{"lr": 0.1, "betas": [0.9, 0.999]}]
 
 
-class HyperParametersDiffer(Detector):
+class HyperParametersDiffer(ComparisonRule):
     """The settings of the same optimizer (lr, weight decay, betas, momentum, ...) differ between ranks.
 
     Impact: equal gradients become unequal updates, so the ranks' parameters part from this step on, and no later
@@ -42,8 +43,6 @@ class HyperParametersDiffer(Detector):
     severity = Severity.CRITICAL
     title = "optimizer settings differ between ranks"
     wants = ("hyper",)
-    follows = ("RANK112",)
-    stage = 35
     fires_on = Examples(
         lambda: (
             (
@@ -65,13 +64,10 @@ class HyperParametersDiffer(Detector):
         )
     )
 
-    def symptom(self, step: Step) -> Labels | None:
-        return labels(step, "hyper_digest", on_purpose=Flag(0))
+    def rank_classes(self, step: Step) -> RankClasses | None:
+        return classes_of(step, "hyper_digest", on_purpose=Flag(0))
 
-    def detect(self, step: Step) -> Iterator[Finding]:
-        shown = self.symptom(step)
-        if not shown:
-            return
+    def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:
         groups = {rank: g for rank, g in sorted(step.details.get("hyper", {}).items()) if isinstance(g, list)}
         entries = _differences(groups) if len(groups) > 1 else _from_rows(step)
         evidence: dict[str, Any] = {"optimizer": step.optimizer}
@@ -79,8 +75,8 @@ class HyperParametersDiffer(Detector):
             group, key, values = entries[0]
             evidence |= {"group": group, "key": key, "values": values}
         yield self.finding(
-            step=step.step,
-            ranks=culprits(shown),
+            step,
+            ranks=culprits(classes),
             subject=tuple(_name(group, key) for group, key, _ in entries[:MAX_NAMES]),
             evidence=evidence,
         )

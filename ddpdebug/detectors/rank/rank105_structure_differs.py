@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ddpdebug.detectors.base import Examples, Facts
@@ -41,7 +41,6 @@ class StructureDiffers(WrapRule):
     severity = Severity.CRITICAL
     title = "model structure differs between ranks"
     topics = ("structure", "group")
-    stage = 0
     fires_on = Examples(
         lambda: (
             (Facts(topic="structure:0", values={0: _USUAL, 1: _USUAL, 2: _CROSSED}),),
@@ -61,9 +60,6 @@ class StructureDiffers(WrapRule):
             (Facts(topic="structure:0", values={0: _USUAL}),),
         )
     )
-
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return finding.evidence.get("wrapper"), finding.ranks
 
     def judge(self, index: int, facts: Mapping[int, Any]) -> Iterator[Finding]:
         digests = {rank: fact.get("digest") for rank, fact in sorted(facts.items())}
@@ -100,7 +96,7 @@ def _first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> int:
 
 
 def _what(ours: Sequence[Any], theirs: Sequence[Any], position: int) -> str:
-    """Say in one word what kind of difference it is."""
+    """The kind of difference, in one word."""
     if sorted(map(repr, ours)) == sorted(map(repr, theirs)):
         return "order"
     if position >= len(ours) or position >= len(theirs):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Labels
-from ddpdebug.detectors.comparison import MAX_NAMES, culprits, labels, tables, values_of
+from ddpdebug.detectors.base import Examples, RankClasses
+from ddpdebug.detectors.comparison import MAX_NAMES, classes_of, culprits, tables, values_of
 from ddpdebug.detectors.examples import step_at, steps, tables as ranks
+from ddpdebug.detectors.kinds import ComparisonRule
 from ddpdebug.schema.details import differing_names
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
@@ -18,7 +19,7 @@ _EVAL = dict.fromkeys(_USUAL, False)
 _DROP_OFF: dict[str, Any] = {**_USUAL, "body.drop": False}
 
 
-class ModesDiffer(Detector):
+class ModesDiffer(ComparisonRule):
     """In a training forward a module is in train mode on some ranks and in eval mode on others.
 
     Impact: dropout and normalisation act on a part of the ranks only; BatchNorm statistics stop or run ahead there.
@@ -42,7 +43,6 @@ class ModesDiffer(Detector):
     severity = Severity.ERROR
     title = "train and eval mode differ between ranks"
     wants = ("modes",)
-    follows = ("RANK105", "RANK112")
     fires_on = Examples(
         lambda: (
             (step_at(20, odd={0: {"modes_digest": 5}}, modes=ranks(4, _USUAL, {0: _EVAL})),),
@@ -51,13 +51,10 @@ class ModesDiffer(Detector):
     )
     silent_on = Examples(lambda: (steps(3), (step_at(3, modes_digest=5, modes=ranks(4, _EVAL)),)))
 
-    def symptom(self, step: Step) -> Labels | None:
-        return labels(step, "modes_digest", on_purpose=Flag(0))
+    def rank_classes(self, step: Step) -> RankClasses | None:
+        return classes_of(step, "modes_digest", on_purpose=Flag(0))
 
-    def detect(self, step: Step) -> Iterator[Finding]:
-        shown = self.symptom(step)
-        if not shown:
-            return
+    def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:
         by_rank = tables(step, "modes")
         names = differing_names(by_rank)
         top = _outermost(names)
@@ -65,7 +62,7 @@ class ModesDiffer(Detector):
         if top:
             values = values_of(by_rank, top[0])
             evidence["modes"] = {rank: {True: "train", False: "eval"}.get(value) for rank, value in values.items()}
-        yield self.finding(step=step.step, ranks=culprits(shown), subject=tuple(top[:MAX_NAMES]), evidence=evidence)
+        yield self.finding(step, ranks=culprits(classes), subject=tuple(top[:MAX_NAMES]), evidence=evidence)
 
 
 def _outermost(names: Sequence[str]) -> list[str]:

@@ -6,15 +6,13 @@ import math
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Facts
+from ddpdebug.detectors.base import Detector, Examples, Facts, Threshold
 from ddpdebug.detectors.comparison import MAX_NAMES, within
 from ddpdebug.detectors.examples import digest, step_at, steps
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag, Row
 from ddpdebug.schema.step import Step, outvoted
 
-#: Losses that are closer than this differ by rounding (another kernel was chosen), which deserves a look at most.
-_ROUNDING = 1e-5
 _SAME: dict[str, Any] = {"batch_digest": digest(1), "record_digest": digest(2), "output_digest": digest(3), "loss": 1.0}
 _LOOKED = {"step": 4, "output": "a1", "weights": "b1"}
 _ODD: dict[int, Any] = {2: {"output_digest": digest(9), "loss": 1.5}}
@@ -55,7 +53,11 @@ class OutputsDisagree(Detector):
     severity = Severity.ERROR
     title = "the same batch and weights give different results"
     topics = ("agreement", "precision", "constants")
-    follows = ("RANK101", "RANK102", "RANK105", "RANK106", "RANK112", "RCP820")
+    same_loss = Threshold(
+        1e-5,
+        "relative distance of losses of one batch and equal weights that counts as none (or `--tolerance`)",
+        source="calculated: another kernel rounds another way",
+    )
     fires_on = Examples(
         lambda: (
             (
@@ -91,14 +93,14 @@ class OutputsDisagree(Detector):
         super().__init__(config)
         self._step = 0
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
         return finding.phase, finding.ranks
 
-    def folds(self, finding: Finding, cause: Finding) -> bool:
+    def explained_by(self, finding: Finding, cause: Finding) -> bool:
         """Fold what was measured in eval mode alone into dropout that is active there."""
         return cause.code != "RCP820" or finding.phase in {"evaluation", "agreement probe"}
 
-    def sees(self, step: Step) -> bool:
+    def can_show(self, step: Step) -> bool:
         return bool(_fed_alike(step) or _evaluated_alike(step))
 
     def detect(self, step: Step) -> Iterator[Finding]:
@@ -113,7 +115,7 @@ class OutputsDisagree(Detector):
             if len(set(outputs.values())) > 1:
                 shown = {str(rank): f"{value:016x}" for rank, value in outputs.items()}
                 yield self.finding(
-                    step=step.step,
+                    step,
                     ranks=outvoted(outputs),
                     subject=("output",),
                     phase="evaluation",
@@ -133,7 +135,7 @@ class OutputsDisagree(Detector):
             return None
         shown: Mapping[int, object] = losses if loss_parted and not parted else outputs
         return self.finding(
-            step=step.step,
+            step,
             severity=Severity.WARNING if parted and loss_known and not loss_parted else self.severity,
             ranks=outvoted(shown),
             subject=("output",) if parted else ("loss",),
@@ -186,7 +188,7 @@ class OutputsDisagree(Detector):
             )
 
     def _tolerance(self) -> float:
-        return float(self.config.get("tolerance") or _ROUNDING)
+        return float(self.config.get("tolerance") or self.same_loss)
 
     def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
         told = {rank: fact for rank, fact in sorted(facts.items()) if isinstance(fact, Mapping)}
@@ -241,7 +243,7 @@ def _evaluated_alike(step: Step) -> list[list[int]]:
 
 
 def _repeated(step: Step, name: str) -> bool:
-    """Tell whether two ranks have the same digest."""
+    """Whether two ranks have the same digest."""
     known = [value for value in step.columns[name] if value]
     return len(set(known)) < len(known)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples
+from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.examples import step_at, steps
+from ddpdebug.detectors.kinds import Streak, StreakRule
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
@@ -28,7 +29,7 @@ class _Outlier:
     excess: float
 
 
-class LossOutlier(Detector):
+class LossOutlier(StreakRule):
     """One rank's loss lies far from its peers' over a long window, well beyond the noise and the peers' own spread.
 
     Impact: often none: shards differ. But broken labels, another tokenizer or unnormalised inputs on one rank look
@@ -53,11 +54,31 @@ class LossOutlier(Detector):
     code = "RANK108"
     severity = Severity.WARNING
     title = "one rank's loss is an outlier"
-    follows = (
-        *("RANK101", "RANK102", "RANK103", "RANK104", "RANK105", "RANK106", "RANK107", "RANK109", "RANK112"),
-        *("SYNC201", "SYNC202", "SYNC203", "SYNC205", "SYNC206", "SYNC208", "SYNC211", "DATA910"),
+    outlier_in_a_row = enough = Threshold(
+        3, "judgements in a row that a rank must look odd in", source="with one every ten steps, thirty further steps"
     )
-    stage = 80
+    outlier_least = Threshold(
+        20, "steps that must be there", source="the median of twenty is known to 0.28 standard deviations"
+    )
+    outlier_ranks = Threshold(
+        3, "ranks, below which nobody can be outvoted", source="of two, either may be the odd one"
+    )
+    outlier_same_side = Threshold(
+        0.95,
+        "share of the window's steps in which the rank lies on the same side of its peers",
+        source="chosen: 48 of 50 coins on one side come once in 1e12",
+    )
+    outlier_share = Threshold(
+        0.25,
+        "distance from the peers as a share of their loss",
+        source="chosen: shards of different difficulty differ by less",
+    )
+    outlier_window = Threshold(50, "steps that are looked at together", source="chosen: five judgements")
+    outlier_z = Threshold(
+        6,
+        "distance from the peers as a multiple of the noise and of the spread between them",
+        source="wider than 3.5 deviations (Iglewicz, Hoaglin 1993): shards differ as well",
+    )
     fires_on = Examples(
         lambda: (
             steps(60, odd={3: {"loss": 2.3}}),
@@ -78,62 +99,60 @@ class LossOutlier(Detector):
         super().__init__(config)
         self._windows: dict[int, deque[tuple[int, dict[int, float]]]] = {}
         self._counts: dict[int, int] = {}
-        self._odd: dict[tuple[int, int], int] = {}
+        self._outliers: dict[int, _Outlier] = {}  # of the window that was judged last
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
         return (finding.ranks,)
 
-    def sees(self, step: Step) -> bool:
+    def can_show(self, step: Step) -> bool:
         return self._counts.get(step.optimizer, 0) % _EVERY == 0
 
-    def detect(self, step: Step) -> Iterator[Finding]:
+    def shown(self, step: Step) -> Mapping[int, bool] | None:
         losses = {rank: row.loss for rank, row in step.rows.items() if math.isfinite(row.loss)}
-        if len(losses) < max(self.limit("outlier_ranks"), step.world) or step.any(_LOOSE):
-            return
-        window = self._windows.setdefault(step.optimizer, deque(maxlen=int(self.limit("outlier_window"))))
+        if len(losses) < max(self.outlier_ranks, step.world) or step.any(_LOOSE):
+            return None
+        window = self._windows.setdefault(step.optimizer, deque(maxlen=int(self.outlier_window)))
         window.append((step.step, losses))
         self._counts[step.optimizer] = self._counts.get(step.optimizer, 0) + 1
-        if self._counts[step.optimizer] % _EVERY or len(window) < self.limit("outlier_least"):
-            return
-        outliers = {outlier.rank: outlier for outlier in _outliers([losses for _, losses in window], self.limit)}
-        for rank in losses:
-            key = (step.optimizer, rank)
-            self._odd[key] = self._odd.get(key, 0) + 1 if rank in outliers else 0
-            if self._odd[key] >= self.limit("outlier_in_a_row"):
-                yield self._report(step, outliers[rank], window)
+        if self._counts[step.optimizer] % _EVERY or len(window) < self.outlier_least:
+            return None
+        self._outliers = {outlier.rank: outlier for outlier in self._apart([losses for _, losses in window])}
+        return {rank: rank in self._outliers for rank in losses}
 
-    def _report(self, step: Step, outlier: _Outlier, window: Sequence[tuple[int, dict[int, float]]]) -> Finding:
+    def report(self, step: Step, streaks: Mapping[int, Streak]) -> Iterator[Finding]:
+        window = self._windows[step.optimizer]
         medians = {str(r): statistics.median(losses[r] for _, losses in window) for r in window[-1][1]}
-        return self.finding(
-            step=window[0][0],
-            last_step=step.step,
-            ranks=(outlier.rank,),
-            subject=("loss",),
-            evidence={"z": outlier.z, "excess": outlier.excess, "window": len(window), "median_loss": medians},
-        )
+        for rank in streaks:
+            z, excess = self._outliers[rank].z, self._outliers[rank].excess
+            yield self.finding(
+                step,
+                step=window[0][0],
+                ranks=(rank,),
+                subject=("loss",),
+                evidence={"z": z, "excess": excess, "window": len(window), "median_loss": medians},
+            )
 
-
-def _outliers(window: Sequence[Mapping[int, float]], limit: Callable[[str], float]) -> Iterator[_Outlier]:
-    ranks = sorted(window[-1])
-    apart: dict[int, list[float]] = {rank: [] for rank in ranks}
-    levels = []
-    for losses in window:
-        values = sorted(losses.values())
-        levels.append(statistics.median(values))
+    def _apart(self, window: Sequence[Mapping[int, float]]) -> Iterator[_Outlier]:
+        ranks = sorted(window[-1])
+        apart: dict[int, list[float]] = {rank: [] for rank in ranks}
+        levels = []
+        for losses in window:
+            values = sorted(losses.values())
+            levels.append(statistics.median(values))
+            for rank in ranks:
+                apart[rank].append(losses[rank] - _median_without(values, losses[rank]))
+        middle = {rank: statistics.median(values) for rank, values in apart.items()}
+        noise = statistics.median(_mad(values) for values in apart.values())
+        level = abs(statistics.median(levels))
         for rank in ranks:
-            apart[rank].append(losses[rank] - _median_without(values, losses[rank]))
-    middle = {rank: statistics.median(values) for rank, values in apart.items()}
-    noise = statistics.median(_mad(values) for values in apart.values())
-    level = abs(statistics.median(levels))
-    for rank in ranks:
-        spread = _mad([middle[other] for other in ranks if other != rank])
-        scale = max(noise, spread, 1e-3 * level, 1e-12)
-        z = middle[rank] / scale
-        peers = abs(statistics.median(statistics.median(w[o] for w in window) for o in ranks if o != rank))
-        side = sum(value * middle[rank] > 0 for value in apart[rank])
-        far = abs(z) >= limit("outlier_z") and abs(middle[rank]) >= limit("outlier_share") * peers
-        if far and side >= limit("outlier_same_side") * len(window):
-            yield _Outlier(rank, z, middle[rank])
+            spread = _mad([middle[other] for other in ranks if other != rank])
+            scale = max(noise, spread, 1e-3 * level, 1e-12)
+            z = middle[rank] / scale
+            peers = abs(statistics.median(statistics.median(w[o] for w in window) for o in ranks if o != rank))
+            side = sum(value * middle[rank] > 0 for value in apart[rank])
+            far = abs(z) >= self.outlier_z and abs(middle[rank]) >= self.outlier_share * peers
+            if far and side >= self.outlier_same_side * len(window):
+                yield _Outlier(rank, z, middle[rank])
 
 
 def _median_without(values: Sequence[float], value: float) -> float:

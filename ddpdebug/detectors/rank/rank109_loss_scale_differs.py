@@ -6,9 +6,10 @@ import math
 from collections.abc import Hashable, Iterator
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Labels
-from ddpdebug.detectors.comparison import kin
+from ddpdebug.detectors.base import Examples, RankClasses
+from ddpdebug.detectors.comparison import replica_groups
 from ddpdebug.detectors.examples import step_at, steps
+from ddpdebug.detectors.kinds import ComparisonRule
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step, outvoted
@@ -16,7 +17,7 @@ from ddpdebug.schema.step import Step, outvoted
 _AMP: dict[str, Any] = {"loss_scale": 65536.0}
 
 
-class LossScaleDiffers(Detector):
+class LossScaleDiffers(ComparisonRule):
     """Under automatic mixed precision the loss scale differs between ranks, or some ranks skip a step that others take.
 
     Impact: a rank that skips keeps its old parameters and optimizer state while the others move on. Unequal scales
@@ -41,8 +42,6 @@ class LossScaleDiffers(Detector):
     code = "RANK109"
     severity = Severity.CRITICAL
     title = "loss scale or skipped steps differ between ranks"
-    follows = ("RANK112", "SYNC202", "SYNC203", "SYNC205", "SYNC208", "SYNC211")
-    stage = 10
     fires_on = Examples(
         lambda: (
             (step_at(26, **_AMP), step_at(27, odd={1: {"flags": Flag.SKIPPED}}, **_AMP)),
@@ -57,8 +56,8 @@ class LossScaleDiffers(Detector):
         )
     )
 
-    def symptom(self, step: Step) -> Labels | None:
-        if len(step.rows) < 2 or len(kin(step)) > 1:
+    def rank_classes(self, step: Step) -> RankClasses | None:
+        if len(step.rows) < 2 or len(replica_groups(step)) > 1:
             return None
         scales = {row.loss_scale for row in step.rows.values() if math.isfinite(row.loss_scale)}
         skipped = step.any(Flag.SKIPPED) and not step.all(Flag.SKIPPED)
@@ -70,19 +69,16 @@ class LossScaleDiffers(Detector):
             for rank, row in step.rows.items()
         }
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
         return ()  # a rank that skips alone has another scale afterwards
 
-    def detect(self, step: Step) -> Iterator[Finding]:
-        shown = self.symptom(step)
-        if not shown:
-            return
+    def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:
         scales = {rank: row.loss_scale for rank, row in step.rows.items() if math.isfinite(row.loss_scale)}
         apart = len(set(scales.values())) > 1
         skipped = step.ranks_with(Flag.SKIPPED)
         alone = {rank: rank in skipped for rank in step.rows}
         yield self.finding(
-            step=step.step,
+            step,
             ranks=outvoted(scales) if apart else outvoted(alone) if len(step.rows) > 2 else skipped,
             subject=("loss scale",) if apart else ("skipped step",),
             phase="scale" if apart else "skip",

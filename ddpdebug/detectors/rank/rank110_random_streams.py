@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples
+from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.examples import digest, step_at, steps
+from ddpdebug.detectors.kinds import Streak, StreakRule
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
@@ -16,7 +17,7 @@ def _alike(number: int, **fields: Any) -> Step:
     return step_at(number, flags=Flag.RNG_USED_IN_FORWARD, rng_digest=digest(7, number), **fields)
 
 
-class RandomStreams(Detector):
+class RandomStreams(StreakRule):
     """Several ranks draw the same random numbers in their forwards, for different batches.
 
     Impact: identical streams correlate the noise of the ranks, so that averaging over ranks removes less of it than
@@ -45,7 +46,11 @@ class RandomStreams(Detector):
     code = "RANK110"
     severity = Severity.WARNING
     title = "ranks draw the same random numbers where they should differ, or the reverse"
-    follows = ("DATA901",)
+    same_random_steps = enough = Threshold(
+        16,
+        "checked steps in a row in which all ranks drew alike",
+        source="a decision that ranks share on purpose is drawn now and then",
+    )
     fires_on = Examples(
         lambda: (
             tuple(_alike(n) for n in range(16)),
@@ -61,25 +66,17 @@ class RandomStreams(Detector):
         )
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
-        super().__init__(config)
-        self._runs: dict[int, tuple[int, int]] = {}  # optimizer -> (first step, steps)
-
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return ()
-
-    def sees(self, step: Step) -> bool:
+    def can_show(self, step: Step) -> bool:
         return step.known("rng_digest")
 
-    def detect(self, step: Step) -> Iterator[Finding]:
-        if len(step.rows) < 2 or not self.sees(step):
-            return
-        alike = step.agrees("rng_digest") and step.all(Flag.RNG_USED_IN_FORWARD) and "batch_digest" in step.differing
-        first, number = self._runs.get(step.optimizer, (step.step, 0))
-        self._runs[step.optimizer] = (first if number else step.step, number + 1) if alike else (step.step, 0)
-        if alike and number + 1 >= self.limit("same_random_steps"):
-            evidence = {"observed": "the ranks' generators were in the same state before forwards that draw from them"}
-            # the masks of dropout are averaged over many steps as well: worth knowing, seldom worth a change
-            yield self.finding(
-                severity=Severity.INFO, step=first, last_step=step.step, ranks=tuple(step.rows), evidence=evidence
-            )
+    def shown(self, step: Step) -> Mapping[str, bool] | None:
+        if len(step.rows) < 2 or not self.can_show(step):
+            return None
+        drawn = step.all(Flag.RNG_USED_IN_FORWARD) and "batch_digest" in step.differing
+        return {"state": drawn and step.agrees("rng_digest")}
+
+    def report(self, step: Step, streaks: Mapping[str, Streak]) -> Iterator[Finding]:
+        evidence = {"observed": "the ranks' generators were in the same state before forwards that draw from them"}
+        # the masks of dropout are averaged over many steps as well: worth knowing, seldom worth a change
+        first, ranks = streaks["state"].first, tuple(step.rows)
+        yield self.finding(step, severity=Severity.INFO, step=first, ranks=ranks, evidence=evidence)

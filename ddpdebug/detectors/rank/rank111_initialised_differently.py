@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ddpdebug.detectors.base import Examples, Facts
@@ -38,7 +38,6 @@ class InitialisedDifferently(WrapRule):
     severity = Severity.INFO
     title = "ranks were initialised differently before DDP's broadcast"
     topics = ("init", "group")
-    follows = ("RANK105",)
     fires_on = Examples(
         lambda: (
             (Facts(topic="init:0", values={0: _ONE, 1: _TWO}),),
@@ -52,9 +51,6 @@ class InitialisedDifferently(WrapRule):
             (Facts(topic="init:0", values={0: {"digests": {"w": "1"}}, 1: {"digests": {"other": "2"}}}),),
         )
     )
-
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return finding.evidence.get("wrapper"), finding.ranks
 
     def judge(self, index: int, facts: Mapping[int, Any]) -> Iterator[Finding]:
         by_rank = {rank: fact.get("digests") or {} for rank, fact in sorted(facts.items())}

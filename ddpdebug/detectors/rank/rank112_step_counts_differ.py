@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Facts, Labels
+from ddpdebug.detectors.base import Examples, Facts, RankClasses, Threshold
 from ddpdebug.detectors.comparison import separate_groups
 from ddpdebug.detectors.examples import step_at, steps
+from ddpdebug.detectors.kinds import ComparisonRule
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step, outvoted
@@ -18,7 +19,7 @@ _END: dict[str, Any] = {"steps": {"0": 100}, "reason": "finished"}
 _SHORT: dict[str, Any] = {"steps": {"0": 99}, "reason": "finished"}
 
 
-class StepCountsDiffer(Detector):
+class StepCountsDiffer(ComparisonRule):
     """A rank skipped an optimizer step that the others took, or took one more, so that step n is not the same step.
 
     Impact: the rank's parameters and optimizer state are a step behind (or ahead) for good, although gradients are
@@ -44,8 +45,11 @@ class StepCountsDiffer(Detector):
     severity = Severity.ERROR
     title = "ranks are at different optimizer steps"
     topics = ("end",)
-    follows = ("DATA905", "SYNC202", "SYNC205", "SYNC208", "SYNC211")
-    stage = 0
+    missing_steps = Threshold(
+        2,
+        "steps in a row in which a rank has taken no step",
+        source="a rank that is late by one step may still catch up",
+    )
     fires_on = Examples(
         lambda: (
             (step_at(0), step_at(1), step_at(2, odd={1: {"syncs": 4, "backwards": 4}})),
@@ -72,13 +76,13 @@ class StepCountsDiffer(Detector):
         self._loose: set[int] = set()
         self._fired = False
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
         return (finding.phase,)
 
-    def folds(self, finding: Finding, cause: Finding) -> bool:
+    def explained_by(self, finding: Finding, cause: Finding) -> bool:
         return finding.phase != "skipped"
 
-    def symptom(self, step: Step) -> Labels | None:
+    def rank_classes(self, step: Step) -> RankClasses | None:
         if len(step.rows) < 2 or step.any(Flag.IN_JOIN) or not self._armed.get(step.optimizer):
             return None
         if separate_groups(step):  # nothing ties the groups together
@@ -88,26 +92,24 @@ class StepCountsDiffer(Detector):
         return {rank: count - least for rank, count in counts.items()} if len(set(counts.values())) > 1 else {}
 
     def detect(self, step: Step) -> Iterator[Finding]:
-        shown = self.symptom(step)
-        if shown:
-            yield self._skipped(step, shown)
-        elif len(step.rows) == step.world > 1:
-            self._learn(step)
+        yield from super().detect(step)
         yield from self._absent(step)
 
-    def _learn(self, step: Step) -> None:
+    def remember(self, step: Step, classes: RankClasses | None) -> None:
+        if classes or not len(step.rows) == step.world > 1:
+            return
         counts = {row.syncs for row in step.rows.values()}
         self._armed[step.optimizer] = len(counts) == 1 and 0 not in counts
         self._micro[step.optimizer] = {rank: row.micro_batches for rank, row in step.rows.items()}
 
-    def _skipped(self, step: Step, shown: Labels) -> Finding:
+    def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:
         self._fired = True
         usual = self._micro.get(step.optimizer, {})
         odd = tuple(r for r, row in step.rows.items() if row.micro_batches != usual.get(r, row.micro_batches))
-        voted = outvoted(dict(shown))
+        voted = outvoted(dict(classes))
         decided = odd if 0 < len(odd) < len(step.rows) and len(voted) == len(step.rows) else voted
-        return self.finding(
-            step=step.step,
+        yield self.finding(
+            step,
             ranks=decided,
             subject=(f"optimizer {step.optimizer}",),
             phase="skipped",
@@ -130,12 +132,12 @@ class StepCountsDiffer(Detector):
         if step.optimizer in self._loose or step.optimizer not in self._complete or ended & set(gone):
             return
         self._missed[step.optimizer] = self._missed.get(step.optimizer, 0) + 1
-        enough = int(self.limit("missing_steps"))
+        enough = int(self.missing_steps)
         if self._missed[step.optimizer] >= enough:
             self._fired = True
             yield self.finding(
+                step,
                 step=step.step - enough + 1,
-                last_step=step.step,
                 ranks=gone,
                 subject=(f"optimizer {step.optimizer}",),
                 phase="missing",

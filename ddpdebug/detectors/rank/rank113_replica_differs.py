@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Labels
-from ddpdebug.detectors.comparison import MAX_NAMES, labels, tables
+from ddpdebug.detectors.base import Examples, RankClasses
+from ddpdebug.detectors.comparison import MAX_NAMES, classes_of, tables
 from ddpdebug.detectors.examples import digest, step_at, steps, tables as ranks
+from ddpdebug.detectors.kinds import ComparisonRule
 from ddpdebug.schema.details import differing_names
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step, outvoted
@@ -23,7 +24,7 @@ def _look(value: str, *, changed: bool = True, used: bool = False, name: str = "
 _ODD: dict[int, Any] = {1: {"replicas_digest": digest(5)}}
 
 
-class ReplicaDiffers(Detector):
+class ReplicaDiffers(ComparisonRule):
     """A module outside DDP that every rank keeps (EMA, teacher, target network) differs between ranks.
 
     Impact: DDP looks after the wrapped module only. Pseudo-labels, targets and exported averages depend on the rank,
@@ -48,10 +49,6 @@ class ReplicaDiffers(Detector):
     severity = Severity.ERROR
     title = "a copy outside DDP differs between ranks"
     wants = ("replicas",)
-    follows = (
-        *("RANK101", "RANK103", "RANK104", "RANK105", "RANK109", "RANK112"),
-        *("SYNC201", "SYNC202", "SYNC203", "SYNC205", "SYNC206", "SYNC208", "SYNC211"),
-    )
     fires_on = Examples(
         lambda: (
             (step_at(8, replicas_digest=digest(4), odd=_ODD, replicas=ranks(4, _look("a"), {1: _look("f")})),),
@@ -92,15 +89,13 @@ class ReplicaDiffers(Detector):
         )
     )
 
-    def symptom(self, step: Step) -> Labels | None:
-        return labels(step, "replicas_digest")
+    def rank_classes(self, step: Step) -> RankClasses | None:
+        return classes_of(step, "replicas_digest")
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
         return (finding.evidence.get("copy"),)
 
-    def detect(self, step: Step) -> Iterator[Finding]:
-        if not self.symptom(step):
-            return
+    def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:
         answers = tables(step, "replicas")
         for name in sorted({name for table in answers.values() for name in table}):
             looks = {rank: table[name] for rank, table in answers.items() if isinstance(table.get(name), Mapping)}
@@ -116,7 +111,7 @@ class ReplicaDiffers(Detector):
             return None
         shown = {rank: tuple(by_rank[rank].get(tensor) for tensor in names) for rank in concerned}
         return self.finding(
-            step=step.step,
+            step,
             ranks=outvoted(shown),
             subject=tuple(f"{name}: {tensor}" for tensor in names[:MAX_NAMES]),
             evidence={

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 from ddpdebug.detectors.base import Detector
@@ -21,6 +21,9 @@ class WrapRule(Detector):
         self._waiting: dict[int, Mapping[int, Any]] = {}
         self._groups: dict[int, dict[int, tuple[int, ...]]] = {}
         self.next_step = 0
+
+    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
+        return finding.evidence.get("wrapper"), finding.ranks
 
     def judge(self, index: int, facts: Mapping[int, Any]) -> Iterator[Finding]:
         """Judge the announcements of ranks that reduce together."""

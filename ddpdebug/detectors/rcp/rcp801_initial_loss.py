@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Facts
+from ddpdebug.detectors.base import Examples, Facts, Threshold
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.rcp.streak import told
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step
+from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.schema.finding import Severity
 
 _FACT = {"kind": "initial", "step": 0, "classes": 10, "loss": 40.0}
 
 
-class InitialLoss(Detector):
+class InitialLoss(EventRule):
     """The first loss of the run lies far above what an uninformed model should have: log C for C classes.
 
     Impact: well above: the model is confidently wrong and spends its first steps on unlearning. Well below: it
@@ -43,7 +42,12 @@ class InitialLoss(Detector):
     code = "RCP801"
     severity = Severity.WARNING
     title = "the initial loss is far from the expected one"
-    topics = ("alone",)
+    events = ("loss:initial",)
+    initial_loss_above = Threshold(
+        4,
+        "how far the first loss lies above log C, in nats",
+        source="logits with a standard deviation of s cost about s^2/2 more than log C: 4 is s = 2.8",
+    )
     fires_on = Examples(
         lambda: (
             (Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),),
@@ -59,20 +63,9 @@ class InitialLoss(Detector):
         )
     )
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return ()
-
-    def sees(self, step: Step) -> bool:
-        return False
-
-    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
-        for rank, fact in told(topic, facts, "loss", "initial"):
-            expected = math.log(max(2, int(fact.get("classes") or 2)))
-            loss = float(fact.get("loss") or 0.0)
-            if loss > expected + self.limit("initial_loss_above"):
-                yield self.finding(
-                    step=fact.get("step"),
-                    ranks=(rank,),
-                    location=fact.get("location"),
-                    evidence={"loss": loss, "expected": round(expected, 4), "classes": fact.get("classes")},
-                )
+    def judge(self, fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        expected = math.log(max(2, int(fact.get("classes") or 2)))
+        loss = float(fact.get("loss") or 0.0)
+        if loss <= expected + self.initial_loss_above:
+            return None
+        return {"evidence": {"loss": loss, "expected": round(expected, 4), "classes": fact.get("classes")}}

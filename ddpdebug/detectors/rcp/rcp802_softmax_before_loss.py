@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Facts
+from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.rcp.streak import told
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step
+from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.schema.finding import Severity
 
 _FACT = {
     "kind": "double-softmax",
@@ -20,7 +19,7 @@ _FACT = {
 }
 
 
-class SoftmaxBeforeLoss(Detector):
+class SoftmaxBeforeLoss(EventRule):
     """The tensor given to a loss on logits holds probabilities: rows that sum to 1, or all values between 0 and 1.
 
     Impact: training runs but is slow and never gets confident: over probabilities cross entropy cannot fall below
@@ -45,7 +44,7 @@ class SoftmaxBeforeLoss(Detector):
     code = "RCP802"
     severity = Severity.ERROR
     title = "softmax or sigmoid is applied before a loss that expects logits"
-    topics = ("alone",)
+    events = ("loss:double-softmax",)
     fires_on = Examples(
         lambda: (
             (Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),),
@@ -59,18 +58,6 @@ class SoftmaxBeforeLoss(Detector):
         )
     )
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return ()
-
-    def sees(self, step: Step) -> bool:
-        return False
-
-    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
-        for rank, fact in told(topic, facts, "loss", "double-softmax"):
-            yield self.finding(
-                step=fact.get("step"),
-                ranks=(rank,),
-                subject=(str(fact.get("loss")),),
-                location=fact.get("location"),
-                evidence={"applied_before": fact.get("before"), "prediction": fact.get("shape")},
-            )
+    def judge(self, fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        evidence = {"applied_before": fact.get("before"), "prediction": fact.get("shape")}
+        return {"subject": (str(fact.get("loss")),), "evidence": evidence}

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Examples, Facts
+from ddpdebug.detectors.base import Examples, Facts, Threshold
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.rcp.streak import Streak, told
-from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.detectors.rcp.habits import StepHabit
+from ddpdebug.schema.finding import Severity
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 _MISSING = {"kind": "missing", "step": 8, "missing": ["head.weight"], "number": 1, "share": 0.1, "orphans": []}
 _TWICE: dict[int, Any] = {r: {"twice": {"other": "SGD", "names": ["head.weight"]}} for r in range(4)}
 
 
-class ParameterNotInOptimizer(Streak):
+class ParameterNotInOptimizer(StepHabit, EventRule):
     """A trainable parameter that gets gradients is in no optimizer, or is stepped twice.
 
     Impact: missing: that part stays as initialised while its gradient is computed and reduced. Twice: it moves
@@ -44,9 +44,14 @@ class ParameterNotInOptimizer(Streak):
     code = "RCP803"
     severity = Severity.ERROR
     title = "a trainable parameter is in no optimizer, or is held twice"
-    topics = ("alone",)
+    events = ("audit:missing",)
     flag = Flag.STEPPED_TWICE
     key = "twice"
+    missing_share = Threshold(
+        0.5,
+        "share of the model in no optimizer, above which training only a part may be meant (`warning`)",
+        source="fine-tuning trains the smaller part",
+    )
     fires_on = Examples(
         lambda: (
             (Facts(topic="alone:audit", values={0: _MISSING, 1: _MISSING}),),
@@ -61,25 +66,18 @@ class ParameterNotInOptimizer(Streak):
         )
     )
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return (finding.phase,)
-
-    def describe(self, about: Any, step: Step) -> dict[str, Any] | None:
+    def describe(self, about: Any) -> dict[str, Any] | None:
         evidence = {"held": "by two optimizers that step with the same gradients", "other": about.get("other")}
         return {"subject": tuple(about.get("names", ()))[:MAX_NAMES], "phase": "twice", "evidence": evidence}
 
-    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
-        for rank, fact in told(topic, facts, "audit", "missing"):
-            if fact.get("orphans"):
-                continue
-            share = float(fact.get("share") or 0.0)
-            # an optimizer that was given a small part of the model only may be meant so
-            severity = Severity.WARNING if share > self.limit("missing_share") else self.severity
-            yield self.finding(
-                severity=severity,
-                step=fact.get("step"),
-                ranks=(rank,),
-                subject=tuple(fact.get("missing", ()))[:MAX_NAMES],
-                phase="missing",
-                evidence={"parameters_in_no_optimizer": fact.get("number"), "share_of_the_model": round(share, 4)},
-            )
+    def judge(self, fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        if fact.get("orphans"):
+            return None
+        share = float(fact.get("share") or 0.0)
+        # an optimizer that was given a small part of the model only may be meant so
+        return {
+            "severity": Severity.WARNING if share > self.missing_share else self.severity,
+            "subject": tuple(fact.get("missing", ()))[:MAX_NAMES],
+            "phase": "missing",
+            "evidence": {"parameters_in_no_optimizer": fact.get("number"), "share_of_the_model": round(share, 4)},
+        }

@@ -7,15 +7,14 @@ from typing import Any
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import step_at, steps
-from ddpdebug.detectors.rcp.streak import Streak
+from ddpdebug.detectors.rcp.habits import StepHabit
 from ddpdebug.schema.finding import Severity
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 _EVAL: dict[int, Any] = {r: {"modes": {"modules": ["drop", "bn1"], "location": "train.py:40"}} for r in range(4)}
 
 
-class TrainingInEvalMode(Streak):
+class TrainingInEvalMode(StepHabit):
     """The forwards that train ran in eval mode, although the model holds modules whose behaviour depends on it.
 
     Impact: dropout is off and BatchNorm uses and no longer updates its running statistics: regularisation is
@@ -41,7 +40,6 @@ class TrainingInEvalMode(Streak):
     code = "RCP804"
     severity = Severity.ERROR
     title = "a training forward runs in eval mode"
-    follows = ("RANK106",)
     flag = Flag.EVAL_MODE
     key = "modes"
     fires_on = Examples(
@@ -58,7 +56,7 @@ class TrainingInEvalMode(Streak):
         )
     )
 
-    def describe(self, about: Any, step: Step) -> dict[str, Any] | None:
+    def describe(self, about: Any) -> dict[str, Any] | None:
         modules = list(about.get("modules", ()))
         evidence = {"modules_in_eval_mode": len(modules)}
         return {"subject": tuple(modules)[:MAX_NAMES], "location": about.get("location"), "evidence": evidence}

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Facts
+from ddpdebug.detectors.base import Examples, Facts, Threshold
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.rcp.streak import told
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step
+from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.schema.finding import Severity
 
 _FACT = {"step": 20, "forwards": 8, "since": 20, "location": "train.py:88"}
 
 
-class ValidationInTrainMode(Detector):
+class ValidationInTrainMode(EventRule):
     """Several forwards without gradients in a row, which are no part of every step, ran in train mode.
 
     Of the wrapper, or of the inner module where torch's loss functions were called after them.
@@ -41,7 +40,12 @@ class ValidationInTrainMode(Detector):
     code = "RCP805"
     severity = Severity.WARNING
     title = "a validation forward runs in train mode"
-    topics = ("alone",)
+    events = ("validation",)
+    evaluation_apart = Threshold(
+        5,
+        "steps between evaluations; forwards without gradient that come more often are a part of the training step",
+        source="a target network or a second view is evaluated in every step or every other",
+    )
     fires_on = Examples(
         lambda: (
             (Facts(topic="alone:validation", values={0: _FACT, 1: _FACT}),),
@@ -55,18 +59,7 @@ class ValidationInTrainMode(Detector):
         )
     )
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return ()
-
-    def sees(self, step: Step) -> bool:
-        return False
-
-    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
-        for rank, fact in told(topic, facts, "validation"):
-            if int(fact.get("since") or 0) >= self.limit("evaluation_apart"):
-                yield self.finding(
-                    step=fact.get("step"),
-                    ranks=(rank,),
-                    location=fact.get("location"),
-                    evidence={"forwards_without_gradient_in_train_mode": fact.get("forwards")},
-                )
+    def judge(self, fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        if int(fact.get("since") or 0) < self.evaluation_apart:
+            return None
+        return {"evidence": {"forwards_without_gradient_in_train_mode": fact.get("forwards")}}

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.rcp.streak import Streak, told
-from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.detectors.rcp.habits import WindowHabit
+from ddpdebug.schema.finding import Severity
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 _OFTEN: dict[int, Any] = {
     r: {"scheduler": {"class": "OneCycleLR", "calls": 4, "micro_batches": 4, "location": "train.py:66"}}
@@ -23,7 +23,7 @@ _NEVER = (
 )
 
 
-class SchedulerOutOfStep(Streak):
+class SchedulerOutOfStep(WindowHabit, EventRule):
     """The learning-rate scheduler advanced more often than the optimizer, once per micro-batch say, or never.
 
     Impact: the learning rate decays too early or too late by a factor: a warm-up that ends after a fraction of its
@@ -51,10 +51,9 @@ class SchedulerOutOfStep(Streak):
     code = "RCP806"
     severity = Severity.ERROR
     title = "the scheduler is out of step with the optimizer"
-    topics = ("alone",)
+    events = ("schedule",)
     flag = Flag.SCHEDULED_OFTEN
     key = "scheduler"
-    length = "habit_steps_window"
     fires_on = Examples(
         lambda: (
             steps(4, flags=Flag.SCHEDULED_OFTEN, micro_batches=4, recipe=_OFTEN),
@@ -69,22 +68,20 @@ class SchedulerOutOfStep(Streak):
         )
     )
 
-    def describe(self, about: Any, step: Step) -> dict[str, Any] | None:
+    def describe(self, about: Any) -> dict[str, Any] | None:
         calls, micro = about.get("calls"), about.get("micro_batches")
         what = "per micro-batch" if calls == micro else f"{calls} times per optimizer step"
         evidence = {"stepped": what, "calls": calls, "micro_batches": micro}
         return {"subject": (str(about.get("class")),), "location": about.get("location"), "evidence": evidence}
 
-    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
-        for rank, fact in told(topic, facts, "schedule"):
-            yield self.finding(
-                severity=Severity.WARNING,
-                title="the scheduler was never stepped",
-                step=0,
-                last_step=fact.get("step"),
-                ranks=(rank,),
-                subject=(str(fact.get("class")),),
-                evidence={"stepped": "never", "optimizer_steps": fact.get("step")},
-                causes=_NEVER,
-                actions=("call `scheduler.step()`, once per optimizer step or per epoch as its lengths are counted",),
-            )
+    def judge(self, fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        return {
+            "severity": Severity.WARNING,
+            "title": "the scheduler was never stepped",
+            "step": 0,
+            "last_step": fact.get("step"),
+            "subject": (str(fact.get("class")),),
+            "evidence": {"stepped": "never", "optimizer_steps": fact.get("step")},
+            "causes": _NEVER,
+            "actions": ("call `scheduler.step()`, once per optimizer step or per epoch as its lengths are counted",),
+        }

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples
+from ddpdebug.detectors.base import Detector, Examples, Threshold
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
 
-_LENGTHS = {"zero": "rate_zero_steps", "faded": "rate_faded_steps", "elsewhere": "rate_zero_steps"}
 _ZERO: dict[int, Any] = {r: {"lr": [0.0]} for r in range(4)}
 _ELSEWHERE: dict[int, Any] = {
     r: {"elsewhere": {"kind": "scheduler", "class": "StepLR", "location": "train.py:70"}} for r in range(4)
@@ -45,7 +44,21 @@ class LearningRateZero(Detector):
     severity = Severity.WARNING
     title = "the learning rate is zero or never reaches the optimizer"
     wants = ("recipe",)
-    follows = ("RCP806",)
+    rate_faded = Threshold(
+        1e-06,
+        "learning rate as a share of the largest one so far, below which it has ended",
+        source="a cosine to zero spends the last 0.06 % of its steps there",
+    )
+    rate_faded_steps = Threshold(
+        20,
+        "steps in a row with so small a rate",
+        source="a schedule that ends with the run stays there for a step or two",
+    )
+    rate_zero_steps = Threshold(
+        5,
+        "steps in a row with a rate of 0, or beside a schedule that moves nothing",
+        source="a warm-up that starts at 0 does so for one step",
+    )
     fires_on = Examples(
         lambda: (
             steps(5, lr=0.0, recipe=_ZERO),
@@ -66,18 +79,17 @@ class LearningRateZero(Detector):
         super().__init__(config)
         self._runs: dict[tuple[int, str], tuple[int, int]] = {}  # (optimizer, what) -> (first step, steps)
         self._peak: dict[int, float] = {}
-
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return (finding.phase,)
+        zero, faded = self.rate_zero_steps, self.rate_faded_steps
+        self._lengths = {"zero": zero, "faded": faded, "elsewhere": zero}  # what -> steps in a row
 
     def suspects(self, step: Step) -> bool:
-        return any(self._run(step, what)[1] == int(self.limit(_LENGTHS[what])) for what in self._shown(step))
+        return any(self._run(step, what)[1] == int(self._lengths[what]) for what in self._shown(step))
 
     def detect(self, step: Step) -> Iterator[Finding]:
         shown = self._shown(step)
-        for what, length in _LENGTHS.items():
+        for what, length in self._lengths.items():
             run = self._runs[step.optimizer, what] = self._run(step, what) if what in shown else (step.step, 0)
-            if what in shown and run[1] >= self.limit(length):
+            if what in shown and run[1] >= length:
                 yield from self._report(step, what, run[0])
                 break
         rates = [row.lr for row in step.rows.values() if row.lr > 0]
@@ -95,7 +107,7 @@ class LearningRateZero(Detector):
 
     def _end(self, step: Step) -> float:
         """Return the rate below which a schedule has ended."""
-        return self.limit("rate_faded") * self._peak.get(step.optimizer, 0.0)
+        return self.rate_faded * self._peak.get(step.optimizer, 0.0)
 
     def _run(self, step: Step, what: str) -> tuple[int, int]:
         first, number = self._runs.get((step.optimizer, what), (step.step, 0))
@@ -113,9 +125,8 @@ class LearningRateZero(Detector):
         )
         evidence = {"lr": step.columns["lr"][0], "peak": self._peak.get(step.optimizer) or None, "observed": what}
         yield self.finding(
+            step,
             step=first,
-            last_step=step.step,
-            ranks=tuple(step.rows),
             subject=(str(about["class"]),) if about else (),
             phase=what,
             location=about.get("location"),

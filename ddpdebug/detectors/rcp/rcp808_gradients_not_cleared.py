@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
-from ddpdebug.detectors.rcp.streak import Streak
+from ddpdebug.detectors.rcp.habits import StepHabit
 from ddpdebug.schema.finding import Severity
 from ddpdebug.schema.row import Flag
 
 
-class GradientsNotCleared(Streak):
+class GradientsNotCleared(StepHabit):
     """A parameter's gradient at the step still contains the one of the previous step.
 
     Impact: the update follows the sum of all gradients since the start: it grows, behaves like momentum without

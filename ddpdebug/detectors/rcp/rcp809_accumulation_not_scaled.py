@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
-from ddpdebug.detectors.rcp.streak import Streak
+from ddpdebug.detectors.rcp.habits import WindowHabit
 from ddpdebug.schema.finding import Severity
 from ddpdebug.schema.row import Flag
 
 
-class AccumulationNotScaled(Streak):
+class AccumulationNotScaled(WindowHabit):
     """The gradient at the step is the sum over micro-batches of mean losses, and nothing divides it.
 
     Impact: a sum over K micro-batches is K times the mean: SGD takes K times the step, clipping acts always; Adam
@@ -36,10 +36,8 @@ class AccumulationNotScaled(Streak):
     code = "RCP809"
     severity = Severity.WARNING
     title = "gradient accumulation is not scaled"
-    follows = ("RCP808", "RCP816")
     flag = Flag.UNSCALED_ACCUMULATION
     key = "accumulation"
-    length = "habit_steps_window"
     fires_on = Examples(
         lambda: (
             steps(

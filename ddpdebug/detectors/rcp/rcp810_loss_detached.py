@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Facts
+from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import gradients, steps
-from ddpdebug.detectors.rcp.streak import told
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step
+from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.schema.finding import Severity
 
 _NO_GRAD = {"kind": "no_grad", "step": 3, "names": ["encoder.weight"], "modules": ["encoder"], "location": "t.py:9"}
 _FACT = {"kind": "detached", "step": 2, "names": ["encoder.weight"], "after": "encoder", "before": "decoder"}
@@ -22,7 +21,7 @@ _UNUSED: dict[str, Any] = {
 }
 
 
-class LossDetached(Detector):
+class LossDetached(EventRule):
     """Modules that ran and hold trainable parameters get no gradient, and the forward cuts the graph on the way.
 
     Modules that the forward ran under `no_grad` only are a `warning`: some recipes train a part from a later step on.
@@ -50,7 +49,7 @@ class LossDetached(Detector):
     code = "RCP810"
     severity = Severity.ERROR
     title = "the loss is detached from part of the model"
-    topics = ("alone",)
+    events = ("audit:detached", "audit:no_grad")
     fires_on = Examples(
         lambda: (
             (Facts(topic="alone:audit", values={0: _FACT, 1: _FACT}),),
@@ -65,25 +64,14 @@ class LossDetached(Detector):
         )
     )
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return ()
-
-    def sees(self, step: Step) -> bool:
-        return False
-
-    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
-        for rank, fact in told(topic, facts, "audit"):
-            kind = fact.get("kind")
-            if kind not in {"detached", "no_grad"}:
-                continue
-            cut = {"cut_between": [fact.get("after"), fact.get("before")]}
-            run = {"observed": "run without gradients by a forward that trains", "modules": fact.get("modules")}
-            yield self.finding(
-                severity=self.severity if kind == "detached" else Severity.WARNING,
-                step=0,
-                last_step=fact.get("step"),
-                ranks=(rank,),
-                subject=tuple(str(name) for name in fact.get("names", ()))[:MAX_NAMES],
-                location=fact.get("location"),
-                evidence=cut if kind == "detached" else run,
-            )
+    def judge(self, fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        detached = fact.get("kind") == "detached"
+        cut = {"cut_between": [fact.get("after"), fact.get("before")]}
+        run = {"observed": "run without gradients by a forward that trains", "modules": fact.get("modules")}
+        return {
+            "severity": self.severity if detached else Severity.WARNING,
+            "step": 0,
+            "last_step": fact.get("step"),
+            "subject": tuple(str(name) for name in fact.get("names", ()))[:MAX_NAMES],
+            "evidence": cut if detached else run,
+        }

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Facts
+from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.rcp.streak import told
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step
+from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.schema.finding import Severity
 
 _FACT = {
     "kind": "missing",
@@ -22,7 +21,7 @@ _FACT = {
 }
 
 
-class StaleOptimizer(Detector):
+class StaleOptimizer(EventRule):
     """Parameters in the optimizer's groups are not among those of the model that is trained, by identity.
 
     Impact: the optimizer updates orphans while their replacements stay as they are; memory is held for both.
@@ -48,7 +47,7 @@ class StaleOptimizer(Detector):
     code = "RCP811"
     severity = Severity.ERROR
     title = "the optimizer holds parameters that the model no longer uses"
-    topics = ("alone",)
+    events = ("audit:missing",)
     fires_on = Examples(
         lambda: (
             (Facts(topic="alone:audit", values={0: _FACT, 1: _FACT}),),
@@ -63,19 +62,9 @@ class StaleOptimizer(Detector):
         )
     )
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return ()
-
-    def sees(self, step: Step) -> bool:
-        return False
-
-    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
-        for rank, fact in told(topic, facts, "audit", "missing"):
-            orphans = [str(name) for name in fact.get("orphans") or ()]
-            if orphans:
-                yield self.finding(
-                    step=fact.get("step"),
-                    ranks=(rank,),
-                    subject=tuple(fact.get("missing", ()))[:MAX_NAMES],
-                    evidence={"held_instead": orphans, "parameters_in_no_optimizer": fact.get("number")},
-                )
+    def judge(self, fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        orphans = [str(name) for name in fact.get("orphans") or ()]
+        if not orphans:
+            return None
+        evidence = {"held_instead": orphans, "parameters_in_no_optimizer": fact.get("number")}
+        return {"subject": tuple(fact.get("missing", ()))[:MAX_NAMES], "evidence": evidence}

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Facts
+from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.rcp.streak import told
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step
+from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.schema.finding import Severity
 
 _FACT = {"kind": "frozen", "step": 32, "share": 0.9}
 
 
-class MostlyFrozen(Detector):
+class MostlyFrozen(EventRule):
     """The larger part of what the optimizer was built to train has been frozen since.
 
     Impact: if it was not intended, only a small part learns and the result stays far below what the model can do.
@@ -39,7 +38,7 @@ class MostlyFrozen(Detector):
     code = "RCP812"
     severity = Severity.WARNING
     title = "a large part of the model is frozen"
-    topics = ("alone",)
+    events = ("audit:frozen",)
     fires_on = Examples(
         lambda: (
             (Facts(topic="alone:audit", values={0: _FACT, 1: _FACT}),),
@@ -53,14 +52,5 @@ class MostlyFrozen(Detector):
         )
     )
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return ()
-
-    def sees(self, step: Step) -> bool:
-        return False
-
-    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
-        for rank, fact in told(topic, facts, "audit", "frozen"):
-            share = round(float(fact.get("share") or 0.0), 4)
-            evidence = {"frozen_since_the_optimizer_was_built": share}
-            yield self.finding(step=fact.get("step"), ranks=(rank,), evidence=evidence)
+    def judge(self, fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        return {"evidence": {"frozen_since_the_optimizer_was_built": round(float(fact.get("share") or 0.0), 4)}}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.rcp.streak import Streak
+from ddpdebug.detectors.rcp.habits import StepHabit
 from ddpdebug.schema.finding import Severity
 from ddpdebug.schema.row import Flag
 
 
-class ClipBeforeUnscale(Streak):
+class ClipBeforeUnscale(StepHabit):
     """Clipping ran on gradients that still carried the loss scale; they were unscaled later.
 
     Impact: with a scale of 65536 nearly every gradient exceeds the threshold, so that after unscaling its norm is

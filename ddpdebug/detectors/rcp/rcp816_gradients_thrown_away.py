@@ -6,15 +6,14 @@ from typing import Any
 
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
-from ddpdebug.detectors.rcp.streak import Streak
+from ddpdebug.detectors.rcp.habits import StepHabit
 from ddpdebug.schema.finding import Severity
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 _GONE: dict[int, Any] = {r: {"discarded": {"kind": "all", "count": 1, "location": "train.py:61"}} for r in range(4)}
 
 
-class GradientsThrownAway(Streak):
+class GradientsThrownAway(StepHabit):
     """Gradients that a backward produced were cleared or set to `None` before any optimizer step had used them.
 
     Impact: the step does nothing, or uses only the last micro-batch: work of backward and reduction is thrown away.
@@ -60,6 +59,6 @@ class GradientsThrownAway(Streak):
         )
     )
 
-    def describe(self, about: Any, step: Step) -> dict[str, Any] | None:
+    def describe(self, about: Any) -> dict[str, Any] | None:
         evidence = {"cleared": about.get("kind"), "backwards_lost": about.get("count")}
         return {"location": about.get("location"), "evidence": evidence}

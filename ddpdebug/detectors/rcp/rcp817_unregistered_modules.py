@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Facts
+from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.rcp.streak import told
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step
+from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.schema.finding import Severity
 
 _FACT = {"kind": "unregistered", "step": 1, "names": ["layers[0].weight", "layers[0].bias"]}
 
 
-class UnregisteredModules(Detector):
+class UnregisteredModules(EventRule):
     """The forward uses parameters that are not in `model.parameters()`: their modules sit in a plain list or a dict.
 
     Impact: they are not in `parameters()`, not synchronised by DDP, not moved by `to(device)`, not saved in
@@ -41,7 +40,7 @@ class UnregisteredModules(Detector):
     code = "RCP817"
     severity = Severity.ERROR
     title = "modules called in forward are not registered in the model"
-    topics = ("alone",)
+    events = ("audit:unregistered",)
     fires_on = Examples(
         lambda: (
             (Facts(topic="alone:audit", values={0: _FACT, 1: _FACT}),),
@@ -55,14 +54,6 @@ class UnregisteredModules(Detector):
         )
     )
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return ()
-
-    def sees(self, step: Step) -> bool:
-        return False
-
-    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
-        for rank, fact in told(topic, facts, "audit", "unregistered"):
-            names = tuple(str(name) for name in fact.get("names", ()))
-            evidence = {"parameters": len(names)}
-            yield self.finding(step=fact.get("step"), ranks=(rank,), subject=names[:MAX_NAMES], evidence=evidence)
+    def judge(self, fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        names = tuple(str(name) for name in fact.get("names", ()))
+        return {"subject": names[:MAX_NAMES], "evidence": {"parameters": len(names)}}

@@ -6,7 +6,7 @@ import re
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Facts
+from ddpdebug.detectors.base import Detector, Examples, Facts, Threshold
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
@@ -54,6 +54,11 @@ class BrokenTie(Detector):
     title = "two parameters that look tied are separate objects and have drifted apart"
     topics = ("structure", "init")
     wants = ("parameters",)
+    tie_step = Threshold(
+        6,
+        "the step at which two weights that started equal are compared",
+        source="a warm-up from 0 has moved them by then",
+    )
     fires_on = Examples(
         lambda: (
             (*_known("a1", "a1"), step_at(6, parameters=_after("b1", "c1"))),
@@ -73,10 +78,10 @@ class BrokenTie(Detector):
         self._shapes: dict[str, Any] = {}
         self._pairs: list[tuple[str, str]] = []
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
         return finding.subject
 
-    def sees(self, step: Step) -> bool:
+    def can_show(self, step: Step) -> bool:
         return False
 
     def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
@@ -96,7 +101,7 @@ class BrokenTie(Detector):
         yield from ()
 
     def suspects(self, step: Step) -> bool:
-        return bool(self._pairs) and step.optimizer == 0 and step.step == int(self.limit("tie_step"))
+        return bool(self._pairs) and step.optimizer == 0 and step.step == int(self.tie_step)
 
     def detect(self, step: Step) -> Iterator[Finding]:
         details = step.details.get("parameters", {})

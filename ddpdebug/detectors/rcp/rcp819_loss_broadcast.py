@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Facts
+from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.rcp.streak import told
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step
+from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.schema.finding import Severity
 
 _FACT = {
     "kind": "broadcast",
@@ -21,7 +20,7 @@ _FACT = {
 }
 
 
-class LossBroadcast(Detector):
+class LossBroadcast(EventRule):
     """Prediction and target broadcast, such as (N, 1) against (N,), so that the loss averages over an N x N table.
 
     Impact: every prediction is compared with every target: a squared loss then pulls all outputs to the mean of the
@@ -46,7 +45,7 @@ class LossBroadcast(Detector):
     code = "RCP819"
     severity = Severity.ERROR
     title = "prediction and target broadcast against each other in the loss"
-    topics = ("alone",)
+    events = ("loss:broadcast",)
     fires_on = Examples(
         lambda: (
             (Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),),
@@ -60,18 +59,6 @@ class LossBroadcast(Detector):
         )
     )
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return ()
-
-    def sees(self, step: Step) -> bool:
-        return False
-
-    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
-        for rank, fact in told(topic, facts, "loss", "broadcast"):
-            yield self.finding(
-                step=fact.get("step"),
-                ranks=(rank,),
-                subject=(str(fact.get("loss")),),
-                location=fact.get("location"),
-                evidence={"prediction": fact.get("prediction"), "averaged_over": fact.get("result")},
-            )
+    def judge(self, fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        evidence = {"prediction": fact.get("prediction"), "averaged_over": fact.get("result")}
+        return {"subject": (str(fact.get("loss")),), "evidence": evidence}

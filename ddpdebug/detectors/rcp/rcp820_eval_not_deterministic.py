@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Facts
+from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.rcp.streak import told
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step
+from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.schema.finding import Severity
 
 _FACT = {
     "step": 20,
@@ -22,7 +21,7 @@ _FACT = {
 _ATTENTION = {**_FACT, "function": "scaled_dot_product_attention", "p": None, "location": "model.py:24"}
 
 
-class EvalNotDeterministic(Detector):
+class EvalNotDeterministic(EventRule):
     """A dropout function was active inside a module in eval mode: the same batch gives other outputs each time.
 
     While training it is looked for in evaluations that go through DDP's forward: once one has drawn random numbers,
@@ -53,7 +52,7 @@ class EvalNotDeterministic(Detector):
     code = "RCP820"
     severity = Severity.WARNING
     title = "eval mode is not deterministic"
-    topics = ("alone",)
+    events = ("chance",)
     fires_on = Examples(
         lambda: (
             (Facts(topic="alone:chance", values={0: _FACT, 1: _FACT}),),
@@ -67,22 +66,7 @@ class EvalNotDeterministic(Detector):
         )
     )
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return ()
-
-    def sees(self, step: Step) -> bool:
-        return False
-
-    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
-        for rank, fact in told(topic, facts, "chance"):
-            share = fact.get("p")
-            evidence = {"function": fact.get("function"), "class": fact.get("class"), "mode": "eval"}
-            if fact.get("others"):
-                evidence["others"] = fact["others"]
-            yield self.finding(
-                step=fact.get("step"),
-                ranks=(rank,),
-                subject=(str(fact.get("module")),),
-                location=fact.get("location"),
-                evidence=evidence if share is None else {**evidence, "p": share},
-            )
+    def judge(self, fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        evidence = {"function": fact.get("function"), "class": fact.get("class"), "mode": "eval"}
+        evidence |= {key: fact[key] for key in ("others", "p") if fact.get(key) not in (None, [])}
+        return {"subject": (str(fact.get("module")),), "evidence": evidence}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Facts
+from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.rcp.streak import told
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step
+from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.schema.finding import Severity
 
 _FACT = {
     "step": 40,
@@ -24,7 +23,7 @@ _FACT = {
 _SAME = {**_FACT, "kind": "same", "module": None}
 
 
-class TargetLeak(Detector):
+class TargetLeak(EventRule):
     """The model is given what it shall predict: a later token changes earlier outputs, or the target is the input.
 
     While training it is asked once, when the loss has fallen below a tenth of what it was and the targets are the input
@@ -57,7 +56,7 @@ class TargetLeak(Detector):
     code = "RCP821"
     severity = Severity.WARNING
     title = "the target leaks into the input"
-    topics = ("alone",)
+    events = ("leak",)
     fires_on = Examples(
         lambda: (
             (Facts(topic="alone:leak", values={0: _FACT}),),
@@ -71,24 +70,16 @@ class TargetLeak(Detector):
         )
     )
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return ()
-
-    def sees(self, step: Step) -> bool:
-        return False
-
-    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
-        for _, fact in told(topic, facts, "leak"):
-            moved = fact.get("kind") == "moved"
-            module = fact.get("module")
-            change = float(fact.get("change") or 0.0)
-            evidence = {
-                "changed_token": fact.get("position"),
-                "of": fact.get("length"),
-                "change_of_earlier_outputs" if moved else "change_of_later_outputs": round(change, 4),
-                "targets": "the inputs moved by one" if moved else "the inputs themselves",
-                "first_loss": round(float(fact.get("first_loss") or 0.0), 4),
-                "loss": round(float(fact.get("loss") or 0.0), 4),
-            }
-            # every rank trains the same model; the one that was asked is no culprit
-            yield self.finding(step=fact.get("step"), subject=(str(module),) if module else (), evidence=evidence)
+    def judge(self, fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        moved, module = fact.get("kind") == "moved", fact.get("module")
+        change = float(fact.get("change") or 0.0)
+        evidence = {
+            "changed_token": fact.get("position"),
+            "of": fact.get("length"),
+            "change_of_earlier_outputs" if moved else "change_of_later_outputs": round(change, 4),
+            "targets": "the inputs moved by one" if moved else "the inputs themselves",
+            "first_loss": round(float(fact.get("first_loss") or 0.0), 4),
+            "loss": round(float(fact.get("loss") or 0.0), 4),
+        }
+        # every rank trains the same model; the one that was asked is no culprit
+        return {"ranks": (), "subject": (str(module),) if module else (), "evidence": evidence}

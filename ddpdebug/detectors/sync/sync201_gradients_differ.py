@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ddpdebug.detectors.base import Examples
+from ddpdebug.detectors.comparison import tables
 from ddpdebug.detectors.examples import contract, gradients, step_at
-from ddpdebug.detectors.sync.gradients import GradientRule, Verdict
+from ddpdebug.detectors.kinds import Verdict
+from ddpdebug.detectors.sync.gradients import GradientRule, differing, find_unused, missing, odd_ranks
+from ddpdebug.detectors.sync.sync206_changed_after_reduction import ChangedAfterReduction
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
@@ -43,7 +46,7 @@ class GradientsDiffer(GradientRule):
 
     code = "SYNC201"
     title = "gradients differ between ranks"
-    follows = (*("RANK105", "RANK109", "RANK112"), *("SYNC202", "SYNC203", "SYNC205", "SYNC206", "SYNC208", "SYNC211"))
+    after = ChangedAfterReduction
     fires_on = Examples(
         lambda: (
             (step_at(5, odd=_ODD, gradients=gradients(4, {1: {"w": "ff"}}), contract=contract(4)),),
@@ -60,8 +63,17 @@ class GradientsDiffer(GradientRule):
         )
     )
 
-    def report(self, step: Step, verdict: Verdict) -> Finding:
-        finding = super().report(step, verdict)
+    @classmethod
+    def verdict(cls, step: Step) -> Verdict | None:
+        hooks = sorted({str(table["hook"]) for table in tables(step, "contract").values() if table.get("hook")})
+        evidence: dict[str, Any] = {"hook": hooks[0]} if hooks else {}
+        without = missing(step)
+        if without and not find_unused(step):
+            evidence |= {"without_gradient": without, "find_unused_parameters": False}
+        return Verdict(ranks=odd_ranks(step), subject=tuple(differing(step)), evidence=evidence)
+
+    def word(self, step: Step, verdict: Verdict) -> Finding:
+        finding = super().word(step, verdict)
         without: dict[str, Any] = verdict.evidence.get("without_gradient", {})
         if not without:
             return finding

@@ -6,8 +6,11 @@ from typing import Any
 
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import contract, gradients, step_at
-from ddpdebug.detectors.sync.gradients import GradientRule
+from ddpdebug.detectors.kinds import Verdict
+from ddpdebug.detectors.sync.gradients import GradientRule, differing, misuse
+from ddpdebug.detectors.sync.sync211_smaller_group import SmallerGroup
 from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 _ODD: dict[int, Any] = {rank: {"grads_digest": 5 + rank} for rank in range(4)}
 _PLACE: dict[str, Any] = {"bypass": {"location": "train.py:60"}}
@@ -36,7 +39,7 @@ class WrapperBypassed(GradientRule):
 
     code = "SYNC202"
     title = "training runs around the DDP wrapper"
-    stage = 5
+    after = SmallerGroup
     fires_on = Examples(
         lambda: (
             (step_at(0, odd=_ODD, flags=Flag.BYPASS, contract=contract(4, **_PLACE), gradients=gradients(4)),),
@@ -49,3 +52,11 @@ class WrapperBypassed(GradientRule):
             (step_at(1), step_at(2)),
         )
     )
+
+    @classmethod
+    def verdict(cls, step: Step) -> Verdict | None:
+        ranks, found = misuse(step, "bypass", Flag.BYPASS)
+        if not ranks:
+            return None
+        location = next((entry.get("location") for entry in found.values() if entry.get("location")), None)
+        return Verdict(ranks=ranks, subject=tuple(differing(step)), location=location)

@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ddpdebug.detectors.base import Examples
+from ddpdebug.detectors.comparison import MAX_NAMES, tables
 from ddpdebug.detectors.examples import contract, gradients, step_at
-from ddpdebug.detectors.sync.gradients import GradientRule
+from ddpdebug.detectors.kinds import Verdict
+from ddpdebug.detectors.sync.gradients import GradientRule, differing, odd_ranks
+from ddpdebug.detectors.sync.sync208_no_synchronisation import NoSynchronisation
+from ddpdebug.schema.step import Step
 
 _ODD: dict[int, Any] = {rank: {"grads_digest": 5 + rank} for rank in range(4)}
 _W: dict[int, Any] = {rank: {"w": f"{rank}"} for rank in range(4)}
@@ -39,7 +43,7 @@ class ParameterNotReduced(GradientRule):
 
     code = "SYNC203"
     title = "a trained parameter is not reduced by any DDP"
-    stage = 5
+    after = NoSynchronisation
     fires_on = Examples(
         lambda: (
             (step_at(9, odd=_ODD, gradients=gradients(4, _W), contract=contract(4, unreduced={"w": "unfrozen"})),),
@@ -59,3 +63,23 @@ class ParameterNotReduced(GradientRule):
             (step_at(9, odd=_ODD, gradients=gradients(4, _W), contract=contract(4)),),
         )
     )
+
+    @classmethod
+    def verdict(cls, step: Step) -> Verdict | None:
+        names = differing(step)
+        reasons: dict[str, str] = {}
+        for table in tables(step, "contract").values():
+            reasons.update({name: why for name, why in table.get("unreduced", {}).items() if name in set(names)})
+        if not reasons:
+            return None
+        found = [name for name in names if name in reasons]
+        which = sorted(set(reasons.values()))
+        return Verdict(
+            ranks=odd_ranks(step),
+            subject=tuple(found),
+            phase=which[0] if len(which) == 1 else None,
+            evidence={
+                "which": {name: reasons[name] for name in found[:MAX_NAMES]},
+                "also_differing": len(names) - len(found),
+            },
+        )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples
+from ddpdebug.detectors.base import Detector, Examples, Threshold
 from ddpdebug.detectors.comparison import MAX_NAMES, tables
 from ddpdebug.detectors.examples import contract, step_at, steps
 from ddpdebug.schema.finding import Finding, Severity
@@ -29,8 +29,6 @@ from ddpdebug.schema.step import Step
 _FP32 = 2.0**-8
 _U16 = 2.0**-8
 _MAYBE_HALF = Flag.HALF_REDUCTION | Flag.CUSTOM_REDUCTION
-#: From here on one step is enough; a smaller discrepancy must show in two checked steps in a row.
-_GROSS = 0.1
 _EXCLUDED = (
     Flag.LOSSY_REDUCTION | Flag.LOCAL_ONLY | Flag.SKIPPED | Flag.IN_JOIN | Flag.UNSYNCED_BACKWARD | Flag.BYPASS
 ) | (Flag.NO_DDP | Flag.LOCAL_GRADS_NONFINITE | Flag.GRADS_NONFINITE | Flag.SHARDED_STATE)
@@ -84,8 +82,11 @@ class NotTheMean(Detector):
     severity = Severity.CRITICAL
     title = "the reduced gradient is not the mean of the ranks' gradients"
     wants = ("gradients", "contract")
-    follows = ("RANK105", "RANK112")
-    stage = 30
+    mean_gross = Threshold(
+        0.1,
+        "distance from the mean, relative, at which one step is enough; a smaller one must show in two checked steps",
+        source="chosen: a lost share or a missing division is off by about its size, rounding by less than 0.01",
+    )
     fires_on = Examples(
         lambda: (
             (step_at(0, **_SUMMED),),
@@ -108,23 +109,20 @@ class NotTheMean(Detector):
         super().__init__(config)
         self._doubtful: set[int] = set()  # optimizers whose last checked step was slightly off
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
-        return ()
-
-    def sees(self, step: Step) -> bool:
+    def can_show(self, step: Step) -> bool:
         return bool(_checks(step))
 
     def suspects(self, step: Step) -> bool:
         checks = _checks(step)
         off = _off(step, checks)
-        return bool(off) and (step.optimizer in self._doubtful or _gross(checks, off))
+        return bool(off) and (step.optimizer in self._doubtful or self._gross(checks, off))
 
     def detect(self, step: Step) -> Iterator[Finding]:
         checks = _checks(step)
         if not checks:
             return
         off = _off(step, checks)
-        gross = _gross(checks, off)
+        gross = self._gross(checks, off)
         if gross or (off and step.optimizer in self._doubtful):
             yield self._report(step, checks, off, _ratio(checks))
         if off and not gross:
@@ -137,8 +135,7 @@ class NotTheMean(Detector):
         hooks = sorted({str(t["hook"]) for t in tables(step, "contract").values() if t.get("hook")})
         names = _names(step)
         return self.finding(
-            step=step.step,
-            ranks=tuple(step.rows),
+            step,
             subject=tuple(names[:MAX_NAMES]),
             evidence={
                 "ratio": ratio,
@@ -150,6 +147,10 @@ class NotTheMean(Detector):
                 "hook": hooks[0] if hooks else None,
             },
         )
+
+    def _gross(self, checks: Sequence[_Check], off: Sequence[_Check]) -> bool:
+        large = any(check.error() > self.mean_gross * (check.norm + abs(check.expected)) for check in off)
+        return large or (bool(off) and abs(_ratio(checks) - 1) > self.mean_gross)
 
 
 def _half(step: Step) -> bool:
@@ -201,11 +202,6 @@ def _ratio(checks: Sequence[_Check]) -> float:
     """Return found over expected, fitted by least squares; NaN where nothing was expected."""
     weight = math.fsum(check.expected**2 for check in checks)
     return math.fsum(check.found * check.expected for check in checks) / weight if weight > 0 else math.nan
-
-
-def _gross(checks: Sequence[_Check], off: Sequence[_Check]) -> bool:
-    large = any(check.error() > _GROSS * (check.norm + abs(check.expected)) for check in off)
-    return large or (bool(off) and abs(_ratio(checks) - 1) > _GROSS)
 
 
 def _names(step: Step) -> list[str]:

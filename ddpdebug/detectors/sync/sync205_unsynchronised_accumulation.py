@@ -6,8 +6,11 @@ from typing import Any
 
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import contract, gradients, step_at
-from ddpdebug.detectors.sync.gradients import GradientRule
+from ddpdebug.detectors.kinds import Verdict
+from ddpdebug.detectors.sync.gradients import GradientRule, differing, misuse
+from ddpdebug.detectors.sync.sync202_wrapper_bypassed import WrapperBypassed
 from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 _ODD: dict[int, Any] = {rank: {"grads_digest": 5 + rank} for rank in range(4)}
 _LAST: dict[str, Any] = {"no_sync": {"kind": "last-micro-batch", "location": "train.py:41"}}
@@ -36,7 +39,7 @@ class UnsynchronisedAccumulation(GradientRule):
 
     code = "SYNC205"
     title = "the optimizer stepped on gradients that were not synchronised"
-    follows = ("RANK105", "RANK112", "SYNC202", "SYNC203", "SYNC208", "SYNC211")
+    after = WrapperBypassed
     fires_on = Examples(
         lambda: (
             (
@@ -53,3 +56,17 @@ class UnsynchronisedAccumulation(GradientRule):
             (step_at(2, micro_batches=4), step_at(3, micro_batches=4)),
         )
     )
+
+    @classmethod
+    def verdict(cls, step: Step) -> Verdict | None:
+        ranks, found = misuse(step, "no_sync", Flag.UNSYNCED_BACKWARD)
+        if not ranks:
+            return None
+        first = next(iter(found.values()), {})
+        return Verdict(
+            ranks=ranks,
+            subject=tuple(differing(step)),
+            phase=first.get("kind"),
+            location=first.get("location"),
+            evidence={"which": first.get("kind")},
+        )

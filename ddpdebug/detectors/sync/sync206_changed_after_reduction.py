@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Examples
-from ddpdebug.detectors.comparison import tables
+from ddpdebug.detectors.base import Examples, RankClasses, Threshold
+from ddpdebug.detectors.comparison import culprits, tables
 from ddpdebug.detectors.examples import contract, gradients, step_at
-from ddpdebug.detectors.sync.gradients import GradientRule, clip_factors, clip_location, symptom
+from ddpdebug.detectors.kinds import Verdict
+from ddpdebug.detectors.sync.gradients import (
+    GradientRule,
+    clip_factors,
+    clip_location,
+    differing,
+    gradient_classes,
+    odd_ranks,
+)
+from ddpdebug.detectors.sync.sync205_unsynchronised_accumulation import UnsynchronisedAccumulation
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step, outvoted
 
-#: Relative distance below which two factors count as equal.
-_SAME_FACTOR = 0.01
+#: The norm of a gradient is taken twice by the same kernel: equal elements give equal norms.
+_UNCHANGED = 1e-6
 _EQUAL_SUMS: dict[str, Any] = {"reduced_sums": {"w": 0.5, "b": 0.1}}
 _CLIP: dict[str, Any] = {"clip_norm": 4.0, "clip_max": 1.0}
 _OWN_CLIP: dict[int, Any] = {rank: {"clip_norm": 1.0 + rank} for rank in range(4)}
@@ -46,7 +56,12 @@ class ChangedAfterReduction(GradientRule):
     code = "SYNC206"
     severity = Severity.ERROR
     title = "gradients were changed by some ranks for themselves"
-    follows = ("RANK105", "RANK109", "RANK112", "SYNC202", "SYNC203", "SYNC205", "SYNC208", "SYNC211")
+    after = UnsynchronisedAccumulation
+    clip_factors_apart = Threshold(
+        0.01,
+        "difference between the ranks' clipping factors from which they are not the same",
+        source="chosen: ranks that clip by the same norm differ by rounding, ranks that clip their own by much more",
+    )
     fires_on = Examples(
         lambda: (
             (
@@ -82,15 +97,42 @@ class ChangedAfterReduction(GradientRule):
         )
     )
 
+    @classmethod
+    def verdict(cls, step: Step) -> Verdict | None:
+        names = differing(step)
+        sums = tables(step, "gradients", "reduced_sums")
+        compared = [name for name in names if all(name in table for table in sums.values())]
+        equal = len(sums) == len(step.rows) and compared == names and bool(names)
+        equal = equal and all(len({repr(table[name]) for table in sums.values()}) == 1 for name in compared)
+        factors = clip_factors(step)
+        unequal_clipping = len({round(f, 6) for f in factors.values()}) > 1
+        by_row = not step.details.get("gradients") and _rows_agree_after_reduction(step)
+        if not equal and not (by_row and unequal_clipping):
+            return None
+        evidence: dict[str, Any] = {"gradients_after_reduction": "equal on all ranks"}
+        ratios = {str(r): f for r, f in factors.items()} if unequal_clipping else _ratios(step, names)
+        if ratios:
+            evidence["ratio"] = ratios
+        if unequal_clipping:
+            evidence["clip_norm"] = {str(rank): row.clip_norm for rank, row in step.rows.items()}
+            evidence["clip_max"] = {str(rank): row.clip_max for rank, row in step.rows.items()}
+        return Verdict(
+            ranks=odd_ranks(step) if unequal_clipping else _who_changed(gradient_classes(step) or {}, ratios),
+            subject=tuple(names),
+            phase="clipping" if unequal_clipping else None,
+            location=clip_location(step) if unequal_clipping else None,
+            evidence=evidence,
+        )
+
     def suspects(self, step: Step) -> bool:
-        return bool(symptom(step)) or bool(_own_factors(step))
+        return bool(gradient_classes(step)) or bool(self._own_factors(step))
 
     def detect(self, step: Step) -> Iterator[Finding]:
         yield from super().detect(step)
-        factors = _own_factors(step)
-        if factors and not symptom(step) and not step.any(Flag.LOCAL_ONLY):
+        factors = self._own_factors(step)
+        if factors and not gradient_classes(step) and not step.any(Flag.LOCAL_ONLY):
             yield self.finding(
-                step=step.step,
+                step,
                 ranks=outvoted({rank: round(factor, 3) for rank, factor in factors.items()}),
                 subject=(),
                 phase="before-reduction",
@@ -102,8 +144,30 @@ class ChangedAfterReduction(GradientRule):
                 },
             )
 
+    def _own_factors(self, step: Step) -> dict[int, float]:
+        """Return each rank's clipping factor, when these were applied before the reduction and differ."""
+        factors = clip_factors(step) if step.any(Flag.CLIPPED_BEFORE_SYNC) and len(step.rows) > 1 else {}
+        return factors if factors and max(factors.values()) - min(factors.values()) > self.clip_factors_apart else {}
 
-def _own_factors(step: Step) -> dict[int, float]:
-    """Return each rank's clipping factor, when these were applied before the reduction and differ."""
-    factors = clip_factors(step) if step.any(Flag.CLIPPED_BEFORE_SYNC) and len(step.rows) > 1 else {}
-    return factors if factors and max(factors.values()) - min(factors.values()) > _SAME_FACTOR else {}
+
+def _who_changed(classes: RankClasses, ratios: Mapping[str, float]) -> tuple[int, ...]:
+    """Return the outvoted ranks; where there is no majority, those whose gradients grew or shrank, if only some did."""
+    voted = culprits(classes)
+    changed = tuple(rank for rank in voted if abs(ratios.get(str(rank), 1.0) - 1.0) > _UNCHANGED)
+    return changed if len(voted) == len(classes) and 0 < len(changed) < len(voted) else voted
+
+
+def _rows_agree_after_reduction(step: Step) -> bool:
+    sums = {repr(row.reduced_sums) for row in step.rows.values()}
+    return len(sums) == 1 and "nan" not in next(iter(sums))
+
+
+def _ratios(step: Step, names: list[str]) -> dict[str, float]:
+    """Return rank -> norm of the gradient at the step / right after the reduction, where both were measured."""
+    after, now = tables(step, "gradients", "reduced_norms"), tables(step, "gradients", "step_norms")
+    found = {}
+    for rank in sorted(after.keys() & now.keys()):
+        whole = math.hypot(*(float(after[rank].get(name, 0.0)) for name in names))
+        if whole > 0 and math.isfinite(whole):
+            found[str(rank)] = math.hypot(*(float(now[rank].get(name, 0.0)) for name in names)) / whole
+    return found

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Facts
+from ddpdebug.detectors.base import Detector, Examples, Facts, Threshold
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import contract, gradients, step_at, steps
-from ddpdebug.detectors.sync.gradients import find_unused, missing, symptom
+from ddpdebug.detectors.sync.gradients import find_unused, gradient_classes, missing
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
@@ -44,7 +44,11 @@ class ParameterWithoutGradient(Detector):
     title = "a trainable parameter receives no gradient"
     wants = ("gradients", "contract")
     topics = ("alone",)
-    follows = ("RANK105", "RANK112", "RCP810", "RCP811", "RCP816", "SYNC202", "SYNC208")
+    no_gradient_steps = Threshold(
+        5,
+        "first checked steps in which the same parameters got no gradient",
+        source="layers that are dropped at random change from step to step",
+    )
     fires_on = Examples(
         lambda: (
             (
@@ -79,28 +83,28 @@ class ParameterWithoutGradient(Detector):
         self._seen: dict[int, tuple[tuple[tuple[int, int], ...], int]] = {}  # optimizer -> (presence by rank, steps)
         self._varies: set[int] = set()
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
         return (finding.subject[:1],)
 
-    def sees(self, step: Step) -> bool:
+    def can_show(self, step: Step) -> bool:
         return step.known("presence_digest")
 
     def suspects(self, step: Step) -> bool:
         if not _lacking(step):
             return False
-        return bool(symptom(step)) or self._counted(step)[1] == int(self.limit("no_gradient_steps"))
+        return bool(gradient_classes(step)) or self._counted(step)[1] == int(self.no_gradient_steps)
 
     def detect(self, step: Step) -> Iterator[Finding]:
-        if not self.sees(step) or step.any(Flag.SKIPPED):
+        if not self.can_show(step) or step.any(Flag.SKIPPED):
             return
         counted = self._counted(step)
         if counted[1] == 0:
             self._varies.add(step.optimizer)
         self._seen[step.optimizer] = counted
         without = missing(step)
-        if symptom(step) and without and step.details.get("contract") and not find_unused(step):
+        if gradient_classes(step) and without and step.details.get("contract") and not find_unused(step):
             yield self._report(step, without, "its bucket may never be reduced")
-        elif counted[1] == int(self.limit("no_gradient_steps")) and _lacking(step):
+        elif counted[1] == int(self.no_gradient_steps) and _lacking(step):
             yield self._report(step, without, f"no gradient in {counted[1]} checked steps")
 
     def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
@@ -126,7 +130,7 @@ class ParameterWithoutGradient(Detector):
         ranks = _lacking(step)
         names = dict.fromkeys(name for own in without.values() for name in own)
         return self.finding(
-            step=step.step,
+            step,
             ranks=ranks,
             subject=tuple(names)[:MAX_NAMES],
             evidence={

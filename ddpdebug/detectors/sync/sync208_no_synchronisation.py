@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ddpdebug.detectors.base import Examples
+from ddpdebug.detectors.comparison import tables
 from ddpdebug.detectors.examples import contract, gradients, step_at
-from ddpdebug.detectors.sync.gradients import GradientRule
+from ddpdebug.detectors.kinds import Verdict
+from ddpdebug.detectors.sync.gradients import GradientRule, differing, odd_ranks
 from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 _ODD: dict[int, Any] = {rank: {"grads_digest": 0, "foreign_grads_digest": 5 + rank} for rank in range(4)}
 _FOREIGN: dict[int, Any] = {rank: {"digests": {}, "foreign": {"w": str(rank)}} for rank in range(4)}
@@ -37,7 +40,6 @@ class NoSynchronisation(GradientRule):
 
     code = "SYNC208"
     title = "several ranks train without any gradient synchronisation"
-    stage = 5
     fires_on = Examples(
         lambda: (
             (step_at(0, odd=_ODD, flags=Flag.NO_DDP, gradients=_FOREIGN, contract=contract(4, ddp=0, groups=[])),),
@@ -59,3 +61,10 @@ class NoSynchronisation(GradientRule):
             ),
         )
     )
+
+    @classmethod
+    def verdict(cls, step: Step) -> Verdict | None:
+        wrappers = [table.get("ddp") for table in tables(step, "contract").values()]
+        if any(wrappers) or not (wrappers or step.all(Flag.NO_DDP)):
+            return None
+        return Verdict(ranks=odd_ranks(step), subject=tuple(differing(step)), evidence={"ddp_wrappers": 0})

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Facts
+from ddpdebug.detectors.base import Detector, Examples, Facts, Threshold
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.schema.finding import Finding, Severity
-
-#: Ratios that are closer to each other, or to a number that explains them, are the same.
-_SAME = 1e-3
 
 
 def _facts(ratio: float, world: int = 4, *, residual: float = 0.0, **more: Any) -> dict[str, Any]:
@@ -54,6 +51,11 @@ class NotEquivalent(Detector):
     severity = Severity.ERROR
     title = "several ranks do not train like one process on the same global batch"
     topics = ("equivalence",)
+    same_ratio = Threshold(
+        1e-3,
+        "relative distance of two ratios of gradients, or of a ratio and a number that explains it, that are the same",
+        source="calculated: both sides are computed in float64, and the numbers that explain a ratio are whole",
+    )
     fires_on = Examples(
         lambda: (
             (Facts(topic="equivalence", values=dict.fromkeys(range(4), _facts(4.0))),),
@@ -68,6 +70,9 @@ class NotEquivalent(Detector):
             (Facts(topic="equivalence", values={0: _AGREES}),),
         )
     )
+
+    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
+        return finding.subject[:1], finding.phase, finding.location
 
     def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
         differing = {rank: fact for rank, fact in sorted(facts.items()) if fact["off"]}
@@ -113,9 +118,9 @@ class NotEquivalent(Detector):
                 "its part of the batch, which is how DDP is meant to work"
             )
             return [local], reading
-        ratio = _common_ratio(fact)
+        ratio = self._common_ratio(fact)
         world = fact["world"]
-        if ratio is None or _near(ratio, 1):
+        if ratio is None or self._near(ratio, 1):
             if fact.get("shards") == "batch":
                 return [clipping, twice, scaling, tokens, local], (
                     "no common ratio, and the average of the parts' losses is the loss of the whole batch: what the "
@@ -125,22 +130,20 @@ class NotEquivalent(Detector):
                 "no common ratio: the parts of the batch do not weigh the same on the ranks as in one process"
             )
         for factor, words in ((world, "the world size"), (1 / world, "1 / world size"), (world**2, "world size ** 2")):
-            if _near(ratio, factor):
+            if self._near(ratio, factor):
                 return [scaling, twice, tokens, clipping, local], f"all gradients are {words} times as large"
         return causes, f"all gradients are {ratio:.4g} times as large"
+
+    def _common_ratio(self, fact: Mapping[str, Any]) -> float | None:
+        """The one factor between the ranks' gradients and those of one process, None where it is not one."""
+        ratios = [ratio for ratio, residual, _ in fact["off"].values() if residual < self.same_ratio]
+        if len(ratios) < len(fact["off"]) or not all(self._near(ratio, ratios[0]) for ratio in ratios):
+            return None
+        return float(ratios[0])
+
+    def _near(self, value: float, other: float) -> bool:
+        return abs(value - other) <= self.same_ratio * abs(other)
 
 
 def _worst(fact: Mapping[str, Any]) -> float:
     return float(max(entry[2] for entry in fact["off"].values()))
-
-
-def _common_ratio(fact: Mapping[str, Any]) -> float | None:
-    """Return the one factor between the ranks' gradients and those of one process, None where it is not one factor."""
-    ratios = [ratio for ratio, residual, _ in fact["off"].values() if residual < _SAME]
-    if len(ratios) < len(fact["off"]) or not all(_near(ratio, ratios[0]) for ratio in ratios):
-        return None
-    return float(ratios[0])
-
-
-def _near(value: float, other: float) -> bool:
-    return abs(value - other) <= _SAME * abs(other)

@@ -50,7 +50,7 @@ class GatherCutsGradient(Detector):
         super().__init__(config)
         self._step = 0
 
-    def cause(self, finding: Finding) -> tuple[Hashable, ...]:
+    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
         return (finding.location,)
 
     def detect(self, step: Step) -> Iterator[Finding]:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ddpdebug.detectors.base import Examples
+from ddpdebug.detectors.comparison import tables
 from ddpdebug.detectors.examples import contract, gradients, step_at
-from ddpdebug.detectors.sync.gradients import GradientRule
+from ddpdebug.detectors.kinds import Verdict
+from ddpdebug.detectors.sync.gradients import GradientRule, differing, gradient_classes, odd_ranks
+from ddpdebug.detectors.sync.sync203_parameter_not_reduced import ParameterNotReduced
+from ddpdebug.schema.step import Step
 
 _HALVES: dict[int, Any] = {2: {"grads_digest": 5}, 3: {"grads_digest": 5}}
 _GROUPS: dict[int, Any] = {rank: {"groups": [[0, 1] if rank < 2 else [2, 3]]} for rank in range(4)}
@@ -35,7 +39,7 @@ class SmallerGroup(GradientRule):
 
     code = "SYNC211"
     title = "gradients are reduced over a part of the ranks only"
-    stage = 5
+    after = ParameterNotReduced
     fires_on = Examples(
         lambda: (
             (step_at(0, odd=_HALVES, gradients=_GRADIENTS, contract=contract(4, _GROUPS)),),
@@ -56,3 +60,13 @@ class SmallerGroup(GradientRule):
             (step_at(0, odd={1: {"grads_digest": 5}}, gradients=gradients(4, {1: {"w": "f"}}), contract=contract(4)),),
         )
     )
+
+    @classmethod
+    def verdict(cls, step: Step) -> Verdict | None:
+        groups = sorted({tuple(g) for table in tables(step, "contract").values() for g in table.get("groups", ())})
+        classes = gradient_classes(step) or {}
+        smaller = [list(group) for group in groups if 1 <= len(group) < step.world]
+        # of a reduction that works at least the ranks of each group agree
+        if not smaller or any(len({classes[rank] for rank in group if rank in classes}) > 1 for group in smaller):
+            return None
+        return Verdict(ranks=odd_ranks(step), subject=tuple(differing(step)), evidence={"groups": smaller})

@@ -1,0 +1,1 @@
+"""Progress. Its codes are planned."""

@@ -1,0 +1,1 @@
+"""Speed. Its codes are planned."""

@@ -1,0 +1,93 @@
+"""The kinds of rules: what counts as a streak, who of a chain speaks, which announcements are heard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from ddpdebug.detectors.base import Facts, Threshold
+from ddpdebug.detectors.catalog import catalog
+from ddpdebug.detectors.examples import step_at
+from ddpdebug.detectors.kinds import ChainRule, EventRule, Streak, StreakRule
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
+
+CHAINS = [rule for rule in catalog() if issubclass(rule, ChainRule)]
+
+
+class Slow(StreakRule):
+    """A rank whose loss is above 1 in three steps in a row; a skipped step does not count."""
+
+    code, severity, title = "TEST001", Severity.INFO, "slow"
+    slow_steps = enough = Threshold(3, "steps", source="chosen")
+
+    def shown(self, step: Step) -> Mapping[int, bool] | None:
+        return None if step.any(Flag.SKIPPED) else {rank: row.loss > 1 for rank, row in step.rows.items()}
+
+    def report(self, step: Step, streaks: Mapping[int, Streak]) -> Iterator[Finding]:
+        for rank, streak in streaks.items():
+            yield self.finding(step, step=streak.first, ranks=(rank,), evidence={"length": streak.length})
+
+
+class Heard(EventRule):
+    """Two kinds of announcements."""
+
+    code, severity, title = "TEST002", Severity.INFO, "heard"
+    events = ("one", "two:b")
+
+    def judge(self, fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        return None if fact.get("fine") else {"location": "train.py:1"}
+
+
+def test_a_streak_is_counted_for_each_thing_and_optimizer() -> None:
+    """What interrupts one leaves the others; steps that do not count neither end nor lengthen it."""
+    rule, high = Slow(), {"loss": 2.0}
+    shown = [{0: high}, {0: high, 1: high}, {1: high}, {0: high, 1: high}]
+    found: list[Finding] = []
+    for number, odd in enumerate(shown):
+        found += rule.detect(step_at(number, world=2, odd=odd, loss=0.0))
+        found += rule.detect(step_at(number, world=2, optimizer=1, loss=0.0))
+        found += rule.detect(step_at(number, world=2, flags=Flag.SKIPPED, loss=0.0))
+    assert [(f.step, f.last_step, f.ranks, f.evidence) for f in found] == [(1, 3, (1,), {"length": 3})]
+    assert rule.running(0) == [1, 0]
+    assert rule.running(1) == []
+
+
+def test_how_long_a_streak_must_be_is_a_setting() -> None:
+    """Under the threshold's own name."""
+    rule = Slow({"threshold": {"slow_steps": 1}})
+    assert len(list(rule.detect(step_at(0, world=2, loss=2.0)))) == 2
+
+
+@pytest.mark.parametrize(
+    "topic, fact, count",
+    [("one", {}, 1), ("one", {"kind": "a"}, 1), ("two", {"kind": "b"}, 1), ("two", {"kind": "a"}, 0), ("two", {}, 0)],
+)
+def test_an_event_rule_hears_what_it_names(topic: str, fact: dict[str, Any], count: int) -> None:
+    """A whole topic, or one kind of it; step and rank are those of the announcement."""
+    facts = {3: {"step": 7, **fact}, 4: {"step": 8, **fact, "fine": True}, 5: None}
+    found = list(Heard().compare(f"alone:{topic}", facts))
+    assert [(f.step, f.ranks, f.location) for f in found] == [(7, (3,), "train.py:1")] * count
+
+
+@pytest.mark.parametrize("rule", CHAINS, ids=lambda rule: rule.code)
+def test_one_rule_of_a_chain_speaks(rule: type[ChainRule]) -> None:
+    """Whatever the step shows, it is one code: that of the first link that can explain it."""
+    links = [other() for other in CHAINS if other.group == rule.group]
+    for example in rule.fires_on:
+        steps = [item for item in example if not isinstance(item, Facts)]
+        spoken = [{finding.code for link in links for finding in link.detect(step)} for step in steps]
+        assert {rule.code} in spoken
+        assert all(len(codes) <= 1 for codes in spoken)
+
+
+def test_a_chain_has_one_beginning() -> None:
+    """Each link but the first names another one of its group, and no two the same."""
+    for group in {rule.group for rule in CHAINS}:
+        links = [rule for rule in CHAINS if rule.group == group]
+        before = [rule.after for rule in links]
+        assert len(set(before)) == len(links)
+        assert None in before
