@@ -1,8 +1,11 @@
-"""What `run` and `check` share: their options, the script at the end of the line, and its checks before any start."""
+"""What commands have in common: options of `Config`, the script at the end of the line, factories; all are checked."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +15,7 @@ import click
 
 from ddpdebug.config.settings import Config, Option, options
 from ddpdebug.disk import Disk, mode_of
-from ddpdebug.errors import TargetError, UsageError
+from ddpdebug.errors import TargetError, UsageError, did_you_mean
 from ddpdebug.processes.launch import Request
 from ddpdebug.processes.script import Target
 
@@ -123,3 +126,43 @@ def _check_file(file: Path, flag: str) -> None:
     if file.is_dir():
         raise UsageError(f"{flag} {str(file)!r} is a directory; give the name of a file")
     _check_directory(file.parent, flag)
+
+
+def split_factory(factory: str) -> tuple[str, str]:
+    """Return the file or module and the name in it; raise UsageError before anything is started."""
+    path, colon, name = factory.rpartition(":")
+    if not colon or not path or not name.isidentifier():
+        raise UsageError(f"{factory!r} names no factory; write package.module:build or file.py:build")
+    if path.endswith(".py") and not Path(path).is_file():
+        raise UsageError(f"no such file: {path!r} (looked in {Path.cwd()})")
+    return path, name
+
+
+def load_factory(path: str, name: str) -> Callable[..., Any]:
+    """Return the function of a file or module; what the user's code raises passes through.
+
+    Raises:
+        UsageError: there is no such module or function.
+    """
+    if path.endswith(".py"):
+        sys.path.insert(0, str(Path(path).resolve().parent))  # as Python does for a script
+        spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    else:
+        sys.path.insert(0, str(Path.cwd()))
+        try:
+            module = importlib.import_module(path)
+        except ModuleNotFoundError as error:
+            if error.name and (path == error.name or path.startswith(f"{error.name}.")):
+                raise UsageError(f"no module named {path!r} (looked in {Path.cwd()} and in sys.path)") from None
+            raise
+    build = getattr(module, name, None)
+    if not callable(build):
+        known = [found for found, value in vars(module).items() if callable(value) and not found.startswith("_")]
+        raise UsageError(f"{path} has no function {name!r}; {did_you_mean(name, known)}")
+    found: Callable[..., Any] = build
+    return found

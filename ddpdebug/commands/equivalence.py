@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import os
 import sys
@@ -17,7 +15,8 @@ import click
 
 from ddpdebug.ci.json_junit import to_json
 from ddpdebug.ci.verdict import Outcome, Verdict, Word, judge
-from ddpdebug.errors import UsageError, did_you_mean
+from ddpdebug.commands._target import load_factory, split_factory
+from ddpdebug.errors import UsageError
 from ddpdebug.processes.launch import RUN_ID, ranks_environment, torchrun_words
 from ddpdebug.processes.supervisor import supervise
 from ddpdebug.schema.finding import Finding, Severity
@@ -43,7 +42,7 @@ Exit codes: 0 clean, 1 not equivalent, 2 wrong usage, 3 the factory or the step 
 @click.option("--result", type=click.Path(path_type=Path), hidden=True)
 def command(result: Path | None, **options: Any) -> Callable[[], int]:
     """Check the line; run later, outside of click."""
-    path, name = _split(options["factory"])
+    path, name = split_factory(options["factory"])
     if result is not None or ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
         return lambda: _as_rank(path, name, result, options)
     return lambda: _from_outside(options)
@@ -118,7 +117,7 @@ def _as_rank(path: str, name: str, result: Path | None, options: Mapping[str, An
     internals.claim_process()
     rank, record = int(os.environ["RANK"]), dict[str, Any]()
     try:
-        build = _load(path, name)
+        build = load_factory(path, name)
         device = torch.device(options["device"])
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
@@ -152,38 +151,3 @@ def _tell(record: Mapping[str, Any], rank: int, options: Mapping[str, Any]) -> i
         done = {other: Outcome(rank=other, reason="finished", exit_code=0) for other in range(world)}
         return _conclude(judge(findings, done, world=world), options)
     return int(any(finding.severity >= Severity.ERROR for finding in findings))
-
-
-def _split(factory: str) -> tuple[str, str]:
-    """Return the file or module and the name in it; raise UsageError before anything is started."""
-    path, colon, name = factory.rpartition(":")
-    if not colon or not path or not name.isidentifier():
-        raise UsageError(f"{factory!r} names no factory; write package.module:build or file.py:build")
-    if path.endswith(".py") and not Path(path).is_file():
-        raise UsageError(f"no such file: {path!r} (looked in {Path.cwd()})")
-    return path, name
-
-
-def _load(path: str, name: str) -> Callable[..., Any]:
-    if path.endswith(".py"):
-        sys.path.insert(0, str(Path(path).resolve().parent))  # as Python does for a script
-        spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-    else:
-        sys.path.insert(0, str(Path.cwd()))
-        try:
-            module = importlib.import_module(path)
-        except ModuleNotFoundError as error:
-            if error.name and (path == error.name or path.startswith(f"{error.name}.")):
-                raise UsageError(f"no module named {path!r} (looked in {Path.cwd()} and in sys.path)") from None
-            raise
-    build = getattr(module, name, None)
-    if not callable(build):
-        known = [found for found, value in vars(module).items() if callable(value) and not found.startswith("_")]
-        raise UsageError(f"{path} has no function {name!r}; {did_you_mean(name, known)}")
-    found: Callable[..., Any] = build
-    return found

@@ -13,8 +13,7 @@ from typing import Any
 
 import click
 
-from ddpdebug.commands._target import TargetCommand, click_option, prepare
-from ddpdebug.commands.equivalence import _load, _split
+from ddpdebug.commands._target import TargetCommand, click_option, load_factory, prepare, split_factory
 from ddpdebug.config.settings import Config, options, to_flags
 from ddpdebug.errors import TargetError, UsageError
 from ddpdebug.preflight.output.results import chosen
@@ -45,7 +44,7 @@ def _callback(ctx: click.Context, /, factory: str | None, only: str | None, **va
     if factory is not None:
         if ctx.obj:
             raise UsageError("give a script or --factory, not both")
-        path, name = _split(factory)
+        path, name = split_factory(factory)
         config = Config.load(given, os.environ, Path.cwd(), flags=True)
         return lambda: _from_factory(path, name, config, groups, settings)
     request = prepare(given, ctx.obj, "preflight")
@@ -171,7 +170,7 @@ def _from_factory(
 ) -> int:
     from ddpdebug.preflight.api import subject_of  # noqa: PLC0415 - loads torch
 
-    made = _load(path, name)()
+    made = load_factory(path, name)()
     if not (isinstance(made, tuple) and len(made) == 4):
         raise UsageError(f"{name!r} must return (model, loss_fn, optimizer, batches), not {type(made).__name__}")
     subject = subject_of(*made, **settings)

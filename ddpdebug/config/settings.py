@@ -17,14 +17,8 @@ from ddpdebug.errors import UsageError, did_you_mean
 ENVIRONMENT_PREFIX = "DDPDEBUG_"
 #: Variables that ddpdebug passes to its own ranks, or its tests to themselves; not settings.
 INTERNAL_VARIABLES = frozenset(
-    {
-        "DDPDEBUG_RUN_ID",
-        "DDPDEBUG_DEADLINE",
-        "DDPDEBUG_FAULT",
-        "DDPDEBUG_TRAJECTORY",
-        "DDPDEBUG_REQUIRE_PROMETHEUS",
-        "DDPDEBUG_REQUIRE_SLURM",
-    }
+    ENVIRONMENT_PREFIX + name
+    for name in ("RUN_ID", "DEADLINE", "FAULT", "TRAJECTORY", "REQUIRE_PROMETHEUS", "REQUIRE_SLURM")
 )
 
 

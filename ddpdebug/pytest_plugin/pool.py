@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -242,13 +242,8 @@ class Pool:
         for rank in self._ranks[: task.world]:
             command = {
                 "kind": "run",
-                "nodeid": task.nodeid,
-                "path": task.path,
+                **asdict(task),
                 "rank": rank.number,
-                "world": task.world,
-                "timeout": task.timeout,
-                "device": task.device,
-                "group": task.group,
                 "number": number,
                 "store": str(self._directory / f"{number}.store"),
                 "shared": str(self._temporary() / f"shared-{number}"),

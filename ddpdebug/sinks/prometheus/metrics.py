@@ -53,16 +53,10 @@ _GAUGES = {
 _MEMORY = {
     "ddpdebug_host_memory_bytes": ("host_bytes", "Resident memory of the process."),
     "ddpdebug_host_private_memory_bytes": ("host_private_bytes", "Of these, neither backed by a file nor shared."),
-    "ddpdebug_host_memory_limit_bytes": (
-        "host_limit_bytes",
-        "Memory limit of the control group, or of the machine.",
-    ),
+    "ddpdebug_host_memory_limit_bytes": ("host_limit_bytes", "Memory limit of the control group, or of the machine."),
     "ddpdebug_loader_memory_bytes": ("workers_bytes", "Private memory of the DataLoader's workers."),
     "ddpdebug_device_memory_limit_bytes": ("device_limit_bytes", "Memory of the device."),
-    "ddpdebug_allocation_retries": (
-        "device_retries",
-        "Allocations that succeeded only after the cache was emptied.",
-    ),
+    "ddpdebug_allocation_retries": ("device_retries", "Allocations that succeeded only after the cache was emptied."),
 }
 #: Kind -> field of the row, bytes.
 _DEVICE_MEMORY = {
@@ -234,9 +228,7 @@ def run_metrics(own: str, started: RunStarted | None) -> Iterator[Metric]:
     """Yield the run's identity, world size and budget; NaN before it has begun."""
     world, budget = float("nan"), float("nan")
     run = GaugeMetricFamily(
-        "ddpdebug_run_info",
-        "The run that is watched; always 1.",
-        labels=("run_id", "world_size", "torch", "ddpdebug"),
+        "ddpdebug_run_info", "The run that is watched; always 1.", labels=("run_id", "world_size", "torch", "ddpdebug")
     )
     if started is not None:
         world, budget = started.world, float(started.config.get("budget", budget))
