@@ -35,7 +35,7 @@ def install(config: Config, *, command: Sequence[str] = (), late: bool = False) 
     monitor = Monitor(config, command)
     monitor.install()
     if late:
-        monitor.guard.run("probe:built", monitor.recorder.entries.built.look_around)
+        monitor.guard.run("probe:built", monitor.probes.entries.built.look_around)
     _CURRENT[:] = [monitor]
     return monitor
 
@@ -59,9 +59,9 @@ def watch(
     config = Config.load(options, os.environ, Path.cwd())
     monitor = install(config, command=tuple(sys.argv), late=True)
     if isinstance(model, DistributedDataParallel):
-        monitor.guard.run("probe:wrapper", monitor.recorder.wrapped, model)
+        monitor.guard.run("probe:wrapper", monitor.probes.models.wrapped, model)
     elif isinstance(model, torch.nn.Module):
-        monitor.guard.run("probe:modules", monitor.patches.watch_module, internals.unwrap_compiled(model))
+        monitor.guard.run("probe:modules", monitor.probes.patches.watch_module, internals.unwrap_compiled(model))
     return monitor
 
 
