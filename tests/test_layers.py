@@ -92,7 +92,6 @@ _DISTRIBUTED = (
     "instrument",
     "monitor.monitor",
     "monitor.attach",
-    "monitor.debug_ddp",
     "processes.torchrun",
     "pytest_plugin",
     "testing",

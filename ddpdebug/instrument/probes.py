@@ -25,10 +25,10 @@ from ddpdebug.probes.loop_calls import LoopCalls
 from ddpdebug.probes.memory import MemoryProbe
 from ddpdebug.probes.models import Models
 from ddpdebug.probes.nonfinite import Numerics
-from ddpdebug.probes.notes import StepDigests
 from ddpdebug.probes.record import StepRecord
 from ddpdebug.probes.recorder import Recorder
 from ddpdebug.probes.replicas import Replicas
+from ddpdebug.probes.step_digests import StepDigests
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.step_veto import StepVeto
 from ddpdebug.probes.training_events import Bus

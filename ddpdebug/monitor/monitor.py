@@ -40,9 +40,8 @@ from ddpdebug.isolation.guard import Guard, contained
 from ddpdebug.isolation.user_code import is_users
 from ddpdebug.monitor.covering import Covering
 from ddpdebug.monitor.detail_requests import Answering
-from ddpdebug.monitor.place import gpu_uuid, place
 from ddpdebug.monitor.sampling import Schedule
-from ddpdebug.monitor.sinks import open_sinks
+from ddpdebug.monitor.sinks import gpu_uuid, open_sinks, place
 from ddpdebug.probes.coverage import CoverageProbe
 from ddpdebug.probes.handover import Plans, StepStore
 from ddpdebug.probes.memory import private_bytes
