@@ -99,13 +99,13 @@ class Settled:
 
     def attach(self) -> Detach:
         """Put the hooks in place; return what takes them away."""
-        self.monitor.patches.install()
+        self.monitor.probes.patches.install()
         return self._detach
 
     def _detach(self) -> None:
-        self.monitor.patches.remove()
-        self.monitor.recorder.release()
-        self.monitor.recorder.wrappers.clear()
+        self.monitor.probes.remove()
+        self.monitor.probes.release()
+        self.monitor.probes.state.wrappers.clear()
 
 
 def finite_hooks(model: nn.Module) -> list[torch.utils.hooks.RemovableHandle]:

@@ -43,7 +43,7 @@ def rank_main(size: str, every_step: bool, steps: int) -> None:  # noqa: FBT001 
         config = Config(out=Path(scratch) / "run", metrics="off", quiet=True, every_step=every_step)
         monitor = install(config)
         if not every_step:  # measure what remains when nothing is due
-            monitor.recorder._due = lambda _optimizer, step: step == 0  # noqa: SLF001 - the benchmark's own schedule
+            monitor.probes.recorder._due = lambda _optimizer, step: step == 0  # noqa: SLF001 - the benchmark's own schedule
         width, depth = SIZES[size]
         model = DistributedDataParallel(Model(width, depth))
         parameters = sum(p.numel() for p in model.parameters())

@@ -12,8 +12,7 @@ from ddpdebug._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from ddpdebug.errors import DdpdebugError, FindingError, UsageError
-    from ddpdebug.monitor.attach import expect_growth, observe, watch
-    from ddpdebug.monitor.debug_ddp import DebugDDP
+    from ddpdebug.monitor.attach import DebugDDP, expect_growth, observe, watch
     from ddpdebug.monitor.monitor import Monitor
     from ddpdebug.monitor.seeding import seed_everything
     from ddpdebug.preflight.api import preflight
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "DdpdebugError": "ddpdebug.errors",
-    "DebugDDP": "ddpdebug.monitor.debug_ddp",
+    "DebugDDP": "ddpdebug.monitor.attach",
     "Finding": "ddpdebug.schema.finding",
     "FindingError": "ddpdebug.errors",
     "Monitor": "ddpdebug.monitor.monitor",

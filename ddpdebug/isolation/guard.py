@@ -36,9 +36,9 @@ class Guard:
         self.off: set[str] = set()
         self.quiet = False  # a replay is running: what it does is no part of the training
         self.own_modes = 0  # dispatch modes of ours that lie on the stack
-        self.on_cut: Callable[[], None] = _nothing  # an exception of the user's has cut a probe short
         self.entries: Any = None  # what runs under it, see `entries.py`
         self._on_trouble = on_trouble
+        self._when_cut: list[Callable[[], None]] = []
         self._when_off: dict[str, list[Callable[[], None]]] = {}
         self._depth = 0
         self._entered = 0.0
@@ -115,12 +115,17 @@ class Guard:
 
     def cut(self) -> None:
         """Have what was half noted forgotten."""
-        try:
-            self.on_cut()
-        except Exception as error:
-            if is_users(error):
-                raise
-            self.fail("probe:cut", error)
+        for call in self._when_cut:
+            try:
+                call()
+            except Exception as error:
+                if is_users(error):
+                    raise
+                self.fail("probe:cut", error)
+
+    def when_cut(self, call: Callable[[], None]) -> None:
+        """Call when an exception of the user's has cut a probe short: to forget what was half noted."""
+        self._when_cut.append(call)
 
     def forgive(self, seconds: float) -> None:
         """Take time back that was spent waiting for other ranks: it is no cost of looking."""
@@ -160,10 +165,6 @@ def _put_back(gradients: bool) -> None:  # noqa: FBT001 - the state itself
     """Let autograd record, or not, as before: an exception may come between the two halves of a `torch.no_grad()`."""
     if _gradients() is not gradients:
         torch.set_grad_enabled(gradients)
-
-
-def _nothing() -> None:
-    """Stand in for what nobody has asked to be told."""
 
 
 def contained(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Attaches ddpdebug to this process: `install` for the commands, `watch` for Python."""
+"""The ways to attach to this process: `install` for the commands, `watch` and `DebugDDP` for Python."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpdebug import torch_internals as internals
 from ddpdebug.config.settings import Config
 from ddpdebug.monitor.monitor import Monitor
+from ddpdebug.probes.importlib_bootstrap import after_that
 
 _CURRENT: list[Monitor] = []  # at most one per process: the patches are process-wide
 
@@ -35,7 +36,7 @@ def install(config: Config, *, command: Sequence[str] = (), late: bool = False) 
     monitor = Monitor(config, command)
     monitor.install()
     if late:
-        monitor.guard.run("probe:built", monitor.recorder.entries.built.look_around)
+        monitor.guard.run("probe:built", monitor.probes.entries.built.look_around)
     _CURRENT[:] = [monitor]
     return monitor
 
@@ -59,9 +60,9 @@ def watch(
     config = Config.load(options, os.environ, Path.cwd())
     monitor = install(config, command=tuple(sys.argv), late=True)
     if isinstance(model, DistributedDataParallel):
-        monitor.guard.run("probe:wrapper", monitor.recorder.wrapped, model)
+        monitor.guard.run("probe:wrapper", monitor.probes.models.wrapped, model)
     elif isinstance(model, torch.nn.Module):
-        monitor.guard.run("probe:modules", monitor.patches.watch_module, internals.unwrap_compiled(model))
+        monitor.guard.run("probe:modules", monitor.probes.patches.watch_module, internals.unwrap_compiled(model))
     return monitor
 
 
@@ -77,3 +78,21 @@ def expect_growth(what: str, size: int | None = None) -> None:
     monitor = current()
     if monitor is not None:
         monitor.expect_growth(what, size)
+
+
+def _watch() -> None:
+    install(Config.load({}, os.environ, Path.cwd()), command=tuple(sys.argv), late=True)
+
+
+class DebugDDP(DistributedDataParallel):
+    """A `torch.nn.parallel.DistributedDataParallel` with the same arguments, watched by ddpdebug.
+
+    Settings come from `DDPDEBUG_*` variables and `[tool.ddpdebug]`; the monitor is `model.monitor`.
+    """
+
+    __init__ = after_that(_watch, DistributedDataParallel)  # a warning of torch's belongs to the line that calls this
+
+    @property
+    def monitor(self) -> Monitor | None:
+        """The monitor of this process; None after it was closed."""
+        return current()

@@ -7,10 +7,10 @@ from typing import Any
 
 from ddpdebug.diagnosis.engine import Request
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.monitor.details import answer, is_known
+from ddpdebug.monitor.details import HolderSearch, Sources, answer, is_known
 from ddpdebug.probes.handover import StepStore
 from ddpdebug.probes.record import StepRecord
-from ddpdebug.probes.recorder import Recorder
+from ddpdebug.probes.step_state import StepState
 
 #: An answer may wait so many ticks for what only the next step shows.
 _TICKS = 60
@@ -22,6 +22,8 @@ class Answering:
     """Answers about recent steps, as soon as the answer is complete or has waited long enough.
 
     Args:
+        state: what takes part in the steps.
+        holders: looks for who holds on to memory.
         store: the recent steps.
         last: what the last steps have left.
         say: sends (kind, fields) to all ranks.
@@ -29,9 +31,16 @@ class Answering:
     """
 
     def __init__(
-        self, recorder: Recorder, store: StepStore, last: StepStore, say: Callable[..., object], guard: Guard
+        self,
+        state: StepState,
+        holders: HolderSearch,
+        store: StepStore,
+        last: StepStore,
+        say: Callable[..., object],
+        guard: Guard,
     ) -> None:
-        self._recorder, self._store, self._last, self._say, self._guard = recorder, store, last, say, guard
+        self._sources, self._store, self._last = Sources(state, holders), store, last
+        self._say, self._guard = say, guard
         self._asked: list[tuple[Request, int]] = []
 
     def ask(self, requests: Iterable[Request]) -> None:
@@ -62,9 +71,9 @@ class Answering:
         if self._say("detail", **fields, value=value) is False:  # nothing that JSON can say: the others wait for a word
             self._say("detail", **fields, value=None)
 
-    def _try(self, look: Callable[[str, StepRecord, Recorder], Any], kind: str, record: StepRecord) -> Any:
+    def _try(self, look: Callable[[str, StepRecord, Sources], Any], kind: str, record: StepRecord) -> Any:
         try:
-            return look(kind, record, self._recorder)
+            return look(kind, record, self._sources)
         except RuntimeError as error:
             if any(text in str(error) for text in _CHANGED):
                 return _LATER

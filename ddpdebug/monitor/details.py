@@ -7,28 +7,46 @@ are taken in one go; those of the user (modules, buffers) may change while they 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.probes.record import StepRecord
-from ddpdebug.probes.recorder import Recorder
+from ddpdebug.probes.step_state import StepState
 
 _MAX_NAMES = 20_000
 
 
-def answer(kind: str, record: StepRecord, recorder: Recorder) -> Any:
+class HolderSearch(Protocol):
+    """What looks for who holds on to memory; see `forensics/memory/hunt.py`."""
+
+    def known(self) -> bool:
+        """Tell whether there is an answer, and arrange for one."""
+
+    def found(self) -> Mapping[str, Any] | None:
+        """Return the newest answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What is asked beside the record of the step."""
+
+    state: StepState
+    holders: HolderSearch
+
+
+def answer(kind: str, record: StepRecord, sources: Sources) -> Any:
     """Return the JSON value of one detail kind (see `details.py`) for a step of this rank."""
-    build: Callable[[StepRecord, Recorder], Any] = _BUILDERS[kind]
-    return build(record, recorder)
+    return _BUILDERS[kind](record, sources)
 
 
-def is_known(kind: str, record: StepRecord, recorder: Recorder) -> bool:
+def is_known(kind: str, record: StepRecord, sources: Sources) -> bool:
     """Tell whether the answer is complete: the line of a direct call shows only when it is made again."""
     if kind == "holders":
-        return recorder.memory.holders_known()
+        return sources.holders.known()
     if kind != "contract" or not record.contract.get("bypass"):
         return True
-    return any(w.call_site is not None and w.call_site.location is not None for w in recorder.wrappers)
+    return any(w.call_site is not None and w.call_site.location is not None for w in sources.state.wrappers)
 
 
 def _hex(table: Mapping[str, int]) -> dict[str, str]:
@@ -43,8 +61,8 @@ def _split(table: Mapping[str, int], record: StepRecord, *, owned: bool) -> dict
     }
 
 
-def _parameters(record: StepRecord, recorder: Recorder) -> dict[str, Any]:
-    del recorder
+def _parameters(record: StepRecord, sources: Sources) -> dict[str, Any]:
+    del sources
     after = record.digest_table(record.after)
     no_ddp = not any(record.owned)
     before = record.digest_table(record.before)
@@ -68,12 +86,10 @@ def _previous(record: StepRecord, before: Mapping[str, int]) -> dict[str, int]:
     return {name: before[name] if old == new else old for name, old, new in rows}
 
 
-def _gradients(record: StepRecord, recorder: Recorder) -> dict[str, Any]:
+def _gradients(record: StepRecord, sources: Sources) -> dict[str, Any]:
     table = record.digest_table(record.grads)
     local_sums, local_norms, reduced_sums, reduced_norms = record.checksums()
-    norms = record.touched_norms() if record.touched_norms is not None else []
-    touched = dict(zip((record.names[i] for i in record.touched), norms, strict=True))
-    del recorder
+    del sources
     return {
         "digests": _hex(_split(table, record, owned=True)),
         "foreign": _hex(_split(table, record, owned=False)),
@@ -82,18 +98,18 @@ def _gradients(record: StepRecord, recorder: Recorder) -> dict[str, Any]:
         "local_norms": local_norms,
         "reduced_sums": reduced_sums,
         "reduced_norms": reduced_norms,
-        "step_norms": {**reduced_norms, **touched},
+        "step_norms": record.gradient_norms(),
     }
 
 
-def _contract(record: StepRecord, recorder: Recorder) -> dict[str, Any]:
+def _contract(record: StepRecord, sources: Sources) -> dict[str, Any]:
     unreduced: dict[str, str] = {}
-    for name, parameter, _, owner in recorder.watch_of(record.optimizer).table:
+    for name, parameter, _, owner in sources.state.watch_of(record.optimizer).table:
         reason = "never-wrapped" if owner is None else owner.unreduced(name.removesuffix("'"), parameter)
         if reason is not None and parameter.requires_grad:
             unreduced[name] = reason
     contract = dict(record.contract)
-    wrappers = tuple(recorder.wrappers)
+    wrappers = tuple(sources.state.wrappers)
     site = next((w.call_site.location for w in wrappers if w.call_site and w.call_site.location), None)
     if contract.get("bypass") and site:
         contract["bypass"] = {"location": site}
@@ -107,8 +123,8 @@ def _contract(record: StepRecord, recorder: Recorder) -> dict[str, Any]:
     }
 
 
-def _state(record: StepRecord, recorder: Recorder) -> dict[str, Any]:
-    del recorder
+def _state(record: StepRecord, sources: Sources) -> dict[str, Any]:
+    del sources
     table: dict[str, dict[str, Any]] = {}
     values = record.state() if record.state is not None else []
     for (name, key), value in zip(record.state_keys, values, strict=True):
@@ -121,19 +137,19 @@ def _state(record: StepRecord, recorder: Recorder) -> dict[str, Any]:
     return table
 
 
-def _buffers(record: StepRecord, recorder: Recorder) -> dict[str, Any]:
-    del recorder
+def _buffers(record: StepRecord, sources: Sources) -> dict[str, Any]:
+    del sources
     digests: dict[str, int] = {}
     for names, later in record.window.buffers:
         digests.update(zip(names, later(), strict=True))
     return {"digests": _hex(digests)}
 
 
-def _modes(record: StepRecord, recorder: Recorder) -> dict[str, bool]:
+def _modes(record: StepRecord, sources: Sources) -> dict[str, bool]:
     seen = list(record.window.modes or b"")
     modes: dict[str, bool] = {}
     position = 0
-    wrappers = tuple(recorder.wrappers)
+    wrappers = tuple(sources.state.wrappers)
     for wrapper in wrappers:
         ddp = wrapper.ref()
         if ddp is None or position >= len(seen):
@@ -146,17 +162,24 @@ def _modes(record: StepRecord, recorder: Recorder) -> dict[str, bool]:
     return modes
 
 
-_BUILDERS: dict[str, Callable[[StepRecord, Recorder], Any]] = {
+def _layers(record: StepRecord, sources: Sources) -> dict[str, Any]:
+    del sources
+    if record.layers is None:
+        return {}
+    return record.layers.detail(record.gradient_norms(), record.digest_table(record.before))
+
+
+_BUILDERS: dict[str, Callable[[StepRecord, Sources], Any]] = {
     "parameters": _parameters,
     "gradients": _gradients,
     "contract": _contract,
-    "hyper": lambda record, recorder: list(record.hyper),
+    "hyper": lambda record, _: list(record.hyper),
     "state": _state,
     "buffers": _buffers,
     "modes": _modes,
-    "replicas": lambda record, recorder: dict(record.replicas),
-    "numerics": lambda record, recorder: record.numerics,
-    "layers": lambda record, recorder: {} if record.layers is None else record.layers.detail(record),
-    "holders": lambda record, recorder: recorder.memory.holders(),
-    "recipe": lambda record, recorder: {**record.window.recipe, "lr": [group.get("lr") for group in record.hyper]},
+    "replicas": lambda record, _: dict(record.replicas),
+    "numerics": lambda record, _: record.numerics,
+    "layers": _layers,
+    "holders": lambda _, sources: sources.holders.found(),
+    "recipe": lambda record, _: {**record.window.recipe, "lr": [group.get("lr") for group in record.hyper]},
 }

@@ -26,12 +26,10 @@ from ddpdebug import torch_internals as internals
 from ddpdebug._version import __version__
 from ddpdebug.config.settings import Config
 from ddpdebug.errors import UsageError, text_of
-from ddpdebug.instrument.patches import Patches
+from ddpdebug.instrument.probes import Probes
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.coverage import CoverageProbe
 from ddpdebug.probes.entries import Placed
-from ddpdebug.probes.loaders import Loaders
-from ddpdebug.probes.recorder import Recorder
 from ddpdebug.torch_internals import names, nodes
 
 _DISTRIBUTIONS = ("torch", "ddpdebug", "prometheus_client", "click", "rich", "xxhash", "numpy")
@@ -160,18 +158,17 @@ def attach_and_detach(imports: Iterable[str] = ()) -> Attached:
     """
     troubles: list[str] = []
     guard = Guard(lambda part, text: troubles.append(f"{part}: {text}"))
-    recorder = Recorder(guard, lambda _: None, lambda *_: None, lambda *_: False, 1)
-    patches = Patches(recorder, Loaders(recorder, lambda *_: None), lambda: None)
-    entries = recorder.entries
+    probes = Probes(guard, lambda _: None, lambda *_: None, lambda *_: False)
+    entries = probes.entries
     try:
-        guard.run("patches", patches.install)
-        guard.run("probe:coverage", CoverageProbe(entries, recorder.wrappers, lambda _: None).install)
+        guard.run("patches", probes.patches.install)
+        guard.run("probe:coverage", CoverageProbe(entries, probes.state.wrappers, lambda _: None).install)
         for name in imports:
             _load(name)
         wrappers = [Wrapper(p.where, p.why, in_place=True, over=p.over, under=p.hidden()) for p in entries.placed]
         wrappers += [Wrapper(where, "", in_place=False) for where in entries.left_out]
     finally:
-        patches.remove()
+        probes.remove()
     left = [placed for placed in entries.placed if not _is_gone(placed)]
     by_place: dict[str, Wrapper] = {}
     for wrapper in wrappers:

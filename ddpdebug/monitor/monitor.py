@@ -35,21 +35,18 @@ from ddpdebug.forensics.memory.memory import MemoryForensics
 from ddpdebug.forensics.memory.oom import checkpoint_bytes
 from ddpdebug.forensics.output_probe import AgreementProbe
 from ddpdebug.forensics.replay.investigator import Investigator
-from ddpdebug.instrument.patches import Patches
+from ddpdebug.instrument.probes import Probes
 from ddpdebug.isolation.guard import Guard, contained
 from ddpdebug.isolation.user_code import is_users
 from ddpdebug.monitor.covering import Covering
 from ddpdebug.monitor.detail_requests import Answering
-from ddpdebug.monitor.place import gpu_uuid, place
 from ddpdebug.monitor.sampling import Schedule
-from ddpdebug.monitor.sinks import open_sinks
+from ddpdebug.monitor.sinks import gpu_uuid, open_sinks, place
 from ddpdebug.probes.coverage import CoverageProbe
 from ddpdebug.probes.handover import Plans, StepStore
-from ddpdebug.probes.holding import Room
-from ddpdebug.probes.loaders import Loaders
-from ddpdebug.probes.optimizers import OptimizerWatch
+from ddpdebug.probes.memory import private_bytes
 from ddpdebug.probes.record import StepRecord, encode_row
-from ddpdebug.probes.recorder import Recorder
+from ddpdebug.probes.training_events import NeverStepped, OptimizerEnded, StepClosed
 from ddpdebug.redaction import Redactor
 from ddpdebug.run_directory.reader import last_state
 from ddpdebug.schema.coverage import Coverage, RankCoverage
@@ -84,7 +81,7 @@ class Monitor:
         command: what runs, for the records.
     """
 
-    def __init__(self, config: Config, command: Sequence[str] = ()) -> None:  # noqa: PLR0915 - all of the wiring
+    def __init__(self, config: Config, command: Sequence[str] = ()) -> None:
         self.config, self.redactor = config, Redactor(command)
         self.command = tuple(self.redactor.words)  # as it is written and shown
         self.disk = Disk(mode_of(config.file_mode))
@@ -93,10 +90,20 @@ class Monitor:
         self.reporter = Reporter(self._write, utc)
         self.schedule = Schedule(budget=config.budget, every_step=config.every_step)
         self.guard = Guard(self._trouble)
-        self.recorder = Recorder(self.guard, self._emit, self._announce, self.schedule.due, 1)
-        self.loaders = Loaders(self.recorder, self._announce)
-        self.patches = Patches(self.recorder, self.loaders, self._on_group, config.validation_loss)
-        self.recorder.adopt = self.patches.adopt
+        self.numeric_guard = NumericGuard(config.guard, config.max_skips, self._say, self._trouble)
+        self.probes = Probes(
+            self.guard,
+            self._emit,
+            self._announce,
+            self.schedule.due,
+            hand_over_last=self._emit_last,
+            on_group=self._on_group,
+            stop=self._stop_now,
+            vote=None if config.guard == "off" else self.numeric_guard,
+            keep_inputs=None if config.keep_inputs is None else config.keep_inputs << 20,
+            want_norms=config.tolerance is not None,
+            validation_loss=config.validation_loss,
+        )
         self.fanout: Fanout | None = None
         self.directory: Path | None = None
         self._home: Path | None = None  # the same wherever the script moves to
@@ -115,13 +122,12 @@ class Monitor:
         self._doubted: set[int] = set()  # ranks some of whose rows were left out
         self._roll: RollCall | None = None
         self._pid = os.getpid()
-        self.recorder.stop = self._stop_now
-        self.recorder.scenes.room = Room(None if config.keep_inputs is None else config.keep_inputs << 20)
-        self.recorder.want_norms = config.tolerance is not None
-        self.numeric_guard = NumericGuard(config.guard, config.max_skips, self._say, self._trouble)
-        self.recorder.guard_with(None if config.guard == "off" else self.numeric_guard)
+        bus, state = self.probes.bus, self.probes.state
         self.investigator = Investigator(
-            self.recorder,
+            bus,
+            state,
+            self.probes.scenes,
+            self.guard,
             lambda: (self.rank, self._home),
             limit=config.bundle_limit << 20,
             facts={"command": list(self.command), "run": self.run_id},
@@ -130,23 +136,32 @@ class Monitor:
         )
         self.elements = Elements(0, self._say, self._plans)
         self.agreement = AgreementProbe(self._say, self._announce, self._plans)
-        self.recorder.after_step = self._after_step
-        self.recorder.last_look = partial(self.guard.run, "forensics:elements", self.elements.last_look)
+        bus.on("probe:disk", StepClosed, self._weigh)
+        bus.on("forensics:elements", StepClosed, lambda event: self.elements.capture(event.watch, event.record.step))
+        bus.on("forensics:elements", OptimizerEnded, lambda event: self.elements.last_look(event.watch))
+        bus.on("forensics:agreement", StepClosed, self._agree)
         self.memory = MemoryForensics(
-            self.recorder, self.reporter.add_to, self._announce, lambda: self._home, self._plans
+            bus,
+            state,
+            self.guard,
+            self.probes.memory,
+            self.reporter.add_to,
+            self._announce,
+            lambda: self._home,
+            plans=self._plans,
+            redactor=self.redactor,
+            disk=self.disk,
         )
-        self.memory.reports.redactor, self.memory.reports.disk = self.redactor, self.disk
         self._members, self._progress, self._unoffered = 1, 0, False
         announce = partial(self._announce, "coverage")
         self.covering = Covering(self._account, self._write, announce, quiet=config.quiet)
-        self._counts = CoverageProbe(self.recorder.entries, self.recorder.wrappers, self._on_child)
-        self.recorder.on_lonely = self.covering.start
-        self.recorder.last_state.emit = self._emit_last
+        self._counts = CoverageProbe(self.probes.entries, state.wrappers, self._on_child)
+        bus.on("probe:coverage", NeverStepped, lambda _: self.covering.start())
         self._last = StepStore(_LAST_STATES)
         self._promised = 0  # last states that this rank has handed over
         self._ended: set[int] = set()  # this and the next: of the background thread
         self._awaited: dict[int, int] = {}  # rank -> last states of it that are still to come, once it has ended
-        self._answering = Answering(self.recorder, self._records, self._last, self._say, self._back)
+        self._answering = Answering(state, self.memory.hunt, self._records, self._last, self._say, self._back)
         self._assembler, self._last_states, self._diagnosis = Assembler(1), Assembler(1), Diagnosis(world=1)
 
     # --- public -------------------------------------------------------------------------------------------------------
@@ -163,7 +178,7 @@ class Monitor:
             raise ValueError(f"observe() got {unknown[0]!r}; valid are 'loss' and 'val_loss'")
         for name, value in values.items():
             if value is not None:
-                self.guard.run("probe:observe", self.recorder.events.observed, name, value)
+                self.guard.run("probe:observe", self.probes.calls.observed, name, value)
 
     @property
     def findings(self) -> list[Finding]:
@@ -177,7 +192,7 @@ class Monitor:
 
     def watch_replica(self, name: str, module: torch.nn.Module) -> None:
         """Compare a module outside DDP (EMA, teacher) between ranks, as RANK113, under the given name."""
-        self.recorder.replicas.add(name, module)
+        self.probes.replicas.add(name, module)
 
     def expect_growth(self, what: str, size: int | None = None) -> None:
         """Declare memory that grows on purpose (a replay buffer), by `size` bytes at most; None is without a limit."""
@@ -198,23 +213,21 @@ class Monitor:
             return
         run = self.guard.run
         run("close:memory", self.memory.close, sys.exc_info()[1])
-        run("close:last-state", self.recorder.look_back)
-        self.recorder.last_state.emit = None
+        run("close:last-state", self.probes.last_state.look_back)
+        self.probes.last_state.close()
         self._closed = True
-        run("close:optimizers", self._last_looks)
-        run("forensics:agreement", self.agreement.run, self.recorder.wrappers, -1, last=True)
-        whole = reason == "finished" and (bool(self.command) or run("close:loaders", lambda: self.loaders.repeated))
-        run("close:patches", self.patches.remove, finished=bool(whole))  # of a script, or of an epoch
-        run("close:hooks", self.recorder.release)
+        run("close:optimizers", self.probes.recorder.end)
+        run("forensics:agreement", self.agreement.run, self.probes.state.wrappers, -1, last=True)
+        whole = reason == "finished" and (
+            bool(self.command) or run("close:loaders", lambda: self.probes.loaders.repeated)
+        )
+        run("close:patches", self.probes.remove, finished=bool(whole))  # of a script, or of an epoch
+        run("close:hooks", self.probes.release)
         run("close:exchange", self._leave, reason)
         run("close:coverage", self.covering.close)
         self.guard.contain("close:end", self._end, reason, exit_code)
         if self.fanout is not None:
             self.guard.contain("close:sinks", self.fanout.close)
-
-    def _last_looks(self) -> None:
-        for watch in self.recorder.watches:
-            self.recorder.last_look(watch)
 
     def _end(self, reason: str, exit_code: int | None) -> None:
         self._write(RunEnded(reason=reason, exit_code=exit_code, steps=dict(self._steps), time=utc()))
@@ -243,10 +256,10 @@ class Monitor:
         """Put the hooks in place; from here on training is seen."""
         if lacking := internals.missing():
             self._trouble("torch", f"this torch lacks {', '.join(lacking)}; some checks are off")
-        self.guard.run("patches", self.patches.install)
+        self.guard.run("patches", self.probes.patches.install)
         self.guard.run("probe:coverage", self._counts.install)
         self.guard.run("memory", self.memory.install, self.config)
-        entries = self.recorder.entries
+        entries = self.probes.entries
         entries.at_exit("close", self.close)
         entries.in_child("close:child", self.forked)
         self._on_group()
@@ -254,9 +267,9 @@ class Monitor:
     def forked(self) -> None:
         """Detach in a forked child, which is not the rank. Its threads are not here: nothing is joined or freed."""
         self._closed = True
-        self.recorder.last_state.emit = None
-        self.patches.remove()
-        self.guard.run("close:hooks", self.recorder.release)
+        self.probes.last_state.close()
+        self.probes.remove()
+        self.guard.run("close:hooks", self.probes.release)
 
     def _on_group(self) -> None:
         if self._exchange is None and dist.is_available() and dist.is_initialized():
@@ -280,7 +293,8 @@ class Monitor:
             if self._store is None and not lost:
                 self.rank, self.world = 0, 1
             self.covering.begin(self.rank, expected, self._store, f"ddpdebug/{self._number}")
-        self.recorder.world, self.elements.rank, self.disk.ranks = self.world, self.rank, self.world
+        self.probes.meet(self.world)
+        self.elements.rank, self.disk.ranks = self.rank, self.world
         self.numeric_guard.meet(range(self.world))
         self.memory.begin(self.rank, self.world)
         config = {**asdict(self.config), "world": self.world}
@@ -418,23 +432,22 @@ class Monitor:
             self._promised += 1
             self._exchange.post(lambda: self._encode(record))
 
-    def _after_step(self, watch: OptimizerWatch, step: int) -> None:
-        if step in _WEIGHED:
-            self.guard.run("probe:disk", self._weigh)
-        self.guard.run("forensics:elements", self.elements.capture, watch, step)
-        if watch.index == 0:
-            every = self.config.probe_every
-            if every and step % every == 0 and self.rank == 0:
-                self.guard.run("forensics:agreement", self._offer)
-            self.guard.run("forensics:agreement", self.agreement.run, self.recorder.wrappers, step)
+    def _weigh(self, event: StepClosed) -> None:
+        if event.record.step in _WEIGHED:
+            self.disk.needed = max(self.disk.needed, checkpoint_bytes(self.probes.state))
 
-    def _weigh(self) -> None:
-        self.disk.needed = max(self.disk.needed, checkpoint_bytes(self.recorder))
+    def _agree(self, event: StepClosed) -> None:
+        """Let the ranks compare what they make of a batch, where that is due."""
+        step, every = event.record.step, self.config.probe_every
+        if event.record.optimizer == 0:
+            if every and step % every == 0 and self.rank == 0:
+                self._offer()
+            self.agreement.run(self.probes.state.wrappers, step)
 
     def _offer(self) -> None:
         """Let the ranks compare what they make of the newest forward's inputs."""
-        first = self.recorder.wrappers[0].module() if self.recorder.wrappers else None
-        scene = self.recorder.scenes.newest(first)
+        wrappers = self.probes.state.wrappers
+        scene = self.probes.scenes.newest(wrappers[0].module() if wrappers else None)
         if scene is not None and not scene.lost():
             self.agreement.offer(scene.args)
         elif scene is not None and not self._unoffered:
@@ -468,14 +481,14 @@ class Monitor:
             rank=self.rank,
             steps=max(dict(self._steps).values(), default=0),
             made=counts.made,
-            backwards=self.recorder.backwards,
-            wrappers=len(self.recorder.wrappers),
+            backwards=self.probes.state.backwards,
+            wrappers=len(self.probes.state.wrappers),
             parameters=counts.parameters,
             unwatched=dict(counts.unwatched),
             left_out=dict(counts.left_out),
             off=dict(self.covering.off),
             children=counts.children,
-            evaluations=self.patches.evaluations.without_loss,
+            evaluations=self.probes.evaluations.without_loss,
         )
 
     def _on_child(self, fresh: bool) -> None:  # noqa: FBT001 - what happened
@@ -486,7 +499,7 @@ class Monitor:
 
     def _encode(self, record: StepRecord) -> bytes:
         try:
-            record.fields["workers_bytes"] = self.recorder.memory.workers_bytes()
+            record.fields["workers_bytes"] = private_bytes(self.probes.loaders.workers())
             spent = time.thread_time()
             record.fields["overhead_seconds"] += spent - self._thread_seconds
             self._thread_seconds = spent
@@ -643,19 +656,19 @@ class Monitor:
         """Plan the search for the first differing element of a parameter; alike on all ranks."""
         if finding.code != "RANK101" or "values" in finding.evidence:
             return
-        tables = [(watch.index, {name for name, *_ in watch.table}) for watch in tuple(self.recorder.watches)]
+        tables = [(watch.index, {name for name, *_ in watch.table}) for watch in tuple(self.probes.state.watches)]
         names = [(index, name) for index, table in tables for name in finding.subject if name in table]
         if names:
             optimizer, name = names[0]
             self.elements.begin(key_of(finding), optimizer, name, progress + self.schedule.ahead(_LOOK_SECONDS))
             if self._closed:  # no step comes; the training thread waits in `close`, the parameters are still there
-                watch = next((w for w in reversed(self.recorder.watches) if w.index == optimizer and w.names), None)
+                watch = next((w for w in reversed(self.probes.state.watches) if w.index == optimizer and w.names), None)
                 self.elements.last_look(watch) if watch is not None else self.elements.miss(key_of(finding))
 
     def _locate(self, key: str, evidence: dict[str, Any]) -> None:
         """Add the differing element to the finding it belongs to."""
         flat, name = int(evidence.pop("flat_index")), str(evidence["element_of"])
-        rows = (row for watch in tuple(self.recorder.watches) for row in watch.table)
+        rows = (row for watch in tuple(self.probes.state.watches) for row in watch.table)
         shape = next((tuple(row[1].shape) for row in rows if row[0] == name), None)
         index = {} if shape is None else {"index": unravel(flat, shape)}  # the parameter may be gone by now
         self.reporter.add(key, {**index, **evidence})

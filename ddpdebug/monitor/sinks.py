@@ -1,4 +1,4 @@
-"""Builds the sinks that a rank has, and the first record that they get."""
+"""The sinks of a rank, the first record that they get, and where the rank runs, as it tells the others."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from dataclasses import asdict
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from ddpdebug._version import __version__
 from ddpdebug.config.settings import Config
@@ -103,3 +106,16 @@ def open_sinks(  # noqa: PLR0913 - who the rank is
         node=platform.node(),
         local_rank=local_rank,
     )
+
+
+def place(started: RunStarted) -> dict[str, Any]:
+    """Return the announcement `place` of a rank that has begun."""
+    return {"node": started.node, "local_rank": started.local_rank, "metrics": started.metrics_url}
+
+
+def gpu_uuid() -> str:
+    """Return the current GPU's name as the driver and its exporters write it, empty without one; never starts CUDA."""
+    if not torch.cuda.is_initialized():
+        return ""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return f"GPU-{properties.uuid}"

@@ -2,37 +2,48 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes import async_copy as device
-
-if TYPE_CHECKING:
-    from ddpdebug.probes.recorder import Recorder
+from ddpdebug.probes.step_state import StepState
+from ddpdebug.probes.training_events import Bus, ForwardBegan, ForwardPrepared, StepClosing
+from ddpdebug.schema.row import Flag
 
 
 class Buffers:
-    """Notes the fingerprints of buffers in the recorder's window."""
+    """Notes the fingerprints of buffers in the step's window."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, bus: Bus, state: StepState, guard: Guard) -> None:
+        self._state = state
         self._broadcast_done = False
+        guard.needs("probe:buffers", "probe:broadcast")  # whether DDP has just made them alike
+        bus.on("probe:broadcast", ForwardBegan, self.before_forward)
+        bus.on("probe:buffers", ForwardPrepared, self.after_broadcast)
+        bus.on("probe:buffers", StepClosing, self.after_step)
 
-    def before_forward(self, ddp: DistributedDataParallel) -> None:
+    def before_forward(self, event: ForwardBegan) -> None:
         """Ask DDP, before it starts the forward, whether it will broadcast buffers now."""
-        self._broadcast_done = internals.syncs_buffers_now(ddp)
+        self._broadcast_done = internals.syncs_buffers_now(event.ddp)
 
-    def after_broadcast(self, ddp: DistributedDataParallel) -> None:
+    def after_broadcast(self, event: ForwardPrepared) -> None:
         """Look at the buffers right after DDP's broadcast, before the module's forward may change them."""
-        if self._recorder.checking and torch.is_grad_enabled() and self._broadcast_done:
-            self.note(ddp)
+        if self._state.checking and torch.is_grad_enabled() and self._broadcast_done:
+            self.note(event.ddp)
+
+    def after_step(self, event: StepClosing) -> None:
+        """Look at those that DDP does not broadcast."""
+        if event.record.flags & Flag.CHECKED:
+            for wrapper in event.watch.wrappers:
+                ddp = wrapper.ref()
+                if ddp is not None and not internals.broadcasts_buffers(ddp):
+                    self.note(ddp)
 
     def note(self, ddp: DistributedDataParallel) -> None:
         """Look at the buffers now."""
         ignored = internals.ignored_names(ddp.module)
         named = [(n, b) for n, b in internals.named_buffers(ddp.module) if n not in ignored]
         if named:
-            self._recorder.window.buffers.append(([n for n, _ in named], device.digests([b for _, b in named])))
+            self._state.window.buffers.append(([n for n, _ in named], device.digests([b for _, b in named])))

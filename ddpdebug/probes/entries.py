@@ -88,7 +88,6 @@ class Entries:
     def __init__(self, guard: Guard) -> None:
         self.guard, self.threads, self.built = guard, Threads(guard.tell), Built()
         self.closed = False
-        self.stop: Callable[[], None] = _nothing  # raises what the user has asked to be raised
         self.placed: list[Placed] = []  # what is registered until the end
         self.left_out: list[str] = []  # what could not be
         self._undo: list[tuple[str, Callable[[], Any]]] = []
@@ -108,7 +107,7 @@ class Entries:
         after: Sequence[Look] = (),
         failed: Sequence[Look] = (),
         who: Callable[..., bool] | None = None,
-        stops: bool = False,
+        stop: Callable[[], None] | None = None,
         always_ask: bool = False,
     ) -> None:
         """Wrap a function of a module or class.
@@ -120,10 +119,10 @@ class Entries:
             failed: called with what it raised and its arguments.
             who: tells with the call's arguments whether a thread that is not the followed one is looked at; None is all
                 threads.
-            stops: this is a place at which the job may be stopped, if the user has asked for that.
+            stop: called first; raises what the user has asked to be raised here.
             always_ask: ask `who` in the followed thread as well.
         """
-        door = _Door(self, before, after, failed, who, stops=stops, always_ask=always_ask)
+        door = _Door(self, before, after, failed, who, stop=stop, always_ask=always_ask)
         self.guard.run(f"patch:{name.strip('_')}", self._patch, owner, name, door, why)
         if not any(placed.where == _path(owner, name) for placed in self.placed):
             self.left_out.append(_path(owner, name))
@@ -215,9 +214,16 @@ class Entries:
 
     # --- hooks --------------------------------------------------------------------------------------------------------
 
-    def on_step(self, before: Sequence[Look], after: Sequence[Look], who: Callable[..., bool], why: str = "") -> None:
-        """Hook the step of every optimizer; the job may be stopped before it."""
-        doors = _Step(self, before, who, stops=True), _Step(self, after, who, stops=False)
+    def on_step(
+        self,
+        before: Sequence[Look],
+        after: Sequence[Look],
+        who: Callable[..., bool],
+        why: str = "",
+        stop: Callable[[], None] | None = None,
+    ) -> None:
+        """Hook the step of every optimizer; `stop` is called after the looks before it."""
+        doors = _Step(self, before, who, stop), _Step(self, after, who)
         for name, door in zip(("pre", "post"), doors, strict=True):
             register = getattr(all_optimizers, f"register_optimizer_step_{name}_hook")
             handle = self.guard.run(f"patch:step_{name}", register, door)
@@ -343,7 +349,7 @@ class Entries:
 class _Door:
     """The looks of one wrapper."""
 
-    __slots__ = ("_after", "_always_ask", "_before", "_entries", "_failed", "_run", "_stops", "_who")
+    __slots__ = ("_after", "_always_ask", "_before", "_entries", "_failed", "_run", "_stop", "_who")
 
     def __init__(
         self,
@@ -353,11 +359,11 @@ class _Door:
         failed: Sequence[Look],
         who: Callable[..., bool] | None,
         *,
-        stops: bool,
+        stop: Callable[[], None] | None,
         always_ask: bool,
     ) -> None:
         self._entries, self._run, self._who = entries, entries.guard.run, who
-        self._stops, self._always_ask = stops, always_ask
+        self._stop, self._always_ask = stop, always_ask
         self._before, self._after, self._failed = tuple(before), tuple(after), tuple(failed)
 
     def opens(self, args: Any, kwargs: Any) -> bool:
@@ -369,8 +375,8 @@ class _Door:
         return bool(self._run("probe:threads", self._who, *args, **kwargs))
 
     def before(self, args: Any, kwargs: Any) -> None:
-        if self._stops:
-            self._entries.stop()
+        if self._stop is not None:
+            self._stop()
         for part, look in self._before:
             self._run(part, look, *args, **kwargs)
 
@@ -386,8 +392,14 @@ class _Door:
 class _Step:
     """A hook of all optimizers' steps."""
 
-    def __init__(self, entries: Entries, looks: Sequence[Look], who: Callable[..., bool], *, stops: bool) -> None:
-        self._entries, self._looks, self._who, self._stops = entries, tuple(looks), who, stops
+    def __init__(
+        self,
+        entries: Entries,
+        looks: Sequence[Look],
+        who: Callable[..., bool],
+        stop: Callable[[], None] | None = None,
+    ) -> None:
+        self._entries, self._looks, self._who, self._stop = entries, tuple(looks), who, stop
 
     def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         entries = self._entries
@@ -397,8 +409,8 @@ class _Step:
         if entries.threads.ident == threading.get_ident() or run("probe:threads", self._who, optimizer):
             for part, look in self._looks:
                 run(part, look, optimizer, args, kwargs)
-            if self._stops:
-                entries.stop()
+            if self._stop is not None:
+                self._stop()
 
 
 class _Hook:

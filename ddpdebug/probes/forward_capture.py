@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,15 @@ from ddpdebug.isolation.user_code import location, user_frame
 from ddpdebug.nested import leaves, tensors_in
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.holding import Kept, Lost, Room, fetch, hold, is_ours_to_keep, size_text, storage_of
+from ddpdebug.probes.step_state import StepState
+from ddpdebug.probes.training_events import (
+    Bus,
+    ForwardEnded,
+    ForwardPrepared,
+    ModuleForwardBegan,
+    ModuleForwardEnded,
+    StepClosed,
+)
 
 #: Micro-batches of one step that are kept.
 MAX_SCENES = 8
@@ -101,6 +110,22 @@ class Scenes:
         self.room = Room(limit)
         self._models: dict[int, _Model] = {}
 
+    def subscribe(self, bus: Bus, state: StepState) -> None:
+        """Keep the forwards of a training loop from here on."""
+
+        def prepared(event: ForwardPrepared) -> None:
+            self.begin(internals.unwrap_compiled(event.ddp.module), event.args, event.kwargs, state.next_step())
+
+        def begins(event: ModuleForwardBegan) -> None:
+            self.begin(event.module, event.args, event.kwargs, state.next_step())
+
+        self.guard.when_off("probe:scene", self.clear)
+        bus.on("probe:scene", ForwardPrepared, prepared)
+        bus.on("probe:scene", ModuleForwardBegan, begins)
+        bus.on("probe:scene", ForwardEnded, lambda e: self._end(internals.unwrap_compiled(e.ddp.module), e.outputs()))
+        bus.on("probe:scene", ModuleForwardEnded, lambda e: self._end(e.module, e.outputs()))
+        bus.on("probe:scene", StepClosed, lambda _: self.next_step())
+
     def begin(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> None:
         """Note the beginning of a forward; only of one with gradients."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -141,6 +166,9 @@ class Scenes:
 
     def end(self, module: torch.nn.Module, output: Any) -> None:
         """Ask for the gradients of a forward's outputs, which are not held themselves."""
+        self._end(module, tensors_in(output))
+
+    def _end(self, module: torch.nn.Module, outputs: Sequence[torch.Tensor]) -> None:
         scene = next((s for s in reversed(self.current) if not s.ended and s.module() is module), None)
         if scene is None:
             return
@@ -149,7 +177,7 @@ class Scenes:
         if not torch.is_grad_enabled():
             return
         seen: set[int] = set()
-        for position, tensor in enumerate(tensors_in(output)):
+        for position, tensor in enumerate(outputs):
             if tensor.grad_fn is None or id(tensor) in seen:
                 continue
             seen.add(id(tensor))

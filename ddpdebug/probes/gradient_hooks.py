@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes import gradients
 from ddpdebug.probes.ddp_wrapper import Wrapper
-
-if TYPE_CHECKING:
-    from ddpdebug.probes.recorder import Recorder
+from ddpdebug.probes.entries import entries_of
+from ddpdebug.probes.nonfinite import Numerics
+from ddpdebug.probes.step_state import StepState
 
 
 class GradientHooks:
-    """The hooks on the user's parameters."""
+    """The hooks on the user's parameters. No event: they are called for each gradient of each step."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = weakref.ref(recorder)
+    def __init__(self, state: StepState, guard: Guard, numerics: Numerics) -> None:
+        self._state, self._run, self._numerics = state, guard.run, numerics
         self._hooked: dict[int, weakref.ref[torch.Tensor]] = {}
         self._owners: dict[int, Wrapper] = {}
         self._handles: list[Any] = []
-        self._entries = recorder.entries
+        self._entries = entries_of(guard)
         internals.leave_uncompiled(on_gradient)
 
     def add(self, parameter: torch.Tensor, wrapper: Wrapper | None) -> None:
@@ -56,16 +57,15 @@ class GradientHooks:
         if wrapper is None:
             return
         wrapper.arrived = True  # by whatever thread: torch's own work for the one that called backward
-        if wrapper.armed and (recorder := self._recorder()) is not None and recorder.checking:
-            recorder.guard.run("probe:gradients", self._note, recorder, wrapper, key, parameter)
+        if wrapper.armed and self._state.checking:
+            self._run("probe:gradients", self._note, wrapper, key, parameter)
 
-    @staticmethod
-    def _note(recorder: Recorder, wrapper: Wrapper, key: int, parameter: torch.Tensor) -> None:
+    def _note(self, wrapper: Wrapper, key: int, parameter: torch.Tensor) -> None:
         grad = parameter.grad
-        norm = gradients.note_local(recorder.window, wrapper, key, grad)
+        norm = gradients.note_local(self._state.window, wrapper, key, grad)
         if norm is not None and grad is not None:
             halved = wrapper.hook_kind in {"half", "custom"}
-            recorder.guard.run("probe:numerics-gradients", recorder.numerics.note_local, key, grad, norm, halved)
+            self._run("probe:numerics-gradients", self._numerics.note_local, key, grad, norm, halved)
 
 
 def _forget(hooks: weakref.ref[GradientHooks], key: int) -> None:

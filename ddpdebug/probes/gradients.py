@@ -13,7 +13,7 @@ import torch
 from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.probes import async_copy as device
 from ddpdebug.probes.ddp_wrapper import Wrapper
-from ddpdebug.probes.record import Reduced, Window
+from ddpdebug.probes.step_state import Reduced, Window
 
 _EXACT = frozenset({torch.float32, torch.float64})
 

@@ -14,9 +14,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ddpdebug import fingerprint, torch_internals as internals
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes import async_copy as device
 from ddpdebug.probes.optimizers import Mark, OptimizerWatch
-from ddpdebug.probes.record import StepRecord, Window
+from ddpdebug.probes.record import StepRecord
+from ddpdebug.probes.step_state import StepState, Window
+from ddpdebug.probes.training_events import Bus, ForwardBegan, GroupEnds, OptimizerEnded, Paused, StepClosed
 from ddpdebug.schema.row import Flag
 
 #: So many parameters' contents are looked at in every step, evenly spread over the table: what rewrites a model on
@@ -40,15 +43,65 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class LastState:
-    """Marks steps, and looks back at the last one. `emit` takes the finished record; None while nobody listens."""
+    """Marks steps, and looks back at the last one.
 
-    def __init__(self) -> None:
-        self.emit: Callable[[StepRecord], None] | None = None
+    Args:
+        hand_over: takes the finished record.
+        due: tells for (optimizer, step) whether the sampled tier runs.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        state: StepState,
+        guard: Guard,
+        hand_over: Callable[[StepRecord], None],
+        due: Callable[[int, int], bool],
+    ) -> None:
+        self._state, self._run, self._hand_over, self._due = state, guard.run, hand_over, due
+        self._closed = False
         self._chosen: dict[int, tuple[tuple[int, ...], list[int] | None]] = {}  # by index of the optimizer
         self._began = self._seconds = 0.0
         self._kept = Flag(0)
         for flag in _KEPT:
             self._kept |= flag
+        bus.on("probe:last-state", StepClosed, self._step_closed)
+        bus.on("probe:last-state", ForwardBegan, self._forward_begins)
+        bus.on("probe:last-state", Paused, self._pauses)
+        bus.on("probe:last-state", GroupEnds, self._group_ends)
+        bus.on("probe:last-state", OptimizerEnded, self._ended)
+
+    def close(self) -> None:
+        """Hand nothing over any more."""
+        self._closed = True
+
+    def _step_closed(self, event: StepClosed) -> None:
+        if self._state.world > 1:
+            self.mark(event.watch, event.record)
+
+    def _forward_begins(self, _: ForwardBegan) -> None:
+        if not torch.is_grad_enabled():
+            self.pause()
+
+    def _pauses(self, _: Paused) -> None:
+        self.pause()
+
+    def _group_ends(self, _: GroupEnds) -> None:
+        self.look_back()
+
+    def _ended(self, event: OptimizerEnded) -> None:
+        self.look_back(event.watch)
+
+    def look_back(self, *watches: OptimizerWatch) -> None:
+        """Hand over what the last steps have left, of all optimizers unless some are named: they may step no more."""
+        for watch in watches or self._state.watches:
+            self._run("probe:last-state", self.look, watch, bool(self._state.window.loads))
+
+    def pause(self) -> None:
+        """Look back where training pauses, unless the next step is checked: the script may rewrite the model next."""
+        for watch in self._state.watches:
+            if watch.mark is not None and not self._due(watch.index, watch.step):
+                self.glance_back(watch)
 
     def mark(self, watch: OptimizerWatch, record: StepRecord) -> None:
         """Note what the step that just ended has left; called after every step."""
@@ -65,13 +118,13 @@ class LastState:
             loaded: a state was loaded since the step, so that the optimizer's need not be the step's.
         """
         mark, watch.mark = watch.mark, None
-        if mark is not None and self.emit is not None and not self._dear(_MOST_SECONDS, _MOST_SHARE):
+        if mark is not None and not self._closed and not self._dear(_MOST_SECONDS, _MOST_SHARE):
             self._look(watch, mark, state=not loaded)
 
     def glance_back(self, watch: OptimizerWatch) -> None:
         """Hand over the fingerprints of the parameters where training pauses, as often as it costs next to nothing."""
         mark = watch.mark
-        if mark is None or self.emit is None or self._dear(0.0, _PAUSE_SHARE):
+        if mark is None or self._closed or self._dear(0.0, _PAUSE_SHARE):
             return
         if self._stands(watch, mark):  # what was swapped may be swapped back
             watch.mark = None
@@ -86,8 +139,8 @@ class LastState:
         if self._stands(watch, mark):
             self._read(watch, record, mark, state=state)
         self._seconds += time.perf_counter() - started
-        if self.emit is not None:
-            self.emit(record)
+        if not self._closed:
+            self._hand_over(record)
 
     def _stands(self, watch: OptimizerWatch, mark: Mark) -> bool:
         """Tell whether nothing has rewritten the parameters, as far as that is known without waiting for a device."""

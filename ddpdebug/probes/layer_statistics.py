@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,11 +19,9 @@ import torch.distributed as dist
 from ddpdebug import torch_internals as internals
 from ddpdebug.nested import tensors_in
 from ddpdebug.probes import async_copy as device, ranges
+from ddpdebug.probes.optimizers import OptimizerWatch
+from ddpdebug.probes.step_state import Window
 from ddpdebug.schema.row import Flag
-
-if TYPE_CHECKING:
-    from ddpdebug.probes.optimizers import OptimizerWatch
-    from ddpdebug.probes.record import StepRecord, Window
 
 #: At most so many module calls and parameters are described, and at most so many elements of each are read.
 MAX_CALLS, MAX_PARAMETERS, MAX_ELEMENTS = 64, 100, 1 << 14
@@ -50,8 +49,8 @@ def is_due(count: int) -> bool:
 
 
 @dataclass(slots=True)
-class Notes:
-    """What was taken in one step; the numbers may still be on a device."""
+class LayerSamples:
+    """Statistics by layer of one step; the numbers may still be on a device."""
 
     calls: list[dict[str, Any]] = field(default_factory=list)  # values are positions in `numbers` where they are floats
     numbers: device.LaterFloats = list
@@ -85,24 +84,25 @@ class Notes:
         weights, updates = self.read()
         return {"param_norm": math.hypot(*weights), "update_norm": math.hypot(*updates)} if weights else {}
 
-    def detail(self, record: StepRecord) -> dict[str, Any]:
-        """Return the detail of this kind (see `details.py`)."""
+    def detail(self, gradients: Mapping[str, float], before: Mapping[str, int]) -> dict[str, Any]:
+        """Return the detail of this kind (see `details.py`).
+
+        Args:
+            gradients: norms of the gradients that the optimizer used, by parameter.
+            before: digests of the parameters before the step, by parameter.
+        """
         values = self.numbers()
         modules: dict[str, Any] = {}
         for call in self.calls:
             about = {k: _shown(values[v.at]) if isinstance(v, _Number) else v for k, v in call.items() if k != "path"}
             modules[call["path"]] = about
         weights, updates = self.read()
-        _, _, _, reduced = record.checksums()
-        touched = record.touched_norms() if record.touched_norms is not None else []
-        grads = {**reduced, **dict(zip((record.names[i] for i in record.touched), touched, strict=True))}
-        before = record.digest_table(record.before)
         parameters = {}
         for name, fact, weight, update in zip(self.names, self.facts, weights, updates, strict=True):
             digest = before.get(name)
             parameters[name] = {
                 "norm": _shown(weight),
-                "grad_norm": _shown(grads[name]) if name in grads else None,
+                "grad_norm": _shown(gradients[name]) if name in gradients else None,
                 "update": _shown(update),
                 "digest": None if digest is None else f"{digest:016x}",
                 **{key: value for key, value in fact.items() if key != "block"},
@@ -141,7 +141,7 @@ class Layers:
     def __init__(self) -> None:
         self.sampling = False
         self._count, self._number = -1, -1
-        self._notes = Notes()
+        self._notes = LayerSamples()
         self._calls: list[_Call] = []
         self._numbers: list[torch.Tensor] = []
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int | None]] = {}
@@ -162,7 +162,7 @@ class Layers:
         if not self.sampling or window.looks.forwards:
             return False
         self.forget()
-        self._notes = Notes()
+        self._notes = LayerSamples()
         rank = dist.get_rank() if dist.is_initialized() else 0
         leaves = sum(internals.is_leaf(module) for module in internals.modules(root))
         self._stride, self._leaves = max(1, math.ceil(leaves / MAX_CALLS)), 0
@@ -263,15 +263,14 @@ class Layers:
 
     # --- optimizer ----------------------------------------------------------------------------------------------------
 
-    def before(self, watch: OptimizerWatch, record: StepRecord) -> None:
-        """Copy a block of each parameter just before the optimizer changes it."""
+    def before(self, watch: OptimizerWatch, flags: Flag) -> LayerSamples | None:
+        """Copy a block of each parameter just before the optimizer changes it; return the step's sample, if any."""
         self._blocks = []
-        if not self.sampling or not record.flags & Flag.CHECKED or record.flags & (Flag.CLOSURE | Flag.SKIPPED):
-            return
-        notes, self._notes = self._notes, Notes(order=self._notes.order)
-        record.layers = notes
+        if not self.sampling or not flags & Flag.CHECKED or flags & (Flag.CLOSURE | Flag.SKIPPED):
+            return None
+        notes, self._notes = self._notes, LayerSamples(order=self._notes.order)
         if dist.is_initialized() and dist.get_rank() != 0:
-            return
+            return notes
         first = watch.index not in self._begun
         self._begun.add(watch.index)
         rates = {id(p): group.get("lr") for group in watch.groups() for p in group["params"]}
@@ -287,10 +286,11 @@ class Layers:
             self._blocks.append(block)
         self._symmetry = [_symmetric(p) for p in self._parameters(watch, notes)] if first else []
         self._blocks = internals.clones(self._blocks)
+        return notes
 
-    def after(self, watch: OptimizerWatch, record: StepRecord) -> None:
+    def after(self, watch: OptimizerWatch, notes: LayerSamples | None) -> None:
         """Measure how far the optimizer has moved them."""
-        notes, blocks, self._blocks = record.layers, self._blocks, []
+        blocks, self._blocks = self._blocks, []
         if notes is None or not blocks:
             return
         with torch.no_grad():
@@ -302,7 +302,7 @@ class Layers:
             norms, changes = internals.distances([old.float() for old, _ in pairs], [now.float() for _, now in pairs])
         notes.norms = device.numbers([*norms, *changes, *self._symmetry])
 
-    def _chosen(self, watch: OptimizerWatch, notes: Notes) -> list[tuple[str, torch.Tensor]]:
+    def _chosen(self, watch: OptimizerWatch, notes: LayerSamples) -> list[tuple[str, torch.Tensor]]:
         """Return the parameters to describe, from the first layer that is called to the last."""
         place: dict[int, tuple[int, int]] = {}
         for wrapper in watch.wrappers:
@@ -318,7 +318,7 @@ class Layers:
         return weights[:: math.ceil(len(weights) / MAX_PARAMETERS)]
 
     @staticmethod
-    def _parameters(watch: OptimizerWatch, notes: Notes) -> list[torch.Tensor]:
+    def _parameters(watch: OptimizerWatch, notes: LayerSamples) -> list[torch.Tensor]:
         table = dict(zip(watch.names, watch.params, strict=True))
         return [table[name] for name in notes.names]
 

@@ -14,7 +14,8 @@ from torch.utils.data.distributed import DistributedSampler
 from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.isolation.user_code import is_user_file, is_users, shorten
 from ddpdebug.nested import tensors_in
-from ddpdebug.probes.recorder import Recorder
+from ddpdebug.probes.step_state import StepState
+from ddpdebug.probes.training_events import BatchAwaited, BatchDelivered, Bus, EpochBegan, WorkersBegan
 
 _RECORD_BYTES = 1 << 18
 _MAX_DEPTH = 3
@@ -25,43 +26,45 @@ _BUDGET_BYTES = 32 << 20
 class Loaders:
     """Watches every DataLoader of the process, numbered in order of first use."""
 
-    def __init__(self, recorder: Recorder, announce: Callable[[str, Any], None]) -> None:
-        self._recorder, self.announce = recorder, announce
+    def __init__(self, bus: Bus, state: StepState, announce: Callable[[str, Any], None]) -> None:
+        self._state, self._announce = state, announce
         self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
         self._known: weakref.WeakKeyDictionary[DataLoader[Any], dict[str, Any]] = weakref.WeakKeyDictionary()
         self._asked = time.perf_counter()
         self.samples: int | None = None  # in the data set over which an epoch was begun last
+        bus.on("probe:loader", EpochBegan, self.begin)
+        bus.on("probe:loader", WorkersBegan, self._workers_began)
+        bus.on("probe:loader", BatchAwaited, self._waits)
+        bus.on("probe:loader", BatchDelivered, self.delivered)
 
     @property
     def repeated(self) -> bool:
         """Tell whether a second epoch has begun over some loader."""
         return any(known["iterations"] > 1 for known in list(self._known.values()))
 
-    def begin(self, loader: DataLoader[Any]) -> None:
+    def begin(self, event: EpochBegan) -> None:
         """Note the start of an epoch."""
+        loader = event.loader
         known = self._known.get(loader)
         if known is None:
             known = {"index": len(self._known), "iterations": 0, "attributes": dict(_attributes(loader.dataset))}
             self._known[loader] = known
         known["iterations"] += 1
         self.samples = _length(loader.dataset)
-        self._recorder.memory.workers = self.workers
-        step = self._recorder.next_step()
-        self.announce(f"loader:{known['index']}", {**_settings(loader), **_shared(known), "step": step})
+        step = self._state.next_step()
+        self._announce(f"loader:{known['index']}", {**_settings(loader), **_shared(known), "step": step})
 
-    def began(self, iterator: Any) -> None:
-        """Note the iterator of an epoch: it has the workers."""
-        self._iterators.add(iterator)
+    def _workers_began(self, event: WorkersBegan) -> None:
+        self._iterators.add(event.iterator)
 
-    def waits(self, *_: Any) -> None:
-        """Note that the training asks for a batch."""
+    def _waits(self, _: BatchAwaited) -> None:
         self._asked = time.perf_counter()
 
-    def delivered(self, batch: Any, *_: Any) -> None:
+    def delivered(self, event: BatchDelivered) -> None:
         """Note a batch and how long the training waited for it."""
-        window = self._recorder.window
+        window = self._state.window
         window.data_seconds += time.perf_counter() - self._asked
-        values = [fingerprint.sampled_fingerprint(t, _RECORD_BYTES)[0] for t in tensors_in(batch)]
+        values = [fingerprint.sampled_fingerprint(t, _RECORD_BYTES)[0] for t in tensors_in(event.batch)]
         window.delivered = fingerprint.combine(values) if values else 0
 
     def workers(self) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import resource
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -20,6 +20,7 @@ from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.user_code import is_users
 from ddpdebug.nested import tensors_in
 from ddpdebug.probes.graph_lifetime import LiveGraphs
+from ddpdebug.probes.training_events import BackwardBegan, Bus, FirstForward, ForwardBegan, ForwardEnded, StepClosing
 
 _STATM = "/proc/self/statm"
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -175,46 +176,64 @@ class Failure:
     table: str = ""
 
 
-def _nothing(*_: Any) -> None:
-    """Stand in for what nobody has asked to be told."""
-
-
 class MemoryProbe:
     """The training thread's side: samples at the end of each step, shapes of the batch, graphs that stay alive."""
 
-    def __init__(self, provider: Provider | None = None) -> None:
-        self.provider: Provider = provider or SystemProvider()
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self.provider: Provider = SystemProvider()
         self.graphs = LiveGraphs()
         self.history: deque[Past] = deque(maxlen=_HISTORY_STEPS)
         self.largest = 0  # elements of the largest batch of a finished step
         self.shapes: list[list[int]] = []  # of the newest forward
         self.elements = 0  # of the largest forward of this step
-        self.workers: Callable[[], Iterable[int]] = tuple
-        self.prepare: Callable[[], None] = _nothing  # called once, at the first forward
-        self.at_boundary: Callable[[], None] = _nothing  # between two steps, on the training thread
-        self.failed: Callable[[BaseException | None], None] = _nothing  # told of errors on their way up
-        self.failure: Failure | None = None
-        self.holders_known: Callable[[], bool] = lambda: True
-        self.holders: Callable[[], Any] = lambda: None
+        self._failure: Failure | None = None
+        self._begun = False
+        bus.on("probe:memory", ForwardBegan, self.inputs)
+        bus.on("probe:memory", ForwardEnded, self._forward_ended)
+        bus.on("probe:memory", BackwardBegan, self._backward_began)
+        bus.on("probe:memory", StepClosing, self._step_closes)
 
-    def inputs(self, tensors: Iterable[torch.Tensor]) -> None:
+    def measure_with(self, provider: Provider) -> None:
+        """Take the numbers from another source from here on."""
+        self.provider = provider
+
+    def note_failure(self, failure: Failure) -> None:
+        """Keep what was seen as an allocation failed, until the error is met on its way up."""
+        self._failure = failure
+
+    def take_failure(self) -> Failure | None:
+        """Return what was kept last, once."""
+        failure, self._failure = self._failure, None
+        return failure
+
+    def inputs(self, event: ForwardBegan) -> None:
         """Note the shapes of a training forward's inputs."""
-        prepare, self.prepare = self.prepare, _nothing
-        prepare()
+        if not torch.is_grad_enabled():
+            return
+        if not self._begun:
+            self._begun = True
+            self._bus.emit(FirstForward())
+        tensors = event.tensors()
         shapes = [tensor.shape for tensor in tensors if not tensor.is_nested]  # strided nested ones have no shape
         self.shapes = [list(shape) for shape in shapes[:_MAX_SHAPES]]
         self.elements = max(self.elements, sum(shape.numel() for shape in shapes))
 
-    def graph(self, value: Any) -> None:
+    def _forward_ended(self, event: ForwardEnded) -> None:
+        self.graph(event.outputs())
+
+    def _backward_began(self, event: BackwardBegan) -> None:
+        self.graph(tensors_in(list(event.roots)))
+
+    def graph(self, tensors: Iterable[torch.Tensor]) -> None:
         """Mark the graph behind a forward's output or a backward's root."""
-        for tensor in tensors_in(value):
+        for tensor in tensors:
             if tensor.grad_fn is not None:
                 self.graphs.mark(tensor.grad_fn)
                 return
 
-    def workers_bytes(self) -> int:
-        """Return the private memory of the DataLoader's workers; for the background thread."""
-        return private_bytes(self.workers())
+    def _step_closes(self, event: StepClosing) -> None:
+        event.record.fields |= self.end_step(event.watch.step)
 
     def end_step(self, step: int) -> dict[str, int]:
         """Return the row's memory fields and begin the next step."""
@@ -223,5 +242,4 @@ class MemoryProbe:
         self.history.append(Past(step=step, used=used, elements=self.elements))
         fields = {**asdict(sample), "batch_elements": self.elements, "live_graphs": self.graphs.end_step()}
         self.largest, self.elements = max(self.largest, self.elements), 0
-        self.at_boundary()
         return fields

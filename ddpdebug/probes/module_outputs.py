@@ -34,6 +34,8 @@ _MAX_HISTORIES = 512
 _FLOATS = frozenset({torch.float32, torch.float64})
 ROOT = "(model)"
 
+Look = Callable[[torch.nn.Module, Any, Any], None]
+
 
 class ForwardProbe:
     """Watches the module calls of one forward at a time.
@@ -44,9 +46,7 @@ class ForwardProbe:
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
-        self.also: Callable[[torch.nn.Module, Any, Any], None] | None = (
-            None  # who wants to see this forward's calls too
-        )
+        self._also: Look | None = None
         self._hook = entries_of(guard).after_modules("probe:modules", self._on_call)
         self._looks = Looks()
         self._order = 0
@@ -60,9 +60,14 @@ class ForwardProbe:
         self._history: dict[str, deque[list[float]]] = {}
         self._halves: dict[int, tuple[torch.nn.Module, float]] = {}
 
-    def begin(self, looks: Looks, step: int) -> None:
-        """Watch from here to `end`."""
+    def begin(self, looks: Looks, step: int, also: Look | None = None) -> None:
+        """Watch from here to `end`.
+
+        Args:
+            also: sees this forward's calls too.
+        """
         self.abort()
+        self._also = also
         self._looks, self._micro_batch, self._step = looks, looks.forwards, step
         self._order = 0
         self._hook.on()
@@ -105,8 +110,8 @@ class ForwardProbe:
 
     def _on_call(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         self._look(module, args, output)
-        if self.also is not None:
-            self._guard.run("probe:layers", self.also, module, args, output)
+        if self._also is not None:
+            self._guard.run("probe:layers", self._also, module, args, output)
 
     def _look(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if self._bad and not internals.is_leaf(module):

@@ -2,35 +2,48 @@
 
 Checked steps are looked at as they run; a loss that is non-finite on the CPU is looked into in any step. On the CPU all
 is judged on the training thread just before the optimizer changes anything: there the inputs, the parameters and the
-random state of the bad step are still at hand, and `Recorder.on_nonfinite` may replay it. On a device nothing is waited
-for: what was measured is judged in the background thread, a little later.
+random state of the bad step are still at hand, and who hears of `NonfiniteMade` may replay it. On a device nothing is
+waited for: what was measured is judged in the background thread, a little later.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import location, user_frame
-from ddpdebug.nested import tensors_in
 from ddpdebug.probes import inputs, loss_line, ranges
 from ddpdebug.probes.entry import watch_entry
+from ddpdebug.probes.forward_capture import Scenes
 from ddpdebug.probes.layer_statistics import Layers
+from ddpdebug.probes.loop_calls import LoopCalls
 from ddpdebug.probes.module_outputs import ForwardProbe
 from ddpdebug.probes.nonfinite_detail import complete, is_bad_call, summary
 from ddpdebug.probes.nonfinite_notes import Looks
+from ddpdebug.probes.optimizers import OptimizerWatch
+from ddpdebug.probes.record import StepRecord
+from ddpdebug.probes.step_state import StepState
+from ddpdebug.probes.training_events import (
+    Bus,
+    ForwardBegan,
+    ForwardEnded,
+    ForwardFailed,
+    GradientsFinal,
+    LossExamined,
+    LossGiven,
+    ModuleForwardBegan,
+    ModuleForwardEnded,
+    ModuleForwardFailed,
+    NonfiniteMade,
+    StateRead,
+)
 from ddpdebug.schema.row import Flag
-
-if TYPE_CHECKING:
-    from ddpdebug.probes.optimizers import OptimizerWatch
-    from ddpdebug.probes.record import StepRecord
-    from ddpdebug.probes.recorder import Recorder
 
 _MAX_OUTPUTS = 32
 _MAX_NAMES = 64
@@ -46,16 +59,29 @@ class Numerics:
     """One rank's look at its numbers.
 
     Args:
-        recorder: whose window and steps these are.
+        calls: knows the loss scale.
+        scenes: keeps the forwards for a replay.
+        on: false looks at nothing (`--guard off`).
+        every_step: a vote on each step wants to know of every step.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.on = True  # `--guard off` switches all of this off
+    def __init__(
+        self,
+        bus: Bus,
+        state: StepState,
+        guard: Guard,
+        calls: LoopCalls,
+        scenes: Scenes,
+        *,
+        on: bool = True,
+        every_step: bool = False,
+    ) -> None:
         self.inside = False  # a forward that is looked at is running
-        self.every_step = False  # the guard wants to know of every step
-        self._recorder = recorder
+        self._bus, self._state, self._guard, self._calls, self._scenes = bus, state, guard, calls, scenes
+        self._on, self._every_step = on, every_step
         self.layers = Layers()
-        self._probe = ForwardProbe(recorder.guard)
+        self._samples = False  # layers are sampled in this forward
+        self._probe = ForwardProbe(guard)
         self._habits: dict[str, set[str]] = {}  # module -> kinds of non-finite output that healthy steps have too
         self._clean: dict[int, int] = {}  # optimizer -> last step whose gradients were seen to be finite
         self._bad: dict[int, int] = {}  # optimizer -> last step that was not
@@ -64,35 +90,56 @@ class Numerics:
         self._verified: dict[int, int] = {}  # optimizer -> last step before which all parameters were looked at
         self._left: dict[int, int] = {}  # optimizer -> last step that left only finite parameters, as far as all
         self._lines: dict[tuple[str, int], str | None] = {}
+        guard.when_off("probe:numerics-forward", self.abort)
+        guard.when_off("probe:numerics", self.abort)
+        guard.needs("probe:numerics-gradients", "probe:gradients")
+        guard.needs("probe:layers", "probe:modules", "probe:numerics-forward")  # when a sample begins and ends
+        guard.needs("probe:numerics-after", "probe:numerics", "probe:state")  # which judges the step before
+        bus.on("probe:numerics-forward", ForwardBegan, self._forward_begins)
+        bus.on("probe:numerics-forward", ForwardEnded, self._forward_ends)
+        bus.on("probe:numerics-forward", ForwardFailed, self._forward_fails)
+        bus.on("probe:numerics-forward", ModuleForwardBegan, self._module_begins)
+        bus.on("probe:numerics-forward", ModuleForwardEnded, self._forward_ends)
+        bus.on("probe:numerics-forward", ModuleForwardFailed, self._forward_fails)
+        bus.on("probe:numerics-loss", LossGiven, self.note_loss)
+        bus.on("probe:numerics", GradientsFinal, self.before_step)
+        bus.on("probe:numerics-after", StateRead, self.after_step)
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
-    def begin(self, module: torch.nn.Module, prefix: str, args: Any, kwargs: Mapping[str, Any]) -> None:
+    def _forward_begins(self, event: ForwardBegan) -> None:
+        wrapper = self._state.wrapper_of(event.ddp)
+        prefix = f"ddp{wrapper.index}." if wrapper is not None and len(self._state.wrappers) > 1 else ""
+        self._begin(event.ddp.module, prefix, event.args, event.kwargs)
+
+    def _module_begins(self, event: ModuleForwardBegan) -> None:
+        self._begin(event.module, "", event.args, event.kwargs)
+
+    def _begin(self, module: torch.nn.Module, prefix: str, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Look at the inputs of a training forward that begins now, and at its module calls."""
-        recorder = self._recorder
-        if not self.on or not torch.is_grad_enabled():
+        state = self._state
+        if not self._on or not torch.is_grad_enabled():
             return
         self.inside = True
-        looks = recorder.window.looks
+        looks = state.window.looks
         inner = internals.unwrap_compiled(module)
         looks.module, looks.prefix = weakref.ref(inner), prefix
-        if not recorder.checking:
+        if not state.checking:
             return
         if not looks.inputs:
             looks.inputs = inputs.bad(inner, args, kwargs)
         if (later := inputs.bad_later(inner, args, kwargs)) is not None:
             looks.later_inputs.append(later)
-        wanted = recorder.guard.run("probe:layers", self.layers.begin, recorder.window, inner)
-        self._probe.also = self.layers.look if wanted else None
+        self._samples = bool(self._guard.run("probe:layers", self.layers.begin, state.window, inner))
         self._compiled = self._compiled or internals.anything_compiled()  # a reset of the compiler forgets it
         if self._compiled:
             looks.compiled = True
         else:
-            self._probe.begin(looks, recorder.next_step())
+            self._probe.begin(looks, state.next_step(), self.layers.look if self._samples else None)
 
-    def end(self, output: Any) -> None:
+    def _forward_ends(self, event: ForwardEnded | ModuleForwardEnded) -> None:
         """Look at what the forward returned."""
-        looks = self._recorder.window.looks
+        looks = self._state.window.looks
         if not self.inside:
             return
         self.inside = False
@@ -100,25 +147,28 @@ class Numerics:
         root = looks.module()
         if root is not None:
             self._probe.end(root, looks.prefix)
-            if self._probe.also is not None:
-                self._probe.also = None
-                self._recorder.guard.run("probe:layers", self.layers.end, root, looks.prefix, output)
+            if self._samples:
+                self._samples = False
+                self._guard.run("probe:layers", self.layers.end, root, looks.prefix, event.outputs())
         looks.forwards += 1
-        tensors = list(tensors_in(output))[:_MAX_OUTPUTS]
+        tensors = event.outputs()[:_MAX_OUTPUTS]
         looks.outputs = [weakref.ref(tensor) for tensor in tensors]
-        if not self._recorder.checking:
+        if not self._state.checking:
             return
         for tensor in tensors:
             if tensor.device.type == "cpu" and (seen := ranges.read(tensor)) is not None:
                 looks.output_finite = looks.output_finite is not False and all(map(math.isfinite, seen))
             elif (there := ranges.look(tensor)) is not None:
                 looks.later_outputs.append(there)
-        watch_entry(tensors, looks, self._recorder.guard, self.locate)
+        watch_entry(tensors, looks, self._guard, self.locate)
 
     def locate(self, looks: Looks) -> None:
         """Note the line that made a loss whose gradient turns out to be non-finite; runs in its backward."""
         if looks.loss_line is None:
             looks.loss_line = self.expression(user_frame())
+
+    def _forward_fails(self, _: ForwardFailed | ModuleForwardFailed) -> None:
+        self.abort()
 
     def abort(self) -> None:
         """Stop watching a forward that raised."""
@@ -128,30 +178,29 @@ class Numerics:
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
-    def note_loss(self, loss: torch.Tensor, read: Callable[[], float]) -> None:
+    def note_loss(self, event: LossGiven) -> None:
         """Note where a loss comes from: on the CPU one that is non-finite, on a device any in a checked step."""
-        looks = self._recorder.window.looks
-        if not self.on or looks.loss is not None:
+        looks, loss = self._state.window.looks, event.loss
+        if not self._on or looks.loss is not None:
             return
         here = loss.device.type == "cpu"
-        value = read() if here else math.nan
-        explain = partial(self._recorder.on_loss, loss, looks, finite=math.isfinite(value))
-        if math.isfinite(value) and here and self._recorder.checking:
-            self._recorder.guard.run("forensics:loss", explain)
-        if math.isfinite(value) or not (here or self._recorder.checking):
+        value = event.read() if here else math.nan
+        if math.isfinite(value) and here and self._state.checking:
+            self._bus.emit(LossExamined(loss, looks, finite=True))
+        if math.isfinite(value) or not (here or self._state.checking):
             return
         if here:
             self._suspect()
         frame = user_frame()
         looks.loss = {
             "value": value,
-            "micro_batch": self._recorder.window.micro_batches,
+            "micro_batch": self._state.window.micro_batches,
             "backward": None if frame is None else location(frame.f_code.co_filename, frame.f_lineno),
             "expression": self.expression(frame),
             "operation": None if loss.grad_fn is None else loss.grad_fn.name(),
         }
-        if here and (found := self._recorder.guard.run("forensics:loss", explain)):
-            looks.loss |= found
+        if here:
+            self._bus.emit(LossExamined(loss, looks, finite=False))
 
     def expression(self, frame: Any) -> str | None:
         """Return the line that made the loss on which a frame calls backward."""
@@ -159,14 +208,14 @@ class Numerics:
             return None
         key = (frame.f_code.co_filename, frame.f_lineno)
         if key not in self._lines and len(self._lines) < _MAX_NAMES:
-            self._lines[key] = self._recorder.guard.run("probe:loss_line", loss_line.expression, frame)
+            self._lines[key] = self._guard.run("probe:loss_line", loss_line.expression, frame)
         return self._lines.get(key)
 
     def note_local(self, key: int, grad: torch.Tensor, norm: torch.Tensor, halved: bool) -> None:  # noqa: FBT001 - called through the guard
         """Look at a gradient that is still this rank's own; `norm` is known, `halved` if 16 bits may reduce it."""
-        if not self.on or grad.device.type != "cpu":
+        if not self._on or grad.device.type != "cpu":
             return
-        looks = self._recorder.window.looks
+        looks = self._state.window.looks
         if not (halved or grad.dtype in _HALVES) and math.isfinite(float(norm)):
             return
         seen = ranges.read(grad)  # a norm overflows before its elements do
@@ -184,23 +233,24 @@ class Numerics:
 
     def _suspect(self) -> None:
         """Keep the newest forward's inputs for the replay, where there will be one: not in every step of a bad run."""
-        step = self._recorder.next_step()
+        step = self._state.next_step()
         if step - 1 not in self._bad.values():
-            self._recorder.guard.run("probe:scene", self._recorder.scenes.suspect)
+            self._guard.run("probe:scene", self._scenes.suspect)
 
     # --- optimizer step -----------------------------------------------------------------------------------------------
 
-    def before_step(self, watch: OptimizerWatch, record: StepRecord) -> None:
+    def before_step(self, event: GradientsFinal) -> None:
         """Judge the step that the optimizer is about to take; nothing has been changed yet."""
-        if not self.on:
+        if not self._on:
             return
-        self._recorder.guard.run("probe:layers", self.layers.before, watch, record)
+        watch, record = event.watch, event.record
+        record.layers = self._guard.run("probe:layers", self.layers.before, watch, record.flags)
         looks = record.window.looks
-        record.loss_scale = self._recorder.events.last_loss_scale
+        record.loss_scale = self._calls.last_loss_scale
         if self._is_scaler_skipping(watch):
             record.flags |= Flag.SKIPPED
         if not watch.on_cpu:
-            if self.every_step:
+            if self._every_step:
                 self._wait_for_device(watch, record)
             record.numerics_later = complete(record, looks)
             return
@@ -208,7 +258,7 @@ class Numerics:
         record.judged = True
         record.flags |= Flag.LOCAL_GRADS_NONFINITE if looks.local else Flag(0)
         record.flags |= Flag.GRADS_NONFINITE if reduced else Flag(0)
-        if reduced and "probe:numerics-gradients" in self._recorder.guard.off:  # made by whom, nobody has seen
+        if reduced and "probe:numerics-gradients" in self._guard.off:  # made by whom, nobody has seen
             record.flags &= ~Flag.CHECKED
         gradients = bool(looks.local or reduced)
         self._learn(looks, healthy=looks.loss is None and not gradients)
@@ -220,11 +270,10 @@ class Numerics:
             self._investigate(record, looks, reduced=reduced, before=before)
         if guilty and not record.flags & Flag.SKIPPED and self._bad.get(watch.index, -2) < watch.step - 1:
             # once: the steps after a bad one are bad as well, and show nothing new
-            found = self._recorder.guard.run("forensics:replay", self._recorder.on_nonfinite, watch, record)
-            record.numerics["replay"] = found
+            self._bus.emit(NonfiniteMade(watch, record))
         if guilty or gradients:
             self._bad[watch.index] = watch.step
-        if not gradients and (record.flags & Flag.CHECKED or self.every_step):
+        if not gradients and (record.flags & Flag.CHECKED or self._every_step):
             self._clean[watch.index] = watch.step
 
     @staticmethod
@@ -250,7 +299,7 @@ class Numerics:
             odd = [i for i, n in zip(record.reduced_summed, norms, strict=False) if not math.isfinite(n)]
             suspects = [i for i in odd if i in untouched]
             suspects += [i for i, n in zip(record.touched, touched, strict=True) if not math.isfinite(n)]
-        elif self.every_step or record.window.looks.loss or record.window.looks.local:
+        elif self._every_step or record.window.looks.loss or record.window.looks.local:
             suspects = list(range(len(watch.params)))
         else:
             return []
@@ -295,7 +344,7 @@ class Numerics:
             seen = [found for t in outputs if (found := ranges.read(t)) is not None]
             detail["output_finite"] = all(math.isfinite(n) for found in seen for n in found) if seen else None
         module = None if looks.module is None else looks.module()
-        scene = self._recorder.scenes.likeliest(module)
+        scene = self._scenes.likeliest(module)
         if not looks.inputs and looks.loss is not None and module is not None and scene is not None:
             detail["inputs"] = looks.inputs = inputs.bad(module, scene.args, scene.kwargs)
             record.flags |= Flag.INPUT_NONFINITE if looks.inputs else Flag(0)
@@ -314,16 +363,11 @@ class Numerics:
             names = (new or list(before))[:_MAX_NAMES]
             detail["parameters"] = {"before": names, "after": [], "state": [], "phase": phase}
 
-    def after_step(
-        self,
-        watch: OptimizerWatch,
-        record: StepRecord,
-        keys: Sequence[tuple[str, str]],
-        tensors: Sequence[torch.Tensor],
-    ) -> None:
-        """Look at what a step with finite gradients has left behind; `keys` and `tensors` are the state."""
-        self._recorder.guard.run("probe:layers", self.layers.after, watch, record)
-        if not self.on or not record.judged or record.flags & (Flag.GRADS_NONFINITE | Flag.SKIPPED):
+    def after_step(self, event: StateRead) -> None:
+        """Look at what a step with finite gradients has left behind."""
+        watch, record, keys, tensors = event.watch, event.record, event.keys, event.tensors
+        self._guard.run("probe:layers", self.layers.after, watch, record.layers)
+        if not self._on or not record.judged or record.flags & (Flag.GRADS_NONFINITE | Flag.SKIPPED):
             return
         rows: list[tuple[tuple[str, ...], torch.Tensor]] = [
             ((name,), p) for name, p in zip(watch.names, watch.params, strict=True)

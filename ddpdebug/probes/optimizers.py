@@ -32,13 +32,23 @@ class Mark(NamedTuple):
     spots: int | torch.Tensor
 
 
+def _nothing(watch: OptimizerWatch) -> None:
+    """Stand in for what nobody has asked to be told."""
+
+
 class OptimizerWatch:
     """Names, ownership and history of one optimizer's parameters.
 
     Tables are sorted by name: ranks that registered the same parameters in another order compare like with like.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer | None, index: int, entries: Entries | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        index: int,
+        entries: Entries | None = None,
+        on_end: Callable[[OptimizerWatch], None] = _nothing,
+    ) -> None:
         self.index = index
         self._built = Built() if entries is None else entries.built
         self.ref: weakref.ref[torch.optim.Optimizer] | None = None
@@ -47,7 +57,7 @@ class OptimizerWatch:
         elif optimizer is not None:
             self.ref = weakref.ref(optimizer)
         self.given_up = False  # several threads step its parameters
-        self.on_end: Callable[[OptimizerWatch], None] = lambda watch: None
+        self._on_end = on_end
         self.step = 0
         self.members: list[weakref.ref[torch.optim.Optimizer]] = []  # optimizers fused into backward
         self.names: list[str] = []
@@ -71,7 +81,7 @@ class OptimizerWatch:
         self._aliased = False  # `params` are objects of ours over the job's memory
 
     def _ended(self) -> None:
-        self.on_end(self)
+        self._on_end(self)
         plain = all(type(p) in {torch.Tensor, torch.nn.Parameter} and p.device.type == "cpu" for p in self.params)
         if not plain or sum(_bytes(p) for p in self.params) > _KEPT_BYTES:
             self.forget()

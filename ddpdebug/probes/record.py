@@ -5,62 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from ddpdebug import fingerprint
 from ddpdebug.probes.async_copy import Later, LaterFloats
-from ddpdebug.probes.layer_statistics import Notes
-from ddpdebug.probes.nonfinite_notes import Looks
+from ddpdebug.probes.layer_statistics import LayerSamples
+from ddpdebug.probes.step_state import Window
 from ddpdebug.schema.row import CHECKSUM_SLOTS, Digest, Flag, Row
-
-NO_FLAGS = Flag(0)
-
-
-class Reduced(NamedTuple):
-    """What was taken of a gradient right after its reduction; `key` tells whether it has been touched since."""
-
-    sum: Any
-    norm: Any
-    digest: int
-    key: tuple[int, int, int | None, int]
-
-
-@dataclass(slots=True)
-class Window:
-    """What happened since the previous row: micro-batches, events, times."""
-
-    losses: list[Callable[[], float]] = field(default_factory=list)
-    cut: bool = False  # an exception has cut it short: what is here is not all
-    micro_batches: int = 0
-    number: int = 0  # of the step that this window is expected to end in, alike on all ranks
-    started: float = 0.0
-    data_seconds: float = 0.0
-    forward_seconds: float = 0.0
-    backward_seconds: float = 0.0
-    overhead_before: float = 0.0
-    modes: bytes | None = None
-    batch: list[int] = field(default_factory=list)
-    record: list[int] = field(default_factory=list)
-    delivered: int = 0  # the DataLoader's newest batch, not yet fed to a training forward
-    output: list[int] = field(default_factory=list)
-    eval_batch: list[int] = field(default_factory=list)
-    eval_output: list[int] = field(default_factory=list)
-    rng: int = 0
-    flags: Flag = NO_FLAGS
-    buffers: list[tuple[list[str], Later]] = field(default_factory=list)
-    local: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # id(parameter) -> (sum, norm), before reduction
-    reduced: dict[int, Reduced] = field(default_factory=dict)  # after it
-    val_losses: list[Callable[[], float]] = field(default_factory=list)
-    gathered: list[dict[str, Any]] = field(default_factory=list)
-    clips: list[dict[str, Any]] = field(default_factory=list)
-    loads: list[dict[str, Any]] = field(default_factory=list)
-    looks: Looks = field(default_factory=Looks)
-    recipe: dict[str, Any] = field(default_factory=dict)  # the detail of that name
-
-    def is_summed(self, key: int) -> bool:
-        """Tell whether a parameter's gradient was summed, as far as it was looked at."""
-        local, reduced = self.local.get(key), self.reduced.get(key)
-        return (local is None or local[0] is not None) and (reduced is None or reduced.sum is not None)
 
 
 @dataclass(slots=True)
@@ -102,7 +53,7 @@ class StepRecord:
     numerics_later: Callable[[], Flag] | None = None  # completes it with what was still on a device
     holds: Callable[[], bool] | None = None  # of a last state: nothing has rewritten it since the step; may wait
     judged: bool = False  # the flags about gradients are certain: a norm that overflowed was confirmed or cleared
-    layers: Notes | None = None  # of a sampled step
+    layers: LayerSamples | None = None  # of a sampled step
     fields: dict[str, Any] = field(default_factory=dict)  # numbers that go into the row as they are
     row: Row | None = None
 
@@ -111,6 +62,12 @@ class StepRecord:
         if later is None:
             return {}
         return dict(zip(self.names, later(), strict=True))
+
+    def gradient_norms(self) -> dict[str, float]:
+        """Return the norms of the gradients as the optimizer used them, by parameter name, as far as they were read."""
+        _, _, _, reduced = self.checksums()
+        touched = self.touched_norms() if self.touched_norms is not None else []
+        return {**reduced, **dict(zip((self.names[i] for i in self.touched), touched, strict=True))}
 
     def checksums(self) -> tuple[dict[str, float], dict[str, float], dict[str, float], dict[str, float]]:
         """Return local sums, local norms, reduced sums and reduced norms by parameter name."""

@@ -10,11 +10,14 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import fingerprint, torch_internals as internals
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes import async_copy as device
 from ddpdebug.probes.ddp_wrapper import Wrapper
-from ddpdebug.probes.entries import Entries
+from ddpdebug.probes.entries import Entries, entries_of
 from ddpdebug.probes.optimizers import OptimizerWatch
-from ddpdebug.probes.record import StepRecord
+from ddpdebug.probes.step_state import StepState
+from ddpdebug.probes.training_events import Bus, StepClosing
+from ddpdebug.schema.row import Flag
 
 #: Copies are looked for after these steps only, and only if modules have been built since the last time.
 _SEARCH_AT = frozenset({0, 16, 256})
@@ -25,8 +28,10 @@ _MAX_REPLICAS = 4
 class Replicas:
     """The watched copies of this rank."""
 
-    def __init__(self, entries: Entries) -> None:
-        self._entries = entries
+    def __init__(self, bus: Bus, state: StepState, guard: Guard) -> None:
+        self._state, self._entries = state, entries_of(guard)
+        guard.when_off("probe:replicas", self.release)
+        bus.on("probe:replicas", StepClosing, self._step_closes)
         self._known: dict[str, _Replica] = {}
         self._modules_seen = 0  # at the last search
 
@@ -34,9 +39,12 @@ class Replicas:
         """Watch a module under a name."""
         self._known[name] = _Replica(module, self._entries, named=True)
 
-    def note(self, record: StepRecord, wrappers: Sequence[Wrapper], watches: Sequence[OptimizerWatch]) -> None:
-        """Fingerprint the copies at a checked step."""
-        self.search(record.step, wrappers, watches)
+    def _step_closes(self, event: StepClosing) -> None:
+        """Fingerprint the copies at a checked step of the first optimizer."""
+        record, state = event.record, self._state
+        if not record.flags & Flag.CHECKED or record.optimizer or state.world == 1 or self._entries.threads.several:
+            return
+        self.search(record.step, state.wrappers, state.watches)
         record.replicas = self.look()
         record.fields["replicas_digest"] = self.digest(record.replicas)
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from ddpdebug.detectors.examples import step_at
 from ddpdebug.forensics.memory.hunt import MAX_SEARCHES, HolderHunt
-from ddpdebug.probes.memory import MemoryProbe
+from ddpdebug.isolation.guard import Guard
+from ddpdebug.probes.step_state import StepState
+from ddpdebug.probes.training_events import Bus
+
+CLOSING: Any = None  # the event, of which nothing is read
 
 
-def _hunt(rank: int) -> tuple[HolderHunt, MemoryProbe]:
-    memory = MemoryProbe()
-    recorder: Any = SimpleNamespace(memory=memory, wrappers=[], watches=[])
-    hunt = HolderHunt(recorder)
+def _hunt(rank: int) -> HolderHunt:
+    hunt = HolderHunt(Bus(Guard(lambda *_: None)), StepState())
     hunt.rank = rank
-    return hunt, memory
+    return hunt
 
 
 def _grow(hunt: HolderHunt, number: int, odd: Mapping[int, Mapping[str, Any]]) -> None:
@@ -27,7 +28,7 @@ def _grow(hunt: HolderHunt, number: int, odd: Mapping[int, Mapping[str, Any]]) -
 
 def test_the_lowest_growing_rank_searches() -> None:
     """By living graphs, else by memory."""
-    hunt, _ = _hunt(0)
+    hunt = _hunt(0)
     _grow(hunt, 0, {})
     _grow(hunt, 1, {2: {"host_private_bytes": 900}, 3: {"host_private_bytes": 1000}})
     assert hunt.chosen() == 2
@@ -37,14 +38,14 @@ def test_the_lowest_growing_rank_searches() -> None:
 
 def test_others_answer_at_once_without_a_search() -> None:
     """They have nothing to say."""
-    hunt, memory = _hunt(0)
+    hunt = _hunt(0)
     _grow(hunt, 2, {3: {"live_graphs": 20}})
-    assert memory.holders_known()
-    hunt.boundary()
-    assert (memory.holders(), hunt.searches) == (None, 0)
+    assert hunt.known()
+    hunt.boundary(CLOSING)
+    assert (hunt.found(), hunt.searches) == (None, 0)
 
 
-def _searches(hunt: HolderHunt, memory: MemoryProbe) -> list[tuple[bool, bool, int]]:
+def _searches(hunt: HolderHunt) -> list[tuple[bool, bool, int]]:
     """Grow again and again; of each round: whether an answer was known before and after, and how often was searched.
 
     Nothing is asserted here: pytest makes functions with assertions ask for their `locals`, which are then not read.
@@ -53,10 +54,10 @@ def _searches(hunt: HolderHunt, memory: MemoryProbe) -> list[tuple[bool, bool, i
     seen = []
     for round_ in range(1, MAX_SEARCHES + 3):
         _grow(hunt, 2 * round_, {1: {"live_graphs": 20}})
-        before = memory.holders_known()
-        hunt.boundary()
-        after = memory.holders_known()
-        hunt.boundary()
+        before = hunt.known()
+        hunt.boundary(CLOSING)
+        after = hunt.known()
+        hunt.boundary(CLOSING)
         seen.append((before, after, hunt.searches))
         _grow(hunt, 2 * round_ + 1, {1: {"live_graphs": 7}})
     del losses
@@ -65,7 +66,7 @@ def _searches(hunt: HolderHunt, memory: MemoryProbe) -> list[tuple[bool, bool, i
 
 def test_one_search_for_one_cause() -> None:
     """Asked again it has the same answer, until most of the graphs are gone; and never without end."""
-    hunt, memory = _hunt(1)
+    hunt = _hunt(1)
     rounds = range(1, MAX_SEARCHES + 3)
-    assert _searches(hunt, memory) == [(n > MAX_SEARCHES, True, min(n, MAX_SEARCHES)) for n in rounds]
-    assert any(holder["name"] == "losses" for holder in memory.holders()["holders"])
+    assert _searches(hunt) == [(n > MAX_SEARCHES, True, min(n, MAX_SEARCHES)) for n in rounds]
+    assert any(holder["name"] == "losses" for holder in hunt.found()["holders"])

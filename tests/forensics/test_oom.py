@@ -18,8 +18,9 @@ from ddpdebug.disk import Disk, Free
 from ddpdebug.forensics.memory import oom
 from ddpdebug.forensics.memory.oom import Reports, is_out_of_memory, requested_bytes, where
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.probes.memory import Failure, MemorySample
-from ddpdebug.probes.recorder import Recorder
+from ddpdebug.probes.memory import Failure, MemoryProbe, MemorySample
+from ddpdebug.probes.step_state import StepState
+from ddpdebug.probes.training_events import Bus, ForwardBegan, Tensors
 
 GIB = 1 << 30
 
@@ -53,9 +54,24 @@ class Deep(torch.autograd.Function):
         return grad
 
 
+class Rank:
+    """What the reports of a rank stand on."""
+
+    def __init__(self) -> None:
+        self.guard = Guard(lambda part, message: None)
+        self.bus, self.state = Bus(self.guard), StepState()
+        self.memory = MemoryProbe(self.bus)
+        self.memory.measure_with(FakeProvider())
+
+    def forward(self) -> None:
+        """Begin a forward of three numbers."""
+        ddp: Any = None
+        self.bus.emit(ForwardBegan(ddp, (), {}, Tensors(torch.zeros(3))))
+
+
 @pytest.fixture
-def recorder() -> Recorder:
-    return Recorder(Guard(lambda part, message: None), lambda r: None, lambda t, v: None, lambda o, s: False, 1)
+def rank() -> Rank:
+    return Rank()
 
 
 @pytest.mark.parametrize(
@@ -81,19 +97,19 @@ def test_other_errors_do_not_count() -> None:
     assert not any(map(is_out_of_memory, (None, ValueError("out of memory"), RuntimeError("shape mismatch"))))
 
 
-def test_phase_and_module(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phase_and_module(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read from the frames that the error has left."""
-    found = where(raised(lambda: nn.Sequential(nn.Identity(), Failing())(torch.ones(2))), recorder)
+    found = where(raised(lambda: nn.Sequential(nn.Identity(), Failing())(torch.ones(2))), rank.state)
     assert (found["phase"], found["module"]) == ("forward", "Failing")
     assert "test_oom.py:" in found["location"]
     loss = Deep.apply(torch.ones(2, requires_grad=True)).sum()
-    assert where(raised(loss.backward), recorder)["phase"] == "backward"
+    assert where(raised(loss.backward), rank.state)["phase"] == "backward"
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     monkeypatch.setattr(sys.modules["torch.optim.sgd"], "sgd", fail)
-    assert where(raised(optimizer.step), recorder)["phase"] == "optimizer"
-    assert where(raised(fail), recorder)["phase"] == "between"
+    assert where(raised(optimizer.step), rank.state)["phase"] == "optimizer"
+    assert where(raised(fail), rank.state)["phase"] == "between"
 
 
 class FakeProvider:
@@ -103,24 +119,30 @@ class FakeProvider:
         )
 
 
-def reports(recorder: Recorder, folder: Path | None, told: list[Any]) -> Reports:
-    recorder.memory.provider = FakeProvider()
+def reports(rank: Rank, folder: Path | None, told: list[Any]) -> Reports:
     return Reports(
-        recorder, lambda code, evidence: told.append(evidence), lambda t, v: told.append((t, v)), lambda: folder
+        rank.bus,
+        rank.state,
+        rank.guard,
+        rank.memory,
+        lambda code, evidence: told.append(evidence),
+        lambda t, v: told.append((t, v)),
+        lambda: folder,
     )
 
 
-def test_the_failing_rank_writes_once_and_tells(recorder: Recorder, tmp_path: Path) -> None:
+def test_the_failing_rank_writes_once_and_tells(rank: Rank, tmp_path: Path) -> None:
     """Numbers from the moment of the failure win over those after it."""
     told: list[Any] = []
-    mine = reports(recorder, tmp_path, told)
-    recorder.memory.failure = Failure(
+    mine = reports(rank, tmp_path, told)
+    failure = Failure(
         requested=6 * GIB,
         sample=MemorySample(device_allocated_bytes=78 * GIB, device_limit_bytes=80 * GIB),
         operation="AddmmBackward0",
         snapshot={"segments": []},
         table="| allocated |",
     )
+    rank.memory.note_failure(failure)
     error = raised(fail)
     mine.failed(error)
     mine.failed(error)
@@ -138,10 +160,10 @@ def test_the_failing_rank_writes_once_and_tells(recorder: Recorder, tmp_path: Pa
     assert pickle.loads((folder / "step-0-snapshot.pickle").read_bytes()) == {"segments": []}
 
 
-def test_other_ranks_write_when_they_hear_of_it(recorder: Recorder, tmp_path: Path) -> None:
+def test_other_ranks_write_when_they_hear_of_it(rank: Rank, tmp_path: Path) -> None:
     """Each once, and what is heard of them becomes evidence; the own words do not come back."""
     told: list[Any] = []
-    mine = reports(recorder, tmp_path, told)
+    mine = reports(rank, tmp_path, told)
     mine.rank = 1
     mine.hear(3, {"failed": True, "shapes": [[8, 4096]], "elements": 32768})
     ((topic, summary),) = told
@@ -153,10 +175,10 @@ def test_other_ranks_write_when_they_hear_of_it(recorder: Recorder, tmp_path: Pa
     assert told[1:] == [{"batch": {"1": "0 elements (none yet)", "3": "32768 elements (8x4096)"}}]
 
 
-def test_a_summary_waits_for_its_directory(recorder: Recorder, tmp_path: Path) -> None:
+def test_a_summary_waits_for_its_directory(rank: Rank, tmp_path: Path) -> None:
     """A rank that fails before it knows where to write does so later."""
     place: list[Path | None] = [None]
-    mine = reports(recorder, None, [])
+    mine = reports(rank, None, [])
     mine._directory = lambda: place[0]
     mine.failed(raised(fail))
     mine.flush()
@@ -165,28 +187,27 @@ def test_a_summary_waits_for_its_directory(recorder: Recorder, tmp_path: Path) -
     assert (tmp_path / "ranks" / "0" / "memory" / "step-0.txt").exists()
 
 
-def test_cuda_tells_before_it_raises(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_tells_before_it_raises(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the observer sees is kept for the summary; after the end it does nothing."""
     observers: list[Any] = []
     levels: list[str] = []
     monkeypatch.setattr(oom.internals, "observe_out_of_memory", lambda observer: observers.append(observer) or True)
     monkeypatch.setattr(oom.internals, "record_memory_history", lambda level: levels.append(level) or True)
     monkeypatch.setattr(oom.internals, "memory_snapshot", lambda: {"segments": []})
-    mine = reports(recorder, None, [])
+    mine = reports(rank, None, [])
     mine.level = "light"
-    recorder.memory.inputs([torch.zeros(3)])
-    recorder.memory.inputs([torch.zeros(3)])
+    rank.forward()
+    rank.forward()
     (observer,) = observers
     assert levels == ["light"]
     observer(0, 4096, 80 * GIB, GIB)
-    failure = recorder.memory.failure
+    failure = rank.memory.take_failure()
     assert failure is not None
     assert (failure.requested, failure.sample.device_allocated_bytes) == (4096, 70 * GIB)
     assert failure.snapshot == {"segments": []}
-    recorder.memory.failure = None
     mine.close()
     observer(0, 4096, 80 * GIB, GIB)
-    assert recorder.memory.failure is None
+    assert rank.memory.take_failure() is None
 
 
 SUMMARY: Mapping[str, Any] = {
@@ -232,14 +253,13 @@ def test_what_if_counts_what_would_be_saved() -> None:
     assert any("checkpoint" in idea and "24 GiB" in idea for idea in ideas)
 
 
-def test_a_snapshot_leaves_the_room_to_the_job(recorder: Recorder, tmp_path: Path) -> None:
+def test_a_snapshot_leaves_the_room_to_the_job(rank: Rank, tmp_path: Path) -> None:
     """The summaries are small and are written; the finding says why there is no snapshot."""
     told: list[Any] = []
-    mine = reports(recorder, tmp_path, told)
+    mine = reports(rank, tmp_path, told)
     mine.disk = Disk(free=lambda _: Free(100 << 20, 1 << 40, None))
-    recorder.memory.failure = Failure(
-        requested=6 * GIB, sample=MemorySample(), operation=None, snapshot={"segments": []}, table=""
-    )
+    failure = Failure(requested=6 * GIB, sample=MemorySample(), operation=None, snapshot={"segments": []}, table="")
+    rank.memory.note_failure(failure)
     mine.failed(raised(fail))
     names = sorted(path.suffix for path in (tmp_path / "ranks/0/memory").iterdir())
     assert names == [".json", ".txt"]

@@ -141,8 +141,8 @@ last = once(8)
 assert alive(refs) == [], alive(refs)
 assert set(alive(last)) <= {"Parameter"}, alive(last)  # a small model may stay for a last look
 assert alive(once(1 << 18)) == []  # a large one does not
-assert sum(len(w.params) for w in monitor.recorder.watches) <= 4
-assert len(monitor.recorder.hooks._handles) <= 8
+assert sum(len(w.params) for w in monitor.probes.state.watches) <= 4
+assert len(monitor.probes.hooks._handles) <= 8
 monitor.close()
 dist.destroy_process_group()
 """

@@ -21,19 +21,22 @@ pytestmark = [pytest.mark.jobs, pytest.mark.slow]
 _SCRIPTS = Path(__file__).resolve().parent / "scripts"
 
 _PROBES = """
-from ddpdebug.probes import ddp_wrapper as wrappers, gradients, record, recorder
-from ddpdebug.probes.events import Events
+from ddpdebug.probes import gradients
+from ddpdebug.probes.loop_calls import LoopCalls
+from ddpdebug.probes.models import Models
 from ddpdebug.probes.loaders import Loaders
 from ddpdebug.probes.recorder import Recorder
 from ddpdebug.probes.buffers import Buffers
 from ddpdebug.probes.memory import MemoryProbe
 from ddpdebug.probes.nonfinite import Numerics
 from ddpdebug.probes.forward_capture import Scenes
-names = [(Recorder, n) for n in ("before_wrap", "wrapped", "begin_forward", "begin_numerics", "end_forward",
-    "begin_backward", "end_backward", "pre_step", "post_step")]
-names += [(Buffers, "before_forward"), (Buffers, "after_broadcast"), (Scenes, "begin"), (Scenes, "end")]
-names += [(Numerics, "end"), (Numerics, "before_step"), (Numerics, "note_loss"), (MemoryProbe, "end_step")]
-names += [(Events, "clipped"), (Loaders, "begin"), (Loaders, "delivered"), (gradients, "note_local")]
+names = [(Recorder, n) for n in ("begin_forward", "end_forward", "begin_backward", "end_backward", "pre_step",
+    "post_step")]
+names += [(Models, "before_wrap"), (Models, "wrapped")]
+names += [(Buffers, "before_forward"), (Buffers, "after_broadcast"), (Scenes, "begin"), (Scenes, "_end")]
+names += [(Numerics, n) for n in ("_forward_begins", "_forward_ends", "before_step", "note_loss")]
+names += [(MemoryProbe, "end_step")]
+names += [(LoopCalls, "clipped"), (Loaders, "begin"), (Loaders, "delivered"), (gradients, "note_local")]
 """
 _ALL_PROBES = (
     _PROBES
@@ -132,11 +135,10 @@ def broken(self): raise RuntimeError("cannot attach")
 monitor.Monitor.install = broken
 """
 _CLOSE = """
-from ddpdebug.instrument.patches import Patches
-from ddpdebug.probes.recorder import Recorder
+from ddpdebug.instrument.probes import Probes
 from ddpdebug.diagnosis.engine import Diagnosis
 def broken(self, *args, **kwargs): raise RuntimeError("broken end")
-Patches.remove = Recorder.release = Diagnosis.finish = broken
+Probes.remove = Probes.release = Diagnosis.finish = broken
 """
 
 _BOTH, _ZERO, _ONE = ("0", "1"), ("0",), ("1",)

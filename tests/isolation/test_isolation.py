@@ -78,7 +78,7 @@ def _registrations(tree: ast.Module) -> Iterator[str]:
         hooks = name.startswith("register_") and ("hook" in name or name == "register_prehook")
         process = owner in {"atexit", "os", "sys", "signal", "threading", "weakref"} and name in _REGISTERS
         callback = called in {"weakref.ref", "weakref.WeakMethod"} and len(node.args) > 1
-        patched = called == "setattr" and ast.unparse(node.args[0]) not in {"record", "recorder.guard", "options"}
+        patched = called == "setattr" and ast.unparse(node.args[0]) not in {"record", "options"}
         if hooks:
             yield name
         elif process or callback or patched:
@@ -295,7 +295,7 @@ def test_a_signal_handlers_exception_is_the_users(
 ) -> None:
     """It goes through, switches nothing off, and what was half noted is told to be forgotten."""
     cuts: list[int] = []
-    guard.on_cut = lambda: cuts.append(1)
+    guard.when_cut(lambda: cuts.append(1))
     before = signal.signal(signal.SIGALRM, handler)
     try:
         with pytest.raises(kind):
@@ -459,9 +459,9 @@ def test_an_exception_sent_by_another_thread_is_the_users(guard: Guard, troubles
         me = ctypes.c_ulong(threading.get_ident())
 
         def probe(kind: type[Exception] = kind, me: Any = me) -> None:
-            entries_module._nothing()
+            entries_module._home(None)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(me, ctypes.py_object(kind))
-            entries_module._nothing()
+            entries_module._home(None)
 
         code = probe.__code__.replace(co_filename=entries_module.__file__)  # as if it were a probe of ours
         with pytest.raises(kind):

@@ -17,13 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ddpdebug.forensics.replay.investigator import investigate
-from ddpdebug.instrument.patches import Patches
+from ddpdebug.instrument.probes import Probes
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.nested import leaves
 from ddpdebug.probes.forward_capture import MAX_SCENES, Scenes
 from ddpdebug.probes.holding import Lost, fetch, hold
-from ddpdebug.probes.loaders import Loaders
-from ddpdebug.probes.recorder import Recorder
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 
@@ -163,20 +161,19 @@ class Watched:
     def __init__(self) -> None:
         self.troubles: list[str] = []
         self.guard = Guard(lambda part, message: self.troubles.append(f"{part}: {message}"))
-        self.recorder = Recorder(self.guard, lambda _: None, lambda *_: None, lambda *_: True, 1)
-        self.patches = Patches(self.recorder, Loaders(self.recorder, lambda *_: None), lambda: None)
+        self.probes = Probes(self.guard, lambda _: None, lambda *_: None, lambda *_: True)
 
 
 @pytest.fixture
 def watched(tmp_path: Path) -> Iterator[Watched]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     found = Watched()
-    found.patches.install()
+    found.probes.patches.install()
     try:
         yield found
     finally:
-        found.patches.remove()
-        found.recorder.release()
+        found.probes.remove()
+        found.probes.release()
         dist.destroy_process_group()
     assert found.troubles == []
 
@@ -209,9 +206,9 @@ def test_in_place_under_ddp(watched: Watched, reentrant: bool, find_unused: bool
             optimizer.zero_grad()
             ddp(x).sum().backward()
             if look:
-                backwards = watched.recorder.backwards
-                found = investigate(watched.recorder.scenes, step=step, rank=0, directory=tmp_path, guard=watched.guard)
-                assert watched.recorder.backwards == backwards
+                backwards = watched.probes.state.backwards
+                found = investigate(watched.probes.scenes, step=step, rank=0, directory=tmp_path, guard=watched.guard)
+                assert watched.probes.state.backwards == backwards
                 assert found["complete"], found
                 assert found["reproduced"] == (step > 0)
                 if step == 1:
@@ -232,8 +229,8 @@ def test_steps(watched: Watched) -> None:
     model = nn.Linear(4, 4)
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    scenes: Any = watched.recorder.scenes
-    first = len(watched.recorder.watches)
+    scenes: Any = watched.probes.scenes
+    first = len(watched.probes.state.watches)
     for step in range(3):
         x = torch.ones(2, 4)
         ddp(x).sum().backward()
@@ -247,7 +244,7 @@ def test_steps(watched: Watched) -> None:
         assert not scenes.current
         assert scene.changed() == ["parameter weight", "parameter bias"]
         assert scene.location.startswith("tests/probes/test_forward_capture.py:")
-    assert len(watched.recorder.watches) == first + 1
+    assert len(watched.probes.state.watches) == first + 1
     del ddp, optimizer
 
 
@@ -265,6 +262,6 @@ def test_an_output_that_the_loss_leaves_out(watched: Watched) -> None:
     ddp = DistributedDataParallel(TwoHeads(), find_unused_parameters=True)
     ddp(torch.ones(3, 4))["main"].sum().backward()
     assert ddp.module.main.weight.grad is not None
-    (scene,) = watched.recorder.scenes.current
+    (scene,) = watched.probes.scenes.current
     assert list(scene.gradients) == [1]
     del ddp

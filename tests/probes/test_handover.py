@@ -17,7 +17,8 @@ from ddpdebug.forensics.element_search import Elements
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.monitor.detail_requests import Answering
 from ddpdebug.probes.handover import Plans, StepStore
-from ddpdebug.probes.record import StepRecord, Window
+from ddpdebug.probes.record import StepRecord
+from ddpdebug.probes.step_state import StepState, Window
 from ddpdebug.schema.row import Flag, Row, encode
 
 
@@ -34,11 +35,11 @@ def _record(step: int, optimizer: int = 0) -> StepRecord:
     return StepRecord(optimizer, step, Flag(0), Window())
 
 
-def _answering(store: StepStore, say: Any, **recorder: Any) -> tuple[Answering, list[str]]:
+def _answering(store: StepStore, say: Any, found: Any = None) -> tuple[Answering, list[str]]:
     troubles: list[str] = []
     guard = Guard(lambda part, message: troubles.append(f"{part}: {message}"))
-    fake: Any = SimpleNamespace(wrappers=[], watches=[], guard=guard, **recorder)
-    return Answering(fake, store, StepStore(), say, guard), troubles
+    holders: Any = SimpleNamespace(known=lambda: True, found=found)
+    return Answering(StepState(), holders, store, StepStore(), say, guard), troubles
 
 
 def test_the_store_keeps_the_newest_steps() -> None:
@@ -170,7 +171,6 @@ def test_a_table_of_the_users_that_changes_meanwhile_is_read_again() -> None:
     said: list[Any] = []
     store = StepStore()
     store.add(_record(0))
-    answering, troubles = _answering(store, lambda kind, **fields: said.append(fields["value"]))
     reads = iter([RuntimeError("dictionary changed size during iteration"), None])
 
     def holders() -> str:
@@ -178,8 +178,7 @@ def test_a_table_of_the_users_that_changes_meanwhile_is_read_again() -> None:
             raise error
         return "known"
 
-    recorder: Any = answering._recorder
-    recorder.memory = SimpleNamespace(holders_known=lambda: True, holders=holders)
+    answering, troubles = _answering(store, lambda kind, **fields: said.append(fields["value"]), holders)
     answering.ask([Request(optimizer=0, step=0, kind="holders")])
     answering.work(patient=True)
     assert said == []
@@ -199,9 +198,7 @@ def test_an_answer_that_json_cannot_say_is_none() -> None:
 
     circle: list[Any] = []
     circle.append(circle)
-    answering, _ = _answering(store, say)
-    recorder: Any = answering._recorder
-    recorder.memory = SimpleNamespace(holders_known=lambda: True, holders=lambda: circle)
+    answering, _ = _answering(store, say, lambda: circle)
     answering.ask([Request(optimizer=0, step=0, kind="holders")])
     answering.work(patient=True)
     assert said[-1] is None

@@ -8,7 +8,6 @@ import random
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,17 +19,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ddpdebug
 from ddpdebug import fingerprint
 from ddpdebug.forensics.replay.replay import replay
-from ddpdebug.instrument.patches import Patches
+from ddpdebug.instrument.probes import Probes
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.nested import tensors_in
-from ddpdebug.probes import async_copy as device, events, inputs
+from ddpdebug.probes import async_copy as device, inputs, loop_calls
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.events import Events
 from ddpdebug.probes.forward_capture import Scenes
 from ddpdebug.probes.holding import LEAST, MOST, Lost, Room, storage_of
-from ddpdebug.probes.loaders import Loaders
 from ddpdebug.probes.record import StepRecord, encode_row
-from ddpdebug.probes.recorder import Recorder
+from ddpdebug.probes.step_state import StepState
+from ddpdebug.probes.training_events import BackwardBegan, Bus, ForwardBegan, Gathered, Tensors
 from ddpdebug.probes.training_loop.detached_parts import Cuts
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
@@ -43,9 +41,7 @@ class Watched:
         self.troubles: list[str] = []
         self.records: list[StepRecord] = []
         self.guard = Guard(lambda part, message: self.troubles.append(f"{part}: {message}"))
-        self.recorder = Recorder(self.guard, self._emit, lambda *_: None, lambda *_: True, 1)
-        self.patches = Patches(self.recorder, Loaders(self.recorder, lambda *_: None), lambda: None)
-        self.recorder.adopt = self.patches.adopt
+        self.probes = Probes(self.guard, self._emit, lambda *_: None, lambda *_: True)
 
     def _emit(self, record: StepRecord) -> None:
         self.records.append(record)
@@ -55,12 +51,12 @@ class Watched:
 @pytest.fixture
 def watched() -> Iterator[Watched]:
     found = Watched()
-    found.patches.install()
+    found.probes.patches.install()
     try:
         yield found
     finally:
-        found.patches.remove()
-        found.recorder.release()
+        found.probes.remove()
+        found.probes.release()
     assert found.troubles == []
 
 
@@ -413,30 +409,35 @@ def test_looking_for_a_cut_keeps_no_activation() -> None:
     assert gone == [True]
 
 
-def _events() -> tuple[Events, list[Any]]:
+NO_DDP: Any = None
+
+
+def _loop() -> tuple[Bus, list[Any]]:
     told: list[Any] = []
-    return Events(SimpleNamespace(window=SimpleNamespace(gathered=[])), lambda *fact: told.append(fact)), told  # type: ignore[arg-type]
+    bus = Bus(GUARD)
+    loop_calls.LoopCalls(bus, StepState(), lambda *fact: told.append(fact))
+    return bus, told
 
 
 def test_gathered_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gather that cuts the gradient is told at backward; its list is not held if large, nor beyond a forward."""
     own = torch.ones(2, requires_grad=True) * 2
-    noted, told = _events()
-    noted.gathered([torch.ones(2), torch.ones(2)], own, "a.py:1")
-    noted.gathered([torch.ones(2), own], own, "a.py:2")
-    noted.close_gathers()
+    bus, told = _loop()
+    bus.emit(Gathered([torch.ones(2), torch.ones(2)], own, "a.py:1"))
+    bus.emit(Gathered([torch.ones(2), own], own, "a.py:2"))
+    bus.emit(BackwardBegan([]))
     assert [fact["location"] for _, fact in told] == ["a.py:1"]
 
     lists = [torch.ones(2)]
     ref = weakref.ref(lists[0])
-    noted.gathered(lists, own, "a.py:3")
-    noted.drop_gathers()  # a forward begins: no backward has followed
+    bus.emit(Gathered(lists, own, "a.py:3"))
+    bus.emit(ForwardBegan(NO_DDP, (), {}, Tensors(())))  # a forward begins: no backward has followed
     del lists
     assert ref() is None
 
-    monkeypatch.setattr(events, "_GATHERED_BYTES", 15)
+    monkeypatch.setattr(loop_calls, "_GATHERED_BYTES", 15)
     lists = [torch.ones(2), torch.ones(2)]
     ref = weakref.ref(lists[0])
-    noted.gathered(lists, own, "a.py:4")
+    bus.emit(Gathered(lists, own, "a.py:4"))
     del lists
     assert ref() is None

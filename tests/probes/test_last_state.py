@@ -13,7 +13,9 @@ from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.last_state import LastState, spots_on_device
 from ddpdebug.probes.optimizers import OptimizerWatch, index_of
-from ddpdebug.probes.record import StepRecord, Window, encode_row
+from ddpdebug.probes.record import StepRecord, encode_row
+from ddpdebug.probes.step_state import StepState, Window
+from ddpdebug.probes.training_events import Bus, OptimizerEnded
 from ddpdebug.schema.row import Flag
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
@@ -26,9 +28,10 @@ def stepped() -> tuple[torch.nn.Module, torch.optim.Optimizer, OptimizerWatch, L
     model(torch.ones(1, 40)).sum().backward()
     optimizer.step()
     entries_of(GUARD).built.module(model)
-    watch, look, seen = OptimizerWatch(optimizer, 0, entries_of(GUARD)), LastState(), list[StepRecord]()
+    seen, bus = list[StepRecord](), Bus(GUARD)
+    look = LastState(bus, StepState(), GUARD, seen.append, lambda *_: False)
+    watch = OptimizerWatch(optimizer, 0, entries_of(GUARD), on_end=lambda ended: bus.emit(OptimizerEnded(ended)))
     watch.refresh([])
-    look.emit = seen.append
     look.mark(watch, StepRecord(0, 7, Flag.NO_DDP | Flag.CLIPPED | Flag.CHECKED, Window()))
     return model, optimizer, watch, look, seen
 
@@ -117,8 +120,7 @@ def test_a_pause_reads_the_parameters_only() -> None:
 
 def test_the_optimizer_that_dies_takes_nothing_along() -> None:
     """The parameters can still be read when it goes, for the watch holds them; its state is gone."""
-    model, optimizer, watch, look, seen = stepped()
-    watch.on_end = lambda ended: look.look(ended, False)
+    model, optimizer, _watch, _look, seen = stepped()
     del model, optimizer
     row = encode_row(seen[0], 0)
     assert row.params_after_digest
@@ -127,7 +129,7 @@ def test_the_optimizer_that_dies_takes_nothing_along() -> None:
 def test_nothing_is_read_once_nobody_listens() -> None:
     """After the end, and in a forked child."""
     _, _, watch, look, seen = stepped()
-    look.emit = None
+    look.close()
     look.look(watch, False)
     assert seen == []
 

@@ -14,7 +14,8 @@ from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.layer_statistics import MAX_CALLS, MAX_ELEMENTS, MAX_PARAMETERS, Layers, _std_mean, is_due
 from ddpdebug.probes.optimizers import OptimizerWatch
-from ddpdebug.probes.record import StepRecord, Window, encode_row
+from ddpdebug.probes.record import StepRecord, encode_row
+from ddpdebug.probes.step_state import Window
 from ddpdebug.schema.row import Flag
 
 
@@ -55,16 +56,16 @@ def sample(net: nn.Module, layers: Layers, x: torch.Tensor, *, step: int = 0, lr
     record = StepRecord(0, step, Flag.CHECKED, window)
     record.names, record.owned = watch.names, watch.owned
     record.ids, record.slots = [id(p) for p in watch.params], watch.slots
-    layers.before(watch, record)
+    record.layers = layers.before(watch, record.flags)
     optimizer.step()
-    layers.after(watch, record)
+    layers.after(watch, record.layers)
     return record
 
 
 def detail(record: StepRecord) -> dict[str, Any]:
     """Return the answer to a request."""
     assert record.layers is not None
-    return record.layers.detail(record)
+    return record.layers.detail(record.gradient_norms(), record.digest_table(record.before))
 
 
 def test_samples_grow_rare() -> None:
@@ -151,7 +152,7 @@ def test_a_step_that_did_not_happen_has_no_update() -> None:
     watch = watch_of(torch.optim.SGD(net.parameters(), lr=0.1), net)
     layers.begin(Window(number=1), net)
     kept = StepRecord(0, 1, Flag.CHECKED, Window(number=1))
-    layers.before(watch, kept)
+    kept.layers = layers.before(watch, kept.flags)
     row = encode_row(kept, 0)
     assert row.update_norm != row.update_norm
     assert detail(kept)["parameters"] == {}

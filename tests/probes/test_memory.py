@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from ddpdebug.probes.memory import (
     device_fields,
     private_bytes,
 )
+from ddpdebug.probes.training_events import Bus, ForwardBegan, Tensors
 from ddpdebug.schema.row import Row
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
@@ -51,9 +52,11 @@ def test_the_system_tells_what_a_process_has() -> None:
 
 def test_samples_are_fields_of_the_row() -> None:
     """A step's numbers fit into the row under their names."""
-    probe = MemoryProbe(FakeProvider())
-    probe.inputs([torch.zeros(2, 3), torch.zeros(4)])
-    probe.inputs([torch.zeros(5)])
+    bus, ddp = Bus(Guard(lambda part, message: pytest.fail(f"{part}: {message}"))), cast("Any", None)
+    probe = MemoryProbe(bus)
+    probe.measure_with(FakeProvider())
+    for inputs in ([torch.zeros(2, 3), torch.zeros(4)], [torch.zeros(5)]):
+        bus.emit(ForwardBegan(ddp, (), {}, Tensors(inputs)))
     row = Row(**probe.end_step(0))
     assert (row.device_allocated_bytes, row.batch_elements, row.live_graphs) == (100, 10, 0)
     assert probe.shapes == [[5]]

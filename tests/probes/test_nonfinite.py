@@ -25,7 +25,9 @@ from ddpdebug.probes.loss_line import line_of_loss
 from ddpdebug.probes.module_outputs import ForwardProbe
 from ddpdebug.probes.nonfinite_detail import complete
 from ddpdebug.probes.nonfinite_notes import Looks
-from ddpdebug.probes.record import StepRecord, Window
+from ddpdebug.probes.record import StepRecord
+from ddpdebug.probes.step_state import Window
+from ddpdebug.probes.training_events import NonfiniteMade
 from ddpdebug.schema.row import Flag
 
 NAN, INF = math.nan, math.inf
@@ -445,14 +447,14 @@ def test_the_call_site_sees_the_step_before_it_happens(watched: Callable[..., An
     seen: list[Any] = []
     model, optimizer, monitor = watched(Net())
 
-    def replay(watch: Any, record: Any) -> Any:
-        looks = record.window.looks
+    def replay(event: Any) -> None:
+        record, looks = event.record, event.record.window.looks
         finite = all(bool(torch.isfinite(p).all()) for p in looks.module().parameters())
-        scene = monitor.recorder.scenes.newest(looks.module())
+        scene = monitor.probes.scenes.newest(looks.module())
         seen.append((record.step, finite, tuple(scene.args[0].shape)))
-        return {"op": "aten.log.default", "location": "train.py:12", "module": "body"}
+        record.numerics["replay"] = {"op": "aten.log.default", "location": "train.py:12", "module": "body"}
 
-    monitor.recorder.on_nonfinite = replay
+    monitor.probes.bus.on("forensics:mine", NonfiniteMade, replay)
     train(model, optimizer, bad="forward")
     monitor.close()
     assert seen == [(3, True, (5, 4))]
@@ -465,7 +467,7 @@ def test_the_call_site_sees_the_step_before_it_happens(watched: Callable[..., An
 def test_a_replay_that_raises_leaves_training_alone(watched: Callable[..., Any]) -> None:
     """The finding is made without it."""
     model, optimizer, monitor = watched(Net())
-    monitor.recorder.on_nonfinite = lambda watch, record: 1 / 0
+    monitor.probes.bus.on("forensics:mine", NonfiniteMade, lambda event: 1 / 0)
     train(model, optimizer, bad="forward")
     monitor.close()
     assert [f.code for f in monitor.findings] == ["NUM301"]

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import ddpdebug
-from ddpdebug.probes.events import Events
-from ddpdebug.probes.record import StepRecord, Window, encode_row
+from ddpdebug.isolation.guard import Guard
+from ddpdebug.probes.loop_calls import LoopCalls
+from ddpdebug.probes.record import StepRecord, encode_row
+from ddpdebug.probes.step_state import StepState
+from ddpdebug.probes.training_events import Bus
 from ddpdebug.schema.row import Flag
 
 
 def observed(*told: tuple[str, Any]) -> Any:
     """Return the row of a step in which the user told these losses."""
-    window = Window()
-    recorder: Any = SimpleNamespace(window=window)
-    events = Events(recorder, lambda topic, value: None)
+    state = StepState()
+    calls = LoopCalls(Bus(Guard(lambda *_: None)), state, lambda topic, value: None)
     for name, value in told:
-        events.observed(name, value)
-    return encode_row(StepRecord(0, 0, Flag(0), window), 0)
+        calls.observed(name, value)
+    return encode_row(StepRecord(0, 0, Flag(0), state.window), 0)
 
 
 def test_validation_losses_are_averaged() -> None:

@@ -14,6 +14,8 @@ from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.built import Built
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.replicas import Replicas
+from ddpdebug.probes.step_state import StepState
+from ddpdebug.probes.training_events import Bus
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 
@@ -71,7 +73,7 @@ def test_the_table_does_not_grow_with_modules_that_are_gone() -> None:
 def test_copies_made_between_two_searches_are_found() -> None:
     """Where no module has come there is no search, whatever step it is."""
     entries = entries_of(GUARD)
-    model, seen = Net(nn.Linear(2, 2)), Replicas(entries)
+    model, seen = Net(nn.Linear(2, 2)), Replicas(Bus(GUARD), StepState(), GUARD)
     entries.built.module(model)
     seen.search(0, [Owner(model)], [])  # type: ignore[list-item]
     seen.search(16, [Owner(model)], [])  # type: ignore[list-item]

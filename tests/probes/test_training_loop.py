@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,15 +13,15 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, ReduceLROnPlateau, SequentialLR
 from torch.utils.checkpoint import checkpoint
 
+from ddpdebug.instrument.probes import Probes
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.recorder import Recorder
+from ddpdebug.probes.training_events import BackwardBegan
 from ddpdebug.probes.training_loop.labels import Labels
 from ddpdebug.probes.training_loop.loss_graph import facts, is_mean, terms
 from ddpdebug.probes.training_loop.modes import Modes
 from ddpdebug.probes.training_loop.parameter_ownership import unregistered
 from ddpdebug.probes.training_loop.schedulers import Schedules
-from ddpdebug.probes.training_loop.training_loop import Recipe
 from ddpdebug.probes.training_loop.zero_grad import Clearing
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
@@ -346,11 +347,14 @@ def test_modules_in_a_plain_list_are_found_in_the_graph() -> None:
     assert unregistered([net(x)], [x], net, known | {id(net.layers[0].weight)}) == []
 
 
+def _probes(announce: Callable[[str, Any], None]) -> Probes:
+    return Probes(Guard(lambda *_: None), lambda _: None, announce, lambda *_: True)
+
+
 def test_a_schedule_is_judged_where_the_run_came_to_its_end() -> None:
     """After an exception or a stop nobody knows whether a schedule by epochs would have been stepped."""
     told: list[Any] = []
-    recorder = Recorder(Guard(lambda *_: None), lambda _: None, lambda *_: None, lambda *_: True, 1)
-    recipe = Recipe(recorder, lambda topic, value: told.append((topic, value.get("class"))))
+    recipe = _probes(lambda topic, value: told.append((topic, value.get("class")))).recipe
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
     schedule = noted(recipe.schedules, CosineAnnealingLR(optimizer, 10))
     trained(recipe.schedules, optimizer, 50)
@@ -363,10 +367,10 @@ def test_a_schedule_is_judged_where_the_run_came_to_its_end() -> None:
 def test_a_forked_child_announces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What only the end shows is told by the rank itself, and not by the workers that it forks."""
     told: list[str] = []
-    recorder = Recorder(Guard(lambda *_: None), lambda _: None, lambda *_: None, lambda *_: True, 1)
-    recipe = Recipe(recorder, lambda topic, _: told.append(topic))
+    probes = _probes(lambda topic, _: told.append(topic))
+    recipe = probes.recipe
     loss = functional.cross_entropy(torch.randn(8, 3, requires_grad=True), torch.arange(8) % 3)
-    recipe.look_at_loss(loss)
+    probes.bus.emit(BackwardBegan([loss]))
     with monkeypatch.context() as patch:
         patch.setattr("os.getpid", lambda: -1)
         recipe.close()

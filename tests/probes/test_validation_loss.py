@@ -20,8 +20,10 @@ from torch.nn.modules import module as hooks
 from ddpdebug import torch_internals as internals
 from ddpdebug.detectors.hlth.validation import ValidationSource
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.record import StepRecord, Window, encode_row
+from ddpdebug.probes.loop_calls import LoopCalls
+from ddpdebug.probes.record import StepRecord, encode_row
+from ddpdebug.probes.step_state import Window
+from ddpdebug.probes.training_events import Bus, ForwardBegan, ModuleForwardBegan, StepBegan, StepEnded, Tensors
 from ddpdebug.probes.training_loop.validation_loss import Evaluations, loss_in
 from ddpdebug.schema.row import Flag, Row
 from ddpdebug.schema.step import Step
@@ -147,30 +149,35 @@ class Script:
     def __init__(self, model: nn.Module, source: str = "modules") -> None:
         self.model, self.step = model, 0
         self.facts: list[Any] = []
-        self.recorder: Any = SimpleNamespace(
-            window=Window(),
-            wrappers=[],
-            entries=entries_of(Guard(lambda part, message: pytest.fail(f"{part}: {message}"))),
-            in_backward=0,
-            events=SimpleNamespace(tells_validation=False),
-            next_step=lambda: self.step,
+        guard = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
+        self.state: Any = SimpleNamespace(
+            window=Window(), wrappers=[], in_backward=0, next_step=lambda: self.step, models=lambda: [self.model]
         )
+        self.bus, self.calls = Bus(guard), LoopCalls(Bus(guard), self.state, lambda *_: None)
+        self.optimizer: Any = None
         self.loaders: Any = SimpleNamespace(samples=None)
         tell = lambda topic, fact: self.facts.append((topic, fact))  # noqa: E731 - one line
-        self.evaluations = Evaluations(self.recorder, self.loaders, lambda: [self.model], tell, source)
+        self.evaluations = Evaluations(
+            self.bus, self.state, guard, calls=self.calls, loaders=self.loaders, tell=tell, source=source
+        )
 
     def train(self, steps: int = 1) -> list[float]:
         """Take steps; return the validation losses of their rows."""
         found = []
         for _ in range(steps):
-            self.evaluations.end()
-            window, self.recorder.window = self.recorder.window, Window()
+            self.bus.emit(StepBegan(self.optimizer, closure=False))
+            window, self.state.window = self.state.window, Window()
             row = encode_row(StepRecord(0, self.step, Flag(0), window), 0)
             assert row.has(Flag.VAL_LOSS_SEEN) == (not math.isnan(row.val_loss))
             found.append(row.val_loss)
             self.step += 1
-            self.evaluations.begin()
+            self.bus.emit(StepEnded(self.optimizer))
         return found
+
+    def forward_of_the_wrapper(self) -> None:
+        """Begin a forward of the DDP."""
+        ddp: Any = SimpleNamespace(module=self.model)
+        self.bus.emit(ForwardBegan(ddp, (), {}, Tensors(())))
 
     @torch.no_grad()
     def compute(self, *values: float) -> None:
@@ -226,7 +233,7 @@ def test_what_is_told_counts() -> None:
     script = evaluating()
     script.train(5)
     script.compute(1.0)
-    script.recorder.events.tells_validation = True
+    script.calls.tells_validation = True
     assert told(script.train(5)) == []
     script.compute(1.0)
     assert told(script.train(5)) == []
@@ -369,10 +376,10 @@ def test_training_never_meets_the_hook() -> None:
     script.model(X[:, :2])
     assert not is_hooked()
     script.train()
-    script.evaluations.train()
+    script.bus.emit(ModuleForwardBegan(script.model, (), {}))
     assert not is_hooked()
     script.train()
-    script.evaluations.forward(SimpleNamespace(module=script.model))  # type: ignore[arg-type]
+    script.forward_of_the_wrapper()
     assert not is_hooked()
 
 
@@ -424,7 +431,7 @@ def test_evaluations_without_a_loss_are_counted() -> None:
             script.model(X[:, :2])
     script.train(5)
     assert script.evaluations.without_loss == 4  # the first of them came after a pause
-    script.recorder.events.tells_validation = True
+    script.calls.tells_validation = True
     with torch.no_grad():
         script.model(X[:, :2])
     script.train(5)
@@ -437,9 +444,8 @@ def test_forwards_of_the_wrapper_are_evaluations(compiled: bool, monkeypatch: py
     monkeypatch.setattr(internals, "anything_compiled", lambda: compiled)
     script = evaluating()
     script.train(5)
-    ddp: Any = SimpleNamespace(module=script.model)
     with torch.no_grad():
-        script.evaluations.forward(ddp)
+        script.forward_of_the_wrapper()
         script.model(X[:, :2])
     script.train(5)
     assert script.evaluations.without_loss == 1

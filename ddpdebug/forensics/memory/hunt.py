@@ -10,7 +10,8 @@ from typing import Any
 from ddpdebug import torch_internals as internals
 from ddpdebug.forensics.memory.holders import search
 from ddpdebug.probes.handover import Plans
-from ddpdebug.probes.recorder import Recorder
+from ddpdebug.probes.step_state import StepState
+from ddpdebug.probes.training_events import Bus, StepClosing
 from ddpdebug.schema.step import Step
 
 #: However often memory is suspected, no more searches are made in a run.
@@ -38,16 +39,16 @@ class HolderHunt:
     All state belongs to the background thread; `boundary` knows the plans only.
     """
 
-    def __init__(self, recorder: Recorder, plans: Plans | None = None) -> None:
+    def __init__(self, bus: Bus, state: StepState, plans: Plans | None = None) -> None:
         self.rank = 0
         self.searches = 0
-        self._recorder, self._plans = recorder, plans or Plans()
+        self._state, self._plans = state, plans or Plans()
         self._first: dict[int, int] = {}
         self._now: dict[int, tuple[int, int]] = {}  # rank -> (live graphs, growth)
         self._search: _Search | None = None  # the newest
         self._over = False  # most of the graphs that were alive then are gone: a new suspicion has another cause
         self._result: Mapping[str, Any] | None = None
-        recorder.memory.holders_known, recorder.memory.holders = self.known, lambda: self._result
+        bus.on("forensics:holders", StepClosing, self.boundary)
 
     def learn(self, step: Step) -> None:
         """Note how the ranks grow; called with the same steps on all ranks."""
@@ -78,6 +79,10 @@ class HolderHunt:
         self._plans.add(_KIND, 0, self._search)
         return False
 
+    def found(self) -> Mapping[str, Any] | None:
+        """Return the newest answer."""
+        return self._result
+
     def _graphs(self) -> int:
         return self._now.get(self.rank, (0, 0))[0]
 
@@ -89,29 +94,29 @@ class HolderHunt:
             return min(rank for rank, (count, _) in self._now.items() if count >= _SHARE * graphs)
         return min((rank for rank, (_, grown) in self._now.items() if grown >= _SHARE * growth), default=0)
 
-    def boundary(self) -> None:
+    def boundary(self, _: StepClosing) -> None:
         """Search if that is wanted; on the training thread, at the end of a step."""
         for wanted in self._plans.take(_KIND):
             try:
                 frame = sys._getframe(1)  # noqa: SLF001 - to walk the stack
-                wanted.result = search(known_tensors(self._recorder), frame)
+                wanted.result = search(known_tensors(self._state), frame)
             finally:
                 wanted.made = True
 
 
-def known_tensors(recorder: Recorder) -> set[int]:
+def known_tensors(state: StepState) -> set[int]:
     """Return the ids of the tensors that are meant to stay: parameters, gradients, buffers, optimizer state."""
     known: set[int] = set()
-    for wrapper in recorder.wrappers:
+    for wrapper in state.wrappers:
         module = wrapper.module()
         if module is not None:
             known.update(map(id, internals.parameters(module)))
             known.update(map(id, internals.buffers(module)))
-    for watch in recorder.watches:
+    for watch in state.watches:
         known.update(map(id, watch.params))
         for optimizer in watch.optimizers():
-            for state in list(optimizer.state.values()):
-                known.update(map(id, state.values()))
-    for watch in recorder.watches:
+            for held in list(optimizer.state.values()):
+                known.update(map(id, held.values()))
+    for watch in state.watches:
         known.update(id(p.grad) for p in watch.params if p.grad is not None)
     return known

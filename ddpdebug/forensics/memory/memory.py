@@ -8,46 +8,57 @@ from pathlib import Path
 from typing import Any
 
 from ddpdebug.config.settings import Config
+from ddpdebug.disk import Disk
 from ddpdebug.forensics.memory.hunt import HolderHunt
 from ddpdebug.forensics.memory.oom import Reports
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.cpu_memory_limit import CpuLimit
+from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.handover import Plans
-from ddpdebug.probes.recorder import Recorder
+from ddpdebug.probes.memory import MemoryProbe
+from ddpdebug.probes.step_state import StepState
+from ddpdebug.probes.training_events import Bus
+from ddpdebug.redaction import Redactor
 
 
 class MemoryForensics:
     """Looks for holders, writes summaries of failed allocations, takes declarations of growth.
 
     Args:
-        plans: carries searches to the training thread; the others are those of `Reports`.
+        add_to: adds evidence to the findings of a code.
+        announce: tells all ranks (topic, JSON value).
+        directory: the run directory, None while it is not known.
+        plans: carries searches to the training thread.
+        redactor: hides what is secret in a summary.
+        disk: says whether there is room for one.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what it depends on
         self,
-        recorder: Recorder,
+        bus: Bus,
+        state: StepState,
+        guard: Guard,
+        memory: MemoryProbe,
         add_to: Callable[[str, Mapping[str, Any]], None],
         announce: Callable[[str, Any], None],
         directory: Callable[[], Path | None],
+        *,
         plans: Plans | None = None,
+        redactor: Redactor | None = None,
+        disk: Disk | None = None,
     ) -> None:
-        self.hunt = HolderHunt(recorder, plans)
-        self.reports = Reports(recorder, add_to, announce, directory)
-        self._recorder, self._announce = recorder, announce
+        self.hunt = HolderHunt(bus, state, plans)
+        self.reports = Reports(bus, state, guard, memory, add_to, announce, directory, redactor=redactor, disk=disk)
+        self._guard, self._memory, self._announce = guard, memory, announce
         self._declared: list[dict[str, Any]] = []
         self._limit: CpuLimit | None = None
-        recorder.memory.at_boundary = lambda: recorder.guard.run("forensics:holders", self.hunt.boundary)
 
     def install(self, config: Config) -> None:
         """Take the settings; begin to count CPU tensors where there is a limit for them."""
         self.reports.level = config.memory_history
         if config.memory_limit and self._limit is None:
-            memory = self._recorder.memory
-
-            def note(failure: Any) -> None:
-                memory.failure = failure
-
-            self._limit = CpuLimit(config.memory_limit, self._recorder.entries, note)
-            memory.provider = self._limit
+            self._limit = CpuLimit(config.memory_limit, entries_of(self._guard), self._memory.note_failure)
+            self._memory.measure_with(self._limit)
             self._limit.start()
 
     def begin(self, rank: int, world: int) -> None:
@@ -71,11 +82,11 @@ class MemoryForensics:
 
     def flush(self) -> None:
         """Write what has waited for the run directory."""
-        self._recorder.guard.run("forensics:memory", self.reports.flush)
+        self._guard.run("forensics:memory", self.reports.flush)
 
     def close(self, error: BaseException | None) -> None:
         """Look once more at the error that ends the script, if one does, and stop."""
-        run = self._recorder.guard.run
+        run = self._guard.run
         run("forensics:memory", self.reports.failed, error or getattr(sys, "last_value", None))
         run("forensics:memory", self.reports.close)
         if self._limit is not None:

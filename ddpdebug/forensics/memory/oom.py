@@ -25,9 +25,12 @@ from ddpdebug.detectors.mem.growth import size_text
 from ddpdebug.disk import Disk
 from ddpdebug.forensics.memory.oom_text import render
 from ddpdebug.forensics.memory.snapshot import by_line
-from ddpdebug.isolation.user_code import is_user_file, local_values, shorten
-from ddpdebug.probes.memory import Failure
-from ddpdebug.probes.recorder import Recorder
+from ddpdebug.isolation.guard import Guard
+from ddpdebug.isolation.user_code import is_user_file, is_users, local_values, shorten
+from ddpdebug.probes.entries import entries_of
+from ddpdebug.probes.memory import Failure, MemoryProbe
+from ddpdebug.probes.step_state import StepState
+from ddpdebug.probes.training_events import BackwardFailed, Bus, FirstForward, ForwardFailed
 from ddpdebug.redaction import Redactor
 from ddpdebug.run_directory import reader as run_files
 
@@ -55,28 +58,37 @@ class Reports:
         directory: the run directory, None while it is not known.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what it depends on
         self,
-        recorder: Recorder,
+        bus: Bus,
+        state: StepState,
+        guard: Guard,
+        memory: MemoryProbe,
         add_to: Callable[[str, Mapping[str, Any]], None],
         announce: Callable[[str, Any], None],
         directory: Callable[[], Path | None],
+        *,
+        redactor: Redactor | None = None,
+        disk: Disk | None = None,
     ) -> None:
         self.closed = False
         self.rank, self.world = 0, 1
-        self.redactor, self.disk = Redactor(), Disk()
+        self.redactor, self.disk = redactor or Redactor(), disk or Disk()
         self.level = "off"  # how much of the allocator's history CUDA records: `off`, `light` or `full`
-        self._recorder, self._add_to, self._announce = recorder, add_to, announce
+        self._state, self._guard, self._memory = state, guard, memory
+        self._add_to, self._announce = add_to, announce
         self._directory = directory
         self._seen: set[int] = set()
         self._written = self._snapshots = 0
         self._pending: list[tuple[str, bytes]] = []
         self._batches: dict[str, str] = {}
-        recorder.memory.failed, recorder.memory.prepare = self.failed, self.prepare
+        bus.on("probe:memory", FirstForward, self.prepare)
+        bus.on("probe:memory", ForwardFailed, self._call_failed)
+        bus.on("probe:memory", BackwardFailed, self._call_failed)
 
-    def prepare(self) -> None:
+    def prepare(self, _: FirstForward) -> None:
         """Ask CUDA to tell us before it raises, and to record what `level` says; at the first forward."""
-        if self._recorder.entries.when_out_of_memory("probe:memory", self._observed) and self.level != "off":
+        if entries_of(self._guard).when_out_of_memory("probe:memory", self._observed) and self.level != "off":
             internals.record_memory_history(self.level)
 
     def close(self) -> None:
@@ -92,29 +104,34 @@ class Reports:
             self._note_failure(requested)
 
     def _note_failure(self, requested: int) -> None:
-        memory = self._recorder.memory
         node, snapshot = internals.current_node(), None
         if self.level != "off" and self._snapshots < _MAX_SNAPSHOTS:
             self._snapshots += 1
             snapshot = internals.memory_snapshot()
-        memory.failure = Failure(
+        failure = Failure(
             requested=requested,
-            sample=memory.provider.sample(),
+            sample=self._memory.provider.sample(),
             operation=None if node is None else node.name(),
             lines=by_line(snapshot) if snapshot is not None else {},
             snapshot=snapshot,
             table=internals.memory_summary(),
         )
+        self._memory.note_failure(failure)
 
     # --- the rank that failed -----------------------------------------------------------------------------------------
+
+    def _call_failed(self, event: ForwardFailed | BackwardFailed) -> None:
+        error = event.error
+        if isinstance(error, Exception) and not is_users(error):  # a handler may raise MemoryError
+            self.failed(error)
 
     def failed(self, error: BaseException | None) -> None:
         """Write the summary of a failed allocation; does nothing for other errors, and once for each error."""
         if error is None or id(error) in self._seen or not is_out_of_memory(error) or self._written >= _MAX_REPORTS:
             return
         self._seen.add(id(error))
-        failure, self._recorder.memory.failure = self._recorder.memory.failure, None
-        place = where(error, self._recorder)
+        failure = self._memory.take_failure()
+        place = where(error, self._state)
         numbers = self._numbers(failure)
         requested = failure.requested if failure is not None else requested_bytes(str(error))
         summary = {"failed": True, **place, **numbers, "requested": requested, "error": str(error)[:2000]}
@@ -129,25 +146,25 @@ class Reports:
         shapes = "x".join(map(str, (value.get("shapes") or [[]])[0]))
         self._batches[str(rank)] = f"{value.get('elements', 0)} elements ({shapes or 'none yet'})"
         if value.get("failed") and rank != self.rank and self._written < _MAX_REPORTS:
-            summary = {"failed": False, "phase": phase_now(self._recorder), **self._numbers(None)}
+            summary = {"failed": False, "phase": phase_now(self._state), **self._numbers(None)}
             self._write(summary, None)
             self._announce("alone:memory", summary)
         if not value.get("failed"):
             self._add_to("MEM401", {"batch": dict(sorted(self._batches.items()))})
 
     def _numbers(self, failure: Failure | None) -> dict[str, Any]:
-        recorder, memory = self._recorder, self._recorder.memory
+        state, memory = self._state, self._memory
         sample = failure.sample if failure is not None else memory.provider.sample()
         on_device = bool(sample.device_allocated_bytes)
         used = sample.device_allocated_bytes or sample.host_private_bytes
-        split, largest = split_of(recorder, used)
-        names = module_names(recorder)
+        split, largest = split_of(state, used)
+        names = module_names(state)
         modules = failure.modules.items() if failure is not None else ()
         return {
             "rank": self.rank,
             "world": self.world,
-            "step": recorder.next_step(),
-            "steps": recorder.next_step(),
+            "step": state.next_step(),
+            "steps": state.next_step(),
             "device": on_device,
             "allocated": used,
             "reserved": sample.device_reserved_bytes,
@@ -200,9 +217,9 @@ class Reports:
 # --- where ------------------------------------------------------------------------------------------------------------
 
 
-def where(error: BaseException, recorder: Recorder) -> dict[str, Any]:
+def where(error: BaseException, state: StepState) -> dict[str, Any]:
     """Return phase, module and line, read from the frames that the error has left: costs nothing before it happens."""
-    names = module_names(recorder)
+    names = module_names(state)
     phase, module, line = None, None, None
     for frame in _callers(error.__traceback__):  # where it was caught lies above what it has left
         if is_user_file(frame.f_code.co_filename):
@@ -222,7 +239,7 @@ def where(error: BaseException, recorder: Recorder) -> dict[str, Any]:
                 module = names.get(id(running), type(running).__name__)
                 phase = phase or "forward"
     if phase == "backward" and module is None:
-        module = _backward_module(recorder)
+        module = _backward_module(state)
     return {"phase": phase or "between", "module": module, "location": line}
 
 
@@ -239,9 +256,9 @@ def _callers(trace: TracebackType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _backward_module(recorder: Recorder) -> str | None:
+def _backward_module(state: StepState) -> str | None:
     """Name the module whose gradients were due: the last one, in backward order, that has none yet."""
-    for wrapper in recorder.wrappers:
+    for wrapper in state.wrappers:
         module = wrapper.module()
         if module is None or not wrapper.arrived:
             continue
@@ -251,11 +268,11 @@ def _backward_module(recorder: Recorder) -> str | None:
     return None
 
 
-def phase_now(recorder: Recorder) -> str:
+def phase_now(state: StepState) -> str:
     """Return what the training thread does at this moment, as far as the hooks tell."""
-    if recorder.in_backward:
+    if state.in_backward:
         return "backward"
-    return "forward" if any(wrapper.in_forward for wrapper in recorder.wrappers) else "between"
+    return "forward" if any(wrapper.in_forward for wrapper in state.wrappers) else "between"
 
 
 def requested_bytes(message: str) -> int | None:
@@ -267,10 +284,10 @@ def requested_bytes(message: str) -> int | None:
 # --- what fills it ----------------------------------------------------------------------------------------------------
 
 
-def module_names(recorder: Recorder) -> dict[int, str]:
+def module_names(state: StepState) -> dict[int, str]:
     """Return the names of all modules of the watched models by their ids."""
     names: dict[int, str] = {}
-    for wrapper in recorder.wrappers:
+    for wrapper in state.wrappers:
         module = wrapper.module()
         if module is not None:
             for name, inner in internals.named_modules(module):
@@ -278,12 +295,12 @@ def module_names(recorder: Recorder) -> dict[int, str]:
     return names
 
 
-def split_of(recorder: Recorder, used: int) -> tuple[dict[str, int], dict[str, str]]:
+def split_of(state: StepState, used: int) -> tuple[dict[str, int], dict[str, str]]:
     """Return bytes by kind (what is left is `other`: activations, buckets, caches), and the largest modules."""
     sizes = Counter[str]()
     modules = Counter[str]()
     seen: set[int] = set()
-    found = [*_of_models(recorder), *_of_optimizers(recorder)]
+    found = [*_of_models(state), *_of_optimizers(state)]
     main = Counter(t.device.type for kind, _, t in found if kind == "parameters").most_common(1)
     for kind, name, tensor in found:
         here = isinstance(tensor, torch.Tensor) and tensor.device.type == main[0][0]
@@ -297,17 +314,17 @@ def split_of(recorder: Recorder, used: int) -> tuple[dict[str, int], dict[str, s
     return {kind: sizes[kind] for kind in order}, top
 
 
-def checkpoint_bytes(recorder: Recorder) -> int:
+def checkpoint_bytes(state: StepState) -> int:
     """Return the bytes of all watched parameters, buffers and optimizer states: what a checkpoint holds."""
     sizes: dict[int, int] = {}
-    for kind, _, tensor in (*_of_models(recorder), *_of_optimizers(recorder)):
+    for kind, _, tensor in (*_of_models(state), *_of_optimizers(state)):
         if kind != "gradients" and isinstance(tensor, torch.Tensor):
             sizes[id(tensor)] = tensor.nbytes
     return sum(sizes.values())
 
 
-def _of_models(recorder: Recorder) -> Iterator[tuple[str, str, Any]]:
-    for wrapper in recorder.wrappers:
+def _of_models(state: StepState) -> Iterator[tuple[str, str, Any]]:
+    for wrapper in state.wrappers:
         module = wrapper.module()
         if module is None:
             continue
@@ -318,13 +335,13 @@ def _of_models(recorder: Recorder) -> Iterator[tuple[str, str, Any]]:
             yield "gradients", name, parameter.grad
 
 
-def _of_optimizers(recorder: Recorder) -> Iterator[tuple[str, str, Any]]:
-    for watch in recorder.watches:
+def _of_optimizers(state: StepState) -> Iterator[tuple[str, str, Any]]:
+    for watch in state.watches:
         names = {id(p): name for name, p in zip(watch.names, watch.params, strict=True)}
         for name, parameter in zip(watch.names, watch.params, strict=True):
             yield "parameters", name, parameter
             yield "gradients", name, parameter.grad
         for optimizer in watch.optimizers():
-            for parameter, state in list(optimizer.state.items()):
-                for value in list(state.values()):
+            for parameter, held in list(optimizer.state.items()):
+                for value in list(held.values()):
                     yield "optimizer_state", names.get(id(parameter), ""), value

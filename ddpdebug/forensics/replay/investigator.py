@@ -19,10 +19,9 @@ from ddpdebug.forensics.replay.stack_lines import line_of
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import is_users, short_path, user_frame
 from ddpdebug.probes.forward_capture import Scene, Scenes
-from ddpdebug.probes.nonfinite_notes import Looks
-from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.record import StepRecord
-from ddpdebug.probes.recorder import Recorder
+from ddpdebug.probes.step_state import StepState
+from ddpdebug.probes.training_events import Bus, LossExamined, NonfiniteMade
 from ddpdebug.redaction import Redactor
 from ddpdebug.run_directory.reader import BUNDLES, RANKS
 from ddpdebug.schema.finding import strict
@@ -84,7 +83,7 @@ class Investigator:
     """Looks into a bad step on the rank that has made it, called by the probes on the training thread.
 
     Args:
-        recorder: keeps the forwards of the step.
+        scenes: keeps the forwards of the step.
         place: returns this rank's number and the run directory, as far as it is known.
         limit: bytes of a bundle; 0 writes none.
         facts: what every bundle says of the run.
@@ -92,9 +91,12 @@ class Investigator:
         disk: says whether there is room for one.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what it depends on
         self,
-        recorder: Recorder,
+        bus: Bus,
+        state: StepState,
+        scenes: Scenes,
+        guard: Guard,
         place: Callable[[], tuple[int, Path | None]],
         *,
         limit: int = LIMIT,
@@ -103,48 +105,48 @@ class Investigator:
         disk: Disk | None = None,
     ) -> None:
         self._redactor, self._disk = redactor, disk or Disk()
-        self._recorder, self._place, self._limit, self._facts = recorder, place, limit, dict(facts or {})
+        self._state, self._scenes, self._guard = state, scenes, guard
+        self._place, self._limit, self._facts = place, limit, dict(facts or {})
         self._places: dict[Any, dict[str, Any]] = {}
-        recorder.on_nonfinite = self.step
-        recorder.on_loss = self.loss
+        bus.on("forensics:replay", NonfiniteMade, self.step)
+        bus.on("forensics:loss", LossExamined, self.loss)
 
-    def step(self, watch: OptimizerWatch, record: StepRecord) -> dict[str, Any]:
+    def step(self, event: NonfiniteMade) -> None:
         """Replay a step whose forward or own gradients are non-finite."""
-        del watch
+        record = event.record
         rank, directory = self._place()
-        self._disk.needed = max(self._disk.needed, checkpoint_bytes(self._recorder))
+        self._disk.needed = max(self._disk.needed, checkpoint_bytes(self._state))
         scale = record.loss_scale() if record.loss_scale is not None else None
-        return investigate(
-            self._recorder.scenes,
+        record.numerics["replay"] = investigate(
+            self._scenes,
             step=record.step,
             rank=rank,
             directory=directory if self._limit else None,
             facts={**self._facts, "loss_scale": scale, "loss": _loss_alone(record)},
             limit=self._limit or LIMIT,
-            guard=self._recorder.guard,
+            guard=self._guard,
             redactor=self._redactor,
             disk=self._disk,
         )
 
-    def loss(self, loss: torch.Tensor, looks: Looks, *, finite: bool) -> dict[str, Any] | None:
+    def loss(self, event: LossExamined) -> None:
         """Name the operation of the loss expression that made a loss non-finite; called before its backward.
 
         Of a finite loss watch the backward instead, and note in `looks` the operation that spoils its gradient.
         """
-        scenes = self._recorder.scenes.current
+        scenes, loss, looks = self._scenes.current, event.loss, event.looks
         if not scenes or not scenes[-1].ended:
-            return None
+            return
         scene = scenes[-1]
         model, called_at = scene.module, scene.called_at
-        if finite:
+        if event.finite:
 
             def tell(found: dict[str, Any]) -> None:  # belongs to the graph, which may live long: holds no input
                 looks.loss_backward = self._placed(found, model(), called_at)
 
-            watch_backward(loss, scene.after, self._recorder.guard, tell)
-            return None
-        found = explain_loss(loss, scene.after)
-        return None if found is None else self._placed(found, model(), called_at)
+            watch_backward(loss, scene.after, self._guard, tell)
+        elif looks.loss is not None and (found := explain_loss(loss, scene.after)) is not None:
+            looks.loss |= self._placed(found, model(), called_at)
 
     def _placed(
         self, found: dict[str, Any], module: torch.nn.Module | None, at: tuple[str, int] | None
@@ -153,8 +155,8 @@ class Investigator:
         frame, kinds, index = user_frame(), found.pop("nodes"), found.pop("index")
         key = (None if frame is None else (frame.f_code, frame.f_lineno), tuple(kinds), index)
         if key not in self._places and len(self._places) < _MAX_PLACES:
-            models = [m for m in (module, *(w.ref() for w in self._recorder.wrappers)) if m is not None]
-            place = self._recorder.guard.run("forensics:loss_source", place_of, frame, kinds, index, models, at)
+            models = [m for m in (module, *(w.ref() for w in self._state.wrappers)) if m is not None]
+            place = self._guard.run("forensics:loss_source", place_of, frame, kinds, index, models, at)
             self._places[key] = place.to_json() if place is not None else {}
         return {"operation": found.pop("node"), **found, **self._places.get(key, {})}
 

@@ -52,7 +52,7 @@ class Capture:
     def __init__(self, steps: int = STEPS) -> None:
         guard = Guard(self._failed)
         self.recorder = Recorder(guard)
-        guard.on_cut = self._cut
+        guard.when_cut(self._cut)
         self.steps = 0
         self.tapes: list[Tape] = []
         self.micro_batches: list[int] = []

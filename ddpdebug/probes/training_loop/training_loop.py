@@ -1,7 +1,7 @@
 """How the training loop uses its parts: modes, clearing, scheduling, clipping, losses, who holds which parameter.
 
-Called by the wrappers in `instrument/patches.py`, on the training thread and inside the guard. What a step shows goes
-into the window's flags and its `recipe` detail, what is seen once is announced; the rules judge.
+Runs on the training thread and inside the guard. What a step shows goes into the window's flags and its `recipe`
+detail, what is seen once is announced; the rules judge.
 """
 
 from __future__ import annotations
@@ -15,14 +15,34 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.errors import text_of
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import user_location
-from ddpdebug.nested import tensors_in
-from ddpdebug.probes.forward_capture import Scene
-from ddpdebug.probes.recorder import Recorder
+from ddpdebug.probes.entries import entries_of
+from ddpdebug.probes.forward_capture import Scene, Scenes
+from ddpdebug.probes.loop_calls import LoopCalls
+from ddpdebug.probes.models import Models
+from ddpdebug.probes.step_state import StepState
+from ddpdebug.probes.training_events import (
+    BackwardBegan,
+    BackwardEnded,
+    Bus,
+    Clipped,
+    ForwardBegan,
+    ForwardEnded,
+    ForwardFailed,
+    OptimizerBuilt,
+    ScalerSteps,
+    SchedulerBuilt,
+    SchedulerStepped,
+    StepBegan,
+    StepEnded,
+    StepSkipped,
+    Unscaled,
+    ValuesClipped,
+)
 from ddpdebug.probes.training_loop.detached_parts import Cuts
 from ddpdebug.probes.training_loop.eval_dropout import Chance, DropoutCalls
 from ddpdebug.probes.training_loop.input_statistics import Inputs
@@ -89,23 +109,33 @@ class Recipe:
     """One process's training loop.
 
     Args:
+        models: finds the DDPs.
+        calls: knows the loss scale.
+        scenes: keeps the forwards for `leaks`.
         announce: takes (topic, JSON value).
         leaks: asks whether a language model sees its targets; None does not ask.
-        calls: reads from a module's source which calls of dropout functions are active in eval mode.
+        dropout_calls: reads from a module's source which calls of dropout functions are active in eval mode.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what it depends on
         self,
-        recorder: Recorder,
+        bus: Bus,
+        state: StepState,
+        guard: Guard,
+        *,
+        models: Models,
+        calls: LoopCalls,
+        scenes: Scenes,
         announce: Callable[[str, Any], None],
         leaks: LeakSearch | None = None,
-        calls: DropoutCalls = _none,
+        dropout_calls: DropoutCalls = _none,
     ) -> None:
-        self._recorder, self._announce, self._pid = recorder, announce, os.getpid()
-        self._run, self._threads = recorder.guard.run, recorder.entries.threads
-        self.audit, self.clearing = Audit(recorder.entries.built), Clearing()
-        self.schedules = Schedules(recorder.entries)
-        self._modes, self._labels, self._chance = Modes(), Labels(), Chance(recorder.entries, calls)
+        self._state, self._guard, self._models, self._calls, self._scenes = state, guard, models, calls, scenes
+        self._entries, self._announce, self._pid = entries_of(guard), announce, os.getpid()
+        self._run, self._threads = guard.run, self._entries.threads
+        self.audit, self.clearing = Audit(self._entries.built), Clearing()
+        self.schedules = Schedules(self._entries)
+        self._modes, self._labels, self._chance = Modes(), Labels(), Chance(self._entries, dropout_calls)
         self._leaks = leaks
         self._loop = _Loop()
         self._passes: dict[str | None, int] = {}
@@ -120,12 +150,28 @@ class Recipe:
         self._steps = 0  # of the first optimizer
         self._first: weakref.ref[torch.optim.Optimizer] | None = None
         self._evaluation: dict[str, Any] = {"forwards": 0, "location": None, "since": 0}
-        guard = recorder.guard
+        guard.when_cut(self.cut)
         guard.when_off("probe:recipe", self._forget_loop)
         guard.when_off("probe:recipe-forward", self._forget_forwards)
         guard.needs("probe:clearing", "probe:recipe")  # which backward and step a gradient was seen in
         guard.needs("probe:labels", "probe:losses")
         guard.needs("probe:leaks", "probe:losses")
+        bus.on("probe:recipe-forward", ForwardBegan, self._forward)
+        bus.on("probe:recipe-forward", ForwardEnded, self._output)
+        bus.on("probe:recipe-forward", ForwardFailed, self._fails)
+        bus.on("probe:losses", BackwardBegan, self._look_at_loss)
+        bus.on("probe:recipe", BackwardBegan, self._begin_backward)
+        bus.on("probe:recipe", BackwardEnded, self._end_backward)
+        bus.on("probe:clip", Clipped, self._clipped)
+        bus.on("probe:clip", ValuesClipped, self._clipped)
+        bus.on("probe:clip", Unscaled, self._unscales)
+        bus.on("probe:scaler", ScalerSteps, self._scaler_steps)
+        bus.on("probe:recipe", StepBegan, self._before_step)
+        bus.on("probe:recipe", StepEnded, self._after_step)
+        bus.on("probe:scaler", StepSkipped, self._skipped)
+        bus.on("probe:audit", OptimizerBuilt, self._built)
+        bus.on("probe:schedules", SchedulerBuilt, self.scheduler_built)
+        bus.on("probe:schedules", SchedulerStepped, self.scheduled)
 
     def _forget_loop(self) -> None:
         """Keep nothing of a step that has no end any more."""
@@ -136,27 +182,28 @@ class Recipe:
         self.abort()
         self._loop.trained = self._loop.in_eval = 0
 
-    def built(self, optimizer: torch.optim.Optimizer) -> None:
+    def _built(self, event: OptimizerBuilt) -> None:
         """Note a new optimizer; one for each parameter (optimizers that step inside backward) are not followed."""
-        self.audit.built(optimizer)
+        self.audit.built(event.optimizer)
         if self.clearing.number() < _MAX_OPTIMIZERS:
-            self._run("probe:clearing", self.clearing.of, optimizer)
+            self._run("probe:clearing", self.clearing.of, event.optimizer)
 
-    def scheduled(self, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    def scheduled(self, event: SchedulerStepped) -> None:
         """Note a call of a scheduler's `step`; a given epoch is absolute: said twice it is the same."""
-        if args or kwargs:
-            self.schedules.moved(scheduler)
+        if event.absolute:
+            self.schedules.moved(event.scheduler)
         else:
-            self.schedules.called(scheduler)
+            self.schedules.called(event.scheduler)
 
-    def scheduler_built(self, _: Any, scheduler: Any, *__: Any, **___: Any) -> None:
+    def scheduler_built(self, event: SchedulerBuilt) -> None:
         """Note a scheduler whose constructor does not step it."""
-        self.schedules.built(scheduler)
+        self.schedules.built(event.scheduler)
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
-    def forward(self, ddp: DistributedDataParallel, args: Any, kwargs: Any) -> None:
+    def _forward(self, event: ForwardBegan) -> None:
         """Look at a DDP forward that begins."""
+        ddp = event.ddp
         root = internals.unwrap_compiled(ddp.module)
         self._stepping.clear()
         run = self._run
@@ -176,28 +223,28 @@ class Recipe:
         if names:
             loop.in_eval += 1
             loop.eval_modules, loop.location = names, user_location()
-        loop.input_gradient |= has_input_with_gradient(tensors_in((args, kwargs)))
-        key = self._recorder.wrapped(ddp).index
+        loop.input_gradient |= has_input_with_gradient(event.tensors())
+        key = self._models.wrapped(ddp).index
         self._forwards[key] = self._forwards.get(key, 0) + 1
         inputs = self._inputs.get(key)
         if inputs is None:
             inputs = self._inputs[key] = Inputs(
-                lambda fact: self._announce(f"inputs:{key}", self._at(fact)), self._recorder.entries
+                lambda fact: self._announce(f"inputs:{key}", self._at(fact)), self._entries
             )
         run("probe:inputs", inputs.begin)
         if key in self._cuts:
-            run("probe:cuts", self._cuts[key].begin, list(tensors_in((args, kwargs))))
+            run("probe:cuts", self._cuts[key].begin, list(event.tensors()))
         if self._forwards[key] == 1 and not self._steps:
-            self._no_grad[key] = NoGrad(root, self._recorder.entries)
+            self._no_grad[key] = NoGrad(root, self._entries)
             run("probe:no-grad", self._no_grad[key].begin)
 
-    def output(self, ddp: DistributedDataParallel, args: Any, kwargs: Any, output: Any) -> None:
+    def _output(self, event: ForwardEnded) -> None:
         """Look at a DDP forward that has ended."""
-        run = self._run
+        ddp, run = event.ddp, self._run
         if calls := run("probe:chance", self._chance.end, internals.unwrap_compiled(ddp.module)):
             others = [f"{call['function']} at {call['location']}" for call in calls[1:]]
             self.tell("chance", {**calls[0], "others": others})
-        key = self._recorder.wrapped(ddp).index
+        key = self._models.wrapped(ddp).index
         if key in self._inputs:
             run("probe:inputs", self._inputs[key].end)
         if key in self._no_grad:
@@ -207,17 +254,18 @@ class Recipe:
             if cut is not None:
                 self.tell("audit", {"kind": "detached", **cut})
         if torch.is_grad_enabled() and self._forwards.get(key) == 2:
-            run("probe:unregistered", self._unregistered, ddp, args, kwargs, output)
+            run("probe:unregistered", self._unregistered, event)
 
-    def _unregistered(self, ddp: DistributedDataParallel, args: Any, kwargs: Any, output: Any) -> None:
+    def _unregistered(self, event: ForwardEnded) -> None:
         """Look for parameters that an output was computed with and that nobody has."""
         if not self._threads.several:
-            modules = [m for w in self._recorder.wrappers if (m := w.module()) is not None]
+            modules = [m for w in self._state.wrappers if (m := w.module()) is not None]
             known = {id(p) for module in modules for p in internals.parameters(module)}
-            known |= held_by(o for watch in self._recorder.watches for o in watch.optimizers())
-            tensors = list(tensors_in((args, kwargs)))
+            known |= held_by(o for watch in self._state.watches for o in watch.optimizers())
+            tensors = list(event.tensors())
             known |= self.audit.held() | {id(t) for t in tensors}
-            names = unregistered(list(tensors_in(output)), tensors, internals.unwrap_compiled(ddp.module), known)
+            root = internals.unwrap_compiled(event.ddp.module)
+            names = unregistered(list(event.outputs()), tensors, root, known)
             if names:
                 self.tell("audit", {"kind": "unregistered", "names": names})
 
@@ -230,8 +278,13 @@ class Recipe:
         if self._leaks is not None:
             self._leaks.drop()
 
-    def abort(self, error: BaseException | None = None) -> None:
-        """Take the hooks of a forward away that has raised."""
+    def _fails(self, event: ForwardFailed) -> None:
+        self.abort()
+        if isinstance(event.error, RuntimeError) and _UNREDUCED in text_of(event.error):  # no further step will come
+            self._tell_no_grad()
+
+    def abort(self) -> None:
+        """Take the hooks of a forward away that is over."""
         self._chance.release()
         for inputs in self._inputs.values():
             inputs.release()
@@ -240,8 +293,6 @@ class Recipe:
         self._cuts.clear()
         for seen in self._no_grad.values():
             seen.release()
-        if isinstance(error, RuntimeError) and _UNREDUCED in text_of(error):  # no further step will come
-            self._tell_no_grad()
 
     def _tell_no_grad(self) -> None:
         for seen in self._no_grad.values():
@@ -252,41 +303,38 @@ class Recipe:
     def _end_evaluation(self) -> None:
         seen = self._evaluation
         if seen["forwards"] >= EVALUATION:
-            step = self._recorder.next_step()
+            step = self._state.next_step()
             self.tell("validation", {**seen, "since": step - int(seen["since"])})
             self._evaluation = {"forwards": 0, "location": None, "since": step}
         elif seen["forwards"]:
-            self._evaluation = {"forwards": 0, "location": None, "since": self._recorder.next_step()}
+            self._evaluation = {"forwards": 0, "location": None, "since": self._state.next_step()}
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
-    def begin_backward(self, *_: Any, **__: Any) -> None:
+    def _begin_backward(self, _: BackwardBegan) -> None:
         """Note a backward that begins."""
-        recorder = self._recorder
-        if recorder.in_backward:
+        if self._state.in_backward:
             return
         self.clearing.alone = not self._threads.several
         self._run("probe:clearing", self.clearing.begin_backward)
         loop = self._loop
-        scaled = recorder.events.is_scaled
-        loop.scale = recorder.events.known_scale() if scaled else None
+        loop.scale = self._calls.known_scale() if self._calls.is_scaled else None
         loop.lines.append(user_location())
 
-    def look_at_loss(self, tensors: Any = None, *_: Any, **__: Any) -> None:
+    def _look_at_loss(self, event: BackwardBegan) -> None:
         """Look at what the loss is made of, before backward frees its graph."""
-        recorder, loop = self._recorder, self._loop
-        if recorder.in_backward:
+        state, loop, roots = self._state, self._loop, event.roots
+        if state.in_backward:
             return
         line = user_location()
         number = self._passes[line] = self._passes.get(line, 0) + 1
-        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors or ())
-        if len(roots) != 1 or roots[0].numel() != 1 or not (number <= _FIRST_PASSES or recorder.checking):
+        if len(roots) != 1 or roots[0].numel() != 1 or not (number <= _FIRST_PASSES or state.checking):
             return
-        root, scaled = roots[0], recorder.events.is_scaled
-        scale = recorder.events.known_scale() if scaled else None
+        root, scaled = roots[0], self._calls.is_scaled
+        scale = self._calls.known_scale() if scaled else None
         found = terms(root, by_scaler=scaled)
         plain = [name_of(term) for term in found if not term.scaled and is_mean(term)]
-        if "probe:recipe" not in recorder.guard.off:  # which begins a new list with each step
+        if "probe:recipe" not in self._guard.off:  # which begins a new list with each step
             loop.unscaled += plain[:1]
         for term in found:
             for fact in facts(term):
@@ -294,14 +342,14 @@ class Recipe:
             self._run("probe:labels", self._labels.read, term)
         if len(found) == 1:
             self._run("probe:leaks", self._compare, found[0], root, scale, scaled=scaled)
-        if number == 1 and not recorder.next_step() and len(found) == 1:
+        if number == 1 and not state.next_step() and len(found) == 1:
             first = self._run("probe:labels", self._labels.initial, found[0], root, scale)
             if first is not None:
                 self.tell("loss", {**first, "location": line})
 
     def _compare(self, term: Term, root: torch.Tensor, scale: float | None, *, scaled: bool) -> None:
         """Let one rank compare a loss's targets with the inputs, once it is suspiciously low."""
-        scenes = self._recorder.scenes.current
+        scenes = self._scenes.current
         if (
             self._leaks is None
             or not scenes
@@ -316,61 +364,64 @@ class Recipe:
 
         self._leaks.loss(scenes[-1], *target_of(term), reader)
 
-    def end_backward(self, *_: Any, **__: Any) -> None:
+    def _end_backward(self, _: BackwardEnded) -> None:
         """See which gradients have come."""
-        if not self._recorder.in_backward:
+        if not self._state.in_backward:
             self._backwards += 1
             self._run("probe:clearing", self.clearing.end_backward)
 
     # --- what stands between backward and step ------------------------------------------------------------------------
 
-    def clipped(self, location: str | None) -> None:
+    def _clipped(self, event: Clipped | ValuesClipped) -> None:
         """Note a gradient clipping."""
-        if "probe:recipe" in self._recorder.guard.off:  # nothing would ever begin a new step
+        if "probe:recipe" in self._guard.off:  # nothing would ever begin a new step
             return
         loop = self._loop
         if loop.scale is not None and loop.scale != 1.0:
-            loop.clip = loop.clip or location or "unknown"
+            loop.clip = loop.clip or event.location or "unknown"
         loop.touched = True
 
-    def unscaled(self) -> None:
+    def _unscales(self, _: Unscaled) -> None:
+        self._unscaled()
+
+    def _unscaled(self) -> None:
         """Note that the gradients carry no loss scale any more."""
         self._loop.scale, self._loop.touched = None, True
 
-    def scaler_steps(self) -> None:
+    def _scaler_steps(self, _: ScalerSteps) -> None:
         """Note that GradScaler is about to step, and to unscale what was not unscaled before."""
         loop = self._loop
         if loop.clip is not None:
-            self._recorder.window.flags |= Flag.CLIPPED_SCALED
+            self._state.window.flags |= Flag.CLIPPED_SCALED
             on_host = loop.scale is not None and not math.isnan(loop.scale)
-            self._recorder.window.recipe["clip"] = {"location": loop.clip, "scale": loop.scale if on_host else None}
-        self.unscaled()
+            self._state.window.recipe["clip"] = {"location": loop.clip, "scale": loop.scale if on_host else None}
+        self._unscaled()
 
     # --- optimizer ----------------------------------------------------------------------------------------------------
 
-    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, event: StepBegan) -> None:
         """Look at what led to an optimizer step."""
+        optimizer = event.optimizer
         if id(optimizer) in self._stepping:
             self._stepping.clear()  # its last step has raised
         self._stepping.append(id(optimizer))
-        if self._recorder.in_backward or len(self._stepping) > 1:
+        if self._state.in_backward or len(self._stepping) > 1:
             return
         run = self._run
         if self._leaks is not None and (leak := run("probe:leaks", self._leaks.work)) is not None:
             self.tell("leak", leak)
-        closure = any(map(callable, args)) or callable(kwargs.get("closure"))  # torch passes itself among `args`
-        flags, detail, loop = Flag(0), self._recorder.window.recipe, self._loop
+        flags, detail, loop = Flag(0), self._state.window.recipe, self._loop
         if loop.in_eval and loop.in_eval == loop.trained and loop.lines:
             flags |= Flag.EVAL_MODE
             detail["modes"] = {"modules": loop.eval_modules[:_MAX_NAMES], "location": loop.location}
-        if not closure:
+        if not event.closure:
             flags |= run("probe:clearing", self._gradients, optimizer, detail) or Flag(0)
         flags |= run("probe:labels", self._labels.take, detail) or Flag(0)
         found = run("probe:schedules", self.schedules.before_step, optimizer, len(loop.lines)) or {}
         detail.update(found)
         flags |= Flag.SCHEDULED_OFTEN if "scheduler" in found else Flag(0)
         flags |= Flag.SCHEDULED_ELSEWHERE if "elsewhere" in found else Flag(0)
-        self._recorder.window.flags |= flags
+        self._state.window.flags |= flags
         if not self._threads.several:
             run("probe:audit", self._count, optimizer)
 
@@ -381,9 +432,7 @@ class Recipe:
         if carried:
             flags |= Flag.GRADS_CARRIED
             detail["carried"] = {"location": user_location()}
-        whole = (
-            "probe:recipe-forward" not in self._recorder.guard.off
-        )  # else nobody has asked for the inputs' gradients
+        whole = "probe:recipe-forward" not in self._guard.off  # else nobody has asked for the inputs' gradients
         if whole and (gone or (discards and one_line and loop.trained >= len(loop.lines))) and not loop.input_gradient:
             flags |= Flag.GRADS_DISCARDED
             kind = "all" if gone else "micro-batches"
@@ -412,7 +461,7 @@ class Recipe:
         both = held_by([optimizer]) & held_by([other])
         if not both:
             return None
-        modules = [m for w in self._recorder.wrappers if (m := w.module()) is not None]
+        modules = [m for w in self._state.wrappers if (m := w.module()) is not None]
         names = [n for m in modules for n, p in internals.named_parameters(m) if id(p) in both and p.grad is not None]
         return {"other": type(other).__name__, "names": names[:_MAX_NAMES]} if names else None
 
@@ -421,16 +470,14 @@ class Recipe:
             self._first = weakref.ref(optimizer)
         if self._first() is not optimizer:
             return
-        fact = self.audit.at_step(self._steps, optimizer, self._recorder.wrappers)
+        fact = self.audit.at_step(self._steps, optimizer, self._state.wrappers)
         if self._no_grad:
             self._look_for_gradients(optimizer)
         self._steps += 1
         if self._steps == _CUTS:
-            pairs = [(w, module) for w in self._recorder.wrappers if (module := w.module()) is not None]
+            pairs = [(w, module) for w in self._state.wrappers if (module := w.module()) is not None]
             self._cuts = {
-                w.index: Cuts(m, lacking, self._recorder.entries)
-                for w, m in pairs
-                if (lacking := self.audit.lacking(w))
+                w.index: Cuts(m, lacking, self._entries) for w, m in pairs if (lacking := self.audit.lacking(w))
             }
         if fact is not None:
             self._announce("alone:audit", fact)
@@ -439,7 +486,7 @@ class Recipe:
         """Follow what ran without gradients in the first forward."""
         if self._steps == 0:
             held = held_by([optimizer])
-            for wrapper in self._recorder.wrappers:
+            for wrapper in self._state.wrappers:
                 if (seen := self._no_grad.get(wrapper.index)) is not None:
                     seen.mark(p for p in self.audit.lacking(wrapper) if id(p) in held)
             return
@@ -448,20 +495,21 @@ class Recipe:
         if self._steps >= JUDGE:
             self._tell_no_grad()
 
-    def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _after_step(self, event: StepEnded) -> None:
         """Begin the next step."""
+        optimizer = event.optimizer
         if not self._stepping or self._stepping.pop() != id(optimizer) or self._stepping:
             return
-        if self._recorder.in_backward:
+        if self._state.in_backward:
             return
         self._end_evaluation()
         self._run("probe:clearing", self.clearing.after_step, optimizer)
         self._last = (weakref.ref(optimizer), self._backwards)
         self._loop = _Loop()
 
-    def skipped(self, optimizer: torch.optim.Optimizer) -> None:
+    def _skipped(self, event: StepSkipped) -> None:
         """Begin the next step after one that GradScaler did not let happen."""
-        self._run("probe:clearing", self.clearing.after_step, optimizer)
+        self._run("probe:clearing", self.clearing.after_step, event.optimizer)
         self._run("probe:schedules", self.schedules.forgive)
         if self._leaks is not None:
             self._leaks.drop()
@@ -483,7 +531,7 @@ class Recipe:
     # --- announcements ------------------------------------------------------------------------------------------------
 
     def _at(self, fact: dict[str, Any]) -> dict[str, Any]:
-        return {"step": self._recorder.next_step(), **fact}
+        return {"step": self._state.next_step(), **fact}
 
     def tell(self, topic: str, fact: dict[str, Any]) -> None:
         """Announce a fact of this step, the first few of each kind."""

@@ -20,10 +20,14 @@ import torch
 from torch import nn
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import user_location
 from ddpdebug.probes import async_copy as device
+from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.loaders import Loaders
-from ddpdebug.probes.recorder import Recorder
+from ddpdebug.probes.loop_calls import LoopCalls
+from ddpdebug.probes.step_state import StepState
+from ddpdebug.probes.training_events import Bus, ForwardBegan, ModuleForwardBegan, StepBegan, StepEnded
 from ddpdebug.probes.training_loop.modes import EVALUATION, Modes
 from ddpdebug.schema.row import Flag
 
@@ -75,22 +79,26 @@ class Evaluations:
     """One process's evaluations.
 
     Args:
-        models: returns the models that train.
+        calls: knows whether the script tells validation losses itself.
         tell: takes (topic, fact) of what is announced.
         source: where losses are read, as the setting `validation_loss` says.
     """
 
     def __init__(
         self,
-        recorder: Recorder,
+        bus: Bus,
+        state: StepState,
+        guard: Guard,
+        *,
+        calls: LoopCalls,
         loaders: Loaders,
-        models: Callable[[], list[nn.Module]],
         tell: Callable[[str, dict[str, Any]], None],
         source: str = "modules",
     ) -> None:
-        self._recorder, self._loaders, self._models, self._tell = recorder, loaders, models, tell
+        self._state, self._calls, self._loaders, self._tell = state, calls, loaders, tell
         self._source = source
-        self._hook = recorder.entries.after_modules("probe:evaluation", self._ran)
+        entries = entries_of(guard)
+        self._threads, self._hook = entries.threads, entries.after_modules("probe:evaluation", self._ran)
         self.without_loss = 0  # evaluations of which no loss was seen
         self._begun = False
         self._trained_on: int | None = None  # number of samples
@@ -100,31 +108,34 @@ class Evaluations:
         self._last: dict[_Line, int] = {}
         self._followed: _Line | None = None
         self._choices = self._left_out = 0
-        self._train_mode = _TrainMode(recorder, tell)
+        self._train_mode = _TrainMode(state, tell)
+        bus.on("probe:evaluation", StepBegan, self.end)
+        bus.on("probe:evaluation", StepEnded, self.begin)
+        bus.on("probe:evaluation", ForwardBegan, self._forward)
+        bus.on("probe:evaluation", ModuleForwardBegan, self._train)
 
     # --- when to look -------------------------------------------------------------------------------------------------
 
-    def begin(self, *_: Any) -> None:
+    def begin(self, _: StepEnded) -> None:
         """An optimizer has stepped: an evaluation may follow."""
-        recorder = self._recorder
-        if self._source == "told" or recorder.in_backward or recorder.entries.threads.several:
+        if self._source == "told" or self._state.in_backward or self._threads.several:
             return
         if internals.anything_compiled():  # a compiled model warns where hooks lie on all modules
             self.release()
             return
-        models = self._models()
+        models = self._state.models()
         self._roots = [weakref.ref(model) for model in models]
         losses = internals.LOSS_MODULES if self._source == "modules" else ()
         self._hook.on({*map(type, models), *losses})
 
-    def forward(self, ddp: nn.parallel.DistributedDataParallel, *_: Any, **__: Any) -> None:
+    def _forward(self, event: ForwardBegan) -> None:
         """Look at a DDP forward that begins: one with gradients ends an evaluation."""
         if torch.is_grad_enabled():
             self.release()
-        elif not self._hook.is_on and not internals.unwrap_compiled(ddp.module).training:
+        elif not self._hook.is_on and not internals.unwrap_compiled(event.ddp.module).training:
             self._forwards += 1
 
-    def train(self, *_: Any, **__: Any) -> None:
+    def _train(self, _: ModuleForwardBegan) -> None:
         """Look at the forward of a model without DDP that begins."""
         if torch.is_grad_enabled():
             self.release()
@@ -153,11 +164,11 @@ class Evaluations:
 
     def look(self, loss: Any, source: str) -> None:
         """See a loss that was computed while gradients are off; `source` says by what."""
-        if self._recorder.entries.threads.several or not internals.is_readable(loss):
+        if self._threads.several or not internals.is_readable(loss):
             return
-        models = self._models()
+        models = self._state.models()
         if any(not model.training for model in models):
-            if not self._recorder.events.tells_validation:
+            if not self._calls.tells_validation:
                 self._add(loss, source)
         elif models:
             self._train_mode.look()
@@ -168,10 +179,10 @@ class Evaluations:
             return
         self._losses.setdefault(line, _Losses(source)).add(loss)
 
-    def end(self) -> None:
+    def end(self, _: StepBegan) -> None:
         """An optimizer is about to step: what was computed before is an evaluation, or is not."""
-        recorder = self._recorder
-        if not recorder.in_backward:  # else it may be a thread of autograd's
+        state = self._state
+        if not state.in_backward:  # else it may be a thread of autograd's
             if not self._begun:
                 self._trained_on = self._loaders.samples
             self._begun = True
@@ -179,24 +190,24 @@ class Evaluations:
         self._count()
         if not self._losses:
             return
-        step, losses, self._losses = recorder.next_step(), self._losses, {}
+        step, losses, self._losses = state.next_step(), self._losses, {}
         found = {
             line: own for line, own in losses.items() if step - self._last.get(line, 0) >= APART or own.count >= MANY
         }
         self._last = {**dict(list(self._last.items())[-_MAX_LINES:]), **dict.fromkeys(losses, step)}
-        if found and not recorder.events.tells_validation and self._follows(found):
+        if found and not self._calls.tells_validation and self._follows(found):
             assert self._followed is not None
-            recorder.window.val_losses.append(found[self._followed].reader())
-            recorder.window.flags |= Flag.VAL_LOSS_SEEN
+            state.window.val_losses.append(found[self._followed].reader())
+            state.window.flags |= Flag.VAL_LOSS_SEEN
 
     def _count(self) -> None:
         """Count an evaluation of which no loss is known."""
         forwards, self._forwards = self._forwards, 0
         if not forwards:
             return
-        step = self._recorder.next_step()
+        step = self._state.next_step()
         since, self._evaluated = step - self._evaluated, step
-        if (since >= APART or forwards >= MANY) and not (self._losses or self._recorder.events.tells_validation):
+        if (since >= APART or forwards >= MANY) and not (self._losses or self._calls.tells_validation):
             self.without_loss += 1
 
     def _follows(self, found: dict[_Line, _Losses]) -> bool:
@@ -229,8 +240,8 @@ class _TrainMode:
     are collected in the same way, without a loss and over the data that are trained on.
     """
 
-    def __init__(self, recorder: Recorder, tell: Callable[[str, dict[str, Any]], None]) -> None:
-        self._recorder, self._tell = recorder, tell
+    def __init__(self, state: StepState, tell: Callable[[str, dict[str, Any]], None]) -> None:
+        self._state, self._tell = state, tell
         self._modes = Modes()
         self._waits = False  # a forward, for its loss
         self._count = self._last = 0
@@ -238,7 +249,7 @@ class _TrainMode:
 
     def ran(self, model: nn.Module, *, on_other_data: bool) -> None:
         """See a forward."""
-        if any(wrapper.in_forward for wrapper in self._recorder.wrappers) or not self._modes.evaluates_in_train(model):
+        if any(wrapper.in_forward for wrapper in self._state.wrappers) or not self._modes.evaluates_in_train(model):
             return
         self._count += on_other_data
         self._waits = not on_other_data
@@ -253,7 +264,7 @@ class _TrainMode:
         """An optimizer is about to step."""
         if self._location is None:
             return
-        step = self._recorder.next_step()
+        step = self._state.next_step()
         since, self._last = step - self._last, step
         if self._count >= EVALUATION and since > APART:
             self._tell("validation", {"forwards": self._count, "since": since, "location": self._location})

@@ -1,53 +1,67 @@
-"""What happens beside forward, backward and step: clipping, loss scaling, loads, gathers, observed losses."""
+"""Calls of the loop beside forward, backward and step: clipping, loss scaling, loads, gathers, observed losses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ddpdebug.probes import async_copy as device
+from ddpdebug.probes.step_state import StepState
+from ddpdebug.probes.training_events import BackwardBegan, Bus, Clipped, ForwardBegan, Gathered, Loaded, LossScaled
 from ddpdebug.probes.values import loss_reader
-
-if TYPE_CHECKING:
-    from ddpdebug.probes.recorder import Recorder
 
 #: Gathers that cut gradients are announced so often; the rest are other call sites of the same mistake.
 _MAX_GATHERS = 3
 _GATHERED_BYTES = 64 << 20
 
 
-class Events:
-    """Notes events in the recorder's current window."""
+class LoopCalls:
+    """Notes these calls in the step's window, and knows the loss scale in force.
 
-    def __init__(self, recorder: Recorder, announce: Callable[[str, Any], None]) -> None:
-        self._recorder, self._announce = recorder, announce
+    Args:
+        announce: takes (topic, JSON value) once per fact.
+    """
+
+    def __init__(self, bus: Bus, state: StepState, announce: Callable[[str, Any], None]) -> None:
+        self._state, self._announce = state, announce
         self.last_loss_scale: Callable[[], float] | None = None
         self._scaled_by: torch.Tensor | None = None
         self.tells_validation = False  # the script does: nothing has to be guessed
         self._gathers = 0
         self._lists: list[tuple[list[Any], dict[str, Any]]] = []
+        bus.on("probe:clip", Clipped, self.clipped)
+        bus.on("probe:scaler", LossScaled, self._scaled)
+        bus.on("probe:load", Loaded, self._loaded)
+        bus.on("probe:gather", Gathered, self._gathered)
+        bus.on("probe:gather", ForwardBegan, self._drop_gathers)
+        bus.on("probe:gather", BackwardBegan, self._close_gathers)
 
-    def clipped(self, norm: torch.Tensor, limit: float, location: str | None) -> None:
+    def clipped(self, event: Clipped) -> None:
         """Note a gradient clipping; `before_sync` when it saw this rank's own gradients."""
-        recorder = self._recorder
-        local = any(w.pending is not None for w in recorder.wrappers) or (not recorder.wrappers and recorder.world > 1)
+        state, norm = self._state, event.norm
+        local = any(w.pending is not None for w in state.wrappers) or (not state.wrappers and state.world > 1)
         value = float(norm) if norm.device.type == "cpu" else float("nan")
-        recorder.window.clips.append({"norm": value, "max": float(limit), "before_sync": local, "location": location})
+        fact = {"norm": value, "max": event.limit, "before_sync": local, "location": event.location}
+        state.window.clips.append(fact)
 
     def observed(self, name: str, loss: Any) -> None:
         """Take a loss from the user: `loss` instead of the one given to backward, or `val_loss`."""
         value = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss))
-        window, reader = self._recorder.window, loss_reader(value, None)
+        window, reader = self._state.window, loss_reader(value, None)
         if name == "loss":
             window.losses = [reader]
         else:
             self.tells_validation = True
             window.val_losses.append(reader)
 
-    def note_scale(self, scale: torch.Tensor) -> None:
+    def _scaled(self, event: LossScaled) -> None:
         """Note the loss scale in force; the tensor is changed in place later, so it is read or copied now."""
+        scale = event.scale
+        if scale is None:  # a scaler that is off on this rank may be on elsewhere
+            self.last_loss_scale = lambda: 1.0
+            return
         self._scaled_by = scale.detach().clone()
         read = device.numbers([self._scaled_by])
         if scale.device.type == "cpu":
@@ -55,10 +69,6 @@ class Events:
             self.last_loss_scale = lambda: value
         else:
             self.last_loss_scale = lambda: read()[0]
-
-    def note_no_scale(self) -> None:
-        """Note that a disabled scaler left a loss as it is; it may be enabled on other ranks."""
-        self.last_loss_scale = lambda: 1.0
 
     def take_scale(self) -> torch.Tensor | None:
         """Return the scale of the loss that is given to backward now, if it was scaled."""
@@ -75,30 +85,30 @@ class Events:
         scale = self._scaled_by
         return float(scale) if scale is not None and scale.device.type == "cpu" else float("nan")
 
-    def loaded(self, what: str, location: str | None) -> None:
-        """Note a load_state_dict."""
-        self._recorder.window.loads.append({"what": what, "location": location})
+    def _loaded(self, event: Loaded) -> None:
+        self._state.window.loads.append({"what": event.what, "location": event.location})
 
-    def gathered(self, outputs: list[Any], tensor: torch.Tensor, location: str | None) -> None:
+    def _gathered(self, event: Gathered) -> None:
         """Note an all_gather of a tensor that requires grad; judged at backward, when the list is in its final form.
 
         The list is held until then, unless it is large, or a forward comes first.
         """
+        outputs, fact = event.outputs, {"location": event.location, "shapes": [list(event.tensor.shape)]}
         size = sum(o.nbytes for some, _ in (*self._lists, (outputs, {})) for o in some if isinstance(o, torch.Tensor))
         if len(self._lists) <= _MAX_GATHERS and size <= _GATHERED_BYTES:
-            self._lists.append((outputs, {"location": location, "shapes": [list(tensor.shape)]}))
+            self._lists.append((outputs, fact))
 
-    def drop_gathers(self) -> None:
+    def _drop_gathers(self, _: ForwardBegan) -> None:
         """Let go of lists that no backward has followed: in a validation none will, and they may hold their graph."""
         self._lists.clear()
 
-    def close_gathers(self) -> None:
+    def _close_gathers(self, _: BackwardBegan) -> None:
         """Judge which gathers have cut the gradient: those whose own slot was not put back."""
         lists, self._lists = self._lists, []
         for outputs, fact in lists:
             if any(isinstance(o, torch.Tensor) and o.requires_grad for o in outputs):
                 continue  # the usual way to keep the local gradient
-            self._recorder.window.gathered.append(fact)
+            self._state.window.gathered.append(fact)
             if self._gathers < _MAX_GATHERS:
                 self._announce(f"gathered:{self._gathers}", fact)
                 self._gathers += 1

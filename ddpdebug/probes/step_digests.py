@@ -1,19 +1,72 @@
-"""What is taken of gradients, state and frozen parameters at a checked optimizer step."""
+"""Digests of gradients, parameters, optimizer state and frozen parameters at a checked optimizer step."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 
 from ddpdebug import fingerprint, torch_internals as internals
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes import async_copy as device, gradients
-from ddpdebug.probes.ddp_wrapper import Wrapper
 from ddpdebug.probes.optimizers import OptimizerWatch
-from ddpdebug.probes.record import StepRecord, Window
+from ddpdebug.probes.record import StepRecord
+from ddpdebug.probes.step_state import StepState, Window
+from ddpdebug.probes.training_events import Bus, GradientsFinal, StateRead, StepClosing, StepOpened
 from ddpdebug.schema.row import Flag
 
 _FROZEN_EVERY = 16
+
+
+class StepDigests:
+    """Takes them, each kind under a part of its own.
+
+    Args:
+        want_norms: a comparison with a tolerance needs numbers, not digests.
+    """
+
+    def __init__(self, bus: Bus, state: StepState, guard: Guard, *, want_norms: bool = False) -> None:
+        self._bus, self._state, self._run = bus, state, guard.run
+        bus.on("probe:parameters", StepOpened, self._parameters_before)
+        bus.on("probe:state", StepOpened, self._state_before)
+        bus.on("probe:step-gradients", GradientsFinal, self._gradients)
+        bus.on("probe:parameters", StepClosing, self._parameters_after)
+        bus.on("probe:state", StepClosing, self._state_after)
+        bus.on("probe:frozen", StepClosing, self._frozen)
+        if want_norms:
+            bus.on("probe:parameters", StateRead, self._norms)
+
+    @staticmethod
+    def _parameters_before(event: StepOpened) -> None:
+        if event.record.flags & Flag.CHECKED:
+            note_before(event.watch, event.record)
+
+    @staticmethod
+    def _state_before(event: StepOpened) -> None:
+        if event.record.flags & Flag.CHECKED:
+            note_small_state(event.watch, event.record)
+
+    def _gradients(self, event: GradientsFinal) -> None:
+        inside_backward = event.watch.ref is None  # such optimizers have used and cleared them
+        if event.record.flags & Flag.CHECKED and not inside_backward:
+            note_gradients(self._state.window, event.watch, event.record)
+
+    @staticmethod
+    def _parameters_after(event: StepClosing) -> None:
+        if event.record.flags & Flag.CHECKED:
+            note_after(event.watch, event.record)
+
+    def _state_after(self, event: StepClosing) -> None:
+        if event.record.flags & Flag.CHECKED:
+            keys, tensors = note_state(event.watch, event.record)
+            self._bus.emit(StateRead(event.watch, event.record, keys, tensors))
+
+    @staticmethod
+    def _norms(event: StateRead) -> None:
+        norms = [gradients.norm_of(t) for t in (*event.watch.params, *event.tensors)]
+        event.record.norms = device.numbers(norms)
+
+    def _frozen(self, event: StepClosing) -> None:
+        if event.record.flags & Flag.CHECKED:
+            note_frozen(event.watch, event.record, self._state)
 
 
 def note_gradients(window: Window, watch: OptimizerWatch, record: StepRecord) -> None:
@@ -69,16 +122,14 @@ def note_small_state(watch: OptimizerWatch, record: StepRecord) -> None:
         record.flags |= Flag.STATE_CHANGED_OUTSIDE
 
 
-def note_frozen(
-    watch: OptimizerWatch, record: StepRecord, watches: Sequence[OptimizerWatch], wrappers: Sequence[Wrapper]
-) -> None:
+def note_frozen(watch: OptimizerWatch, record: StepRecord, state: StepState) -> None:
     """Fingerprint DDP parameters that no optimizer steps, now and then: they should not change at all."""
     if watch.index or watch.step % _FROZEN_EVERY:
         return
-    stepped = {id(p) for w in watches for p in w.params}
+    stepped = {id(p) for w in state.watches for p in w.params}
     frozen = [
         (n, p)
-        for wrapper in wrappers
+        for wrapper in state.wrappers
         if (module := wrapper.module()) is not None
         for n, p in internals.named_parameters(module)
         if id(p) not in stepped and n not in wrapper.ignored and not p.requires_grad

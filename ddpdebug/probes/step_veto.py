@@ -7,29 +7,31 @@ away, as after `zero_grad()`. Schedulers and the code around it see an ordinary 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 import torch
 
 from ddpdebug.errors import FindingError
 from ddpdebug.exchange.step_vote import Ballot, NumericGuard
+from ddpdebug.isolation.guard import Guard
+from ddpdebug.probes.optimizers import OptimizerWatch
+from ddpdebug.probes.record import StepRecord
 from ddpdebug.schema.row import Flag
-
-if TYPE_CHECKING:
-    from ddpdebug.probes.optimizers import OptimizerWatch
-    from ddpdebug.probes.record import StepRecord
-    from ddpdebug.probes.recorder import Recorder
 
 _APART = Flag.IN_JOIN | Flag.LOCAL_ONLY
 _BAD = Flag.LOCAL_GRADS_NONFINITE | Flag.GRADS_NONFINITE
 _UNGUARDED = "an optimizer that computes its own gradients (closure) or steps inside backward is not guarded"
 
 
-class Guarding:
-    """The guard at work on one rank."""
+class StepVeto:
+    """The vote on each step at work on one rank.
 
-    def __init__(self, recorder: Recorder, guard: NumericGuard) -> None:
-        self._recorder, self._guard = recorder, guard
+    Args:
+        guard: whose time the wait for other ranks is taken off.
+        vote: counts the ranks' votes.
+    """
+
+    def __init__(self, guard: Guard, vote: NumericGuard) -> None:
+        self._guard, self._vote = guard, vote
         self._ending: tuple[Ballot, str | None] | None = None
         self._told = False
 
@@ -46,13 +48,13 @@ class Guarding:
             together=not record.flags & _APART,
         )
         started = time.perf_counter()
-        bad = self._guard.decide(ballot)
-        self._recorder.guard.forgive(time.perf_counter() - started)
+        bad = self._vote.decide(ballot)
+        self._guard.forgive(time.perf_counter() - started)
         if not bad:
             return False
         record.flags |= Flag.GUARD_SKIPPED
-        note = self._guard.too_many(ballot.optimizer, ballot.step) if self._guard.mode == "skip" else None
-        if self._guard.mode == "stop" or note is not None:
+        note = self._vote.too_many(ballot.optimizer, ballot.step) if self._vote.mode == "skip" else None
+        if self._vote.mode == "stop" or note is not None:
             self._ending = (ballot, note)
             return True
         for group in optimizer.param_groups:
@@ -65,14 +67,14 @@ class Guarding:
         if self._ending is None:
             return None
         ending, self._ending = self._ending, None
-        return self._guard.error(*ending)
+        return self._vote.error(*ending)
 
     def abstain(self, watch: OptimizerWatch) -> None:
         """Tell the other ranks that the gradient scaler skips this step here."""
-        self._guard.abstain(watch.index, watch.step)
+        self._vote.abstain(watch.index, watch.step)
 
     def tell_unguarded(self) -> None:
         """Say once that there is a step that the guard does not cover."""
         if not self._told:
             self._told = True
-            self._recorder.guard.tell("guard", _UNGUARDED)
+            self._guard.tell("guard", _UNGUARDED)

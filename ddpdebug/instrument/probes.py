@@ -1,0 +1,157 @@
+"""The list of probes of one process: each is made here, with what it depends on.
+
+To add one, write its file, in which its constructor subscribes to events (`probes/training_events.py`), and add the
+line that makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ddpdebug.exchange.step_vote import NumericGuard
+from ddpdebug.forensics.loss.dropout_calls import active_calls
+from ddpdebug.forensics.target_leak import Leaks
+from ddpdebug.instrument.patches import Patches
+from ddpdebug.isolation.guard import Guard
+from ddpdebug.probes.buffers import Buffers
+from ddpdebug.probes.entries import entries_of
+from ddpdebug.probes.forward_capture import Scenes
+from ddpdebug.probes.gradient_hooks import GradientHooks
+from ddpdebug.probes.last_state import LastState
+from ddpdebug.probes.loaders import Loaders
+from ddpdebug.probes.loop_calls import LoopCalls
+from ddpdebug.probes.memory import MemoryProbe
+from ddpdebug.probes.models import Models
+from ddpdebug.probes.nonfinite import Numerics
+from ddpdebug.probes.record import StepRecord
+from ddpdebug.probes.recorder import Recorder
+from ddpdebug.probes.replicas import Replicas
+from ddpdebug.probes.step_digests import StepDigests
+from ddpdebug.probes.step_state import StepState
+from ddpdebug.probes.step_veto import StepVeto
+from ddpdebug.probes.training_events import Bus
+from ddpdebug.probes.training_loop.training_loop import Recipe
+from ddpdebug.probes.training_loop.validation_loss import Evaluations
+
+
+def _nothing() -> None:
+    """Stand in for what nobody has asked to be told."""
+
+
+class Probes:
+    """Makes the probes and what puts them into torch.
+
+    Args:
+        hand_over: takes a finished record; must not block.
+        announce: takes (topic, JSON value) once per fact.
+        due: tells for (optimizer, step) whether the sampled tier runs.
+        hand_over_last: takes what the last step of an optimizer has left.
+        on_group: called when a process group may have come into being.
+        stop: returns what is to be raised in the job now, if anything.
+        vote: counts the ranks' votes on steps; None looks at nothing numeric.
+        keep_inputs: bytes of inputs that are held for replays; None takes a share of the models' parameters.
+        want_norms: a comparison with a tolerance needs numbers, not digests.
+        validation_loss: where validation losses are read, as the setting says.
+    """
+
+    def __init__(  # noqa: PLR0913 - what they depend on
+        self,
+        guard: Guard,
+        hand_over: Callable[[StepRecord], None],
+        announce: Callable[[str, Any], None],
+        due: Callable[[int, int], bool],
+        *,
+        hand_over_last: Callable[[StepRecord], None] | None = None,
+        on_group: Callable[[], None] = _nothing,
+        stop: Callable[[], BaseException | None] = _nothing,
+        vote: NumericGuard | None = None,
+        keep_inputs: int | None = None,
+        want_norms: bool = False,
+        validation_loss: str = "modules",
+    ) -> None:
+        self._guard, self._stop, self.entries = guard, stop, entries_of(guard)
+        self.bus, self.state = Bus(guard), StepState()
+        bus, state = self.bus, self.state
+        voting = vote is not None and vote.active
+        self.scenes = Scenes(guard, keep_inputs)
+        self.memory = MemoryProbe(bus)
+        self.buffers = Buffers(bus, state, guard)
+        self.calls = LoopCalls(bus, state, announce)
+        self.loaders = Loaders(bus, state, announce)
+        self.numerics = Numerics(bus, state, guard, self.calls, self.scenes, on=vote is not None, every_step=voting)
+        self.hooks = GradientHooks(state, guard, self.numerics)
+        self.models = Models(bus, state, guard, announce, self.hooks)
+        self.recorder = Recorder(
+            bus,
+            state,
+            guard,
+            models=self.models,
+            hooks=self.hooks,
+            calls=self.calls,
+            veto=StepVeto(guard, vote) if vote is not None and voting else None,
+            hand_over=hand_over,
+            announce=announce,
+            due=due,
+        )
+        self.digests = StepDigests(bus, state, guard, want_norms=want_norms)
+        self.replicas = Replicas(bus, state, guard)
+        self.last_state = LastState(bus, state, guard, hand_over_last or hand_over, due)
+        self.scenes.subscribe(bus, state)
+        self.recipe = Recipe(
+            bus,
+            state,
+            guard,
+            models=self.models,
+            calls=self.calls,
+            scenes=self.scenes,
+            announce=announce,
+            leaks=Leaks(partial(setattr, guard, "quiet")),
+            dropout_calls=active_calls,
+        )
+        self.evaluations = Evaluations(
+            bus,
+            state,
+            guard,
+            calls=self.calls,
+            loaders=self.loaders,
+            tell=self.recipe.tell,
+            source=validation_loss,
+        )
+        self.patches = Patches(
+            bus,
+            state,
+            guard,
+            on_group=on_group,
+            stop=self._stop_here,
+            numerics=self.numerics,
+            evaluations=self.evaluations,
+            functions=validation_loss == "functions",
+        )
+        guard.when_cut(self.entries.tidy)  # after the others: it takes away what they have left in place
+
+    def _stop_here(self) -> None:
+        """Raise what all ranks agreed to raise at this step, if anything (`--steps`, `on_finding="raise"`, guard)."""
+        if (error := self.recorder.take_halt() or self._guard.contain("stop", self._stop)) is not None:
+            raise error
+
+    def meet(self, world: int) -> None:
+        """Note how many ranks there are."""
+        self.state.world, self.entries.threads.compared = world, world > 1
+
+    def remove(self, *, finished: bool = False) -> None:
+        """Take everything out of torch again.
+
+        Args:
+            finished: the script or an epoch of it came to its end, so that what has not happened will not.
+        """
+        self._guard.run("close:recipe", self.recipe.close, finished=finished)
+        self._guard.run("close:evaluation", self.evaluations.release)
+        self.patches.remove()
+
+    def release(self) -> None:
+        """Remove every hook from the user's tensors and modules."""
+        self.models.release()
+        self.replicas.release()
+        self.scenes.clear()

@@ -1,0 +1,55 @@
+"""Which calls belong to the training that is followed: those of one thread, and of autograd's for its backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpdebug.isolation.guard import Guard
+from ddpdebug.probes.entries import entries_of
+from ddpdebug.probes.step_state import StepState
+
+
+class Followed:
+    """Tells for a call whether it is looked at; what trains in another thread is left alone."""
+
+    def __init__(self, state: StepState, guard: Guard) -> None:
+        self._state, self._guard, self._threads = state, guard, entries_of(guard).threads
+
+    def here(self, *_: Any, **__: Any) -> bool:
+        """Tell whether this is the followed thread."""
+        return self._threads.is_here()
+
+    def forward(self, ddp: DistributedDataParallel, *_: Any, **__: Any) -> bool:
+        """Tell whether a DDP's forward runs in it."""
+        if not torch.is_grad_enabled():
+            return self._threads.is_here()
+        wrapper = self._state.wrapper_of(ddp)
+        if self._threads.begins(0 if wrapper is None else wrapper.index):
+            return True
+        if wrapper is not None:
+            wrapper.elsewhere = True
+        return False
+
+    def backward(self, *_: Any, **__: Any) -> bool:
+        """Tell whether a backward runs in it."""
+        return self._threads.begins() or (bool(self._state.in_backward) and self._threads.is_autograd())
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Tell whether an optimizer steps in it, or inside its backward.
+
+        Where another thread steps what is followed here, nothing can be told from its gradients any more.
+        """
+        if (self._state.in_backward and self._threads.is_autograd()) or self._threads.begins():
+            return True
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for watch in self._state.watches:
+            if not watch.given_up and not stepped.isdisjoint(map(id, watch.params)):
+                watch.given_up = True
+                what = (
+                    f"parameters of optimizer {watch.index} are stepped by several threads: it is no longer looked at"
+                )
+                self._guard.tell("threads", what)
+        return False
