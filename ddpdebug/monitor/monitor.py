@@ -623,7 +623,7 @@ class Monitor:
         run = self._back.run
         for finding in self.reporter.report(raised):
             run("forensics:elements", self._hunt, finding, progress)
-            run("guard", self.numeric_guard.found, finding)
+            run("step-vote", self.numeric_guard.found, finding)
             if finding.severity >= Severity.WARNING and not self._closed:
                 run("schedule", self.schedule.bring_forward, progress)  # what else is wrong by now
             if self.config.on_finding == "raise" and finding.severity >= Severity.ERROR:

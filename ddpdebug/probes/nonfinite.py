@@ -18,7 +18,7 @@ import torch
 from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import location, user_frame
-from ddpdebug.probes import inputs, loss_line, ranges
+from ddpdebug.probes import inputs, loss_line, ranges, training_events as events
 from ddpdebug.probes.entry import watch_entry
 from ddpdebug.probes.forward_capture import Scenes
 from ddpdebug.probes.layer_statistics import Layers
@@ -29,20 +29,7 @@ from ddpdebug.probes.nonfinite_notes import Looks
 from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.record import StepRecord
 from ddpdebug.probes.step_state import StepState
-from ddpdebug.probes.training_events import (
-    Bus,
-    ForwardBegan,
-    ForwardEnded,
-    ForwardFailed,
-    GradientsFinal,
-    LossExamined,
-    LossGiven,
-    ModuleForwardBegan,
-    ModuleForwardEnded,
-    ModuleForwardFailed,
-    NonfiniteMade,
-    StateRead,
-)
+from ddpdebug.probes.training_events import Bus
 from ddpdebug.schema.row import Flag
 
 _MAX_OUTPUTS = 32
@@ -95,24 +82,24 @@ class Numerics:
         guard.needs("probe:numerics-gradients", "probe:gradients")
         guard.needs("probe:layers", "probe:modules", "probe:numerics-forward")  # when a sample begins and ends
         guard.needs("probe:numerics-after", "probe:numerics", "probe:state")  # which judges the step before
-        bus.on("probe:numerics-forward", ForwardBegan, self._forward_begins)
-        bus.on("probe:numerics-forward", ForwardEnded, self._forward_ends)
-        bus.on("probe:numerics-forward", ForwardFailed, self._forward_fails)
-        bus.on("probe:numerics-forward", ModuleForwardBegan, self._module_begins)
-        bus.on("probe:numerics-forward", ModuleForwardEnded, self._forward_ends)
-        bus.on("probe:numerics-forward", ModuleForwardFailed, self._forward_fails)
-        bus.on("probe:numerics-loss", LossGiven, self.note_loss)
-        bus.on("probe:numerics", GradientsFinal, self.before_step)
-        bus.on("probe:numerics-after", StateRead, self.after_step)
+        bus.on("probe:numerics-forward", events.ForwardBegan, self._forward_begins)
+        bus.on("probe:numerics-forward", events.ForwardEnded, self._forward_ends)
+        bus.on("probe:numerics-forward", events.ForwardFailed, self._forward_fails)
+        bus.on("probe:numerics-forward", events.ModuleForwardBegan, self._module_begins)
+        bus.on("probe:numerics-forward", events.ModuleForwardEnded, self._forward_ends)
+        bus.on("probe:numerics-forward", events.ModuleForwardFailed, self._forward_fails)
+        bus.on("probe:numerics-loss", events.LossGiven, self.note_loss)
+        bus.on("probe:numerics", events.GradientsFinal, self.before_step)
+        bus.on("probe:numerics-after", events.StateRead, self.after_step)
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
-    def _forward_begins(self, event: ForwardBegan) -> None:
+    def _forward_begins(self, event: events.ForwardBegan) -> None:
         wrapper = self._state.wrapper_of(event.ddp)
         prefix = f"ddp{wrapper.index}." if wrapper is not None and len(self._state.wrappers) > 1 else ""
         self._begin(event.ddp.module, prefix, event.args, event.kwargs)
 
-    def _module_begins(self, event: ModuleForwardBegan) -> None:
+    def _module_begins(self, event: events.ModuleForwardBegan) -> None:
         self._begin(event.module, "", event.args, event.kwargs)
 
     def _begin(self, module: torch.nn.Module, prefix: str, args: Any, kwargs: Mapping[str, Any]) -> None:
@@ -137,7 +124,7 @@ class Numerics:
         else:
             self._probe.begin(looks, state.next_step(), self.layers.look if self._samples else None)
 
-    def _forward_ends(self, event: ForwardEnded | ModuleForwardEnded) -> None:
+    def _forward_ends(self, event: events.ForwardEnded | events.ModuleForwardEnded) -> None:
         """Look at what the forward returned."""
         looks = self._state.window.looks
         if not self.inside:
@@ -167,7 +154,7 @@ class Numerics:
         if looks.loss_line is None:
             looks.loss_line = self.expression(user_frame())
 
-    def _forward_fails(self, _: ForwardFailed | ModuleForwardFailed) -> None:
+    def _forward_fails(self, _: events.ForwardFailed | events.ModuleForwardFailed) -> None:
         self.abort()
 
     def abort(self) -> None:
@@ -178,7 +165,7 @@ class Numerics:
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
-    def note_loss(self, event: LossGiven) -> None:
+    def note_loss(self, event: events.LossGiven) -> None:
         """Note where a loss comes from: on the CPU one that is non-finite, on a device any in a checked step."""
         looks, loss = self._state.window.looks, event.loss
         if not self._on or looks.loss is not None:
@@ -186,7 +173,7 @@ class Numerics:
         here = loss.device.type == "cpu"
         value = event.read() if here else math.nan
         if math.isfinite(value) and here and self._state.checking:
-            self._bus.emit(LossExamined(loss, looks, finite=True))
+            self._bus.emit(events.LossExamined(loss, looks, finite=True))
         if math.isfinite(value) or not (here or self._state.checking):
             return
         if here:
@@ -200,7 +187,7 @@ class Numerics:
             "operation": None if loss.grad_fn is None else loss.grad_fn.name(),
         }
         if here:
-            self._bus.emit(LossExamined(loss, looks, finite=False))
+            self._bus.emit(events.LossExamined(loss, looks, finite=False))
 
     def expression(self, frame: Any) -> str | None:
         """Return the line that made the loss on which a frame calls backward."""
@@ -239,7 +226,7 @@ class Numerics:
 
     # --- optimizer step -----------------------------------------------------------------------------------------------
 
-    def before_step(self, event: GradientsFinal) -> None:
+    def before_step(self, event: events.GradientsFinal) -> None:
         """Judge the step that the optimizer is about to take; nothing has been changed yet."""
         if not self._on:
             return
@@ -270,7 +257,7 @@ class Numerics:
             self._investigate(record, looks, reduced=reduced, before=before)
         if guilty and not record.flags & Flag.SKIPPED and self._bad.get(watch.index, -2) < watch.step - 1:
             # once: the steps after a bad one are bad as well, and show nothing new
-            self._bus.emit(NonfiniteMade(watch, record))
+            self._bus.emit(events.NonfiniteMade(watch, record))
         if guilty or gradients:
             self._bad[watch.index] = watch.step
         if not gradients and (record.flags & Flag.CHECKED or self._every_step):
@@ -363,7 +350,7 @@ class Numerics:
             names = (new or list(before))[:_MAX_NAMES]
             detail["parameters"] = {"before": names, "after": [], "state": [], "phase": phase}
 
-    def after_step(self, event: StateRead) -> None:
+    def after_step(self, event: events.StateRead) -> None:
         """Look at what a step with finite gradients has left behind."""
         watch, record, keys, tensors = event.watch, event.record, event.keys, event.tensors
         self._guard.run("probe:layers", self.layers.after, watch, record.layers)

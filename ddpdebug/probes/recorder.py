@@ -17,7 +17,7 @@ import torch
 from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import user_location
-from ddpdebug.probes import contract, gradients
+from ddpdebug.probes import contract, gradients, training_events as events
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.gradient_hooks import GradientHooks
 from ddpdebug.probes.loop_calls import LoopCalls
@@ -26,28 +26,7 @@ from ddpdebug.probes.optimizers import OptimizerWatch, first_step, index_of
 from ddpdebug.probes.record import StepRecord
 from ddpdebug.probes.step_state import StepState, Window
 from ddpdebug.probes.step_veto import StepVeto
-from ddpdebug.probes.training_events import (
-    Averaged,
-    BackwardBegan,
-    BackwardEnded,
-    BackwardFailed,
-    Bus,
-    ForwardBegan,
-    ForwardEnded,
-    ForwardFailed,
-    GradientsFinal,
-    LossGiven,
-    NeverStepped,
-    OptimizerEnded,
-    ParametersUnwrapped,
-    StepBegan,
-    StepClosed,
-    StepClosing,
-    StepEnded,
-    StepOpened,
-    StepSkipped,
-    Tensors,
-)
+from ddpdebug.probes.training_events import Bus, Tensors
 from ddpdebug.probes.values import loss_reader, rng_digest
 from ddpdebug.schema.row import Flag
 
@@ -100,16 +79,16 @@ class Recorder:
         guard.when_off("probe:backward", self._forget_backward)
         guard.needs("probe:forward", "probe:no-sync")  # whether its backward is meant to be reduced
         guard.needs("probe:losses", "probe:scaler")  # what the losses were multiplied with
-        bus.on("probe:forward", ForwardBegan, self.begin_forward)
-        bus.on("probe:forward", ForwardEnded, self.end_forward)
-        bus.on("probe:forward", ForwardFailed, self._forward_fails)
-        bus.on("probe:backward", BackwardBegan, self.begin_backward)
-        bus.on("probe:backward", BackwardEnded, self.end_backward)
-        bus.on("probe:backward", BackwardFailed, self._backward_fails)
-        bus.on("probe:optimizer", StepBegan, self.pre_step)
-        bus.on("probe:optimizer", StepEnded, self.post_step)
-        bus.on("probe:optimizer", StepSkipped, self._skipped)
-        bus.on("probe:wrapper", Averaged, self._averages)
+        bus.on("probe:forward", events.ForwardBegan, self.begin_forward)
+        bus.on("probe:forward", events.ForwardEnded, self.end_forward)
+        bus.on("probe:forward", events.ForwardFailed, self._forward_fails)
+        bus.on("probe:backward", events.BackwardBegan, self.begin_backward)
+        bus.on("probe:backward", events.BackwardEnded, self.end_backward)
+        bus.on("probe:backward", events.BackwardFailed, self._backward_fails)
+        bus.on("probe:optimizer", events.StepBegan, self.pre_step)
+        bus.on("probe:optimizer", events.StepEnded, self.post_step)
+        bus.on("probe:optimizer", events.StepSkipped, self._skipped)
+        bus.on("probe:wrapper", events.Averaged, self._averages)
 
     def take_halt(self) -> BaseException | None:
         """Return what the vote on the step that just began asks to be raised, once."""
@@ -128,12 +107,12 @@ class Recorder:
         for wrapper in state.wrappers:
             wrapper.cut()
 
-    def _averages(self, _: Averaged) -> None:
+    def _averages(self, _: events.Averaged) -> None:
         self._averaged = True
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
-    def begin_forward(self, event: ForwardBegan) -> None:
+    def begin_forward(self, event: events.ForwardBegan) -> None:
         """Note the inputs and the promise of a DDP forward."""
         ddp, w = event.ddp, self._state.window
         wrapper = self._models.wrapped(ddp)
@@ -167,7 +146,7 @@ class Recorder:
     def _look_at_output(self, outputs: Tensors) -> None:
         self._state.window.output += _digests(outputs, _OUTPUT_BYTES)
 
-    def end_forward(self, event: ForwardEnded) -> None:
+    def end_forward(self, event: events.ForwardEnded) -> None:
         """Note the output of a DDP forward."""
         self._models.wrapped(event.ddp).in_forward = False
         started = self._started.pop() if self._started else 0.0
@@ -183,7 +162,7 @@ class Recorder:
         if w.rng and rng_digest() != w.rng:
             w.flags |= Flag.RNG_USED_IN_FORWARD
 
-    def _forward_fails(self, event: ForwardFailed) -> None:
+    def _forward_fails(self, event: events.ForwardFailed) -> None:
         if (wrapper := self._state.wrapper_of(event.ddp)) is not None:
             wrapper.in_forward = False
         if self._started:
@@ -191,7 +170,7 @@ class Recorder:
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
-    def begin_backward(self, event: BackwardBegan) -> None:
+    def begin_backward(self, event: events.BackwardBegan) -> None:
         """Note the loss."""
         state, roots = self._state, event.roots
         state.in_backward += 1
@@ -200,7 +179,7 @@ class Recorder:
         if known and len(roots) == state.in_backward == 1 and internals.is_plain(roots[0]) and roots[0].numel() == 1:
             read = loss_reader(roots[0].detach(), self._calls.take_scale())
             state.window.losses.append(read)
-            self._bus.emit(LossGiven(roots[0], read))
+            self._bus.emit(events.LossGiven(roots[0], read))
         self._started[-1] = time.perf_counter()
 
     def _forget_backward(self) -> None:
@@ -208,11 +187,11 @@ class Recorder:
         self._state.in_backward = 0
         self._started.clear()
 
-    def _backward_fails(self, _: BackwardFailed) -> None:
+    def _backward_fails(self, _: events.BackwardFailed) -> None:
         """Note that a backward has raised: which gradients came and which were reduced, nobody knows."""
         self._guard.cut()
 
-    def end_backward(self, _: BackwardEnded) -> None:
+    def end_backward(self, _: events.BackwardEnded) -> None:
         """Note what was reduced."""
         state = self._state
         if not state.in_backward:  # it was cut
@@ -226,7 +205,7 @@ class Recorder:
         w.micro_batches += 1
         state.backwards += 1
         if state.backwards == _LONELY_BACKWARDS and not state.watches:
-            self._bus.emit(NeverStepped())
+            self._bus.emit(events.NeverStepped())
         location: str | None = None
         for wrapper in state.wrappers:
             if not wrapper.arrived or wrapper.elsewhere or "probe:forward" in self._guard.off:
@@ -242,7 +221,7 @@ class Recorder:
 
     # --- optimizer ----------------------------------------------------------------------------------------------------
 
-    def pre_step(self, event: StepBegan) -> None:
+    def pre_step(self, event: events.StepBegan) -> None:
         """Open the record of a step just before an optimizer changes anything."""
         optimizer = event.optimizer
         if self._stepping and id(optimizer) in self._stepping:
@@ -259,9 +238,9 @@ class Recorder:
         record = self._begin(watch)
         if event.closure:
             record.flags |= Flag.CLOSURE
-        self._bus.emit(StepOpened(watch, record))
+        self._bus.emit(events.StepOpened(watch, record))
         if not event.closure:
-            self._bus.emit(GradientsFinal(watch, record))
+            self._bus.emit(events.GradientsFinal(watch, record))
         if self._veto is not None and self._is_kept_from(self._veto, optimizer, watch, record):
             return
         self._pre = (watch, record, time.perf_counter())
@@ -280,7 +259,7 @@ class Recorder:
             self._halt = veto.error()
         return ends
 
-    def post_step(self, event: StepEnded) -> None:
+    def post_step(self, event: events.StepEnded) -> None:
         """Close the record just after the step, and hand it over."""
         optimizer = event.optimizer
         if id(optimizer) not in self._stepping:
@@ -293,10 +272,10 @@ class Recorder:
         self._pre = None
         record.fields["optimizer_seconds"] = time.perf_counter() - started
         if record.flags & Flag.CHECKED and record.flags & Flag.CLOSURE:
-            self._bus.emit(GradientsFinal(watch, record))
+            self._bus.emit(events.GradientsFinal(watch, record))
         self._finish(watch, record)
 
-    def _skipped(self, event: StepSkipped) -> None:
+    def _skipped(self, event: events.StepSkipped) -> None:
         """Note a step that GradScaler did not let happen; it counts as an attempt."""
         watch = self._watch(event.optimizer)
         if self._veto is not None:
@@ -318,7 +297,7 @@ class Recorder:
         return watch
 
     def _ended(self, watch: OptimizerWatch) -> None:
-        self._bus.emit(OptimizerEnded(watch))
+        self._bus.emit(events.OptimizerEnded(watch))
 
     def end(self) -> None:
         """Tell that no optimizer steps any more."""
@@ -330,7 +309,7 @@ class Recorder:
         if watch.refresh(state.wrappers):
             run("probe:gradients", self._hook, watch)
             if not any(watch.owned):
-                self._bus.emit(ParametersUnwrapped(watch.params))
+                self._bus.emit(events.ParametersUnwrapped(watch.params))
         flags = Flag.FIRST if watch.step == 0 else Flag(0)
         if (state.checking or self._due(watch.index, watch.step)) and not state.window.cut:
             flags |= Flag.CHECKED
@@ -351,12 +330,12 @@ class Recorder:
 
     def _finish(self, watch: OptimizerWatch, record: StepRecord) -> None:
         state = self._state
-        self._bus.emit(StepClosing(watch, record))
+        self._bus.emit(events.StepClosing(watch, record))
         for wrapper in watch.wrappers:
             wrapper.pending = None
         record.fields |= self._numbers()
         record.loss_scale = self._calls.last_loss_scale
-        self._bus.emit(StepClosed(watch, record))
+        self._bus.emit(events.StepClosed(watch, record))
         state.window.looks.let_go()
         self._hand_over(record)
         watch.step += 1
@@ -397,7 +376,7 @@ class Recorder:
         self._fused_stepped = False
         assert self._fused is not None
         record = self._begin(self._fused)
-        self._bus.emit(GradientsFinal(self._fused, record))
+        self._bus.emit(events.GradientsFinal(self._fused, record))
         self._finish(self._fused, record)
 
 

@@ -136,7 +136,7 @@ def test_forwards_that_were_followed(name: str, mode: str, results: dict[tuple[s
 
 _HARMS = {
     "draws a random number": "import torch; torch.rand(1)",
-    "changes one bit of a weight": "w = args[0].module[0].weight.data.view(torch.int32); w[0] ^= 1",
+    "changes one bit of a weight": "w = args[0].ddp.module[0].weight.data.view(torch.int32); w[0] ^= 1",
 }
 
 

@@ -20,29 +20,13 @@ from ddpdebug import torch_internals as internals
 from ddpdebug.errors import text_of
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import user_location
+from ddpdebug.probes import training_events as events
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.forward_capture import Scene, Scenes
 from ddpdebug.probes.loop_calls import LoopCalls
 from ddpdebug.probes.models import Models
 from ddpdebug.probes.step_state import StepState
-from ddpdebug.probes.training_events import (
-    BackwardBegan,
-    BackwardEnded,
-    Bus,
-    Clipped,
-    ForwardBegan,
-    ForwardEnded,
-    ForwardFailed,
-    OptimizerBuilt,
-    ScalerSteps,
-    SchedulerBuilt,
-    SchedulerStepped,
-    StepBegan,
-    StepEnded,
-    StepSkipped,
-    Unscaled,
-    ValuesClipped,
-)
+from ddpdebug.probes.training_events import Bus
 from ddpdebug.probes.training_loop.detached_parts import Cuts
 from ddpdebug.probes.training_loop.eval_dropout import Chance, DropoutCalls
 from ddpdebug.probes.training_loop.input_statistics import Inputs
@@ -156,22 +140,22 @@ class Recipe:
         guard.needs("probe:clearing", "probe:recipe")  # which backward and step a gradient was seen in
         guard.needs("probe:labels", "probe:losses")
         guard.needs("probe:leaks", "probe:losses")
-        bus.on("probe:recipe-forward", ForwardBegan, self._forward)
-        bus.on("probe:recipe-forward", ForwardEnded, self._output)
-        bus.on("probe:recipe-forward", ForwardFailed, self._fails)
-        bus.on("probe:losses", BackwardBegan, self._look_at_loss)
-        bus.on("probe:recipe", BackwardBegan, self._begin_backward)
-        bus.on("probe:recipe", BackwardEnded, self._end_backward)
-        bus.on("probe:clip", Clipped, self._clipped)
-        bus.on("probe:clip", ValuesClipped, self._clipped)
-        bus.on("probe:clip", Unscaled, self._unscales)
-        bus.on("probe:scaler", ScalerSteps, self._scaler_steps)
-        bus.on("probe:recipe", StepBegan, self._before_step)
-        bus.on("probe:recipe", StepEnded, self._after_step)
-        bus.on("probe:scaler", StepSkipped, self._skipped)
-        bus.on("probe:audit", OptimizerBuilt, self._built)
-        bus.on("probe:schedules", SchedulerBuilt, self.scheduler_built)
-        bus.on("probe:schedules", SchedulerStepped, self.scheduled)
+        bus.on("probe:recipe-forward", events.ForwardBegan, self._forward)
+        bus.on("probe:recipe-forward", events.ForwardEnded, self._output)
+        bus.on("probe:recipe-forward", events.ForwardFailed, self._fails)
+        bus.on("probe:losses", events.BackwardBegan, self._look_at_loss)
+        bus.on("probe:recipe", events.BackwardBegan, self._begin_backward)
+        bus.on("probe:recipe", events.BackwardEnded, self._end_backward)
+        bus.on("probe:clip", events.Clipped, self._clipped)
+        bus.on("probe:clip", events.ValuesClipped, self._clipped)
+        bus.on("probe:clip", events.Unscaled, self._unscales)
+        bus.on("probe:scaler", events.ScalerSteps, self._scaler_steps)
+        bus.on("probe:recipe", events.StepBegan, self._before_step)
+        bus.on("probe:recipe", events.StepEnded, self._after_step)
+        bus.on("probe:scaler", events.StepSkipped, self._skipped)
+        bus.on("probe:audit", events.OptimizerBuilt, self._built)
+        bus.on("probe:schedules", events.SchedulerBuilt, self.scheduler_built)
+        bus.on("probe:schedules", events.SchedulerStepped, self.scheduled)
 
     def _forget_loop(self) -> None:
         """Keep nothing of a step that has no end any more."""
@@ -182,26 +166,26 @@ class Recipe:
         self.abort()
         self._loop.trained = self._loop.in_eval = 0
 
-    def _built(self, event: OptimizerBuilt) -> None:
+    def _built(self, event: events.OptimizerBuilt) -> None:
         """Note a new optimizer; one for each parameter (optimizers that step inside backward) are not followed."""
         self.audit.built(event.optimizer)
         if self.clearing.number() < _MAX_OPTIMIZERS:
             self._run("probe:clearing", self.clearing.of, event.optimizer)
 
-    def scheduled(self, event: SchedulerStepped) -> None:
+    def scheduled(self, event: events.SchedulerStepped) -> None:
         """Note a call of a scheduler's `step`; a given epoch is absolute: said twice it is the same."""
         if event.absolute:
             self.schedules.moved(event.scheduler)
         else:
             self.schedules.called(event.scheduler)
 
-    def scheduler_built(self, event: SchedulerBuilt) -> None:
+    def scheduler_built(self, event: events.SchedulerBuilt) -> None:
         """Note a scheduler whose constructor does not step it."""
         self.schedules.built(event.scheduler)
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
-    def _forward(self, event: ForwardBegan) -> None:
+    def _forward(self, event: events.ForwardBegan) -> None:
         """Look at a DDP forward that begins."""
         ddp = event.ddp
         root = internals.unwrap_compiled(ddp.module)
@@ -238,7 +222,7 @@ class Recipe:
             self._no_grad[key] = NoGrad(root, self._entries)
             run("probe:no-grad", self._no_grad[key].begin)
 
-    def _output(self, event: ForwardEnded) -> None:
+    def _output(self, event: events.ForwardEnded) -> None:
         """Look at a DDP forward that has ended."""
         ddp, run = event.ddp, self._run
         if calls := run("probe:chance", self._chance.end, internals.unwrap_compiled(ddp.module)):
@@ -256,7 +240,7 @@ class Recipe:
         if torch.is_grad_enabled() and self._forwards.get(key) == 2:
             run("probe:unregistered", self._unregistered, event)
 
-    def _unregistered(self, event: ForwardEnded) -> None:
+    def _unregistered(self, event: events.ForwardEnded) -> None:
         """Look for parameters that an output was computed with and that nobody has."""
         if not self._threads.several:
             modules = [m for w in self._state.wrappers if (m := w.module()) is not None]
@@ -278,7 +262,7 @@ class Recipe:
         if self._leaks is not None:
             self._leaks.drop()
 
-    def _fails(self, event: ForwardFailed) -> None:
+    def _fails(self, event: events.ForwardFailed) -> None:
         self.abort()
         if isinstance(event.error, RuntimeError) and _UNREDUCED in text_of(event.error):  # no further step will come
             self._tell_no_grad()
@@ -311,7 +295,7 @@ class Recipe:
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
-    def _begin_backward(self, _: BackwardBegan) -> None:
+    def _begin_backward(self, _: events.BackwardBegan) -> None:
         """Note a backward that begins."""
         if self._state.in_backward:
             return
@@ -321,7 +305,7 @@ class Recipe:
         loop.scale = self._calls.known_scale() if self._calls.is_scaled else None
         loop.lines.append(user_location())
 
-    def _look_at_loss(self, event: BackwardBegan) -> None:
+    def _look_at_loss(self, event: events.BackwardBegan) -> None:
         """Look at what the loss is made of, before backward frees its graph."""
         state, loop, roots = self._state, self._loop, event.roots
         if state.in_backward:
@@ -364,7 +348,7 @@ class Recipe:
 
         self._leaks.loss(scenes[-1], *target_of(term), reader)
 
-    def _end_backward(self, _: BackwardEnded) -> None:
+    def _end_backward(self, _: events.BackwardEnded) -> None:
         """See which gradients have come."""
         if not self._state.in_backward:
             self._backwards += 1
@@ -372,7 +356,7 @@ class Recipe:
 
     # --- what stands between backward and step ------------------------------------------------------------------------
 
-    def _clipped(self, event: Clipped | ValuesClipped) -> None:
+    def _clipped(self, event: events.Clipped | events.ValuesClipped) -> None:
         """Note a gradient clipping."""
         if "probe:recipe" in self._guard.off:  # nothing would ever begin a new step
             return
@@ -381,14 +365,14 @@ class Recipe:
             loop.clip = loop.clip or event.location or "unknown"
         loop.touched = True
 
-    def _unscales(self, _: Unscaled) -> None:
+    def _unscales(self, _: events.Unscaled) -> None:
         self._unscaled()
 
     def _unscaled(self) -> None:
         """Note that the gradients carry no loss scale any more."""
         self._loop.scale, self._loop.touched = None, True
 
-    def _scaler_steps(self, _: ScalerSteps) -> None:
+    def _scaler_steps(self, _: events.ScalerSteps) -> None:
         """Note that GradScaler is about to step, and to unscale what was not unscaled before."""
         loop = self._loop
         if loop.clip is not None:
@@ -399,7 +383,7 @@ class Recipe:
 
     # --- optimizer ----------------------------------------------------------------------------------------------------
 
-    def _before_step(self, event: StepBegan) -> None:
+    def _before_step(self, event: events.StepBegan) -> None:
         """Look at what led to an optimizer step."""
         optimizer = event.optimizer
         if id(optimizer) in self._stepping:
@@ -495,7 +479,7 @@ class Recipe:
         if self._steps >= JUDGE:
             self._tell_no_grad()
 
-    def _after_step(self, event: StepEnded) -> None:
+    def _after_step(self, event: events.StepEnded) -> None:
         """Begin the next step."""
         optimizer = event.optimizer
         if not self._stepping or self._stepping.pop() != id(optimizer) or self._stepping:
@@ -507,7 +491,7 @@ class Recipe:
         self._last = (weakref.ref(optimizer), self._backwards)
         self._loop = _Loop()
 
-    def _skipped(self, event: StepSkipped) -> None:
+    def _skipped(self, event: events.StepSkipped) -> None:
         """Begin the next step after one that GradScaler did not let happen."""
         self._run("probe:clearing", self.clearing.after_step, event.optimizer)
         self._run("probe:schedules", self.schedules.forgive)
