@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,28 @@ def _forget_the_compiler() -> Iterator[None]:
 
         if anything_compiled():
             torch._dynamo.reset()
+
+
+def _modes() -> list[Any]:
+    """Return what is process-wide in torch and not seeded."""
+    torch = sys.modules["torch"]
+    return [
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
+        (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _leaves_torch_as_it_was() -> Iterator[None]:
+    """No test changes the modes of torch for those that come after, nor does what it calls."""
+    before = _modes() if hasattr(sys.modules.get("torch"), "autograd") else None
+    yield
+    if before is not None:
+        assert _modes() == before
 
 
 @pytest.fixture(scope="session")

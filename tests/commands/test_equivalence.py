@@ -52,7 +52,7 @@ def factories(tmp_path: Path) -> Path:
     [
         ("good", 0, "verdict: equivalent: 2 ranks train like one process in 3 steps (exit 0)"),
         ("odd", 2, "error: a batch of 7 cannot be split into 2 equal parts; make it a multiple of 2"),
-        ("fails", 3, "rank 0: exception: KeyError: 'no data'"),
+        ("fails", 3, ": exception: KeyError: 'no data'"),  # of the rank that is first
         ("dies", 4, "rank 1: died by SIGKILL"),
         ("missing", 2, "has no function 'missing'"),
     ],

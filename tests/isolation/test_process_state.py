@@ -16,8 +16,7 @@ from ddpdebug.isolation.process_state import Autocast, RandomState, kept_random_
 def state() -> list[Any]:
     return [
         random.getstate(),
-        np.random.get_state()[1].tolist(),  # noqa: NPY002 - the global generator
-        np.random.get_state()[2:],  # noqa: NPY002
+        [np.random.get_state()[1].tolist(), *np.random.get_state()[2:]],  # noqa: NPY002 - the global generator
         torch.get_rng_state().tolist(),
         torch.get_default_dtype(),
         torch.is_grad_enabled(),
