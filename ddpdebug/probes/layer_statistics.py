@@ -126,7 +126,8 @@ class _Call:
     module: torch.nn.Module
     about: dict[str, Any]
     part: torch.Tensor
-    memory: int  # where the result lies
+    result: weakref.ref[torch.Tensor]  # dead once its memory may be used again
+    memory: int  # where it lies
     convolution: bool  # the last layer with weights was one
 
 
@@ -194,14 +195,15 @@ class Layers:
         whole = ranges.real_view(tensor)
         if whole is None or whole.dim() < 2:
             return
-        self._seen[key] = (weakref.ref(tensor), version)
+        ref = weakref.ref(tensor)
+        self._seen[key] = (ref, version)
         part = _part(whole)
         part = part.to(torch.float64 if part.dtype == torch.float64 else torch.float32, copy=True)
         kind = None if tensor.grad_fn is None else _KINDS.get(tensor.grad_fn.name())
         time = self._times[id(module)] = self._times.get(id(module), -1) + 1
         about: dict[str, Any] = {"class": type(module).__name__, "role": role, "call": time, "kind": kind}
         about["leaf"] = self._leaves
-        self._calls.append(_Call(module, about, part, tensor.untyped_storage().data_ptr(), self._convolution))
+        self._calls.append(_Call(module, about, part, ref, tensor.untyped_storage().data_ptr(), self._convolution))
 
     def _measure(self, call: _Call) -> dict[str, Any]:
         """Return the statistics of a call; what is a position in `numbers` may still be on a device."""
@@ -239,7 +241,7 @@ class Layers:
                 seen = self._measure(call)
                 fired = seen.pop("fired", None)
                 units = self._fired(path, *fired) if fired is not None else {}
-            hidden = before and call.memory not in given
+            hidden = before and (call.result() is None or call.memory not in given)
             self._notes.calls.append({"path": path, **about, **seen, **units, "hidden": hidden})
         self._notes.numbers = device.numbers(self._numbers)
         self.forget()

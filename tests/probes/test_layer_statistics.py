@@ -191,3 +191,18 @@ def test_what_is_written_in_place_later_was_seen_as_it_was() -> None:
     found = detail(sample(net, Layers(), x))["modules"]
     assert found["0"]["mean"] == pytest.approx(float(expected), rel=1e-4)
     assert found["1 (input)"]["zero"] > 0
+
+
+def test_a_hidden_activation_is_hidden_wherever_it_lay() -> None:
+    """Its memory may have been used again for the output, which is told apart from the output itself."""
+    net, layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), Layers()
+    assert layers.begin(Window(), net)
+    hidden = torch.randn(64, 64)
+    storage = hidden.untyped_storage()
+    layers.look(net[0], (), hidden)
+    del hidden
+    output = torch.empty(0).set_(storage, 0, (64, 64))  # type: ignore[call-overload]  # the same memory
+    layers.look(net[1], (), output)
+    layers.end(net, "", output)
+    notes = layers._notes
+    assert [(call["path"], call["hidden"]) for call in notes.calls] == [("0", True), ("1", False)]
