@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ddpdebug.detectors.thresholds import threshold
+from ddpdebug.schema.announcements import read_announcement
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
 
@@ -20,10 +21,21 @@ Labels = Mapping[int, Hashable]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """An example's announcements of one topic by all ranks, as `compare` gets them."""
+    """An example's announcements of one topic by all ranks, as `compare` gets them; made of JSON values.
+
+    Raises:
+        ValueError: no rank says such a thing.
+    """
 
     topic: str
     values: Mapping[int, Any]
+
+    def __post_init__(self) -> None:
+        """Read the values."""
+        read = {rank: read_announcement(self.topic, value) for rank, value in self.values.items() if value is not None}
+        if None in read.values():
+            raise ValueError(f"no {self.topic}: {self.values!r}")
+        object.__setattr__(self, "values", read)
 
 
 class Examples:

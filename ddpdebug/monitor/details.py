@@ -7,32 +7,47 @@ are taken in one go; those of the user (modules, buffers) may change while they 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.probes.record import StepRecord
 from ddpdebug.probes.recorder import Recorder
+from ddpdebug.schema.details import (
+    BufferDigests,
+    Bypass,
+    Contract,
+    Detail,
+    Gradients,
+    HyperParameters,
+    LayerStatistics,
+    Modes,
+    OptimizerState,
+    Parameters,
+    Recipe,
+    Replicas,
+    hex_digest,
+)
 
 _MAX_NAMES = 20_000
 
 
-def answer(kind: str, record: StepRecord, recorder: Recorder) -> Any:
-    """Return the JSON value of one detail kind (see `details.py`) for a step of this rank."""
-    build: Callable[[StepRecord, Recorder], Any] = _BUILDERS[kind]
-    return build(record, recorder)
+def answer(kind: str, record: StepRecord, recorder: Recorder) -> Detail | None:
+    """Return one kind of detail (see `schema/details.py`) for a step of this rank; None where it cannot tell."""
+    return _BUILDERS[kind](record, recorder)
 
 
 def is_known(kind: str, record: StepRecord, recorder: Recorder) -> bool:
     """Tell whether the answer is complete: the line of a direct call shows only when it is made again."""
     if kind == "holders":
         return recorder.memory.holders_known()
-    if kind != "contract" or not record.contract.get("bypass"):
+    if kind != "contract" or record.contract.bypass is None:
         return True
     return any(w.call_site is not None and w.call_site.location is not None for w in recorder.wrappers)
 
 
 def _hex(table: Mapping[str, int]) -> dict[str, str]:
-    return {name: f"{value:016x}" for name, value in list(table.items())[:_MAX_NAMES]}
+    return {name: hex_digest(value) for name, value in list(table.items())[:_MAX_NAMES]}
 
 
 def _split(table: Mapping[str, int], record: StepRecord, *, owned: bool) -> dict[str, int]:
@@ -43,21 +58,21 @@ def _split(table: Mapping[str, int], record: StepRecord, *, owned: bool) -> dict
     }
 
 
-def _parameters(record: StepRecord, recorder: Recorder) -> dict[str, Any]:
+def _parameters(record: StepRecord, recorder: Recorder) -> Parameters:
     del recorder
     after = record.digest_table(record.after)
     no_ddp = not any(record.owned)
     before = record.digest_table(record.before)
-    return {
-        "before": _hex(before),
-        "after": _hex(after if no_ddp else _split(after, record, owned=True)),
-        "previous": _hex(_previous(record, before)),
-        "foreign": {} if no_ddp else _hex(_split(after, record, owned=False)),
-        "frozen": _hex(dict(zip(record.frozen_names, record.frozen(), strict=True))) if record.frozen else {},
-        "order": list(record.names),
-        "norms": dict(zip(record.names, record.norms(), strict=False)) if record.norms else {},
-        "loads": record.window.loads,
-    }
+    return Parameters(
+        before=_hex(before),
+        after=_hex(after if no_ddp else _split(after, record, owned=True)),
+        previous=_hex(_previous(record, before)),
+        foreign={} if no_ddp else _hex(_split(after, record, owned=False)),
+        frozen=_hex(dict(zip(record.frozen_names, record.frozen(), strict=True))) if record.frozen else {},
+        order=tuple(record.names),
+        norms=dict(zip(record.names, record.norms(), strict=False)) if record.norms else {},
+        loads=tuple(record.window.loads),
+    )
 
 
 def _previous(record: StepRecord, before: Mapping[str, int]) -> dict[str, int]:
@@ -68,68 +83,66 @@ def _previous(record: StepRecord, before: Mapping[str, int]) -> dict[str, int]:
     return {name: before[name] if old == new else old for name, old, new in rows}
 
 
-def _gradients(record: StepRecord, recorder: Recorder) -> dict[str, Any]:
+def _gradients(record: StepRecord, recorder: Recorder) -> Gradients:
     table = record.digest_table(record.grads)
     local_sums, local_norms, reduced_sums, reduced_norms = record.checksums()
     norms = record.touched_norms() if record.touched_norms is not None else []
     touched = dict(zip((record.names[i] for i in record.touched), norms, strict=True))
     del recorder
-    return {
-        "digests": _hex(_split(table, record, owned=True)),
-        "foreign": _hex(_split(table, record, owned=False)),
-        "missing": list(record.missing),
-        "local_sums": local_sums,
-        "local_norms": local_norms,
-        "reduced_sums": reduced_sums,
-        "reduced_norms": reduced_norms,
-        "step_norms": {**reduced_norms, **touched},
-    }
+    return Gradients(
+        digests=_hex(_split(table, record, owned=True)),
+        foreign=_hex(_split(table, record, owned=False)),
+        missing=tuple(record.missing),
+        local_sums=local_sums,
+        local_norms=local_norms,
+        reduced_sums=reduced_sums,
+        reduced_norms=reduced_norms,
+        step_norms={**reduced_norms, **touched},
+    )
 
 
-def _contract(record: StepRecord, recorder: Recorder) -> dict[str, Any]:
+def _contract(record: StepRecord, recorder: Recorder) -> Contract:
     unreduced: dict[str, str] = {}
     for name, parameter, _, owner in recorder.watch_of(record.optimizer).table:
         reason = "never-wrapped" if owner is None else owner.unreduced(name.removesuffix("'"), parameter)
         if reason is not None and parameter.requires_grad:
             unreduced[name] = reason
-    contract = dict(record.contract)
     wrappers = tuple(recorder.wrappers)
+    bypass = record.contract.bypass
     site = next((w.call_site.location for w in wrappers if w.call_site and w.call_site.location), None)
-    if contract.get("bypass") and site:
-        contract["bypass"] = {"location": site}
-    finds = [bool(ddp.find_unused_parameters) for w in wrappers if (ddp := w.ref()) is not None]
-    return {
-        **contract,
-        "unreduced": unreduced,
-        "gathered": record.window.gathered,
-        "clips": record.window.clips,
-        "find_unused": any(finds),
-    }
+    return replace(
+        record.contract,
+        bypass=Bypass(location=site) if bypass is not None and site else bypass,
+        unreduced=unreduced,
+        gathered=tuple(record.window.gathered),
+        clips=tuple(record.window.clips),
+        find_unused=any(ddp.find_unused_parameters for w in wrappers if (ddp := w.ref()) is not None),
+    )
 
 
-def _state(record: StepRecord, recorder: Recorder) -> dict[str, Any]:
+def _state(record: StepRecord, recorder: Recorder) -> OptimizerState:
     del recorder
     table: dict[str, dict[str, Any]] = {}
     values = record.state() if record.state is not None else []
     for (name, key), value in zip(record.state_keys, values, strict=True):
-        table.setdefault(name, {})[key] = f"{value:016x}"
+        table.setdefault(name, {})[key] = hex_digest(value)
     for name, key, value in record.state_plain:
-        table.setdefault(name, {})[key] = f"{value:016x}"
+        table.setdefault(name, {})[key] = hex_digest(value)
     if record.norms is not None:
         names = [f"{name}:{key}" for name, key in record.state_keys]
         table[""] = dict(zip(names, record.norms()[len(record.names) :], strict=True))
-    return table
+    return OptimizerState(states=table)
 
 
-def _buffers(record: StepRecord, recorder: Recorder) -> dict[str, Any]:
+def _buffers(record: StepRecord, recorder: Recorder) -> BufferDigests:
     del recorder
     digests: dict[str, int] = {}
     for names, later in record.window.buffers:
         digests.update(zip(names, later(), strict=True))
-    return {"digests": _hex(digests)}
+    return BufferDigests(digests=_hex(digests))
 
 
-def _modes(record: StepRecord, recorder: Recorder) -> dict[str, bool]:
+def _modes(record: StepRecord, recorder: Recorder) -> Modes:
     seen = list(record.window.modes or b"")
     modes: dict[str, bool] = {}
     position = 0
@@ -143,20 +156,25 @@ def _modes(record: StepRecord, recorder: Recorder) -> dict[str, bool]:
             if position < len(seen):
                 modes[prefix + (name or "(model)")] = bool(seen[position])
             position += 1
-    return modes
+    return Modes(training=modes)
 
 
-_BUILDERS: dict[str, Callable[[StepRecord, Recorder], Any]] = {
+def _recipe(record: StepRecord, recorder: Recorder) -> Recipe:
+    del recorder
+    return Recipe(**record.window.recipe, lr=tuple(group.get("lr") for group in record.hyper))
+
+
+_BUILDERS: dict[str, Callable[[StepRecord, Recorder], Detail | None]] = {
     "parameters": _parameters,
     "gradients": _gradients,
     "contract": _contract,
-    "hyper": lambda record, recorder: list(record.hyper),
+    "hyper": lambda record, recorder: HyperParameters(groups=tuple(record.hyper)),
     "state": _state,
     "buffers": _buffers,
     "modes": _modes,
-    "replicas": lambda record, recorder: dict(record.replicas),
+    "replicas": lambda record, recorder: Replicas(copies=record.replicas),
     "numerics": lambda record, recorder: record.numerics,
-    "layers": lambda record, recorder: {} if record.layers is None else record.layers.detail(record),
+    "layers": lambda record, recorder: LayerStatistics() if record.layers is None else record.layers.detail(record),
     "holders": lambda record, recorder: recorder.memory.holders(),
-    "recipe": lambda record, recorder: {**record.window.recipe, "lr": [group.get("lr") for group in record.hyper]},
+    "recipe": _recipe,
 }

@@ -1,17 +1,8 @@
-"""Where this rank runs, as it tells the others: for service discovery, and to find its GPU in other tools' metrics."""
+"""The name of this rank's GPU, by which it is found in other tools' metrics."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-
-from ddpdebug.sinks import RunStarted
-
-
-def place(started: RunStarted) -> dict[str, Any]:
-    """Return the announcement `place` of a rank that has begun."""
-    return {"node": started.node, "local_rank": started.local_rank, "metrics": started.metrics_url}
 
 
 def gpu_uuid() -> str:

@@ -9,6 +9,8 @@ import torch
 
 from ddpdebug.probes import async_copy as device
 from ddpdebug.probes.values import loss_reader
+from ddpdebug.schema.announcements import Announce, Gathered
+from ddpdebug.schema.details import Clip, Load
 
 if TYPE_CHECKING:
     from ddpdebug.probes.recorder import Recorder
@@ -21,20 +23,20 @@ _GATHERED_BYTES = 64 << 20
 class Events:
     """Notes events in the recorder's current window."""
 
-    def __init__(self, recorder: Recorder, announce: Callable[[str, Any], None]) -> None:
+    def __init__(self, recorder: Recorder, announce: Announce) -> None:
         self._recorder, self._announce = recorder, announce
         self.last_loss_scale: Callable[[], float] | None = None
         self._scaled_by: torch.Tensor | None = None
         self.tells_validation = False  # the script does: nothing has to be guessed
         self._gathers = 0
-        self._lists: list[tuple[list[Any], dict[str, Any]]] = []
+        self._lists: list[tuple[list[Any], Gathered]] = []
 
     def clipped(self, norm: torch.Tensor, limit: float, location: str | None) -> None:
         """Note a gradient clipping; `before_sync` when it saw this rank's own gradients."""
         recorder = self._recorder
         local = any(w.pending is not None for w in recorder.wrappers) or (not recorder.wrappers and recorder.world > 1)
         value = float(norm) if norm.device.type == "cpu" else float("nan")
-        recorder.window.clips.append({"norm": value, "max": float(limit), "before_sync": local, "location": location})
+        recorder.window.clips.append(Clip(norm=value, max=float(limit), before_sync=local, location=location))
 
     def observed(self, name: str, loss: Any) -> None:
         """Take a loss from the user: `loss` instead of the one given to backward, or `val_loss`."""
@@ -77,16 +79,17 @@ class Events:
 
     def loaded(self, what: str, location: str | None) -> None:
         """Note a load_state_dict."""
-        self._recorder.window.loads.append({"what": what, "location": location})
+        self._recorder.window.loads.append(Load(what=what, location=location))
 
     def gathered(self, outputs: list[Any], tensor: torch.Tensor, location: str | None) -> None:
         """Note an all_gather of a tensor that requires grad; judged at backward, when the list is in its final form.
 
         The list is held until then, unless it is large, or a forward comes first.
         """
-        size = sum(o.nbytes for some, _ in (*self._lists, (outputs, {})) for o in some if isinstance(o, torch.Tensor))
+        lists = [outputs, *(some for some, _ in self._lists)]
+        size = sum(o.nbytes for some in lists for o in some if isinstance(o, torch.Tensor))
         if len(self._lists) <= _MAX_GATHERS and size <= _GATHERED_BYTES:
-            self._lists.append((outputs, {"location": location, "shapes": [list(tensor.shape)]}))
+            self._lists.append((outputs, Gathered(location=location, shapes=(tuple(tensor.shape),))))
 
     def drop_gathers(self) -> None:
         """Let go of lists that no backward has followed: in a validation none will, and they may hold their graph."""
@@ -100,5 +103,5 @@ class Events:
                 continue  # the usual way to keep the local gradient
             self._recorder.window.gathered.append(fact)
             if self._gathers < _MAX_GATHERS:
-                self._announce(f"gathered:{self._gathers}", fact)
+                self._announce(fact, self._gathers)
                 self._gathers += 1

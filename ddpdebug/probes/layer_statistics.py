@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ddpdebug import torch_internals as internals
 from ddpdebug.probes import async_copy as device, ranges
 from ddpdebug.probes.values import tensors_in
+from ddpdebug.schema.details import LayerActivation, LayerParameter, LayerStatistics, hex_digest
 from ddpdebug.schema.row import Flag
 
 if TYPE_CHECKING:
@@ -85,29 +86,30 @@ class Notes:
         weights, updates = self.read()
         return {"param_norm": math.hypot(*weights), "update_norm": math.hypot(*updates)} if weights else {}
 
-    def detail(self, record: StepRecord) -> dict[str, Any]:
-        """Return the detail of this kind (see `details.py`)."""
+    def detail(self, record: StepRecord) -> LayerStatistics:
+        """Return the detail of this kind."""
         values = self.numbers()
-        modules: dict[str, Any] = {}
+        modules: dict[str, LayerActivation] = {}
         for call in self.calls:
-            about = {k: _shown(values[v.at]) if isinstance(v, _Number) else v for k, v in call.items() if k != "path"}
-            modules[call["path"]] = about
+            about: dict[str, Any] = {k: _shown(values[v.at]) if isinstance(v, _Number) else v for k, v in call.items()}
+            path = about.pop("path")
+            modules[path] = LayerActivation(**about)
         weights, updates = self.read()
         _, _, _, reduced = record.checksums()
         touched = record.touched_norms() if record.touched_norms is not None else []
         grads = {**reduced, **dict(zip((record.names[i] for i in record.touched), touched, strict=True))}
         before = record.digest_table(record.before)
-        parameters = {}
+        parameters: dict[str, LayerParameter] = {}
         for name, fact, weight, update in zip(self.names, self.facts, weights, updates, strict=True):
             digest = before.get(name)
-            parameters[name] = {
-                "norm": _shown(weight),
-                "grad_norm": _shown(grads[name]) if name in grads else None,
-                "update": _shown(update),
-                "digest": None if digest is None else f"{digest:016x}",
+            parameters[name] = LayerParameter(
+                norm=_shown(weight),
+                grad_norm=_shown(grads[name]) if name in grads else None,
+                update=_shown(update),
+                digest=None if digest is None else hex_digest(digest),
                 **{key: value for key, value in fact.items() if key != "block"},
-            }
-        return {"modules": modules, "parameters": parameters, "order": list(self.names)}
+            )
+        return LayerStatistics(modules=modules, parameters=parameters, order=tuple(self.names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +201,7 @@ class Layers:
         part = part.to(torch.float64 if part.dtype == torch.float64 else torch.float32, copy=True)
         kind = None if tensor.grad_fn is None else _KINDS.get(tensor.grad_fn.name())
         time = self._times[id(module)] = self._times.get(id(module), -1) + 1
-        about: dict[str, Any] = {"class": type(module).__name__, "role": role, "call": time, "kind": kind}
+        about: dict[str, Any] = {"class_name": type(module).__name__, "role": role, "call": time, "kind": kind}
         about["leaf"] = self._leaves
         self._calls.append(_Call(module, about, part, tensor.untyped_storage().data_ptr(), self._convolution))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.isolation.user_code import is_user_file, is_users, shorten
 from ddpdebug.probes.recorder import Recorder
 from ddpdebug.probes.values import tensors_in
+from ddpdebug.schema.announcements import Announce, IndexList, Loader
+from ddpdebug.schema.details import hex_digest
 
 _RECORD_BYTES = 1 << 18
 _MAX_DEPTH = 3
@@ -25,7 +27,7 @@ _BUDGET_BYTES = 32 << 20
 class Loaders:
     """Watches every DataLoader of the process, numbered in order of first use."""
 
-    def __init__(self, recorder: Recorder, announce: Callable[[str, Any], None]) -> None:
+    def __init__(self, recorder: Recorder, announce: Announce) -> None:
         self._recorder, self.announce = recorder, announce
         self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
         self._known: weakref.WeakKeyDictionary[DataLoader[Any], dict[str, Any]] = weakref.WeakKeyDictionary()
@@ -47,7 +49,8 @@ class Loaders:
         self.samples = _length(loader.dataset)
         self._recorder.memory.workers = self.workers
         step = self._recorder.next_step()
-        self.announce(f"loader:{known['index']}", {**_settings(loader), **_shared(known), "step": step})
+        told = Loader(**_settings(loader), iterations=known["iterations"], attributes=known["attributes"], step=step)
+        self.announce(told, known["index"])
 
     def began(self, iterator: Any) -> None:
         """Note the iterator of an epoch: it has the workers."""
@@ -78,10 +81,6 @@ def _source(dataset: Any) -> str | None:
     if code is None or not is_user_file(code.co_filename):
         return None
     return f"{type(dataset).__name__} at {shorten(code.co_filename)}:{code.co_firstlineno}"
-
-
-def _shared(known: dict[str, Any]) -> dict[str, Any]:
-    return {"iterations": known["iterations"], "attributes": known["attributes"]}
 
 
 def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -125,11 +124,11 @@ def _batches(loader: DataLoader[Any]) -> int | None:
     return _length(loader) if shipped and not isinstance(loader.dataset, IterableDataset) else None
 
 
-def _indices(dataset: Any) -> dict[str, Any] | None:
+def _indices(dataset: Any) -> IndexList | None:
     if not isinstance(dataset, Subset):
         return None
     indices = list(dataset.indices)[:_MAX_ITEMS]
-    return {"digest": f"{fingerprint.of_text(repr(indices)):016x}", "length": len(indices)}
+    return IndexList(digest=hex_digest(fingerprint.of_text(repr(indices))), length=len(indices))
 
 
 def _attributes(dataset: Any, prefix: str = "dataset", depth: int = 0) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,8 @@ from ddpdebug import fingerprint
 from ddpdebug.probes.async_copy import Later, LaterFloats
 from ddpdebug.probes.layer_statistics import Notes
 from ddpdebug.probes.nonfinite_notes import Looks
+from ddpdebug.schema.announcements import Gathered
+from ddpdebug.schema.details import Clip, Contract, Load, Numerics, Replica
 from ddpdebug.schema.row import CHECKSUM_SLOTS, Digest, Flag, Row
 
 NO_FLAGS = Flag(0)
@@ -51,11 +53,11 @@ class Window:
     local: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # id(parameter) -> (sum, norm), before reduction
     reduced: dict[int, Reduced] = field(default_factory=dict)  # after it
     val_losses: list[Callable[[], float]] = field(default_factory=list)
-    gathered: list[dict[str, Any]] = field(default_factory=list)
-    clips: list[dict[str, Any]] = field(default_factory=list)
-    loads: list[dict[str, Any]] = field(default_factory=list)
+    gathered: list[Gathered] = field(default_factory=list)
+    clips: list[Clip] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
     looks: Looks = field(default_factory=Looks)
-    recipe: dict[str, Any] = field(default_factory=dict)  # the detail of that name
+    recipe: dict[str, Any] = field(default_factory=dict)  # fields of `Recipe`, as they become known
 
     def is_summed(self, key: int) -> bool:
         """Tell whether a parameter's gradient was summed, as far as it was looked at."""
@@ -89,8 +91,8 @@ class StepRecord:
     state_plain: Sequence[tuple[str, str, int]] = ()
     frozen_names: Sequence[str] = ()
     frozen: Later | None = None
-    replicas: Mapping[str, Any] = field(default_factory=dict)
-    contract: Mapping[str, Any] = field(default_factory=dict)
+    replicas: Mapping[str, Replica] = field(default_factory=dict)
+    contract: Contract = field(default_factory=Contract)
     local: LaterFloats | None = None  # norms of all of `summed`, then the sums that were taken
     summed: Sequence[int] = ()  # positions in `names`
     reduced: LaterFloats | None = None
@@ -98,7 +100,7 @@ class StepRecord:
     unsummed: frozenset[int] = frozenset()  # positions whose gradients were normed but not summed in this step
     loss_scale: Callable[[], float] | None = None
     norms: LaterFloats | None = None  # with a tolerance: of the parameters after the step, then of the state tensors
-    numerics: dict[str, Any] = field(default_factory=dict)  # the detail of that name
+    numerics: Numerics = field(default_factory=Numerics)
     numerics_later: Callable[[], Flag] | None = None  # completes it with what was still on a device
     holds: Callable[[], bool] | None = None  # of a last state: nothing has rewritten it since the step; may wait
     judged: bool = False  # the flags about gradients are certain: a norm that overflowed was confirmed or cleared
@@ -154,8 +156,8 @@ def encode_row(record: StepRecord, rank: int) -> Row:
     fields["rng_digest"] = w.rng
     if w.clips:
         flags |= Flag.CLIPPED
-        fields["clip_norm"], fields["clip_max"] = w.clips[-1]["norm"], w.clips[-1]["max"]
-        if any(clip["before_sync"] for clip in w.clips):
+        fields["clip_norm"], fields["clip_max"] = w.clips[-1].norm, w.clips[-1].max
+        if any(clip.before_sync for clip in w.clips):
             flags |= Flag.CLIPPED_BEFORE_SYNC
     if w.loads:
         flags |= Flag.LOADED

@@ -10,6 +10,7 @@ import inspect
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from ddpdebug.probes.optimizers import OptimizerWatch, first_step, index_of
 from ddpdebug.probes.record import StepRecord, Window
 from ddpdebug.probes.step_vote import Guarding
 from ddpdebug.probes.values import loss_reader, rng_digest, tensors_in
+from ddpdebug.schema.announcements import Announce, WrapperGroup
 from ddpdebug.schema.row import Flag
 
 _OUTPUT_BYTES = 1 << 16
@@ -46,7 +48,7 @@ class Recorder:
 
     Args:
         emit: takes a finished record; must not block.
-        announce: takes (topic, JSON value) once per fact.
+        announce: tells all ranks.
         due: tells for (optimizer, step) whether the sampled tier runs.
     """
 
@@ -54,7 +56,7 @@ class Recorder:
         self,
         guard: Guard,
         emit: Callable[[StepRecord], None],
-        announce: Callable[[str, Any], None],
+        announce: Announce,
         due: Callable[[int, int], bool],
         world: int,
     ) -> None:
@@ -196,7 +198,7 @@ class Recorder:
             return known
         wrapper = Wrapper(ddp, len(self.wrappers), self.entries)
         self.wrappers.append(wrapper)
-        self._announce(f"group:{wrapper.index}", {"ranks": wrapper.group})
+        self._announce(WrapperGroup(ranks=tuple(wrapper.group)), wrapper.index)
         for parameter in internals.parameters(ddp.module):
             if id(parameter) in wrapper.trainable:
                 self.hooks.add(parameter, wrapper)
@@ -242,8 +244,8 @@ class Recorder:
             return
         location = None if ddp.require_backward_grad_sync else user_location()
         wrapper.begin_forward(ddp, in_no_sync=self._in_no_sync(ddp), location=location)
-        for topic, fact in wrapper.settings.at_forward(ddp.module):
-            self._announce(f"{topic}:{wrapper.index}", {"step": self.next_step(), **fact})
+        for told in wrapper.settings.at_forward(ddp.module):
+            self._announce(replace(told, step=self.next_step()), wrapper.index)
         w = self.window
         if self.checking:
             w.modes = (w.modes or b"") + bytes([m.training for m in internals.modules(ddp.module)])

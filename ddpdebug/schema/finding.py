@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
+
+from ddpdebug.schema.wire import Struct, to_json
 
 
 class Severity(IntEnum):
@@ -70,7 +72,7 @@ class Finding:
 
     def to_json(self) -> str:
         """Return the line of `findings.jsonl` (no newline); non-finite numbers become strings, so it is strict JSON."""
-        record = asdict(self)
+        record = {name: getattr(self, name) for name in self.__dataclass_fields__}
         record["severity"] = self.severity.label
         return json.dumps(_strict(record), ensure_ascii=False, allow_nan=False)
 
@@ -90,6 +92,8 @@ class Finding:
 def _strict(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
+    if isinstance(value, Struct):
+        return _strict(to_json(value))
     if isinstance(value, Mapping):
         return {str(key): _strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

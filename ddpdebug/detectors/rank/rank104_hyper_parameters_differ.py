@@ -72,7 +72,7 @@ class HyperParametersDiffer(Detector):
         shown = self.symptom(step)
         if not shown:
             return
-        groups = {rank: g for rank, g in sorted(step.details.get("hyper", {}).items()) if isinstance(g, list)}
+        groups = {rank: g.groups for rank, g in sorted(step.details.get("hyper", {}).items())}
         entries = _differences(groups) if len(groups) > 1 else _from_rows(step)
         evidence: dict[str, Any] = {"optimizer": step.optimizer}
         if entries:

@@ -34,7 +34,7 @@ class Place:
     def to_json(self) -> dict[str, Any]:
         """Return a JSON value; `location` only when there is no doubt."""
         if len(self.lines) > 1 or not self.sure:
-            return {"location": None, "candidates": list(self.lines[:_MAX_CANDIDATES])}
+            return {"location": None, "candidates": self.lines[:_MAX_CANDIDATES]}
         how = f"in the source of {self.function}, by matching its operations with the loss's graph"
         return {"location": self.lines[0], "line_found": how}
 

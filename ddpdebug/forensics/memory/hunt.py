@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.forensics.memory.holders import search
 from ddpdebug.probes.handover import Plans
 from ddpdebug.probes.recorder import Recorder
+from ddpdebug.schema.details import Holders
 from ddpdebug.schema.step import Step
 
 #: However often memory is suspected, no more searches are made in a run.
@@ -28,7 +27,7 @@ class _Search:
     """A planned search; `result` is set once, and `made` after it, by the training thread."""
 
     graphs: int  # that were alive when it was planned
-    result: Mapping[str, Any] | None = None
+    result: Holders | None = None
     made: bool = False
 
 
@@ -46,7 +45,7 @@ class HolderHunt:
         self._now: dict[int, tuple[int, int]] = {}  # rank -> (live graphs, growth)
         self._search: _Search | None = None  # the newest
         self._over = False  # most of the graphs that were alive then are gone: a new suspicion has another cause
-        self._result: Mapping[str, Any] | None = None
+        self._result: Holders | None = None
         recorder.memory.holders_known, recorder.memory.holders = self.known, lambda: self._result
 
     def learn(self, step: Step) -> None:

@@ -13,6 +13,7 @@ from ddpdebug.forensics.memory.oom import Reports
 from ddpdebug.probes.cpu_memory_limit import CpuLimit
 from ddpdebug.probes.handover import Plans
 from ddpdebug.probes.recorder import Recorder
+from ddpdebug.schema.announcements import Announce, Announcement, DeclaredGrowth, ExpectedGrowth, MemoryState
 
 
 class MemoryForensics:
@@ -20,7 +21,7 @@ class MemoryForensics:
 
     Args:
         add_to: adds evidence to the findings of a code.
-        announce: tells all ranks (topic, JSON value).
+        announce: tells all ranks.
         directory: the run directory, None while it is not known.
         plans: carries searches to the training thread.
     """
@@ -29,14 +30,14 @@ class MemoryForensics:
         self,
         recorder: Recorder,
         add_to: Callable[[str, Mapping[str, Any]], None],
-        announce: Callable[[str, Any], None],
+        announce: Announce,
         directory: Callable[[], Path | None],
         plans: Plans | None = None,
     ) -> None:
         self.hunt = HolderHunt(recorder, plans)
         self.reports = Reports(recorder, add_to, announce, directory)
         self._recorder, self._announce = recorder, announce
-        self._declared: list[dict[str, Any]] = []
+        self._declared: tuple[ExpectedGrowth, ...] = ()
         self._limit: CpuLimit | None = None
         recorder.memory.at_boundary = lambda: recorder.guard.run("forensics:holders", self.hunt.boundary)
 
@@ -58,10 +59,10 @@ class MemoryForensics:
         self.hunt.rank = rank
         self.reports.rank, self.reports.world = rank, world
 
-    def hear(self, rank: int, message: Mapping[str, Any]) -> None:
-        """Take a fact that some rank has announced, in the background thread, which isolates it."""
-        if message["topic"] == "alone:memory":
-            self.reports.hear(rank, message["value"])
+    def hear(self, rank: int, announcement: Announcement | None) -> None:
+        """Take what some rank has announced, in the background thread, which isolates it."""
+        if isinstance(announcement, MemoryState):
+            self.reports.hear(rank, announcement)
 
     def expect(self, what: str, size: int | None) -> None:
         """Tell the rules of growth that is meant to be."""
@@ -69,8 +70,8 @@ class MemoryForensics:
             raise ValueError(
                 f"expect_growth() got {what!r}, {size!r}; give a text and a number of bytes above 0, or None"
             )
-        self._declared.append({"what": what, "bytes": size})
-        self._announce("growth", list(self._declared))
+        self._declared = (*self._declared, ExpectedGrowth(what=what, bytes=size))
+        self._announce(DeclaredGrowth(declared=self._declared))
 
     def flush(self) -> None:
         """Write what has waited for the run directory."""

@@ -25,6 +25,8 @@ from ddpdebug.probes.record import StepRecord
 from ddpdebug.probes.recorder import Recorder
 from ddpdebug.redaction import Redactor
 from ddpdebug.run_directory.reader import BUNDLES, RANKS
+from ddpdebug.schema.details import LossBackward
+from ddpdebug.schema.wire import to_json
 
 _MAX_BUNDLES = 4
 _MAX_OPERANDS = 3
@@ -126,7 +128,7 @@ class Investigator:
         )
 
     def loss(self, loss: torch.Tensor, looks: Looks, *, finite: bool) -> dict[str, Any] | None:
-        """Name the operation of the loss expression that made a loss non-finite; called before its backward.
+        """Name the operation that made a loss non-finite, as fields of `NonfiniteLoss`; called before its backward.
 
         Of a finite loss watch the backward instead, and note in `looks` the operation that spoils its gradient.
         """
@@ -138,7 +140,7 @@ class Investigator:
         if finite:
 
             def tell(found: dict[str, Any]) -> None:  # belongs to the graph, which may live long: holds no input
-                looks.loss_backward = self._placed(found, model(), called_at)
+                looks.loss_backward = LossBackward(**self._placed(found, model(), called_at))
 
             watch_backward(loss, scene.after, self._recorder.guard, tell)
             return None
@@ -155,7 +157,8 @@ class Investigator:
             models = [m for m in (module, *(w.ref() for w in self._recorder.wrappers)) if m is not None]
             place = self._recorder.guard.run("forensics:loss_source", place_of, frame, kinds, index, models, at)
             self._places[key] = place.to_json() if place is not None else {}
-        return {"operation": found.pop("node"), **found, **self._places.get(key, {})}
+        operands = tuple(found.pop("operands"))
+        return {"operation": found.pop("node"), **found, "operands": operands, **self._places.get(key, {})}
 
 
 def bundle_directory(directory: Path, rank: int) -> Path:
@@ -166,11 +169,11 @@ def bundle_directory(directory: Path, rank: int) -> Path:
 def _loss_alone(record: StepRecord) -> dict[str, Any] | None:
     """Return what was found of a loss that is to blame itself: the model has given it finite numbers."""
     looks = record.window.looks
-    if False in {looks.output_finite, record.numerics.get("output_finite")}:
+    if False in {looks.output_finite, record.numerics.output_finite}:
         return None
     if looks.loss_backward is not None:
-        return {"expression": looks.loss_line, **looks.loss_backward}
-    return looks.loss
+        return {"expression": looks.loss_line, **to_json(looks.loss_backward)}
+    return None if looks.loss is None else dict(to_json(looks.loss))
 
 
 def suggested_code(trace: Trace, facts: Mapping[str, Any]) -> str:

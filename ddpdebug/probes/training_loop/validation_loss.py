@@ -25,6 +25,7 @@ from ddpdebug.probes import async_copy as device
 from ddpdebug.probes.loaders import Loaders
 from ddpdebug.probes.recorder import Recorder
 from ddpdebug.probes.training_loop.modes import EVALUATION, Modes
+from ddpdebug.schema.announcements import Announcement, TrainModeValidation, ValidationLine
 from ddpdebug.schema.row import Flag
 
 #: What a line computes at every step belongs to the step (a target, a number for the log): an evaluation comes so many
@@ -76,7 +77,7 @@ class Evaluations:
 
     Args:
         models: returns the models that train.
-        tell: takes (topic, fact) of what is announced.
+        tell: takes what is announced.
         source: where losses are read, as the setting `validation_loss` says.
     """
 
@@ -85,7 +86,7 @@ class Evaluations:
         recorder: Recorder,
         loaders: Loaders,
         models: Callable[[], list[nn.Module]],
-        tell: Callable[[str, dict[str, Any]], None],
+        tell: Callable[[Announcement], None],
         source: str = "modules",
     ) -> None:
         self._recorder, self._loaders, self._models, self._tell = recorder, loaders, models, tell
@@ -213,8 +214,7 @@ class Evaluations:
         others = (line for line in found if line[1] is None or line[1] != self._trained_on)
         self._followed = line = next(others, next(iter(found)))
         own = found[line]
-        fact = {"location": line[0], "samples": line[1], "batches": own.count, "source": own.source}
-        self._tell("evaluation", fact)
+        self._tell(ValidationLine(location=line[0], samples=line[1], batches=own.count, source=own.source))
         return True
 
     def release(self) -> None:
@@ -229,7 +229,7 @@ class _TrainMode:
     are collected in the same way, without a loss and over the data that are trained on.
     """
 
-    def __init__(self, recorder: Recorder, tell: Callable[[str, dict[str, Any]], None]) -> None:
+    def __init__(self, recorder: Recorder, tell: Callable[[Announcement], None]) -> None:
         self._recorder, self._tell = recorder, tell
         self._modes = Modes()
         self._waits = False  # a forward, for its loss
@@ -256,7 +256,7 @@ class _TrainMode:
         step = self._recorder.next_step()
         since, self._last = step - self._last, step
         if self._count >= EVALUATION and since > APART:
-            self._tell("validation", {"forwards": self._count, "since": since, "location": self._location})
+            self._tell(TrainModeValidation(forwards=self._count, location=self._location, since=since))
         self._count, self._waits, self._location = 0, False, None
 
 
