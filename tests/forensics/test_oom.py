@@ -20,6 +20,7 @@ from ddpdebug.forensics.memory.oom import Reports, is_out_of_memory, requested_b
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.memory import Failure, MemorySample
 from ddpdebug.probes.recorder import Recorder
+from ddpdebug.schema.announcements import AllocationFailure, MemoryState
 
 GIB = 1 << 30
 
@@ -106,7 +107,10 @@ class FakeProvider:
 def reports(recorder: Recorder, folder: Path | None, told: list[Any]) -> Reports:
     recorder.memory.provider = FakeProvider()
     return Reports(
-        recorder, lambda code, evidence: told.append(evidence), lambda t, v: told.append((t, v)), lambda: folder
+        recorder,
+        lambda code, evidence: told.append(evidence),
+        lambda said, number=None: told.append(said),
+        lambda: folder,
     )
 
 
@@ -125,10 +129,9 @@ def test_the_failing_rank_writes_once_and_tells(recorder: Recorder, tmp_path: Pa
     mine.failed(error)
     mine.failed(error)
     mine.failed(ValueError())
-    ((topic, summary),) = told
-    assert (topic, summary["allocated"], summary["requested"], summary["operation"]) == (
-        "alone:memory", 78 * GIB, 6 * GIB, "AddmmBackward0",
-    )  # fmt: skip
+    (summary,) = told
+    assert isinstance(summary, AllocationFailure)
+    assert (summary.allocated, summary.requested, summary.operation) == (78 * GIB, 6 * GIB, "AddmmBackward0")
     folder = tmp_path / "ranks" / "0" / "memory"
     assert sorted(path.name for path in folder.iterdir()) == ["step-0-snapshot.pickle", "step-0.json", "step-0.txt"]
     assert json.loads((folder / "step-0.json").read_text())["cause"]["kind"] == "first step"
@@ -143,9 +146,9 @@ def test_other_ranks_write_when_they_hear_of_it(recorder: Recorder, tmp_path: Pa
     told: list[Any] = []
     mine = reports(recorder, tmp_path, told)
     mine.rank = 1
-    mine.hear(3, {"failed": True, "shapes": [[8, 4096]], "elements": 32768})
-    ((topic, summary),) = told
-    assert (topic, summary["failed"], summary["rank"]) == ("alone:memory", False, 1)
+    mine.hear(3, AllocationFailure(shapes=((8, 4096),), elements=32768))
+    (summary,) = told
+    assert (type(summary), summary.failed, summary.rank) == (MemoryState, False, 1)
     assert (
         (tmp_path / "ranks" / "1" / "memory" / "step-0.txt").read_text().startswith("an allocation failed on another")
     )

@@ -32,6 +32,7 @@ from ddpdebug.probes.record import StepRecord, encode_row
 from ddpdebug.probes.recorder import Recorder
 from ddpdebug.probes.training_loop.detached_parts import Cuts
 from ddpdebug.probes.values import tensors_in
+from ddpdebug.schema.announcements import DetachedParameters
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 
@@ -409,7 +410,8 @@ def test_looking_for_a_cut_keeps_no_activation() -> None:
     cuts, x = Cuts(model, list(model.first.parameters()), entries_of(GUARD)), torch.ones(2, 4)
     cuts.begin([x])
     model(x)
-    assert cuts.end() == {"names": ["first.weight", "first.bias"], "after": "first", "before": "second"}
+    names = ("first.weight", "first.bias")
+    assert cuts.end() == DetachedParameters(names=names, after="first", before="second")
     assert gone == [True]
 
 
@@ -425,7 +427,7 @@ def test_gathered_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     noted.gathered([torch.ones(2), torch.ones(2)], own, "a.py:1")
     noted.gathered([torch.ones(2), own], own, "a.py:2")
     noted.close_gathers()
-    assert [fact["location"] for _, fact in told] == ["a.py:1"]
+    assert [fact.location for fact, _ in told] == ["a.py:1"]
 
     lists = [torch.ones(2)]
     ref = weakref.ref(lists[0])

@@ -156,7 +156,7 @@ class Investigator:
         if key not in self._places and len(self._places) < _MAX_PLACES:
             models = [m for m in (module, *(w.ref() for w in self._recorder.wrappers)) if m is not None]
             place = self._recorder.guard.run("forensics:loss_source", place_of, frame, kinds, index, models, at)
-            self._places[key] = place.to_json() if place is not None else {}
+            self._places[key] = place.fields() if place is not None else {}
         operands = tuple(found.pop("operands"))
         return {"operation": found.pop("node"), **found, "operands": operands, **self._places.get(key, {})}
 
