@@ -72,7 +72,7 @@ class Detector:
     samples: ClassVar[bool] = False
     #: Judges what the last step has left as well (rows with `Flag.LAST_STATE`), which holds no more than its digests.
     last_state: ClassVar[bool] = False
-    #: Topics of announcements (see `details.py`, without `:<k>`) for which `compare` is called when all have spoken.
+    #: Topics of announcements (`announcements.py`), without `:<k>`, for which `compare` is called when all have spoken.
     topics: ClassVar[tuple[str, ...]] = ()
     #: Codes that explain this one: while one of them is open, this finding folds into it as evidence.
     follows: ClassVar[tuple[str, ...]] = ()
@@ -127,7 +127,7 @@ class Detector:
         yield from ()
 
     def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
-        """Judge announcements of one topic by all ranks (rank -> JSON value)."""
+        """Judge announcements of one topic, by rank."""
         yield from ()
 
     def finish(self) -> Iterator[Finding]:

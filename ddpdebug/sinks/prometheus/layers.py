@@ -27,7 +27,7 @@ class Layers:
         self._worst: dict[str, list[tuple[float, str]]] = {}
 
     def take(self, detail: Mapping[str, Any]) -> None:
-        """Take a detail of the kind `layers` (see details.py)."""
+        """Take a detail of the kind `layers` (see `LayerStatistics`)."""
         weights = {name: about for name, about in _tables(detail.get("parameters")) if about.get("dim", 0) > 1}
         ratios = {name: _ratio(about.get("update"), about.get("norm")) for name, about in weights.items()}
         seen = dict(_tables(detail.get("modules")))
