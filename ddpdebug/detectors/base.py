@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, overload
 
 from ddpdebug.detectors import causality
+from ddpdebug.schema.announcements import read_announcement
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
 
@@ -20,10 +21,21 @@ RankClasses = Mapping[int, Hashable]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """An example's announcements of one topic by all ranks, as `compare` gets them."""
+    """An example's announcements of one topic by all ranks, as `compare` gets them; made of JSON values.
+
+    Raises:
+        ValueError: no rank says such a thing.
+    """
 
     topic: str
     values: Mapping[int, Any]
+
+    def __post_init__(self) -> None:
+        """Read the values."""
+        read = {rank: read_announcement(self.topic, value) for rank, value in self.values.items() if value is not None}
+        if None in read.values():
+            raise ValueError(f"no {self.topic}: {self.values!r}")
+        object.__setattr__(self, "values", read)
 
 
 class Examples:
@@ -96,7 +108,7 @@ class Detector:
     every_sample: ClassVar[bool] = False
     #: Judges what the last step has left as well (rows with `Flag.LAST_STATE`), which holds no more than its digests.
     last_state: ClassVar[bool] = False
-    #: Topics of announcements (see `details.py`, without `:<k>`) for which `compare` is called when all have spoken.
+    #: Topics of announcements (`announcements.py`), without `:<k>`, for which `compare` is called when all have spoken.
     topics: ClassVar[tuple[str, ...]] = ()
     #: Rules of one group read the same difference: while an incident of one is open, the others have nothing to add.
     group: ClassVar[str] = ""
@@ -114,7 +126,7 @@ class Detector:
         yield from ()
 
     def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
-        """Findings of the announcements of one topic by all ranks (rank -> JSON value); called when all have spoken."""
+        """Findings of the announcements of one topic by all ranks, by rank; called when all have spoken."""
         yield from ()
 
     def finish(self) -> Iterator[Finding]:

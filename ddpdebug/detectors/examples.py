@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ddpdebug.detectors.base import Facts
-from ddpdebug.schema.details import KINDS
+from ddpdebug.schema.details import KINDS, Detail, read_detail
 from ddpdebug.schema.row import CHECKSUM_SLOTS, Digest, Flag, Row
 from ddpdebug.schema.step import Step
 
@@ -77,7 +77,7 @@ def step_at(
         absent: ranks without a row.
         fields: detail kinds (rank -> JSON value), or fields of every row.
     """
-    details = {kind: fields.pop(kind) for kind in KINDS if kind in fields}
+    details = {kind: {rank: _read(kind, v) for rank, v in fields.pop(kind).items()} for kind in KINDS if kind in fields}
     rows = {}
     for rank in range(world):
         own = dict((odd or {}).get(rank, {}))
@@ -86,6 +86,14 @@ def step_at(
         if rank not in absent:
             rows[rank] = row._replace(**own)._replace(flags=row.flags | more)
     return Step(step=number, optimizer=optimizer, world=world, rows=rows, details=details)
+
+
+def _read(kind: str, value: Any) -> Detail:
+    """Return the detail that an example gives as JSON; raise ValueError where no run could."""
+    detail = read_detail(kind, value)
+    if detail is None:
+        raise ValueError(f"no {kind}: {value!r}")
+    return detail
 
 
 def steps(count: int, *, start: int = 0, **fields: Any) -> tuple[Step, ...]:
@@ -109,12 +117,13 @@ def growing(
     """
     buffer = {rank: [{"what": "buffer", "bytes": declared}] for rank in range(2)}
     facts = {} if declared == 0 else {"growth": buffer}
+    told = {topic: Facts(topic=topic, values=values).values for topic, values in facts.items()}
     found = []
     for number in range(count):
         fields: dict[str, Any] = {field: value(number)}
         if holders is not None:
             fields["holders"] = holders
-        found.append(replace(step_at(number, world=2, **fields), facts=facts))
+        found.append(replace(step_at(number, world=2, **fields), facts=told))
     return (*(Facts(topic=topic, values=values) for topic, values in facts.items()), *found)
 
 

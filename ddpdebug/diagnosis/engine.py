@@ -16,7 +16,8 @@ from ddpdebug.detectors.base import Detector, RankClasses
 from ddpdebug.detectors.catalog import catalog
 from ddpdebug.detectors.kinds import ComparisonRule
 from ddpdebug.diagnosis.root_causes import Group, Incidents
-from ddpdebug.schema.details import KINDS
+from ddpdebug.schema.announcements import Announcement, Failure, Scope, scope_of
+from ddpdebug.schema.details import KINDS, Detail
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
@@ -26,14 +27,9 @@ DETAIL_TICKS = 200
 #: More steps than this do not queue behind a parked one: it is judged with what is there.
 QUEUE_STEPS = 192
 _MAX_ROUNDS = 64
-#: Announcements that are judged without waiting for the other ranks'.
-ALONE = "alone:"
-#: Announcements that every rank makes within a step of each other. They are held and judged together, for at most
-#: `_HELD_STEPS` steps, or `_HELD_TICKS` ticks where no more steps come.
-_SHARED = frozenset(f"alone:{what}" for what in ("loss", "audit", "schedule", "validation", "chance"))
+#: Announcements of `Scope.SHARED` are held and judged together, for at most so many steps, or so many ticks where no
+#: more steps come.
 _HELD_STEPS, _HELD_TICKS = 2, 20
-#: What a rank says that ends with an exception.
-_FAILURE = "alone:failure"
 
 T = TypeVar("T")
 
@@ -66,7 +62,7 @@ class _Held:
     """What the ranks that have spoken say, and the steps and ticks that have passed since the first one did."""
 
     topic: str
-    values: dict[int, Any] = field(default_factory=dict)
+    values: dict[int, Announcement | None] = field(default_factory=dict)
     steps: int = 0
     ticks: int = 0
 
@@ -76,7 +72,7 @@ class _Queued:
     step: Step
     ticks: int = 0
     looked_at: int = 0  # the number of judged steps when the rules were last asked what they want to know
-    asked: dict[str, dict[int, Any]] = field(default_factory=dict)  # kind -> rank -> answer
+    asked: dict[str, dict[int, Detail | None]] = field(default_factory=dict)  # kind -> rank -> answer
     rules: frozenset[str] = frozenset()  # codes of the rules that asked
 
     @property
@@ -115,9 +111,9 @@ class Diagnosis:
         self._outbox: list[Request] = []
         self._judged = 0
         self._members: dict[int, dict[Group, list[Detector]]] = {}  # optimizer -> group -> rules
-        self._rounds: dict[str, dict[int, dict[int, Any]]] = {}  # topic -> round -> rank -> value
+        self._rounds: dict[str, dict[int, dict[int, Announcement | None]]] = {}  # topic -> round -> rank -> value
         self._spoken: dict[str, dict[int, int]] = {}  # topic -> rank -> rounds
-        self._facts: dict[str, dict[int, Any]] = {}
+        self._facts: dict[str, dict[int, Announcement]] = {}
         self._held: list[_Held] = []
 
     @property
@@ -140,30 +136,36 @@ class Diagnosis:
         requests, self._outbox = self._outbox, []
         return requests
 
-    def answer(self, rank: int, optimizer: int, step: int, kind: str, value: Any, *, last: bool = False) -> None:
+    def answer(
+        self, rank: int, optimizer: int, step: int, kind: str, value: Detail | None, *, last: bool = False
+    ) -> None:
         """Hand over one rank's details; None means that it cannot tell."""
         place = optimizer, step, last
         for queued in self._queue:
             if (queued.step.optimizer, queued.step.step, queued.last) == place and kind in queued.asked:
                 queued.asked[kind][rank] = value
 
-    def tell(self, topic: str, rank: int, value: Any) -> None:
-        """Hand over one rank's announcement; the ranks' n-th announcements of a topic are compared with each other.
+    def tell(self, topic: str, rank: int, value: Announcement | None) -> None:
+        """Hand over one rank's announcement; with which others it is judged says the topic's scope.
 
-        Topics that begin with `alone:` need not be said by all: what a failing rank says, the others may never say.
+        Args:
+            topic: as it was sent, with its number.
+            value: None is one that could not be read: the rank has spoken, and nobody knows what.
         """
-        if topic in _SHARED:
+        scope = scope_of(topic)
+        if scope is Scope.SHARED:
             own = (held for held in self._held if held.topic == topic and rank not in held.values)
             if (found := next(own, None)) is None:
                 self._held.append(found := _Held(topic))
             found.values[rank] = value
             return
-        if topic.startswith(ALONE):
-            if topic == _FAILURE:
+        if scope is Scope.ALONE:
+            if topic == Failure.topic:
                 self._release(everything=True)  # what the rank said before it failed may be why
             self._compare(topic, {rank: value})
             return
-        self._facts.setdefault(topic, {})[rank] = value
+        if value is not None:
+            self._facts.setdefault(topic, {})[rank] = value
         spoken = self._spoken.setdefault(topic, {})
         number = spoken[rank] = spoken.get(rank, 0) + 1
         rounds = self._rounds.setdefault(topic, {})
@@ -281,7 +283,7 @@ class Diagnosis:
 
     def _judge(self, queued: _Queued) -> None:
         details = {
-            kind: {rank: answers[rank] for rank in sorted(answers) if answers[rank] is not None}
+            kind: {rank: answer for rank, answer in sorted(answers.items()) if answer is not None}
             for kind, answers in queued.asked.items()
         }
         step = queued.step.with_details(details) if details else queued.step
@@ -364,11 +366,12 @@ class Diagnosis:
             else:
                 self._held.append(held)
 
-    def _compare(self, topic: str, values: Mapping[int, Any]) -> None:
+    def _compare(self, topic: str, values: Mapping[int, Announcement | None]) -> None:
         name = topic.partition(":")[0]
+        known = {rank: value for rank, value in values.items() if value is not None}
         for rule in list(self._rules):
-            if name in rule.topics:
-                findings = self._findings(rule, rule.compare, topic, values)
+            if known and name in rule.topics:
+                findings = self._findings(rule, rule.compare, topic, known)
                 self._admit([(rule, finding, None) for finding in findings], None)
 
 

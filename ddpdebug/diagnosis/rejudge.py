@@ -16,11 +16,12 @@ from ddpdebug.detectors.base import Detector
 from ddpdebug.diagnosis.engine import Diagnosis, Request
 from ddpdebug.diagnosis.reporter import Reporter
 from ddpdebug.run_directory.reader import Observed, numbered_rows, read_last_state, read_observations, read_run
+from ddpdebug.schema.announcements import read_announcement
+from ddpdebug.schema.details import Detail, read_detail
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.step import Step
 
 _Place = tuple[int, int, str, bool]  # optimizer, step, kind of detail, whether of what the last step has left
-_NONFINITE = frozenset({"nan", "inf", "-inf"})
 
 
 def rejudge(directory: Path, *, detectors: Sequence[Detector] | None = None) -> list[Finding]:
@@ -61,7 +62,7 @@ class _Replay:
         settings = {**(config if isinstance(config, dict) else {}), "world": size}
         self._diagnosis = Diagnosis(world=size, config=settings, detectors=detectors)
         self._to_come: dict[_Place, set[int]] = {}
-        self._heard: dict[_Place, dict[int, Any]] = {}
+        self._heard: dict[_Place, dict[int, Detail | None]] = {}
         self._answered = False  # since steps were last judged
 
     def expect(self, observed: Iterable[Observed]) -> None:
@@ -75,7 +76,7 @@ class _Replay:
         payload, place = one.payload, _place(one)
         rank = payload.get("rank")
         if place is not None:
-            value = _numbers(payload.get("value"))
+            value = read_detail(place[2], payload.get("value"))
             self._heard.setdefault(place, {})[payload["rank"]] = value
             self._diagnosis.answer(payload["rank"], *place[:3], value, last=place[3])
             self._answered = True
@@ -84,7 +85,8 @@ class _Replay:
         elif one.kind == "fact" and isinstance(rank, int) and isinstance(payload.get("topic"), str):
             if self._answered:
                 self._judge()  # a step whose answers were complete was judged before this was heard
-            self._diagnosis.tell(payload["topic"], rank, _numbers(payload.get("value")))
+            topic = payload["topic"]
+            self._diagnosis.tell(topic, rank, read_announcement(topic, payload.get("value")))
 
     def feed(self, step: Step) -> None:
         """Pass on a step."""
@@ -133,13 +135,3 @@ def _place(one: Observed) -> _Place | None:
     if isinstance(optimizer, int) and isinstance(step, int) and isinstance(kind, str):
         return optimizer, step, kind, payload.get("last") is True
     return None
-
-
-def _numbers(value: Any) -> Any:
-    """Return the value with the numbers that JSON lacks, which the files hold as texts; a list of texts stays one."""
-    if isinstance(value, dict):
-        return {key: _numbers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        texts = {item for item in value if isinstance(item, str)}
-        return [item if isinstance(item, str) and texts - _NONFINITE else _numbers(item) for item in value]
-    return float(value) if isinstance(value, str) and value in _NONFINITE else value

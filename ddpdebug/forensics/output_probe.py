@@ -12,6 +12,7 @@ import json
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from ddpdebug.nested import tensors_in
 from ddpdebug.probes.ddp_wrapper import Wrapper
 from ddpdebug.probes.handover import Plans
 from ddpdebug.probes.values import raw_bytes
+from ddpdebug.schema.announcements import Agreement, Announce
+from ddpdebug.schema.details import hex_digest
 
 #: A larger batch is not sent: the exchange is for small messages.
 MAX_BYTES = 4 << 20
@@ -33,13 +36,11 @@ class AgreementProbe:
 
     Args:
         say: sends a JSON message to all ranks.
-        announce: announces (topic, value) for the detectors.
+        announce: tells all ranks.
         plans: carries the batches to the training thread.
     """
 
-    def __init__(
-        self, say: Callable[..., object], announce: Callable[[str, Any], None], plans: Plans | None = None
-    ) -> None:
+    def __init__(self, say: Callable[..., object], announce: Announce, plans: Plans | None = None) -> None:
         self._say, self._announce = say, announce
         self._plans = plans or Plans()
         self._offered = 0
@@ -66,10 +67,10 @@ class AgreementProbe:
         for number, arguments in self._plans.take(_KIND, None if last else step):
             module = wrappers[0].module() if wrappers else None
             if module is not None:
-                self._announce(f"agreement:{number}", {"step": step, **look(module, arguments)})
+                self._announce(replace(look(module, arguments), step=step), number)
 
 
-def look(module: torch.nn.Module, arguments: Sequence[Any]) -> dict[str, Any]:
+def look(module: torch.nn.Module, arguments: Sequence[Any]) -> Agreement:
     """Run `module(*arguments)` and return fingerprints of its output and of the weights that made it."""
     device = next((p.device for p in internals.parameters(module)), torch.device("cpu"))
     moved = [a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments]
@@ -77,7 +78,7 @@ def look(module: torch.nn.Module, arguments: Sequence[Any]) -> dict[str, Any]:
         output = module(*moved)
     weights = fingerprint.combine(fingerprint.fingerprints([p.detach() for p in internals.parameters(module)]) or [1])
     outputs = [fingerprint.fingerprint(t.detach()) for t in tensors_in(output)]
-    return {"output": f"{fingerprint.combine(outputs or [1]):016x}", "weights": f"{weights:016x}"}
+    return Agreement(output=hex_digest(fingerprint.combine(outputs or [1])), weights=hex_digest(weights))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ddpdebug.forensics.replay.undisturbed import StandIns, Stopped, undisturbed
 from ddpdebug.isolation.user_code import is_users
 from ddpdebug.nested import leaves, mapped, tensors_in
 from ddpdebug.probes.forward_capture import Scene
+from ddpdebug.schema.announcements import MovedTargetLeak, SameTargetLeak
 
 #: A number that may still be on a device.
 Value = Callable[[], float]
@@ -98,7 +99,7 @@ class _Pass:
     room: int = _KEPT_BYTES
 
 
-def look(scene: Scene, known: Relation) -> dict[str, Any] | None:
+def look(scene: Scene, known: Relation) -> MovedTargetLeak | SameTargetLeak | None:
     """Return what another token changes where it must not be seen; None where nothing is wrong or cannot be told."""
     module = scene.module()
     if module is None or scene.lost() or scene.changed() or _refuses(module):
@@ -190,23 +191,24 @@ def _keeper(seen: _Pass, name: str, known: Relation, tracer: Tracer) -> Callable
     return keep
 
 
-def _judged(known: Relation, one: _Pass, other: _Pass) -> dict[str, Any] | None:
+def _judged(known: Relation, one: _Pass, other: _Pass) -> MovedTargetLeak | SameTargetLeak | None:
     at = known.position
     if not one.outputs or len(one.outputs) != len(other.outputs):
         return None
     before = max(_change(a[:at], b[:at], a) for a, b in zip(one.outputs, other.outputs, strict=True))
     after = max(_change(a[at:], b[at:], a) for a, b in zip(one.outputs, other.outputs, strict=True))
-    about = {"position": at, "length": known.tokens.shape[1]}
+    length = known.tokens.shape[1]
     if not known.moved:
         # a causal model that is asked for the token that it is given; a model that sees everything reconstructs
         later = max(_change(a[at + 1 :], b[at + 1 :], a) for a, b in zip(one.outputs, other.outputs, strict=True))
-        return {"kind": "same", "change": later, **about} if before == 0 and later > _CHANGE else None
+        seen = before == 0 and later > _CHANGE
+        return SameTargetLeak(change=later, position=at, length=length) if seen else None
     if before <= _CHANGE or not after:
         return None
     # an auto-encoder in one module tells its decoder about the whole text through a summary, on purpose
     if any(_change(a, b, a) > 0 for a, b in zip(one.pooled, other.pooled, strict=False)):
         return None
-    return {"kind": "moved", "change": before, "module": _mixer(at, one, other), **about}
+    return MovedTargetLeak(change=before, module=_mixer(at, one, other), position=at, length=length)
 
 
 def _mixer(at: int, one: _Pass, other: _Pass) -> str | None:
@@ -260,7 +262,7 @@ class Leaks:
         if known is not None:
             self._case = scene, known, level.first, low
 
-    def work(self) -> dict[str, Any] | None:
+    def work(self) -> MovedTargetLeak | SameTargetLeak | None:
         """Look, if there is a case; return what is wrong."""
         if self._case is None:
             return None
@@ -270,7 +272,7 @@ class Leaks:
             found = look(scene, known)
         finally:
             self._quiet(False)
-        return None if found is None else {**found, "first_loss": first, "loss": low}
+        return None if found is None else replace(found, first_loss=first, loss=low)
 
     def drop(self) -> None:
         """Let go of a forward that is kept."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from ddpdebug.exchange.step_vote import NumericGuard
 from ddpdebug.forensics.loss.dropout_calls import active_calls
@@ -34,6 +33,7 @@ from ddpdebug.probes.step_veto import StepVeto
 from ddpdebug.probes.training_events import Bus
 from ddpdebug.probes.training_loop.training_loop import Recipe
 from ddpdebug.probes.training_loop.validation_loss import Evaluations
+from ddpdebug.schema.announcements import Announce
 
 
 def _nothing() -> None:
@@ -45,7 +45,7 @@ class Probes:
 
     Args:
         hand_over: takes a finished record; must not block.
-        announce: takes (topic, JSON value) once per fact.
+        announce: tells all ranks.
         due: tells for (optimizer, step) whether the sampled tier runs.
         hand_over_last: takes what the last step of an optimizer has left.
         on_group: called when a process group may have come into being.
@@ -60,7 +60,7 @@ class Probes:
         self,
         guard: Guard,
         hand_over: Callable[[StepRecord], None],
-        announce: Callable[[str, Any], None],
+        announce: Announce,
         due: Callable[[int, int], bool],
         *,
         hand_over_last: Callable[[StepRecord], None] | None = None,

@@ -12,11 +12,12 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from ddpdebug.schema.coverage import Coverage, Gap, RankCoverage, Tally, Weight
+from ddpdebug.schema.announcements import RankCoverage
+from ddpdebug.schema.coverage import Coverage, Gap, Tally, Weight
 from ddpdebug.schema.step import Step
 from ddpdebug.sinks import Covered, Record
 from ddpdebug.sinks.text import ranks_text
@@ -64,7 +65,7 @@ class Covering:
         self,
         account: Callable[[], RankCoverage],
         write: Callable[[Record], None],
-        announce: Callable[[Mapping[str, Any]], None],
+        announce: Callable[[RankCoverage], None],
         *,
         quiet: bool,
         clock: Callable[[], float] = time.monotonic,
@@ -133,10 +134,9 @@ class Covering:
         """Count a step of all ranks."""
         self._tally.add(step)
 
-    def hear(self, rank: int, value: Any) -> None:
-        """Take another rank's account; what is none is ignored."""
-        with contextlib.suppress(ValueError):
-            self._others[rank] = RankCoverage.from_json({**value, "rank": rank} if isinstance(value, dict) else {})
+    def hear(self, rank: int, account: RankCoverage) -> None:
+        """Take a rank's account, as far as it is short."""
+        self._others[rank] = RankCoverage.from_json({**asdict(account), "rank": rank})
 
     def start(self) -> None:
         """Begin to look, in the background."""
@@ -146,7 +146,7 @@ class Covering:
 
     def tell(self) -> None:
         """Tell the other ranks this rank's account, as it is when it leaves."""
-        self._announce(asdict(self._own()))
+        self._announce(self._own())
 
     def close(self) -> None:
         """Look for the last time."""
@@ -201,7 +201,7 @@ class Covering:
             self._write(Covered(coverage=known, say=tuple(lines), keep=keep))
             if own.remarkable and self._told != own and self._certain and not self._ended:
                 self._told = own
-                self._announce(asdict(own))
+                self._announce(own)
         finally:
             if alone:
                 self._looking.release()

@@ -11,6 +11,7 @@ from ddpdebug.monitor.details import HolderSearch, Sources, answer, is_known
 from ddpdebug.probes.handover import StepStore
 from ddpdebug.probes.record import StepRecord
 from ddpdebug.probes.step_state import StepState
+from ddpdebug.schema.details import Detail
 
 #: An answer may wait so many ticks for what only the next step shows.
 _TICKS = 60
@@ -66,7 +67,7 @@ class Answering:
                 value = None
             self._tell(request, value)
 
-    def _tell(self, request: Request, value: Any) -> None:
+    def _tell(self, request: Request, value: Detail | None) -> None:
         fields = {"optimizer": request.optimizer, "step": request.step, "last": request.last, "detail": request.kind}
         if self._say("detail", **fields, value=value) is False:  # nothing that JSON can say: the others wait for a word
             self._say("detail", **fields, value=None)

@@ -7,12 +7,28 @@ are taken in one go; those of the user (modules, buffers) may change while they 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.probes.record import StepRecord
 from ddpdebug.probes.step_state import StepState
+from ddpdebug.schema.details import (
+    BufferDigests,
+    Bypass,
+    Contract,
+    Detail,
+    Gradients,
+    Holders,
+    HyperParameters,
+    LayerStatistics,
+    Modes,
+    OptimizerState,
+    Parameters,
+    Recipe,
+    Replicas,
+    hex_digest,
+)
 
 _MAX_NAMES = 20_000
 
@@ -23,7 +39,7 @@ class HolderSearch(Protocol):
     def known(self) -> bool:
         """Tell whether there is an answer, and arrange for one."""
 
-    def found(self) -> Mapping[str, Any] | None:
+    def found(self) -> Holders | None:
         """Return the newest answer."""
 
 
@@ -35,8 +51,8 @@ class Sources:
     holders: HolderSearch
 
 
-def answer(kind: str, record: StepRecord, sources: Sources) -> Any:
-    """Return the JSON value of one detail kind (see `details.py`) for a step of this rank."""
+def answer(kind: str, record: StepRecord, sources: Sources) -> Detail | None:
+    """Return one kind of detail (see `schema/details.py`) for a step of this rank; None where it cannot tell."""
     return _BUILDERS[kind](record, sources)
 
 
@@ -44,13 +60,13 @@ def is_known(kind: str, record: StepRecord, sources: Sources) -> bool:
     """Tell whether the answer is complete: the line of a direct call shows only when it is made again."""
     if kind == "holders":
         return sources.holders.known()
-    if kind != "contract" or not record.contract.get("bypass"):
+    if kind != "contract" or record.contract.bypass is None:
         return True
     return any(w.call_site is not None and w.call_site.location is not None for w in sources.state.wrappers)
 
 
 def _hex(table: Mapping[str, int]) -> dict[str, str]:
-    return {name: f"{value:016x}" for name, value in list(table.items())[:_MAX_NAMES]}
+    return {name: hex_digest(value) for name, value in list(table.items())[:_MAX_NAMES]}
 
 
 def _split(table: Mapping[str, int], record: StepRecord, *, owned: bool) -> dict[str, int]:
@@ -61,21 +77,21 @@ def _split(table: Mapping[str, int], record: StepRecord, *, owned: bool) -> dict
     }
 
 
-def _parameters(record: StepRecord, sources: Sources) -> dict[str, Any]:
+def _parameters(record: StepRecord, sources: Sources) -> Parameters:
     del sources
     after = record.digest_table(record.after)
     no_ddp = not any(record.owned)
     before = record.digest_table(record.before)
-    return {
-        "before": _hex(before),
-        "after": _hex(after if no_ddp else _split(after, record, owned=True)),
-        "previous": _hex(_previous(record, before)),
-        "foreign": {} if no_ddp else _hex(_split(after, record, owned=False)),
-        "frozen": _hex(dict(zip(record.frozen_names, record.frozen(), strict=True))) if record.frozen else {},
-        "order": list(record.names),
-        "norms": dict(zip(record.names, record.norms(), strict=False)) if record.norms else {},
-        "loads": record.window.loads,
-    }
+    return Parameters(
+        before=_hex(before),
+        after=_hex(after if no_ddp else _split(after, record, owned=True)),
+        previous=_hex(_previous(record, before)),
+        foreign={} if no_ddp else _hex(_split(after, record, owned=False)),
+        frozen=_hex(dict(zip(record.frozen_names, record.frozen(), strict=True))) if record.frozen else {},
+        order=tuple(record.names),
+        norms=dict(zip(record.names, record.norms(), strict=False)) if record.norms else {},
+        loads=tuple(record.window.loads),
+    )
 
 
 def _previous(record: StepRecord, before: Mapping[str, int]) -> dict[str, int]:
@@ -86,66 +102,64 @@ def _previous(record: StepRecord, before: Mapping[str, int]) -> dict[str, int]:
     return {name: before[name] if old == new else old for name, old, new in rows}
 
 
-def _gradients(record: StepRecord, sources: Sources) -> dict[str, Any]:
+def _gradients(record: StepRecord, sources: Sources) -> Gradients:
     table = record.digest_table(record.grads)
     local_sums, local_norms, reduced_sums, reduced_norms = record.checksums()
     del sources
-    return {
-        "digests": _hex(_split(table, record, owned=True)),
-        "foreign": _hex(_split(table, record, owned=False)),
-        "missing": list(record.missing),
-        "local_sums": local_sums,
-        "local_norms": local_norms,
-        "reduced_sums": reduced_sums,
-        "reduced_norms": reduced_norms,
-        "step_norms": record.gradient_norms(),
-    }
+    return Gradients(
+        digests=_hex(_split(table, record, owned=True)),
+        foreign=_hex(_split(table, record, owned=False)),
+        missing=tuple(record.missing),
+        local_sums=local_sums,
+        local_norms=local_norms,
+        reduced_sums=reduced_sums,
+        reduced_norms=reduced_norms,
+        step_norms=record.gradient_norms(),
+    )
 
 
-def _contract(record: StepRecord, sources: Sources) -> dict[str, Any]:
+def _contract(record: StepRecord, sources: Sources) -> Contract:
     unreduced: dict[str, str] = {}
     for name, parameter, _, owner in sources.state.watch_of(record.optimizer).table:
         reason = "never-wrapped" if owner is None else owner.unreduced(name.removesuffix("'"), parameter)
         if reason is not None and parameter.requires_grad:
             unreduced[name] = reason
-    contract = dict(record.contract)
     wrappers = tuple(sources.state.wrappers)
+    bypass = record.contract.bypass
     site = next((w.call_site.location for w in wrappers if w.call_site and w.call_site.location), None)
-    if contract.get("bypass") and site:
-        contract["bypass"] = {"location": site}
-    finds = [bool(ddp.find_unused_parameters) for w in wrappers if (ddp := w.ref()) is not None]
-    return {
-        **contract,
-        "unreduced": unreduced,
-        "gathered": record.window.gathered,
-        "clips": record.window.clips,
-        "find_unused": any(finds),
-    }
+    return replace(
+        record.contract,
+        bypass=Bypass(location=site) if bypass is not None and site else bypass,
+        unreduced=unreduced,
+        gathered=tuple(record.window.gathered),
+        clips=tuple(record.window.clips),
+        find_unused=any(ddp.find_unused_parameters for w in wrappers if (ddp := w.ref()) is not None),
+    )
 
 
-def _state(record: StepRecord, sources: Sources) -> dict[str, Any]:
+def _state(record: StepRecord, sources: Sources) -> OptimizerState:
     del sources
     table: dict[str, dict[str, Any]] = {}
     values = record.state() if record.state is not None else []
     for (name, key), value in zip(record.state_keys, values, strict=True):
-        table.setdefault(name, {})[key] = f"{value:016x}"
+        table.setdefault(name, {})[key] = hex_digest(value)
     for name, key, value in record.state_plain:
-        table.setdefault(name, {})[key] = f"{value:016x}"
+        table.setdefault(name, {})[key] = hex_digest(value)
     if record.norms is not None:
         names = [f"{name}:{key}" for name, key in record.state_keys]
         table[""] = dict(zip(names, record.norms()[len(record.names) :], strict=True))
-    return table
+    return OptimizerState(states=table)
 
 
-def _buffers(record: StepRecord, sources: Sources) -> dict[str, Any]:
+def _buffers(record: StepRecord, sources: Sources) -> BufferDigests:
     del sources
     digests: dict[str, int] = {}
     for names, later in record.window.buffers:
         digests.update(zip(names, later(), strict=True))
-    return {"digests": _hex(digests)}
+    return BufferDigests(digests=_hex(digests))
 
 
-def _modes(record: StepRecord, sources: Sources) -> dict[str, bool]:
+def _modes(record: StepRecord, sources: Sources) -> Modes:
     seen = list(record.window.modes or b"")
     modes: dict[str, bool] = {}
     position = 0
@@ -159,27 +173,32 @@ def _modes(record: StepRecord, sources: Sources) -> dict[str, bool]:
             if position < len(seen):
                 modes[prefix + (name or "(model)")] = bool(seen[position])
             position += 1
-    return modes
+    return Modes(training=modes)
 
 
-def _layers(record: StepRecord, sources: Sources) -> dict[str, Any]:
+def _layers(record: StepRecord, sources: Sources) -> LayerStatistics:
     del sources
     if record.layers is None:
-        return {}
+        return LayerStatistics()
     return record.layers.detail(record.gradient_norms(), record.digest_table(record.before))
 
 
-_BUILDERS: dict[str, Callable[[StepRecord, Sources], Any]] = {
+def _recipe(record: StepRecord, sources: Sources) -> Recipe:
+    del sources
+    return Recipe(**record.window.recipe, lr=tuple(group.get("lr") for group in record.hyper))
+
+
+_BUILDERS: dict[str, Callable[[StepRecord, Sources], Detail | None]] = {
     "parameters": _parameters,
     "gradients": _gradients,
     "contract": _contract,
-    "hyper": lambda record, _: list(record.hyper),
+    "hyper": lambda record, _: HyperParameters(groups=tuple(record.hyper)),
     "state": _state,
     "buffers": _buffers,
     "modes": _modes,
-    "replicas": lambda record, _: dict(record.replicas),
+    "replicas": lambda record, _: Replicas(copies=record.replicas),
     "numerics": lambda record, _: record.numerics,
     "layers": _layers,
     "holders": lambda _, sources: sources.holders.found(),
-    "recipe": lambda record, _: {**record.window.recipe, "lr": [group.get("lr") for group in record.hyper]},
+    "recipe": _recipe,
 }

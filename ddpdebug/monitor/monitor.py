@@ -41,7 +41,7 @@ from ddpdebug.isolation.user_code import is_users
 from ddpdebug.monitor.covering import Covering
 from ddpdebug.monitor.detail_requests import Answering
 from ddpdebug.monitor.sampling import Schedule
-from ddpdebug.monitor.sinks import gpu_uuid, open_sinks, place
+from ddpdebug.monitor.sinks import gpu_uuid, open_sinks
 from ddpdebug.probes.coverage import CoverageProbe
 from ddpdebug.probes.handover import Plans, StepStore
 from ddpdebug.probes.memory import private_bytes
@@ -49,10 +49,22 @@ from ddpdebug.probes.record import StepRecord, encode_row
 from ddpdebug.probes.training_events import NeverStepped, OptimizerEnded, StepClosed
 from ddpdebug.redaction import Redactor
 from ddpdebug.run_directory.reader import last_state
-from ddpdebug.schema.coverage import Coverage, RankCoverage
+from ddpdebug.schema.announcements import (
+    Announcement,
+    Device,
+    End,
+    Failure,
+    Place,
+    RankCoverage,
+    read_announcement,
+    topic_text,
+)
+from ddpdebug.schema.coverage import Coverage
+from ddpdebug.schema.details import read_detail
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag, Row, decode, encode
 from ddpdebug.schema.step import Step
+from ddpdebug.schema.wire import to_json
 from ddpdebug.sinks import Record, RunEnded, Saved, StepJudged, Trouble
 from ddpdebug.sinks.fanout import Fanout
 
@@ -153,8 +165,7 @@ class Monitor:
             disk=self.disk,
         )
         self._members, self._progress, self._unoffered = 1, 0, False
-        announce = partial(self._announce, "coverage")
-        self.covering = Covering(self._account, self._write, announce, quiet=config.quiet)
+        self.covering = Covering(self._account, self._write, self._announce, quiet=config.quiet)
         self._counts = CoverageProbe(self.probes.entries, state.wrappers, self._on_child)
         bus.on("probe:coverage", NeverStepped, lambda _: self.covering.start())
         self._last = StepStore(_LAST_STATES)
@@ -236,11 +247,10 @@ class Monitor:
         if self._exchange is None and (self._steps or self.command):
             self._begin(alone=True)
         if reason.startswith("exception") and (newest := self._records.newest()) is not None:
-            fact = {"reason": reason, "step": newest.step, "missing": list(newest.missing)}
-            self._announce("alone:failure", fact)
+            self._announce(Failure(reason=reason, step=newest.step, missing=tuple(newest.missing)))
         self.covering.tell()
-        end = {"steps": self._steps, "reason": reason, "last_states": self._promised}
-        self._say("fact", topic="end", value=end)
+        steps = {str(optimizer): count for optimizer, count in self._steps.items()}
+        self._announce(End(steps=steps, reason=reason, last_states=self._promised))
         if self._exchange is None or self._exchange.close():
             self._judge_rest()
 
@@ -404,7 +414,7 @@ class Monitor:
         self._write(started)
         self.covering.opened()
         self.memory.flush()
-        self._announce("place", place(started))
+        self._announce(Place(node=started.node, local_rank=started.local_rank, metrics=started.metrics_url))
         with self._writing:
             waiting, self._troubles = self._troubles, []
             self._has_sinks = True
@@ -420,7 +430,7 @@ class Monitor:
             self._begin()
         assert self._exchange is not None
         if not self._steps and (gpu := self.guard.run("probe:place", gpu_uuid)):
-            self._announce("place", {"gpu_uuid": gpu})
+            self._announce(Device(gpu_uuid=gpu))
         self._records.add(record)
         self._steps[record.optimizer] = record.step + 1
         self._exchange.progress = max(self._exchange.progress, record.step + 1)
@@ -461,14 +471,14 @@ class Monitor:
         error: BaseException | None = next(iter(self._plans.take("stop", taken)), None)
         return error  # once; the user may catch it
 
-    def _announce(self, topic: str, value: Any) -> None:
-        self._say("fact", topic=topic, value=value)
+    def _announce(self, announcement: Announcement, number: int | None = None) -> None:
+        self._say("fact", topic=topic_text(announcement, number), value=announcement)
 
     def _say(self, kind: str, **fields: Any) -> bool:
         return bool(self.guard.contain("exchange:say", self._send, kind, **fields))
 
     def _send(self, kind: str, /, **fields: Any) -> bool:
-        message = {"kind": kind, **fields}
+        message = {"kind": kind, **to_json(fields)}
         if self._exchange is None:
             self._early.append(message)
             return True
@@ -580,15 +590,18 @@ class Monitor:
     def _hear(self, rank: int, kind: str, message: Mapping[str, Any]) -> None:
         run = self._back.run
         if kind == "detail":
-            place = int(message["optimizer"]), int(message["step"])
-            what = (str(message["detail"]), message["value"])
-            run("diagnosis", self._diagnosis.answer, rank, *place, *what, last=bool(message.get("last")))
+            place, what = (int(message["optimizer"]), int(message["step"])), str(message["detail"])
+            detail = read_detail(what, message["value"])
+            run("diagnosis", self._diagnosis.answer, rank, *place, what, detail, last=bool(message.get("last")))
         elif kind == "fact":
-            self._note_end(rank, message)
-            run("diagnosis", self._diagnosis.tell, str(message["topic"]), rank, message["value"])
-            run("forensics:memory", self.memory.hear, rank, message)
-            if message["topic"] == "coverage":
-                run("coverage", self.covering.hear, rank, message["value"])
+            topic = str(message["topic"])
+            announcement = read_announcement(topic, message["value"])
+            if topic == End.topic:
+                self._note_end(rank, announcement)
+            run("diagnosis", self._diagnosis.tell, topic, rank, announcement)
+            run("forensics:memory", self.memory.hear, rank, announcement)
+            if isinstance(announcement, RankCoverage):
+                run("coverage", self.covering.hear, rank, announcement)
         elif kind == "trouble" and self.rank == 0 and rank != 0:
             self._write(Trouble(part=f"{message['part']} of rank {rank}", message=str(message["message"])))
         elif kind == "run" and self.fanout is None:
@@ -614,10 +627,10 @@ class Monitor:
         elif kind == "stop":
             self._plan_stop(message)
 
-    def _note_end(self, rank: int, message: Mapping[str, Any]) -> None:
-        if message["topic"] == "end":
-            self._ended.add(rank)
-            self._awaited[rank] = self._awaited.get(rank, 0) + int(message["value"]["last_states"])
+    def _note_end(self, rank: int, end: Announcement | None) -> None:
+        self._ended.add(rank)
+        promised = end.last_states if isinstance(end, End) else 0
+        self._awaited[rank] = self._awaited.get(rank, 0) + promised
 
     def _report(self, raised: Sequence[tuple[Finding, bool]], progress: int) -> None:
         run = self._back.run

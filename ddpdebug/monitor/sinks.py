@@ -9,7 +9,6 @@ from dataclasses import asdict
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -106,11 +105,6 @@ def open_sinks(  # noqa: PLR0913 - who the rank is
         node=platform.node(),
         local_rank=local_rank,
     )
-
-
-def place(started: RunStarted) -> dict[str, Any]:
-    """Return the announcement `place` of a rank that has begun."""
-    return {"node": started.node, "local_rank": started.local_rank, "metrics": started.metrics_url}
 
 
 def gpu_uuid() -> str:

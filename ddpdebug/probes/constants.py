@@ -11,6 +11,7 @@ import torch
 from ddpdebug import torch_internals as internals
 from ddpdebug.probes import async_copy as device
 from ddpdebug.probes.values import precision
+from ddpdebug.schema.announcements import Constants, Precision
 
 #: Training forwards that an attribute must have survived unchanged to be a constant and no cache or result.
 _FORWARDS = 4
@@ -35,14 +36,14 @@ class Settings:
             for (name, t), digest in zip(found, digests, strict=True)
         ]
 
-    def at_forward(self, module: torch.nn.Module) -> Sequence[tuple[str, dict[str, Any]]]:
-        """Return what is to be announced at this training forward: (topic, fact)."""
+    def at_forward(self, module: torch.nn.Module) -> Sequence[Precision | Constants]:
+        """Return what is to be announced at this training forward."""
         if self._forwards > _FORWARDS:
             return ()
         self._forwards += 1
         if self._forwards == 1:
-            return (("precision", precision(module)),)
-        return (("constants", {"tensors": self._unchanged(module)}),) if self._forwards > _FORWARDS else ()
+            return (precision(module),)
+        return (Constants(tensors=self._unchanged(module)),) if self._forwards > _FORWARDS else ()
 
     def _unchanged(self, module: torch.nn.Module) -> dict[str, str]:
         now = {name: (id(t), internals.version_of(t)) for name, t in _plain_tensors(module)}

@@ -7,6 +7,7 @@ from typing import Any
 from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.user_code import user_location
 from ddpdebug.probes.optimizers import OptimizerWatch
+from ddpdebug.schema.details import Contract
 from ddpdebug.schema.row import Flag
 
 _HOOK_FLAGS = {
@@ -36,18 +37,18 @@ def flags(watch: OptimizerWatch) -> Flag:
     return found | (Flag.SHARDED_STATE if watch.sharded() else Flag(0))
 
 
-def facts(watch: OptimizerWatch, *, wrappers: int, world: int) -> dict[str, Any]:
+def facts(watch: OptimizerWatch, *, wrappers: int, world: int) -> Contract:
     """Return the part of the `contract` detail that is only known at the step itself."""
     owners = watch.wrappers
-    merged: dict[str, Any] = {"bypass": None, "no_sync": None}
+    merged: dict[str, Any] = {}
     for wrapper in owners:
         merged.update(wrapper.pending or {})
-    return {
+    return Contract(
         **merged,
-        "ddp": wrappers,
-        "world": world,
-        "groups": [wrapper.group for wrapper in owners],
-        "hook": next((wrapper.hook for wrapper in owners if wrapper.hook), None),
-        "ignored": sorted({name for wrapper in owners for name in wrapper.ignored}),
-        "location": user_location(),
-    }
+        ddp=wrappers,
+        world=world,
+        groups=tuple(tuple(wrapper.group) for wrapper in owners),
+        hook=next((wrapper.hook for wrapper in owners if wrapper.hook), None),
+        ignored=tuple(sorted({name for wrapper in owners for name in wrapper.ignored})),
+        location=user_location(),
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -14,6 +13,8 @@ from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.isolation.user_code import location, user_frame, user_location
 from ddpdebug.probes.constants import Settings
 from ddpdebug.probes.entries import Entries
+from ddpdebug.schema.announcements import Announce, InitialValues, Structure
+from ddpdebug.schema.details import Bypass, UnsyncedBackward, hex_digest
 from ddpdebug.schema.row import CHECKSUM_SLOTS
 
 #: Of the gradients of a larger model each checked step sums those in `SLOTS_PER_STEP` of the slots, in turn.
@@ -101,7 +102,7 @@ class Wrapper:
         if synced:
             self.pending = None
         elif self.forwards == 0:
-            self.pending = {"bypass": {"location": location}}
+            self.pending = {"bypass": Bypass(location=location)}
             if self.call_site is None and ddp is not None:
                 inner = internals.unwrap_compiled(ddp.module)
                 self.call_site = CallSite(
@@ -112,7 +113,7 @@ class Wrapper:
             kind = "last-micro-batch"
             if flag_now:
                 kind = "forward-only" if self.forward_in_no_sync else "flag-after-forward"
-            self.pending = {"no_sync": {"kind": kind, "location": self.forward_location or location}}
+            self.pending = {"no_sync": UnsyncedBackward(kind=kind, location=self.forward_location or location)}
         self.forwards, self.armed, self.arrived = 0, False, False
         return synced
 
@@ -198,19 +199,20 @@ def structure(module: torch.nn.Module) -> list[list[Any]]:
     return entries
 
 
-def announce_model(module: torch.nn.Module, index: int, group: list[int], announce: Callable[[str, Any], None]) -> None:
+def announce_model(module: torch.nn.Module, index: int, group: list[int], announce: Announce) -> None:
     """Announce a module's structure and initial values, before DDP checks and broadcasts them."""
     inner = internals.unwrap_compiled(module)
     ignored = internals.ignored_names(inner)
     entries = structure(inner)
     digest = f"{fingerprint.of_text(repr(entries)):016x}"
-    announce(f"structure:{index}", {"digest": digest, "entries": entries, "group": group})
+    told = tuple((kind, name, tuple(shape), dtype, trained) for kind, name, shape, dtype, trained in entries)
+    announce(Structure(digest=digest, entries=told, group=tuple(group)), index)
     named = [
         (n, t) for n, t in (*internals.named_parameters(inner), *internals.named_buffers(inner)) if n not in ignored
     ]
     named = [(n, t) for n, t in named if t.device.type == "cpu"]
     values = fingerprint.fingerprints([t for _, t in named])
-    announce(f"init:{index}", {"digests": {n: f"{v:016x}" for (n, _), v in zip(named, values, strict=True)}})
+    announce(InitialValues(digests={n: hex_digest(v) for (n, _), v in zip(named, values, strict=True)}), index)
 
 
 HALF_HOOKS = {"fp16_compress_hook", "bf16_compress_hook", "fp16_compress_wrapper", "bf16_compress_wrapper"}

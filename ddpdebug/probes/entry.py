@@ -18,6 +18,7 @@ from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes import ranges
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.nonfinite_notes import Looks
+from ddpdebug.schema.details import EntryGradient
 
 _MAX_NODES = 20_000
 
@@ -62,9 +63,9 @@ class _Entry:
             finite = math.isfinite(low) and math.isfinite(high)
             if not finite and not self._is_from_outside():
                 continue
-            known = self._looks.entry or {"finite": True, "range": [low, high]}
-            span = [min(known["range"][0], low), max(known["range"][1], high)]
-            self._looks.entry = {"finite": known["finite"] and finite, "range": span if finite else [low, high]}
+            known = self._looks.entry or EntryGradient(finite=True, range=(low, high))
+            span = min(known.range[0], low), max(known.range[1], high)
+            self._looks.entry = EntryGradient(finite=known.finite and finite, range=span if finite else (low, high))
             if not finite:
                 self._locate(self._looks)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from ddpdebug.isolation.user_code import is_users
 from ddpdebug.nested import parts_of
 from ddpdebug.probes import async_copy as device, ranges
+from ddpdebug.schema.details import BadInput
 
 _MAX_DEPTH = 4
 _MAX_TENSORS = 64
@@ -53,7 +55,7 @@ def _inside(path: str, value: Any, depth: int) -> Iterator[tuple[str, torch.Tens
             yield from _inside(path + place, item, depth + 1)
 
 
-def bad(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
+def bad(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> list[BadInput]:
     """Return the arguments on the CPU that are non-finite and no masks, with the samples that are."""
     found = []
     for name, tensor in named(module, args, kwargs):
@@ -61,9 +63,8 @@ def bad(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> list[d
             continue
         if ranges.kinds_of(*seen) == [ranges.MINUS_INF] and (_is_mask(name) or ranges.is_additive_mask(tensor)):
             continue
-        about = ranges.describe(tensor)
-        keys = ("dtype", "shape", "kinds", "count")
-        found.append({"argument": name, **{k: about[k] for k in keys}, "samples": ranges.samples(tensor)})
+        about = {key: value for key, value in ranges.describe(tensor).items() if key != "range"}
+        found.append(BadInput(argument=name, **about, samples=tuple(ranges.samples(tensor))))
     return found
 
 
@@ -73,18 +74,16 @@ def bad_later(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> 
     looked = [(name, t, seen) for name, t, seen in looked if seen is not None]
     if not looked:
         return None
-    known: list[dict[str, Any]] = [
-        {"argument": n, "dtype": ranges.dtype_name(t), "shape": list(t.shape)} for n, t, _ in looked
-    ]
+    known = [BadInput(argument=n, dtype=ranges.dtype_name(t), shape=tuple(t.shape)) for n, t, _ in looked]
     numbers = device.numbers([number for _, _, seen in looked if seen is not None for number in seen])
 
-    def read() -> list[dict[str, Any]]:
+    def read() -> list[BadInput]:
         values = numbers()
         found = []
         for about, low, high in zip(known, values[::2], values[1::2], strict=True):
             kinds = ranges.kinds_of(low, high)
-            if kinds and not (kinds == [ranges.MINUS_INF] and (_is_mask(about["argument"]) or high == 0)):
-                found.append({**about, "kinds": kinds, "count": None, "samples": []})
+            if kinds and not (kinds == [ranges.MINUS_INF] and (_is_mask(about.argument) or high == 0)):
+                found.append(replace(about, kinds=tuple(kinds)))
         return found
 
     return read

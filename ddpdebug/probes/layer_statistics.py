@@ -21,6 +21,7 @@ from ddpdebug.nested import tensors_in
 from ddpdebug.probes import async_copy as device, ranges
 from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.step_state import Window
+from ddpdebug.schema.details import LayerActivation, LayerParameter, LayerStatistics, hex_digest
 from ddpdebug.schema.row import Flag
 
 #: At most so many module calls and parameters are described, and at most so many elements of each are read.
@@ -84,30 +85,31 @@ class LayerSamples:
         weights, updates = self.read()
         return {"param_norm": math.hypot(*weights), "update_norm": math.hypot(*updates)} if weights else {}
 
-    def detail(self, gradients: Mapping[str, float], before: Mapping[str, int]) -> dict[str, Any]:
-        """Return the detail of this kind (see `details.py`).
+    def detail(self, gradients: Mapping[str, float], before: Mapping[str, int]) -> LayerStatistics:
+        """Return the detail of this kind.
 
         Args:
             gradients: norms of the gradients that the optimizer used, by parameter.
             before: digests of the parameters before the step, by parameter.
         """
         values = self.numbers()
-        modules: dict[str, Any] = {}
+        modules: dict[str, LayerActivation] = {}
         for call in self.calls:
-            about = {k: _shown(values[v.at]) if isinstance(v, _Number) else v for k, v in call.items() if k != "path"}
-            modules[call["path"]] = about
+            about: dict[str, Any] = {k: _shown(values[v.at]) if isinstance(v, _Number) else v for k, v in call.items()}
+            path = about.pop("path")
+            modules[path] = LayerActivation(**about)
         weights, updates = self.read()
-        parameters = {}
+        parameters: dict[str, LayerParameter] = {}
         for name, fact, weight, update in zip(self.names, self.facts, weights, updates, strict=True):
             digest = before.get(name)
-            parameters[name] = {
-                "norm": _shown(weight),
-                "grad_norm": _shown(gradients[name]) if name in gradients else None,
-                "update": _shown(update),
-                "digest": None if digest is None else f"{digest:016x}",
+            parameters[name] = LayerParameter(
+                norm=_shown(weight),
+                grad_norm=_shown(gradients[name]) if name in gradients else None,
+                update=_shown(update),
+                digest=None if digest is None else hex_digest(digest),
                 **{key: value for key, value in fact.items() if key != "block"},
-            }
-        return {"modules": modules, "parameters": parameters, "order": list(self.names)}
+            )
+        return LayerStatistics(modules=modules, parameters=parameters, order=tuple(self.names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +203,7 @@ class Layers:
         part = part.to(torch.float64 if part.dtype == torch.float64 else torch.float32, copy=True)
         kind = None if tensor.grad_fn is None else _KINDS.get(tensor.grad_fn.name())
         time = self._times[id(module)] = self._times.get(id(module), -1) + 1
-        about: dict[str, Any] = {"class": type(module).__name__, "role": role, "call": time, "kind": kind}
+        about: dict[str, Any] = {"class_name": type(module).__name__, "role": role, "call": time, "kind": kind}
         about["leaf"] = self._leaves
         self._calls.append(_Call(module, about, part, ref, tensor.untyped_storage().data_ptr(), self._convolution))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from ddpdebug.isolation.user_code import is_user_file, is_users, shorten
 from ddpdebug.nested import tensors_in
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import BatchAwaited, BatchDelivered, Bus, EpochBegan, WorkersBegan
+from ddpdebug.schema.announcements import Announce, IndexList, Loader
+from ddpdebug.schema.details import hex_digest
 
 _RECORD_BYTES = 1 << 18
 _MAX_DEPTH = 3
@@ -26,7 +28,7 @@ _BUDGET_BYTES = 32 << 20
 class Loaders:
     """Watches every DataLoader of the process, numbered in order of first use."""
 
-    def __init__(self, bus: Bus, state: StepState, announce: Callable[[str, Any], None]) -> None:
+    def __init__(self, bus: Bus, state: StepState, announce: Announce) -> None:
         self._state, self._announce = state, announce
         self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
         self._known: weakref.WeakKeyDictionary[DataLoader[Any], dict[str, Any]] = weakref.WeakKeyDictionary()
@@ -52,7 +54,8 @@ class Loaders:
         known["iterations"] += 1
         self.samples = _length(loader.dataset)
         step = self._state.next_step()
-        self._announce(f"loader:{known['index']}", {**_settings(loader), **_shared(known), "step": step})
+        told = Loader(**_settings(loader), iterations=known["iterations"], attributes=known["attributes"], step=step)
+        self._announce(told, known["index"])
 
     def _workers_began(self, event: WorkersBegan) -> None:
         self._iterators.add(event.iterator)
@@ -81,10 +84,6 @@ def _source(dataset: Any) -> str | None:
     if code is None or not is_user_file(code.co_filename):
         return None
     return f"{type(dataset).__name__} at {shorten(code.co_filename)}:{code.co_firstlineno}"
-
-
-def _shared(known: dict[str, Any]) -> dict[str, Any]:
-    return {"iterations": known["iterations"], "attributes": known["attributes"]}
 
 
 def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -128,11 +127,11 @@ def _batches(loader: DataLoader[Any]) -> int | None:
     return _length(loader) if shipped and not isinstance(loader.dataset, IterableDataset) else None
 
 
-def _indices(dataset: Any) -> dict[str, Any] | None:
+def _indices(dataset: Any) -> IndexList | None:
     if not isinstance(dataset, Subset):
         return None
     indices = list(dataset.indices)[:_MAX_ITEMS]
-    return {"digest": f"{fingerprint.of_text(repr(indices)):016x}", "length": len(indices)}
+    return IndexList(digest=hex_digest(fingerprint.of_text(repr(indices))), length=len(indices))
 
 
 def _attributes(dataset: Any, prefix: str = "dataset", depth: int = 0) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,9 @@ from ddpdebug.probes import async_copy as device
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import BackwardBegan, Bus, Clipped, ForwardBegan, Gathered, Loaded, LossScaled
 from ddpdebug.probes.values import loss_reader
+from ddpdebug.schema import announcements
+from ddpdebug.schema.announcements import Announce
+from ddpdebug.schema.details import Clip, Load
 
 #: Gathers that cut gradients are announced so often; the rest are other call sites of the same mistake.
 _MAX_GATHERS = 3
@@ -21,16 +24,16 @@ class LoopCalls:
     """Notes these calls in the step's window, and knows the loss scale in force.
 
     Args:
-        announce: takes (topic, JSON value) once per fact.
+        announce: tells all ranks.
     """
 
-    def __init__(self, bus: Bus, state: StepState, announce: Callable[[str, Any], None]) -> None:
+    def __init__(self, bus: Bus, state: StepState, announce: Announce) -> None:
         self._state, self._announce = state, announce
         self.last_loss_scale: Callable[[], float] | None = None
         self._scaled_by: torch.Tensor | None = None
         self.tells_validation = False  # the script does: nothing has to be guessed
         self._gathers = 0
-        self._lists: list[tuple[list[Any], dict[str, Any]]] = []
+        self._lists: list[tuple[list[Any], announcements.Gathered]] = []
         bus.on("probe:clip", Clipped, self.clipped)
         bus.on("probe:scaler", LossScaled, self._scaled)
         bus.on("probe:load", Loaded, self._loaded)
@@ -43,8 +46,7 @@ class LoopCalls:
         state, norm = self._state, event.norm
         local = any(w.pending is not None for w in state.wrappers) or (not state.wrappers and state.world > 1)
         value = float(norm) if norm.device.type == "cpu" else float("nan")
-        fact = {"norm": value, "max": event.limit, "before_sync": local, "location": event.location}
-        state.window.clips.append(fact)
+        state.window.clips.append(Clip(norm=value, max=event.limit, before_sync=local, location=event.location))
 
     def observed(self, name: str, loss: Any) -> None:
         """Take a loss from the user: `loss` instead of the one given to backward, or `val_loss`."""
@@ -86,17 +88,18 @@ class LoopCalls:
         return float(scale) if scale is not None and scale.device.type == "cpu" else float("nan")
 
     def _loaded(self, event: Loaded) -> None:
-        self._state.window.loads.append({"what": event.what, "location": event.location})
+        self._state.window.loads.append(Load(what=event.what, location=event.location))
 
     def _gathered(self, event: Gathered) -> None:
         """Note an all_gather of a tensor that requires grad; judged at backward, when the list is in its final form.
 
         The list is held until then, unless it is large, or a forward comes first.
         """
-        outputs, fact = event.outputs, {"location": event.location, "shapes": [list(event.tensor.shape)]}
-        size = sum(o.nbytes for some, _ in (*self._lists, (outputs, {})) for o in some if isinstance(o, torch.Tensor))
+        lists = [event.outputs, *(some for some, _ in self._lists)]
+        size = sum(o.nbytes for some in lists for o in some if isinstance(o, torch.Tensor))
         if len(self._lists) <= _MAX_GATHERS and size <= _GATHERED_BYTES:
-            self._lists.append((outputs, fact))
+            fact = announcements.Gathered(location=event.location, shapes=(tuple(event.tensor.shape),))
+            self._lists.append((event.outputs, fact))
 
     def _drop_gathers(self, _: ForwardBegan) -> None:
         """Let go of lists that no backward has followed: in a validation none will, and they may hold their graph."""
@@ -110,5 +113,5 @@ class LoopCalls:
                 continue  # the usual way to keep the local gradient
             self._state.window.gathered.append(fact)
             if self._gathers < _MAX_GATHERS:
-                self._announce(f"gathered:{self._gathers}", fact)
+                self._announce(fact, self._gathers)
                 self._gathers += 1

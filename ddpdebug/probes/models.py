@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -17,19 +16,18 @@ from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.gradient_hooks import GradientHooks
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus, DDPBuilds, DDPBuilt, HookRegistered, NoSyncEntered
+from ddpdebug.schema.announcements import Announce, WrapperGroup
 
 
 class Models:
     """Keeps the list of DDPs.
 
     Args:
-        announce: takes (topic, JSON value) once per fact.
+        announce: tells all ranks.
         hooks: sees the gradients of their parameters.
     """
 
-    def __init__(
-        self, bus: Bus, state: StepState, guard: Guard, announce: Callable[[str, Any], None], hooks: GradientHooks
-    ) -> None:
+    def __init__(self, bus: Bus, state: StepState, guard: Guard, announce: Announce, hooks: GradientHooks) -> None:
         self._state, self._entries, self._announce, self._hooks = state, entries_of(guard), announce, hooks
         self._no_syncs: dict[int, list[weakref.ref[Any]]] = {}  # id of a DDP -> its contexts
         bus.on("probe:structure", DDPBuilds, self.before_wrap)
@@ -54,7 +52,7 @@ class Models:
             return known
         wrapper = Wrapper(ddp, len(self._state.wrappers), self._entries)
         self._state.wrappers.append(wrapper)
-        self._announce(f"group:{wrapper.index}", {"ranks": wrapper.group})
+        self._announce(WrapperGroup(ranks=tuple(wrapper.group)), wrapper.index)
         for parameter in internals.parameters(ddp.module):
             if id(parameter) in wrapper.trainable:
                 self._hooks.add(parameter, wrapper)

@@ -26,6 +26,7 @@ from ddpdebug.nested import tensors_in
 from ddpdebug.probes import async_copy as device, ranges
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.nonfinite_notes import Looks
+from ddpdebug.schema.details import ModuleCall, NearLimit
 
 #: The first non-finite calls of a step are enough to tell what came first.
 _MAX_BAD = 8
@@ -57,7 +58,7 @@ class ForwardProbe:
         self._bad: list[tuple[list[torch.nn.Module], dict[str, Any]]] = []  # with the modules around, as they end
         self._near: list[tuple[torch.nn.Module, dict[str, Any]]] = []
         self._pending: list[tuple[torch.nn.Module, dict[str, Any], torch.Tensor, torch.Tensor]] = []
-        self._history: dict[str, deque[list[float]]] = {}
+        self._history: dict[str, deque[tuple[int, float]]] = {}
         self._halves: dict[int, tuple[torch.nn.Module, float]] = {}
 
     def begin(self, looks: Looks, step: int, also: Look | None = None) -> None:
@@ -91,7 +92,7 @@ class ForwardProbe:
             self._remember(path)
             looks = self._looks
             bad = [(chain if any(m is root for m in chain) else [root, *chain], entry) for chain, entry in self._bad]
-            calls = [{**_place(root, prefix, chain, path), **entry} for chain, entry in bad]
+            calls = [ModuleCall(**_place(root, prefix, chain, path) | entry) for chain, entry in bad]
             looks.forward += calls[: _MAX_BAD - len(looks.forward)]
             if self._pending:
                 looks.later.append(_later([({"module": path(m), **e}, a, b) for m, e, a, b in self._pending]))
@@ -103,10 +104,10 @@ class ForwardProbe:
             name = path(module)
             if name not in self._history and len(self._history) >= _MAX_HISTORIES:
                 continue
-            self._history.setdefault(name, deque(maxlen=_HISTORY)).append([self._step, largest])
+            self._history.setdefault(name, deque(maxlen=_HISTORY)).append((self._step, largest))
         for module, entry in self._near[:_MAX_BAD]:
             name = path(module)
-            self._looks.near.append({"module": name, **entry, "history": list(self._history.get(name, ()))})
+            self._looks.near.append(NearLimit(module=name, **entry, history=tuple(self._history.get(name, ()))))
 
     def _on_call(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         self._look(module, args, output)
@@ -148,7 +149,7 @@ class ForwardProbe:
 
     def _entry(self, module: torch.nn.Module, call: int, position: int) -> dict[str, Any]:
         place = {"call": call, "micro_batch": self._micro_batch, "order": self._order, "output": position}
-        return {"class": type(module).__name__, **place, "usual": False}
+        return {"class_name": type(module).__name__, **place}
 
     def _bad_call(self, module: torch.nn.Module, args: Any, call: int, position: int, tensor: torch.Tensor) -> None:
         if len(self._bad) >= _MAX_BAD:
@@ -160,7 +161,7 @@ class ForwardProbe:
         entry = {
             **self._entry(module, call, position),
             **ranges.describe(tensor),
-            "input_range": [min(finite), max(finite)] if finite else None,
+            "input_range": (min(finite), max(finite)) if finite else None,
             "input_nonfinite": bool(kinds - {ranges.MINUS_INF}) if seen else None,
         }
         self._bad.append(([module], entry))
@@ -194,7 +195,7 @@ class ForwardProbe:
         tensor: torch.Tensor,
         seen: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        about = {"dtype": ranges.dtype_name(tensor), "shape": list(tensor.shape), "role": "output"}
+        about = {"dtype": ranges.dtype_name(tensor), "shape": tuple(tensor.shape), "role": "output"}
         entry = {**self._entry(module, call, position), **about}
         for value in tensors_in(args):  # cannot be looked at again once the answer is known
             if value is not tensor and not self._known(value) and (found := ranges.look(value)) is not None:
@@ -204,7 +205,7 @@ class ForwardProbe:
 
 def _place(
     root: torch.nn.Module, prefix: str, chain: list[torch.nn.Module], path: Callable[[torch.nn.Module], str]
-) -> dict[str, str | None]:
+) -> dict[str, Any]:
     """Return the path of the last module of a chain of callers, and that of the one that called it."""
     places = [i for i, module in enumerate(chain) if module is root]
     if not places:
@@ -220,14 +221,16 @@ def _place(
     return {"module": prefix + names[-1], "caller": prefix + names[-2] if len(names) > 1 else None}
 
 
-def _later(pending: list[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]) -> Callable[[], list[dict[str, Any]]]:
+def _later(
+    pending: list[tuple[dict[str, Any], torch.Tensor, torch.Tensor]],
+) -> Callable[[], list[ModuleCall | NearLimit]]:
     """Copy the ranges out without waiting; what is returned judges them, in the background thread."""
     entries = [entry for entry, _, _ in pending]
     numbers = device.numbers([number for _, low, high in pending for number in (low, high)])
 
-    def read() -> list[dict[str, Any]]:
+    def read() -> list[ModuleCall | NearLimit]:
         values = numbers()
-        found: list[dict[str, Any]] = []
+        found: list[ModuleCall | NearLimit] = []
         inputs: dict[tuple[str, int], list[float]] = {}
         for entry, low, high in zip(entries, values[::2], values[1::2], strict=True):
             place = (entry["module"], entry["call"])
@@ -238,14 +241,15 @@ def _later(pending: list[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]) -> 
             own = inputs.get(place, [])
             finite = [number for number in own if math.isfinite(number)]
             bad_input = any(math.isnan(n) or n == math.inf for n in own) if own else None
-            about = {name: value for name, value in entry.items() if name != "role"}
             near = None if kinds else ranges.near_limit(getattr(torch, entry["dtype"]), low, high)
             if near is not None:
-                found.append({**about, "near": near, "limit": torch.finfo(getattr(torch, entry["dtype"])).max})
+                limit = torch.finfo(getattr(torch, entry["dtype"])).max
+                found.append(NearLimit(module=entry["module"], dtype=entry["dtype"], largest=near, limit=limit))
             elif kinds:
-                span = [min(finite), max(finite)] if finite else None
-                more = {"kinds": kinds, "count": None, "range": None}
-                found.append({**about, **more, "input_range": span, "input_nonfinite": bad_input})
+                about = {name: value for name, value in entry.items() if name != "role"}
+                span = (min(finite), max(finite)) if finite else None
+                call = ModuleCall(**about, kinds=tuple(kinds), input_range=span, input_nonfinite=bad_input)
+                found.append(call)
         return found[: 4 * _MAX_BAD]
 
     return read

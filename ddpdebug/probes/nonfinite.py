@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.record import StepRecord
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus
+from ddpdebug.schema.details import NonfiniteLoss, NonfiniteParameters
 from ddpdebug.schema.row import Flag
 
 _MAX_OUTPUTS = 32
@@ -179,13 +181,13 @@ class Numerics:
         if here:
             self._suspect()
         frame = user_frame()
-        looks.loss = {
-            "value": value,
-            "micro_batch": self._state.window.micro_batches,
-            "backward": None if frame is None else location(frame.f_code.co_filename, frame.f_lineno),
-            "expression": self.expression(frame),
-            "operation": None if loss.grad_fn is None else loss.grad_fn.name(),
-        }
+        looks.loss = NonfiniteLoss(
+            value=value,
+            micro_batch=self._state.window.micro_batches,
+            backward=None if frame is None else location(frame.f_code.co_filename, frame.f_lineno),
+            expression=self.expression(frame),
+            operation=None if loss.grad_fn is None else loss.grad_fn.name(),
+        )
         if here:
             self._bus.emit(events.LossExamined(loss, looks, finite=False))
 
@@ -249,7 +251,7 @@ class Numerics:
             record.flags &= ~Flag.CHECKED
         gradients = bool(looks.local or reduced)
         self._learn(looks, healthy=looks.loss is None and not gradients)
-        guilty = bool(looks.loss or looks.local or any(is_bad_call(c) and not c["usual"] for c in looks.forward))
+        guilty = bool(looks.loss or looks.local or any(is_bad_call(c) and not c.usual for c in looks.forward))
         before = self._before(watch, record, thoroughly=guilty or gradients)
         if guilty or gradients or before or looks.noteworthy:
             flags, record.numerics = summary(record, looks)
@@ -295,12 +297,14 @@ class Numerics:
 
     def _learn(self, looks: Looks, *, healthy: bool) -> None:
         """Mark what healthy steps show as well, and remember what this one does."""
-        for call in looks.forward:
-            habits = self._habits.setdefault(call["module"], set())
-            call["usual"] = bool(habits) and habits.issuperset(call["kinds"])
+        habits = [self._habits.setdefault(call.module, set()) for call in looks.forward]
+        looks.forward = [
+            replace(call, usual=bool(known) and known.issuperset(call.kinds))
+            for call, known in zip(looks.forward, habits, strict=True)
+        ]
         if healthy:
-            for call in looks.forward:
-                self._habits[call["module"]].update(call["kinds"])
+            for call, known in zip(looks.forward, habits, strict=True):
+                known.update(call.kinds)
 
     def _before(self, watch: OptimizerWatch, record: StepRecord, *, thoroughly: bool) -> list[str]:
         """Return the parameters that are non-finite although no optimizer has touched them in this step.
@@ -325,17 +329,18 @@ class Numerics:
 
     def _investigate(self, record: StepRecord, looks: Looks, *, reduced: Sequence[int], before: Sequence[str]) -> None:
         """Complete the detail of a step in which something is wrong."""
-        detail = record.numerics
+        found: dict[str, Any] = {}
         if looks.output_finite is None:
             outputs = [t for ref in looks.outputs if (t := ref()) is not None]
-            seen = [found for t in outputs if (found := ranges.read(t)) is not None]
-            detail["output_finite"] = all(math.isfinite(n) for found in seen for n in found) if seen else None
+            spans = [span for t in outputs if (span := ranges.read(t)) is not None]
+            found["output_finite"] = all(math.isfinite(n) for span in spans for n in span) if spans else None
         module = None if looks.module is None else looks.module()
         scene = self._scenes.likeliest(module)
         if not looks.inputs and looks.loss is not None and module is not None and scene is not None:
-            detail["inputs"] = looks.inputs = inputs.bad(module, scene.args, scene.kwargs)
+            looks.inputs = inputs.bad(module, scene.args, scene.kwargs)
+            found["inputs"] = tuple(looks.inputs)
             record.flags |= Flag.INPUT_NONFINITE if looks.inputs else Flag(0)
-        detail["reduced"] = [record.names[i] for i in reduced][:_MAX_NAMES]
+        found["reduced"] = tuple(record.names[i] for i in reduced)[:_MAX_NAMES]
         if before:
             phase = None
             index, step = record.optimizer, record.step
@@ -347,8 +352,9 @@ class Numerics:
                 phase = "optimizer"
             new = [name for name in before if name not in self._known.get(index, ())]
             self._known.setdefault(index, set()).update(before)
-            names = (new or list(before))[:_MAX_NAMES]
-            detail["parameters"] = {"before": names, "after": [], "state": [], "phase": phase}
+            names = tuple(new or before)[:_MAX_NAMES]
+            found["parameters"] = NonfiniteParameters(before=names, phase=phase)
+        record.numerics = replace(record.numerics, **found)
 
     def after_step(self, event: events.StateRead) -> None:
         """Look at what a step with finite gradients has left behind."""
@@ -375,11 +381,13 @@ class Numerics:
         if not new:
             return
         record.flags |= Flag.STEP_NONFINITE
-        if not record.numerics:
-            _, record.numerics = summary(record, record.window.looks)
-        record.numerics["parameters"] = {
-            "before": record.numerics["parameters"]["before"],
-            "after": [key[0] for key in new if len(key) == 1][:_MAX_NAMES],
-            "state": [list(key) for key in new if len(key) == 2][:_MAX_NAMES],
-            "phase": "optimizer" if self._verified.get(watch.index) == watch.step else None,
-        }
+        detail = record.numerics
+        if detail.parameters is None:
+            _, detail = summary(record, record.window.looks)
+        parameters = NonfiniteParameters(
+            before=() if detail.parameters is None else detail.parameters.before,
+            after=tuple(key[0] for key in new if len(key) == 1)[:_MAX_NAMES],
+            state=tuple((key[0], key[1]) for key in new if len(key) == 2)[:_MAX_NAMES],
+            phase="optimizer" if self._verified.get(watch.index) == watch.step else None,
+        )
+        record.numerics = replace(detail, parameters=parameters)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ddpdebug.schema.details import BadInput, EntryGradient, LossBackward, ModuleCall, NearLimit, NonfiniteLoss
+
 
 @dataclass(slots=True)
 class Looks:
@@ -13,21 +15,21 @@ class Looks:
 
     compiled: bool = False  # module outputs were not looked at, because of torch.compile
     forwards: int = 0
-    forward: list[dict[str, Any]] = field(default_factory=list)  # module calls with a non-finite output
-    later: list[Callable[[], list[dict[str, Any]]]] = field(default_factory=list)  # the same, still on a device
-    near: list[dict[str, Any]] = field(default_factory=list)
-    inputs: list[dict[str, Any]] = field(default_factory=list)
+    forward: list[ModuleCall] = field(default_factory=list)  # module calls with a non-finite output
+    later: list[Callable[[], list[ModuleCall | NearLimit]]] = field(default_factory=list)  # the same, still on a device
+    near: list[NearLimit] = field(default_factory=list)
+    inputs: list[BadInput] = field(default_factory=list)
     module: Any = None  # weak reference to the module whose forward ran last
     prefix: str = ""  # of its modules' paths
     outputs: list[Any] = field(default_factory=list)  # weak references to what it returned
     output_finite: bool | None = None
-    entry: dict[str, Any] | None = None
-    later_inputs: list[Callable[[], list[dict[str, Any]]]] = field(default_factory=list)
+    entry: EntryGradient | None = None
+    later_inputs: list[Callable[[], list[BadInput]]] = field(default_factory=list)
     later_outputs: list[tuple[Any, Any]] = field(default_factory=list)  # ranges, still on a device
     later_entries: list[tuple[Any, Any]] = field(default_factory=list)
-    loss: dict[str, Any] | None = None
+    loss: NonfiniteLoss | None = None
     loss_line: str | None = None  # that made a loss whose gradient is non-finite
-    loss_backward: dict[str, Any] | None = None  # the operation of a finite loss that spoils its gradient
+    loss_backward: LossBackward | None = None
     local: list[int] = field(default_factory=list)  # ids of parameters, in the order of backward
     near_gradients: dict[int, tuple[float, float]] = field(default_factory=dict)  # id -> (largest, limit)
     largest: dict[int, float] = field(default_factory=dict)  # id of a parameter -> largest magnitude of its gradient

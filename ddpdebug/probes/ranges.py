@@ -65,11 +65,11 @@ def describe(tensor: torch.Tensor) -> dict[str, Any]:
     rest = own[finite]
     there = ((NAN, own.isnan()), (INF, own == math.inf), (MINUS_INF, own == -math.inf))
     return {
-        "kinds": [name for name, mask in there if bool(mask.any())],
+        "kinds": tuple(name for name, mask in there if bool(mask.any())),
         "count": int(own.numel() - int(finite.sum())),
-        "range": None if not rest.numel() else [float(rest.min()), float(rest.max())],
+        "range": None if not rest.numel() else (float(rest.min()), float(rest.max())),
         "dtype": dtype_name(tensor),
-        "shape": list(tensor.shape),
+        "shape": tuple(tensor.shape),
     }
 
 

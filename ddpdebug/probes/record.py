@@ -11,6 +11,7 @@ from ddpdebug import fingerprint
 from ddpdebug.probes.async_copy import Later, LaterFloats
 from ddpdebug.probes.layer_statistics import LayerSamples
 from ddpdebug.probes.step_state import Window
+from ddpdebug.schema.details import Contract, Numerics, Replica
 from ddpdebug.schema.row import CHECKSUM_SLOTS, Digest, Flag, Row
 
 
@@ -40,8 +41,8 @@ class StepRecord:
     state_plain: Sequence[tuple[str, str, int]] = ()
     frozen_names: Sequence[str] = ()
     frozen: Later | None = None
-    replicas: Mapping[str, Any] = field(default_factory=dict)
-    contract: Mapping[str, Any] = field(default_factory=dict)
+    replicas: Mapping[str, Replica] = field(default_factory=dict)
+    contract: Contract = field(default_factory=Contract)
     local: LaterFloats | None = None  # norms of all of `summed`, then the sums that were taken
     summed: Sequence[int] = ()  # positions in `names`
     reduced: LaterFloats | None = None
@@ -49,7 +50,7 @@ class StepRecord:
     unsummed: frozenset[int] = frozenset()  # positions whose gradients were normed but not summed in this step
     loss_scale: Callable[[], float] | None = None
     norms: LaterFloats | None = None  # with a tolerance: of the parameters after the step, then of the state tensors
-    numerics: dict[str, Any] = field(default_factory=dict)  # the detail of that name
+    numerics: Numerics = field(default_factory=Numerics)
     numerics_later: Callable[[], Flag] | None = None  # completes it with what was still on a device
     holds: Callable[[], bool] | None = None  # of a last state: nothing has rewritten it since the step; may wait
     judged: bool = False  # the flags about gradients are certain: a norm that overflowed was confirmed or cleared
@@ -111,8 +112,8 @@ def encode_row(record: StepRecord, rank: int) -> Row:
     fields["rng_digest"] = w.rng
     if w.clips:
         flags |= Flag.CLIPPED
-        fields["clip_norm"], fields["clip_max"] = w.clips[-1]["norm"], w.clips[-1]["max"]
-        if any(clip["before_sync"] for clip in w.clips):
+        fields["clip_norm"], fields["clip_max"] = w.clips[-1].norm, w.clips[-1].max
+        if any(clip.before_sync for clip in w.clips):
             flags |= Flag.CLIPPED_BEFORE_SYNC
     if w.loads:
         flags |= Flag.LOADED

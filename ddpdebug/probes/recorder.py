@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from ddpdebug.probes.step_state import StepState, Window
 from ddpdebug.probes.step_veto import StepVeto
 from ddpdebug.probes.training_events import Bus, Tensors
 from ddpdebug.probes.values import loss_reader, rng_digest
+from ddpdebug.schema.announcements import Announce
 from ddpdebug.schema.row import Flag
 
 _OUTPUT_BYTES = 1 << 16
@@ -46,7 +48,7 @@ class Recorder:
         calls: knows the loss scale.
         veto: may keep an optimizer from a step; None lets all of them step.
         hand_over: takes a finished record; must not block.
-        announce: takes (topic, JSON value) once per fact.
+        announce: tells all ranks.
         due: tells for (optimizer, step) whether the sampled tier runs.
     """
 
@@ -61,7 +63,7 @@ class Recorder:
         calls: LoopCalls,
         veto: StepVeto | None,
         hand_over: Callable[[StepRecord], None],
-        announce: Callable[[str, Any], None],
+        announce: Announce,
         due: Callable[[int, int], bool],
     ) -> None:
         self._bus, self._state, self._guard, self._entries = bus, state, guard, entries_of(guard)
@@ -124,8 +126,8 @@ class Recorder:
             return
         location = None if ddp.require_backward_grad_sync else user_location()
         wrapper.begin_forward(ddp, in_no_sync=self._models.in_no_sync(ddp), location=location)
-        for topic, fact in wrapper.settings.at_forward(ddp.module):
-            self._announce(f"{topic}:{wrapper.index}", {"step": self._state.next_step(), **fact})
+        for told in wrapper.settings.at_forward(ddp.module):
+            self._announce(replace(told, step=self._state.next_step()), wrapper.index)
         if self._state.checking:
             w.modes = (w.modes or b"") + bytes([m.training for m in internals.modules(ddp.module)])
             w.rng = w.rng or rng_digest()

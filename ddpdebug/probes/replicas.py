@@ -17,6 +17,7 @@ from ddpdebug.probes.entries import Entries, entries_of
 from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus, StepClosing
+from ddpdebug.schema.details import Replica, hex_digest
 from ddpdebug.schema.row import Flag
 
 #: Copies are looked for after these steps only, and only if modules have been built since the last time.
@@ -78,18 +79,16 @@ class Replicas:
         for replica in self._known.values():
             replica.release()
 
-    def look(self) -> dict[str, dict[str, Any]]:
-        """Return what each living copy looks like now: digest of all tensors, by tensor, changed, used."""
+    def look(self) -> dict[str, Replica]:
+        """Return what each living copy looks like now."""
         self._known = {name: r for name, r in self._known.items() if r.module() is not None}
         return {name: replica.look() for name, replica in self._known.items()}
 
     @staticmethod
-    def digest(looks: Mapping[str, Mapping[str, Any]]) -> int:
+    def digest(looks: Mapping[str, Replica]) -> int:
         """Return one digest over all copies that count: those that this rank changes or uses."""
         values = [
-            fingerprint.of_text(f"{n}:{look['digest']}")
-            for n, look in sorted(looks.items())
-            if look["changed"] or look["used"]
+            fingerprint.of_text(f"{n}:{look.digest}") for n, look in sorted(looks.items()) if look.changed or look.used
         ]
         return fingerprint.combine(values) if values else 0
 
@@ -107,7 +106,7 @@ class _Replica:
     def release(self) -> None:
         self._used.remove()
 
-    def look(self) -> dict[str, Any]:
+    def look(self) -> Replica:
         module = self.module()
         assert module is not None
         named = [*internals.named_parameters(module), *internals.named_buffers(module)]
@@ -116,13 +115,9 @@ class _Replica:
         self._first = digest if self._first is None else self._first
         self._changed = self._changed or digest != self._first
         self._look_for_use(module)
-        tensors = {name: f"{value:016x}" for (name, _), value in zip(named, values, strict=True)}
-        return {
-            "digest": f"{digest:016x}",
-            "tensors": tensors,
-            "changed": self._changed,
-            "used": self._used.seen or self._named,
-        }
+        tensors = {name: hex_digest(value) for (name, _), value in zip(named, values, strict=True)}
+        used = self._used.seen or self._named
+        return Replica(digest=hex_digest(digest), tensors=tensors, changed=self._changed, used=used)
 
     def _look_for_use(self, module: torch.nn.Module) -> None:
         """Hook a module that has not changed from one look to the next (a frozen teacher), for a few steps."""

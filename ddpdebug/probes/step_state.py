@@ -19,6 +19,8 @@ from ddpdebug.probes.async_copy import Later
 from ddpdebug.probes.ddp_wrapper import Wrapper
 from ddpdebug.probes.nonfinite_notes import Looks
 from ddpdebug.probes.optimizers import OptimizerWatch
+from ddpdebug.schema.announcements import Gathered
+from ddpdebug.schema.details import Clip, Load
 from ddpdebug.schema.row import Flag
 
 NO_FLAGS = Flag(0)
@@ -59,11 +61,11 @@ class Window:
     local: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # id(parameter) -> (sum, norm), before reduction
     reduced: dict[int, Reduced] = field(default_factory=dict)  # after it
     val_losses: list[Callable[[], float]] = field(default_factory=list)
-    gathered: list[dict[str, Any]] = field(default_factory=list)
-    clips: list[dict[str, Any]] = field(default_factory=list)
-    loads: list[dict[str, Any]] = field(default_factory=list)
+    gathered: list[Gathered] = field(default_factory=list)
+    clips: list[Clip] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
     looks: Looks = field(default_factory=Looks)
-    recipe: dict[str, Any] = field(default_factory=dict)  # the detail of that name
+    recipe: dict[str, Any] = field(default_factory=dict)  # fields of `Recipe`, as they become known
 
     def is_summed(self, key: int) -> bool:
         """Tell whether a parameter's gradient was summed, as far as it was looked at."""

@@ -347,7 +347,7 @@ class GradientsFinal(Event):
 class NonfiniteMade(Event):
     """This rank's own forward, loss or gradients are not finite; inputs and parameters are still those of the forward.
 
-    What is found goes into `record.numerics["replay"]`.
+    What is found goes into `record.numerics.replay`.
     """
 
     watch: OptimizerWatch

@@ -11,6 +11,7 @@ import torch
 from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.nested import tensors_in
 from ddpdebug.probes import async_copy as device
+from ddpdebug.schema.announcements import Precision
 
 
 def loss_reader(loss: torch.Tensor, scale: torch.Tensor | None) -> Callable[[], float]:
@@ -38,14 +39,14 @@ def rng_digest() -> int:
     return fingerprint.fingerprint(torch.default_generator.get_state())
 
 
-def precision(module: torch.nn.Module) -> dict[str, Any]:
+def precision(module: torch.nn.Module) -> Precision:
     """Say in which precision a forward of this module would run now."""
     kind = next((p.device.type for p in internals.parameters(module)), "cpu")
     enabled = torch.is_autocast_enabled(kind)
-    return {
-        "autocast": str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if enabled else None,
-        "matmul": torch.get_float32_matmul_precision() if kind == "cuda" else None,
-    }
+    return Precision(
+        autocast=str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if enabled else None,
+        matmul=torch.get_float32_matmul_precision() if kind == "cuda" else None,
+    )
 
 
 def digests_of(value: Any, limit: int) -> list[int]:

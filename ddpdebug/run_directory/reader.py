@@ -32,9 +32,11 @@ from typing import Any
 
 from ddpdebug.errors import UsageError
 from ddpdebug.run_directory.segments import segment_paths
+from ddpdebug.schema.announcements import End
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.row import LAYOUT_VERSION, ROW_BYTES, Row, decode
 from ddpdebug.schema.step import Step
+from ddpdebug.schema.wire import from_json
 
 RUN = "run.json"
 FINDINGS = "findings.jsonl"
@@ -148,12 +150,11 @@ def read_ends(directory: Path) -> dict[int, dict[str, Any]]:
     """Return what ranks told the others when they ended: the only account of one with another file system."""
     ends = {}
     for observed in read_observations(directory):
-        payload = observed.payload
-        rank, value = payload.get("rank"), payload.get("value")
-        if observed.kind == "fact" and payload.get("topic") == "end" and _is_count(rank) and isinstance(value, dict):
-            reason, steps = value.get("reason"), value.get("steps")
-            if isinstance(reason, str) and isinstance(steps, dict):
-                ends[int(str(rank))] = {"reason": reason, "steps": steps}
+        payload, rank = observed.payload, observed.payload.get("rank")
+        if observed.kind == "fact" and payload.get("topic") == End.topic and _is_count(rank):
+            end = from_json(End, payload.get("value"))
+            if end is not None:
+                ends[int(str(rank))] = {"reason": end.reason, "steps": end.steps}
     return ends
 
 

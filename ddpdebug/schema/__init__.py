@@ -1,1 +1,1 @@
-"""What crosses a border, free of torch: rows, steps, details, findings."""
+"""What crosses a border, free of torch: rows, steps, details, announcements, findings."""

@@ -8,19 +8,18 @@ checked, each with a reason and what to do. Terminal, `run.json`, verdict, metri
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from typing import Any
 
+from ddpdebug.schema.announcements import RankCoverage, short, table_items
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
 
 #: Of so many ranks each is listed in `run.json`; of more only those with something to tell.
 MAX_RANKS = 64
-_MAX_REASONS = 16
 #: Fewer evaluations show nothing anyway.
 _EVALUATIONS = 2
-_MAX_TEXT = 200
 _COMPARED = ("params_before_digest", "params_after_digest", "foreign_params_digest", "frozen_params_digest")
 _REDUCED = ("grads_digest", "foreign_grads_digest")
 
@@ -97,54 +96,6 @@ _OTHERS: tuple[tuple[str, str, Weight], ...] = (
 def kind_of(part: str) -> tuple[str, Weight]:
     """Return what a part of ddpdebug looks at, one of `PARTS`, and the weight of its absence."""
     return _KINDS.get(part) or next((about, weight) for words, about, weight in _OTHERS if part.startswith(words))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankCoverage:
-    """One rank's own account.
-
-    Args:
-        steps: optimizer steps whose row it made.
-        made: optimizer steps that torch has taken on it, seen or not.
-        backwards: backward passes.
-        wrappers: DDPs that it watches.
-        parameters: parameters of its optimizers.
-        unwatched: why parameters of these are not compared -> how many.
-        left_out: likewise, of those that differ between ranks on purpose.
-        off: parts of ddpdebug that failed on it -> what they said.
-        children: processes that the script has started by multiprocessing, without the workers of libraries.
-        evaluations: those of which no validation loss was seen.
-    """
-
-    rank: int = 0
-    steps: int = 0
-    made: int = 0
-    backwards: int = 0
-    wrappers: int = 0
-    parameters: int = 0
-    unwatched: Mapping[str, int] = field(default_factory=dict)
-    left_out: Mapping[str, int] = field(default_factory=dict)
-    off: Mapping[str, str] = field(default_factory=dict)
-    children: int = 0
-    evaluations: int = 0
-
-    @property
-    def remarkable(self) -> bool:
-        """Tell whether there is something to say about this rank."""
-        return bool(self.unwatched or self.left_out or self.off or self.children)
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> RankCoverage:
-        """Read an account from anywhere; raise ValueError on anything else."""
-        counts = ("rank", "steps", "made", "backwards", "wrappers", "parameters", "children", "evaluations")
-        try:
-            values: dict[str, Any] = {name: int(record.get(name, 0)) for name in counts}
-            for name in ("unwatched", "left_out"):
-                values[name] = {_short(key): int(count) for key, count in _items(record.get(name))}
-            values["off"] = {_short(key): _short(text) for key, text in _items(record.get("off"))}
-        except (TypeError, AttributeError, OverflowError) as error:
-            raise ValueError(str(error)) from None
-        return cls(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,7 +294,7 @@ class Coverage:
         if not isinstance(record, Mapping):
             return None
         try:
-            ranks = tuple(RankCoverage.from_json(rank) for _, rank in _items(record.get("ranks"), MAX_RANKS))
+            ranks = tuple(RankCoverage.from_json(rank) for _, rank in table_items(record.get("ranks"), MAX_RANKS))
             numbers: dict[str, Any] = {
                 name: _number(record.get(name)) for name in ("since", "until", "joined", "newest")
             }
@@ -354,7 +305,7 @@ class Coverage:
                 checked=int(record.get("checked", 0)),
                 last_checked=last if isinstance(last, bool) else None,
                 never=tuple(int(rank) for rank in list(record.get("never", ()))[:MAX_RANKS]),
-                apart=_short(record.get("apart") or ""),
+                apart=short(record.get("apart") or ""),
                 ranks=ranks,
                 **{name: record.get(name) is True for name in ("gradients", "losses", "validated", "certain", "ended")},
                 **numbers,
@@ -458,17 +409,5 @@ def _ranks(ranks: Iterable[int]) -> str:
     return f"{'rank' if len(listed) == 1 else 'ranks'} {shown}"
 
 
-def _items(value: object, most: int = _MAX_REASONS) -> list[tuple[str, Any]]:
-    if value is None:
-        return []
-    if not isinstance(value, Mapping):
-        raise TypeError("not a table")
-    return list(value.items())[:most]
-
-
 def _number(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _short(value: object) -> str:
-    return str(value)[:_MAX_TEXT]

@@ -1,157 +1,496 @@
-"""What ranks tell each other beyond the row: details on suspicion, announcements once. Torch-free.
+"""What ranks tell each other about one step when somebody is suspicious: the details, kind by kind. Torch-free.
 
-Both are JSON values that a rank builds from what it kept in a short ring; both travel in the exchange's variable part.
-Digests are written as 16 hex digits, so that JSON does not round them. This module is the one place that says what
-they look like.
-
-Details of one step (kind -> JSON of one rank):
-
-`parameters`  {"before": {name: hex}, "after": {name: hex}, "previous": {name: hex}, "foreign": {name: hex},
-              "frozen": {name: hex}, "order": [name, ...], "loads": [{"location": "train.py:88", "what": "GPT"}],
-              "norms": {name: float} after the step, only with a tolerance}
-              `previous` is what this rank's last step left behind; `before` is what this step found.
-`gradients`   {"digests": {name: hex}, "foreign": {name: hex}, "missing": [name, ...],
-              "local_sums": {name: float}, "local_norms": {name: float}, "reduced_sums": {name: float},
-              "reduced_norms": {name: float}, "step_norms": {name: float}}
-`contract`    facts of the DDP contract, as this rank's code used it around this step:
-              {"ddp": int (number of DDP wrappers), "world": int, "groups": [[0, 1], ...] one per wrapper,
-               "bypass": {"location": "train.py:60" | null} | null,
-               "no_sync": null | {"kind": "last-micro-batch" | "forward-only" | "flag-after-forward", "location": ...},
-               "unreduced": {name: "unfrozen" | "added" | "replaced" | "retyped" | "never-wrapped"},
-               "gathered": [{"location": ..., "shapes": [[8, 16]]}]  all_gather of tensors that require grad,
-               "clips": [{"norm": float, "max": float, "before_sync": bool, "location": ...}],
-               "hook": null | "user.module.function", "find_unused": bool,
-               "ignored": [name, ...], "location": "train.py:70" of the optimizer step}
-`hyper`       [{"lr": 0.1, "betas": [0.9, 0.999], ..., "params": "4 parameters, <hex>"}, ...]  one per parameter group
-`state`       {name: {key: hex}} after the step; with a tolerance the key "" has {"name:key": float}, the tensors' norms
-`buffers`     {"digests": {name: hex}} after the broadcast
-`modes`       {module path: true (train) | false}
-`replicas`    {replica name: {"digest": hex, "tensors": {name: hex}, "changed": bool, "used": bool}}
-`numerics`    what was seen of non-finite numbers in this step; {} when nothing was:
-              {"checked": bool (module outputs were looked at), "compiled": bool (not, because of torch.compile),
-               "loss": null | {"value": float, "micro_batch": int, "backward": "train.py:60", "expression":
-                       "train.py:58" | null (the assignment that made it), "operation": "LogBackward0" | null,
-                       and where the operation's result could be computed once more: "value": "nan" | "inf",
-                       "operands": [...], "brought": true where one of them has no gradient and was bad already,
-                       its line as far as the source shows it: "location": "loss.py:12" | null, "line_found": how, or
-                       "candidates": ["loss.py:12", ...] where it may be one of several},
-               "loss_line": null | "train.py:58"   of a finite loss whose gradient is non-finite,
-               "loss_backward": null | {"operation": ..., "value": ..., "operands": ..., "location": ...} as in `loss`:
-                       the operation of a finite loss whose backward makes its gradient non-finite,
-              "forward": [{"module": path, "caller": path | null, "class": str, "micro_batch": int,
-                           "call": int (of this module in this forward), "order": int (of the call in this forward),
-                           "output": int, "dtype": str, "shape": [int], "kinds": ["NaN", "+Inf", "-Inf"],
-                           "count": int | null, "range": [low, high] | null of the finite part,
-                           "input_range": [low, high] | null, "input_nonfinite": bool | null,
-                           "usual": bool (so in healthy steps as well)}, ...],
-              "output_finite": bool | null,
-               "inputs": [{"argument": "x" | "batch['x']" | "args[0]", "dtype": str, "shape": [int], "kinds": [...],
-                           "count": int, "samples": [int] along dimension 0}],
-               "entry": null | {"finite": bool, "range": [low, high]}   gradient that enters the model from the loss,
-               "local": [name, ...]   own gradients that were non-finite, in the order in which backward made them,
-               "reduced": [name, ...]   gradients that were non-finite at the step,
-               "largest": {name: float}   largest magnitude of own gradients, where a hook or 16 bits reduce them,
-               "parameters": {"before": [name, ...], "after": [name, ...], "state": [[name, key], ...],
-                              "phase": "optimizer" | "outside-optimizer" | null (who made those found before)},
-               "near": [{"module": path, "dtype": str, "largest": float, "limit": float,
-                         "history": [[step, largest], ...]}],
-               "replay": null | what the replay of the step has found}
-`holders`     {"holders": [{"name": "losses", "kind": "list", "entries": int | null, "function": "train" | null,
-              "location": "train.py:58", "graphs": int, "tensors": int, "bytes": int}], "visits": int} of the one rank
-              that searched (forensics/memory/holders.py); `graphs`: steps whose autograd graphs hang there
-`layers`      statistics of a sampled step, of a bounded number of modules and parameters; {} elsewhere:
-              {"modules": {path: {"class": str, "role": "output" | "input" (of a module whose input is a functional
-                       activation), "call": int, "kind": "relu" | "sigmoid" | "tanh" | "softmax" | null, "leaf": int
-                       (place in the forward), "mean": float, "std": float, "hidden": bool (other weights follow),
-                       "zero": share, "zero_units": share of units that were 0 for all inputs of the last samples,
-                       "inputs": int (how many those were), "saturated": share}},
-               "parameters": {name: {"norm": float, "grad_norm": float | null, "update": norm of the change,
-                       "digest": hex before the step, "numel": int, "dim": int, "lr": float | null,
-                       "symmetric": bool (first sample only)}}  of rank 0 only,
-               "order": [name, ...] from the first layer to the last}
-`recipe`      what the training loop did around this step, with the keys that a flag of the step asks for:
-              {"modes": {"modules": [path, ...], "location": "train.py:40"} of the forwards in eval mode,
-               "carried": {"location": "train.py:70"} of the step with gradients that were not cleared,
-               "discarded": {"kind": "all" | "micro-batches", "count": int, "location": "train.py:61" | null},
-               "twice": {"other": class name, "names": [name, ...]} of the optimizer that stepped before,
-               "clip": {"location": ..., "scale": float}, "scheduler": {"class": str, "calls": int, "micro_batches":
-               int, "location": ...}, "elsewhere": {"kind": "scheduler" | "attribute", "class": str, "location": ...},
-               "accumulation": {"micro_batches": int, "location": ..., "loss": "MseLoss"},
-               "label": int the only class among the labels of this step, "lr": [float, ...] of the groups}
-
-Announcements (topic -> JSON of one rank), compared once all ranks have spoken:
-
-`structure:<k>`  {"digest": hex, "entries": [...], "group": [rank, ...]} of the k-th DDP before it was wrapped
-`init:<k>`       {"digests": {name: hex}} parameters and buffers of the k-th DDP before DDP broadcast rank 0's
-`loader:<k>`     {"sampler": class name, "distributed": bool, "replicas": int, "rank": int, "seed": int, "epoch": int,
-                 "shuffle": bool, "drop_last": bool, "length": int, "batch_size": int, "iterations": int,
-                 "attributes": {attribute path: hex}, "indices": {"digest": hex, "length": int} | null,
-                 "batches": int | null, "step": int, "workers": int, "dataset": "Pairs at data.py:12" | null}
-                 sent again at the start of each epoch over the k-th DataLoader
-`precision:<k>`  {"step": int, "autocast": dtype | null, "matmul": precision | null} at the k-th DDP's first training
-                 forward
-`constants:<k>`  {"step": int, "tensors": {attribute path: "(shape):hex"}} floating-point tensors in plain attributes of
-                 the k-th DDP's modules, as they were when it was wrapped, that its first training forwards left as they
-                 were
-`equivalence`    {"world": int, "step": int | null, "quantity": "gradient" | "parameter", "off": {name: [ratio, rest,
-                 difference]}, "bound": float, "compared": int, "dtype": str, "batch_norm": bool, "without_batch_norm":
-                 "agree" | "differ", "shards": "ranks" | "batch"} by `ddpdebug equivalence` only, see equivalence.py
-`place`          {"node": str, "local_rank": int, "metrics": url | null} at the start, {"gpu_uuid": str} with the first
-                 step on a GPU; nothing is judged by it
-`alone:failure`  {"reason": "...", "step": int, "missing": [name, ...]} by a rank that ends with an exception; judged at
-                 once, because the others may never speak
-`alone:memory`   what an out-of-memory summary holds (forensics/memory/oom.py): {"failed": bool, "step": int, "phase":
-                 str, ...} by the rank whose allocation failed, and then by the others, with `failed` false
-`alone:loss`     {"kind": "double-softmax" | "broadcast" | "range" | "initial" | "labels", "step": int, ...} what the
-                 autograd graph of a loss shows, see probes/training_loop/loss_graph.py
-`alone:audit`    {"step": int, "kind": "missing" | "frozen" | "detached" | "unregistered" | "no_grad", ...} parameters
-                 that are not trained as they seem to be, see probes/training_loop/parameter_ownership.py
-`alone:validation`  {"step": int, "forwards": int, "since": int, "location": "train.py:88"} forwards without gradients
-                 that ran in train mode
-`alone:chance`   {"step": int, "function": "dropout", "p": float | null, "module": path, "class": str, "location": ...,
-                 "others": ["dropout at train.py:17", ...]} dropout functions that were active inside modules in eval
-                 mode, see probes/training_loop/eval_dropout.py
-`alone:leak`     {"step": int, "kind": "moved" | "same" (targets beside inputs), "change": float, "module": path | null,
-                 "position": int, "length": int, "first_loss": float, "loss": float} see forensics/target_leak.py
-`alone:schedule` {"step": int, "class": str} a scheduler that nothing had stepped when the run came to its end
-`alone:evaluation`  {"step": int, "location": "train.py:88" | null, "samples": int | null, "batches": int, "source":
-                 "by nn.MSELoss"} of the line whose losses without gradients, in eval mode, are the validation loss from
-                 here on; `samples` of the data set that was begun last. Said again when another line takes its place
-`inputs:<k>`     {"step": int, "layer": class name, "mean": float, "std": float, "min": float, "max": float, "twice":
-                 bool (as if divided by 255 two times)} of what the k-th DDP's first layer with weights is given in its
-                 first training forwards
-`group:<k>`      {"ranks": [int, ...]} over which the k-th DDP reduces
-`gathered:<n>`   {"location": "train.py:88", "shapes": [[int, ...], ...]} of the n-th list of tensors that were gathered
-                 from all ranks without a gradient, before a backward
-`agreement:<n>`  {"step": int, "output": hex, "weights": hex} of the model, fed the n-th batch that `agree` was given
-`coverage`       what was looked at on this rank, see coverage.py: {"rank": int, "steps": int, "made": int, "backwards":
-                 int, "wrappers": int, "parameters": int, "unwatched": {why: int}, "left_out": {why: int}, "off": {part:
-                 message}, "children": int, "evaluations": int}
-`growth`         [{"what": str, "bytes": int | null}, ...] growth that the user has declared (`expect_growth`)
-`end`            {"steps": {optimizer: int}, "reason": "finished" | "stopped" | "interrupted" | "exception: ...",
-                 "last_states": int} the number of rows with `Flag.LAST_STATE` that the rank has sent
+A rank builds the answer from what it kept of its recent steps (`monitor/details.py`); it travels as JSON in the
+exchange's variable part and lies in `observations.jsonl`. `DETAILS` has the classes by kind; `wire.py` says how they
+are written and read. Digests are 16 hex digits, so that JSON does not round them. Names are those of parameters,
+buffers or modules as the model has them; with several DDPs on one optimizer `ddp1.` stands before them. A location is
+the user's `file:line`, None where it is not known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+from ddpdebug.schema.announcements import Gathered
+from ddpdebug.schema.wire import ABSENT, Struct, absent, called, from_json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detail(Struct):
+    """One rank's answer about one step."""
+
+    kind: ClassVar[str]
+
+
+D = TypeVar("D", bound=Detail)
+
+
+# --- parameters, gradients, state -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load(Struct):
+    """A `load_state_dict` since the step before."""
+
+    what: str  # class of the module or optimizer that was loaded
+    location: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters(Detail):
+    """Digests of the parameters around a step, by name."""
+
+    kind: ClassVar[str] = "parameters"
+
+    before: Mapping[str, str] = field(default_factory=dict)  # as this step found them
+    after: Mapping[str, str] = field(default_factory=dict)  # as it left them, of those that a DDP owns
+    previous: Mapping[str, str] = field(default_factory=dict)  # as this rank's last step left them
+    foreign: Mapping[str, str] = field(default_factory=dict)  # as this step left them, of those that no DDP owns
+    frozen: Mapping[str, str] = field(default_factory=dict)  # of a DDP's that no optimizer steps; now and then
+    order: tuple[str, ...] = ()  # all names of the optimizer's, as the model has them
+    norms: Mapping[str, float] = field(default_factory=dict)  # after the step; only with a tolerance
+    loads: tuple[Load, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradients(Detail):
+    """Digests, sums and norms of the gradients of a step, by name."""
+
+    kind: ClassVar[str] = "gradients"
+
+    digests: Mapping[str, str] = field(default_factory=dict)  # as the optimizer finds them, of those that a DDP owns
+    foreign: Mapping[str, str] = field(default_factory=dict)  # likewise, of those that no DDP owns
+    missing: tuple[str, ...] = ()  # trainable parameters without a gradient
+    local_sums: Mapping[str, float] = field(default_factory=dict)  # linear checksums before the reduction
+    local_norms: Mapping[str, float] = field(default_factory=dict)
+    reduced_sums: Mapping[str, float] = field(default_factory=dict)  # the same after it
+    reduced_norms: Mapping[str, float] = field(default_factory=dict)
+    step_norms: Mapping[str, float] = field(default_factory=dict)  # as the optimizer finds them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HyperParameters(Detail):
+    """The settings of an optimizer, one table per parameter group.
+
+    Plain values by their name in the group (`lr`, `betas`, ...) and, under `params`, which parameters it has:
+    "4 parameters, <digest>".
+    """
+
+    kind: ClassVar[str] = "hyper"
+    bare: ClassVar[bool] = True
+
+    groups: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerState(Detail):
+    """The optimizer's state after a step: parameter -> key -> digest.
+
+    With a tolerance the parameter "" has {"parameter:key": norm} of the tensors in it.
+    """
+
+    kind: ClassVar[str] = "state"
+    bare: ClassVar[bool] = True
+
+    states: Mapping[str, Mapping[str, str | float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferDigests(Detail):
+    """Digests of the buffers, after DDP has broadcast them."""
+
+    kind: ClassVar[str] = "buffers"
+
+    digests: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Modes(Detail):
+    """The mode of each module in the step's forwards: true is train, false is eval."""
+
+    kind: ClassVar[str] = "modes"
+    bare: ClassVar[bool] = True
+
+    training: Mapping[str, bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica(Struct):
+    """A module outside DDP that is a copy of something: an EMA, a teacher."""
+
+    digest: str  # of all its tensors
+    tensors: Mapping[str, str] = field(default_factory=dict)  # digests of parameters and buffers
+    changed: bool = False  # it is not what it was when it was first seen
+    used: bool = False  # its forward has run, or the user has named it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicas(Detail):
+    """The copies of modules that a rank has, by name."""
+
+    kind: ClassVar[str] = "replicas"
+    bare: ClassVar[bool] = True
+
+    copies: Mapping[str, Replica]
+
+
+# --- the DDP contract -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bypass(Struct):
+    """A backward that no forward of the wrapper has led to: the inner module was called."""
+
+    location: str | None = None  # of that call, once it was made again; before, of the backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnsyncedBackward(Struct):
+    """A backward before the step that DDP did not reduce."""
+
+    kind: str  # "last-micro-batch", "forward-only" or "flag-after-forward": which part stood under `no_sync()`
+    location: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clip(Struct):
+    """A clipping of gradients."""
+
+    norm: float  # of the gradients before; NaN where it would have been waited for
+    max: float
+    before_sync: bool = False  # it saw this rank's own gradients
+    location: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contract(Detail):
+    """What DDP asks of the code, and how this rank's code kept to it around a step."""
+
+    kind: ClassVar[str] = "contract"
+
+    bypass: Bypass | None = None
+    no_sync: UnsyncedBackward | None = None
+    ddp: int = 0  # number of DDP wrappers
+    world: int = 0
+    groups: tuple[tuple[int, ...], ...] = ()  # ranks over which each wrapper reduces
+    hook: str | None = None  # the communication hook, as `module.function`
+    ignored: tuple[str, ...] = ()  # parameters on DDP's ignore list
+    location: str | None = None  # of the optimizer step
+    #: Why the reducer does not own a parameter: "unfrozen", "added", "replaced", "retyped" or "never-wrapped".
+    unreduced: Mapping[str, str] = field(default_factory=dict)
+    gathered: tuple[Gathered, ...] = ()
+    clips: tuple[Clip, ...] = ()
+    find_unused: bool = False  # some wrapper looks for unused parameters
+
+
+# --- numbers that are not finite --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NonfiniteLoss(Struct):
+    """A loss that is NaN or infinite."""
+
+    value: str | float  # the loss itself or, with `operands`, the result of the operation: "nan" or "inf"
+    micro_batch: int = 0
+    backward: str | None = None  # location of the backward
+    expression: str | None = None  # location of the assignment that made the loss
+    operation: str | None = (
+        None  # the autograd node of the loss or, with `operands`, of what made it so: "LogBackward0"
+    )
+    operands: tuple[Mapping[str, Any], ...] | None = field(
+        default=None, metadata=ABSENT
+    )  # ranges, where the result could be computed once more
+    brought: bool | None = field(default=None, metadata=ABSENT)  # an operand has no gradient and was bad already
+    location: str | None = field(default=None, metadata=absent("line_found", "candidates"))  # of the operation
+    line_found: str | None = field(default=None, metadata=ABSENT)  # how the location was found
+    candidates: tuple[str, ...] | None = field(
+        default=None, metadata=ABSENT
+    )  # locations, where it may be one of several
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossBackward(Struct):
+    """The operation of a finite loss whose backward makes its gradient non-finite."""
+
+    operation: str  # the autograd node
+    value: str  # of the gradient: "nan" or "inf"
+    operands: tuple[Mapping[str, Any], ...] | None = field(default=None, metadata=ABSENT)
+    location: str | None = field(default=None, metadata=absent("line_found", "candidates"))
+    line_found: str | None = field(default=None, metadata=ABSENT)
+    candidates: tuple[str, ...] | None = field(default=None, metadata=ABSENT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleCall(Struct):
+    """A module call with an output that is not finite."""
+
+    module: str  # path
+    caller: str | None = None  # path of the module whose code made the call
+    class_name: str = field(metadata=called("class"))
+    call: int = 0  # of this module in this forward
+    micro_batch: int = 0
+    order: int = 0  # of the call in this forward
+    output: int = 0  # which of the call's outputs
+    usual: bool = False  # so in healthy steps as well
+    kinds: tuple[str, ...] = ()  # of "NaN", "+Inf", "-Inf"
+    count: int | None = None  # of non-finite elements; None on a device
+    range: tuple[float, float] | None = None  # of the finite ones
+    dtype: str
+    shape: tuple[int, ...] = ()
+    input_range: tuple[float, float] | None = None
+    input_nonfinite: bool | None = None  # None: the inputs could not be looked at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadInput(Struct):
+    """An argument of the model's forward that is not finite."""
+
+    argument: str  # "x", "batch['x']" or "args[0]"
+    dtype: str
+    shape: tuple[int, ...] = ()
+    kinds: tuple[str, ...] = ()  # of "NaN", "+Inf", "-Inf"
+    count: int | None = None  # of non-finite elements; None on a device
+    samples: tuple[int, ...] = ()  # the first that hold some, along dimension 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryGradient(Struct):
+    """The gradient that enters the model from the loss."""
+
+    finite: bool
+    range: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NonfiniteParameters(Struct):
+    """Parameters and optimizer state that are not finite."""
+
+    before: tuple[str, ...] = ()  # as the step found them
+    after: tuple[str, ...] = ()  # as it left them, although the gradients were finite
+    state: tuple[tuple[str, str], ...] = ()  # likewise: (parameter, key)
+    phase: str | None = None  # "optimizer" or "outside-optimizer": who made them so; None: not known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NearLimit(Struct):
+    """A number in 16 bits that comes near the largest of its type."""
+
+    module: str  # path, or "gradient of <parameter>"
+    dtype: str
+    largest: float
+    limit: float
+    history: tuple[tuple[int, float], ...] = ()  # (step, largest) of the steps before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numerics(Detail):
+    """What was seen of non-finite numbers in a step."""
+
+    kind: ClassVar[str] = "numerics"
+    may_be_empty: ClassVar[bool] = True
+
+    checked: bool = False  # module outputs were looked at
+    compiled: bool = False  # they were not, because of torch.compile
+    loss: NonfiniteLoss | None = None
+    loss_line: str | None = None  # location of a finite loss whose gradient is not finite
+    loss_backward: LossBackward | None = None
+    forward: tuple[ModuleCall, ...] = ()
+    output_finite: bool | None = None  # of the model; None: it was not looked at
+    inputs: tuple[BadInput, ...] = ()
+    entry: EntryGradient | None = None
+    local: tuple[str, ...] = ()  # own gradients that were non-finite, in the order in which backward made them
+    reduced: tuple[str, ...] = ()  # gradients that were non-finite at the step
+    largest: Mapping[str, float] = field(default_factory=dict)  # of own gradients, where a hook or 16 bits reduce them
+    parameters: NonfiniteParameters | None = None  # always there where anything was seen
+    near: tuple[NearLimit, ...] = ()
+    replay: Mapping[str, Any] | None = None  # what the replay of the step has found, see forensics/replay/investigator
+
+
+# --- memory, layers, the training loop --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder(Struct):
+    """A variable that keeps tensors, or the autograd graphs of steps, alive."""
+
+    name: str  # "losses", "self.history", "metrics['loss']"
+    kind: str  # "list", "dict", "Tensor", ...
+    entries: int | None = None  # of a container
+    function: str | None = None  # in which the variable lives; None for a global
+    location: str | None = None  # that fills it, or where the code that has it runs
+    graphs: int = 0  # steps, or passes through the model, whose graphs it keeps
+    tensors: int = 0
+    bytes: int = 0  # of the tensors themselves, without what their graphs keep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holders(Detail):
+    """Who keeps tensors or graphs alive, of the one rank that searched (forensics/memory/holders.py)."""
+
+    kind: ClassVar[str] = "holders"
+
+    holders: tuple[Holder, ...] = ()  # those that keep most, first
+    visits: int = 0  # objects that the search has looked at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerActivation(Struct):
+    """Statistics of one module's output, or of its input where that is a functional activation."""
+
+    class_name: str = field(metadata=called("class"))
+    role: str = "output"  # or "input"
+    call: int = 0  # of this module in the forward
+    kind: str | None = None  # of the activation: "relu", "sigmoid", "tanh" or "softmax"
+    leaf: int = 0  # place in the forward
+    mean: float | None = None
+    std: float | None = None
+    zero: float | None = field(default=None, metadata=ABSENT)  # share of zeros, of a relu
+    saturated: float | None = field(default=None, metadata=ABSENT)  # share at the end of the range, of the others
+    zero_units: float | None = field(
+        default=None, metadata=ABSENT
+    )  # share of units that were 0 for all inputs of the last samples
+    inputs: int | None = field(default=None, metadata=ABSENT)  # how many those were
+    hidden: bool = False  # other weights follow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerParameter(Struct):
+    """Statistics of one parameter around the step; of rank 0 only."""
+
+    norm: float | None = None
+    grad_norm: float | None = None
+    update: float | None = None  # norm of the change
+    digest: str | None = None  # before the step
+    numel: int = 0
+    dim: int = 0
+    lr: float | None = None
+    symmetric: bool | None = field(default=None, metadata=ABSENT)  # all its rows are equal; first sample only
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerStatistics(Detail):
+    """Statistics of a sampled step, of a bounded number of modules and parameters; nothing elsewhere."""
+
+    kind: ClassVar[str] = "layers"
+    may_be_empty: ClassVar[bool] = True
+
+    modules: Mapping[str, LayerActivation] = field(default_factory=dict)  # by path, " (call 1)" or " (input)" behind it
+    parameters: Mapping[str, LayerParameter] = field(default_factory=dict)
+    order: tuple[str, ...] | None = None  # the parameters from the first layer to the last; None: not sampled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalForwards(Struct):
+    """Training forwards in which modules were in eval mode."""
+
+    modules: tuple[str, ...] = ()
+    location: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CarriedGradients(Struct):
+    """A step with gradients that were not cleared after the one before."""
+
+    location: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiscardedGradients(Struct):
+    """Gradients that were thrown away before the step could use them."""
+
+    kind: str  # "all" or "micro-batches"
+    count: int = 0
+    location: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SteppedTwice(Struct):
+    """Parameters that another optimizer has stepped with the same gradients."""
+
+    other: str  # class of that optimizer
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulation(Struct):
+    """Several micro-batches whose losses were not divided."""
+
+    micro_batches: int
+    location: str | None = None
+    loss: str | None = None  # the loss function, as in the graph: "MseLoss"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledOften(Struct):
+    """A scheduler that was called several times for one step."""
+
+    class_name: str = field(metadata=called("class"))
+    calls: int = 0
+    micro_batches: int = 0
+    location: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledElsewhere(Struct):
+    """A learning rate that was set where no optimizer reads it."""
+
+    kind: str  # "scheduler" (of another optimizer) or "attribute" (`optimizer.lr = x`)
+    class_name: str = field(metadata=called("class"))
+    location: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledClip(Struct):
+    """A clipping of gradients that still carried the loss scale."""
+
+    location: str | None = None
+    scale: float | None = None  # None where it is on a device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe(Detail):
+    """What the training loop did around a step, with the entries that a flag of the step asks for."""
+
+    kind: ClassVar[str] = "recipe"
+
+    modes: EvalForwards | None = field(default=None, metadata=ABSENT)
+    carried: CarriedGradients | None = field(default=None, metadata=ABSENT)
+    discarded: DiscardedGradients | None = field(default=None, metadata=ABSENT)
+    accumulation: Accumulation | None = field(default=None, metadata=ABSENT)
+    twice: SteppedTwice | None = field(default=None, metadata=ABSENT)
+    label: int | None = field(default=None, metadata=ABSENT)  # the only class among the labels of this step
+    scheduler: ScheduledOften | None = field(default=None, metadata=ABSENT)
+    elsewhere: ScheduledElsewhere | None = field(default=None, metadata=ABSENT)
+    clip: ScaledClip | None = field(default=None, metadata=ABSENT)
+    lr: tuple[float | str | None, ...] = ()  # of the parameter groups
+
 
 #: Everything a rank can be asked for about a past step.
-KINDS = (
-    "parameters",
-    "gradients",
-    "contract",
-    "hyper",
-    "state",
-    "buffers",
-    "modes",
-    "replicas",
-    "numerics",
-    "layers",
-    "holders",
-    "recipe",
-)
+DETAILS: Mapping[str, type[Detail]] = {
+    kind.kind: kind
+    for kind in (
+        Parameters,
+        Gradients,
+        Contract,
+        HyperParameters,
+        OptimizerState,
+        BufferDigests,
+        Modes,
+        Replicas,
+        Numerics,
+        LayerStatistics,
+        Holders,
+        Recipe,
+    )
+}
+KINDS = tuple(DETAILS)
+
+
+def read_detail(kind: str, value: Any) -> Detail | None:
+    """Return the detail that a JSON value holds; None where it is malformed, empty or of no kind that we know."""
+    return from_json(DETAILS[kind], value) if kind in DETAILS else None
 
 
 def hex_digest(value: int) -> str:

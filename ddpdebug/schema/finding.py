@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
+
+from ddpdebug.schema.wire import Struct, to_json
 
 
 class Severity(IntEnum):
@@ -70,7 +72,7 @@ class Finding:
 
     def to_json(self) -> str:
         """Return the line of `findings.jsonl` (no newline); non-finite numbers become strings, so it is strict JSON."""
-        record = asdict(self)
+        record = {name: getattr(self, name) for name in self.__dataclass_fields__}
         record["severity"] = self.severity.label
         return strict_json(record)
 
@@ -112,6 +114,8 @@ def strict_json(value: Any) -> str:
 
 def strict(value: Any) -> Any:
     """Return a value as JSON: texts for NaN, infinities and what JSON lacks, lists for tuples and sets."""
+    if isinstance(value, Struct):
+        return strict(to_json(value))
     if isinstance(value, Mapping):
         return {str(key): strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

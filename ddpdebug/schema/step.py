@@ -11,6 +11,7 @@ from functools import cached_property, reduce
 from operator import or_
 from typing import Any
 
+from ddpdebug.schema.details import Detail
 from ddpdebug.schema.row import DIGESTS, Flag, Row
 
 
@@ -20,8 +21,8 @@ class Step:
 
     Args:
         rows: by rank, ascending; ranks that left or never arrived are absent.
-        details: what was asked for on suspicion: kind -> rank -> JSON value (see `details.py` for the kinds).
-        facts: announcements known when the step was judged: topic -> rank -> JSON value.
+        details: what was asked for on suspicion: kind -> rank -> its answer (see `details.py` for the kinds).
+        facts: announcements known when the step was judged: topic -> rank -> the newest (see `announcements.py`).
     """
 
     step: int
@@ -86,7 +87,7 @@ class Step:
         bits = int(flag)
         return tuple(rank for rank, row in self.rows.items() if row.flags & bits) if self._some & bits else ()
 
-    def with_details(self, details: Mapping[str, Mapping[int, Any]]) -> Step:
+    def with_details(self, details: Mapping[str, Mapping[int, Detail]]) -> Step:
         """Return this step with the given details added."""
         return replace(self, details={**self.details, **details})
 

@@ -3,7 +3,7 @@
 Rules, sinks and reports are tested with rows and details made by hand, which hides a field that nothing fills in any
 more. Here they are compared with what four short jobs of two ranks really leave: every field of the row, every flag,
 every kind of detail with its keys, every topic of an announcement. What is read is collected from the code, what the
-rules' examples hold from the rules, what is promised from `details.py`; none of it is listed here.
+rules' examples hold from the rules, what is promised from the classes of `schema/`; none of it is listed here.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -28,8 +28,10 @@ from ddpdebug.config.settings import Config
 from ddpdebug.detectors.base import Facts, runbook
 from ddpdebug.detectors.catalog import catalog
 from ddpdebug.run_directory.reader import read_observations, read_rows
-from ddpdebug.schema import details
+from ddpdebug.schema.announcements import TOPICS, read_announcement
+from ddpdebug.schema.details import DETAILS, KINDS, read_detail
 from ddpdebug.schema.row import Flag, Row
+from ddpdebug.schema.wire import Struct, from_json, to_json
 
 pytestmark = [pytest.mark.jobs, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -45,47 +47,33 @@ _ON_CUDA_FIELDS = {
     "device_limit_bytes",
     "device_retries",
 }
-#: Keys that need a GPU.
-_ON_CUDA_KEYS = {("place", "gpu_uuid")}
+#: Keys that need a GPU, and those of mistakes that the jobs do not make: scripts of the corpus do.
+_UNUSUAL = {
+    ("place", "gpu_uuid"),
+    *(("alone:audit", key) for key in ("names", "after", "before", "modules", "location")),
+    *(("alone:loss", key) for key in ("before", "shape", "low", "high", "prediction", "result")),
+    *(("numerics", f"{found}.candidates") for found in ("loss", "loss_backward")),
+}
 #: Topics that another command than `run` brings up, and where that is run for real.
 _ELSEWHERE = {"equivalence": "tests/commands/test_equivalence.py"}
 
-#: Tables whose keys are names of the job's own (parameters, modules, ranks, attributes): kind or topic -> paths.
-_NAMED = {
-    "parameters": ("before", "after", "previous", "foreign", "frozen", "norms"),
-    "gradients": (*("digests", "foreign", "local_sums", "local_norms", "reduced_sums", "reduced_norms", "step_norms"),),
-    "contract": ("unreduced",),
-    "state": ("", "*"),
-    "buffers": ("digests",),
-    "modes": ("",),
-    "replicas": ("", "*.tensors"),
-    "numerics": ("largest",),
-    "layers": ("modules", "parameters"),
-    "init": ("digests",),
-    "loader": ("attributes",),
-    "constants": ("tensors",),
-    "end": ("steps",),
-    "coverage": ("unwatched", "left_out", "off"),
-}
-#: Values that `details.py` leaves to another page or to torch.
-_OPEN = {
-    "hyper": ("",),
-    "numerics": ("replay", "loss.operands", "loss_backward.operands"),
-    "alone:memory": ("",),
-    "alone:loss": ("",),
-    "alone:audit": ("",),
-}
 #: Keys that no code reads, for people who read `observations.jsonl`, and what these tell them.
 _FOR_PEOPLE = {
     "before_sync": "which of several clippings came before the reduction",
     "compiled": "why module outputs were not looked at",
+    "lines": "which lines allocated, in the summary of a failed allocation",
+    "peak": "the most that was in use, likewise",
+    "sample": "all numbers of the allocator, likewise",
+    "reads": "how many losses the labels were read from",
     "ignored": "which parameters DDP was told to leave alone",
     "visits": "whether the search for a holder has seen all or stopped at its limit",
 }
 
+#: Where what ranks say is defined.
+_SCHEMA = ("details", "announcements", "wire")
 #: Who fills in rows, details and announcements; everything else reads them. `preflight` and `testing` do neither.
 _PRODUCERS = ("probes/", "forensics/", "torch_internals/", "preflight/", "testing/", "pytest_plugin/")
-_NEITHER = ("schema/row.py", "schema/details.py", "detectors/examples.py")
+_NEITHER = ("schema/row.py", *(f"schema/{name}.py" for name in _SCHEMA), "detectors/examples.py")
 
 #: What rules share.
 _RULES = ("detectors/comparison.py", "detectors/kinds.py")
@@ -126,6 +114,8 @@ class Produced:
     flags: Flag = field(default_factory=lambda: Flag(0))
     paths: dict[str, set[str]] = field(default_factory=dict)  # kind or topic -> dotted paths of keys
     keys: set[str] = field(default_factory=set)  # all of them, also in values that are left to other pages
+    unread: dict[str, Any] = field(default_factory=dict)  # kind or topic -> a value that is not read as it was said
+    read: dict[str, list[Struct | None]] = field(default_factory=dict)
 
     def take(self, directory: Path) -> None:
         """Add a run directory."""
@@ -140,14 +130,20 @@ class Produced:
                 for row in about["rows"].values():
                     self.flags |= Flag(row["flags"])
             elif observed.kind == "detail":
-                self.say(about["detail"], about["value"])
+                self.say(about["detail"], about["value"], read_detail(about["detail"], about["value"]))
             else:
-                self.say(topic_of(about["topic"]), about["value"])
+                topic = about["topic"]
+                self.say(topic_of(topic), about["value"], read_announcement(topic, about["value"]))
 
-    def say(self, kind: str, value: Any) -> None:
+    def say(self, kind: str, value: Any, read: Struct | None) -> None:
         """Add a detail or an announcement."""
-        self.paths.setdefault(kind, set()).update(paths(kind, value))
-        self.keys |= words(paths("", value))
+        if value is None:  # this rank cannot tell
+            return
+        if read is None or json.dumps(strict(to_json(read))) != json.dumps(value):
+            self.unread.setdefault(kind, (value, read))
+        self.paths.setdefault(kind, set()).update(paths(read))
+        self.read.setdefault(kind, []).append(read)
+        self.keys |= set(keys(value))
 
 
 def topic_of(topic: str) -> str:
@@ -155,19 +151,69 @@ def topic_of(topic: str) -> str:
     return re.sub(r":\d+$", "", topic)
 
 
-def paths(kind: str, value: Any, at: str = "") -> Iterator[str]:
-    """Yield the dotted paths of all keys in a JSON value, names as `*`."""
-    if at in _OPEN.get(kind, ()):
-        return
-    if isinstance(value, dict):
-        named = at in _NAMED.get(kind, ())
-        for key, item in value.items():
-            below = f"{at}.{'*' if named else key}".removeprefix(".")
-            yield below
-            yield from paths(kind, item, below)
-    elif isinstance(value, list | tuple):
+def paths(value: Any, at: str = "") -> Iterator[str]:
+    """Yield the dotted paths of the keys in a detail or an announcement; not of tables, whose keys are names."""
+    if isinstance(value, Struct):
+        told = to_json(value)
+        for f in fields(value):
+            key = f.metadata.get("key", f.name)
+            if type(value).bare:
+                yield from paths(getattr(value, f.name), at)
+            elif key in told:
+                below = f"{at}.{key}".removeprefix(".")
+                yield below
+                yield from paths(getattr(value, f.name), below)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from paths(item, f"{at}.*")
+    elif isinstance(value, tuple):
         for item in value:
-            yield from paths(kind, item, at)
+            yield from paths(item, at)
+
+
+def promised_paths(kind: Any, at: str = "") -> Iterator[str]:
+    """Yield the dotted paths that a class, or a type hint, promises."""
+    if isinstance(kind, type) and issubclass(kind, Struct):
+        hints = get_type_hints(kind)
+        for f in fields(kind):
+            below = at if kind.bare else f"{at}.{f.metadata.get('key', f.name)}".removeprefix(".")
+            if not kind.bare:
+                yield below
+            yield from promised_paths(hints[f.name], below)
+    elif get_origin(kind) is Mapping:
+        yield from promised_paths(get_args(kind)[1], f"{at}.*")
+    elif get_origin(kind) is not Literal:
+        for part in get_args(kind):
+            yield from promised_paths(part, at)
+
+
+def keys(value: Any) -> Iterator[str]:
+    """Yield all keys in a JSON value."""
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from keys(item)
+    if isinstance(value, dict):
+        yield from value
+
+
+def damaged(value: Any) -> Iterator[Any]:
+    """Yield what is left of a JSON value when one of its parts is gone, or is something else."""
+    yield from (None, [], {}, "x", 1.5, True)
+    if isinstance(value, dict):
+        yield {**value, "unknown": 1}
+        for key, item in value.items():
+            yield {name: other for name, other in value.items() if name != key}
+            yield from ({**value, key: wrong} for wrong in damaged(item))
+    elif isinstance(value, list) and value:
+        yield from ([wrong, *value[1:]] for wrong in damaged(value[0]))
+
+
+def strict(value: Any) -> Any:
+    """Return a JSON value with the numbers that JSON lacks as texts, as files have it."""
+    if isinstance(value, dict):
+        return {key: strict(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [strict(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def words(found: Iterable[str]) -> set[str]:
@@ -268,16 +314,9 @@ def made(tree: ast.AST) -> Iterator[str]:
 
 @cache
 def promised() -> dict[str, set[str]]:
-    """Return the keys that `details.py` promises, by kind and topic."""
-    sections: dict[str, str] = {}
-    current = ""
-    for line in (details.__doc__ or "").splitlines():
-        if head := re.match(r"`([\w:]+?)(?::<\w>)?` +(.*)", line):
-            current = head[1]
-            sections[current] = head[2]
-        elif line.startswith(" "):
-            sections[current] += "\n" + line
-    return {kind: set(re.findall(r'"(\w+)":', text)) for kind, text in sections.items()}
+    """Return the keys that the classes of the schema promise, by kind and topic, as dotted paths."""
+    kinds: dict[str, tuple[type[Struct], ...]] = {**TOPICS, **{name: (kind,) for name, kind in DETAILS.items()}}
+    return {name: {path for kind in some for path in promised_paths(kind)} for name, some in kinds.items()}
 
 
 # --- the row ----------------------------------------------------------------------------------------------------------
@@ -306,23 +345,30 @@ def test_every_flag_is_set_and_read(produced: Produced) -> None:
 # --- details and announcements ----------------------------------------------------------------------------------------
 
 
-def test_all_that_is_said_is_promised(produced: Produced) -> None:
-    """Kinds, topics and their keys stand in `details.py`."""
+def test_all_that_is_said_is_read_as_it_was_said(produced: Produced) -> None:
+    """No kind, topic, key or type is unknown to the schema, and writing again gives the same, in the same order."""
+    assert produced.unread == {}
     assert produced.paths.keys() - promised().keys() == set()
-    unknown = {kind: words(found) - promised()[kind] for kind, found in produced.paths.items()}
-    assert {kind: sorted(keys) for kind, keys in unknown.items() if keys} == {}
 
 
 def test_all_that_is_promised_is_said(produced: Produced) -> None:
-    """And `details.py` promises nothing else."""
+    """And the schema promises nothing else."""
     assert promised().keys() - produced.paths.keys() == _ELSEWHERE.keys()
-    assert set(details.KINDS) <= produced.paths.keys()
     lacking = {
-        kind: keys - words(produced.paths[kind]) - {key for topic, key in _ON_CUDA_KEYS if topic == kind}
-        for kind, keys in promised().items()
-        if kind in produced.paths and kind not in _OPEN
+        kind: found - produced.paths[kind] - {key for topic, key in _UNUSUAL if topic == kind}
+        for kind, found in promised().items()
+        if kind in produced.paths
     }
     assert {kind: sorted(keys) for kind, keys in lacking.items() if keys} == {}
+
+
+def test_what_is_damaged_is_left_out(produced: Produced) -> None:
+    """Nothing that comes from a job is trusted: a value of a wrong type is none or its field's default."""
+    for some in produced.read.values():
+        for read in {type(one): one for one in some if one is not None}.values():
+            for value in damaged(to_json(read)):
+                again = from_json(type(read), value)
+                assert again is None or to_json(from_json(type(read), strict(to_json(again)))) == to_json(again)
 
 
 def test_every_topic_and_kind_that_rules_ask_for_is_said(produced: Produced) -> None:
@@ -330,7 +376,7 @@ def test_every_topic_and_kind_that_rules_ask_for_is_said(produced: Produced) -> 
     topics = {topic for rule in catalog() for topic in rule.topics}
     assert topics - {topic.partition(":")[0] for topic in produced.paths} == _ELSEWHERE.keys()
     wanted = {kind for rule in catalog() for kind in rule.wants}
-    assert wanted == set(details.KINDS)
+    assert wanted == set(KINDS)
 
 
 def test_the_examples_of_rules_are_like_what_is_said(produced: Produced) -> None:
@@ -343,8 +389,9 @@ def test_the_examples_of_rules_are_like_what_is_said(produced: Produced) -> None
                 for kind, by_rank in told:
                     if kind in _ELSEWHERE:
                         continue
-                    held = {path for value in by_rank.values() for path in paths(kind, value)}
-                    if unknown := held - produced.paths.get(kind, set()):
+                    held = {path for value in by_rank.values() for path in paths(value)}
+                    usual = produced.paths.get(kind, set()) | {path for topic, path in _UNUSUAL if topic == kind}
+                    if unknown := held - usual:
                         strange.setdefault(f"{rule.code} {kind}", set()).update(unknown)
     assert {what: sorted(unknown) for what, unknown in strange.items()} == {}
 
@@ -354,10 +401,10 @@ def test_rules_read_keys_that_exist(produced: Produced) -> None:
     rules = [(name, tree) for name, tree in consumers() if re.match("detectors/.+/", name) or name in _RULES]
     known = produced.keys | set(Row._fields)
     known |= {entry.name for entry in fields(Config)} | {word for _, tree in rules for word in made(tree)}
-    known |= {*details.KINDS, *(topic for topic in produced.paths)}
+    known |= {*KINDS, *(topic for topic in produced.paths)}
     known |= runbook(catalog()[0]).keys()
     for kind in _ELSEWHERE:
-        known |= promised()[kind]
+        known |= words(promised()[kind])
     lacking = {name: sorted(set(asked(tree)) - known) for name, tree in rules}
     assert {name: keys for name, keys in lacking.items() if keys} == {}
 

@@ -20,12 +20,24 @@ from ddpdebug.detectors.examples import contract, digest, gradients, step_at
 from ddpdebug.diagnosis.engine import DETAIL_TICKS, QUEUE_STEPS, Diagnosis, Request
 from ddpdebug.diagnosis.reporter import Reporter
 from ddpdebug.diagnosis.root_causes import QUIET_STEPS, explains, refine
+from ddpdebug.schema.announcements import read_announcement
+from ddpdebug.schema.details import read_detail
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
 
 Answers = Callable[[str, int, int], Any]
 ROOT = Path(__file__).parent.parent.parent
+
+
+def answer(diagnosis: Diagnosis, rank: int, optimizer: int, step: int, kind: str, value: Any) -> None:
+    """Answer by a JSON value, as it comes from the wire."""
+    diagnosis.answer(rank, optimizer, step, kind, read_detail(kind, value))
+
+
+def tell(diagnosis: Diagnosis, topic: str, rank: int, value: Any) -> None:
+    """Announce a JSON value, as it comes from the wire."""
+    diagnosis.tell(topic, rank, read_announcement(topic, value))
 
 
 def table(before: str = "a", previous: str | None = None) -> dict[str, Any]:
@@ -60,7 +72,7 @@ def run(
             for request in requests:
                 for rank in ranks:
                     value = answers(request.kind, rank, request.step)
-                    diagnosis.answer(rank, request.optimizer, request.step, request.kind, value)
+                    answer(diagnosis, rank, request.optimizer, request.step, request.kind, value)
             told += diagnosis.tick()
             requests = diagnosis.requests()
         told += diagnosis.tick()
@@ -112,12 +124,12 @@ def test_a_parked_step_holds_back_later_ones() -> None:
     diagnosis.feed(step_at(6, odd={**edited(6), **lr}))
     assert diagnosis.busy
     for rank in range(3):
-        diagnosis.answer(rank, 0, 5, request.kind, table())
+        answer(diagnosis, rank, 0, 5, request.kind, table())
         assert diagnosis.tick() == []
-    diagnosis.answer(3, 0, 5, request.kind, table())
+    answer(diagnosis, 3, 0, 5, request.kind, table())
     assert codes(diagnosis.tick()) == [("RANK101", 5)]
     for rank in range(4):
-        diagnosis.answer(rank, 0, 6, "hyper", [{"lr": 0.1 + rank % 2}])
+        answer(diagnosis, rank, 0, 6, "hyper", [{"lr": 0.1 + rank % 2}])
     assert codes(diagnosis.tick()) == [("RANK104", 6)]
     assert not diagnosis.busy
 
@@ -126,7 +138,7 @@ def test_a_silent_rank_is_not_waited_for_for_ever() -> None:
     """After so many ticks a step is judged with the details that are there."""
     diagnosis = Diagnosis(world=4)
     diagnosis.feed(step_at(5, odd=edited(5)))
-    diagnosis.answer(0, 0, 5, "parameters", table())
+    answer(diagnosis, 0, 0, 5, "parameters", table())
     told = [diagnosis.tick() for _ in range(DETAIL_TICKS + 1)]
     assert not any(told[:-1])
     assert codes(told[-1]) == [("RANK101", 5)]
@@ -138,7 +150,7 @@ def test_a_rank_that_cannot_tell_counts_as_heard() -> None:
     diagnosis = Diagnosis(world=4)
     diagnosis.feed(step_at(5, odd=edited(5)))
     for rank in range(4):
-        diagnosis.answer(rank, 0, 5, "parameters", None)
+        answer(diagnosis, rank, 0, 5, "parameters", None)
     assert codes(diagnosis.tick()) == [("RANK101", 5)]
 
 
@@ -318,9 +330,9 @@ def test_stages_of_a_pipeline_are_not_compared() -> None:
         diagnosis = Diagnosis(world=4)
         for rank in range(4):
             entries = [["parameter", f"stage{rank // 2}.w" if models else "w", [4], "float32", True]]
-            diagnosis.tell("structure:0", rank, {"digest": str(rank // 2 if models else 0), "entries": entries})
+            tell(diagnosis, "structure:0", rank, {"digest": str(rank // 2 if models else 0), "entries": entries})
         for rank in range(4):
-            diagnosis.tell("group:0", rank, {"ranks": [0, 1] if rank < 2 else [2, 3]})
+            tell(diagnosis, "group:0", rank, {"ranks": [0, 1] if rank < 2 else [2, 3]})
         rows = {rank: {**(last_stage if rank > 1 else {}), **odd.get(rank, {})} for rank in range(4)}
         steps = [step_at(n, odd={r: {**rows[r], "record_digest": digest(3, n, r % 2)} for r in rows}) for n in range(8)]
         return codes(run(steps, healthy, diagnosis)[0])
@@ -377,11 +389,11 @@ def test_announcements_are_compared_when_all_have_spoken() -> None:
     diagnosis = Diagnosis(world=2)
     loader = {"distributed": True, "replicas": 2, "shuffle": True, "length": 80, "attributes": {}}
     for rank in (0, 1):
-        diagnosis.tell("loader:0", rank, {**loader, "seed": 0, "rank": rank, "epoch": 0, "iterations": 1})
+        tell(diagnosis, "loader:0", rank, {**loader, "seed": 0, "rank": rank, "epoch": 0, "iterations": 1})
         assert diagnosis.tick() == []
-    diagnosis.tell("loader:0", 0, {**loader, "seed": 0, "rank": 0, "epoch": 1, "iterations": 2})
+    tell(diagnosis, "loader:0", 0, {**loader, "seed": 0, "rank": 0, "epoch": 1, "iterations": 2})
     assert diagnosis.tick() == []
-    diagnosis.tell("loader:0", 1, {**loader, "seed": 1, "rank": 1, "epoch": 1, "iterations": 2})
+    tell(diagnosis, "loader:0", 1, {**loader, "seed": 1, "rank": 1, "epoch": 1, "iterations": 2})
     ((finding, new),) = diagnosis.tick()
     assert (finding.code, finding.subject, new) == ("DATA910", ("seed",), True)
 
@@ -392,9 +404,9 @@ def test_structure_explains_what_follows() -> None:
     a, b = ["parameter", "a.w", [4], "float32", True], ["parameter", "b.w", [4], "float32", True]
     for rank in range(4):
         entries = [b, a] if rank == 2 else [a, b]
-        diagnosis.tell("structure:0", rank, {"digest": str(rank == 2), "entries": entries})
+        tell(diagnosis, "structure:0", rank, {"digest": str(rank == 2), "entries": entries})
     for rank in range(4):
-        diagnosis.tell("group:0", rank, {"ranks": [0, 1, 2, 3]})
+        tell(diagnosis, "group:0", rank, {"ranks": [0, 1, 2, 3]})
     odd = {2: {"grads_digest": 3, "params_before_digest": 4, "params_after_digest": 5}}
     told, _ = run([step_at(0, odd=odd)], healthy, diagnosis)
     assert codes(told) == [("RANK105", 0)]
@@ -506,10 +518,10 @@ _BROADCAST = {"kind": "broadcast", "step": 0, "loss": "MseLoss", "prediction": [
 def test_what_every_rank_runs_into_is_told_with_all_of_them() -> None:
     """The first rank to say so does not stand there as the only one."""
     diagnosis = Diagnosis(world=2)
-    diagnosis.tell("alone:loss", 1, _BROADCAST)
+    tell(diagnosis, "alone:loss", 1, _BROADCAST)
     assert diagnosis.tick() == []
     diagnosis.feed(step_at(0))
-    diagnosis.tell("alone:loss", 0, _BROADCAST)
+    tell(diagnosis, "alone:loss", 0, _BROADCAST)
     ((finding, new),) = diagnosis.tick()
     assert (finding.code, finding.ranks, new) == ("RCP819", (0, 1), True)
 
@@ -518,7 +530,7 @@ def test_what_every_rank_runs_into_is_told_with_all_of_them() -> None:
 def test_what_one_rank_alone_runs_into_does_not_wait_for_long(how: str) -> None:
     """It is told when the others have gone on, when nothing goes on, or at the end."""
     diagnosis = Diagnosis(world=2)
-    diagnosis.tell("alone:loss", 1, _BROADCAST)
+    tell(diagnosis, "alone:loss", 1, _BROADCAST)
     told = diagnosis.tick()
     if how == "steps":
         for n in range(4):
@@ -536,9 +548,9 @@ def test_what_a_rank_said_before_it_failed_explains_the_failure() -> None:
     """Nobody waits for the other ranks' word when one has failed: its own may be the cause."""
     names = ["encoder.weight"]
     diagnosis = Diagnosis(world=2)
-    diagnosis.tell("alone:audit", 1, {"kind": "no_grad", "step": 0, "names": names, "modules": ["encoder"]})
+    tell(diagnosis, "alone:audit", 1, {"kind": "no_grad", "step": 0, "names": names, "modules": ["encoder"]})
     reason = "exception: RuntimeError: Expected to have finished reduction in the prior iteration"
-    diagnosis.tell("alone:failure", 1, {"reason": reason, "missing": names, "step": 0})
+    tell(diagnosis, "alone:failure", 1, {"reason": reason, "missing": names, "step": 0})
     told = diagnosis.tick() + diagnosis.finish()
     assert [finding.code for finding, new in told if new] == ["RCP810"]
     assert told[0][0].evidence["consequences"] == ["SYNC207 since step 0"]

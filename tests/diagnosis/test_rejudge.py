@@ -18,8 +18,11 @@ from ddpdebug.detectors.examples import step_at
 from ddpdebug.diagnosis.rejudge import rejudge
 from ddpdebug.run_directory.reader import read_findings
 from ddpdebug.run_directory.writer import RunDirectory
+from ddpdebug.schema.announcements import Loader
+from ddpdebug.schema.details import Detail, HyperParameters, Parameters
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
+from ddpdebug.schema.wire import to_json
 from ddpdebug.sinks import RunEnded, RunStarted, Saved, StepJudged
 
 SCRIPT = Path(__file__).parent.parent / "support" / "scripts" / "train.py"
@@ -65,8 +68,11 @@ class Listener(Detector):
     code = "TEST001"
     severity = Severity.ERROR
     title = "heard"
-    wants = ("hyper",)
     topics = ("loader",)
+
+    def __init__(self, kind: str = "hyper") -> None:
+        super().__init__()
+        self.wants = (kind,)
 
     def suspects(self, step: Step) -> bool:
         return step.step == 1
@@ -75,8 +81,8 @@ class Listener(Detector):
         return finding.subject
 
     def detect(self, step: Step) -> Iterator[Finding]:
-        if "hyper" in step.details:
-            yield self.finding(step=step.step, subject=("details",), evidence={"hyper": step.details["hyper"]})
+        if step.details:
+            yield self.finding(step=step.step, subject=("details",), evidence=step.details)
 
     def compare(self, topic: str, facts: object) -> Iterator[Finding]:
         yield self.finding(subject=(topic,), evidence={"facts": facts})
@@ -92,6 +98,11 @@ def fact(rank: int, value: object) -> Saved:
 def hyper(rank: int, step: int, value: object) -> Saved:
     payload = {"rank": rank, "kind": "detail", "optimizer": 0, "step": step, "detail": "hyper", "value": value}
     return Saved(kind="detail", payload=payload)
+
+
+def detail(rank: int, step: int, value: Detail | None) -> Saved:
+    place = {"rank": rank, "kind": "detail", "optimizer": 0, "step": step}
+    return Saved(kind="detail", payload={**place, "detail": "parameters", "value": to_json(value)})
 
 
 def saved(directory: Path, *records: StepJudged | Saved, ended: bool = True) -> Path:
@@ -112,11 +123,12 @@ STEPS = [StepJudged(step=replace(step_at(i, world=2), facts={})) for i in range(
 def test_answers_and_announcements_come_where_they_came(tmp_path: Path) -> None:
     """Details reach their step though they lie behind later rows; the order of findings is that of the run."""
     answers = [hyper(rank, 1, [{"lr": 0.1}]) for rank in range(2)]
-    directory = saved(tmp_path, fact(0, 1), STEPS[0], fact(1, 2), *STEPS[1:], *answers)
+    told = [{"seed": rank} for rank in range(2)]
+    directory = saved(tmp_path, fact(0, told[0]), STEPS[0], fact(1, told[1]), *STEPS[1:], *answers)
     found = rejudge(directory, detectors=[Listener()])
     assert [(f.subject, f.step) for f in found] == [(("loader:0",), None), (("details",), 1), (("end",), None)]
-    assert found[0].evidence == {"facts": {0: 1, 1: 2}}
-    assert found[1].evidence == {"hyper": {0: [{"lr": 0.1}], 1: [{"lr": 0.1}]}}
+    assert found[0].evidence == {"facts": {rank: Loader(seed=rank) for rank in range(2)}}
+    assert found[1].evidence == {"hyper": {rank: HyperParameters(groups=({"lr": 0.1},)) for rank in range(2)}}
     assert {f.run for f in found} == {"r1"}
 
 
@@ -133,21 +145,20 @@ def test_a_run_that_was_killed_has_no_end(tmp_path: Path) -> None:
 
 
 def test_numbers_that_json_lacks_come_back(tmp_path: Path) -> None:
-    """The files hold them as texts; a name that looks like one, among names, stays a name."""
-    value = {"sum": math.nan, "pair": [math.inf, 1.0], "names": ["inf", "weight"], "text": "x"}
-    found = rejudge(saved(tmp_path, fact(0, value), fact(1, None)), detectors=[Listener()])
-    table = found[0].evidence["facts"][0]
-    assert math.isnan(table["sum"])
-    assert {name: table[name] for name in ("pair", "names", "text")} == {
-        "pair": [math.inf, 1.0],
-        "names": ["inf", "weight"],
-        "text": "x",
-    }
+    """The files hold them as texts; a name that looks like one stays a name."""
+    told = Parameters(norms={"w": math.nan, "b": -math.inf}, order=("inf", "nan"), before={"w": "nan"})
+    records = [detail(0, 1, told), detail(1, 1, None)]
+    (found, _) = rejudge(saved(tmp_path, *STEPS, *records), detectors=[Listener("parameters")])
+    again = found.evidence["parameters"][0]
+    assert math.isnan(again.norms["w"])
+    assert again == replace(told, norms=again.norms)
+    assert again.norms["b"] == -math.inf
+    assert found.evidence["parameters"].keys() == {0}
 
 
 def test_malformed_observations_are_left_out(tmp_path: Path) -> None:
     """The directory may be anybody's."""
-    directory = saved(tmp_path, fact(0, 1))
+    directory = saved(tmp_path, fact(0, {}))
     lines = [
         {"rows": 0, "kind": "detail", "payload": {"rank": "0", "optimizer": 0, "step": 1, "detail": "hyper"}},
         {"rows": 0, "kind": "detail", "payload": {"rank": 0, "optimizer": None, "step": 1, "detail": "hyper"}},

@@ -138,7 +138,7 @@ def test_the_module_that_mixes_is_named() -> None:
     model.mixer = Nested()
     found = told(model, text(), text()[:, 1:].flatten())
     assert found is not None
-    assert found["module"] == "mixer"
+    assert found.module == "mixer"
 
 
 def test_other_tasks_are_let_pass() -> None:
@@ -204,7 +204,8 @@ def test_a_model_is_asked_once_and_when_its_loss_is_low() -> None:
         leaks.loss(scene, text()[:, 1:].flatten(), -100, lambda loss=loss: lambda: loss)
         found.append(leaks.work())
     assert [step for step, told in enumerate(found) if told] == [4]  # a step later than the loss of 0.29
-    assert (found[4] or {})["loss"] == 0.29
+    assert found[4] is not None
+    assert found[4].loss == 0.29
     assert quiet == [True, False]
 
 
@@ -228,7 +229,7 @@ def test_of_a_large_vocabulary_a_part_is_kept(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(leak, "_mixer", lambda at, one, other: tuple(one.outputs[0].shape))
     found = told(Model(everywhere), text(), text()[:, 1:].flatten())
     assert found is not None
-    assert found["module"] == (LENGTH, 3)
+    assert found.module == (LENGTH, 3)
 
 
 def test_a_model_whose_loss_was_never_high() -> None:

@@ -211,7 +211,7 @@ def test_line(make: Callable[[Case], None], node: str, line: str) -> None:
     make(case)
     assert (case.node, case.lines()) == (node, [line])
     assert case.place is not None
-    assert case.place.to_json()["location"] == case.place.lines[0]
+    assert case.place.fields()["location"] == case.place.lines[0]
 
 
 def test_several_lines_that_fit_are_all_named() -> None:
@@ -227,7 +227,7 @@ def test_several_lines_that_fit_are_all_named() -> None:
     loss.backward()
     assert case.lines() == ["one branch", "other branch"]
     assert case.place is not None
-    assert case.place.to_json() == {"location": None, "candidates": list(case.place.lines)}
+    assert case.place.fields() == {"location": None, "candidates": case.place.lines}
 
 
 def test_an_operation_in_code_that_cannot_be_read_is_not_taken_for_another() -> None:
@@ -241,7 +241,7 @@ def test_an_operation_in_code_that_cannot_be_read_is_not_taken_for_another() -> 
     loss.backward()
     assert case.node == "LogBackward0"
     assert case.place is not None
-    assert case.place.to_json()["location"] is None
+    assert case.place.fields()["location"] is None
 
 
 def test_without_source_nothing_is_said() -> None:

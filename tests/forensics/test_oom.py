@@ -21,6 +21,7 @@ from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.memory import Failure, MemoryProbe, MemorySample
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus, ForwardBegan, Tensors
+from ddpdebug.schema.announcements import AllocationFailure, MemoryState
 
 GIB = 1 << 30
 
@@ -126,7 +127,7 @@ def reports(rank: Rank, folder: Path | None, told: list[Any]) -> Reports:
         rank.guard,
         rank.memory,
         lambda code, evidence: told.append(evidence),
-        lambda t, v: told.append((t, v)),
+        lambda said, number=None: told.append(said),
         lambda: folder,
     )
 
@@ -147,10 +148,9 @@ def test_the_failing_rank_writes_once_and_tells(rank: Rank, tmp_path: Path) -> N
     mine.failed(error)
     mine.failed(error)
     mine.failed(ValueError())
-    ((topic, summary),) = told
-    assert (topic, summary["allocated"], summary["requested"], summary["operation"]) == (
-        "alone:memory", 78 * GIB, 6 * GIB, "AddmmBackward0",
-    )  # fmt: skip
+    (summary,) = told
+    assert isinstance(summary, AllocationFailure)
+    assert (summary.allocated, summary.requested, summary.operation) == (78 * GIB, 6 * GIB, "AddmmBackward0")
     folder = tmp_path / "ranks" / "0" / "memory"
     assert sorted(path.name for path in folder.iterdir()) == ["step-0-snapshot.pickle", "step-0.json", "step-0.txt"]
     assert json.loads((folder / "step-0.json").read_text())["cause"]["kind"] == "first step"
@@ -165,9 +165,9 @@ def test_other_ranks_write_when_they_hear_of_it(rank: Rank, tmp_path: Path) -> N
     told: list[Any] = []
     mine = reports(rank, tmp_path, told)
     mine.rank = 1
-    mine.hear(3, {"failed": True, "shapes": [[8, 4096]], "elements": 32768})
-    ((topic, summary),) = told
-    assert (topic, summary["failed"], summary["rank"]) == ("alone:memory", False, 1)
+    mine.hear(3, AllocationFailure(shapes=((8, 4096),), elements=32768))
+    (summary,) = told
+    assert (type(summary), summary.failed, summary.rank) == (MemoryState, False, 1)
     assert (
         (tmp_path / "ranks" / "1" / "memory" / "step-0.txt").read_text().startswith("an allocation failed on another")
     )

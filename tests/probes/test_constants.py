@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from ddpdebug.probes.constants import Settings
+from ddpdebug.schema.announcements import Constants, Precision
 
 
 class Embedding(nn.Module):
@@ -29,20 +31,21 @@ class Embedding(nn.Module):
         return self.last
 
 
-def told(model: nn.Module, forwards: int) -> list[tuple[str, dict[str, Any]]]:
-    """Return what is announced over some forwards."""
+def told(model: nn.Module, forwards: int) -> Mapping[str, str]:
+    """Return the constants that are announced over some forwards, after the precision."""
     settings, facts = Settings(model), []
     for _ in range(forwards):
         facts += settings.at_forward(model)
         model(torch.ones(3, 2))
-    return facts
+    precision, constants = facts
+    assert isinstance(precision, Precision)
+    assert isinstance(constants, Constants)
+    return constants.tensors
 
 
 def test_only_what_forward_leaves_alone_is_a_constant() -> None:
     """Buffers, integers, results and running values are no constants; the table and the list's tensor are."""
-    facts = dict(told(nn.Sequential(Embedding()), 12))
-    assert set(facts) == {"precision", "constants"}
-    assert set(facts["constants"]["tensors"]) == {"0.table", "0.scales[0]"}
+    assert set(told(nn.Sequential(Embedding()), 12)) == {"0.table", "0.scales[0]"}
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -51,7 +54,7 @@ def test_equal_tables_look_equal(same: bool) -> None:
     models = Embedding(), Embedding()
     if not same:
         models[1].table[0, 0] += 1
-    tables = [dict(told(model, 9))["constants"]["tensors"]["table"] for model in models]
+    tables = [told(model, 9)["table"] for model in models]
     assert (tables[0] == tables[1]) is same
 
 
@@ -60,8 +63,9 @@ def test_a_forward_that_changed_its_table_ends_the_comparison() -> None:
     model = Embedding()
     settings = Settings(model)
     model.table.mul_(2)
-    facts = [fact for _ in range(9) for fact in settings.at_forward(model)]
-    assert set(dict(facts)["constants"]["tensors"]) == {"scales[0]", "last", "count"}
+    _, constants = [fact for _ in range(9) for fact in settings.at_forward(model)]
+    assert isinstance(constants, Constants)
+    assert set(constants.tensors) == {"scales[0]", "last", "count"}
 
 
 class Loud(torch.Tensor):
@@ -78,4 +82,4 @@ def test_what_is_not_looked_at() -> None:
     model.loud = torch.ones(2).as_subclass(Loud)  # type: ignore[assignment]
     model.by_object = {object(): torch.ones(2), "key": torch.ones(2)}  # type: ignore[assignment]
     model.vocabulary = [torch.ones(2)] * 2000  # type: ignore[assignment]
-    assert set(dict(told(model, 9))["constants"]["tensors"]) == {"table", "scales[0]", "by_object['key']"}
+    assert set(told(model, 9)) == {"table", "scales[0]", "by_object['key']"}

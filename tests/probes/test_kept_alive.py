@@ -30,6 +30,7 @@ from ddpdebug.probes.record import StepRecord, encode_row
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import BackwardBegan, Bus, ForwardBegan, Gathered, Tensors
 from ddpdebug.probes.training_loop.detached_parts import Cuts
+from ddpdebug.schema.announcements import DetachedParameters
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 
@@ -405,7 +406,8 @@ def test_looking_for_a_cut_keeps_no_activation() -> None:
     cuts, x = Cuts(model, list(model.first.parameters()), entries_of(GUARD)), torch.ones(2, 4)
     cuts.begin([x])
     model(x)
-    assert cuts.end() == {"names": ["first.weight", "first.bias"], "after": "first", "before": "second"}
+    names = ("first.weight", "first.bias")
+    assert cuts.end() == DetachedParameters(names=names, after="first", before="second")
     assert gone == [True]
 
 
@@ -426,7 +428,7 @@ def test_gathered_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     bus.emit(Gathered([torch.ones(2), torch.ones(2)], own, "a.py:1"))
     bus.emit(Gathered([torch.ones(2), own], own, "a.py:2"))
     bus.emit(BackwardBegan([]))
-    assert [fact["location"] for _, fact in told] == ["a.py:1"]
+    assert [fact.location for fact, _ in told] == ["a.py:1"]
 
     lists = [torch.ones(2)]
     ref = weakref.ref(lists[0])

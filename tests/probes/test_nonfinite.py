@@ -9,7 +9,7 @@ import math
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from ddpdebug.probes.nonfinite_notes import Looks
 from ddpdebug.probes.record import StepRecord
 from ddpdebug.probes.step_state import Window
 from ddpdebug.probes.training_events import NonfiniteMade
+from ddpdebug.schema.details import BadInput, EntryGradient, ModuleCall, NearLimit, NonfiniteLoss
 from ddpdebug.schema.row import Flag
 
 NAN, INF = math.nan, math.inf
@@ -452,7 +453,8 @@ def test_the_call_site_sees_the_step_before_it_happens(watched: Callable[..., An
         finite = all(bool(torch.isfinite(p).all()) for p in looks.module().parameters())
         scene = monitor.probes.scenes.newest(looks.module())
         seen.append((record.step, finite, tuple(scene.args[0].shape)))
-        record.numerics["replay"] = {"op": "aten.log.default", "location": "train.py:12", "module": "body"}
+        answer = {"op": "aten.log.default", "location": "train.py:12", "module": "body"}
+        record.numerics = replace(record.numerics, replay=answer)
 
     monitor.probes.bus.on("forensics:mine", NonfiniteMade, replay)
     train(model, optimizer, bad="forward")
@@ -533,8 +535,8 @@ def test_ranges_that_are_read_later() -> None:
     """What a device has measured is judged by the same measure: kinds, inputs, nearness to the limit."""
 
     def pending(name: str, role: str, low: float, high: float, dtype: str = "float32") -> tuple[Any, ...]:
-        entry = {"module": name, "call": 0, "micro_batch": 0, "order": 1, "output": 0, "dtype": dtype, "shape": [2]}
-        return {**entry, "class": "Log", "usual": False, "role": role}, torch.tensor(low), torch.tensor(high)
+        entry = {"module": name, "call": 0, "micro_batch": 0, "order": 1, "output": 0, "dtype": dtype, "shape": (2,)}
+        return {**entry, "class_name": "Log", "role": role}, torch.tensor(low), torch.tensor(high)
 
     read = modules._later(
         [
@@ -547,19 +549,21 @@ def test_ranges_that_are_read_later() -> None:
         ]
     )
     first, second, near = read()
-    assert (first["module"], first["kinds"], first["input_nonfinite"]) == ("b", ["NaN"], True)
-    assert (second["module"], second["kinds"], second["input_range"]) == ("c", ["-Inf"], [-2.0, 5.0])
-    assert (near["module"], near["near"], near["limit"]) == ("d", 6e4, 65504.0)
+    assert isinstance(first, ModuleCall)
+    assert isinstance(second, ModuleCall)
+    assert (first.module, first.kinds, first.input_nonfinite) == ("b", ("NaN",), True)
+    assert (second.module, second.kinds, second.input_range) == ("c", ("-Inf",), (-2.0, 5.0))
+    assert near == NearLimit(module="d", dtype="float16", largest=6e4, limit=65504.0)
 
 
 def test_a_step_that_is_judged_later() -> None:
     """The flags and the detail of a step on a device say the same as on the CPU."""
     looks = Looks(later_outputs=[(torch.tensor(NAN), torch.tensor(NAN))])
     looks.later_entries.append((torch.tensor(-1.0), torch.tensor(2.0)))
-    looks.later_inputs.append(lambda: [{"argument": "x", "kinds": ["NaN"], "samples": [], "count": None}])
-    bad = {"module": "a", "kinds": ["NaN"], "usual": False}
-    looks.later.append(lambda: [bad, {"module": "b", "dtype": "float16", "near": 6e4, "limit": 65504.0}])
-    looks.loss = {"value": NAN, "backward": "train.py:3", "expression": None, "micro_batch": 0, "operation": None}
+    looks.later_inputs.append(lambda: [BadInput(argument="x", dtype="float32", kinds=("NaN",))])
+    bad = ModuleCall(module="a", class_name="Log", dtype="float32", kinds=("NaN",))
+    looks.later.append(lambda: [bad, NearLimit(module="b", dtype="float16", largest=6e4, limit=65504.0)])
+    looks.loss = NonfiniteLoss(value=NAN, backward="train.py:3")
     window = Window(losses=[lambda: INF], looks=looks)
     record = StepRecord(0, 3, Flag.CHECKED, window, names=["w", "v"], ids=[1, 2], slots={1: 0, 2: 1})
     record.local, record.summed = (lambda: [1.0, INF]), [0, 1]
@@ -567,6 +571,7 @@ def test_a_step_that_is_judged_later() -> None:
     flags = complete(record, looks)()
     assert flags == Flag.FORWARD_NONFINITE | Flag.INPUT_NONFINITE | Flag.NEAR_OVERFLOW
     detail = record.numerics
-    assert (detail["loss"]["value"], detail["output_finite"], detail["local"]) == (INF, False, ["v"])
-    assert detail["entry"] == {"finite": True, "range": [-1.0, 2.0]}
-    assert (detail["forward"], detail["near"][0]["module"]) == ([bad], "b")
+    assert detail.loss == replace(looks.loss, value=INF)
+    assert (detail.output_finite, detail.local) == (False, ("v",))
+    assert detail.entry == EntryGradient(finite=True, range=(-1.0, 2.0))
+    assert (detail.forward, detail.near[0].module) == ((bad,), "b")

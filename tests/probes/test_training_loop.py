@@ -23,6 +23,7 @@ from ddpdebug.probes.training_loop.modes import Modes
 from ddpdebug.probes.training_loop.parameter_ownership import unregistered
 from ddpdebug.probes.training_loop.schedulers import Schedules
 from ddpdebug.probes.training_loop.zero_grad import Clearing
+from ddpdebug.schema.announcements import InitialLoss, LabelCounts, UnusedSchedule
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 ENTRIES = entries_of(GUARD)
@@ -354,27 +355,26 @@ def _probes(announce: Callable[[str, Any], None]) -> Probes:
 def test_a_schedule_is_judged_where_the_run_came_to_its_end() -> None:
     """After an exception or a stop nobody knows whether a schedule by epochs would have been stepped."""
     told: list[Any] = []
-    recipe = _probes(lambda topic, value: told.append((topic, value.get("class")))).recipe
+    recipe = _probes(lambda said, number=None: told.append((type(said), said.class_name))).recipe
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
     schedule = noted(recipe.schedules, CosineAnnealingLR(optimizer, 10))
     trained(recipe.schedules, optimizer, 50)
     recipe.close()
     assert told == []
     recipe.close(finished=True)
-    assert told == [("alone:schedule", type(schedule).__name__)]
+    assert told == [(UnusedSchedule, type(schedule).__name__)]
 
 
 def test_a_forked_child_announces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What only the end shows is told by the rank itself, and not by the workers that it forks."""
-    told: list[str] = []
-    probes = _probes(lambda topic, _: told.append(topic))
+    told: list[Any] = []
+    probes = _probes(lambda said, number=None: told.append(type(said)))
     recipe = probes.recipe
     loss = functional.cross_entropy(torch.randn(8, 3, requires_grad=True), torch.arange(8) % 3)
     probes.bus.emit(BackwardBegan([loss]))
     with monkeypatch.context() as patch:
         patch.setattr("os.getpid", lambda: -1)
         recipe.close()
-    before = len(told)
-    assert before == told.count("alone:loss") == 1  # the initial loss
+    assert told == [InitialLoss]
     recipe.close()
-    assert told[before:] == ["alone:loss"]
+    assert told == [InitialLoss, LabelCounts]

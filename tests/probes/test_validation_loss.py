@@ -25,6 +25,7 @@ from ddpdebug.probes.record import StepRecord, encode_row
 from ddpdebug.probes.step_state import Window
 from ddpdebug.probes.training_events import Bus, ForwardBegan, ModuleForwardBegan, StepBegan, StepEnded, Tensors
 from ddpdebug.probes.training_loop.validation_loss import Evaluations, loss_in
+from ddpdebug.schema.announcements import ValidationLine
 from ddpdebug.schema.row import Flag, Row
 from ddpdebug.schema.step import Step
 from ddpdebug.torch_internals.loss_functions import LOSSES
@@ -156,9 +157,8 @@ class Script:
         self.bus, self.calls = Bus(guard), LoopCalls(Bus(guard), self.state, lambda *_: None)
         self.optimizer: Any = None
         self.loaders: Any = SimpleNamespace(samples=None)
-        tell = lambda topic, fact: self.facts.append((topic, fact))  # noqa: E731 - one line
         self.evaluations = Evaluations(
-            self.bus, self.state, guard, calls=self.calls, loaders=self.loaders, tell=tell, source=source
+            self.bus, self.state, guard, calls=self.calls, loaders=self.loaders, tell=self.facts.append, source=source
         )
 
     def train(self, steps: int = 1) -> list[float]:
@@ -203,9 +203,9 @@ def test_the_mean_of_an_evaluation_goes_out() -> None:
     assert told(script.train(5)) == [3.0]
     script.compute(4.0)
     assert told(script.train(5)) == [4.0]
-    (topic, fact), *rest = script.facts
-    assert (topic, fact["batches"], rest) == ("evaluation", 3, [])
-    assert "test_validation_loss.py:" in fact["location"]
+    fact, *rest = script.facts
+    assert (type(fact), fact.batches, rest) == (ValidationLine, 3, [])
+    assert "test_validation_loss.py:" in fact.location
 
 
 def test_what_comes_at_every_step_is_no_evaluation() -> None:
@@ -254,7 +254,7 @@ def test_one_line_is_followed() -> None:
         script.compute(3.0)
         found = told(script.train(5))
     assert found == [3.0]
-    assert [fact["samples"] for _, fact in script.facts] == [50, 60]
+    assert [fact.samples for fact in script.facts] == [50, 60]
 
 
 def test_tensors_of_several_numbers_are_left_alone() -> None:
@@ -297,7 +297,7 @@ def test_loss_modules_are_seen(gradients: Any) -> None:
         with gradients():
             values = [float(criterion(script.model(x[:, :2]), y[:, :2])) for x, y in ((X, Z), (Z, X))]
         assert told(script.train(5)) == pytest.approx([sum(values) / 2])
-        assert [(fact["source"], fact["batches"]) for _, fact in script.facts] == [(name, 2)]
+        assert [(fact.source, fact.batches) for fact in script.facts] == [(name, 2)]
         assert script.evaluations.without_loss == 0
 
 
@@ -321,7 +321,7 @@ def test_losses_that_a_model_returns_are_seen(output: Any) -> None:
     with torch.no_grad():
         script.model(X)
     assert told(script.train(5)) == [functional.mse_loss(X, Z).item()]
-    assert [fact["source"] for _, fact in script.facts] == ["in the model's output"]
+    assert [fact.source for fact in script.facts] == ["in the model's output"]
 
 
 @pytest.mark.parametrize(
@@ -479,7 +479,7 @@ def test_evaluation_in_train_mode(runs: str, loss: str, other: bool, found: list
                 if loss != "nothing":
                     (nn.MSELoss() if loss == "module" else functional.mse_loss)(X, Z)
     script.train()
-    assert [fact["forwards"] for _, fact in script.facts] == found * 2
+    assert [fact.forwards for fact in script.facts] == found * 2
 
 
 # --- the rules' side --------------------------------------------------------------------------------------------------

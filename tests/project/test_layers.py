@@ -37,6 +37,8 @@ _PURE = (
     "schema.coverage",
     "monitor.covering",
     "schema.details",
+    "schema.announcements",
+    "schema.wire",
     "config.settings",
     "exchange.step_vote",
     "diagnosis.root_causes",

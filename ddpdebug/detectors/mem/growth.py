@@ -114,9 +114,8 @@ class Growth:
 
 def declared_bytes(step: Step, rank: int) -> int:
     """Return the growth that the user has declared on a rank; a declaration without a number has no end."""
-    entries = step.facts.get("growth", {}).get(rank) or []
-    sizes = [entry.get("bytes") for entry in entries]
-    return sum(1 << 62 if size is None else int(size) for size in sizes)
+    told = step.facts.get("growth", {}).get(rank)
+    return sum(1 << 62 if growth.bytes is None else growth.bytes for growth in (() if told is None else told.declared))
 
 
 def used(row: Row) -> int:

@@ -68,7 +68,7 @@ class HyperParametersDiffer(ComparisonRule):
         return classes_of(step, "hyper_digest", on_purpose=Flag(0))
 
     def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:
-        groups = {rank: g for rank, g in sorted(step.details.get("hyper", {}).items()) if isinstance(g, list)}
+        groups = {rank: g.groups for rank, g in sorted(step.details.get("hyper", {}).items())}
         entries = _differences(groups) if len(groups) > 1 else _from_rows(step)
         evidence: dict[str, Any] = {"optimizer": step.optimizer}
         if entries:

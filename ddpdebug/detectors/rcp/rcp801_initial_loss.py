@@ -59,7 +59,12 @@ class InitialLoss(EventRule):
             steps(3),
             (Facts(topic="alone:loss", values={0: {**_FACT, "loss": 2.4}}),),
             (Facts(topic="alone:loss", values={0: {**_FACT, "loss": 0.01}}),),  # loaded weights
-            (Facts(topic="alone:loss", values={0: {**_FACT, "kind": "range"}}),),
+            (
+                Facts(
+                    topic="alone:loss",
+                    values={0: {"kind": "range", "step": 0, "loss": "BinaryCrossEntropy", "low": 0, "high": 9}},
+                ),
+            ),
         )
     )
 

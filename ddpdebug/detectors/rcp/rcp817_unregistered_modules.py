@@ -50,7 +50,7 @@ class UnregisteredModules(EventRule):
     silent_on = Examples(
         lambda: (
             steps(3),
-            (Facts(topic="alone:audit", values={0: {**_FACT, "kind": "frozen"}}),),
+            (Facts(topic="alone:audit", values={0: {"kind": "frozen", "step": 1, "share": 0.9}}),),
         )
     )
 

@@ -55,7 +55,12 @@ class LossBroadcast(EventRule):
     silent_on = Examples(
         lambda: (
             steps(3),
-            (Facts(topic="alone:loss", values={0: {**_FACT, "kind": "range"}}),),
+            (
+                Facts(
+                    topic="alone:loss",
+                    values={0: {"kind": "range", "step": 0, "loss": "BinaryCrossEntropy", "low": 0, "high": 9}},
+                ),
+            ),
         )
     )
 

@@ -66,7 +66,7 @@ class TargetLeak(EventRule):
     silent_on = Examples(
         lambda: (
             steps(3),
-            (Facts(topic="alone:audit", values={0: {**_FACT, "kind": "frozen"}}),),
+            (Facts(topic="alone:audit", values={0: {"kind": "frozen", "step": 1, "share": 0.9}}),),
         )
     )
 

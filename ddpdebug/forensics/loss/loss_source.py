@@ -31,10 +31,10 @@ class Place:
     function: str  # that holds the first of them
     sure: bool  # most of the graph was found in the source
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON value; `location` only when there is no doubt."""
+    def fields(self) -> dict[str, Any]:
+        """Return what a detail says of it; `location` only when there is no doubt."""
         if len(self.lines) > 1 or not self.sure:
-            return {"location": None, "candidates": list(self.lines[:_MAX_CANDIDATES])}
+            return {"location": None, "candidates": self.lines[:_MAX_CANDIDATES]}
         how = f"in the source of {self.function}, by matching its operations with the loss's graph"
         return {"location": self.lines[0], "line_found": how}
 

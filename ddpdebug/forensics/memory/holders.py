@@ -15,7 +15,7 @@ import inspect
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 from types import (
     BuiltinFunctionType,
@@ -34,6 +34,7 @@ import torch
 from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.user_code import is_user_file, is_users, local_values, shorten
 from ddpdebug.probes.graph_lifetime import marked_step
+from ddpdebug.schema.details import Holder, Holders
 
 MAX_VISITS = 200_000
 #: Nodes of autograd graphs that are followed, and entries of one container that are looked at.
@@ -84,20 +85,6 @@ class _Place:
     def below(self, name: str, variable: str, codes: tuple[CodeType, ...] = ()) -> _Place:
         """Return a more precise place."""
         return _Place(name, self.function, (*codes, *self.codes), variable, self.line)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
-    """The result of a search, JSON values."""
-
-    name: str  # "losses", "self.history", "metrics['loss']"
-    kind: str  # "list", "dict", "Tensor", ...
-    entries: int | None  # of a container
-    function: str | None  # in which the variable lives; None for a global
-    location: str | None  # file:line that fills it, or where the code that has it runs
-    graphs: int  # steps, or passes through the model, whose graphs it keeps
-    tensors: int
-    bytes: int  # of the tensors themselves, without what their graphs keep
 
 
 @dataclass(slots=True)
@@ -200,8 +187,8 @@ class Search:
                 yield key, shared
 
 
-def search(known: Collection[int], frame: FrameType | None) -> dict[str, Any]:
-    """Look for holders, from the variables of a running frame and its callers outwards; return JSON values."""
+def search(known: Collection[int], frame: FrameType | None) -> Holders:
+    """Look for holders, from the variables of a running frame and its callers outwards."""
     frames = []
     while frame is not None:
         if is_user_file(frame.f_code.co_filename):
@@ -209,7 +196,7 @@ def search(known: Collection[int], frame: FrameType | None) -> dict[str, Any]:
         frame = frame.f_back
     found = Search(known)
     holders = found.run(frames)
-    return {"holders": [asdict(holder) for holder in holders], "visits": found.visits}
+    return Holders(holders=tuple(holders), visits=found.visits)
 
 
 # --- where to begin ---------------------------------------------------------------------------------------------------

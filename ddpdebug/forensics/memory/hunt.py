@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.forensics.memory.holders import search
 from ddpdebug.probes.handover import Plans
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus, StepClosing
+from ddpdebug.schema.details import Holders
 from ddpdebug.schema.step import Step
 
 #: However often memory is suspected, no more searches are made in a run.
@@ -29,7 +28,7 @@ class _Search:
     """A planned search; `result` is set once, and `made` after it, by the training thread."""
 
     graphs: int  # that were alive when it was planned
-    result: Mapping[str, Any] | None = None
+    result: Holders | None = None
     made: bool = False
 
 
@@ -47,7 +46,7 @@ class HolderHunt:
         self._now: dict[int, tuple[int, int]] = {}  # rank -> (live graphs, growth)
         self._search: _Search | None = None  # the newest
         self._over = False  # most of the graphs that were alive then are gone: a new suspicion has another cause
-        self._result: Mapping[str, Any] | None = None
+        self._result: Holders | None = None
         bus.on("forensics:holders", StepClosing, self.boundary)
 
     def learn(self, step: Step) -> None:
@@ -79,7 +78,7 @@ class HolderHunt:
         self._plans.add(_KIND, 0, self._search)
         return False
 
-    def found(self) -> Mapping[str, Any] | None:
+    def found(self) -> Holders | None:
         """Return the newest answer."""
         return self._result
 

@@ -19,6 +19,7 @@ from ddpdebug.probes.memory import MemoryProbe
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus
 from ddpdebug.redaction import Redactor
+from ddpdebug.schema.announcements import Announce, Announcement, DeclaredGrowth, ExpectedGrowth, MemoryState
 
 
 class MemoryForensics:
@@ -26,7 +27,7 @@ class MemoryForensics:
 
     Args:
         add_to: adds evidence to the findings of a code.
-        announce: tells all ranks (topic, JSON value).
+        announce: tells all ranks.
         directory: the run directory, None while it is not known.
         plans: carries searches to the training thread.
         redactor: hides what is secret in a summary.
@@ -40,7 +41,7 @@ class MemoryForensics:
         guard: Guard,
         memory: MemoryProbe,
         add_to: Callable[[str, Mapping[str, Any]], None],
-        announce: Callable[[str, Any], None],
+        announce: Announce,
         directory: Callable[[], Path | None],
         *,
         plans: Plans | None = None,
@@ -50,7 +51,7 @@ class MemoryForensics:
         self.hunt = HolderHunt(bus, state, plans)
         self.reports = Reports(bus, state, guard, memory, add_to, announce, directory, redactor=redactor, disk=disk)
         self._guard, self._memory, self._announce = guard, memory, announce
-        self._declared: list[dict[str, Any]] = []
+        self._declared: tuple[ExpectedGrowth, ...] = ()
         self._limit: CpuLimit | None = None
 
     def install(self, config: Config) -> None:
@@ -66,10 +67,10 @@ class MemoryForensics:
         self.hunt.rank = rank
         self.reports.rank, self.reports.world = rank, world
 
-    def hear(self, rank: int, message: Mapping[str, Any]) -> None:
-        """Take a fact that some rank has announced, in the background thread, which isolates it."""
-        if message["topic"] == "alone:memory":
-            self.reports.hear(rank, message["value"])
+    def hear(self, rank: int, announcement: Announcement | None) -> None:
+        """Take what some rank has announced, in the background thread, which isolates it."""
+        if isinstance(announcement, MemoryState):
+            self.reports.hear(rank, announcement)
 
     def expect(self, what: str, size: int | None) -> None:
         """Tell the rules of growth that is meant to be."""
@@ -77,8 +78,8 @@ class MemoryForensics:
             raise ValueError(
                 f"expect_growth() got {what!r}, {size!r}; give a text and a number of bytes above 0, or None"
             )
-        self._declared.append({"what": what, "bytes": size})
-        self._announce("growth", list(self._declared))
+        self._declared = (*self._declared, ExpectedGrowth(what=what, bytes=size))
+        self._announce(DeclaredGrowth(declared=self._declared))
 
     def flush(self) -> None:
         """Write what has waited for the run directory."""

@@ -33,6 +33,8 @@ from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import BackwardFailed, Bus, FirstForward, ForwardFailed
 from ddpdebug.redaction import Redactor
 from ddpdebug.run_directory import reader as run_files
+from ddpdebug.schema.announcements import AllocationFailure, Announce, MemoryState
+from ddpdebug.schema.wire import to_json
 
 _MAX_CONTRIBUTORS = 8
 _MAX_REPORTS = 4
@@ -54,7 +56,7 @@ class Reports:
 
     Args:
         add_to: adds evidence to the findings of a code.
-        announce: tells all ranks (topic, JSON value).
+        announce: tells all ranks.
         directory: the run directory, None while it is not known.
     """
 
@@ -65,7 +67,7 @@ class Reports:
         guard: Guard,
         memory: MemoryProbe,
         add_to: Callable[[str, Mapping[str, Any]], None],
-        announce: Callable[[str, Any], None],
+        announce: Announce,
         directory: Callable[[], Path | None],
         *,
         redactor: Redactor | None = None,
@@ -134,22 +136,22 @@ class Reports:
         place = where(error, self._state)
         numbers = self._numbers(failure)
         requested = failure.requested if failure is not None else requested_bytes(str(error))
-        summary = {"failed": True, **place, **numbers, "requested": requested, "error": str(error)[:2000]}
-        summary = self.redactor.value(summary)  # an error may quote anything
+        known = {**place, **numbers, "requested": requested, "error": str(error)[:2000]}
+        summary = AllocationFailure(**self.redactor.value(known))  # an error may quote anything
         self._write(summary, failure)
-        self._announce("alone:memory", summary)
+        self._announce(summary)
 
     # --- all ranks ----------------------------------------------------------------------------------------------------
 
-    def hear(self, rank: int, value: Any) -> None:
+    def hear(self, rank: int, state: MemoryState) -> None:
         """Take a summary of some rank, in the background thread; write our own when another one has failed."""
-        shapes = "x".join(map(str, (value.get("shapes") or [[]])[0]))
-        self._batches[str(rank)] = f"{value.get('elements', 0)} elements ({shapes or 'none yet'})"
-        if value.get("failed") and rank != self.rank and self._written < _MAX_REPORTS:
-            summary = {"failed": False, "phase": phase_now(self._state), **self._numbers(None)}
+        shapes = "x".join(map(str, state.shapes[0])) if state.shapes else ""
+        self._batches[str(rank)] = f"{state.elements} elements ({shapes or 'none yet'})"
+        if state.failed and rank != self.rank and self._written < _MAX_REPORTS:
+            summary = MemoryState(phase=phase_now(self._state), **self._numbers(None))
             self._write(summary, None)
-            self._announce("alone:memory", summary)
-        if not value.get("failed"):
+            self._announce(summary)
+        if not state.failed:
             self._add_to("MEM401", {"batch": dict(sorted(self._batches.items()))})
 
     def _numbers(self, failure: Failure | None) -> dict[str, Any]:
@@ -176,21 +178,21 @@ class Reports:
             "operation": failure.operation if failure is not None else None,
             "lines": dict(failure.lines) if failure is not None else {},
             "modules": {names.get(key, "(other)"): size for key, size in modules},
-            "shapes": memory.shapes,
+            "shapes": tuple(map(tuple, memory.shapes)),
             "elements": memory.elements,
             "largest_elements": memory.largest,
-            "curve": [[past.step, past.used, past.elements] for past in tuple(memory.history)],
+            "curve": tuple((past.step, past.used, past.elements) for past in tuple(memory.history)),
             "directory": f"{run_files.RANKS}/{self.rank}/memory",
         }
 
     # --- files --------------------------------------------------------------------------------------------------------
 
-    def _write(self, summary: Mapping[str, Any], failure: Failure | None) -> None:
+    def _write(self, summary: MemoryState, failure: Failure | None) -> None:
         self._written += 1
-        stem = f"step-{summary['step']}" + ("" if self._written == 1 else f"-{self._written}")
-        explanation = explain(summary) if summary["failed"] else None
+        stem = f"step-{summary.step}" + ("" if self._written == 1 else f"-{self._written}")
+        explanation = explain(summary) if summary.failed else None
         table = failure.table if failure is not None else internals.memory_summary()
-        data = {**summary, "cause": asdict(explanation)} if explanation is not None else summary
+        data = to_json(summary) | ({} if explanation is None else {"cause": asdict(explanation)})
         self._pending.append((f"{stem}.json", json.dumps(data, default=str).encode()))
         self._pending.append((f"{stem}.txt", render(summary, explanation, table).encode("utf-8", "replace")))
         if failure is not None and failure.snapshot is not None:

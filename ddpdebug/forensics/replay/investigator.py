@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus, LossExamined, NonfiniteMade
 from ddpdebug.redaction import Redactor
 from ddpdebug.run_directory.reader import BUNDLES, RANKS
+from ddpdebug.schema.details import LossBackward
 from ddpdebug.schema.finding import strict
+from ddpdebug.schema.wire import to_json
 
 _MAX_BUNDLES = 4
 _MAX_OPERANDS = 3
@@ -117,7 +120,7 @@ class Investigator:
         rank, directory = self._place()
         self._disk.needed = max(self._disk.needed, checkpoint_bytes(self._state))
         scale = record.loss_scale() if record.loss_scale is not None else None
-        record.numerics["replay"] = investigate(
+        found = investigate(
             self._scenes,
             step=record.step,
             rank=rank,
@@ -128,6 +131,7 @@ class Investigator:
             redactor=self._redactor,
             disk=self._disk,
         )
+        record.numerics = replace(record.numerics, replay=found)
 
     def loss(self, event: LossExamined) -> None:
         """Name the operation of the loss expression that made a loss non-finite; called before its backward.
@@ -142,11 +146,11 @@ class Investigator:
         if event.finite:
 
             def tell(found: dict[str, Any]) -> None:  # belongs to the graph, which may live long: holds no input
-                looks.loss_backward = self._placed(found, model(), called_at)
+                looks.loss_backward = LossBackward(**self._placed(found, model(), called_at))
 
             watch_backward(loss, scene.after, self._guard, tell)
         elif looks.loss is not None and (found := explain_loss(loss, scene.after)) is not None:
-            looks.loss |= self._placed(found, model(), called_at)
+            looks.loss = replace(looks.loss, **self._placed(found, model(), called_at))
 
     def _placed(
         self, found: dict[str, Any], module: torch.nn.Module | None, at: tuple[str, int] | None
@@ -157,8 +161,9 @@ class Investigator:
         if key not in self._places and len(self._places) < _MAX_PLACES:
             models = [m for m in (module, *(w.ref() for w in self._state.wrappers)) if m is not None]
             place = self._guard.run("forensics:loss_source", place_of, frame, kinds, index, models, at)
-            self._places[key] = place.to_json() if place is not None else {}
-        return {"operation": found.pop("node"), **found, **self._places.get(key, {})}
+            self._places[key] = place.fields() if place is not None else {}
+        operands = tuple(found.pop("operands"))
+        return {"operation": found.pop("node"), **found, "operands": operands, **self._places.get(key, {})}
 
 
 def bundle_directory(directory: Path, rank: int) -> Path:
@@ -169,11 +174,11 @@ def bundle_directory(directory: Path, rank: int) -> Path:
 def _loss_alone(record: StepRecord) -> dict[str, Any] | None:
     """Return what was found of a loss that is to blame itself: the model has given it finite numbers."""
     looks = record.window.looks
-    if False in {looks.output_finite, record.numerics.get("output_finite")}:
+    if False in {looks.output_finite, record.numerics.output_finite}:
         return None
     if looks.loss_backward is not None:
-        return {"expression": looks.loss_line, **looks.loss_backward}
-    return looks.loss
+        return {"expression": looks.loss_line, **to_json(looks.loss_backward)}
+    return None if looks.loss is None else dict(to_json(looks.loss))
 
 
 def suggested_code(trace: Trace, facts: Mapping[str, Any]) -> str:

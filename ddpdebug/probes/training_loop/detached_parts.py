@@ -12,6 +12,7 @@ from torch import nn
 from ddpdebug import torch_internals as internals
 from ddpdebug.nested import tensors_in
 from ddpdebug.probes.entries import Entries
+from ddpdebug.schema.announcements import DetachedParameters
 
 _MAX_NAMES = 20
 
@@ -51,7 +52,7 @@ class Cuts:
         """Take the hook away."""
         self._hook.off()
 
-    def end(self) -> dict[str, Any] | None:
+    def end(self) -> DetachedParameters | None:
         """Take the hook away; say which parameters lie behind which cut."""
         self.release()
         calls, self._calls = self._calls, []
@@ -60,7 +61,7 @@ class Cuts:
             return None
         paths = {id(module): path for path, module in internals.named_modules(root)}
         names = {id(p): name for name, p in internals.named_parameters(root)}
-        found: dict[str, Any] = {}
+        found: DetachedParameters | None = None
         behind: dict[str, None] = {}  # what ran up to here without ever getting a gradient
         for i, (module, _, outputs) in enumerate(calls):
             own = [names[id(p)] for p in internals.own_parameters(module) if id(p) in self._lacking]
@@ -69,8 +70,9 @@ class Cuts:
                 continue
             target = next((path for call in calls[i + 1 :] if (path := self._cut(outputs, call, paths))), None)
             if target is not None:
-                found = {"names": list(behind)[:_MAX_NAMES], "after": paths.get(id(module), "?"), "before": target}
-        return found or None
+                cut_off, after = tuple(behind)[:_MAX_NAMES], paths.get(id(module), "?")
+                found = DetachedParameters(names=cut_off, after=after, before=target)
+        return found
 
     def _cut(self, outputs: Sequence[_Tensor], call: _Call, paths: dict[int, str]) -> str | None:
         """Return the path of a module that was given the outputs, or something of their shape, without their graph."""

@@ -18,6 +18,7 @@ from torch import nn
 from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.probes.entries import Entries, ModuleHook
 from ddpdebug.probes.values import rng_digest
+from ddpdebug.schema.announcements import EvalDropout
 
 #: Forwards in eval mode of one model whose draws are looked at, and those that are followed.
 FORWARDS, FOLLOWED = 16, 2
@@ -66,7 +67,7 @@ class Chance:
         else:
             self._before = _state(root)
 
-    def end(self, root: nn.Module) -> list[dict[str, Any]]:
+    def end(self, root: nn.Module) -> list[EvalDropout]:
         """Return the calls of dropout functions that were active in modules in eval mode."""
         now, follows = self._now, self._drawing.is_on
         if now is None or now.ref() is not root:
@@ -134,18 +135,23 @@ class _Drawing:
         if module is not None and self._state != before and not module.training and len(self._found) < _MAX_MODULES:
             self._found[id(module)] = module
 
-    def calls(self, root: nn.Module) -> list[dict[str, Any]]:
+    def calls(self, root: nn.Module) -> list[EvalDropout]:
         """Return the dropout calls in the code of what was found, where the module belongs to the model."""
         found, self._found = self._found, {}
-        told: dict[tuple[str, str], dict[str, Any]] = {}
+        told: dict[tuple[str, str], EvalDropout] = {}
         for path, module in internals.named_modules(root):
             if id(module) not in found:
                 continue
             for call in self._calls(module):
-                fact = {"function": call.function, "p": call.p, "location": call.location}
-                place = {"module": path or "(model)", "class": type(module).__name__}
+                fact = EvalDropout(
+                    function=call.function,
+                    p=call.p,
+                    location=call.location,
+                    module=path or "(model)",
+                    class_name=type(module).__name__,
+                )
                 if len(told) < _MAX_CALLS:
-                    told.setdefault((call.function, call.location), {**fact, **place})
+                    told.setdefault((call.function, call.location), fact)
         return list(told.values())
 
 

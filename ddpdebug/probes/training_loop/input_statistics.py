@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ddpdebug.probes.entries import Entries
+from ddpdebug.schema.announcements import InputStatistics
 from ddpdebug.torch_internals import anything_compiled, is_plain
 
 #: Forwards that are looked at.
@@ -22,7 +23,7 @@ _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
 class Inputs:
     """Looks at one model's inputs, and takes itself away."""
 
-    def __init__(self, announce: Callable[[dict[str, Any]], None], entries: Entries) -> None:
+    def __init__(self, announce: Callable[[InputStatistics], None], entries: Entries) -> None:
         self._announce = announce
         self._hook = entries.before_modules("probe:inputs", self._look)
         self._seen: list[dict[str, float]] = []
@@ -45,14 +46,14 @@ class Inputs:
             self.over = True
             number = len(self._seen)
             self._announce(
-                {
-                    "layer": self._layer,
-                    "mean": math.fsum(s["mean"] for s in self._seen) / number,
-                    "std": math.fsum(s["std"] for s in self._seen) / number,
-                    "min": min(s["min"] for s in self._seen),
-                    "max": max(s["max"] for s in self._seen),
-                    "twice": all(s["twice"] for s in self._seen),
-                }
+                InputStatistics(
+                    layer=self._layer,
+                    mean=math.fsum(s["mean"] for s in self._seen) / number,
+                    std=math.fsum(s["std"] for s in self._seen) / number,
+                    min=min(s["min"] for s in self._seen),
+                    max=max(s["max"] for s in self._seen),
+                    twice=all(s["twice"] for s in self._seen),
+                )
             )
 
     def _look(self, module: nn.Module, args: Any) -> None:

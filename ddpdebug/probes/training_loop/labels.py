@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ddpdebug.probes.training_loop.loss_graph import Term, has_weights, is_mean, labels_of
+from ddpdebug.schema.announcements import InitialLoss, LabelCounts
 from ddpdebug.schema.row import Flag
 
 _LEAST = 4  # labels of a step that say something about its classes
@@ -48,28 +49,27 @@ class Labels:
         detail["label"] = span[0]
         return Flag.SINGLE_CLASS
 
-    def counts(self) -> dict[str, Any] | None:
+    def counts(self) -> LabelCounts | None:
         """Return how often each class was seen."""
         if self._counts is None:
             return None
         counts = [int(n) for n in self._counts]
         largest = max(range(len(counts)), key=lambda c: counts[c])
-        return {
-            "kind": "labels",
-            "classes": len(counts),
-            "seen": sum(counts),
-            "reads": self._reads,
-            "present": sum(n > 0 for n in counts),
-            "largest": largest,
-            "share": counts[largest] / max(1, sum(counts)),
-            "weighted": self._weighted,
-        }
+        return LabelCounts(
+            classes=len(counts),
+            seen=sum(counts),
+            reads=self._reads,
+            present=sum(n > 0 for n in counts),
+            largest=largest,
+            share=counts[largest] / max(1, sum(counts)),
+            weighted=self._weighted,
+        )
 
     @staticmethod
-    def initial(term: Term, root: torch.Tensor, scale: float | None) -> dict[str, Any] | None:
+    def initial(term: Term, root: torch.Tensor, scale: float | None) -> InitialLoss | None:
         """Return the first loss of a run beside the number of classes, where both are known."""
         found = labels_of(term)
         if found is None or not is_mean(term) or term.scaled or root.device.type != "cpu" or has_weights(term):
             return None
         value = float(root.detach()) / (scale or 1.0)
-        return {"kind": "initial", "classes": found[1], "loss": value} if math.isfinite(value) else None
+        return InitialLoss(classes=found[1], loss=value) if math.isfinite(value) else None

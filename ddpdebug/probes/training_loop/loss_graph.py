@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ddpdebug.schema.announcements import DoubleSoftmax, LossBroadcast, TargetRange
 from ddpdebug.torch_internals import graph, is_sink
 
 _MAX_NODES = 64
@@ -88,21 +89,21 @@ def is_mean(term: Term) -> bool:
     return term.node.name() in _MEANS or graph.saved_number(term.node, "reduction") == _MEAN
 
 
-def facts(term: Term) -> Iterator[dict[str, Any]]:
+def facts(term: Term) -> Iterator[DoubleSoftmax | TargetRange | LossBroadcast]:
     """Yield what is wrong with the use of one loss function."""
     node = term.node
     name = node.name()
     if name in _CLASSES or name == "BinaryCrossEntropyWithLogitsBackward0":
         before = _probabilities(node)
         if before is not None:
-            yield {"kind": "double-softmax", "loss": _plain(name), "before": before, "shape": list(_shape(node) or ())}
+            yield DoubleSoftmax(loss=_plain(name), before=before, shape=_shape(node) or ())
     if name in _BINARY:
         span = _range(graph.saved_tensor(node, "target"))
         if span is not None and (span[0] < 0 or span[1] > 1):
-            yield {"kind": "range", "loss": _plain(name), "low": span[0], "high": span[1]}
+            yield TargetRange(loss=_plain(name), low=span[0], high=span[1])
     shapes = _broadcast(node)
     if shapes is not None:
-        yield {"kind": "broadcast", "loss": _plain(name), "prediction": list(shapes[0]), "result": list(shapes[1])}
+        yield LossBroadcast(loss=_plain(name), prediction=shapes[0], result=shapes[1])
 
 
 def target_of(term: Term) -> tuple[torch.Tensor | None, int]:

@@ -18,6 +18,7 @@ from torch import nn
 from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.user_code import user_location
 from ddpdebug.probes.entries import Entries
+from ddpdebug.schema.announcements import NoGradParameters
 
 #: Optimizer steps, from 0, without a gradient until it is told: more than an accident, and before SYNC207 judges.
 JUDGE = 3
@@ -74,14 +75,15 @@ class NoGrad:
                     del self._marks[path]
                     break
 
-    def found(self) -> dict[str, Any] | None:
+    def found(self) -> NoGradParameters | None:
         """Return which modules are left, with their parameters and the line that calls the first."""
         if not self._marks:
             return None
         paths = list(self._marks)
         names = [name for marks in self._marks.values() for name, _, _ in marks]
         location = self._location[paths[0]]
-        return {"names": names[:_MAX_NAMES], "modules": [p or "the model" for p in paths[:5]], "location": location}
+        modules = tuple(path or "the model" for path in paths[:5])
+        return NoGradParameters(names=tuple(names[:_MAX_NAMES]), modules=modules, location=location)
 
     def _outermost(self, root: nn.Module, behind: set[int]) -> Iterator[tuple[str, nn.Module]]:
         """Yield the largest modules all of whose trainable parameters are cut off."""

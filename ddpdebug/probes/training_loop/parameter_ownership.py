@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from ddpdebug import torch_internals as internals
 from ddpdebug.probes.built import Built
 from ddpdebug.probes.ddp_wrapper import Wrapper
+from ddpdebug.schema.announcements import FrozenParameters, MissingParameters
 from ddpdebug.torch_internals.graph import leaf_of
 
 #: Steps of the first optimizer: candidates are noted, judged, and frozen parts judged again.
@@ -42,7 +43,7 @@ class Audit:
 
     def at_step(
         self, step: int, optimizer: torch.optim.Optimizer, wrappers: Sequence[Wrapper]
-    ) -> dict[str, Any] | None:
+    ) -> MissingParameters | FrozenParameters | None:
         """Look around before a step of an optimizer; return what is to be announced."""
         if step == MARK:
             self._marked = {id(p): (weakref.ref(p), internals.version_of(p)) for _, p in self._missing(wrappers)}
@@ -50,7 +51,7 @@ class Audit:
         if step == JUDGE:
             return self._judge(step, wrappers)
         if step == LATER and self._frozen and (share := self._frozen_share(optimizer)) is not None:
-            return {"step": step, "kind": "frozen", "share": share}
+            return FrozenParameters(step=step, share=share)
         return None
 
     def lacking(self, wrapper: Wrapper) -> list[torch.Tensor]:
@@ -58,7 +59,7 @@ class Audit:
         held = self.held()
         return [p for _, p in _named(wrapper) if id(p) in held and p.requires_grad and p.grad is None]
 
-    def _judge(self, step: int, wrappers: Sequence[Wrapper]) -> dict[str, Any] | None:
+    def _judge(self, step: int, wrappers: Sequence[Wrapper]) -> MissingParameters | None:
         def untouched(p: torch.Tensor) -> bool:
             ref, version = self._marked.get(id(p), (None, None))
             return ref is not None and ref() is p and version is not None and internals.version_of(p) == version
@@ -67,14 +68,13 @@ class Audit:
         if not missing:
             return None
         owned = [p for wrapper in wrappers for _, p in _named(wrapper) if p.requires_grad]
-        return {
-            "step": step,
-            "kind": "missing",
-            "missing": [name for name, _ in missing][:_MAX_NAMES],
-            "number": len(missing),
-            "share": _elements(p for _, p in missing) / max(1, _elements(owned)),
-            "orphans": self._orphans(wrappers)[:_MAX_NAMES],
-        }
+        return MissingParameters(
+            step=step,
+            missing=tuple(name for name, _ in missing)[:_MAX_NAMES],
+            number=len(missing),
+            share=_elements(p for _, p in missing) / max(1, _elements(owned)),
+            orphans=tuple(self._orphans(wrappers)[:_MAX_NAMES]),
+        )
 
     def _missing(self, wrappers: Sequence[Wrapper]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the parameters that get gradients and that no known optimizer holds."""

@@ -13,6 +13,7 @@ from torch.optim import lr_scheduler
 
 from ddpdebug.isolation.user_code import calling_frame, is_user_file, user_location
 from ddpdebug.probes.entries import Entries
+from ddpdebug.schema.details import ScheduledElsewhere, ScheduledOften
 from ddpdebug.torch_internals.graph import parts_of
 
 #: A schedule that drives no stepping optimizer is in vain after so many calls, beside as many steps of another one.
@@ -79,18 +80,18 @@ class Schedules:
         for calls in self._living():
             scheduler = calls.scheduler()
             if getattr(scheduler, "optimizer", None) is optimizer and calls.pending > 1:
-                found["scheduler"] = {
-                    "class": type(scheduler).__name__,
-                    "calls": calls.pending,
-                    "micro_batches": micro_batches,
-                    "location": calls.location,
-                }
+                found["scheduler"] = ScheduledOften(
+                    class_name=type(scheduler).__name__,
+                    calls=calls.pending,
+                    micro_batches=micro_batches,
+                    location=calls.location,
+                )
             elif number >= _IN_VAIN and calls.total >= _IN_VAIN and self._in_vain(scheduler):
-                about = {"class": type(scheduler).__name__, "location": calls.location}
-                found["elsewhere"] = {"kind": "scheduler", **about}
+                name = type(scheduler).__name__
+                found["elsewhere"] = ScheduledElsewhere(kind="scheduler", class_name=name, location=calls.location)
             calls.pending = 0
         if self._attribute(optimizer):
-            found["elsewhere"] = {"kind": "attribute", "class": type(optimizer).__name__, "location": None}
+            found["elsewhere"] = ScheduledElsewhere(kind="attribute", class_name=type(optimizer).__name__)
         return found
 
     def forgive(self) -> None:

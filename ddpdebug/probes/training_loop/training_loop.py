@@ -10,7 +10,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +38,21 @@ from ddpdebug.probes.training_loop.parameter_ownership import Audit, held_by, un
 from ddpdebug.probes.training_loop.schedulers import Schedules
 from ddpdebug.probes.training_loop.zero_grad import Clearing
 from ddpdebug.probes.values import loss_reader
+from ddpdebug.schema.announcements import (
+    Announce,
+    Announcement,
+    TrainModeValidation,
+    UnregisteredParameters,
+    UnusedSchedule,
+)
+from ddpdebug.schema.details import (
+    Accumulation,
+    CarriedGradients,
+    DiscardedGradients,
+    EvalForwards,
+    ScaledClip,
+    SteppedTwice,
+)
 from ddpdebug.schema.row import Flag
 
 #: Of each line that calls backward so many passes are looked at in any case.
@@ -69,6 +84,15 @@ class _Loop:
     touched: bool = False  # gradients were clipped or unscaled
 
 
+@dataclass(slots=True)
+class _Evaluation:
+    """The forwards without gradients, in train mode, since the last one with gradients."""
+
+    forwards: int = 0
+    location: str | None = None
+    since: int = 0  # the step after the evaluation before
+
+
 class LeakSearch(Protocol):
     """Asks whether a language model sees the token that it shall predict; see `forensics/target_leak.py`."""
 
@@ -77,7 +101,7 @@ class LeakSearch(Protocol):
     ) -> None:
         """Take a loss and where it comes from."""
 
-    def work(self) -> dict[str, Any] | None:
+    def work(self) -> Announcement | None:
         """Go on; return what was found."""
 
     def drop(self) -> None:
@@ -96,7 +120,7 @@ class Recipe:
         models: finds the DDPs.
         calls: knows the loss scale.
         scenes: keeps the forwards for `leaks`.
-        announce: takes (topic, JSON value).
+        announce: tells all ranks.
         leaks: asks whether a language model sees its targets; None does not ask.
         dropout_calls: reads from a module's source which calls of dropout functions are active in eval mode.
     """
@@ -110,7 +134,7 @@ class Recipe:
         models: Models,
         calls: LoopCalls,
         scenes: Scenes,
-        announce: Callable[[str, Any], None],
+        announce: Announce,
         leaks: LeakSearch | None = None,
         dropout_calls: DropoutCalls = _none,
     ) -> None:
@@ -123,7 +147,7 @@ class Recipe:
         self._leaks = leaks
         self._loop = _Loop()
         self._passes: dict[str | None, int] = {}
-        self._told: dict[str, int] = {}
+        self._told: dict[type[Announcement], int] = {}
         self._inputs: dict[int, Inputs] = {}
         self._cuts: dict[int, Cuts] = {}
         self._no_grad: dict[int, NoGrad] = {}
@@ -133,7 +157,7 @@ class Recipe:
         self._backwards = 0
         self._steps = 0  # of the first optimizer
         self._first: weakref.ref[torch.optim.Optimizer] | None = None
-        self._evaluation: dict[str, Any] = {"forwards": 0, "location": None, "since": 0}
+        self._evaluation = _Evaluation()
         guard.when_cut(self.cut)
         guard.when_off("probe:recipe", self._forget_loop)
         guard.when_off("probe:recipe-forward", self._forget_forwards)
@@ -195,10 +219,10 @@ class Recipe:
             run("probe:chance", self._chance.begin, root)
         if not torch.is_grad_enabled():
             if run("probe:modes", self._modes.evaluates_in_train, root):
-                self._evaluation["forwards"] += 1
-                self._evaluation["location"] = self._evaluation["location"] or user_location()
+                self._evaluation.forwards += 1
+                self._evaluation.location = self._evaluation.location or user_location()
             else:
-                self._evaluation["forwards"] = 0
+                self._evaluation.forwards = 0
             return
         self._end_evaluation()
         loop = self._loop
@@ -212,9 +236,7 @@ class Recipe:
         self._forwards[key] = self._forwards.get(key, 0) + 1
         inputs = self._inputs.get(key)
         if inputs is None:
-            inputs = self._inputs[key] = Inputs(
-                lambda fact: self._announce(f"inputs:{key}", self._at(fact)), self._entries
-            )
+            inputs = self._inputs[key] = Inputs(lambda fact: self._announce(self._at(fact), key), self._entries)
         run("probe:inputs", inputs.begin)
         if key in self._cuts:
             run("probe:cuts", self._cuts[key].begin, list(event.tensors()))
@@ -226,8 +248,8 @@ class Recipe:
         """Look at a DDP forward that has ended."""
         ddp, run = event.ddp, self._run
         if calls := run("probe:chance", self._chance.end, internals.unwrap_compiled(ddp.module)):
-            others = [f"{call['function']} at {call['location']}" for call in calls[1:]]
-            self.tell("chance", {**calls[0], "others": others})
+            others = tuple(f"{call.function} at {call.location}" for call in calls[1:])
+            self.tell(replace(calls[0], others=others))
         key = self._models.wrapped(ddp).index
         if key in self._inputs:
             run("probe:inputs", self._inputs[key].end)
@@ -236,7 +258,7 @@ class Recipe:
         if key in self._cuts and torch.is_grad_enabled():
             cut = run("probe:cuts", self._cuts.pop(key).end)
             if cut is not None:
-                self.tell("audit", {"kind": "detached", **cut})
+                self.tell(cut)
         if torch.is_grad_enabled() and self._forwards.get(key) == 2:
             run("probe:unregistered", self._unregistered, event)
 
@@ -251,7 +273,7 @@ class Recipe:
             root = internals.unwrap_compiled(event.ddp.module)
             names = unregistered(list(event.outputs()), tensors, root, known)
             if names:
-                self.tell("audit", {"kind": "unregistered", "names": names})
+                self.tell(UnregisteredParameters(names=tuple(names)))
 
     def cut(self) -> None:
         """Forget what was noted of a step that an exception of the user's has cut short."""
@@ -281,17 +303,18 @@ class Recipe:
     def _tell_no_grad(self) -> None:
         for seen in self._no_grad.values():
             if (fact := seen.found()) is not None:
-                self.tell("audit", {"kind": "no_grad", **fact})
+                self.tell(fact)
         self._no_grad.clear()
 
     def _end_evaluation(self) -> None:
         seen = self._evaluation
-        if seen["forwards"] >= EVALUATION:
-            step = self._state.next_step()
-            self.tell("validation", {**seen, "since": step - int(seen["since"])})
-            self._evaluation = {"forwards": 0, "location": None, "since": step}
-        elif seen["forwards"]:
-            self._evaluation = {"forwards": 0, "location": None, "since": self._state.next_step()}
+        if not seen.forwards:
+            return
+        step = self._state.next_step()
+        if seen.forwards >= EVALUATION:
+            since = step - seen.since
+            self.tell(TrainModeValidation(forwards=seen.forwards, location=seen.location, since=since))
+        self._evaluation = _Evaluation(since=step)
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
@@ -322,14 +345,14 @@ class Recipe:
             loop.unscaled += plain[:1]
         for term in found:
             for fact in facts(term):
-                self.tell("loss", {**fact, "location": line})
+                self.tell(replace(fact, location=line))
             self._run("probe:labels", self._labels.read, term)
         if len(found) == 1:
             self._run("probe:leaks", self._compare, found[0], root, scale, scaled=scaled)
         if number == 1 and not state.next_step() and len(found) == 1:
             first = self._run("probe:labels", self._labels.initial, found[0], root, scale)
             if first is not None:
-                self.tell("loss", {**first, "location": line})
+                self.tell(replace(first, location=line))
 
     def _compare(self, term: Term, root: torch.Tensor, scale: float | None, *, scaled: bool) -> None:
         """Let one rank compare a loss's targets with the inputs, once it is suspiciously low."""
@@ -378,7 +401,8 @@ class Recipe:
         if loop.clip is not None:
             self._state.window.flags |= Flag.CLIPPED_SCALED
             on_host = loop.scale is not None and not math.isnan(loop.scale)
-            self._state.window.recipe["clip"] = {"location": loop.clip, "scale": loop.scale if on_host else None}
+            clip = ScaledClip(location=loop.clip, scale=loop.scale if on_host else None)
+            self._state.window.recipe["clip"] = clip
         self._unscaled()
 
     # --- optimizer ----------------------------------------------------------------------------------------------------
@@ -393,11 +417,11 @@ class Recipe:
             return
         run = self._run
         if self._leaks is not None and (leak := run("probe:leaks", self._leaks.work)) is not None:
-            self.tell("leak", leak)
+            self.tell(leak)
         flags, detail, loop = Flag(0), self._state.window.recipe, self._loop
         if loop.in_eval and loop.in_eval == loop.trained and loop.lines:
             flags |= Flag.EVAL_MODE
-            detail["modes"] = {"modules": loop.eval_modules[:_MAX_NAMES], "location": loop.location}
+            detail["modes"] = EvalForwards(modules=tuple(loop.eval_modules[:_MAX_NAMES]), location=loop.location)
         if not event.closure:
             flags |= run("probe:clearing", self._gradients, optimizer, detail) or Flag(0)
         flags |= run("probe:labels", self._labels.take, detail) or Flag(0)
@@ -415,16 +439,16 @@ class Recipe:
         carried, gone, discards = self.clearing.before_step(optimizer)
         if carried:
             flags |= Flag.GRADS_CARRIED
-            detail["carried"] = {"location": user_location()}
+            detail["carried"] = CarriedGradients(location=user_location())
         whole = "probe:recipe-forward" not in self._guard.off  # else nobody has asked for the inputs' gradients
         if whole and (gone or (discards and one_line and loop.trained >= len(loop.lines))) and not loop.input_gradient:
             flags |= Flag.GRADS_DISCARDED
             kind = "all" if gone else "micro-batches"
-            detail["discarded"] = {"kind": kind, "count": discards + gone, "location": loop.lines[-1]}
+            detail["discarded"] = DiscardedGradients(kind=kind, count=discards + gone, location=loop.lines[-1])
         elif self._accumulates(optimizer) and one_line and not discards and not carried:
             flags |= Flag.UNSCALED_ACCUMULATION
-            about = {"micro_batches": len(loop.lines), "location": loop.lines[0], "loss": loop.unscaled[0]}
-            detail["accumulation"] = about
+            number, line = len(loop.lines), loop.lines[0]
+            detail["accumulation"] = Accumulation(micro_batches=number, location=line, loss=loop.unscaled[0])
         if (twice := self._twice(optimizer)) is not None:
             flags |= Flag.STEPPED_TWICE
             detail["twice"] = twice
@@ -437,7 +461,7 @@ class Recipe:
             return False
         return loop.touched or self.clearing.of(optimizer).look() == self.clearing.of(optimizer).marks
 
-    def _twice(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    def _twice(self, optimizer: torch.optim.Optimizer) -> SteppedTwice | None:
         """Say which parameters another optimizer has stepped with the same gradients."""
         other = None if self._last is None or self._last[1] != self._backwards else self._last[0]()
         if other is None or other is optimizer or not self._backwards:
@@ -447,7 +471,7 @@ class Recipe:
             return None
         modules = [m for w in self._state.wrappers if (m := w.module()) is not None]
         names = [n for m in modules for n, p in internals.named_parameters(m) if id(p) in both and p.grad is not None]
-        return {"other": type(other).__name__, "names": names[:_MAX_NAMES]} if names else None
+        return SteppedTwice(other=type(other).__name__, names=tuple(names[:_MAX_NAMES])) if names else None
 
     def _count(self, optimizer: torch.optim.Optimizer) -> None:
         if self._first is None or self._first() is None:
@@ -464,7 +488,7 @@ class Recipe:
                 w.index: Cuts(m, lacking, self._entries) for w, m in pairs if (lacking := self.audit.lacking(w))
             }
         if fact is not None:
-            self._announce("alone:audit", fact)
+            self._announce(fact)
 
     def _look_for_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Follow what ran without gradients in the first forward."""
@@ -507,19 +531,20 @@ class Recipe:
             return
         self._end_evaluation()
         for name in self.schedules.never_called(_NEVER) if finished else ():
-            self.tell("schedule", {"class": name})
+            self.tell(UnusedSchedule(class_name=name))
         counts = self._labels.counts()
         if counts is not None:
-            self.tell("loss", counts)
+            self.tell(counts)
 
     # --- announcements ------------------------------------------------------------------------------------------------
 
-    def _at(self, fact: dict[str, Any]) -> dict[str, Any]:
-        return {"step": self._state.next_step(), **fact}
+    def _at(self, fact: Announcement) -> Announcement:
+        fields: dict[str, Any] = {"step": self._state.next_step()}
+        return replace(fact, **fields)
 
-    def tell(self, topic: str, fact: dict[str, Any]) -> None:
+    def tell(self, fact: Announcement) -> None:
         """Announce a fact of this step, the first few of each kind."""
-        key = f"{topic}:{fact.get('kind', '')}"
-        self._told[key] = self._told.get(key, 0) + 1
-        if self._told[key] <= _MAX_FACTS:
-            self._announce(f"alone:{topic}", self._at(fact))
+        kind = type(fact)
+        self._told[kind] = self._told.get(kind, 0) + 1
+        if self._told[kind] <= _MAX_FACTS:
+            self._announce(self._at(fact))

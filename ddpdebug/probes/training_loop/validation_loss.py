@@ -29,6 +29,7 @@ from ddpdebug.probes.loop_calls import LoopCalls
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus, ForwardBegan, ModuleForwardBegan, StepBegan, StepEnded
 from ddpdebug.probes.training_loop.modes import EVALUATION, Modes
+from ddpdebug.schema.announcements import Announcement, TrainModeValidation, ValidationLine
 from ddpdebug.schema.row import Flag
 
 #: What a line computes at every step belongs to the step (a target, a number for the log): an evaluation comes so many
@@ -80,7 +81,7 @@ class Evaluations:
 
     Args:
         calls: knows whether the script tells validation losses itself.
-        tell: takes (topic, fact) of what is announced.
+        tell: takes what is announced.
         source: where losses are read, as the setting `validation_loss` says.
     """
 
@@ -92,7 +93,7 @@ class Evaluations:
         *,
         calls: LoopCalls,
         loaders: Loaders,
-        tell: Callable[[str, dict[str, Any]], None],
+        tell: Callable[[Announcement], None],
         source: str = "modules",
     ) -> None:
         self._state, self._calls, self._loaders, self._tell = state, calls, loaders, tell
@@ -224,8 +225,7 @@ class Evaluations:
         others = (line for line in found if line[1] is None or line[1] != self._trained_on)
         self._followed = line = next(others, next(iter(found)))
         own = found[line]
-        fact = {"location": line[0], "samples": line[1], "batches": own.count, "source": own.source}
-        self._tell("evaluation", fact)
+        self._tell(ValidationLine(location=line[0], samples=line[1], batches=own.count, source=own.source))
         return True
 
     def release(self) -> None:
@@ -240,7 +240,7 @@ class _TrainMode:
     are collected in the same way, without a loss and over the data that are trained on.
     """
 
-    def __init__(self, state: StepState, tell: Callable[[str, dict[str, Any]], None]) -> None:
+    def __init__(self, state: StepState, tell: Callable[[Announcement], None]) -> None:
         self._state, self._tell = state, tell
         self._modes = Modes()
         self._waits = False  # a forward, for its loss
@@ -267,7 +267,7 @@ class _TrainMode:
         step = self._state.next_step()
         since, self._last = step - self._last, step
         if self._count >= EVALUATION and since > APART:
-            self._tell("validation", {"forwards": self._count, "since": since, "location": self._location})
+            self._tell(TrainModeValidation(forwards=self._count, location=self._location, since=since))
         self._count, self._waits, self._location = 0, False, None
 
 

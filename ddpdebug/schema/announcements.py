@@ -1,0 +1,678 @@
+"""What ranks tell each other unasked, once each: announcements, topic by topic. Torch-free.
+
+A rank announces what it has learned; the rules compare it. On the wire and in `observations.jsonl` an announcement is a
+topic and a JSON value; `:<k>` behind the topic says which of several things of one kind it is about (the k-th DDP, the
+k-th DataLoader). `TOPICS` has the classes by topic, several where a topic has several kinds; `wire.py` says how they
+are written and read. Digests are 16 hex digits. A location is the user's `file:line`, None where it is not known.
+`step` counts optimizer steps from 0: the one in which the rank was when it spoke.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import groupby
+from typing import Any, ClassVar, Literal, Protocol
+
+from ddpdebug.schema.wire import Struct, called, from_json
+
+
+class Scope(Enum):
+    """Whose announcements of a topic are judged together."""
+
+    ALL_RANKS = "those of all ranks, once all have spoken: the n-th of each with each other"
+    SHARED = "those of the ranks that have spoken within a step of each other"
+    ALONE = "each by itself and at once, because the other ranks may never speak"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announcement(Struct):
+    """What one rank has announced.
+
+    Attributes:
+        topic: the name on the wire and in files, without number.
+        scope: with whose announcements it is compared.
+    """
+
+    topic: ClassVar[str]
+    scope: ClassVar[Scope] = Scope.ALL_RANKS
+
+
+class Announce(Protocol):
+    """Tells all ranks; `number` is that of the DDP, the loader, ... that an announcement is about."""
+
+    def __call__(self, announcement: Announcement, number: int | None = None) -> None:
+        """Tell it."""
+
+
+def topic_text(announcement: Announcement, number: int | None = None) -> str:
+    """Return the topic as it is sent."""
+    return announcement.topic if number is None else f"{announcement.topic}:{number}"
+
+
+# --- how the ranks are made -------------------------------------------------------------------------------------------
+
+#: "parameter" or "buffer", name, shape, dtype, whether it is trained.
+StructureEntry = tuple[str, str, tuple[int, ...], str, bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Structure(Announcement):
+    """Parameters and buffers of the k-th DDP, before it was wrapped."""
+
+    topic: ClassVar[str] = "structure"
+
+    digest: str = ""  # of the entries
+    entries: tuple[StructureEntry, ...] = ()
+    group: tuple[int, ...] = ()  # ranks of the process group that it was given
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitialValues(Announcement):
+    """Digests of the k-th DDP's parameters and buffers, before DDP broadcast those of rank 0."""
+
+    topic: ClassVar[str] = "init"
+
+    digests: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrapperGroup(Announcement):
+    """The ranks over which the k-th DDP reduces."""
+
+    topic: ClassVar[str] = "group"
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision(Announcement):
+    """The precision of the k-th DDP's first training forward."""
+
+    topic: ClassVar[str] = "precision"
+
+    step: int | None = None
+    autocast: str | None = None  # dtype
+    matmul: str | None = None  # torch's setting for float32 products, on CUDA
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constants(Announcement):
+    """Floating-point tensors in plain attributes of the k-th DDP's modules.
+
+    As they were when it was wrapped; of those that its first training forwards left as they were.
+    """
+
+    topic: ClassVar[str] = "constants"
+
+    step: int | None = None
+    tensors: Mapping[str, str] = field(default_factory=dict)  # attribute path -> "(shape):digest"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexList(Struct):
+    """The indices of a `Subset`."""
+
+    digest: str
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loader(Announcement):
+    """The k-th DataLoader and its sampler, at the start of each epoch over it."""
+
+    topic: ClassVar[str] = "loader"
+
+    sampler: str = ""  # class
+    distributed: bool = False  # it has the attributes of a DistributedSampler; only then the rest of a sampler is known
+    length: int | None = None  # of the data set
+    batch_size: int | None = None
+    batches: int | None = None
+    indices: IndexList | None = None
+    workers: int = 0
+    dataset: str | None = None  # the user's class and where its items are made: "Pairs at data.py:12"
+    replicas: int | float | str | None = None
+    rank: int | float | str | None = None
+    seed: int | float | str | None = None
+    epoch: int | float | str | None = None
+    shuffle: bool | int | None = None
+    drop_last: bool | int | None = None
+    iterations: int = 0  # epochs begun, this one too
+    attributes: Mapping[str, str] = field(default_factory=dict)  # attribute path -> digest of the data set's plain data
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputStatistics(Announcement):
+    """What the k-th DDP's first layer with weights was given in its first training forwards."""
+
+    topic: ClassVar[str] = "inputs"
+
+    step: int | None = None
+    layer: str  # class
+    mean: float
+    std: float
+    min: float
+    max: float
+    twice: bool = False  # as if divided by 255 two times
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathered(Announcement):
+    """The n-th list of tensors that were gathered from all ranks without a gradient, before a backward."""
+
+    topic: ClassVar[str] = "gathered"
+
+    location: str | None = None
+    shapes: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement(Announcement):
+    """Digests of the model, fed the n-th batch that `agree` was given."""
+
+    topic: ClassVar[str] = "agreement"
+
+    step: int | None = None
+    output: str
+    weights: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Equivalence(Announcement):
+    """How far the ranks train like one process; by `ddpdebug equivalence` only, see ci/equivalence.py."""
+
+    topic: ClassVar[str] = "equivalence"
+
+    world: int
+    step: int | None = None  # the first that differs
+    quantity: str | None = None  # "gradient" or "parameter"
+    dtype: str = ""  # the coarsest that was computed in
+    batch_norm: bool = False  # the model has some
+    #: What is further apart than rounding explains: name -> ratio, rest, difference relative to the largest element.
+    off: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
+    bound: float | None = None  # of what rounding explains, relative to the largest element
+    compared: int = 0  # names
+    without_batch_norm: str | None = None  # "agree" or "differ": with its statistics fixed
+    shards: str | None = None  # "ranks" or "batch": whose losses the loss of the whole batch is made of
+
+
+# --- how the ranks go on ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place(Announcement):
+    """Where a rank runs, at the start; nothing is judged by it."""
+
+    topic: ClassVar[str] = "place"
+
+    node: str
+    local_rank: int
+    metrics: str | None = None  # address
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device(Announcement):
+    """The GPU of a rank, with its first step there; nothing is judged by it."""
+
+    topic: ClassVar[str] = "place"
+
+    gpu_uuid: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedGrowth(Struct):
+    """Memory that grows on purpose."""
+
+    what: str
+    bytes: int | None = None  # at most; None: without a limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeclaredGrowth(Announcement):
+    """All growth that the user has declared so far (`expect_growth`)."""
+
+    topic: ClassVar[str] = "growth"
+    bare: ClassVar[bool] = True
+
+    declared: tuple[ExpectedGrowth, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End(Announcement):
+    """The last thing that a rank says."""
+
+    topic: ClassVar[str] = "end"
+
+    steps: Mapping[str, int]  # optimizer -> steps taken
+    reason: str  # "finished", "stopped", "interrupted" or "exception: ..."
+    last_states: int = 0  # rows with `Flag.LAST_STATE` that it has sent
+
+
+_MAX_REASONS, _MAX_TEXT = 16, 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCoverage(Announcement):
+    """What was looked at on one rank: its own account.
+
+    Args:
+        steps: optimizer steps whose row it made.
+        made: optimizer steps that torch has taken on it, seen or not.
+        backwards: backward passes.
+        wrappers: DDPs that it watches.
+        parameters: parameters of its optimizers.
+        unwatched: why parameters of these are not compared -> how many.
+        left_out: likewise, of those that differ between ranks on purpose.
+        off: parts of ddpdebug that failed on it -> what they said.
+        children: processes that the script has started by multiprocessing, without the workers of libraries.
+        evaluations: those of which no validation loss was seen.
+    """
+
+    topic: ClassVar[str] = "coverage"
+
+    rank: int = 0
+    steps: int = 0
+    made: int = 0
+    backwards: int = 0
+    wrappers: int = 0
+    parameters: int = 0
+    unwatched: Mapping[str, int] = field(default_factory=dict)
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    off: Mapping[str, str] = field(default_factory=dict)
+    children: int = 0
+    evaluations: int = 0
+
+    @property
+    def remarkable(self) -> bool:
+        """Tell whether there is something to say about this rank."""
+        return bool(self.unwatched or self.left_out or self.off or self.children)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> RankCoverage:
+        """Read an account from anywhere; raise ValueError on anything else."""
+        counts = ("rank", "steps", "made", "backwards", "wrappers", "parameters", "children", "evaluations")
+        try:
+            values: dict[str, Any] = {name: int(record.get(name, 0)) for name in counts}
+            for name in ("unwatched", "left_out"):
+                values[name] = {short(key): int(count) for key, count in table_items(record.get(name))}
+            values["off"] = {short(key): short(text) for key, text in table_items(record.get("off"))}
+        except (TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(str(error)) from None
+        return cls(**values)
+
+
+# --- how a rank fails -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure(Announcement):
+    """A rank that ends with an exception."""
+
+    topic: ClassVar[str] = "alone:failure"
+    scope: ClassVar[Scope] = Scope.ALONE
+
+    reason: str  # "exception: ..."
+    step: int | None = None  # the newest
+    missing: tuple[str, ...] = ()  # parameters without a gradient in it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryState(Announcement):
+    """What a rank uses as an allocation fails on another one; see forensics/memory/oom.py. Sizes in bytes."""
+
+    topic: ClassVar[str] = "alone:memory"
+    scope: ClassVar[Scope] = Scope.ALONE
+
+    failed: Literal[False] = False
+    phase: str | None = None  # "forward", "backward", "optimizer" or "between"
+    rank: int = 0
+    world: int = 1
+    step: int | None = None
+    steps: int = 0  # taken before
+    device: bool = False  # the numbers are those of a device, otherwise of the process
+    allocated: int = 0
+    reserved: int = 0
+    peak: int = 0
+    limit: int = 0
+    sample: Mapping[str, int] = field(default_factory=dict)  # every number of `probes.memory.MemorySample`
+    split: Mapping[str, int] = field(default_factory=dict)  # parameters, gradients, optimizer_state, buffers, other
+    largest: Mapping[str, str] = field(default_factory=dict)  # module -> what its parameters and their like take
+    operation: str | None = None  # the autograd node that ran
+    lines: Mapping[str, int] = field(default_factory=dict)  # by the line that allocated, with a memory history
+    modules: Mapping[str, int] = field(default_factory=dict)  # by the module that ran
+    shapes: tuple[tuple[int, ...], ...] = ()  # of the newest forward's inputs
+    elements: int = 0  # of the inputs of this step's largest forward
+    largest_elements: int = 0  # likewise, of all steps before
+    curve: tuple[tuple[int, int, int], ...] = ()  # (step, bytes, elements) at the ends of the last steps
+    directory: str = ""  # in the run directory, of the rank's summaries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocationFailure(MemoryState):
+    """A rank's failed allocation and what filled the memory then."""
+
+    failed: Literal[True] = True  # type: ignore[assignment]  # what tells the two apart
+    module: str | None = None  # path
+    location: str | None = None
+    requested: int | None = None  # bytes, as far as the error says it
+    error: str = ""
+
+
+# --- how the training loop is made ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoubleSoftmax(Announcement):
+    """A loss for logits that was given probabilities, as the autograd graph of the loss shows."""
+
+    topic: ClassVar[str] = "alone:loss"
+    scope: ClassVar[Scope] = Scope.SHARED
+
+    step: int | None = None
+    kind: Literal["double-softmax"] = "double-softmax"
+    loss: str  # the loss function, as in the graph: "NllLoss"
+    before: str  # "softmax", "sigmoid" or "softmax without log"
+    shape: tuple[int, ...] = ()  # of what the loss was given
+    location: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetRange(Announcement):
+    """Targets of a binary loss that lie outside of 0 to 1."""
+
+    topic: ClassVar[str] = "alone:loss"
+    scope: ClassVar[Scope] = Scope.SHARED
+
+    step: int | None = None
+    kind: Literal["range"] = "range"
+    loss: str  # the loss function, as in the graph
+    low: float
+    high: float
+    location: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossBroadcast(Announcement):
+    """A loss that N predictions and N targets have spread over a table of N x N."""
+
+    topic: ClassVar[str] = "alone:loss"
+    scope: ClassVar[Scope] = Scope.SHARED
+
+    step: int | None = None
+    kind: Literal["broadcast"] = "broadcast"
+    loss: str  # the loss function, as in the graph
+    prediction: tuple[int, ...] = ()  # shape
+    result: tuple[int, ...] = ()  # shape of the table
+    location: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitialLoss(Announcement):
+    """The first loss of a run, of a classifier."""
+
+    topic: ClassVar[str] = "alone:loss"
+    scope: ClassVar[Scope] = Scope.SHARED
+
+    step: int | None = None
+    kind: Literal["initial"] = "initial"
+    classes: int
+    loss: float
+    location: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelCounts(Announcement):
+    """How often each class was among the labels of a whole run."""
+
+    topic: ClassVar[str] = "alone:loss"
+    scope: ClassVar[Scope] = Scope.SHARED
+
+    step: int | None = None
+    kind: Literal["labels"] = "labels"
+    classes: int
+    seen: int = 0  # labels
+    reads: int = 0  # losses whose labels were read
+    present: int = 0  # classes that were seen
+    largest: int = 0  # the most frequent class
+    share: float = 0.0  # of it
+    weighted: bool = False  # the classes carry weights in the loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MissingParameters(Announcement):
+    """Parameters that get gradients and that no optimizer has; see probes/training_loop/parameter_ownership.py."""
+
+    topic: ClassVar[str] = "alone:audit"
+    scope: ClassVar[Scope] = Scope.SHARED
+
+    step: int | None = None
+    kind: Literal["missing"] = "missing"
+    missing: tuple[str, ...] = ()  # the first ones
+    number: int = 0  # of all
+    share: float = 0.0  # of the models' trainable elements
+    orphans: tuple[str, ...] = ()  # parameters of optimizers that get no gradient and that no model has
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenParameters(Announcement):
+    """The larger part of what an optimizer was built to train is frozen."""
+
+    topic: ClassVar[str] = "alone:audit"
+    scope: ClassVar[Scope] = Scope.SHARED
+
+    step: int | None = None
+    kind: Literal["frozen"] = "frozen"
+    share: float  # of the elements
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DetachedParameters(Announcement):
+    """Parameters behind a place where the forward cuts its graph."""
+
+    topic: ClassVar[str] = "alone:audit"
+    scope: ClassVar[Scope] = Scope.SHARED
+
+    step: int | None = None
+    kind: Literal["detached"] = "detached"
+    names: tuple[str, ...] = ()
+    after: str = ""  # path of the last module before the cut
+    before: str = ""  # path of the first one behind it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnregisteredParameters(Announcement):
+    """Parameters that the model computes with and that neither a model nor an optimizer has."""
+
+    topic: ClassVar[str] = "alone:audit"
+    scope: ClassVar[Scope] = Scope.SHARED
+
+    step: int | None = None
+    kind: Literal["unregistered"] = "unregistered"
+    names: tuple[str, ...] = ()  # where they hide: "layers[0].weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoGradParameters(Announcement):
+    """Parameters of modules that run without gradients inside the training forward."""
+
+    topic: ClassVar[str] = "alone:audit"
+    scope: ClassVar[Scope] = Scope.SHARED
+
+    step: int | None = None
+    kind: Literal["no_grad"] = "no_grad"
+    names: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()  # paths
+    location: str | None = None  # that calls the first of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainModeValidation(Announcement):
+    """Forwards without gradients that ran in train mode."""
+
+    topic: ClassVar[str] = "alone:validation"
+    scope: ClassVar[Scope] = Scope.SHARED
+
+    step: int | None = None
+    forwards: int = 0
+    location: str | None = None
+    since: int = 0  # steps since the evaluation before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalDropout(Announcement):
+    """A dropout function that is active inside modules in eval mode; see probes/training_loop/eval_dropout.py."""
+
+    topic: ClassVar[str] = "alone:chance"
+    scope: ClassVar[Scope] = Scope.SHARED
+
+    step: int | None = None
+    function: str  # "dropout"
+    p: float | None = None
+    location: str | None = None
+    module: str = ""  # path
+    class_name: str = field(metadata=called("class"))
+    others: tuple[str, ...] = ()  # further calls: "dropout at train.py:17"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnusedSchedule(Announcement):
+    """A scheduler that nothing had stepped when the run came to its end."""
+
+    topic: ClassVar[str] = "alone:schedule"
+    scope: ClassVar[Scope] = Scope.SHARED
+
+    step: int | None = None
+    class_name: str = field(metadata=called("class"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovedTargetLeak(Announcement):
+    """A language model that sees the token that it shall predict; see forensics/target_leak.py."""
+
+    topic: ClassVar[str] = "alone:leak"
+    scope: ClassVar[Scope] = Scope.ALONE
+
+    step: int | None = None
+    kind: Literal["moved"] = "moved"  # the targets are the inputs, moved by one position
+    change: float  # of the outputs before the token, as a share of the largest
+    module: str | None = None  # path of the first that hands it on
+    position: int = 0  # of the token
+    length: int = 0  # of the text
+    first_loss: float = 0.0
+    loss: float = 0.0  # now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SameTargetLeak(Announcement):
+    """A causal language model that is asked for the token that it is given."""
+
+    topic: ClassVar[str] = "alone:leak"
+    scope: ClassVar[Scope] = Scope.ALONE
+
+    step: int | None = None
+    kind: Literal["same"] = "same"  # the targets stand beside the inputs
+    change: float  # of the outputs behind the token, as a share of the largest
+    position: int = 0  # of the token
+    length: int = 0  # of the text
+    first_loss: float = 0.0
+    loss: float = 0.0  # now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationLine(Announcement):
+    """The line whose losses without gradients, in eval mode, are the validation loss from here on.
+
+    Said again when another line takes its place.
+    """
+
+    topic: ClassVar[str] = "alone:evaluation"
+    scope: ClassVar[Scope] = Scope.ALONE
+
+    step: int | None = None
+    location: str | None = None
+    samples: int | None = None  # of the data set that was begun last
+    batches: int = 0  # of this evaluation
+    source: str = ""  # what computes the loss: "by nn.MSELoss"
+
+
+# --- topics -----------------------------------------------------------------------------------------------------------
+
+
+def _by_topic(kinds: Iterable[type[Announcement]]) -> Mapping[str, tuple[type[Announcement], ...]]:
+    return {topic: tuple(same) for topic, same in groupby(kinds, key=lambda kind: kind.topic)}
+
+
+#: The classes of each topic. Which one a value belongs to, its fields tell.
+TOPICS = _by_topic(
+    (
+        Structure,
+        InitialValues,
+        WrapperGroup,
+        Precision,
+        Constants,
+        Loader,
+        InputStatistics,
+        Gathered,
+        Agreement,
+        Equivalence,
+        Place,
+        Device,
+        DeclaredGrowth,
+        End,
+        RankCoverage,
+        Failure,
+        MemoryState,
+        AllocationFailure,
+        DoubleSoftmax,
+        TargetRange,
+        LossBroadcast,
+        InitialLoss,
+        LabelCounts,
+        MissingParameters,
+        FrozenParameters,
+        DetachedParameters,
+        UnregisteredParameters,
+        NoGradParameters,
+        TrainModeValidation,
+        EvalDropout,
+        UnusedSchedule,
+        MovedTargetLeak,
+        SameTargetLeak,
+        ValidationLine,
+    )
+)
+
+
+def kinds_of(topic: str) -> tuple[type[Announcement], ...]:
+    """Return the classes of a topic as it was sent, with its number; none of one that this version does not know."""
+    name, _, number = topic.rpartition(":")
+    return TOPICS.get(topic) or (TOPICS.get(name, ()) if number.isdecimal() else ())
+
+
+def scope_of(topic: str) -> Scope:
+    """Return with whose announcements those of a topic are compared."""
+    return next((kind.scope for kind in kinds_of(topic)), Scope.ALL_RANKS)
+
+
+def read_announcement(topic: str, value: Any) -> Announcement | None:
+    """Return the announcement that a topic and a JSON value hold; None where it is malformed, or of no known topic."""
+    for kind in kinds_of(topic):
+        if (found := from_json(kind, value)) is not None:
+            return found
+    return None
+
+
+def table_items(value: object, most: int = _MAX_REASONS) -> list[tuple[str, Any]]:
+    """Return the first items of a table, none of None; raise TypeError on anything else."""
+    if value is None:
+        return []
+    if not isinstance(value, Mapping):
+        raise TypeError("not a table")
+    return list(value.items())[:most]
+
+
+def short(value: object) -> str:
+    """Return a text from a job, cut where it is long."""
+    return str(value)[:_MAX_TEXT]
