@@ -43,9 +43,12 @@ def _modes() -> list[Any]:
 
 
 @pytest.fixture(autouse=True)
-def _leaves_torch_as_it_was() -> Iterator[None]:
-    """No test changes the modes of torch for those that come after, nor does what it calls."""
-    before = _modes() if hasattr(sys.modules.get("torch"), "autograd") else None
+def _torch_as_it_was() -> Iterator[None]:
+    """Each test draws the same numbers whatever ran before, and leaves the modes of torch as they were."""
+    before = None
+    if hasattr(sys.modules.get("torch"), "autograd"):
+        sys.modules["torch"].manual_seed(0)
+        before = _modes()
     yield
     if before is not None:
         assert _modes() == before
