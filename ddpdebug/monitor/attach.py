@@ -90,6 +90,8 @@ class DebugDDP(DistributedDataParallel):
     Settings come from `DDPDEBUG_*` variables and `[tool.ddpdebug]`; the monitor is `model.monitor`.
     """
 
+    __module__ = "ddpdebug"  # what a pickle of a whole model says, wherever this file may stand
+
     __init__ = after_that(_watch, DistributedDataParallel)  # a warning of torch's belongs to the line that calls this
 
     @property

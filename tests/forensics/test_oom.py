@@ -13,9 +13,11 @@ import pytest
 import torch
 from torch import nn
 
+from ddpdebug.config.settings import Config
 from ddpdebug.detectors.mem.explanation import explain, what_if
 from ddpdebug.disk import Disk, Free
 from ddpdebug.forensics.memory import oom
+from ddpdebug.forensics.memory.memory import MemoryForensics
 from ddpdebug.forensics.memory.oom import Reports, is_out_of_memory, requested_bytes, where
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.memory import Failure, MemoryProbe, MemorySample
@@ -158,6 +160,23 @@ def test_the_failing_rank_writes_once_and_tells(rank: Rank, tmp_path: Path) -> N
     assert text.startswith("an allocation failed: rank 0 · step 0 · between · AddmmBackward0")
     assert "| allocated |" in text
     assert pickle.loads((folder / "step-0-snapshot.pickle").read_bytes()) == {"segments": []}
+
+
+def test_a_summary_is_explained_with_the_thresholds_of_the_run(rank: Rank, tmp_path: Path) -> None:
+    """As the finding is: 2 GiB in pieces do not explain 6 GiB, unless the user says so."""
+    kinds = []
+    for number, threshold in enumerate(({}, {"oom_free": 0.3})):
+        forensics = MemoryForensics(
+            rank.bus, rank.state, rank.guard, rank.memory, lambda *_: None, lambda *_: None,
+            lambda number=number: tmp_path / str(number),
+        )  # fmt: skip
+        forensics.install(Config(threshold=threshold))
+        sample = MemorySample(device_allocated_bytes=78 * GIB, device_reserved_bytes=80 * GIB)
+        rank.memory.note_failure(Failure(requested=6 * GIB, sample=sample))
+        forensics.reports.failed(raised(fail))
+        (file,) = (tmp_path / str(number)).rglob("*.json")
+        kinds.append(json.loads(file.read_text())["cause"]["kind"])
+    assert kinds == ["first step", "fragmentation"]
 
 
 def test_other_ranks_write_when_they_hear_of_it(rank: Rank, tmp_path: Path) -> None:

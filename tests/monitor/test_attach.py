@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,6 +59,15 @@ def test_debug_ddp_is_watched_from_its_construction_on(rank: int) -> None:
     monitor.close()
     monitor.close()
     assert found(monitor) == [("RANK104", 0, (0, 1), ("param_groups[0].lr",))]
+
+
+def test_a_pickle_names_the_public_class(rank: int) -> None:
+    """So that a checkpoint of a whole model does not depend on where the class stands."""
+    model = ddpdebug.DebugDDP(Scaled(1.0))
+    assert pickle.loads(pickle.dumps(type(model))) is ddpdebug.DebugDDP
+    assert (type(model).__module__, type(model).__qualname__) == ("ddpdebug", "DebugDDP")
+    assert model.monitor is not None
+    model.monitor.close()
 
 
 def test_watch_finds_a_named_replica_that_differs(rank: int) -> None:

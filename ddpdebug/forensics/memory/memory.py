@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpdebug.config.settings import Config
+from ddpdebug.detectors.mem.explanation import ExplainingRule
 from ddpdebug.disk import Disk
 from ddpdebug.forensics.memory.hunt import HolderHunt
 from ddpdebug.forensics.memory.oom import Reports
@@ -57,6 +58,7 @@ class MemoryForensics:
     def install(self, config: Config) -> None:
         """Take the settings; begin to count CPU tensors where there is a limit for them."""
         self.reports.level = config.memory_history
+        self.reports.rule = ExplainingRule({"threshold": config.threshold})
         if config.memory_limit and self._limit is None:
             self._limit = CpuLimit(config.memory_limit, entries_of(self._guard), self._memory.note_failure)
             self._memory.measure_with(self._limit)

@@ -20,7 +20,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import torch_internals as internals
-from ddpdebug.detectors.mem.explanation import explain
+from ddpdebug.detectors.mem.explanation import ExplainingRule, explain
 from ddpdebug.detectors.mem.growth import size_text
 from ddpdebug.disk import Disk
 from ddpdebug.forensics.memory.oom_text import render
@@ -77,6 +77,7 @@ class Reports:
         self.rank, self.world = 0, 1
         self.redactor, self.disk = redactor or Redactor(), disk or Disk()
         self.level = "off"  # how much of the allocator's history CUDA records: `off`, `light` or `full`
+        self.rule = ExplainingRule()  # whose thresholds are those of MEM401
         self._state, self._guard, self._memory = state, guard, memory
         self._add_to, self._announce = add_to, announce
         self._directory = directory
@@ -190,7 +191,7 @@ class Reports:
     def _write(self, summary: MemoryState, failure: Failure | None) -> None:
         self._written += 1
         stem = f"step-{summary.step}" + ("" if self._written == 1 else f"-{self._written}")
-        explanation = explain(summary) if summary.failed else None
+        explanation = explain(summary, self.rule) if summary.failed else None
         table = failure.table if failure is not None else internals.memory_summary()
         data = to_json(summary) | ({} if explanation is None else {"cause": asdict(explanation)})
         self._pending.append((f"{stem}.json", json.dumps(data, default=str).encode()))
