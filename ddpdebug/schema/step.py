@@ -9,10 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from operator import or_
-from typing import Any
+from typing import Any, TypeVar
 
 from ddpdebug.schema.details import Detail
+from ddpdebug.schema.details import Detail
 from ddpdebug.schema.row import DIGESTS, Flag, Row
+
+D = TypeVar("D", bound=Detail)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +89,10 @@ class Step:
         """Return the ranks that have the flag."""
         bits = int(flag)
         return tuple(rank for rank, row in self.rows.items() if row.flags & bits) if self._some & bits else ()
+
+    def answers(self, kind: type[D]) -> Mapping[int, D]:
+        """Return what the ranks told of this step when they were asked for a kind of detail, by rank."""
+        return self.details.get(kind.kind, {})
 
     def with_details(self, details: Mapping[str, Mapping[int, Detail]]) -> Step:
         """Return this step with the given details added."""
