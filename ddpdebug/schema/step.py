@@ -12,7 +12,6 @@ from operator import or_
 from typing import Any, TypeVar
 
 from ddpdebug.schema.details import Detail
-from ddpdebug.schema.details import Detail
 from ddpdebug.schema.row import DIGESTS, Flag, Row
 
 D = TypeVar("D", bound=Detail)
@@ -92,7 +91,8 @@ class Step:
 
     def answers(self, kind: type[D]) -> Mapping[int, D]:
         """Return what the ranks told of this step when they were asked for a kind of detail, by rank."""
-        return self.details.get(kind.kind, {})
+        found: Any = self.details.get(kind.kind, {})
+        return found  # type: ignore[no-any-return]  # `details` holds instances of the kind under its name
 
     def with_details(self, details: Mapping[str, Mapping[int, Detail]]) -> Step:
         """Return this step with the given details added."""
