@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ddpdebug.detectors.base import RankClasses
+from ddpdebug.schema.announcements import Loader, Structure, WrapperGroup
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step, outvoted
 
@@ -59,10 +60,10 @@ def replica_groups(step: Step) -> Sequence[Sequence[int]]:
     everyone = [tuple(step.rows)]
     if not separate_groups(step):
         return everyone
-    told = [facts for topic, facts in sorted(step.facts.items()) if topic.startswith("structure:")]
-    models: dict[tuple[object, ...], list[int]] = {}
+    told: list[Mapping[int, Structure]] = _facts(step, "structure:")
+    models: dict[tuple[str, ...], list[int]] = {}
     for rank in step.rows:
-        models.setdefault(tuple(facts[rank].get("digest") for facts in told if rank in facts), []).append(rank)
+        models.setdefault(tuple(facts[rank].digest for facts in told if rank in facts), []).append(rank)
     model_of = {rank: model for model, members in models.items() for rank in members}
     mixed = any(len({model_of[rank] for rank in group if rank in model_of}) > 1 for group in _groups(step))
     return everyone if mixed else [tuple(members) for members in models.values()]
@@ -74,9 +75,12 @@ def separate_groups(step: Step) -> bool:
 
 
 def _groups(step: Step) -> list[Sequence[int]]:
-    told = [facts for topic, facts in sorted(step.facts.items()) if topic.startswith("group:")]
-    tables = [fact for facts in told for fact in facts.values() if isinstance(fact, Mapping)]
-    return [table["ranks"] for table in tables if table.get("ranks")]
+    told: list[Mapping[int, WrapperGroup]] = _facts(step, "group:")
+    return [fact.ranks for facts in told for fact in facts.values() if fact.ranks]
+
+
+def _facts(step: Step, prefix: str) -> list[Mapping[int, Any]]:
+    return [facts for topic, facts in sorted(step.facts.items()) if topic.startswith(prefix)]
 
 
 def culprits(shown: RankClasses) -> tuple[int, ...]:
@@ -148,7 +152,6 @@ def text_of(ranks: Collection[int]) -> str:
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + f" and {words[-1]}" if words else "none"
 
 
-def announced_at(facts: Mapping[int, Any], otherwise: int) -> int:
+def announced_at(facts: Mapping[int, Loader], otherwise: int) -> int:
     """Return the step before which the ranks announced something; they may be ahead of what has been judged."""
-    steps = [fact["step"] for fact in facts.values() if isinstance(fact, Mapping) and isinstance(fact.get("step"), int)]
-    return max(steps, default=otherwise)
+    return max((fact.step for fact in facts.values() if fact.step is not None), default=otherwise)

@@ -18,7 +18,7 @@ class EventRule(Detector):
     #: What it listens to: `name` of an announcement `alone:<name>`, or `name:kind` for one kind of it.
     events: ClassVar[tuple[str, ...]]
 
-    def judge(self, fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    def judge(self, fact: Any) -> Mapping[str, Any] | None:
         """Fields of the finding about one rank's announcement, None where nothing is wrong; called for each.
 
         Step, rank and location are those of the announcement unless given.
@@ -28,10 +28,10 @@ class EventRule(Detector):
     def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
         name = topic.removeprefix("alone:")
         for rank, fact in sorted(facts.items()):
-            if not isinstance(fact, Mapping) or not {name, f"{name}:{fact.get('kind')}"} & {*self.events}:
+            if not {name, f"{name}:{getattr(fact, 'kind', None)}"} & {*self.events}:
                 continue
             if (fields := self.judge(fact)) is not None:
-                about = {"step": fact.get("step"), "ranks": (rank,), "location": fact.get("location")}
+                about = {"step": fact.step, "ranks": (rank,), "location": getattr(fact, "location", None)}
                 yield self.finding(**{**about, **fields})
 
 

@@ -91,8 +91,8 @@ class Step:
 
     def answers(self, kind: type[D]) -> Mapping[int, D]:
         """Return what the ranks told of this step when they were asked for a kind of detail, by rank."""
-        found: Any = self.details.get(kind.kind, {})
-        return found  # type: ignore[no-any-return]  # `details` holds instances of the kind under its name
+        found: Mapping[int, Any] = self.details.get(kind.kind, {})  # instances of the kind, under its name
+        return dict(sorted(found.items()))  # live, ranks answer in any order
 
     def with_details(self, details: Mapping[str, Mapping[int, Detail]]) -> Step:
         """Return this step with the given details added."""

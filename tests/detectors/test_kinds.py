@@ -36,10 +36,10 @@ class Heard(EventRule):
     """Two kinds of announcements."""
 
     code, severity, title = "TEST002", Severity.INFO, "heard"
-    events = ("one", "two:b")
+    events = ("loss", "audit:detached")
 
-    def judge(self, fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        return None if fact.get("fine") else {"location": "train.py:1"}
+    def judge(self, fact: Any) -> Mapping[str, Any] | None:
+        return None if fact.step == 8 else {"location": "train.py:1"}
 
 
 def test_a_streak_is_counted_for_each_thing_and_optimizer() -> None:
@@ -64,12 +64,18 @@ def test_how_long_a_streak_must_be_is_a_setting() -> None:
 
 @pytest.mark.parametrize(
     "topic, fact, count",
-    [("one", {}, 1), ("one", {"kind": "a"}, 1), ("two", {"kind": "b"}, 1), ("two", {"kind": "a"}, 0), ("two", {}, 0)],
+    [
+        ("loss", {"kind": "range", "loss": "Bce", "low": 0.0, "high": 2.0}, 1),
+        ("loss", {"kind": "double-softmax", "loss": "NllLoss", "before": "softmax"}, 1),
+        ("audit", {"kind": "detached"}, 1),
+        ("audit", {"kind": "frozen", "share": 0.9}, 0),
+        ("schedule", {"class": "StepLR"}, 0),
+    ],
 )
 def test_an_event_rule_hears_what_it_names(topic: str, fact: dict[str, Any], count: int) -> None:
     """A whole topic, or one kind of it; step and rank are those of the announcement."""
-    facts = {3: {"step": 7, **fact}, 4: {"step": 8, **fact, "fine": True}, 5: None}
-    found = list(Heard().compare(f"alone:{topic}", facts))
+    facts = Facts(topic=f"alone:{topic}", values={3: {"step": 7, **fact}, 4: {"step": 8, **fact}})
+    found = list(Heard().compare(facts.topic, facts.values))
     assert [(f.step, f.ranks, f.location) for f in found] == [(7, (3,), "train.py:1")] * count
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from typing import Any
 
 from ddpdebug.detectors import causality
@@ -14,12 +14,11 @@ from ddpdebug.detectors.comparison import (
     classes_of,
     ordered,
     subset,
-    tables,
     values_of,
 )
 from ddpdebug.detectors.examples import step_at, tables as ranks
 from ddpdebug.detectors.kinds import ComparisonRule
-from ddpdebug.schema.details import differing_names
+from ddpdebug.schema.details import Parameters, differing_names
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
@@ -33,6 +32,13 @@ _USUAL: dict[str, Any] = {**_OWN, "order": ["w", "b"], "loads": []}
 _EDITED: dict[str, Any] = {**_USUAL, "before": {"w": "ff", "b": "b1"}, "after": {"w": "fe", "b": "b2"}}
 _SHRUNK: dict[str, Any] = {**_USUAL, "after": {"w": "fe", "b": "b2"}}
 _CHANGED: dict[str, Any] = {"flags": Flag.PARAMS_CHANGED_OUTSIDE, "params_before_digest": 5, "params_after_digest": 6}
+#: Where parameters can differ, first things first -> the digest in the row, the digests by name.
+_STAGES: Mapping[str, tuple[str, Callable[[Parameters], Mapping[str, str]]]] = {
+    "before": ("params_before_digest", lambda told: told.before),
+    "after": ("params_after_digest", lambda told: told.after),
+    "foreign": ("foreign_params_digest", lambda told: told.foreign),
+    "frozen": ("frozen_params_digest", lambda told: told.frozen),
+}
 
 
 class ParametersDiffer(ComparisonRule):
@@ -135,9 +141,8 @@ class ParametersDiffer(ComparisonRule):
         return step.optimizer not in self._edited or self._agreed.get(step.optimizer) == step.step - 1
 
     def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:
-        if len({frozenset(table) for table in tables(step, "parameters", "after").values()}) > 1 and step.all(
-            Flag.NO_DDP
-        ):
+        told = step.answers(Parameters)
+        if len({frozenset(own.after) for own in told.values()}) > 1 and step.all(Flag.NO_DDP):
             return  # different models on purpose: nothing that should be equal
         stage, names = _differing(step)
         phase = self._phase(step, stage)
@@ -145,8 +150,8 @@ class ParametersDiffer(ComparisonRule):
         names = own_names or names
         if not self._intolerable(step, names):
             return
-        loads = [load for table in tables(step, "parameters").values() for load in table.get("loads", ())]
-        by_rank = tables(step, "parameters", stage)
+        loads = [load for own in told.values() for load in own.loads]
+        by_rank = _digests(step, stage)
         evidence: dict[str, Any] = {"parameters": len(names)}
         if names:
             evidence["digests"] = values_of(by_rank, names[0])
@@ -162,7 +167,7 @@ class ParametersDiffer(ComparisonRule):
             ranks=blame(changed, step, classes),
             subject=tuple(names[:MAX_NAMES]),
             phase=phase,
-            location=loads[0].get("location") if loads and phase == "load" else None,
+            location=loads[0].location if loads and phase == "load" else None,
             evidence=evidence,
         )
 
@@ -171,7 +176,7 @@ class ParametersDiffer(ComparisonRule):
             return None  # they parted in some step that was not checked
         if stage == "after" and "params_before_digest" not in step.differing and step.known("params_before_digest"):
             return "optimizer"
-        loads = any(table.get("loads") for table in tables(step, "parameters").values())
+        loads = any(told.loads for told in step.answers(Parameters).values())
         if step.any(Flag.LOADED) or loads:
             return "load"
         if step.any(Flag.FIRST):
@@ -185,28 +190,26 @@ class ParametersDiffer(ComparisonRule):
         tolerance = self.config.get("tolerance")
         if not tolerance:
             return True
-        return bool(names) and not agree_within(float(tolerance), tables(step, "parameters", "norms"), names)
+        norms = {rank: told.norms for rank, told in step.answers(Parameters).items()}
+        return bool(names) and not agree_within(float(tolerance), norms, names)
 
 
 def _differing(step: Step) -> tuple[str, list[str]]:
-    """Return where parameters differ first (`before`, `after`, `foreign`, `frozen`), and which."""
-    fields = {
-        "before": "params_before_digest",
-        "after": "params_after_digest",
-        "foreign": "foreign_params_digest",
-        "frozen": "frozen_params_digest",
-    }
-    stage = next((stage for stage, name in fields.items() if name in step.differing), "after")
-    order = next(iter(tables(step, "parameters").values()), {}).get("order", ())
-    return stage, ordered(differing_names(tables(step, "parameters", stage)), order)
+    """Return where parameters differ first, and which."""
+    stage = next((stage for stage, (name, _) in _STAGES.items() if name in step.differing), "after")
+    order = next((told.order for told in step.answers(Parameters).values()), ())
+    return stage, ordered(differing_names(_digests(step, stage)), order)
+
+
+def _digests(step: Step, stage: str) -> dict[int, Mapping[str, str]]:
+    return {rank: _STAGES[stage][1](told) for rank, told in step.answers(Parameters).items()}
 
 
 def _changed_outside(step: Step, names: Collection[str]) -> tuple[tuple[int, ...], list[str]]:
     """Return the ranks that found other parameters than they had left, and which of the differing ones these are."""
     changed: dict[int, list[str]] = {}
-    for rank, table in tables(step, "parameters").items():
-        before, previous = table.get("before", {}), table.get("previous", {})
-        own = [name for name in names if name in previous and previous[name] != before.get(name)]
+    for rank, told in step.answers(Parameters).items():
+        own = [name for name in names if name in told.previous and told.previous[name] != told.before.get(name)]
         if own:
             changed[rank] = own
     if not changed:

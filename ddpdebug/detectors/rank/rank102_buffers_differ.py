@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from ddpdebug.detectors.base import Examples, RankClasses
-from ddpdebug.detectors.comparison import MAX_NAMES, classes_of, culprits, tables, values_of
+from ddpdebug.detectors.comparison import MAX_NAMES, classes_of, culprits, values_of
 from ddpdebug.detectors.examples import step_at, steps, tables as ranks
 from ddpdebug.detectors.kinds import ComparisonRule
-from ddpdebug.schema.details import differing_names
+from ddpdebug.schema.details import BufferDigests, differing_names
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
@@ -67,7 +67,7 @@ class BuffersDiffer(ComparisonRule):
         return classes_of(step, "buffers_digest")
 
     def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:
-        by_rank = tables(step, "buffers", "digests")
+        by_rank = {rank: told.digests for rank, told in step.answers(BufferDigests).items()}
         names = differing_names(by_rank)
         unsent = step.any(Flag.BUFFERS_NOT_BROADCAST)
         evidence: dict[str, Any] = {"buffers": len(names), "broadcast_buffers": not unsent}

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ddpdebug.detectors.base import Examples, RankClasses
-from ddpdebug.detectors.comparison import MAX_NAMES, agree_within, blame, classes_of, subset, tables, values_of
+from ddpdebug.detectors.comparison import MAX_NAMES, agree_within, blame, classes_of, subset, values_of
 from ddpdebug.detectors.examples import step_at, steps, tables as ranks
 from ddpdebug.detectors.kinds import ComparisonRule
-from ddpdebug.schema.details import differing_names
+from ddpdebug.schema.details import OptimizerState, differing_names
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
@@ -85,12 +85,14 @@ class OptimizerStateDiffers(ComparisonRule):
         self._changed[step.optimizer] = step.ranks_with(Flag.STATE_CHANGED_OUTSIDE)
 
     def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:
-        flat = {rank: _flat(table) for rank, table in tables(step, "state").items()}
-        if step.all(Flag.NO_DDP) and len({frozenset(table) for table in tables(step, "state").values()}) > 1:
+        told = {rank: answer.states for rank, answer in step.answers(OptimizerState).items()}
+        flat = {rank: _flat(states) for rank, states in told.items()}
+        if step.all(Flag.NO_DDP) and len({frozenset(states) for states in told.values()}) > 1:
             return  # different models on purpose
         names = differing_names(flat)
         tolerance = self.config.get("tolerance")
-        if tolerance and (not names or agree_within(float(tolerance), tables(step, "state", ""), names)):
+        norms = {rank: states[""] for rank, states in told.items() if "" in states}
+        if tolerance and (not names or agree_within(float(tolerance), norms, names)):
             return
         changed = step.ranks_with(Flag.STATE_CHANGED_OUTSIDE)
         evidence: dict[str, Any] = {"states": len(names), "keys": sorted({name.rpartition(":")[2] for name in names})}
@@ -106,10 +108,5 @@ class OptimizerStateDiffers(ComparisonRule):
         )
 
 
-def _flat(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        f"{name}:{key}": value
-        for name, states in table.items()
-        if name and isinstance(states, Mapping)
-        for key, value in states.items()
-    }
+def _flat(states: Mapping[str, Mapping[str, str | float]]) -> dict[str, str | float]:
+    return {f"{name}:{key}": value for name, own in states.items() if name for key, value in own.items()}

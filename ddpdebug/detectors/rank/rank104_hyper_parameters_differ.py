@@ -9,6 +9,7 @@ from ddpdebug.detectors.base import Examples, RankClasses
 from ddpdebug.detectors.comparison import MAX_NAMES, classes_of, culprits
 from ddpdebug.detectors.examples import step_at, tables as ranks
 from ddpdebug.detectors.kinds import ComparisonRule
+from ddpdebug.schema.details import HyperParameters
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
@@ -68,7 +69,7 @@ class HyperParametersDiffer(ComparisonRule):
         return classes_of(step, "hyper_digest", on_purpose=Flag(0))
 
     def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:
-        groups = {rank: g.groups for rank, g in sorted(step.details.get("hyper", {}).items())}
+        groups = {rank: told.groups for rank, told in step.answers(HyperParameters).items()}
         entries = _differences(groups) if len(groups) > 1 else _from_rows(step)
         evidence: dict[str, Any] = {"optimizer": step.optimizer}
         if entries:

@@ -7,8 +7,10 @@ from typing import Any
 
 from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.rank.wrapping import WrapRule
+from ddpdebug.schema.announcements import Structure, StructureEntry
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import outvoted
+from ddpdebug.schema.wire import to_json
 
 _W, _B = ["parameter", "a.w", [4, 4], "float32", True], ["parameter", "b.w", [4, 4], "float32", True]
 _USUAL, _CROSSED = {"digest": "1", "entries": [_W, _B]}, {"digest": "2", "entries": [_B, _W]}
@@ -61,18 +63,17 @@ class StructureDiffers(WrapRule):
         )
     )
 
-    def judge(self, index: int, facts: Mapping[int, Any]) -> Iterator[Finding]:
-        digests = {rank: fact.get("digest") for rank, fact in sorted(facts.items())}
+    def judge(self, index: int, facts: Mapping[int, Structure]) -> Iterator[Finding]:
+        digests = {rank: fact.digest for rank, fact in sorted(facts.items())}
         culprits = outvoted(digests)
         if not culprits:
             return
         usual = next((rank for rank in digests if rank not in culprits), next(iter(digests)))
         other = next(rank for rank in culprits if digests[rank] != digests[usual])
-        tables = {rank: list(fact.get("entries") or ()) for rank, fact in sorted(facts.items())}
+        tables = {rank: fact.entries for rank, fact in sorted(facts.items())}
         position = _first_difference(tables[usual], tables[other])
         entries = {str(rank): table[position] if position < len(table) else None for rank, table in tables.items()}
-        theirs, ours = entries[str(other)], entries[str(usual)]
-        names = [entry[1] for entry in (theirs, ours) if entry]
+        names = [entry[1] for entry in (entries[str(other)], entries[str(usual)]) if entry]
         yield self.finding(
             step=self.next_step,
             ranks=culprits,
@@ -82,20 +83,20 @@ class StructureDiffers(WrapRule):
                 "wrapper": index,
                 "what": _what(tables[usual], tables[other], position),
                 "position": position,
-                "entries": entries,
+                "entries": to_json(entries),
                 "lengths": {str(rank): len(table) for rank, table in tables.items()},
             },
         )
 
 
-def _first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> int:
+def _first_difference(ours: Sequence[StructureEntry], theirs: Sequence[StructureEntry]) -> int:
     for position, (a, b) in enumerate(zip(ours, theirs, strict=False)):
-        if list(a) != list(b):
+        if a != b:
             return position
     return min(len(ours), len(theirs))
 
 
-def _what(ours: Sequence[Any], theirs: Sequence[Any], position: int) -> str:
+def _what(ours: Sequence[StructureEntry], theirs: Sequence[StructureEntry], position: int) -> str:
     """The kind of difference, in one word."""
     if sorted(map(repr, ours)) == sorted(map(repr, theirs)):
         return "order"

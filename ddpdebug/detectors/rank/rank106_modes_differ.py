@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ddpdebug.detectors.base import Examples, RankClasses
-from ddpdebug.detectors.comparison import MAX_NAMES, classes_of, culprits, tables, values_of
+from ddpdebug.detectors.comparison import MAX_NAMES, classes_of, culprits, values_of
 from ddpdebug.detectors.examples import step_at, steps, tables as ranks
 from ddpdebug.detectors.kinds import ComparisonRule
-from ddpdebug.schema.details import differing_names
+from ddpdebug.schema.details import Modes, differing_names
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
@@ -55,7 +55,7 @@ class ModesDiffer(ComparisonRule):
         return classes_of(step, "modes_digest", on_purpose=Flag(0))
 
     def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:
-        by_rank = tables(step, "modes")
+        by_rank = {rank: told.training for rank, told in step.answers(Modes).items()}
         names = differing_names(by_rank)
         top = _outermost(names)
         evidence: dict[str, object] = {"modules": len(names)}

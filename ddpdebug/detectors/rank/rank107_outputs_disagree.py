@@ -9,6 +9,7 @@ from typing import Any
 from ddpdebug.detectors.base import Detector, Examples, Facts, Threshold
 from ddpdebug.detectors.comparison import MAX_NAMES, within
 from ddpdebug.detectors.examples import digest, step_at, steps
+from ddpdebug.schema.announcements import Agreement, Constants, Precision
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag, Row
 from ddpdebug.schema.step import Step, outvoted
@@ -147,25 +148,28 @@ class OutputsDisagree(Detector):
             },
         )
 
-    def _precision(self, told: Mapping[int, Mapping[str, Any]]) -> Iterator[Finding]:
+    def _precision(self, told: Mapping[int, Precision]) -> Iterator[Finding]:
         """Ranks whose forwards run in different precision compute different functions, whatever they are fed."""
-        for key in ("autocast", "matmul"):
-            values = {rank: str(fact.get(key)) for rank, fact in told.items()}
+        settings = {
+            "autocast": {rank: str(fact.autocast) for rank, fact in told.items()},
+            "matmul": {rank: str(fact.matmul) for rank, fact in told.items()},
+        }
+        for key, values in settings.items():
             if len(set(values.values())) > 1:
                 yield self.finding(
                     title="ranks run the same model in different precision",
-                    step=max(int(fact.get("step") or 0) for fact in told.values()),
+                    step=max(fact.step or 0 for fact in told.values()),
                     ranks=outvoted(values),
                     subject=(key,),
                     phase="precision",
                     evidence={"values": {str(rank): value for rank, value in values.items()}},
                 )
 
-    def _constants(self, told: Mapping[int, Mapping[str, Any]]) -> Iterator[Finding]:
+    def _constants(self, told: Mapping[int, Constants]) -> Iterator[Finding]:
         """Constants that differ, from the first step on. A warning: a rank may have a table of its own on purpose."""
-        tables = {rank: fact.get("tensors") or {} for rank, fact in told.items()}
+        tables = {rank: fact.tensors for rank, fact in told.items()}
         common = set.intersection(*(set(table) for table in tables.values())) if len(tables) > 1 else set()
-        shown = {name: [str(table[name]) for table in tables.values()] for name in sorted(common)}
+        shown = {name: [table[name] for table in tables.values()] for name in sorted(common)}
         names = [
             name
             for name, values in shown.items()
@@ -191,25 +195,26 @@ class OutputsDisagree(Detector):
         return float(self.config.get("tolerance") or self.same_loss)
 
     def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
-        told = {rank: fact for rank, fact in sorted(facts.items()) if isinstance(fact, Mapping)}
+        told: dict[int, Any] = dict(sorted(facts.items()))
         if topic.startswith("precision"):
             yield from self._precision(told)
-            return
-        if topic.startswith("constants"):
+        elif topic.startswith("constants"):
             yield from self._constants(told)
-            return
-        outputs = {rank: fact["output"] for rank, fact in told.items() if fact.get("output") is not None}
+        else:
+            yield from self._agreement(told)
+
+    def _agreement(self, told: Mapping[int, Agreement]) -> Iterator[Finding]:
+        outputs = {rank: fact.output for rank, fact in told.items()}
         if len(set(outputs.values())) < 2:
             return
-        numbers = [fact["step"] for fact in told.values() if isinstance(fact.get("step"), int)]
         yield self.finding(
-            step=max(numbers, default=self._step),
+            step=max((fact.step for fact in told.values() if fact.step is not None), default=self._step),
             ranks=outvoted(outputs),
             subject=("output",),
             phase="agreement probe",
             evidence={
                 "output": {str(rank): value for rank, value in outputs.items()},
-                "weights": {str(rank): told[rank].get("weights") for rank in outputs},
+                "weights": {str(rank): fact.weights for rank, fact in told.items()},
             },
         )
 

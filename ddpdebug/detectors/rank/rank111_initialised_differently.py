@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.comparison import MAX_NAMES, values_of
 from ddpdebug.detectors.rank.wrapping import WrapRule
+from ddpdebug.schema.announcements import InitialValues
 from ddpdebug.schema.details import differing_names
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import outvoted
@@ -52,8 +52,8 @@ class InitialisedDifferently(WrapRule):
         )
     )
 
-    def judge(self, index: int, facts: Mapping[int, Any]) -> Iterator[Finding]:
-        by_rank = {rank: fact.get("digests") or {} for rank, fact in sorted(facts.items())}
+    def judge(self, index: int, facts: Mapping[int, InitialValues]) -> Iterator[Finding]:
+        by_rank = {rank: fact.digests for rank, fact in sorted(facts.items())}
         everywhere = [name for name in differing_names(by_rank) if all(name in table for table in by_rank.values())]
         if not everywhere:
             return

@@ -9,6 +9,7 @@ from ddpdebug.detectors.base import Examples, Facts, RankClasses, Threshold
 from ddpdebug.detectors.comparison import separate_groups
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.kinds import ComparisonRule
+from ddpdebug.schema.announcements import End
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step, outvoted
@@ -144,12 +145,12 @@ class StepCountsDiffer(ComparisonRule):
                 evidence={"stepped": sorted(step.rows), "missing": list(gone)},
             )
 
-    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
-        told = {rank: fact for rank, fact in sorted(facts.items()) if isinstance(fact, Mapping)}
-        regular = all(str(fact.get("reason", "")).startswith(("finished", "stopped")) for fact in told.values())
+    def compare(self, topic: str, facts: Mapping[int, End]) -> Iterator[Finding]:
+        told = dict(sorted(facts.items()))
+        regular = all(fact.reason.startswith(("finished", "stopped")) for fact in told.values())
         if self._fired or not regular or len(told) < 2:
             return
-        counts = {r: {int(k): int(n) for k, n in (fact.get("steps") or {}).items()} for r, fact in told.items()}
+        counts = {rank: {int(k): n for k, n in fact.steps.items()} for rank, fact in told.items()}
         for optimizer in sorted(set.intersection(*(set(own) for own in counts.values()))):
             taken = {rank: own[optimizer] for rank, own in counts.items()}
             if len(set(taken.values())) == 1 or optimizer in self._loose or optimizer not in self._complete:

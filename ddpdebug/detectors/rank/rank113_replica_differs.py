@@ -6,10 +6,10 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ddpdebug.detectors.base import Examples, RankClasses
-from ddpdebug.detectors.comparison import MAX_NAMES, classes_of, tables
+from ddpdebug.detectors.comparison import MAX_NAMES, classes_of
 from ddpdebug.detectors.examples import digest, step_at, steps, tables as ranks
 from ddpdebug.detectors.kinds import ComparisonRule
-from ddpdebug.schema.details import differing_names
+from ddpdebug.schema.details import Replica, Replicas, differing_names
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step, outvoted
 
@@ -96,16 +96,16 @@ class ReplicaDiffers(ComparisonRule):
         return (finding.evidence.get("copy"),)
 
     def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:
-        answers = tables(step, "replicas")
-        for name in sorted({name for table in answers.values() for name in table}):
-            looks = {rank: table[name] for rank, table in answers.items() if isinstance(table.get(name), Mapping)}
+        answers = {rank: told.copies for rank, told in step.answers(Replicas).items()}
+        for name in sorted({name for copies in answers.values() for name in copies}):
+            looks = {rank: copies[name] for rank, copies in answers.items() if name in copies}
             finding = self._judge(step, name, looks)
             if finding is not None:
                 yield finding
 
-    def _judge(self, step: Step, name: str, looks: Mapping[int, Mapping[str, Any]]) -> Finding | None:
+    def _judge(self, step: Step, name: str, looks: Mapping[int, Replica]) -> Finding | None:
         concerned = _concerned(looks)
-        by_rank = {rank: looks[rank].get("tensors") or {} for rank in concerned}
+        by_rank = {rank: looks[rank].tensors for rank in concerned}
         names = [tensor for tensor in differing_names(by_rank) if not tensor.endswith(_STATISTICS)]
         if len(concerned) < 2 or not names:
             return None
@@ -118,13 +118,13 @@ class ReplicaDiffers(ComparisonRule):
                 "copy": name,
                 "tensors": len(names),
                 "compared": list(concerned),
-                "updated_on": [rank for rank in looks if looks[rank].get("changed")],
-                "digests": {str(rank): looks[rank].get("digest") for rank in concerned},
+                "updated_on": [rank for rank in looks if looks[rank].changed],
+                "digests": {str(rank): looks[rank].digest for rank in concerned},
             },
         )
 
 
-def _concerned(looks: Mapping[int, Mapping[str, Any]]) -> Sequence[int]:
+def _concerned(looks: Mapping[int, Replica]) -> Sequence[int]:
     """Return the ranks whose copies must agree: those that update it, or, if none does, those that use it."""
-    changed = [rank for rank in sorted(looks) if looks[rank].get("changed")]
-    return changed or [rank for rank in sorted(looks) if looks[rank].get("used")]
+    changed = [rank for rank in sorted(looks) if looks[rank].changed]
+    return changed or [rank for rank in sorted(looks) if looks[rank].used]

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 from ddpdebug.detectors.base import Detector
+from ddpdebug.schema.announcements import InitialValues, Structure, WrapperGroup
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.step import Step
 
@@ -32,9 +33,9 @@ class WrapRule(Detector):
     def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
         name, _, number = topic.partition(":")
         index = int(number) if number.isdigit() else 0
-        groups = {rank: fact.get("group") or fact.get("ranks") for rank, fact in facts.items() if _is_table(fact)}
-        if all(groups.get(rank) for rank in facts):
-            self._groups[index] = {rank: tuple(group) for rank, group in groups.items()}
+        groups = {rank: _group_of(fact) for rank, fact in facts.items()}
+        if all(groups.values()):
+            self._groups[index] = groups
         if name != "group":
             self._waiting[index] = facts
         if index in self._groups and index in self._waiting:
@@ -53,10 +54,12 @@ class WrapRule(Detector):
         groups = self._groups.pop(index, {})
         everyone = tuple(sorted(facts))
         for group in sorted({groups.get(rank, everyone) for rank in facts}):
-            members = {rank: facts[rank] for rank in group if rank in facts and _is_table(facts[rank])}
+            members = {rank: facts[rank] for rank in group if rank in facts}
             if len(members) > 1:
                 yield from self.judge(index, members)
 
 
-def _is_table(value: object) -> bool:
-    return isinstance(value, Mapping)
+def _group_of(fact: Structure | InitialValues | WrapperGroup) -> tuple[int, ...]:
+    if isinstance(fact, WrapperGroup):
+        return fact.ranks
+    return fact.group if isinstance(fact, Structure) else ()
