@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import ClassVar, TypeVar
 
 from ddpdebug.detectors.base import RankClasses
-from ddpdebug.detectors.comparison import MAX_NAMES, agree_within, classes_of, culprits, ordered, subset, tables
+from ddpdebug.detectors.comparison import MAX_NAMES, agree_within, classes_of, culprits, ordered, subset
 from ddpdebug.detectors.kinds import ChainRule, Verdict
-from ddpdebug.schema.details import differing_names
+from ddpdebug.schema.details import Contract, Gradients, differing_names
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
 
 _ON_PURPOSE = Flag.LOCAL_ONLY | Flag.SHARDED_STATE
+
+T = TypeVar("T")
 
 
 class GradientRule(ChainRule):
@@ -59,7 +61,7 @@ def odd_ranks(step: Step) -> tuple[int, ...]:
 
 def differing(step: Step) -> list[str]:
     """Return the names of the parameters whose gradients differ, in the order of the model."""
-    own, foreign = tables(step, "gradients", "digests"), tables(step, "gradients", "foreign")
+    own, foreign = {rank: told.digests for rank, told in step.answers(Gradients).items()}, _foreign(step)
     names = [*differing_names(own), *differing_names(foreign)]
     first = next(iter([*own.values(), *foreign.values()]), {})
     return ordered(set(names), list(first))
@@ -67,16 +69,18 @@ def differing(step: Step) -> list[str]:
 
 def missing(step: Step) -> dict[str, list[str]]:
     """Return rank (as text) -> trainable parameters without a gradient, for ranks that have some."""
-    found = {}
-    for rank, answer in sorted(step.details.get("gradients", {}).items()):
-        if names := answer.get("missing"):
-            found[str(rank)] = list(names)[:MAX_NAMES]
-    return found
+    told = step.answers(Gradients)
+    return {str(rank): list(own.missing[:MAX_NAMES]) for rank, own in told.items() if own.missing}
 
 
 def find_unused(step: Step) -> bool:
     """Whether DDP looks for unused parameters."""
-    return any(table.get("find_unused") for table in tables(step, "contract").values())
+    return any(told.find_unused for told in step.answers(Contract).values())
+
+
+def hooks(step: Step) -> list[str]:
+    """Return the communication hooks of the ranks, each once."""
+    return sorted({told.hook for told in step.answers(Contract).values() if told.hook})
 
 
 def clip_factors(step: Step) -> dict[int, float]:
@@ -91,23 +95,26 @@ def clip_factors(step: Step) -> dict[int, float]:
 
 def clip_location(step: Step) -> str | None:
     """Return where gradients were clipped."""
-    clips = [clip for table in tables(step, "contract").values() for clip in table.get("clips", ())]
-    return next((clip["location"] for clip in clips if clip.get("location")), None)
+    clips = [clip for told in step.answers(Contract).values() for clip in told.clips]
+    return next((clip.location for clip in clips if clip.location), None)
 
 
-def _norms(step: Step) -> dict[int, Mapping[str, Any]]:
-    return tables(step, "gradients", "step_norms") or tables(step, "gradients", "reduced_norms")
+def _norms(step: Step) -> dict[int, Mapping[str, float]]:
+    return {rank: told.step_norms for rank, told in step.answers(Gradients).items()}
+
+
+def _foreign(step: Step) -> dict[int, Mapping[str, str]]:
+    return {rank: told.foreign for rank, told in step.answers(Gradients).items()}
 
 
 def _different_models(step: Step) -> bool:
     """Whether no DDP is involved and the ranks do not even have the same parameters: a pipeline, for example."""
-    foreign = tables(step, "gradients", "foreign")
-    return step.all(Flag.NO_DDP) and len({frozenset(table) for table in foreign.values()}) > 1
+    return step.all(Flag.NO_DDP) and len({frozenset(own) for own in _foreign(step).values()}) > 1
 
 
-def misuse(step: Step, key: str, flag: Flag) -> tuple[tuple[int, ...], Mapping[int, Mapping[str, Any]]]:
+def misuse(step: Step, read: Callable[[Contract], T | None], flag: Flag) -> tuple[tuple[int, ...], Mapping[int, T]]:
     """The ranks that have broken their contract with DDP in one way, none or some, and what they tell about it."""
-    found = tables(step, "contract", key)
+    found = {rank: entry for rank, told in step.answers(Contract).items() if (entry := read(told)) is not None}
     flagged = sorted(found) or list(step.ranks_with(flag))
     ranks = tuple(flagged) if subset(flagged, step) else odd_ranks(step) if flagged else ()
     return ranks, found

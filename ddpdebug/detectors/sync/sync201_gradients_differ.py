@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ddpdebug.detectors.base import Examples
-from ddpdebug.detectors.comparison import tables
 from ddpdebug.detectors.examples import contract, gradients, step_at
 from ddpdebug.detectors.kinds import Verdict
-from ddpdebug.detectors.sync.gradients import GradientRule, differing, find_unused, missing, odd_ranks
+from ddpdebug.detectors.sync.gradients import GradientRule, differing, find_unused, hooks, missing, odd_ranks
 from ddpdebug.detectors.sync.sync206_changed_after_reduction import ChangedAfterReduction
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.row import Flag
@@ -65,8 +64,7 @@ class GradientsDiffer(GradientRule):
 
     @classmethod
     def verdict(cls, step: Step) -> Verdict | None:
-        hooks = sorted({str(table["hook"]) for table in tables(step, "contract").values() if table.get("hook")})
-        evidence: dict[str, Any] = {"hook": hooks[0]} if hooks else {}
+        evidence: dict[str, Any] = {"hook": own[0]} if (own := hooks(step)) else {}
         without = missing(step)
         if without and not find_unused(step):
             evidence |= {"without_gradient": without, "find_unused_parameters": False}

@@ -55,8 +55,8 @@ class WrapperBypassed(GradientRule):
 
     @classmethod
     def verdict(cls, step: Step) -> Verdict | None:
-        ranks, found = misuse(step, "bypass", Flag.BYPASS)
+        ranks, found = misuse(step, lambda told: told.bypass, Flag.BYPASS)
         if not ranks:
             return None
-        location = next((entry.get("location") for entry in found.values() if entry.get("location")), None)
+        location = next((entry.location for entry in found.values() if entry.location), None)
         return Verdict(ranks=ranks, subject=tuple(differing(step)), location=location)

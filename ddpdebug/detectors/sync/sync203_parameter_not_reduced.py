@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ddpdebug.detectors.base import Examples
-from ddpdebug.detectors.comparison import MAX_NAMES, tables
+from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import contract, gradients, step_at
 from ddpdebug.detectors.kinds import Verdict
 from ddpdebug.detectors.sync.gradients import GradientRule, differing, odd_ranks
 from ddpdebug.detectors.sync.sync208_no_synchronisation import NoSynchronisation
+from ddpdebug.schema.details import Contract
 from ddpdebug.schema.step import Step
 
 _ODD: dict[int, Any] = {rank: {"grads_digest": 5 + rank} for rank in range(4)}
@@ -68,8 +69,8 @@ class ParameterNotReduced(GradientRule):
     def verdict(cls, step: Step) -> Verdict | None:
         names = differing(step)
         reasons: dict[str, str] = {}
-        for table in tables(step, "contract").values():
-            reasons.update({name: why for name, why in table.get("unreduced", {}).items() if name in set(names)})
+        for told in step.answers(Contract).values():
+            reasons.update({name: why for name, why in told.unreduced.items() if name in set(names)})
         if not reasons:
             return None
         found = [name for name in names if name in reasons]

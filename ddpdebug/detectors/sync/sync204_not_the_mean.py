@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpdebug.detectors.base import Detector, Examples, Threshold
-from ddpdebug.detectors.comparison import MAX_NAMES, tables
+from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import contract, step_at, steps
+from ddpdebug.detectors.sync.gradients import hooks
+from ddpdebug.schema.details import Contract, Gradients
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import CHECKSUM_SLOTS, Flag
 from ddpdebug.schema.step import Step
@@ -132,7 +134,7 @@ class NotTheMean(Detector):
 
     def _report(self, step: Step, checks: Sequence[_Check], off: Sequence[_Check], ratio: float) -> Finding:
         worst = max(off, key=lambda c: c.error() / c.bound(len(step.rows), half=_half(step)))
-        hooks = sorted({str(t["hook"]) for t in tables(step, "contract").values() if t.get("hook")})
+        own = hooks(step)
         names = _names(step)
         return self.finding(
             step,
@@ -144,7 +146,7 @@ class NotTheMean(Detector):
                 "bound": worst.bound(len(step.rows), half=_half(step)),
                 "groups_off": f"{len(off)} of {len(checks)} groups of parameters",
                 "parameters": len(names),
-                "hook": hooks[0] if hooks else None,
+                "hook": own[0] if own else None,
             },
         )
 
@@ -190,8 +192,7 @@ def _compute(step: Step) -> list[_Check]:
 
 
 def _separate_groups(step: Step) -> bool:
-    groups = [group for table in tables(step, "contract").values() for group in table.get("groups", ())]
-    return any(len(group) < step.world for group in groups)
+    return any(len(group) < step.world for told in step.answers(Contract).values() for group in told.groups)
 
 
 def _off(step: Step, checks: Sequence[_Check]) -> list[_Check]:
@@ -206,18 +207,15 @@ def _ratio(checks: Sequence[_Check]) -> float:
 
 def _names(step: Step) -> list[str]:
     """Return the parameters whose own checksum is off, those that are furthest off first."""
-    sums, norms = tables(step, "gradients", "local_sums"), tables(step, "gradients", "local_norms")
-    reduced = next(iter(tables(step, "gradients", "reduced_sums").values()), {})
-    if len(sums) < len(step.rows):
+    told = list(step.answers(Gradients).values())
+    if len(told) < len(step.rows):
         return []
     found = []
-    for name, value in reduced.items():
-        own = [table.get(name) for table in sums.values()]
-        sizes = [table.get(name) for table in norms.values()]
-        if any(number is None for number in (*own, *sizes)):
+    for name, value in told[0].reduced_sums.items():
+        if not all(name in own.local_sums and name in own.local_norms for own in told):
             continue
-        norm = math.sqrt(math.fsum(float(n or 0.0) ** 2 for n in sizes) / len(sizes))
-        check = _Check(float(value), math.fsum(float(n or 0.0) for n in own) / len(own), norm)
+        norm = math.sqrt(math.fsum(own.local_norms[name] ** 2 for own in told) / len(told))
+        check = _Check(value, math.fsum(own.local_sums[name] for own in told) / len(told), norm)
         bound = check.bound(len(step.rows), half=_half(step))
         if check.error() > bound:
             found.append((-check.error() / bound if bound > 0 else -math.inf, name))

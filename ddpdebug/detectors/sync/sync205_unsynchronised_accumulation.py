@@ -59,14 +59,15 @@ class UnsynchronisedAccumulation(GradientRule):
 
     @classmethod
     def verdict(cls, step: Step) -> Verdict | None:
-        ranks, found = misuse(step, "no_sync", Flag.UNSYNCED_BACKWARD)
+        ranks, found = misuse(step, lambda told: told.no_sync, Flag.UNSYNCED_BACKWARD)
         if not ranks:
             return None
-        first = next(iter(found.values()), {})
+        first = next(iter(found.values()), None)
+        kind = first.kind if first else None
         return Verdict(
             ranks=ranks,
             subject=tuple(differing(step)),
-            phase=first.get("kind"),
-            location=first.get("location"),
-            evidence={"which": first.get("kind")},
+            phase=kind,
+            location=first.location if first else None,
+            evidence={"which": kind},
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ddpdebug.detectors.base import Examples, RankClasses, Threshold
-from ddpdebug.detectors.comparison import culprits, tables
+from ddpdebug.detectors.comparison import culprits
 from ddpdebug.detectors.examples import contract, gradients, step_at
 from ddpdebug.detectors.kinds import Verdict
 from ddpdebug.detectors.sync.gradients import (
@@ -16,9 +16,11 @@ from ddpdebug.detectors.sync.gradients import (
     clip_location,
     differing,
     gradient_classes,
+    hooks,
     odd_ranks,
 )
 from ddpdebug.detectors.sync.sync205_unsynchronised_accumulation import UnsynchronisedAccumulation
+from ddpdebug.schema.details import Gradients
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step, outvoted
@@ -100,13 +102,14 @@ class ChangedAfterReduction(GradientRule):
     @classmethod
     def verdict(cls, step: Step) -> Verdict | None:
         names = differing(step)
-        sums = tables(step, "gradients", "reduced_sums")
+        told = step.answers(Gradients)
+        sums = {rank: gradients.reduced_sums for rank, gradients in told.items()}
         compared = [name for name in names if all(name in table for table in sums.values())]
         equal = len(sums) == len(step.rows) and compared == names and bool(names)
         equal = equal and all(len({repr(table[name]) for table in sums.values()}) == 1 for name in compared)
         factors = clip_factors(step)
         unequal_clipping = len({round(f, 6) for f in factors.values()}) > 1
-        by_row = not step.details.get("gradients") and _rows_agree_after_reduction(step)
+        by_row = not told and _rows_agree_after_reduction(step)
         if not equal and not (by_row and unequal_clipping):
             return None
         evidence: dict[str, Any] = {"gradients_after_reduction": "equal on all ranks"}
@@ -140,7 +143,7 @@ class ChangedAfterReduction(GradientRule):
                 evidence={
                     "ratio": {str(rank): factor for rank, factor in factors.items()},
                     "clip_norm": {str(rank): row.clip_norm for rank, row in step.rows.items()},
-                    "hooks": sorted({str(t["hook"]) for t in tables(step, "contract").values() if t.get("hook")}),
+                    "hooks": hooks(step),
                 },
             )
 
@@ -164,10 +167,9 @@ def _rows_agree_after_reduction(step: Step) -> bool:
 
 def _ratios(step: Step, names: list[str]) -> dict[str, float]:
     """Return rank -> norm of the gradient at the step / right after the reduction, where both were measured."""
-    after, now = tables(step, "gradients", "reduced_norms"), tables(step, "gradients", "step_norms")
     found = {}
-    for rank in sorted(after.keys() & now.keys()):
-        whole = math.hypot(*(float(after[rank].get(name, 0.0)) for name in names))
+    for rank, told in step.answers(Gradients).items():
+        whole = math.hypot(*(told.reduced_norms.get(name, 0.0) for name in names))
         if whole > 0 and math.isfinite(whole):
-            found[str(rank)] = math.hypot(*(float(now[rank].get(name, 0.0)) for name in names)) / whole
+            found[str(rank)] = math.hypot(*(told.step_norms.get(name, 0.0) for name in names)) / whole
     return found

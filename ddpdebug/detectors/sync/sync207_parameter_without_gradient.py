@@ -9,6 +9,8 @@ from ddpdebug.detectors.base import Detector, Examples, Facts, Threshold
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import contract, gradients, step_at, steps
 from ddpdebug.detectors.sync.gradients import find_unused, gradient_classes, missing
+from ddpdebug.schema.announcements import Failure
+from ddpdebug.schema.details import Contract
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
@@ -102,7 +104,7 @@ class ParameterWithoutGradient(Detector):
             self._varies.add(step.optimizer)
         self._seen[step.optimizer] = counted
         without = missing(step)
-        if gradient_classes(step) and without and step.details.get("contract") and not find_unused(step):
+        if gradient_classes(step) and without and step.answers(Contract) and not find_unused(step):
             yield self._report(step, without, "its bucket may never be reduced")
         elif counted[1] == int(self.no_gradient_steps) and _lacking(step):
             yield self._report(step, without, f"no gradient in {counted[1]} checked steps")
@@ -110,11 +112,11 @@ class ParameterWithoutGradient(Detector):
     def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
         """Name the parameters when DDP itself ends the run: its own message gives indices at most."""
         for rank, fact in facts.items():
-            if _DDP_MESSAGE in str(fact.get("reason")) and fact.get("missing"):
+            if isinstance(fact, Failure) and _DDP_MESSAGE in fact.reason and fact.missing:
                 yield self.finding(
-                    step=fact.get("step"),
+                    step=fact.step,
                     ranks=(rank,),
-                    subject=tuple(fact["missing"])[:MAX_NAMES],
+                    subject=fact.missing[:MAX_NAMES],
                     evidence={"observed": "DDP ended the run: gradients of the previous step were not all reduced"},
                 )
 
@@ -136,7 +138,7 @@ class ParameterWithoutGradient(Detector):
             evidence={
                 "observed": what,
                 "parameters": {str(rank): step.rows[rank].without_grad for rank in ranks},
-                "find_unused_parameters": find_unused(step) if step.details.get("contract") else None,
+                "find_unused_parameters": find_unused(step) if step.answers(Contract) else None,
             },
         )
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ddpdebug.detectors.base import Examples
-from ddpdebug.detectors.comparison import tables
 from ddpdebug.detectors.examples import contract, gradients, step_at
 from ddpdebug.detectors.kinds import Verdict
 from ddpdebug.detectors.sync.gradients import GradientRule, differing, odd_ranks
+from ddpdebug.schema.details import Contract
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
 
@@ -64,7 +64,7 @@ class NoSynchronisation(GradientRule):
 
     @classmethod
     def verdict(cls, step: Step) -> Verdict | None:
-        wrappers = [table.get("ddp") for table in tables(step, "contract").values()]
+        wrappers = [told.ddp for told in step.answers(Contract).values()]
         if any(wrappers) or not (wrappers or step.all(Flag.NO_DDP)):
             return None
         return Verdict(ranks=odd_ranks(step), subject=tuple(differing(step)), evidence={"ddp_wrappers": 0})

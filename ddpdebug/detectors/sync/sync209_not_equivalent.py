@@ -7,6 +7,7 @@ from typing import Any
 
 from ddpdebug.detectors.base import Detector, Examples, Facts, Threshold
 from ddpdebug.detectors.comparison import MAX_NAMES
+from ddpdebug.schema.announcements import Equivalence
 from ddpdebug.schema.finding import Finding, Severity
 
 
@@ -74,16 +75,16 @@ class NotEquivalent(Detector):
     def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
         return finding.subject[:1], finding.phase, finding.location
 
-    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
-        differing = {rank: fact for rank, fact in sorted(facts.items()) if fact["off"]}
+    def compare(self, topic: str, facts: Mapping[int, Equivalence]) -> Iterator[Finding]:
+        differing = {rank: fact for rank, fact in sorted(facts.items()) if fact.off}
         if not differing:
             return
-        step = min(fact["step"] for fact in differing.values())
-        first = {rank: fact for rank, fact in differing.items() if fact["step"] == step}
+        step = min(fact.step or 0 for fact in differing.values())
+        first = {rank: fact for rank, fact in differing.items() if (fact.step or 0) == step}
         fact = max(first.values(), key=_worst)
-        off = sorted(fact["off"], key=lambda name: -fact["off"][name][2])
+        off = sorted(fact.off, key=lambda name: -fact.off[name][2])
         causes, reading = self._explain(fact)
-        only_batch_norm = fact.get("without_batch_norm") == "agree"
+        only_batch_norm = fact.without_batch_norm == "agree"
         yield self.finding(
             severity=Severity.INFO if only_batch_norm else self.severity,
             step=step,
@@ -93,11 +94,11 @@ class NotEquivalent(Detector):
             actions=self._remedies(causes[0]),
             evidence={
                 "reading": reading,
-                "ratio": {name: fact["off"][name][0] for name in off[:3]},
-                "difference": fact["off"][off[0]][2],
-                "bound": fact["bound"],
-                "differing": f"{len(off)} of {fact['compared']} {fact['quantity']}s",
-                "dtype": fact["dtype"],
+                "ratio": {name: fact.off[name][0] for name in off[:3]},
+                "difference": fact.off[off[0]][2],
+                "bound": fact.bound,
+                "differing": f"{len(off)} of {fact.compared} {fact.quantity}s",
+                "dtype": fact.dtype,
             },
         )
 
@@ -108,20 +109,20 @@ class NotEquivalent(Detector):
         first = {known[0]: tokens, known[-1]: norm}.get(cause, reduction)
         return [first, *(remedy for remedy in (tokens, reduction, norm) if remedy != first)]
 
-    def _explain(self, fact: Mapping[str, Any]) -> tuple[Sequence[str], str]:
+    def _explain(self, fact: Equivalence) -> tuple[Sequence[str], str]:
         """Return the causes with the likeliest first, and what the numbers say in words."""
         causes: list[str] = list(self.finding().causes)
         tokens, scaling, twice, clipping, local = causes
-        if fact.get("without_batch_norm") == "agree":
+        if fact.without_batch_norm == "agree":
             reading = (
                 "only BatchNorm: with its statistics fixed the ranks and one process agree; each rank normalises over "
                 "its part of the batch, which is how DDP is meant to work"
             )
             return [local], reading
         ratio = self._common_ratio(fact)
-        world = fact["world"]
+        world = fact.world
         if ratio is None or self._near(ratio, 1):
-            if fact.get("shards") == "batch":
+            if fact.shards == "batch":
                 return [clipping, twice, scaling, tokens, local], (
                     "no common ratio, and the average of the parts' losses is the loss of the whole batch: what the "
                     "ranks do to the gradients makes the difference"
@@ -134,16 +135,16 @@ class NotEquivalent(Detector):
                 return [scaling, twice, tokens, clipping, local], f"all gradients are {words} times as large"
         return causes, f"all gradients are {ratio:.4g} times as large"
 
-    def _common_ratio(self, fact: Mapping[str, Any]) -> float | None:
+    def _common_ratio(self, fact: Equivalence) -> float | None:
         """The one factor between the ranks' gradients and those of one process, None where it is not one."""
-        ratios = [ratio for ratio, residual, _ in fact["off"].values() if residual < self.same_ratio]
-        if len(ratios) < len(fact["off"]) or not all(self._near(ratio, ratios[0]) for ratio in ratios):
+        ratios = [ratio for ratio, residual, _ in fact.off.values() if residual < self.same_ratio]
+        if len(ratios) < len(fact.off) or not all(self._near(ratio, ratios[0]) for ratio in ratios):
             return None
-        return float(ratios[0])
+        return ratios[0]
 
     def _near(self, value: float, other: float) -> bool:
         return abs(value - other) <= self.same_ratio * abs(other)
 
 
-def _worst(fact: Mapping[str, Any]) -> float:
-    return float(max(entry[2] for entry in fact["off"].values()))
+def _worst(fact: Equivalence) -> float:
+    return max(entry[2] for entry in fact.off.values())

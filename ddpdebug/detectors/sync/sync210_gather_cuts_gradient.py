@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 from ddpdebug.detectors.base import Detector, Examples, Facts
+from ddpdebug.schema.announcements import Gathered
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
 
@@ -57,15 +58,15 @@ class GatherCutsGradient(Detector):
         self._step = max(self._step, step.step + 1)
         yield from ()
 
-    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
-        found = {rank: fact for rank, fact in facts.items() if isinstance(fact, Mapping) and fact.get("shapes")}
+    def compare(self, topic: str, facts: Mapping[int, Gathered]) -> Iterator[Finding]:
+        found = {rank: fact for rank, fact in facts.items() if fact.shapes}
         if not found:
             return
         first = next(iter(found.values()))
         yield self.finding(
             step=self._step,
             ranks=tuple(found),
-            subject=tuple(f"tensor of shape {tuple(shape)}" for shape in first["shapes"]),
-            location=first.get("location"),
+            subject=tuple(f"tensor of shape {shape}" for shape in first.shapes),
+            location=first.location,
             evidence={"call": "all_gather", "requires_grad": True},
         )

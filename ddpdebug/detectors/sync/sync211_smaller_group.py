@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ddpdebug.detectors.base import Examples
-from ddpdebug.detectors.comparison import tables
 from ddpdebug.detectors.examples import contract, gradients, step_at
 from ddpdebug.detectors.kinds import Verdict
 from ddpdebug.detectors.sync.gradients import GradientRule, differing, gradient_classes, odd_ranks
 from ddpdebug.detectors.sync.sync203_parameter_not_reduced import ParameterNotReduced
+from ddpdebug.schema.details import Contract
 from ddpdebug.schema.step import Step
 
 _HALVES: dict[int, Any] = {2: {"grads_digest": 5}, 3: {"grads_digest": 5}}
@@ -63,7 +63,7 @@ class SmallerGroup(GradientRule):
 
     @classmethod
     def verdict(cls, step: Step) -> Verdict | None:
-        groups = sorted({tuple(g) for table in tables(step, "contract").values() for g in table.get("groups", ())})
+        groups = sorted({group for told in step.answers(Contract).values() for group in told.groups})
         classes = gradient_classes(step) or {}
         smaller = [list(group) for group in groups if 1 <= len(group) < step.world]
         # of a reduction that works at least the ranks of each group agree
