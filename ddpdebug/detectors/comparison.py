@@ -106,16 +106,6 @@ def blame(changed: Collection[int], step: Step, shown: RankClasses) -> tuple[int
     return tuple(sorted(changed))
 
 
-def tables(step: Step, kind: str, key: str | None = None) -> dict[int, Mapping[str, Any]]:
-    """Return rank -> table of a detail kind (of one key in it), leaving out ranks that did not answer."""
-    found = {}
-    for rank, answer in sorted(step.details.get(kind, {}).items()):
-        table = answer.get(key) if key is not None and isinstance(answer, Mapping) else answer
-        if isinstance(table, Mapping):
-            found[rank] = table
-    return found
-
-
 def values_of(by_rank: Mapping[int, Mapping[str, Any]], name: str) -> dict[str, Any]:
     """Return rank (as text, for JSON) -> the value of one name."""
     return {str(rank): table.get(name) for rank, table in sorted(by_rank.items())}

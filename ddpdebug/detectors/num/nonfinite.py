@@ -14,17 +14,21 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from ddpdebug.detectors.base import RankClasses, runbook
-from ddpdebug.detectors.comparison import MAX_NAMES, tables
+from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.kinds import ChainRule, Verdict
+from ddpdebug.schema.details import LossBackward, ModuleCall, NonfiniteLoss, Numerics
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
+from ddpdebug.schema.wire import to_json
 
 _OWN = Flag.LOSS_NONFINITE | Flag.LOCAL_GRADS_NONFINITE | Flag.PARAMS_NONFINITE | Flag.STEP_NONFINITE
 BAD = _OWN | Flag.GRADS_NONFINITE
 ROOT = "(model)"
 
-Table = Mapping[str, Any]
+#: What a rank tells that has seen nothing; stands for a detail that did not come.
+NOTHING = Numerics()
+Replay = Mapping[str, Any]
 
 
 class NonfiniteRule(ChainRule):
@@ -43,7 +47,7 @@ class NonfiniteRule(ChainRule):
 
     def word(self, step: Step, verdict: Verdict) -> Finding:
         known = known_of(step)
-        replay = next((r for rank in verdict.ranks if (r := _replay(known.get(rank, {})))), {})
+        replay = next((r for rank in verdict.ranks if (r := known.get(rank, NOTHING).replay)), None)
         verdict = self.replayed(verdict, replay) if replay else verdict
         prose = runbook(type(self))
         return self.finding(
@@ -58,7 +62,7 @@ class NonfiniteRule(ChainRule):
             evidence={name: value for name, value in verdict.evidence.items() if value not in (None, [], {})},
         )
 
-    def replayed(self, verdict: Verdict, replay: Table) -> Verdict:
+    def replayed(self, verdict: Verdict, replay: Replay) -> Verdict:
         """The verdict with what a replay found: its operation, and how it ended; called where there was one."""
         evidence = {"operation": replay.get("op"), "backward_of": None, "operands": replay.get("operands")}
         if node := replay.get("node"):
@@ -73,7 +77,7 @@ class NonfiniteRule(ChainRule):
 class ReplayedRule(NonfiniteRule):
     """Base of the rules whose operation and line a replay knows better than the modules and the loss do."""
 
-    def replayed(self, verdict: Verdict, replay: Table) -> Verdict:
+    def replayed(self, verdict: Verdict, replay: Replay) -> Verdict:
         if replay.get("op"):
             # where the modules could not be looked at, the loss was: what it names only handed the bad numbers on
             own = {name: value for name, value in verdict.evidence.items() if name not in {"operation", "operands"}}
@@ -86,45 +90,40 @@ class ReplayedRule(NonfiniteRule):
         )
 
 
-def known_of(step: Step) -> dict[int, Table]:
-    """Return rank -> its `numerics` detail, where it has one."""
-    return {rank: table for rank, table in tables(step, "numerics").items() if table}
+def known_of(step: Step) -> dict[int, Numerics]:
+    """Return rank -> what it has seen, where that is anything."""
+    return {rank: told for rank, told in step.answers(Numerics).items() if told != NOTHING}
 
 
-def first_call(table: Table) -> Mapping[str, Any] | None:
+def first_call(told: Numerics) -> ModuleCall | None:
     """Return the module call that made the first NaN or Inf of a forward: -Inf counts when it reached the output."""
-    calls: list[Mapping[str, Any]] = [call for call in table.get("forward", ()) if not call.get("usual")]
-    made = [call for call in calls if set(call["kinds"]) - {"-Inf"}]
+    calls = [call for call in told.forward if not call.usual]
+    made = [call for call in calls if set(call.kinds) - {"-Inf"}]
     if made:
         return made[0]  # -Inf before it is most likely a mask: it stands in the evidence
-    return calls[0] if calls and table.get("output_finite") is False else None
+    return calls[0] if calls and told.output_finite is False else None
 
 
-def maker(call: Mapping[str, Any]) -> str:
+def maker(call: ModuleCall) -> str:
     """Return the module that made it: the call's own, or the one around it when the call was given it already."""
-    path = str(call["module"])
-    if not call.get("input_nonfinite") or path == ROOT:
-        return path
-    return str(call.get("caller") or path.rpartition(".")[0] or ROOT)
+    if not call.input_nonfinite or call.module == ROOT:
+        return call.module
+    return call.caller or call.module.rpartition(".")[0] or ROOT
 
 
-def about(call: Mapping[str, Any]) -> dict[str, Any]:
+def about(call: ModuleCall) -> dict[str, Any]:
     """Return the evidence about a module call."""
-    evidence = {key: call.get(key) for key in ("kinds", "count", "dtype", "shape", "range", "input_range", "class")}
-    evidence |= {key: call.get(key) or None for key in ("call", "micro_batch", "output")}  # 0 says nothing
-    if call.get("input_nonfinite"):
-        evidence["observed"] = f"made in the code of {maker(call)}, before it called {call['module']}"
+    table = to_json(call)
+    evidence = {key: table[key] for key in ("kinds", "count", "dtype", "shape", "range", "input_range", "class")}
+    evidence |= {key: table[key] or None for key in ("call", "micro_batch", "output")}  # 0 says nothing
+    if call.input_nonfinite:
+        evidence["observed"] = f"made in the code of {maker(call)}, before it called {call.module}"
     return evidence
 
 
-def _replay(table: Table) -> Mapping[str, Any]:
-    found = table.get("replay")
-    return found if isinstance(found, Mapping) else {}
-
-
-def ranks_with(step: Step, known: Mapping[int, Table], test: Callable[[int, Table], bool]) -> tuple[int, ...]:
-    """Return the ranks whose detail passes a test; {} stands for a detail that did not come."""
-    return tuple(rank for rank in step.rows if test(rank, known.get(rank, {})))
+def ranks_with(step: Step, known: Mapping[int, Numerics], test: Callable[[int, Numerics], bool]) -> tuple[int, ...]:
+    """Return the ranks whose detail passes a test; `NOTHING` stands for a detail that did not come."""
+    return tuple(rank for rank in step.rows if test(rank, known.get(rank, NOTHING)))
 
 
 def has(step: Step, rank: int, flags: Flag) -> bool:
@@ -132,16 +131,18 @@ def has(step: Step, rank: int, flags: Flag) -> bool:
     return bool(step.rows[rank].flags & flags)
 
 
-def of_loss(known: Mapping[int, Table], ranks: Sequence[int]) -> dict[str, Any]:
+def of_loss(known: Mapping[int, Numerics], ranks: Sequence[int]) -> dict[str, Any]:
     """Return the evidence about the loss expression of the first rank that has one."""
-    loss = next((t["loss"] for rank in ranks if (t := known.get(rank, {})).get("loss")), None) or {}
-    made = "not by the model: an operand without gradient was non-finite already" if loss.get("brought") else None
-    return {**operation(loss), "made": made, "loss": loss.get("value"), "backward_at": loss.get("backward")}
+    loss = next((loss for rank in ranks if (loss := known.get(rank, NOTHING).loss)), None)
+    if loss is None:
+        return operation(None)
+    made = "not by the model: an operand without gradient was non-finite already" if loss.brought else None
+    return {**operation(loss), "made": made, "loss": loss.value, "backward_at": loss.backward}
 
 
-def operation(found: Mapping[str, Any]) -> dict[str, Any]:
+def operation(found: NonfiniteLoss | LossBackward | None) -> dict[str, Any]:
     """Return the evidence about an operation of the loss expression."""
-    return {key: found.get(key) for key in ("operation", "operands", "candidates", "line_found")}
+    return {name: to_json(getattr(found, name, None)) for name in ("operation", "operands", "candidates", "line_found")}
 
 
 #: The end of an operation's name -> what a cause or a remedy says that is about it.

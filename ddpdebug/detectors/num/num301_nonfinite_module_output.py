@@ -11,7 +11,6 @@ from ddpdebug.detectors.kinds import Verdict
 from ddpdebug.detectors.num.nonfinite import (
     ROOT,
     ReplayedRule,
-    Table,
     about,
     call,
     first_call,
@@ -23,6 +22,7 @@ from ddpdebug.detectors.num.nonfinite import (
     seen,
 )
 from ddpdebug.detectors.num.num305_nonfinite_input import NonfiniteInput
+from ddpdebug.schema.details import Numerics
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
 
@@ -84,14 +84,14 @@ class NonfiniteModuleOutput(ReplayedRule):
     def verdict(cls, step: Step) -> Verdict | None:
         known = known_of(step)
 
-        def guilty(rank: int, table: Table) -> bool:
-            made = first_call(table)
+        def guilty(rank: int, told: Numerics) -> bool:
+            made = first_call(told)
             if has(step, rank, Flag.LOSS_NONFINITE):
-                return made is not None or table.get("output_finite") is False
+                return made is not None or told.output_finite is False
             # what was masked on its way to the loss comes back in backward
             alone = step.any(Flag.NO_DDP) or len(step.rows) == 1
             lost = has(step, rank, Flag.LOCAL_GRADS_NONFINITE | (Flag.GRADS_NONFINITE if alone else Flag(0)))
-            return lost and made is not None and bool(set(made["kinds"]) - {"-Inf"})
+            return lost and made is not None and bool(set(made.kinds) - {"-Inf"})
 
         ranks = ranks_with(step, known, guilty)
         if not ranks:
@@ -101,11 +101,11 @@ class NonfiniteModuleOutput(ReplayedRule):
             line = of_loss(known, ranks)
             evidence = {"observed": "what the model returned is non-finite; its modules were not looked at", **line}
             return Verdict(ranks=ranks, subject=(ROOT,), phase="forward", evidence=evidence)
-        earliest = min((call["micro_batch"], call["order"]) for call in calls.values())
-        first = tuple(rank for rank, call in calls.items() if (call["micro_batch"], call["order"]) == earliest)
+        earliest = min((call.micro_batch, call.order) for call in calls.values())
+        first = tuple(rank for rank, call in calls.items() if (call.micro_batch, call.order) == earliest)
         names = tuple(dict.fromkeys(maker(calls[rank]) for rank in first))
         evidence = {**about(calls[first[0]]), "also_on": [rank for rank in ranks if rank not in first]}
-        before = [call["module"] for call in known[first[0]]["forward"] if call["kinds"] == ["-Inf"]]
+        before = [call.module for call in known[first[0]].forward if call.kinds == ("-Inf",)]
         evidence["minus_inf_before_in"] = before[:4]
         if not step.any(Flag.LOSS_NONFINITE):
             evidence["loss"] = "finite: it was masked on the way, and came back in backward"

@@ -8,8 +8,9 @@ from typing import Any
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.kinds import Verdict
-from ddpdebug.detectors.num.nonfinite import NonfiniteRule, Table, has, known_of, of_loss, operation, ranks_with, seen
+from ddpdebug.detectors.num.nonfinite import NOTHING, NonfiniteRule, has, known_of, of_loss, operation, ranks_with, seen
 from ddpdebug.detectors.num.num301_nonfinite_module_output import NonfiniteModuleOutput
+from ddpdebug.schema.details import LossBackward, NonfiniteLoss as Loss, Numerics
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
 
@@ -77,30 +78,31 @@ class NonfiniteLoss(NonfiniteRule):
         known = known_of(step)
         ranks = step.ranks_with(Flag.LOSS_NONFINITE)
         phase, evidence = "loss", of_loss(known, ranks)
-        if ranks and not any(known.get(rank, {}).get("output_finite") for rank in ranks):
+        if ranks and not any(known.get(rank, NOTHING).output_finite for rank in ranks):
             evidence["observed"] = "the loss is non-finite; what came before it was not looked at in this step"
-        tables_ = [known[rank] for rank in ranks if rank in known]
-        found = [table.get("loss") or {} for table in tables_]
+        told = [known[rank] for rank in ranks if rank in known]
+        made: list[Loss | LossBackward] = [own.loss for own in told if own.loss]
+        lines = [own.loss.expression for own in told if own.loss]
         if not ranks:
             spoilt = Flag.LOCAL_GRADS_NONFINITE | Flag.GRADS_NONFINITE
-            ranks = ranks_with(step, known, lambda rank, table: has(step, rank, spoilt) and _is_spoilt_by_loss(table))
+            ranks = ranks_with(step, known, lambda rank, own: has(step, rank, spoilt) and _is_spoilt_by_loss(own))
             phase = "loss-backward"
-            tables_ = [known[rank] for rank in ranks]
-            found = [{"expression": t.get("loss_line"), **(t.get("loss_backward") or {})} for t in tables_]
-            evidence = operation(next((entry for entry in found if entry.get("operation")), {}))
+            told = [known[rank] for rank in ranks]
+            made, lines = [own.loss_backward for own in told if own.loss_backward], [own.loss_line for own in told]
+            evidence = operation(next((entry for entry in made if entry.operation), None))
             evidence["observed"] = "the loss is finite, the gradient that it gives to the model's output is not"
         if not ranks:
             return None
-        spans = [table["entry"]["range"] for table in tables_ if table.get("entry")]
-        evidence["gradient_from_loss"] = spans[0] if spans else None
-        if any(call["kinds"] for table in tables_ for call in table["forward"]):
-            evidence["masked_in"] = [call["module"] for table in tables_ for call in table["forward"]][:4]
-        line = next((entry["location"] for entry in found if entry.get("location")), None)
-        whole = next((entry["expression"] for entry in found if entry.get("expression")), None)
+        evidence["gradient_from_loss"] = next((list(own.entry.range) for own in told if own.entry), None)
+        calls = [call for own in told for call in own.forward]
+        if any(call.kinds for call in calls):
+            evidence["masked_in"] = [call.module for call in calls][:4]
+        line = next((entry.location for entry in made if entry.location), None)
+        whole = next(filter(None, lines), None)
         how = evidence.pop("line_found")
         evidence |= {"loss_at": whole if line and whole != line else None, "line_found": how}
         return Verdict(ranks=ranks, subject=("loss",), phase=phase, location=line or whole, evidence=evidence)
 
 
-def _is_spoilt_by_loss(table: Table) -> bool:
-    return (table.get("entry") or {}).get("finite") is False or bool(table.get("loss_backward"))
+def _is_spoilt_by_loss(told: Numerics) -> bool:
+    return (told.entry is not None and not told.entry.finite) or told.loss_backward is not None

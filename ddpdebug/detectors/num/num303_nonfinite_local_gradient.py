@@ -8,7 +8,7 @@ from typing import Any
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.kinds import Verdict
-from ddpdebug.detectors.num.nonfinite import ROOT, ReplayedRule, known_of, seen
+from ddpdebug.detectors.num.nonfinite import NOTHING, ROOT, ReplayedRule, known_of, seen
 from ddpdebug.detectors.num.num302_nonfinite_loss import NonfiniteLoss
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
@@ -78,11 +78,11 @@ class NonfiniteLocalGradient(ReplayedRule):
                 ranks, phase = bad, None
         if not ranks:
             return None
-        own = {rank: known[rank].get("local") or known[rank].get("reduced") or [] for rank in ranks if rank in known}
+        own = {rank: known[rank].local or known[rank].reduced for rank in ranks if rank in known}
         names = [name for rank in ranks for name in own.get(rank, ())]
         modules = tuple(dict.fromkeys(_module_of(own[rank][0]) for rank in ranks if own.get(rank)))
-        calls = [call["module"] for rank in ranks for call in known.get(rank, {}).get("forward", ())]
-        entry = next((e["range"] for rank in ranks if (e := known.get(rank, {}).get("entry"))), None)
+        calls = [call.module for rank in ranks for call in known.get(rank, NOTHING).forward]
+        entry = next((list(e.range) for rank in ranks if (e := known.get(rank, NOTHING).entry)), None)
         evidence = {
             "first_parameter": names[0] if names else None,
             "gradient_from_loss": entry,

@@ -72,14 +72,14 @@ class NonfiniteParameter(NonfiniteRule):
         if not ranks:
             return None
         known = known_of(step)
-        found = [known[rank]["parameters"] for rank in ranks if rank in known]
-        phase = next((table["phase"] for table in found if table["phase"]), None)
-        names = tuple(dict.fromkeys(name for table in found for name in table["before" if before else "after"]))
+        found = [parameters for rank in ranks if rank in known and (parameters := known[rank].parameters)]
+        phase = next((own.phase for own in found if own.phase), None)
+        names = tuple(dict.fromkeys(name for own in found for name in (own.before if before else own.after)))
         evidence: dict[str, Any] = {"parameters": len(names)}
         if before:
             evidence |= {"observed": "non-finite before this step's forward", "seen_at": step.step}
         else:
-            state = list(dict.fromkeys(f"{name}: {key}" for table in found for name, key in table["state"]))
+            state = list(dict.fromkeys(f"{name}: {key}" for own in found for name, key in own.state))
             evidence |= {"state": state[:MAX_NAMES], "lr": step.rows[ranks[0]].lr}
             names = names or tuple(dict.fromkeys(text.partition(": ")[0] for text in state))
         made = step.step - 1 if before and phase == "optimizer" else None

@@ -5,8 +5,9 @@ from __future__ import annotations
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.kinds import Verdict
-from ddpdebug.detectors.num.nonfinite import NonfiniteRule, Table, call, has, known_of, ranks_with, seen
+from ddpdebug.detectors.num.nonfinite import NonfiniteRule, call, has, known_of, ranks_with, seen
 from ddpdebug.detectors.num.num304_nonfinite_parameter import NonfiniteParameter
+from ddpdebug.schema.details import Numerics
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
 
@@ -59,20 +60,20 @@ class NonfiniteInput(NonfiniteRule):
     def verdict(cls, step: Step) -> Verdict | None:
         known = known_of(step)
 
-        def guilty(rank: int, table: Table) -> bool:
+        def guilty(rank: int, told: Numerics) -> bool:
             harmed = Flag.LOSS_NONFINITE | Flag.LOCAL_GRADS_NONFINITE
-            return bool(table.get("inputs")) and has(step, rank, harmed)
+            return bool(told.inputs) and has(step, rank, harmed)
 
         ranks = ranks_with(step, known, guilty)
         if not ranks:
             return None
-        first = {rank: known[rank]["inputs"][0] for rank in ranks}
+        first = {rank: known[rank].inputs[0] for rank in ranks}
         evidence = {
-            "samples": {str(rank): entry["samples"] for rank, entry in first.items()},
-            "kinds": sorted({kind for entry in first.values() for kind in entry["kinds"]}),
-            "elements": {str(rank): entry["count"] for rank, entry in first.items()},
-            "shape": first[ranks[0]]["shape"],
-            "dtype": first[ranks[0]]["dtype"],
+            "samples": {str(rank): list(entry.samples) for rank, entry in first.items()},
+            "kinds": sorted({kind for entry in first.values() for kind in entry.kinds}),
+            "elements": {str(rank): entry.count for rank, entry in first.items()},
+            "shape": list(first[ranks[0]].shape),
+            "dtype": first[ranks[0]].dtype,
         }
-        names = tuple(dict.fromkeys(entry["argument"] for rank in ranks for entry in known[rank]["inputs"]))
+        names = tuple(dict.fromkeys(entry.argument for rank in ranks for entry in known[rank].inputs))
         return Verdict(ranks=ranks, subject=names, phase="input", evidence=evidence)

@@ -6,10 +6,11 @@ from collections.abc import Hashable, Iterator
 from typing import Any
 
 from ddpdebug.detectors.base import Examples, RankClasses
-from ddpdebug.detectors.comparison import MAX_NAMES, tables
+from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.kinds import ComparisonRule
 from ddpdebug.detectors.num.nonfinite import BAD, seen
+from ddpdebug.schema.details import Numerics
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
@@ -70,20 +71,20 @@ class NearOverflow(ComparisonRule):
         return ()
 
     def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:
-        found = {rank: near for rank, table in tables(step, "numerics").items() if (near := table.get("near"))}
+        found = {rank: told.near for rank, told in step.answers(Numerics).items() if told.near}
         if not found:
             return
-        worst = max((near for own in found.values() for near in own), key=lambda n: n["largest"] / n["limit"])
-        names = dict.fromkeys([worst["module"], *(near["module"] for own in found.values() for near in own)])
+        worst = max((near for own in found.values() for near in own), key=lambda n: n.largest / n.limit)
+        names = dict.fromkeys([worst.module, *(near.module for own in found.values() for near in own)])
         yield self.finding(
             step,
             ranks=tuple(sorted(found)),
             subject=tuple(names)[:MAX_NAMES],
-            phase="gradient" if worst["module"].startswith("gradient of ") else "forward",
+            phase="gradient" if worst.module.startswith("gradient of ") else "forward",
             evidence={
-                "largest": worst["largest"],
-                "limit": worst["limit"],
-                "dtype": worst["dtype"],
-                "history": [f"step {int(at)}: {largest:.4g}" for at, largest in worst["history"]],
+                "largest": worst.largest,
+                "limit": worst.limit,
+                "dtype": worst.dtype,
+                "history": [f"step {at}: {largest:.4g}" for at, largest in worst.history],
             },
         )

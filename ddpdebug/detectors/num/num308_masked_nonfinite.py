@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 from ddpdebug.detectors.base import Examples, RankClasses
-from ddpdebug.detectors.comparison import MAX_NAMES, tables
+from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.kinds import ComparisonRule
 from ddpdebug.detectors.num.nonfinite import BAD, about, call, first_call, maker, seen
+from ddpdebug.schema.details import Numerics
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
@@ -77,13 +78,13 @@ class MaskedNonfinite(ComparisonRule):
         return (finding.subject[:1],)
 
     def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:
-        known = {rank: table for rank, table in tables(step, "numerics").items() if table.get("forward")}
-        calls = {rank: found for rank, table in known.items() if (found := first_call(table)) is not None}
+        known = step.answers(Numerics)
+        calls = {rank: found for rank, told in known.items() if (found := first_call(told)) is not None}
         if not calls:
             return
         first = next(iter(calls.values()))
         names = dict.fromkeys(maker(found) for found in calls.values())
-        replay: dict[str, Any] = next((found for rank in calls if (found := known[rank].get("replay"))), {})
+        replay: Mapping[str, Any] = next((found for rank in calls if (found := known[rank].replay)), {})
         masked = replay.get("masked") or {}
         evidence = {"operation": masked.get("op"), "masked_by": masked.get("ended_at")}
         evidence |= {"operands": masked.get("operands"), **about(first)}

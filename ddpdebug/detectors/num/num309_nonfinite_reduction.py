@@ -8,7 +8,7 @@ from typing import Any
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.kinds import Verdict
-from ddpdebug.detectors.num.nonfinite import NonfiniteRule, known_of, seen
+from ddpdebug.detectors.num.nonfinite import NOTHING, NonfiniteRule, known_of, seen
 from ddpdebug.detectors.num.num303_nonfinite_local_gradient import NonfiniteLocalGradient
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
@@ -66,10 +66,10 @@ class NonfiniteReduction(NonfiniteRule):
         ranks = step.ranks_with(Flag.GRADS_NONFINITE)
         if not ranks or not step.all(Flag.CHECKED):
             return None
-        names = tuple(dict.fromkeys(name for rank in ranks for name in known.get(rank, {}).get("reduced", ())))
+        names = tuple(dict.fromkeys(name for rank in ranks for name in known.get(rank, NOTHING).reduced))
         largest: dict[str, float] = {}
-        for rank, table in known.items():
-            sizes = [value for name, value in table.get("largest", {}).items() if not names or name in names]
+        for rank, told in known.items():
+            sizes = [value for name, value in told.largest.items() if not names or name in names]
             if sizes:
                 largest[str(rank)] = max(sizes)
         evidence = {
