@@ -44,6 +44,7 @@ from ddpdebug import torch_internals as internals
 from ddpdebug.errors import UsageError
 from ddpdebug.isolation.process_state import preserved
 from ddpdebug.nested import mapped, tensors_in
+from ddpdebug.schema.announcements import Equivalence
 from ddpdebug.schema.finding import Finding
 
 Build = Callable[[], tuple[nn.Module, Callable[..., Any], Any]]
@@ -78,8 +79,8 @@ class Plan:
     freeze_batch_norm: bool = False
 
 
-def measure(build: Build, *, steps: int = 3, device: torch.device | None = None) -> dict[str, Any]:
-    """Compare the ranks of the default group with one process; return this rank's facts for SYNC209.
+def measure(build: Build, *, steps: int = 3, device: torch.device | None = None) -> Equivalence:
+    """Compare the ranks of the default group with one process; return what this rank tells SYNC209.
 
     While a rank runs alone, its process is a world of its own for all that runs in it. So this is for the ranks that
     `ddpdebug equivalence` starts and for tests, never for a process that trains.
@@ -106,16 +107,16 @@ def measure(build: Build, *, steps: int = 3, device: torch.device | None = None)
                 plan = replace(plan, double=False)  # something in it insists on its precision
                 one = _run(build, plan, 0, 1)
         facts = _compare(one, _run(build, plan, rank, world), world)
-        if facts["off"] and one.batch_norm:  # is it that, or is there more?
+        if facts.off and one.batch_norm:  # is it that, or is there more?
             plan = replace(plan, freeze_batch_norm=True)
             with internals.as_world(group):
                 one = _run(build, plan, 0, 1)
             frozen = _compare(one, _run(build, plan, rank, world), world)
-            known = {"batch_norm": True, "without_batch_norm": "differ" if frozen["off"] else "agree"}
-            facts = {**(frozen if frozen["off"] else facts), **known}
-        if facts["off"]:
+            known, facts = ("differ", frozen) if frozen.off else ("agree", facts)
+            facts = replace(facts, batch_norm=True, without_batch_norm=known)
+        if facts.off:
             with internals.as_world(group):
-                facts["shards"] = _shards(build, plan, world, one)
+                facts = replace(facts, shards=_shards(build, plan, world, one))
     return facts
 
 
@@ -212,7 +213,7 @@ def _shards(build: Build, plan: Plan, world: int, one: Trajectory) -> str | None
         (loss / world).backward()
     parts = Trajectory([_copies((n, p.grad) for n, p in module.named_parameters())], [], one.coarsest, one.longest_sum)
     alone = Trajectory(one.gradients[:1], [], one.coarsest, one.longest_sum)
-    return "ranks" if _compare(alone, parts, world)["off"] else "batch"
+    return "ranks" if _compare(alone, parts, world).off else "batch"
 
 
 def _own_part(batch: Any, rank: int, world: int) -> Any:
@@ -271,17 +272,10 @@ def bound(tensors: int, longest_sum: int, step: int, dtype: torch.dtype) -> floa
     return 2 * _CONFIDENCE * (step + 1) * math.sqrt(2 * tensors * longest_sum) * unit
 
 
-def _compare(one: Trajectory, many: Trajectory, world: int) -> dict[str, Any]:
-    """Return the facts for SYNC209: the first step in which the two runs are further apart than rounding explains."""
+def _compare(one: Trajectory, many: Trajectory, world: int) -> Equivalence:
+    """Return what SYNC209 is told: the first step in which the two runs are further apart than rounding explains."""
     dtype = max(one.coarsest, many.coarsest, key=lambda kind: torch.finfo(kind).eps)
-    facts: dict[str, Any] = {
-        "world": world,
-        "step": None,
-        "quantity": None,
-        "dtype": str(dtype).removeprefix("torch."),
-        "batch_norm": one.batch_norm,
-        "off": {},
-    }
+    facts = Equivalence(world=world, dtype=str(dtype).removeprefix("torch."), batch_norm=one.batch_norm)
     for step in range(len(one.gradients)):
         pairs = [("gradient", one.gradients[step], many.gradients[step])]
         if step < len(one.parameters):
@@ -291,17 +285,18 @@ def _compare(one: Trajectory, many: Trajectory, world: int) -> dict[str, Any]:
             limit = bound(max(1, len(names)), one.longest_sum, step, dtype)
             if limit > _TOO_COARSE:
                 raise UsageError(
-                    f"the model computes in {facts['dtype']}, where rounding alone explains differences of "
+                    f"the model computes in {facts.dtype}, where rounding alone explains differences of "
                     f"{100 * limit:.0f} %; build it without autocast, in float32 or float64"
                 )
-            facts.update(bound=limit, compared=len(names), quantity=quantity)
-            off = _beyond(alone, together, limit)
-            if off:
-                return {**facts, "step": step, "off": off}
+            facts = replace(facts, bound=limit, compared=len(names), quantity=quantity)
+            if off := _beyond(alone, together, limit):
+                return replace(facts, step=step, off=off)
     return facts
 
 
-def _beyond(alone: Mapping[str, Tensor], together: Mapping[str, Tensor], limit: float) -> dict[str, list[float]]:
+def _beyond(
+    alone: Mapping[str, Tensor], together: Mapping[str, Tensor], limit: float
+) -> dict[str, tuple[float, float, float]]:
     """Return name -> ratio, rest, difference of what is further apart than `limit`, relative to the largest element."""
     scale = max((float(t.abs().max()) for t in alone.values() if t.numel()), default=0.0)
     if not math.isfinite(scale):
@@ -315,11 +310,11 @@ def _beyond(alone: Mapping[str, Tensor], together: Mapping[str, Tensor], limit: 
         if difference > limit * scale or not math.isfinite(difference):
             ratio = float((a * b).sum() / (a * a).sum()) if bool(a.any()) else math.inf
             rest = float((b - ratio * a).norm() / b.norm()) if math.isfinite(ratio) and bool(b.any()) else 0.0
-            off[name] = [ratio, rest, difference / scale if scale else math.inf]
+            off[name] = (ratio, rest, difference / scale if scale else math.inf)
     return off
 
 
-def judge(facts: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
+def judge(facts: Mapping[int, Equivalence]) -> list[Finding]:
     """Return SYNC209 if the facts of the ranks say so."""
     from ddpdebug.detectors.sync.sync209_not_equivalent import NotEquivalent  # noqa: PLC0415 - one rule, not the package
 

@@ -12,8 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.ci.equivalence import Build, judge, measure
 from ddpdebug.probes.values import raw_bytes
+from ddpdebug.schema.announcements import Equivalence
 from ddpdebug.schema.details import hex_digest
 from ddpdebug.schema.finding import Severity
+from ddpdebug.schema.wire import from_json, to_json
 from ddpdebug.sinks.text import clean, counted, parts, ranks_text
 from ddpdebug.testing.meeting import Meeting
 
@@ -219,8 +221,9 @@ def assert_equivalent(
     """
     meeting = Meeting("assert_equivalent(...)", timeout)
     meeting.tell_json("here")
-    facts = meeting.tell_json(measure(build, steps=steps, device=device))
-    for finding in judge(dict(enumerate(facts))):
+    told = meeting.tell_json(to_json(measure(build, steps=steps, device=device)))
+    facts = (from_json(Equivalence, said) for said in told)
+    for finding in judge({rank: fact for rank, fact in enumerate(facts) if fact is not None}):
         if finding.severity > Severity.INFO:
             lines = [f"{label}: {line}" for label, own in parts(finding, meeting.world) for line in own]
             raise AssertionError("\n".join([f"{finding.code} {finding.title}", *lines]))
