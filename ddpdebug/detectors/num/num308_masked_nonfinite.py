@@ -84,7 +84,7 @@ class MaskedNonfinite(ComparisonRule):
             return
         first = next(iter(calls.values()))
         names = dict.fromkeys(maker(found) for found in calls.values())
-        replay: Mapping[str, Any] = next((found for rank in calls if (found := known[rank].replay)), {})
+        replay: Mapping[str, Any] = next((own for rank in calls if (own := known[rank].replay)), {})
         masked = replay.get("masked") or {}
         evidence = {"operation": masked.get("op"), "masked_by": masked.get("ended_at")}
         evidence |= {"operands": masked.get("operands"), **about(first)}
