@@ -26,6 +26,7 @@ from ddpdebug.probes.step_state import Window
 from ddpdebug.probes.training_events import Bus, ForwardBegan, ModuleForwardBegan, StepBegan, StepEnded, Tensors
 from ddpdebug.probes.training_loop.validation_loss import Evaluations, loss_in
 from ddpdebug.schema.announcements import ValidationLine
+from ddpdebug.schema.row import Flag, Row
 from ddpdebug.schema.step import Step
 from ddpdebug.torch_internals.loss_functions import LOSSES
 
