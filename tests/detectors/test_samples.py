@@ -5,6 +5,7 @@ from __future__ import annotations
 from ddpdebug.detectors.hlth.hlth703_dead_units import DeadUnits
 from ddpdebug.detectors.hlth.samples import activation, parameters, ratios, sampled, sites, update_ratio, weight
 from ddpdebug.diagnosis.engine import Diagnosis
+from ddpdebug.schema.details import LayerStatistics
 
 
 def test_every_sample_is_asked_for_even_when_nothing_or_everything_was_found() -> None:
@@ -40,5 +41,5 @@ def test_tables_are_read_from_who_tells_them() -> None:
     assert ratios(step) == {"b": 0.001, "a": 0.01}
     assert update_ratio(step) == 0.001
     assert [len(seen) for seen in sites(step).values()] == [2]
-    assert parameters(step.with_details({"layers": {0: None}})) == {}
-    assert sites(step.with_details({"layers": {0: {}}})) == {}
+    assert parameters(step.with_details({"layers": {}})) == {}
+    assert sites(step.with_details({"layers": {0: LayerStatistics()}})) == {}

@@ -6,6 +6,7 @@ import json
 import pickle
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -229,37 +230,37 @@ def test_cuda_tells_before_it_raises(rank: Rank, monkeypatch: pytest.MonkeyPatch
     assert rank.memory.take_failure() is None
 
 
-SUMMARY: Mapping[str, Any] = {
-    "phase": "forward",
-    "steps": 40,
-    "world": 4,
-    "requested": 2 * GIB,
-    "allocated": 70 * GIB,
-    "reserved": 70 * GIB,
-    "limit": 80 * GIB,
-    "split": {"parameters": 8 * GIB, "gradients": 8 * GIB, "optimizer_state": 16 * GIB, "other": 38 * GIB},
-    "shapes": [[8, 1024]],
-    "elements": 8192,
-    "largest_elements": 8192,
-    "curve": [[step, 60 * GIB, 8192] for step in range(40)],
-}
+FAILED = AllocationFailure(
+    phase="forward",
+    steps=40,
+    world=4,
+    requested=2 * GIB,
+    allocated=70 * GIB,
+    reserved=70 * GIB,
+    limit=80 * GIB,
+    split={"parameters": 8 * GIB, "gradients": 8 * GIB, "optimizer_state": 16 * GIB, "other": 38 * GIB},
+    shapes=((8, 1024),),
+    elements=8192,
+    largest_elements=8192,
+    curve=tuple((step, 60 * GIB, 8192) for step in range(40)),
+)
 
 
 @pytest.mark.parametrize(
     "changes, kind, words",
     [
-        ({"elements": 32768, "shapes": [[8, 4096]]}, "batch", "8x4096 have 32768 elements"),
+        ({"elements": 32768, "shapes": ((8, 4096),)}, "batch", "8x4096 have 32768 elements"),
         ({"reserved": 75 * GIB}, "fragmentation", "5 GiB are free"),
-        ({"curve": [[s, (30 + s) * GIB, 1] for s in range(40)]}, "leak", "1 GiB a step"),
+        ({"curve": tuple((s, (30 + s) * GIB, 1) for s in range(40))}, "leak", "1 GiB a step"),
         ({"phase": "optimizer", "steps": 0}, "optimizer state", "16 GiB for these"),
-        ({"steps": 0, "largest_elements": 0, "curve": []}, "first step", "does not fit (parameters 8 GiB"),
+        ({"steps": 0, "largest_elements": 0, "curve": ()}, "first step", "does not fit (parameters 8 GiB"),
         ({}, "unknown", "close to the limit"),
-        ({"curve": [[s, min(60, 20 + 9 * s) * GIB, 1] for s in range(40)]}, "unknown", "close to the limit"),
+        ({"curve": tuple((s, min(60, 20 + 9 * s) * GIB, 1) for s in range(40))}, "unknown", "close to the limit"),
     ],
 )
 def test_the_likely_cause(changes: Mapping[str, Any], kind: str, words: str) -> None:
     """By evidence: a larger batch, holes, a leak, the first optimizer step, or simply too much."""
-    found = explain({**SUMMARY, **changes})
+    found = explain(replace(FAILED, **changes))
     assert found.kind == kind
     assert words in found.text
     assert found.actions
@@ -267,7 +268,7 @@ def test_the_likely_cause(changes: Mapping[str, Any], kind: str, words: str) -> 
 
 def test_what_if_counts_what_would_be_saved() -> None:
     """Sharding the state over four ranks saves three quarters of it."""
-    ideas = what_if(SUMMARY)
+    ideas = what_if(FAILED)
     assert "`ZeroRedundancyOptimizer` over 4 ranks: saves about 12 GiB" in ideas
     assert any("checkpoint" in idea and "24 GiB" in idea for idea in ideas)
 

@@ -21,6 +21,7 @@ from ddpdebug.forensics.loss.dropout_calls import active_calls
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.training_loop.eval_dropout import FORWARDS, Chance
+from ddpdebug.schema.announcements import EvalDropout
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 
@@ -248,6 +249,7 @@ def test_a_mode_of_the_user_sees_the_same() -> None:
 
 def test_the_finding_names_every_call() -> None:
     """Who mends one line would meet the next in the next run."""
-    fact = {"step": 4, "function": "dropout", "location": "m.py:3", "module": "a", "others": ["dropout at m.py:9"]}
+    others = ("dropout at m.py:9",)
+    fact = EvalDropout(step=4, function="dropout", location="m.py:3", module="a", class_name="A", others=others)
     (finding,) = EvalNotDeterministic().compare("alone:chance", {0: fact})
     assert finding.evidence["others"] == ["dropout at m.py:9"]

@@ -496,7 +496,7 @@ def step_with(**rows: tuple[float, bool]) -> Step:
 def test_told_values_replace_seen_ones() -> None:
     """On whatever rank they are told; and what was seen before is another quantity."""
     source = ValidationSource()
-    fact = {"location": "train.py:88", "batches": 12, "samples": None, "source": "by nn.L1Loss"}
+    fact = ValidationLine(location="train.py:88", batches=12, source="by nn.L1Loss")
     source.hear("alone:evaluation", {1: fact})
     assert source.values(step_with(r0=(1.0, True), r1=(2.0, True))) == [1.0, 2.0]
     assert not source.renewed()
@@ -516,7 +516,7 @@ def test_another_line_is_another_quantity() -> None:
     """A rank that begins later is not, one that changes its line is."""
     source = ValidationSource()
     for rank in (0, 1):
-        source.hear("alone:evaluation", {rank: {"location": "a.py:1", "batches": 1}})
+        source.hear("alone:evaluation", {rank: ValidationLine(location="a.py:1", batches=1)})
         assert not source.renewed()
-    source.hear("alone:evaluation", {1: {"location": "a.py:9", "batches": 1}})
+    source.hear("alone:evaluation", {1: ValidationLine(location="a.py:9", batches=1)})
     assert source.renewed()

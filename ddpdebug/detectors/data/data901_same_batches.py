@@ -8,6 +8,7 @@ from typing import Any
 from ddpdebug.detectors.base import Detector, Examples, Facts, Threshold
 from ddpdebug.detectors.comparison import replica_groups
 from ddpdebug.detectors.examples import digest, step_at, steps
+from ddpdebug.schema.announcements import Loader
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
 
@@ -103,13 +104,14 @@ class SameBatches(Detector):
         evidence = {"groups": groups, "equal": what, "of_the_work_wasted": 1 - len(groups) / len(ranks)}
         return self.finding(step=first, last_step=last, ranks=ranks, subject=("model input",), evidence=evidence)
 
-    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
-        told = {r: f for r, f in sorted(facts.items()) if isinstance(f, Mapping) and f.get("distributed")}
+    def compare(self, topic: str, facts: Mapping[int, Loader]) -> Iterator[Finding]:
+        told = {r: f for r, f in sorted(facts.items()) if f.distributed}
         places: dict[tuple[str, ...], list[int]] = {}
         for rank, fact in told.items():
-            if fact.get("rank") is not None and (fact.get("replicas") or 1) >= len(facts):
+            replicas = fact.replicas or 1
+            if fact.rank is not None and not isinstance(replicas, str) and replicas >= len(facts):
                 keys = ("rank", "replicas", "seed", "shuffle", "epoch", "length")
-                places.setdefault(tuple(repr(fact.get(key)) for key in keys), []).append(rank)
+                places.setdefault(tuple(repr(getattr(fact, key)) for key in keys), []).append(rank)
         groups = [ranks for ranks in places.values() if len(ranks) > 1]
         if groups and len(facts) > 1:
             yield self._report(self._next, self._next, groups, "place in the sampler")

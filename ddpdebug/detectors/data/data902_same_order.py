@@ -10,6 +10,7 @@ from typing import Any
 from ddpdebug.detectors.base import Detector, Examples, Facts, Threshold
 from ddpdebug.detectors.comparison import announced_at
 from ddpdebug.detectors.examples import digest, step_at, steps
+from ddpdebug.schema.announcements import Loader
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
 
@@ -103,7 +104,7 @@ class SameOrder(Detector):
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
         self._histories: dict[tuple[int, int, str], _History] = {}
-        self._loaders: dict[str, Mapping[int, Any]] = {}
+        self._loaders: dict[str, Mapping[int, Loader]] = {}
         self._next = 0
 
     def detect(self, step: Step) -> Iterator[Finding]:
@@ -124,7 +125,7 @@ class SameOrder(Detector):
                 evidence={"period": histories[0].period, "observed": "batches come again in the same order"},
             )
 
-    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
+    def compare(self, topic: str, facts: Mapping[int, Loader]) -> Iterator[Finding]:
         before, self._loaders[topic] = self._loaders.get(topic), facts
         if before is None or len(facts) < 2:
             return
@@ -134,14 +135,13 @@ class SameOrder(Detector):
             yield self.finding(
                 step=announced_at(facts, self._next),
                 ranks=stuck,
-                subject=(str(fact.get("sampler") or "sampler"),),
-                evidence={"loader": topic, "epoch": fact.get("epoch"), "iterations": fact.get("iterations")},
+                subject=(fact.sampler or "sampler",),
+                evidence={"loader": topic, "epoch": fact.epoch, "iterations": fact.iterations},
             )
 
 
-def _stuck(before: Any, now: Any) -> bool:
+def _stuck(before: Loader | None, now: Loader) -> bool:
     """Whether a shuffling distributed sampler begins another pass with the epoch of the last one."""
-    if not (isinstance(before, Mapping) and isinstance(now, Mapping) and now.get("distributed") and now.get("shuffle")):
+    if before is None or not (now.distributed and now.shuffle):
         return False
-    grown = (now.get("iterations") or 0) > (before.get("iterations") or 0)
-    return grown and now.get("epoch") is not None and now.get("epoch") == before.get("epoch")
+    return now.iterations > before.iterations and now.epoch is not None and now.epoch == before.epoch

@@ -8,6 +8,7 @@ from typing import Any
 from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.schema.announcements import Failure, TargetRange
 from ddpdebug.schema.finding import Severity
 
 #: What torch's losses raise about labels.
@@ -78,11 +79,10 @@ class InvalidLabels(EventRule):
         )
     )
 
-    def judge(self, fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        if "reason" not in fact:
-            evidence = {"labels_from": fact.get("low"), "labels_to": fact.get("high"), "allowed": [0, 1]}
-            return {"subject": (str(fact.get("loss")),), "evidence": evidence}
-        reason = str(fact["reason"])
-        if not any(message in reason for message in MESSAGES):
+    def judge(self, fact: TargetRange | Failure) -> Mapping[str, Any] | None:
+        if isinstance(fact, TargetRange):
+            evidence = {"labels_from": fact.low, "labels_to": fact.high, "allowed": [0, 1]}
+            return {"subject": (fact.loss,), "evidence": evidence}
+        if not any(message in fact.reason for message in MESSAGES):
             return None
-        return {"subject": ("labels",), "evidence": {"ended_with": reason[:200]}}
+        return {"subject": ("labels",), "evidence": {"ended_with": fact.reason[:200]}}

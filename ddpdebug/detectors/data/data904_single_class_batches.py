@@ -7,6 +7,7 @@ from typing import Any
 
 from ddpdebug.detectors.base import Detector, Examples, Threshold
 from ddpdebug.detectors.examples import step_at, steps
+from ddpdebug.schema.details import Recipe
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
@@ -94,8 +95,7 @@ class SingleClassBatches(Detector):
             return
         self._runs[step.optimizer] = first, number + 1, mixed
         seen = self._seen.setdefault(step.optimizer, set())
-        details = step.details.get("recipe", {})
-        seen.update(own["label"] for own in details.values() if own and isinstance(own.get("label"), int))
+        seen.update(recipe.label for recipe in step.answers(Recipe).values() if recipe.label is not None)
         if number + 1 >= self.single_class_steps and len(seen) > 1:
             evidence = {"steps_of_one_class_each": number + 1, "others": mixed, "classes_seen": sorted(seen)[:20]}
             yield self.finding(step, step=first, evidence=evidence)

@@ -7,6 +7,7 @@ from typing import Any
 
 from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.examples import step_at, steps
+from ddpdebug.schema.announcements import Announcement, Failure, Loader
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
@@ -81,35 +82,36 @@ class UnequalBatches(Detector):
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
-        self._batches: dict[str, dict[int, Any]] = {}
+        self._batches: dict[str, dict[int, int | None]] = {}
         self._loose = False
 
     def detect(self, step: Step) -> Iterator[Finding]:
         self._loose = self._loose or step.any(Flag.IN_JOIN | Flag.LOCAL_ONLY | Flag.NO_DDP)
         yield from ()
 
-    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
+    def compare(self, topic: str, facts: Mapping[int, Announcement]) -> Iterator[Finding]:
         if topic.startswith("loader"):
-            told = {rank: fact for rank, fact in sorted(facts.items()) if isinstance(fact, Mapping)}
-            alike = {tuple(repr(fact.get(key)) for key in _SAME) for fact in told.values()}
+            told = {rank: fact for rank, fact in sorted(facts.items()) if isinstance(fact, Loader)}
+            alike = {tuple(repr(getattr(fact, key)) for key in _SAME) for fact in told.values()}
             if len(told) < 2 or len(alike) > 1:
                 return
-            self._batches[topic] = {rank: fact.get("batches") for rank, fact in told.items()}
-            starts = {rank: int(fact.get("step") or 0) for rank, fact in told.items()}
+            self._batches[topic] = {rank: fact.batches for rank, fact in told.items()}
+            starts = {rank: fact.step or 0 for rank, fact in told.items()}
             uneven = min(starts.values()) > 0 and len(set(starts.values())) > 1
-            if uneven and next(iter(told.values())).get("iterations") == 2 and not self._loose:
+            if uneven and next(iter(told.values())).iterations == 2 and not self._loose:
                 yield self._report(topic, min(starts.values()), {"steps_before_the_second_pass": starts})
             return
-        failure: Mapping[str, Any] = next(iter(facts.values()), {})
-        reason = str(failure.get("reason"))
-        if topic == "alone:failure" and any(message in reason for message in LEFT_ALONE) and not self._loose:
+        failure = next(iter(facts.values()))
+        if not isinstance(failure, Failure) or self._loose:
+            return
+        if any(message in failure.reason for message in LEFT_ALONE):
             for name, batches in self._batches.items():
                 if None not in batches.values() and len(set(batches.values())) > 1:
-                    yield self._report(name, failure.get("step"), {"ended_with": reason[:200]})
+                    yield self._report(name, failure.step, {"ended_with": failure.reason[:200]})
 
     def _report(self, topic: str, step: int | None, more: Mapping[str, Any]) -> Finding:
         batches = self._batches[topic]
-        known = {rank: number for rank, number in batches.items() if isinstance(number, int)}
+        known = {rank: number for rank, number in batches.items() if number is not None}
         ranks = (
             tuple(rank for rank in known if known[rank] == min(known.values())) if len(set(known.values())) > 1 else ()
         )

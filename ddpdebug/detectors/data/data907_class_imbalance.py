@@ -8,6 +8,7 @@ from typing import Any
 from ddpdebug.detectors.base import Examples, Facts, Threshold
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.schema.announcements import LabelCounts
 from ddpdebug.schema.finding import Severity
 
 _FACT = {
@@ -73,14 +74,13 @@ class ClassImbalance(EventRule):
         )
     )
 
-    def judge(self, fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        seen, share = int(fact.get("seen") or 0), float(fact.get("share") or 0.0)
-        enough = seen >= self.imbalance_labels and share >= self.imbalance_share
-        if fact.get("weighted") or int(fact.get("present") or 0) < 2 or not enough:
+    def judge(self, fact: LabelCounts) -> Mapping[str, Any] | None:
+        enough = fact.seen >= self.imbalance_labels and fact.share >= self.imbalance_share
+        if fact.weighted or fact.present < 2 or not enough:
             return None
         return {
             "step": 0,
-            "last_step": fact.get("step"),
-            "subject": (f"class {fact.get('largest')}",),
-            "evidence": {"share": round(share, 4), "labels": seen, "classes": fact.get("classes")},
+            "last_step": fact.step,
+            "subject": (f"class {fact.largest}",),
+            "evidence": {"share": round(fact.share, 4), "labels": fact.seen, "classes": fact.classes},
         }

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from ddpdebug.detectors.base import Detector, Examples, Facts, Threshold
 from ddpdebug.detectors.examples import steps
+from ddpdebug.schema.announcements import InputStatistics
 from ddpdebug.schema.finding import Finding, Severity
 
 _USUAL = {"layer": "Conv2d", "mean": 0.0, "std": 1.0, "min": -3.0, "max": 3.0, "twice": 0.0, "step": 4}
@@ -82,8 +82,8 @@ class InputScale(Detector):
         )
     )
 
-    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
-        told = {rank: fact for rank, fact in sorted(facts.items()) if isinstance(fact, Mapping)}
+    def compare(self, topic: str, facts: Mapping[int, InputStatistics]) -> Iterator[Finding]:
+        told = dict(sorted(facts.items()))
         found: dict[str, list[int]] = {}
         for rank, fact in told.items():
             if (what := _unusual(fact, self.input_std)) is not None:
@@ -91,11 +91,12 @@ class InputScale(Detector):
         if not found and (odd := _apart(told, self.input_scale_apart, self.input_mean_apart)):
             found["differs between ranks"] = odd
         for what, ranks in found.items():
-            about = {str(rank): {key: told[rank].get(key) for key in ("mean", "std", "min", "max")} for rank in told}
-            layer = str(told[ranks[0]].get("layer"))
+            shown = ("mean", "std", "min", "max")
+            about = {str(rank): {key: getattr(fact, key) for key in shown} for rank, fact in told.items()}
+            layer = told[ranks[0]].layer
             yield self.finding(
                 step=0,
-                last_step=told[ranks[0]].get("step"),
+                last_step=told[ranks[0]].step,
                 ranks=tuple(ranks),
                 subject=(f"input of the first {layer}",),
                 phase=what,
@@ -103,20 +104,19 @@ class InputScale(Detector):
             )
 
 
-def _unusual(fact: Mapping[str, Any], most: float) -> str | None:
+def _unusual(fact: InputStatistics, most: float) -> str | None:
     """What is wrong with the inputs of one rank, None where nothing is."""
-    std, low, high = (float(fact.get(key) or 0.0) for key in ("std", "min", "max"))
-    if low == high:
+    if fact.min == fact.max:
         return "constant"
-    if fact.get("twice"):
+    if fact.twice:
         return "divided by 255 twice"
-    return "far from normalised" if std > most else None
+    return "far from normalised" if fact.std > most else None
 
 
-def _apart(told: Mapping[int, Mapping[str, Any]], times: float, shift: float) -> list[int]:
+def _apart(told: Mapping[int, InputStatistics], times: float, shift: float) -> list[int]:
     """Return the ranks when their inputs cannot come from the same preparation."""
-    stds = [float(fact.get("std") or 0.0) for fact in told.values()]
-    means = [float(fact.get("mean") or 0.0) for fact in told.values()]
+    stds = [fact.std for fact in told.values()]
+    means = [fact.mean for fact in told.values()]
     if len(stds) < 2 or min(stds) <= 0:
         return []
     apart = max(stds) > times * min(stds) or max(means) - min(means) > shift * max(stds)

@@ -8,6 +8,7 @@ from typing import Any
 from ddpdebug.detectors.base import Detector, Examples, Facts, Threshold
 from ddpdebug.detectors.comparison import MAX_NAMES, announced_at
 from ddpdebug.detectors.examples import digest, step_at, steps
+from ddpdebug.schema.announcements import Loader
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step, outvoted
 
@@ -127,13 +128,13 @@ class DataSetsDiffer(Detector):
     def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
         return finding.subject[:1], finding.phase
 
-    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
-        told = {rank: fact for rank, fact in sorted(facts.items()) if isinstance(fact, Mapping)}
+    def compare(self, topic: str, facts: Mapping[int, Loader]) -> Iterator[Finding]:
+        told = dict(sorted(facts.items()))
         self._epoch += 1
         self._overlaps.clear()
         if len(told) < 2:
             return
-        distributed = all(fact.get("distributed") for fact in told.values())
+        distributed = all(fact.distributed for fact in told.values())
         differing = _attributes(told, everything=distributed)
         if distributed:
             differing = {**_settings(told), **_indices(told), **differing}
@@ -182,19 +183,19 @@ class DataSetsDiffer(Detector):
         )
 
 
-def _settings(told: Mapping[int, Mapping[str, Any]]) -> dict[str, dict[int, Any]]:
-    return _parted({key: {rank: fact.get(key) for rank, fact in told.items()} for key in _SETTINGS})
+def _settings(told: Mapping[int, Loader]) -> dict[str, dict[int, Any]]:
+    return _parted({key: {rank: getattr(fact, key) for rank, fact in told.items()} for key in _SETTINGS})
 
 
-def _indices(told: Mapping[int, Mapping[str, Any]]) -> dict[str, dict[int, Any]]:
+def _indices(told: Mapping[int, Loader]) -> dict[str, dict[int, Any]]:
     """Return the subset's indices where they differ: ranks that share a sampler must hold the same subset."""
-    digests = {rank: (fact.get("indices") or {}).get("digest") for rank, fact in told.items()}
+    digests = {rank: None if fact.indices is None else fact.indices.digest for rank, fact in told.items()}
     return _parted({"indices": digests}) if all(digests.values()) else {}
 
 
-def _attributes(told: Mapping[int, Mapping[str, Any]], *, everything: bool) -> dict[str, dict[int, Any]]:
+def _attributes(told: Mapping[int, Loader], *, everything: bool) -> dict[str, dict[int, Any]]:
     """Return attributes of the data sets that differ and should not; label numbering only unless `everything`."""
-    tables = {rank: fact.get("attributes") or {} for rank, fact in told.items()}
+    tables = {rank: fact.attributes for rank, fact in told.items()}
     names = sorted(name for name in next(iter(tables.values())) if all(name in table for table in tables.values()))
     chosen = [name for name in names if _numbering(name) or (everything and not _own(name))]
     found = _parted({name: {rank: table[name] for rank, table in tables.items()} for name in chosen})

@@ -72,13 +72,13 @@ class VanishingGradient(LayerRule):
         table = parameters(step)
         if not table:
             return None
-        classes = {path: seen[0]["class"] for path, seen in sites(step).items()}
+        classes = {path: seen[0].class_name for path, seen in sites(step).items()}
         profile = {
-            name: about["grad_norm"] / about["norm"]
+            name: about.grad_norm / about.norm
             for name, about in table.items()
-            if about["dim"] > 1
-            and about["norm"]
-            and about["grad_norm"]
+            if about.dim > 1
+            and about.norm
+            and about.grad_norm
             and not any(word in classes.get(name.rpartition(".")[0], "") for word in _NO_PART)
         }
         if len(profile) < self.vanishing_weights:

@@ -65,9 +65,9 @@ class DeadUnits(LayerRule):
         found = {}
         seen = sites(step)
         for path, ranks in seen.items():
-            shares = [about.get("zero_units") for about in ranks]
+            shares = [about.zero_units for about in ranks]
             known = [share for share in shares if share is not None]
-            inputs = sum(about.get("inputs", 0) for about in ranks)
+            inputs = sum(about.inputs or 0 for about in ranks)
             if len(known) < len(ranks) or not known or inputs < self.dead_inputs:
                 continue
             if min(known) >= self.dead_share:
@@ -75,7 +75,7 @@ class DeadUnits(LayerRule):
                 found[path] = {
                     "dead_units": min(known),
                     "inputs": inputs,
-                    "zeros": about["zero"],
-                    "mean": about["mean"],
+                    "zeros": about.zero,
+                    "mean": about.mean,
                 }
         return found if seen else None

@@ -62,14 +62,14 @@ class SaturatedActivation(LayerRule):
         seen = sites(step)
         found = {}
         for path, ranks in seen.items():
-            shares = [about.get("saturated") for about in ranks if about["hidden"]]
+            shares = [about.saturated for about in ranks if about.hidden]
             known = [share for share in shares if share is not None]
             if known and len(known) == len(ranks) and min(known) >= self.saturated_share:
                 about = ranks[0]
                 found[path] = {
-                    "kind": about["kind"],
+                    "kind": about.kind,
                     "saturated": min(known),
-                    "mean": about["mean"],
-                    "std": about["std"],
+                    "mean": about.mean,
+                    "std": about.std,
                 }
         return found if seen else None

@@ -134,12 +134,12 @@ class WeightNormDrift(LayerRule):
         found = {} if told else self._drifting(step)
         self._layers.update(found)
         for name, about in table.items():
-            norm, key = about["norm"], (step.optimizer, name)
-            if about["dim"] < 2 or norm is None:
+            norm, key = about.norm, (step.optimizer, name)
+            if about.dim < 2 or norm is None:
                 continue
             first, last = self._first.setdefault(key, norm), self._last.get(key, norm)
             self._last[key] = norm
-            if first < self.weight_tiny * math.sqrt(about["numel"]):
+            if first < self.weight_tiny * math.sqrt(about.numel):
                 continue
             grows = norm >= self.weight_growth * first and norm > self.weight_growing * last
             falls = norm <= self.weight_collapse * first and norm < last
@@ -153,7 +153,7 @@ class WeightNormDrift(LayerRule):
             self._spread = {key: stds for key, stds in self._spread.items() if key[0] != step.optimizer}
         found: dict[str, Any] = {}
         for path, ranks in sites(step).items():
-            stds = [about["std"] for about in ranks if about["hidden"] and about["std"] is not None]
+            stds = [about.std for about in ranks if about.hidden and about.std is not None]
             if len(stds) < len(ranks):
                 continue
             first = self._spread.setdefault((step.optimizer, path), [])
@@ -164,5 +164,5 @@ class WeightNormDrift(LayerRule):
             most = max(self.variance_explosion * usual, self.init_large)
             if usual and (min(stds) >= most or max(stds) <= self.variance_collapse * usual):
                 now = statistics.fmean(stds)
-                found[path] = {"std": now, "first": usual, "change": now / usual, "mean": ranks[0]["mean"]}
+                found[path] = {"std": now, "first": usual, "change": now / usual, "mean": ranks[0].mean}
         return found

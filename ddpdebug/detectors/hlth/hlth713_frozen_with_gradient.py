@@ -8,6 +8,7 @@ from typing import Any
 
 from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.hlth.samples import SampledRule, parameters, sampled, weight
+from ddpdebug.schema.details import LayerParameter
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
@@ -87,22 +88,22 @@ class FrozenWithGradient(SampledRule):
         least = self.never_changed_rounding * max(map(_per_element, table.values()))
         for name, about in table.items():
             key = (step.optimizer, name)
-            if key in self._changed or not about["digest"]:
+            if key in self._changed or not about.digest:
                 continue
-            first, digest, samples = self._first.get(key, (step.step, about["digest"], 0))
-            if digest != about["digest"] or _per_element(about) <= least:
+            first, digest, samples = self._first.get(key, (step.step, about.digest, 0))
+            if digest != about.digest or _per_element(about) <= least:
                 self._changed.add(key)
                 continue
             self._first[key] = first, digest, samples + 1
             if samples + 1 >= self.never_changed_samples and step.step - first >= self.never_changed_steps:
                 self._changed.add(key)
-                found[about["lr"] == 0].append(name)
+                found[about.lr == 0].append(name)
         for without_rate, names in found.items():
             if names:
                 yield self._report(step, names, table, without_rate=without_rate)
 
     def _report(
-        self, step: Step, names: list[str], table: Mapping[str, Mapping[str, Any]], *, without_rate: bool
+        self, step: Step, names: list[str], table: Mapping[str, LayerParameter], *, without_rate: bool
     ) -> Finding:
         about = table[names[0]]
         return self.finding(
@@ -112,16 +113,16 @@ class FrozenWithGradient(SampledRule):
             phase="rate" if without_rate else None,
             severity=Severity.WARNING if without_rate else self.severity,
             evidence={
-                "lr": about["lr"],
-                "gradient_norm": about["grad_norm"],
-                "weight_norm": about["norm"],
-                "update_by_the_optimizer": about["update"],
+                "lr": about.lr,
+                "gradient_norm": about.grad_norm,
+                "weight_norm": about.norm,
+                "update_by_the_optimizer": about.update,
                 "parameters": len(names),
             },
         )
 
 
-def _per_element(about: Mapping[str, Any]) -> float:
+def _per_element(about: LayerParameter) -> float:
     """Return the size of a parameter's gradient per element, 0 where it has none."""
-    size = float(about["grad_norm"] or 0.0) / math.sqrt(max(1, about["numel"]))
+    size = (about.grad_norm or 0.0) / math.sqrt(max(1, about.numel))
     return size if math.isfinite(size) else 0.0

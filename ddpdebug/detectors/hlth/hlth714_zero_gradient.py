@@ -7,6 +7,7 @@ from typing import Any
 
 from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.hlth.samples import SampledRule, parameters, sampled, weight
+from ddpdebug.schema.details import LayerParameter
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
 
@@ -85,7 +86,7 @@ class ZeroGradient(SampledRule):
             key = (step.optimizer, name)
             if key in self._done:
                 continue
-            if about["grad_norm"] != 0 or name in harmless:
+            if about.grad_norm != 0 or name in harmless:
                 self._done.add(key)
                 continue
             first, samples = self._zero.get(key, (step.step, 0))
@@ -102,12 +103,12 @@ class ZeroGradient(SampledRule):
             )
 
 
-def _cancelling(table: Mapping[str, Mapping[str, Any]]) -> set[str]:
+def _cancelling(table: Mapping[str, LayerParameter]) -> set[str]:
     """Return biases that cancel behind their layer: a gradient reaches its weight, so no path is cut."""
     return {
         name
         for name in table
         if name.endswith("bias")
-        and (weights := table.get(name.removesuffix("bias") + "weight"))
-        and weights["grad_norm"]
+        and (weights := table.get(name.removesuffix("bias") + "weight")) is not None
+        and weights.grad_norm
     }

@@ -7,6 +7,7 @@ from typing import Any
 
 from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.hlth.samples import SampledRule, activation, parameters, sampled, sites, weight
+from ddpdebug.schema.details import LayerStatistics
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
@@ -90,11 +91,11 @@ class PoorInitialisation(SampledRule):
         self._seen: set[int] = set()
 
     def detect(self, step: Step) -> Iterator[Finding]:
-        if step.optimizer in self._seen or not step.details.get("layers"):
+        if step.optimizer in self._seen or not step.answers(LayerStatistics):
             return
         self._seen.add(step.optimizer)
         table = parameters(step)
-        alike = [name for name, about in table.items() if about.get("symmetric")]
+        alike = [name for name, about in table.items() if about.symmetric]
         if alike:
             evidence: dict[str, Any] = {"parameters": len(alike)}
             yield self._report(step, alike, "symmetric", evidence)
@@ -103,12 +104,9 @@ class PoorInitialisation(SampledRule):
 
     def _profile(self, step: Step) -> Iterator[Finding]:
         seen = [
-            (about[0]["leaf"], path, about[0]["std"])
-            for path, about in sites(step).items()
-            if about[0]["role"] == "output"
-            and about[0].get("hidden")
-            and about[0]["std"]
-            and any(word in about[0]["class"] for word in _KINDS)
+            (about.leaf, path, about.std)
+            for path, (about, *_) in sites(step).items()
+            if about.role == "output" and about.hidden and about.std and any(w in about.class_name for w in _KINDS)
         ]
         seen.sort()
         if len(seen) < self.init_layers:

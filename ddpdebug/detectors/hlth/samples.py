@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from ddpdebug.detectors.base import Detector, Threshold
 from ddpdebug.detectors.examples import step_at
 from ddpdebug.detectors.kinds import Streak, StreakRule
+from ddpdebug.schema.details import LayerActivation, LayerParameter, LayerStatistics
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.step import Step
 
@@ -80,18 +81,17 @@ class LayerRule(SampledRule, StreakRule):
         return None
 
 
-def parameters(step: Step) -> Mapping[str, Mapping[str, Any]]:
+def parameters(step: Step) -> Mapping[str, LayerParameter]:
     """Return the parameters of a sample, from the first layer to the last; {} where there is none."""
-    for answer in step.details.get("layers", {}).values():
-        table = (answer or {}).get("parameters") or {}
-        if table:
-            return {name: table[name] for name in answer["order"]}
+    for answer in step.answers(LayerStatistics).values():
+        if answer.parameters:
+            return {name: answer.parameters[name] for name in answer.order or ()}
     return {}
 
 
-def sites(step: Step) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+def sites(step: Step) -> Mapping[str, Sequence[LayerActivation]]:
     """Return what the ranks saw of each activation that all of those saw which tell of any."""
-    tables = [t for a in step.details.get("layers", {}).values() if (t := (a or {}).get("modules"))]
+    tables = [answer.modules for answer in step.answers(LayerStatistics).values() if answer.modules]
     if not tables:
         return {}
     return {path: [table[path] for table in tables] for path in tables[0] if all(path in table for table in tables)}
@@ -108,9 +108,9 @@ def update_ratio(step: Step) -> float | None:
 def ratios(step: Step) -> dict[str, float]:
     """Return the ratio of update to weight of every weight matrix of a sample."""
     return {
-        name: about["update"] / about["norm"]
+        name: about.update / about.norm
         for name, about in parameters(step).items()
-        if about["dim"] > 1 and about["norm"] and about["update"] is not None
+        if about.dim > 1 and about.norm and about.update is not None
     }
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ddpdebug.schema.announcements import ValidationLine
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
 
@@ -15,14 +16,14 @@ class ValidationSource:
 
     def __init__(self) -> None:
         self._told = False
-        self._seen: dict[int, Mapping[str, Any]] = {}  # by rank: the line that is followed
+        self._seen: dict[int, ValidationLine] = {}  # by rank: the line that is followed
         self._renewed = False
 
     def hear(self, topic: str, facts: Mapping[int, Any]) -> None:
         """Hear which line of the script a rank reads."""
         if topic == "alone:evaluation":
             self._renewed |= any(rank in self._seen for rank in facts)  # another line than before
-            self._seen.update({rank: fact for rank, fact in facts.items() if isinstance(fact, Mapping)})
+            self._seen.update(facts)
 
     def values(self, step: Step) -> list[float]:
         """Return the ranks' values in this step."""
@@ -39,7 +40,7 @@ class ValidationSource:
 
     def location(self) -> str | None:
         """Return the line whose losses were seen."""
-        return next((fact.get("location") for fact in self._seen.values()), None) if not self._told else None
+        return next((fact.location for fact in self._seen.values()), None) if not self._told else None
 
     def evidence(self) -> dict[str, Any]:
         """The evidence about where the value comes from."""
@@ -48,8 +49,7 @@ class ValidationSource:
         fact = next(iter(self._seen.values()), None)
         if fact is None:
             return {}
-        source = f" {fact['source']}" if fact.get("source") else ""
-        place = f" at {fact['location']}" if fact.get("location") else ""
-        batches = fact.get("batches")
-        mean = f"mean of {batches} batch{'es' if batches != 1 else ''}"
+        source = f" {fact.source}" if fact.source else ""
+        place = f" at {fact.location}" if fact.location else ""
+        mean = f"mean of {fact.batches} batch{'es' if fact.batches != 1 else ''}"
         return {"validation_loss": f"seen{source} in evaluation{place}, {mean}"}

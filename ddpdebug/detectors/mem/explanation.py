@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ddpdebug.detectors.base import Detector, Threshold
 from ddpdebug.detectors.mem.growth import MIB, size_text
+from ddpdebug.schema.announcements import AllocationFailure
 
 
 class ExplainingRule(Detector):
@@ -47,25 +47,23 @@ class Explanation:
     actions: tuple[str, ...]
 
 
-def explain(summary: Mapping[str, Any], rule: ExplainingRule | None = None) -> Explanation:
-    """Return the likely cause of a failed allocation; `summary` as in `forensics/memory/oom.py`."""
+def explain(failure: AllocationFailure, rule: ExplainingRule | None = None) -> Explanation:
+    """Return the likely cause of a failed allocation."""
     rule = rule or ExplainingRule()
-    known = _larger_batch(summary, rule) or _fragmentation(summary, rule) or _leak(summary, rule)
-    if (found := known or _optimizer_state(summary) or _too_big(summary)) is not None:
+    known = _larger_batch(failure, rule) or _fragmentation(failure, rule) or _leak(failure, rule)
+    if (found := known or _optimizer_state(failure) or _too_big(failure)) is not None:
         return found
     text = "nothing singles out a cause: the job was close to the limit all the time"
-    return Explanation(kind="unknown", text=text, actions=tuple(what_if(summary)))
+    return Explanation(kind="unknown", text=text, actions=tuple(what_if(failure)))
 
 
-def what_if(summary: Mapping[str, Any]) -> list[str]:
+def what_if(failure: AllocationFailure) -> list[str]:
     """Return what would save how many bytes, the largest saving first."""
-    split = summary.get("split") or {}
-    world = max(1, int(summary.get("world") or 1))
-    other, state = int(split.get("other", 0)), int(split.get("optimizer_state", 0))
-    parameters = int(split.get("parameters", 0))
-    if summary.get("phase") in {"forward", "backward"}:
-        other += int(summary.get("requested") or 0)  # what did not fit belongs to them
-    if not state and summary.get("phase") == "optimizer":
+    split, world = failure.split, max(1, failure.world)
+    other, state, parameters = (split.get(kind, 0) for kind in ("other", "optimizer_state", "parameters"))
+    if failure.phase in {"forward", "backward"}:
+        other += failure.requested or 0  # what did not fit belongs to them
+    if not state and failure.phase == "optimizer":
         state = 2 * parameters  # what Adam is about to make
     ideas = [
         (other // 2, "half the micro-batch, with two accumulation steps under `no_sync()`"),
@@ -74,32 +72,29 @@ def what_if(summary: Mapping[str, Any]) -> list[str]:
     ]
     if world > 1 and state:
         ideas.append((state - state // world, f"`ZeroRedundancyOptimizer` over {world} ranks"))
-    gradients = int(split.get("gradients", 0))
-    ideas.append((gradients, "`gradient_as_bucket_view=True` in DistributedDataParallel"))
+    ideas.append((split.get("gradients", 0), "`gradient_as_bucket_view=True` in DistributedDataParallel"))
     ideas = [(saved, idea) for saved, idea in ideas if saved >= MIB]
     return [f"{idea}: saves about {size_text(saved)}" for saved, idea in sorted(ideas, key=lambda i: -i[0])]
 
 
-def _larger_batch(summary: Mapping[str, Any], rule: ExplainingRule) -> Explanation | None:
-    now, before = int(summary.get("elements") or 0), int(summary.get("largest_elements") or 0)
+def _larger_batch(failure: AllocationFailure, rule: ExplainingRule) -> Explanation | None:
+    now, before = failure.elements, failure.largest_elements
     if not before or now < rule.oom_batch_larger * before:
         return None
     text = (
-        f"a batch larger than ever: its inputs {_shapes(summary.get('shapes') or ())} have {now} elements, "
-        f"the largest of {summary.get('steps', 0)} steps before had {before}"
+        f"a batch larger than ever: its inputs {_shapes(failure.shapes)} have {now} elements, "
+        f"the largest of {failure.steps} steps before had {before}"
     )
     actions = (
         "bound the batch: truncate or bucket by length, or batch by number of tokens",
         "run the longest batch first, so that it fails at step 0",
-        *what_if(summary)[:2],
+        *what_if(failure)[:2],
     )
     return Explanation(kind="batch", text=text, actions=actions)
 
 
-def _fragmentation(summary: Mapping[str, Any], rule: ExplainingRule) -> Explanation | None:
-    reserved, allocated = int(summary.get("reserved") or 0), int(summary.get("allocated") or 0)
-    requested = int(summary.get("requested") or 0)
-    free = reserved - allocated
+def _fragmentation(failure: AllocationFailure, rule: ExplainingRule) -> Explanation | None:
+    requested, free = failure.requested, failure.reserved - failure.allocated
     if not requested or free < rule.oom_free * requested:
         return None
     text = (
@@ -113,9 +108,8 @@ def _fragmentation(summary: Mapping[str, Any], rule: ExplainingRule) -> Explanat
     return Explanation(kind="fragmentation", text=text, actions=actions)
 
 
-def _leak(summary: Mapping[str, Any], rule: ExplainingRule) -> Explanation | None:
-    curve: Sequence[Sequence[int]] = summary.get("curve") or ()
-    limit = int(summary.get("limit") or 0)
+def _leak(failure: AllocationFailure, rule: ExplainingRule) -> Explanation | None:
+    curve = failure.curve
     if len(curve) < rule.oom_steps:
         return None
     settled = curve[min(4, len(curve) - 1) :]  # the first steps bring optimizer state and buckets
@@ -123,7 +117,7 @@ def _leak(summary: Mapping[str, Any], rule: ExplainingRule) -> Explanation | Non
     first, last = settled[0][1], settled[-1][1]
     rises = (settled[half][1] - first, last - settled[half][1])
     grown = last - first
-    if grown < rule.oom_grown * (limit or last) or min(rises) < rule.oom_grown_half * grown:
+    if grown < rule.oom_grown * (failure.limit or last) or min(rises) < rule.oom_grown_half * grown:
         return None
     steps = settled[-1][0] - settled[0][0]
     text = (
@@ -134,15 +128,15 @@ def _leak(summary: Mapping[str, Any], rule: ExplainingRule) -> Explanation | Non
     return Explanation(kind="leak", text=text, actions=actions)
 
 
-def _optimizer_state(summary: Mapping[str, Any]) -> Explanation | None:
-    if summary.get("phase") != "optimizer" or int(summary.get("steps") or 0) > 1:
+def _optimizer_state(failure: AllocationFailure) -> Explanation | None:
+    if failure.phase != "optimizer" or failure.steps > 1:
         return None
-    parameters = int((summary.get("split") or {}).get("parameters", 0))
+    parameters = failure.split.get("parameters", 0)
     text = (
         "optimizer state is made in the first step: Adam keeps two more copies of the parameters, "
         f"{size_text(2 * parameters)} for these"
     )
-    world = int(summary.get("world") or 1)
+    world = max(1, failure.world)
     saved = size_text(2 * parameters * (world - 1) / world)
     actions = (
         f"`ZeroRedundancyOptimizer` keeps 1/{world} of the state on each rank: saves about {saved}",
@@ -152,13 +146,12 @@ def _optimizer_state(summary: Mapping[str, Any]) -> Explanation | None:
     return Explanation(kind="optimizer state", text=text, actions=actions)
 
 
-def _too_big(summary: Mapping[str, Any]) -> Explanation | None:
-    if int(summary.get("steps") or 0) > 0:
+def _too_big(failure: AllocationFailure) -> Explanation | None:
+    if failure.steps > 0:
         return None
-    split = summary.get("split") or {}
-    held = ", ".join(f"{name.replace('_', ' ')} {size_text(size)}" for name, size in split.items() if size)
+    held = ", ".join(f"{name.replace('_', ' ')} {size_text(size)}" for name, size in failure.split.items() if size)
     text = "too big from the start: the first step does not fit" + (f" ({held})" if held else "")
-    return Explanation(kind="first step", text=text, actions=tuple(what_if(summary)))
+    return Explanation(kind="first step", text=text, actions=tuple(what_if(failure)))
 
 
 def _shapes(shapes: Sequence[Sequence[int]]) -> str:

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from ddpdebug.detectors.base import Detector, Threshold
+from ddpdebug.schema.details import Holder, Holders
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.row import Row
 from ddpdebug.schema.step import Step
@@ -123,25 +124,19 @@ def used(row: Row) -> int:
     return row.device_allocated_bytes or row.host_private_bytes
 
 
-def best_holder(step: Step, *, graphs: bool) -> tuple[int, Mapping[str, Any]] | None:
+def best_holder(step: Step, *, graphs: bool) -> tuple[int, Holder] | None:
     """Return (rank, holder) of the ranks' answers; with `graphs` the one that keeps most graphs, otherwise bytes."""
-    found = [
-        (rank, holder)
-        for rank, answer in sorted(step.details.get("holders", {}).items())
-        for holder in (answer or {}).get("holders", ())
-    ]
+    found = [(rank, holder) for rank, answer in sorted(step.answers(Holders).items()) for holder in answer.holders]
     if not found:
         return None
-    key = "graphs" if graphs else "bytes"
-    return max(found, key=lambda pair: (pair[1].get(key, 0), -pair[0]))
+    return max(found, key=lambda pair: (pair[1].graphs if graphs else pair[1].bytes, -pair[0]))
 
 
-def holder_text(holder: Mapping[str, Any]) -> str:
+def holder_text(holder: Holder) -> str:
     """Return who holds, in words: `losses` (list, 412 entries) in `train()`."""
-    entries = holder.get("entries")
-    size = f", {entries} entries" if entries is not None else ""
-    function = f" in `{holder['function']}()`" if holder.get("function") else ""
-    return f"`{holder['name']}` ({holder['kind']}{size}){function}"
+    size = f", {holder.entries} entries" if holder.entries is not None else ""
+    function = f" in `{holder.function}()`" if holder.function else ""
+    return f"`{holder.name}` ({holder.kind}{size}){function}"
 
 
 def size_text(value: float) -> str:
@@ -241,7 +236,7 @@ class GrowthRule(TrendRule):
             self._told.discard(series.name)
             return
         first = self._since.setdefault(series.name, step.step)
-        answered = bool(step.details.get("holders")) or not series.searched
+        answered = bool(step.answers(Holders)) or not series.searched
         if series.name in self._told or answered or step.step - first >= self.memory_patience:
             self._told.add(series.name)
             yield self._report(series, step, ranks)
@@ -268,17 +263,17 @@ class GrowthRule(TrendRule):
             left = max(0, limit - value) / trend.per_step
             evidence |= {"limit": size_text(limit), "exhausted_at_step": step.step + round(left)}
         held = best_holder(step, graphs=False) if series.searched else None
-        if held is not None and held[1].get("bytes", 0) >= self.memory_held * trend.grown:
-            evidence["holder"] = f"{holder_text(held[1])} holds {size_text(held[1]['bytes'])} in tensors"
+        if held is not None and held[1].bytes >= self.memory_held * trend.grown:
+            evidence["holder"] = f"{holder_text(held[1])} holds {size_text(held[1].bytes)} in tensors"
         else:
             held = None
         return self.finding(
             step,
             step=trend.since,
             ranks=tuple(ranks),
-            subject=(held[1]["name"] if held is not None else self.subject(series, step),),
+            subject=(held[1].name if held is not None else self.subject(series, step),),
             phase=series.name,
-            location=held[1].get("location") if held is not None else self.place_of(series, step),
+            location=held[1].location if held is not None else self.place_of(series, step),
             evidence=evidence,
         )
 

@@ -10,6 +10,7 @@ from ddpdebug.detectors.examples import step_at
 from ddpdebug.detectors.kinds import EventRule
 from ddpdebug.detectors.mem.explanation import ExplainingRule, explain
 from ddpdebug.detectors.mem.growth import GIB, size_text
+from ddpdebug.schema.announcements import AllocationFailure, MemoryState
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
 
@@ -83,24 +84,24 @@ class OutOfMemory(EventRule, ExplainingRule):
         self._last = step
         yield from ()
 
-    def judge(self, fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        if not fact.get("failed"):
+    def judge(self, fact: MemoryState) -> Mapping[str, Any] | None:
+        if not isinstance(fact, AllocationFailure):
             return None
         reason = explain(fact, self)
         evidence = {
             "cause": reason.text,
-            "requested": size_text(fact["requested"]) if fact.get("requested") else None,
-            "allocated": size_text(fact.get("allocated") or 0),
-            "limit": size_text(fact["limit"]) if fact.get("limit") else None,
-            "held_by": {name.replace("_", " "): size_text(n) for name, n in (fact.get("split") or {}).items() if n},
+            "requested": size_text(fact.requested) if fact.requested else None,
+            "allocated": size_text(fact.allocated),
+            "limit": size_text(fact.limit) if fact.limit else None,
+            "held_by": {name.replace("_", " "): size_text(n) for name, n in fact.split.items() if n},
             "memory": self._by_rank(),
-            "operation": fact.get("operation"),
-            "largest": fact.get("largest"),
-            "summary": fact.get("directory"),
+            "operation": fact.operation,
+            "largest": fact.largest,
+            "summary": fact.directory,
         }
         return {
-            "subject": (fact["module"],) if fact.get("module") else (),
-            "phase": fact.get("phase"),
+            "subject": (fact.module,) if fact.module else (),
+            "phase": fact.phase,
             "evidence": {name: value for name, value in evidence.items() if value},
             "actions": [
                 *reason.actions,

@@ -20,6 +20,7 @@ from ddpdebug.detectors.mem.growth import (
 )
 from ddpdebug.detectors.mem.mem402_memory_growth import MemoryGrowth
 from ddpdebug.detectors.mem.mem406_host_memory_growth import HostMemoryGrowth
+from ddpdebug.schema.details import Holder
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
 
@@ -115,7 +116,7 @@ class GraphKeptAlive(TrendRule):
             yield self._told[0]
             return
         found = best_holder(step, graphs=True)
-        if found is not None and found[1].get("graphs", 0) >= self.graphs_held:
+        if found is not None and found[1].graphs >= self.graphs_held:
             yield self._report(step, kept or ranks, found[1])
         elif kept and step.step - self._since >= self.memory_patience:
             yield self._report(step, kept, None)
@@ -149,14 +150,14 @@ class GraphKeptAlive(TrendRule):
     def _growing(self, step: Step) -> tuple[int, ...]:
         return tuple(rank for rank in step.rows if self._suspicion(rank) is not None)
 
-    def _report(self, step: Step, ranks: tuple[int, ...], holder: Mapping[str, Any] | None) -> Finding:
+    def _report(self, step: Step, ranks: tuple[int, ...], holder: Holder | None) -> Finding:
         trends = [trend for rank in ranks if (trend := self._suspicion(rank)) is not None]
         first = min((self._counts[rank][2] for rank in ranks if self._gained(rank) >= self.graphs_kept), default=None)
         first = min((trend.since for trend in trends), default=0) if first is None else first
         graphs = max((self._gained(rank) for rank in ranks), default=0)
         evidence: dict[str, Any] = {"graphs": graphs} if graphs else {}
         if holder is not None:
-            graphs = max(graphs, int(holder["graphs"]))
+            graphs = max(graphs, holder.graphs)
             first = min(first, max(0, step.step + 1 - graphs))  # growth shows late, the graphs go back to the first
             evidence["graphs"] = graphs
             evidence["holder"] = f"{holder_text(holder)} keeps the graphs of {graphs} steps"
@@ -166,8 +167,8 @@ class GraphKeptAlive(TrendRule):
             step,
             step=first,
             ranks=ranks,
-            subject=() if holder is None else (str(holder["name"]),),
-            location=None if holder is None else holder.get("location"),
+            subject=() if holder is None else (holder.name,),
+            location=None if holder is None else holder.location,
             evidence=evidence,
         )
         self._told = finding, step.step

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.examples import growing, holders
 from ddpdebug.detectors.mem.growth import MIB, GrowthRule, Series
+from ddpdebug.schema.announcements import Loader
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
 
@@ -80,10 +81,9 @@ class HostMemoryGrowth(GrowthRule):
 def _loader(step: Step) -> str | None:
     """Return the data set that the workers of the only loader with workers read, `Pairs at data.py:12`."""
     found = {
-        str(fact["dataset"])
-        for topic, facts in sorted(step.facts.items())
-        if topic.startswith("loader:")
+        fact.dataset
+        for facts in step.facts.values()
         for fact in facts.values()
-        if fact.get("workers") and fact.get("dataset")
+        if isinstance(fact, Loader) and fact.workers and fact.dataset
     }
     return found.pop() if len(found) == 1 else None

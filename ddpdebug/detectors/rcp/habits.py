@@ -7,16 +7,18 @@ from typing import Any, ClassVar
 
 from ddpdebug.detectors.base import Threshold
 from ddpdebug.detectors.kinds import Streak, StreakRule
+from ddpdebug.schema.details import Recipe
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
+from ddpdebug.schema.wire import to_json
 
 
 class HabitRule(StreakRule):
     """A rule about a flag that ranks set in several steps in a row, and what the `recipe` details say about it."""
 
     flag: ClassVar[Flag]
-    key: ClassVar[str]  # of the details
+    key: ClassVar[str]  # the field of `Recipe`
     wants = ("recipe",)
 
     def shown(self, step: Step) -> Mapping[Hashable, bool] | None:
@@ -25,11 +27,12 @@ class HabitRule(StreakRule):
 
     def describe(self, about: Any) -> dict[str, Any] | None:
         """Fields of the finding about one rank's detail, None where nothing is wrong; called for a long streak."""
-        return {"location": about.get("location"), "evidence": {k: v for k, v in about.items() if k != "location"}}
+        evidence = to_json(about)
+        return {"location": evidence.pop("location"), "evidence": evidence}
 
     def report(self, step: Step, streaks: Mapping[Any, Streak]) -> Iterator[Finding]:
-        known = (details.get(self.key) for _, details in sorted(step.details.get("recipe", {}).items()) if details)
-        about = next(filter(None, known), None)
+        known = (getattr(recipe, self.key) for _, recipe in sorted(step.answers(Recipe).items()))
+        about = next((entry for entry in known if entry is not None), None)
         if (fields := self.describe(about) if about is not None else {}) is not None:
             ranks = step.ranks_with(self.flag)
             yield self.finding(**{"step": streaks[self.key].first, "last_step": step.step, "ranks": ranks, **fields})

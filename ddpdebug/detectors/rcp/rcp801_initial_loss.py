@@ -9,6 +9,7 @@ from typing import Any
 from ddpdebug.detectors.base import Examples, Facts, Threshold
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.schema import announcements
 from ddpdebug.schema.finding import Severity
 
 _FACT = {"kind": "initial", "step": 0, "classes": 10, "loss": 40.0}
@@ -68,9 +69,8 @@ class InitialLoss(EventRule):
         )
     )
 
-    def judge(self, fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        expected = math.log(max(2, int(fact.get("classes") or 2)))
-        loss = float(fact.get("loss") or 0.0)
-        if loss <= expected + self.initial_loss_above:
+    def judge(self, fact: announcements.InitialLoss) -> Mapping[str, Any] | None:
+        expected = math.log(max(2, fact.classes))
+        if fact.loss <= expected + self.initial_loss_above:
             return None
-        return {"evidence": {"loss": loss, "expected": round(expected, 4), "classes": fact.get("classes")}}
+        return {"evidence": {"loss": fact.loss, "expected": round(expected, 4), "classes": fact.classes}}

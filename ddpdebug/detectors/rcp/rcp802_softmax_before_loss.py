@@ -8,6 +8,7 @@ from typing import Any
 from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.schema.announcements import DoubleSoftmax
 from ddpdebug.schema.finding import Severity
 
 _FACT = {
@@ -58,6 +59,6 @@ class SoftmaxBeforeLoss(EventRule):
         )
     )
 
-    def judge(self, fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        evidence = {"applied_before": fact.get("before"), "prediction": fact.get("shape")}
-        return {"subject": (str(fact.get("loss")),), "evidence": evidence}
+    def judge(self, fact: DoubleSoftmax) -> Mapping[str, Any] | None:
+        evidence = {"applied_before": fact.before, "prediction": list(fact.shape)}
+        return {"subject": (fact.loss,), "evidence": evidence}

@@ -10,6 +10,8 @@ from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.kinds import EventRule
 from ddpdebug.detectors.rcp.habits import StepHabit
+from ddpdebug.schema.announcements import MissingParameters
+from ddpdebug.schema.details import SteppedTwice
 from ddpdebug.schema.finding import Severity
 from ddpdebug.schema.row import Flag
 
@@ -66,18 +68,17 @@ class ParameterNotInOptimizer(StepHabit, EventRule):
         )
     )
 
-    def describe(self, about: Any) -> dict[str, Any] | None:
-        evidence = {"held": "by two optimizers that step with the same gradients", "other": about.get("other")}
-        return {"subject": tuple(about.get("names", ()))[:MAX_NAMES], "phase": "twice", "evidence": evidence}
+    def describe(self, about: SteppedTwice) -> dict[str, Any] | None:
+        evidence = {"held": "by two optimizers that step with the same gradients", "other": about.other}
+        return {"subject": about.names[:MAX_NAMES], "phase": "twice", "evidence": evidence}
 
-    def judge(self, fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        if fact.get("orphans"):
+    def judge(self, fact: MissingParameters) -> Mapping[str, Any] | None:
+        if fact.orphans:
             return None
-        share = float(fact.get("share") or 0.0)
         # an optimizer that was given a small part of the model only may be meant so
         return {
-            "severity": Severity.WARNING if share > self.missing_share else self.severity,
-            "subject": tuple(fact.get("missing", ()))[:MAX_NAMES],
+            "severity": Severity.WARNING if fact.share > self.missing_share else self.severity,
+            "subject": fact.missing[:MAX_NAMES],
             "phase": "missing",
-            "evidence": {"parameters_in_no_optimizer": fact.get("number"), "share_of_the_model": round(share, 4)},
+            "evidence": {"parameters_in_no_optimizer": fact.number, "share_of_the_model": round(fact.share, 4)},
         }

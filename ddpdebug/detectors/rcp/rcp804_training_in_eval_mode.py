@@ -8,6 +8,7 @@ from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.rcp.habits import StepHabit
+from ddpdebug.schema.details import EvalForwards
 from ddpdebug.schema.finding import Severity
 from ddpdebug.schema.row import Flag
 
@@ -56,7 +57,6 @@ class TrainingInEvalMode(StepHabit):
         )
     )
 
-    def describe(self, about: Any) -> dict[str, Any] | None:
-        modules = list(about.get("modules", ()))
-        evidence = {"modules_in_eval_mode": len(modules)}
-        return {"subject": tuple(modules)[:MAX_NAMES], "location": about.get("location"), "evidence": evidence}
+    def describe(self, about: EvalForwards) -> dict[str, Any] | None:
+        evidence = {"modules_in_eval_mode": len(about.modules)}
+        return {"subject": about.modules[:MAX_NAMES], "location": about.location, "evidence": evidence}

@@ -8,6 +8,7 @@ from typing import Any
 from ddpdebug.detectors.base import Examples, Facts, Threshold
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.schema.announcements import TrainModeValidation
 from ddpdebug.schema.finding import Severity
 
 _FACT = {"step": 20, "forwards": 8, "since": 20, "location": "train.py:88"}
@@ -59,7 +60,7 @@ class ValidationInTrainMode(EventRule):
         )
     )
 
-    def judge(self, fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        if int(fact.get("since") or 0) < self.evaluation_apart:
+    def judge(self, fact: TrainModeValidation) -> Mapping[str, Any] | None:
+        if fact.since < self.evaluation_apart:
             return None
-        return {"evidence": {"forwards_without_gradient_in_train_mode": fact.get("forwards")}}
+        return {"evidence": {"forwards_without_gradient_in_train_mode": fact.forwards}}

@@ -9,6 +9,8 @@ from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.kinds import EventRule
 from ddpdebug.detectors.rcp.habits import WindowHabit
+from ddpdebug.schema.announcements import UnusedSchedule
+from ddpdebug.schema.details import ScheduledOften
 from ddpdebug.schema.finding import Severity
 from ddpdebug.schema.row import Flag
 
@@ -68,20 +70,20 @@ class SchedulerOutOfStep(WindowHabit, EventRule):
         )
     )
 
-    def describe(self, about: Any) -> dict[str, Any] | None:
-        calls, micro = about.get("calls"), about.get("micro_batches")
+    def describe(self, about: ScheduledOften) -> dict[str, Any] | None:
+        calls, micro = about.calls, about.micro_batches
         what = "per micro-batch" if calls == micro else f"{calls} times per optimizer step"
         evidence = {"stepped": what, "calls": calls, "micro_batches": micro}
-        return {"subject": (str(about.get("class")),), "location": about.get("location"), "evidence": evidence}
+        return {"subject": (about.class_name,), "location": about.location, "evidence": evidence}
 
-    def judge(self, fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    def judge(self, fact: UnusedSchedule) -> Mapping[str, Any] | None:
         return {
             "severity": Severity.WARNING,
             "title": "the scheduler was never stepped",
             "step": 0,
-            "last_step": fact.get("step"),
-            "subject": (str(fact.get("class")),),
-            "evidence": {"stepped": "never", "optimizer_steps": fact.get("step")},
+            "last_step": fact.step,
+            "subject": (fact.class_name,),
+            "evidence": {"stepped": "never", "optimizer_steps": fact.step},
             "causes": _NEVER,
             "actions": ("call `scheduler.step()`, once per optimizer step or per epoch as its lengths are counted",),
         }

@@ -7,6 +7,7 @@ from typing import Any
 
 from ddpdebug.detectors.base import Detector, Examples, Threshold
 from ddpdebug.detectors.examples import step_at, steps
+from ddpdebug.schema.details import Recipe
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
@@ -114,21 +115,19 @@ class LearningRateZero(Detector):
         return (first if number else step.step), number + 1
 
     def _report(self, step: Step, what: str, first: int) -> Iterator[Finding]:
-        details = step.details.get("recipe", {})
-        rates = [rate for own in details.values() if own for rate in own.get("lr", ()) if isinstance(rate, int | float)]
+        recipes = step.answers(Recipe).values()
+        rates = [rate for recipe in recipes for rate in recipe.lr if isinstance(rate, int | float)]
         limit = self._end(step)
         if what != "elsewhere" and any(rate > limit for rate in rates):
             self._runs[step.optimizer, what] = (first, -(10**9))  # another group of this optimizer learns
             return
-        about: Mapping[str, Any] = next(
-            (own["elsewhere"] for own in details.values() if own and "elsewhere" in own), {}
-        )
+        about = next((recipe.elsewhere for recipe in recipes if recipe.elsewhere is not None), None)
         evidence = {"lr": step.columns["lr"][0], "peak": self._peak.get(step.optimizer) or None, "observed": what}
         yield self.finding(
             step,
             step=first,
-            subject=(str(about["class"]),) if about else (),
+            subject=() if about is None else (about.class_name,),
             phase=what,
-            location=about.get("location"),
+            location=None if about is None else about.location,
             evidence=evidence,
         )

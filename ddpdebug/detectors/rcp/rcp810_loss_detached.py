@@ -9,6 +9,7 @@ from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import gradients, steps
 from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.schema.announcements import DetachedParameters, NoGradParameters
 from ddpdebug.schema.finding import Severity
 
 _NO_GRAD = {"kind": "no_grad", "step": 3, "names": ["encoder.weight"], "modules": ["encoder"], "location": "t.py:9"}
@@ -64,14 +65,17 @@ class LossDetached(EventRule):
         )
     )
 
-    def judge(self, fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        detached = fact.get("kind") == "detached"
-        cut = {"cut_between": [fact.get("after"), fact.get("before")]}
-        run = {"observed": "run without gradients by a forward that trains", "modules": fact.get("modules")}
+    def judge(self, fact: DetachedParameters | NoGradParameters) -> Mapping[str, Any] | None:
+        evidence: dict[str, Any]
+        if isinstance(fact, DetachedParameters):
+            severity, evidence = self.severity, {"cut_between": [fact.after, fact.before]}
+        else:
+            severity = Severity.WARNING
+            evidence = {"observed": "run without gradients by a forward that trains", "modules": list(fact.modules)}
         return {
-            "severity": self.severity if detached else Severity.WARNING,
+            "severity": severity,
             "step": 0,
-            "last_step": fact.get("step"),
-            "subject": tuple(str(name) for name in fact.get("names", ()))[:MAX_NAMES],
-            "evidence": cut if detached else run,
+            "last_step": fact.step,
+            "subject": fact.names[:MAX_NAMES],
+            "evidence": evidence,
         }

@@ -9,6 +9,7 @@ from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.schema.announcements import MissingParameters
 from ddpdebug.schema.finding import Severity
 
 _FACT = {
@@ -62,9 +63,8 @@ class StaleOptimizer(EventRule):
         )
     )
 
-    def judge(self, fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        orphans = [str(name) for name in fact.get("orphans") or ()]
-        if not orphans:
+    def judge(self, fact: MissingParameters) -> Mapping[str, Any] | None:
+        if not fact.orphans:
             return None
-        evidence = {"held_instead": orphans, "parameters_in_no_optimizer": fact.get("number")}
-        return {"subject": tuple(fact.get("missing", ()))[:MAX_NAMES], "evidence": evidence}
+        evidence = {"held_instead": list(fact.orphans), "parameters_in_no_optimizer": fact.number}
+        return {"subject": fact.missing[:MAX_NAMES], "evidence": evidence}

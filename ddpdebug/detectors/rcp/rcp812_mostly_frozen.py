@@ -8,6 +8,7 @@ from typing import Any
 from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.schema.announcements import FrozenParameters
 from ddpdebug.schema.finding import Severity
 
 _FACT = {"kind": "frozen", "step": 32, "share": 0.9}
@@ -52,5 +53,5 @@ class MostlyFrozen(EventRule):
         )
     )
 
-    def judge(self, fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        return {"evidence": {"frozen_since_the_optimizer_was_built": round(float(fact.get("share") or 0.0), 4)}}
+    def judge(self, fact: FrozenParameters) -> Mapping[str, Any] | None:
+        return {"evidence": {"frozen_since_the_optimizer_was_built": round(fact.share, 4)}}

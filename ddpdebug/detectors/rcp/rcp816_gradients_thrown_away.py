@@ -7,6 +7,7 @@ from typing import Any
 from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.rcp.habits import StepHabit
+from ddpdebug.schema.details import DiscardedGradients
 from ddpdebug.schema.finding import Severity
 from ddpdebug.schema.row import Flag
 
@@ -59,6 +60,6 @@ class GradientsThrownAway(StepHabit):
         )
     )
 
-    def describe(self, about: Any) -> dict[str, Any] | None:
-        evidence = {"cleared": about.get("kind"), "backwards_lost": about.get("count")}
-        return {"location": about.get("location"), "evidence": evidence}
+    def describe(self, about: DiscardedGradients) -> dict[str, Any] | None:
+        evidence = {"cleared": about.kind, "backwards_lost": about.count}
+        return {"location": about.location, "evidence": evidence}

@@ -9,6 +9,7 @@ from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.schema.announcements import UnregisteredParameters
 from ddpdebug.schema.finding import Severity
 
 _FACT = {"kind": "unregistered", "step": 1, "names": ["layers[0].weight", "layers[0].bias"]}
@@ -54,6 +55,5 @@ class UnregisteredModules(EventRule):
         )
     )
 
-    def judge(self, fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        names = tuple(str(name) for name in fact.get("names", ()))
-        return {"subject": names[:MAX_NAMES], "evidence": {"parameters": len(names)}}
+    def judge(self, fact: UnregisteredParameters) -> Mapping[str, Any] | None:
+        return {"subject": fact.names[:MAX_NAMES], "evidence": {"parameters": len(fact.names)}}

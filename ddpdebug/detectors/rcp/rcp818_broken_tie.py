@@ -8,6 +8,8 @@ from typing import Any
 
 from ddpdebug.detectors.base import Detector, Examples, Facts, Threshold
 from ddpdebug.detectors.examples import step_at, steps
+from ddpdebug.schema.announcements import InitialValues, Structure
+from ddpdebug.schema.details import Parameters
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
 
@@ -75,7 +77,7 @@ class BrokenTie(Detector):
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
-        self._shapes: dict[str, Any] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._pairs: list[tuple[str, str]] = []
 
     def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
@@ -84,15 +86,13 @@ class BrokenTie(Detector):
     def can_show(self, step: Step) -> bool:
         return False
 
-    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
-        fact = facts.get(min(facts), {})
-        if topic.startswith("structure"):
-            entries = [entry for entry in fact.get("entries", ()) if entry[0] == "parameter" and entry[4]]
-            self._shapes = {str(name): tuple(shape) for _, name, shape, _, _ in entries}
+    def compare(self, topic: str, facts: Mapping[int, Structure | InitialValues]) -> Iterator[Finding]:
+        fact = facts[min(facts)]
+        if isinstance(fact, Structure):
+            trained = [entry for entry in fact.entries if entry[0] == "parameter" and entry[4]]
+            self._shapes = {name: shape for _, name, shape, _, _ in trained}
             return
-        known = [
-            (name, value) for name, value in fact.get("digests", {}).items() if len(self._shapes.get(name, ())) == 2
-        ]
+        known = [(name, value) for name, value in fact.digests.items() if len(self._shapes.get(name, ())) == 2]
         for name, value in known:
             for other, same in known:
                 alike = value == same and self._shapes[name] == self._shapes[other]
@@ -104,12 +104,12 @@ class BrokenTie(Detector):
         return bool(self._pairs) and step.optimizer == 0 and step.step == int(self.tie_step)
 
     def detect(self, step: Step) -> Iterator[Finding]:
-        details = step.details.get("parameters", {})
-        if not self.suspects(step) or not details:
+        answers = step.answers(Parameters)
+        if not self.suspects(step) or not answers:
             return
-        after = next(iter(details.values()), None) or {}
+        after = next(iter(answers.values())).after
         for name, other in self._pairs:
-            values = [after.get("after", {}).get(key) for key in (name, other)]
+            values = [after.get(key) for key in (name, other)]
             if None not in values and values[0] != values[1]:
                 evidence = {"equal_at": "construction", "differ_after_steps": step.step + 1}
                 yield self.finding(step=0, last_step=step.step, subject=(name, other), evidence=evidence)

@@ -8,6 +8,7 @@ from typing import Any
 from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.schema import announcements
 from ddpdebug.schema.finding import Severity
 
 _FACT = {
@@ -64,6 +65,6 @@ class LossBroadcast(EventRule):
         )
     )
 
-    def judge(self, fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        evidence = {"prediction": fact.get("prediction"), "averaged_over": fact.get("result")}
-        return {"subject": (str(fact.get("loss")),), "evidence": evidence}
+    def judge(self, fact: announcements.LossBroadcast) -> Mapping[str, Any] | None:
+        evidence = {"prediction": list(fact.prediction), "averaged_over": list(fact.result)}
+        return {"subject": (fact.loss,), "evidence": evidence}

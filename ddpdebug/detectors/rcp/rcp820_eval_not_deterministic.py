@@ -8,6 +8,7 @@ from typing import Any
 from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.schema.announcements import EvalDropout
 from ddpdebug.schema.finding import Severity
 
 _FACT = {
@@ -66,7 +67,10 @@ class EvalNotDeterministic(EventRule):
         )
     )
 
-    def judge(self, fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        evidence = {"function": fact.get("function"), "class": fact.get("class"), "mode": "eval"}
-        evidence |= {key: fact[key] for key in ("others", "p") if fact.get(key) not in (None, [])}
-        return {"subject": (str(fact.get("module")),), "evidence": evidence}
+    def judge(self, fact: EvalDropout) -> Mapping[str, Any] | None:
+        evidence: dict[str, Any] = {"function": fact.function, "class": fact.class_name, "mode": "eval"}
+        if fact.others:
+            evidence["others"] = list(fact.others)
+        if fact.p is not None:
+            evidence["p"] = fact.p
+        return {"subject": (fact.module,), "evidence": evidence}

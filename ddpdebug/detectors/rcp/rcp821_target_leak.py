@@ -8,6 +8,7 @@ from typing import Any
 from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.schema.announcements import MovedTargetLeak, SameTargetLeak
 from ddpdebug.schema.finding import Severity
 
 _FACT = {
@@ -70,16 +71,15 @@ class TargetLeak(EventRule):
         )
     )
 
-    def judge(self, fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        moved, module = fact.get("kind") == "moved", fact.get("module")
-        change = float(fact.get("change") or 0.0)
+    def judge(self, fact: MovedTargetLeak | SameTargetLeak) -> Mapping[str, Any] | None:
+        module = fact.module if (moved := isinstance(fact, MovedTargetLeak)) else None
         evidence = {
-            "changed_token": fact.get("position"),
-            "of": fact.get("length"),
-            "change_of_earlier_outputs" if moved else "change_of_later_outputs": round(change, 4),
+            "changed_token": fact.position,
+            "of": fact.length,
+            "change_of_earlier_outputs" if moved else "change_of_later_outputs": round(fact.change, 4),
             "targets": "the inputs moved by one" if moved else "the inputs themselves",
-            "first_loss": round(float(fact.get("first_loss") or 0.0), 4),
-            "loss": round(float(fact.get("loss") or 0.0), 4),
+            "first_loss": round(fact.first_loss, 4),
+            "loss": round(fact.loss, 4),
         }
         # every rank trains the same model; the one that was asked is no culprit
-        return {"ranks": (), "subject": (str(module),) if module else (), "evidence": evidence}
+        return {"ranks": (), "subject": (module,) if module else (), "evidence": evidence}

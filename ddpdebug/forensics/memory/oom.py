@@ -191,7 +191,7 @@ class Reports:
     def _write(self, summary: MemoryState, failure: Failure | None) -> None:
         self._written += 1
         stem = f"step-{summary.step}" + ("" if self._written == 1 else f"-{self._written}")
-        explanation = explain(summary, self.rule) if summary.failed else None
+        explanation = explain(summary, self.rule) if isinstance(summary, AllocationFailure) else None
         table = failure.table if failure is not None else internals.memory_summary()
         data = to_json(summary) | ({} if explanation is None else {"cause": asdict(explanation)})
         self._pending.append((f"{stem}.json", json.dumps(data, default=str).encode()))

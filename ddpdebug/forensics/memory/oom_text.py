@@ -2,57 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from ddpdebug.detectors.mem.explanation import Explanation
 from ddpdebug.detectors.mem.growth import size_text
+from ddpdebug.schema.announcements import AllocationFailure, MemoryState
 from ddpdebug.sinks.text import clean
 
 _CURVE_STEPS = 12
 
 
-def render(summary: Mapping[str, Any], explanation: Explanation | None, table: str) -> str:
+def render(summary: MemoryState, explanation: Explanation | None, table: str) -> str:
     """Return the page: cause and remedies first, then the numbers, torch's own table last."""
     lines = [_head(summary), ""]
     if explanation is not None:
         lines += [f"likely cause: {explanation.text}", *(f"  - {action}" for action in explanation.actions), ""]
     lines += _numbers(summary)
-    for title, key in (("by kind", "split"), ("by module", "modules"), ("by line", "lines")):
-        sizes = {name: size for name, size in (summary.get(key) or {}).items() if size}
+    for title, table_of in (("by kind", summary.split), ("by module", summary.modules), ("by line", summary.lines)):
+        sizes = {name: size for name, size in table_of.items() if size}
         if sizes:
             lines += ["", f"{title}:"]
             lines += [f"  {size_text(size):>10}  {clean(name.replace('_', ' '), 120)}" for name, size in sizes.items()]
-    if summary.get("largest"):
+    if summary.largest:
         lines += ["", "parameters, gradients and optimizer state by module:"]
-        lines += [f"  {size:>10}  {clean(name, 120)}" for name, size in summary["largest"].items()]
+        lines += [f"  {size:>10}  {clean(name, 120)}" for name, size in summary.largest.items()]
     lines += ["", *_curve(summary)]
     return "\n".join([*lines, "", table]).rstrip() + "\n"
 
 
-def _head(summary: Mapping[str, Any]) -> str:
-    what = "an allocation failed" if summary.get("failed") else "an allocation failed on another rank"
-    place = [f"rank {summary['rank']}", f"step {summary['step']}", str(summary.get("phase") or "")]
-    place += [f"module {clean(summary['module'], 160)}"] if summary.get("module") else []
-    place += [clean(summary[key], 160) for key in ("operation", "location") if summary.get(key)]
+def _head(summary: MemoryState) -> str:
+    failure = summary if isinstance(summary, AllocationFailure) else None
+    what = "an allocation failed on another rank" if failure is None else "an allocation failed"
+    place = [f"rank {summary.rank}", f"step {summary.step}", summary.phase or ""]
+    place += [f"module {clean(failure.module, 160)}"] if failure is not None and failure.module else []
+    known = (summary.operation, None if failure is None else failure.location)
+    place += [clean(text, 160) for text in known if text]
     return f"{what}: {' · '.join(part for part in place if part)}"
 
 
-def _numbers(summary: Mapping[str, Any]) -> Iterator[str]:
-    kind = "allocated on the device" if summary.get("device") else "private memory of the process"
-    yield f"{kind}: {size_text(summary['allocated'])}"
-    for key, label in (("requested", "asked for"), ("reserved", "reserved"), ("peak", "peak"), ("limit", "limit")):
-        if summary.get(key):
-            yield f"{label}: {size_text(summary[key])}"
-    shapes = ", ".join("x".join(map(str, shape)) for shape in summary.get("shapes") or ()) or "none yet"
+def _numbers(summary: MemoryState) -> Iterator[str]:
+    kind = "allocated on the device" if summary.device else "private memory of the process"
+    yield f"{kind}: {size_text(summary.allocated)}"
+    requested = summary.requested if isinstance(summary, AllocationFailure) else None
+    sizes = {"asked for": requested, "reserved": summary.reserved, "peak": summary.peak, "limit": summary.limit}
+    yield from (f"{label}: {size_text(size)}" for label, size in sizes.items() if size)
+    shapes = ", ".join("x".join(map(str, shape)) for shape in summary.shapes) or "none yet"
     yield (
-        f"batch: inputs {shapes}, {summary.get('elements', 0)} elements in this step; "
-        f"the largest step before had {summary.get('largest_elements', 0)}"
+        f"batch: inputs {shapes}, {summary.elements} elements in this step; "
+        f"the largest step before had {summary.largest_elements}"
     )
 
 
-def _curve(summary: Mapping[str, Any]) -> Iterator[str]:
-    curve = (summary.get("curve") or [])[-_CURVE_STEPS:]
+def _curve(summary: MemoryState) -> Iterator[str]:
+    curve = summary.curve[-_CURVE_STEPS:]
     if curve:
         yield "at the end of the last steps:"
         for step, used, elements in curve:
