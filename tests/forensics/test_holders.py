@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ddpdebug.forensics.memory.holders import MAX_VISITS, search
+from ddpdebug.schema.wire import to_json
 
 _ON_MODULE: list[torch.Tensor] = []
 
@@ -20,9 +21,9 @@ def _graph() -> torch.Tensor:
 
 
 def _best(known: set[int] | None = None) -> dict[str, Any]:
-    holders = search(known or set(), sys._getframe(1))["holders"]
+    holders = to_json(search(known or set(), sys._getframe(1)))["holders"]
     assert holders
-    return holders[0]
+    return holders[0]  # its JSON: pytest looks at the variables of a function that asserts about attributes
 
 
 def test_a_list_in_a_function() -> None:
@@ -127,7 +128,7 @@ def test_a_global() -> None:
 def test_known_tensors_are_left_out() -> None:
     """Parameters and their like are meant to stay."""
     parameters = [_graph() for _ in range(10)]
-    names = [holder["name"] for holder in search(set(map(id, parameters)), sys._getframe())["holders"]]
+    names = [holder["name"] for holder in to_json(search(set(map(id, parameters)), sys._getframe()))["holders"]]
     assert "parameters" not in names
 
 
@@ -137,7 +138,7 @@ def test_a_million_objects() -> None:
     def job() -> tuple[dict[str, Any], int]:  # no `assert` in it: pytest writes `locals()` there
         records = [{"number": [i]} for i in range(333_000)]
         store = {"records": records, "losses": [_graph() for _ in range(3000)]}
-        return search(set(), sys._getframe()), len(store["records"])
+        return to_json(search(set(), sys._getframe())), len(store["records"])
 
     result, count = job()
     assert count == 333_000

@@ -69,4 +69,4 @@ def test_one_search_for_one_cause() -> None:
     hunt = _hunt(1)
     rounds = range(1, MAX_SEARCHES + 3)
     assert _searches(hunt) == [(n > MAX_SEARCHES, True, min(n, MAX_SEARCHES)) for n in rounds]
-    assert any(holder["name"] == "losses" for holder in hunt.found()["holders"])
+    assert any(holder.name == "losses" for holder in hunt.found().holders)

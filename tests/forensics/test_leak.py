@@ -82,8 +82,8 @@ def test_a_missing_mask_is_told(order: str) -> None:
         target[:2, 5:] = -100
     found = told(Model(everywhere), tokens, target.flatten(), *more)
     assert found is not None
-    assert (found["kind"], found["module"], found["length"]) == ("moved", "mixer", LENGTH)
-    assert found["change"] > 0.02
+    assert (found.kind, found.module, found.length) == ("moved", "mixer", LENGTH)
+    assert found.change > 0.02
     assert told(Model(causal), tokens, target.flatten(), *more) is None
 
 
@@ -91,7 +91,7 @@ def test_targets_that_were_not_moved() -> None:
     """A causal model that shall say what it is given is told; one that sees everything reconstructs."""
     found = told(Model(causal), text(), text().flatten())
     assert found is not None
-    assert found["kind"] == "same"
+    assert found.kind == "same"
     assert told(Model(everywhere), text(), text().flatten()) is None
     assert told(Model(lambda x: x), text(), text().flatten()) is None  # each token by itself
 
