@@ -478,7 +478,12 @@ class Monitor:
         return bool(self.guard.contain("exchange:say", self._send, kind, **fields))
 
     def _send(self, kind: str, /, **fields: Any) -> bool:
-        message = {"kind": kind, **to_json(fields)}
+        try:
+            message = {"kind": kind, **to_json(fields)}
+        except RecursionError as error:
+            if is_users(error):
+                raise
+            message = {"kind": kind, **fields}  # circular: the exchange tells of this message, and the others go on
         if self._exchange is None:
             self._early.append(message)
             return True

@@ -83,9 +83,9 @@ Diagnosis.feed = Diagnosis.finish = broken
 _SINKS = """
 import errno
 from ddpdebug.run_directory import writer as run_directory
-from ddpdebug.sinks import terminal, prometheus
+from ddpdebug.sinks.prometheus.exporter import PrometheusSink
 def full(self, record): raise OSError(errno.ENOSPC, "No space left on device")
-run_directory.RunDirectory.write = prometheus.PrometheusSink.write = full
+run_directory.RunDirectory.write = PrometheusSink.write = full
 """
 _TERMINAL = """
 from ddpdebug.sinks import terminal

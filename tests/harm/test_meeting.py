@@ -65,7 +65,8 @@ from ddpdebug.monitor.monitor import Monitor
 say = Monitor._say
 def circular(self, kind, **fields):
     if kind == "fact" and fields["topic"].startswith("structure"):
-        fields["value"]["itself"] = fields["value"]
+        fields["value"] = {"itself": {}}
+        fields["value"]["itself"]["again"] = fields["value"]
     return say(self, kind, **fields)
 Monitor._say = circular
 """
