@@ -78,8 +78,8 @@ class Reporter:
 
 
 def key_of(finding: Finding) -> str:
-    """Return the id that the ledger has given to a finding: within a run it names it, on every rank alike."""
-    assert finding.id is not None, "a finding that has not been through the ledger"
+    """Return the id that `Incidents` has given to a finding: within a run it names it, on every rank alike."""
+    assert finding.id is not None, "a finding that no incident has admitted"
     return finding.id
 
 

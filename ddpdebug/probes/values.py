@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from ddpdebug import fingerprint, torch_internals as internals
-from ddpdebug.nested import tensors_in
 from ddpdebug.probes import async_copy as device
 from ddpdebug.schema.announcements import Precision
 
@@ -47,8 +45,3 @@ def precision(module: torch.nn.Module) -> Precision:
         autocast=str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if enabled else None,
         matmul=torch.get_float32_matmul_precision() if kind == "cuda" else None,
     )
-
-
-def digests_of(value: Any, limit: int) -> list[int]:
-    """Fingerprint the tensors in a value, large ones by a sample of their bytes."""
-    return [fingerprint.sampled_fingerprint(tensor, limit)[0] for tensor in tensors_in(value)]
