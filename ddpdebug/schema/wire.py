@@ -7,7 +7,7 @@ from anywhere: reading never raises, keys that a class lacks are dropped, a valu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -22,27 +22,14 @@ _LEAVES: dict[Any, frozenset[type]] = {
 }
 
 
-class Struct(Mapping[str, Any]):
-    """A frozen dataclass with a JSON form; as long as readers ask for keys, a mapping of its JSON keys as well."""
+class Struct:
+    """A frozen dataclass with a JSON form."""
 
     __slots__ = ()
     #: The JSON is that of the only field.
     bare: ClassVar[bool] = False
     #: The JSON is `{}` where every field has its default: nothing was seen.
     may_be_empty: ClassVar[bool] = False
-
-    def __getitem__(self, key: str) -> Any:
-        """Return the value of a JSON key, lists as lists."""
-        table = _mapping_of(self)
-        return _listed(table[key])
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over the JSON keys."""
-        return iter(_mapping_of(self))
-
-    def __len__(self) -> int:
-        """Return the number of JSON keys."""
-        return len(_mapping_of(self))
 
 
 S = TypeVar("S", bound=Struct)
@@ -94,8 +81,12 @@ class _Field:
     absent: tuple[str, ...]  # left out of the JSON where all of these are None
 
 
+def _fields(kind: Any) -> tuple[_Field, ...]:
+    return _fields_of(kind)
+
+
 @cache
-def _fields(kind: type[Any]) -> tuple[_Field, ...]:
+def _fields_of(kind: type[Any]) -> tuple[_Field, ...]:
     hints = get_type_hints(kind)
     made = []
     for f in dataclasses.fields(kind):
@@ -175,9 +166,6 @@ def _either(value: Any, readers: list[Callable[[Any], Any]]) -> Any:
 def _mapping_of(value: Struct) -> Mapping[str, Any]:
     """Return the fields by their JSON keys, without those that are absent."""
     fields = _fields(type(value))
-    if type(value).bare:
-        only = getattr(value, fields[0].name)
-        return only if isinstance(only, Mapping) else {}
     if type(value).may_be_empty and value == type(value)():
         return {}
     left_out = (f for f in fields if f.absent and all(getattr(value, name) is None for name in f.absent))
@@ -185,7 +173,3 @@ def _mapping_of(value: Struct) -> Mapping[str, Any]:
     for f in left_out:
         del names[f.key]
     return {key: getattr(value, name) for key, name in names.items()}
-
-
-def _listed(value: Any) -> Any:
-    return [_listed(item) for item in value] if isinstance(value, tuple) else value

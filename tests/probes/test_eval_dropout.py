@@ -148,8 +148,8 @@ def evaluate(net: nn.Module, times: int = 4) -> list[dict[str, Any]]:
 def test_active_functions_are_named(kind: type[Net], function: str, p: float | None) -> None:
     """Whatever name it was imported by, the function is told with the module and the line that call it."""
     first = evaluate(kind().eval())[0]
-    assert (first["function"], first["p"], first["module"], first["class"]) == (function, p, "(model)", kind.__name__)
-    file, _, line = first["location"].partition(":")
+    assert (first.function, first.p, first.module, first.class_name) == (function, p, "(model)", kind.__name__)
+    file, _, line = first.location.partition(":")
     assert file == "tests/probes/test_eval_dropout.py"
     called = Path(__file__).read_text(encoding="utf-8").splitlines()[int(line) - 1]
     assert f"{function}(" in called or "imported(" in called
@@ -158,7 +158,7 @@ def test_active_functions_are_named(kind: type[Net], function: str, p: float | N
 def test_the_innermost_module_is_named() -> None:
     """The path is that of the module whose own code draws."""
     net = nn.Sequential(nn.Linear(4, 4), Own()).eval()
-    assert evaluate(net)[0]["module"] == "1"
+    assert evaluate(net)[0].module == "1"
 
 
 @pytest.mark.parametrize("kind", [Told, Never, ByModule, Samples, AlphaByDefault])
@@ -196,7 +196,7 @@ def test_nothing_stays_behind_when_forward_raises() -> None:
     net.mc = True
     chance.begin(net)
     net(torch.zeros(2, 4))
-    assert [call["function"] for call in chance.end(net)] == ["dropout"]
+    assert [call.function for call in chance.end(net)] == ["dropout"]
 
 
 @pytest.fixture
@@ -210,7 +210,7 @@ def profiled() -> Iterator[cProfile.Profile]:
 def test_a_profiler_of_the_user_stays_in_place(profiled: cProfile.Profile) -> None:
     """It is never replaced, and the call is found all the same."""
     before = sys.getprofile()
-    assert evaluate(Own().eval())[0]["function"] == "dropout"
+    assert evaluate(Own().eval())[0].function == "dropout"
     assert sys.getprofile() is before
     assert before is profiled
 

@@ -38,12 +38,12 @@ def test_inputs_are_those_of_the_first_layer_with_weights() -> None:
     pixels = torch.randint(0, 256, (4, 1, 8, 8)).float()
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
     (told,) = look(net, pixels / 255 / 255)
-    assert (told["layer"], told["twice"]) == ("Linear", 1.0)
+    assert (told.layer, told.twice) == ("Linear", 1.0)
     (told,) = look(net, pixels / 255)
-    assert told["twice"] == 0
-    assert told["max"] == pytest.approx(float(pixels.max()) / 255)
+    assert told.twice == 0
+    assert told.max == pytest.approx(float(pixels.max()) / 255)
     (told,) = look(net, torch.rand(4, 64) / 300)
-    assert told["twice"] == 0
+    assert told.twice == 0
 
 
 def test_models_that_normalise_by_themselves_are_left_alone() -> None:
@@ -74,10 +74,10 @@ def test_cut(between: str, names: list[str] | None) -> None:
     cuts.begin([x, given])
     model(x, given)
     found = cuts.end()
-    assert (found and found["names"]) == names
+    assert (found and list(found.names)) == names
     cuts.begin([x, given])
     cuts.release()  # the forward has raised
-    assert found is None or (found["after"], found["before"]) == ("one", "two")
+    assert found is None or (found.after, found.before) == ("one", "two")
     assert not hooks._global_forward_hooks
 
 
@@ -127,9 +127,9 @@ def test_a_part_that_runs_without_gradients_is_named() -> None:
     """The largest module under `no_grad` is told with its parameters and the line that calls it."""
     found = run_parts("cut")
     assert found is not None
-    assert found["modules"] == ["encoder"]
-    assert found["names"] == ["encoder.0.weight", "encoder.0.bias", "encoder.2.weight", "encoder.2.bias"]
-    file, line = str(found["location"]).rsplit(":", 1)
+    assert found.modules == ("encoder",)
+    assert found.names == ("encoder.0.weight", "encoder.0.bias", "encoder.2.weight", "encoder.2.bias")
+    file, line = str(found.location).rsplit(":", 1)
     assert file.endswith("test_forward_modes.py")
     assert "h = self.encoder(x)" in Path(__file__).read_text().splitlines()[int(line) - 1]
 

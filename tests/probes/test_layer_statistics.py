@@ -17,6 +17,7 @@ from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.record import StepRecord, encode_row
 from ddpdebug.probes.step_state import Window
 from ddpdebug.schema.row import Flag
+from ddpdebug.schema.wire import to_json
 
 
 class Net(nn.Module):
@@ -63,9 +64,10 @@ def sample(net: nn.Module, layers: Layers, x: torch.Tensor, *, step: int = 0, lr
 
 
 def detail(record: StepRecord) -> dict[str, Any]:
-    """Return the answer to a request."""
+    """Return the JSON of the answer to a request."""
     assert record.layers is not None
-    return record.layers.detail(record.gradient_norms(), record.digest_table(record.before))
+    found: dict[str, Any] = to_json(record.layers.detail(record.gradient_norms(), record.digest_table(record.before)))
+    return found
 
 
 def test_samples_grow_rare() -> None:

@@ -152,8 +152,8 @@ class Returning(nn.Module):
 def test_outputs_in_any_structure(make: Callable[[torch.Tensor], Any], position: int) -> None:
     """A bad tensor is found in whatever a module returns, with its place in it."""
     (call,) = look_at(nn.Sequential(nn.Identity(), Returning(make)), torch.ones(2)).forward[:1]
-    assert (call["module"], call["output"], call["kinds"]) == ("1", position, ["+Inf"])
-    assert (call["input_range"], call["input_nonfinite"]) == ([1.0, 1.0], False)
+    assert (call.module, call.output, call.kinds) == ("1", position, ("+Inf",))
+    assert (call.input_range, call.input_nonfinite) == ((1.0, 1.0), False)
 
 
 def test_calls_are_told_apart() -> None:
@@ -170,7 +170,7 @@ def test_calls_are_told_apart() -> None:
             return self.log(x)
 
     (call,) = look_at(Net(), torch.ones(3)).forward
-    assert (call["module"], call["call"], call["kinds"], call["count"]) == ("log", 1, ["NaN"], 3)
+    assert (call.module, call.call, call.kinds, call.count) == ("log", 1, ("NaN",), 3)
 
 
 def test_a_shared_module_is_named_by_who_calls_it() -> None:
@@ -194,7 +194,7 @@ def test_a_shared_module_is_named_by_who_calls_it() -> None:
             return self.blocks[1](self.blocks[0](x) - 5)
 
     call = look_at(Net(), torch.ones(3)).forward[0]
-    assert (call["module"], call["caller"]) == ("blocks.1.log", "blocks.1")
+    assert (call.module, call.caller) == ("blocks.1.log", "blocks.1")
 
 
 def test_a_container_that_hands_on_is_not_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,8 +255,8 @@ def test_the_history_of_16_bit_outputs() -> None:
         probe.end(net, "")
     assert troubles == []
     near = looks.near[0]
-    assert (near["module"], near["largest"], near["limit"]) == ("0", 40000.0, 65504.0)
-    assert near["history"] == [[0, 1.0], [1, 1000.0], [2, 40000.0]]
+    assert (near.module, near.largest, near.limit) == ("0", 40000.0, 65504.0)
+    assert near.history == ((0, 1.0), (1, 1000.0), (2, 40000.0))
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------------
@@ -274,12 +274,12 @@ def test_arguments_are_named_as_in_the_signature() -> None:
     fine = torch.ones(2)
     deep = {"ids": torch.tensor([1]), "y": [fine, Pair(fine, x[:2])]}
     found = inputs.bad(Model(), (x, fine, x), {"batch": deep})
-    assert [(entry["argument"], entry["samples"]) for entry in found] == [
-        ("x", [1, 3]),
-        ("more[1]", [1, 3]),
-        ("batch['y'][1].right", [1]),
+    assert [(entry.argument, entry.samples) for entry in found] == [
+        ("x", (1, 3)),
+        ("more[1]", (1, 3)),
+        ("batch['y'][1].right", (1,)),
     ]
-    assert found[0]["kinds"] == ["NaN", "+Inf"]
+    assert found[0].kinds == ("NaN", "+Inf")
 
 
 def test_masks_are_no_bad_input() -> None:
@@ -287,7 +287,7 @@ def test_masks_are_no_bad_input() -> None:
     scores = torch.tensor([[0.5, -INF], [1.0, 2.0]])
     mask = torch.tensor([[0.0, -INF], [0.0, 0.0]])
     assert inputs.bad(Model(), (mask,), {"mask": scores}) == []
-    assert [entry["argument"] for entry in inputs.bad(Model(), (scores,), {})] == ["x"]
+    assert [entry.argument for entry in inputs.bad(Model(), (scores,), {})] == ["x"]
 
 
 # --- the line of the loss ---------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ ENTRIES = entries_of(GUARD)
 
 
 def kinds(loss: torch.Tensor) -> list[str]:
-    return [fact["kind"] for term in terms(loss, by_scaler=False) for fact in facts(term)]
+    return [fact.kind for term in terms(loss, by_scaler=False) for fact in facts(term)]
 
 
 def test_softmax_before_the_loss_is_seen_through_changes_of_form() -> None:
@@ -75,7 +75,7 @@ def test_binary_targets_outside_of_0_and_1() -> None:
     """Targets that binary cross entropy has no meaning for are named with their range."""
     x = torch.randn(9, requires_grad=True)
     loss = functional.binary_cross_entropy_with_logits(x, torch.where(x > 0, 1.0, -1.0))
-    assert [f["low"] for term in terms(loss, by_scaler=False) for f in facts(term)] == [-1]
+    assert [f.low for term in terms(loss, by_scaler=False) for f in facts(term)] == [-1]
     assert kinds(functional.binary_cross_entropy_with_logits(x, torch.rand(9))) == []
 
 
@@ -116,8 +116,9 @@ def test_labels_that_are_ignored_do_not_count() -> None:
     detail: dict[str, object] = {}
     assert labels.take(detail)
     assert detail == {"label": 2}
-    counts = labels.counts() or {}
-    assert (counts["seen"], counts["present"], counts["share"]) == (6, 1, 1.0)
+    counts = labels.counts()
+    assert counts is not None
+    assert (counts.seen, counts.present, counts.share) == (6, 1, 1.0)
     labels.read(terms(functional.cross_entropy(x, torch.arange(8) % 3), by_scaler=False)[0])
     assert not labels.take({})
 
@@ -239,7 +240,7 @@ def test_schedulers_are_counted_where_the_user_calls_them() -> None:
         optimizer.step()
         seen.called(schedule)
     seen.called(schedule)
-    assert seen.before_step(optimizer, 2)["scheduler"]["calls"] == 2
+    assert seen.before_step(optimizer, 2)["scheduler"].calls == 2
     seen.called(schedule)
     seen.called(schedule)
     seen.forgive()
@@ -311,7 +312,7 @@ def test_a_rate_that_the_optimizer_does_not_read() -> None:
     new.lr = 0.1
     assert "elsewhere" not in seen.before_step(new, 1)
     new.lr = 0.05
-    assert seen.before_step(new, 1)["elsewhere"]["kind"] == "attribute"
+    assert seen.before_step(new, 1)["elsewhere"].kind == "attribute"
 
 
 def test_modes_matter_where_the_model_trains() -> None:
