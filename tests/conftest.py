@@ -15,6 +15,9 @@ import pytest
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Unbuffered, `print` writes each argument and the end of the line by itself, and the lines of two ranks mix.
+os.environ.pop("PYTHONUNBUFFERED", None)
+
 
 @pytest.fixture(autouse=True)
 def _forget_the_compiler() -> Iterator[None]:
