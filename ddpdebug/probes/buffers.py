@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -17,10 +17,9 @@ from ddpdebug.probes.training_events import Bus, ForwardBegan, ForwardPrepared, 
 
 
 @dataclass(slots=True)
-class BufferLooks(Part):
+class BufferLooks(Part, key="probe:buffers"):
     """Names of buffers and their digests, by look."""
 
-    key: ClassVar[str] = "probe:buffers"
     seen: list[tuple[list[str], device.Later]] = field(default_factory=list)
 
     def columns(self, record: StepRecord) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,10 +30,9 @@ class Reduced(NamedTuple):
 
 
 @dataclass(slots=True)
-class GradientSums(Part):
+class GradientSums(Part, key="probe:gradients"):
     """What was taken of gradients in backward, by the id of the parameter; `GradientDigests` says what of it counts."""
 
-    key: ClassVar[str] = "probe:gradients"
     local: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # (sum, norm) before the reduction
     reduced: dict[int, Reduced] = field(default_factory=dict)  # after it
 

@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,10 +51,9 @@ def is_due(count: int) -> bool:
 
 
 @dataclass(slots=True)
-class LayerSamples(Part):
+class LayerSamples(Part, key="probe:layers"):
     """Statistics by layer of one step; the numbers may still be on a device."""
 
-    key: ClassVar[str] = "probe:layers"
     calls: list[dict[str, Any]] = field(default_factory=list)  # values are positions in `numbers` where they are floats
     numbers: device.LaterFloats = list
     order: dict[int, int] = field(default_factory=dict)  # id of a module with parameters -> place of its first call

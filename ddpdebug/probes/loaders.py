@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
@@ -28,18 +28,11 @@ _BUDGET_BYTES = 32 << 20
 
 
 @dataclass(slots=True)
-class Deliveries(Part):
+class Deliveries(Part, key="probe:loader"):
     """Digests of the batches that came out of a DataLoader."""
 
-    key: ClassVar[str] = "probe:loader"
     newest: int = 0  # not yet fed to a training forward
     fed: list[int] = field(default_factory=list)
-
-    def feed(self) -> None:
-        """Note that a training forward begins."""
-        if self.newest:
-            self.fed.append(self.newest)
-            self.newest = 0
 
     def columns(self, _: StepRecord) -> dict[str, Any]:
         """Return one digest of what was fed."""

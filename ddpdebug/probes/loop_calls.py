@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -25,10 +25,9 @@ _GATHERED_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
-class Losses(Part):
+class Losses(Part, key="probe:losses"):
     """What was given to backward, told or seen, and the loss scale in force at the step."""
 
-    key: ClassVar[str] = "probe:losses"
     given: list[Callable[[], float]] = field(default_factory=list)  # one for each micro-batch, unscaled
     validation: list[Callable[[], float]] = field(default_factory=list)
     seen: bool = False  # the validation losses: nobody has told them
@@ -48,10 +47,9 @@ class Losses(Part):
 
 
 @dataclass(slots=True)
-class StepCalls(Part):
+class StepCalls(Part, key="probe:clip"):
     """Clippings, loads, and gathers that cut gradients."""
 
-    key: ClassVar[str] = "probe:clip"
     clips: list[Clip] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     gathered: list[announcements.Gathered] = field(default_factory=list)

@@ -9,10 +9,10 @@ import os
 import resource
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -48,18 +48,21 @@ class MemorySample:
     device_retries: int = 0
 
 
+_SAMPLED = tuple(sample.name for sample in fields(MemorySample))
+
+
 @dataclass(slots=True)
-class MemoryUse(Part):
+class MemoryUse(Part, key="probe:memory"):
     """Memory at the end of a step, and what takes it."""
 
-    key: ClassVar[str] = "probe:memory"
     sample: MemorySample = field(default_factory=MemorySample)
     elements: int = 0  # of the inputs of the largest forward
     graphs: int = 0  # earlier steps whose autograd graph is still alive
 
     def columns(self, _: StepRecord) -> dict[str, Any]:
         """Return all of it."""
-        return {**asdict(self.sample), "batch_elements": self.elements, "live_graphs": self.graphs}
+        sample = {name: getattr(self.sample, name) for name in _SAMPLED}
+        return {**sample, "batch_elements": self.elements, "live_graphs": self.graphs}
 
 
 class Provider(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from ddpdebug.probes.record import Part, StepRecord
 from ddpdebug.schema.details import (
@@ -20,10 +20,9 @@ from ddpdebug.schema.row import Flag
 
 
 @dataclass(slots=True)
-class Looks(Part):
+class Looks(Part, key="probe:numerics-forward"):
     """The notes of forward and backward; all lists are short."""
 
-    key: ClassVar[str] = "probe:numerics-forward"
     compiled: bool = False  # module outputs were not looked at, because of torch.compile
     forwards: int = 0
     forward: list[ModuleCall] = field(default_factory=list)  # module calls with a non-finite output
@@ -59,10 +58,9 @@ class Looks(Part):
 
 
 @dataclass(slots=True)
-class Judgement(Part):
+class Judgement(Part, key="probe:numerics"):
     """What follows for the step."""
 
-    key: ClassVar[str] = "probe:numerics"
     detail: Numerics = field(default_factory=Numerics)
     later: Callable[[], Flag] | None = None  # completes it with what was still on a device
     certain: bool = False  # the flags about gradients are: a norm that overflowed was confirmed or cleared

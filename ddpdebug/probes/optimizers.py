@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,10 +36,9 @@ class Mark(NamedTuple):
 
 
 @dataclass(slots=True)
-class GroupSettings(Part):
+class GroupSettings(Part, key="probe:hyper"):
     """The settings of every parameter group at a step, and the learning rate of the first."""
 
-    key: ClassVar[str] = "probe:hyper"
     groups: Sequence[Mapping[str, Any]] = ()
     lr: float = math.nan
 

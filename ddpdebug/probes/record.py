@@ -25,8 +25,11 @@ class Part:
     """What one probe notes in one step. Its constructor takes no arguments: it is begun where it is asked for first."""
 
     __slots__ = ()
-    #: Under which it is off once its columns have failed: that of its probe.
-    key: ClassVar[str]
+    key: ClassVar[str]  # under which it is off once its columns have failed: that of its probe
+
+    def __init_subclass__(cls, key: str = "") -> None:
+        if key:  # a dataclass with slots is made a second time
+            cls.key = key
 
     def columns(self, record: StepRecord, /) -> dict[str, Any]:
         """Return its columns of the row by name, `flags` among them; those left out are not known.

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -41,10 +41,9 @@ _LONELY_BACKWARDS = 8
 
 
 @dataclass(slots=True)
-class Forwards(Part):
+class Forwards(Part, key="probe:forward"):
     """What DDP's forwards were given and gave, as digests."""
 
-    key: ClassVar[str] = "probe:forward"
     modes: bytes = b""  # train or eval, of every module
     rng: int = 0  # of the CPU's generator before the first one
     drawn: bool = False  # one of them has drawn from it
@@ -161,8 +160,9 @@ class Recorder:
         if self._state.checking:
             noted.modes += bytes([m.training for m in internals.modules(ddp.module)])
             noted.rng = noted.rng or rng_digest()
-        if (deliveries := since.parts.get(Deliveries)) is not None:
-            deliveries.feed()
+        if (deliveries := since.parts.get(Deliveries)) is not None and deliveries.newest:
+            deliveries.fed.append(deliveries.newest)
+            deliveries.newest = 0
         self._guard.run("probe:batch", self._look_at_batch, event.tensors)
         self._started[-1] = time.perf_counter()
 

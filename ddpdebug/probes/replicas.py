@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -28,10 +28,9 @@ _MAX_REPLICAS = 4
 
 
 @dataclass(slots=True)
-class Copies(Part):
+class Copies(Part, key="probe:replicas"):
     """What each living copy looks like, by name."""
 
-    key: ClassVar[str] = "probe:replicas"
     looks: Mapping[str, Replica] = field(default_factory=dict)
 
     def columns(self, _: StepRecord) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.probes import async_copy as device, gradients
@@ -20,10 +20,9 @@ _FROZEN_EVERY = 16
 
 
 @dataclass(slots=True)
-class GradientDigests(Part):
+class GradientDigests(Part, key="probe:step-gradients"):
     """Gradients as the optimizer finds them, and their checksums before and after the reduction: all or none."""
 
-    key: ClassVar[str] = "probe:step-gradients"
     names: Sequence[str] = ()  # of the optimizer's parameters
     digests: device.Later | None = None
     touched: Sequence[int] = ()  # positions whose gradients were changed after the reduction, or never reduced
@@ -93,10 +92,9 @@ class GradientDigests(Part):
 
 
 @dataclass(slots=True)
-class ParameterDigests(Part):
+class ParameterDigests(Part, key="probe:parameters"):
     """Parameters just before the step and just after it, in the order of the record's names."""
 
-    key: ClassVar[str] = "probe:parameters"
     before: device.Later | None = None
     after: device.Later | None = None
     glances: device.Later | None = None  # before the step
@@ -131,10 +129,9 @@ class ParameterDigests(Part):
 
 
 @dataclass(slots=True)
-class StateDigests(Part):
+class StateDigests(Part, key="probe:state"):
     """The optimizer's state after the step, or this step's share of it."""
 
-    key: ClassVar[str] = "probe:state"
     keys: Sequence[tuple[str, str]] = ()  # (parameter, key) of the tensors
     tensors: device.Later | None = None
     plain: Sequence[tuple[str, str, int]] = ()  # (parameter, key, digest) of the other values
@@ -150,10 +147,9 @@ class StateDigests(Part):
 
 
 @dataclass(slots=True)
-class FrozenDigests(Part):
+class FrozenDigests(Part, key="probe:frozen"):
     """DDP parameters that no optimizer steps."""
 
-    key: ClassVar[str] = "probe:frozen"
     names: Sequence[str] = ()
     digests: device.Later = list
 

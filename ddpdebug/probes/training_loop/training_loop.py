@@ -11,7 +11,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -70,10 +70,9 @@ _UNREDUCED = "Expected to have finished reduction"
 
 
 @dataclass(slots=True)
-class RecipeNotes(Part):
+class RecipeNotes(Part, key="probe:recipe"):
     """What a step shows of how the loop is used."""
 
-    key: ClassVar[str] = "probe:recipe"
     flags: int = 0
     recipe: dict[str, Any] = field(default_factory=dict)  # fields of `details.Recipe`, as they become known
 
