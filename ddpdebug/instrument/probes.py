@@ -95,7 +95,7 @@ class Probes:
             announce=announce,
             due=due,
         )
-        self.digests = StepDigests(bus, state, guard, want_norms=want_norms)
+        self.digests = StepDigests(bus, state, want_norms=want_norms)
         self.replicas = Replicas(bus, state, guard)
         self.last_state = LastState(bus, state, guard, hand_over_last or hand_over, due)
         self.scenes.subscribe(bus, state)

@@ -11,8 +11,18 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.probes.async_copy import Later
+from ddpdebug.probes.buffers import BufferLooks
+from ddpdebug.probes.layer_statistics import LayerSamples
+from ddpdebug.probes.loop_calls import StepCalls
+from ddpdebug.probes.nonfinite_notes import Judgement
+from ddpdebug.probes.optimizers import GroupSettings
 from ddpdebug.probes.record import StepRecord
+from ddpdebug.probes.recorder import Forwards
+from ddpdebug.probes.replicas import Copies
+from ddpdebug.probes.step_digests import FrozenDigests, GradientDigests, ParameterDigests, StateDigests
 from ddpdebug.probes.step_state import StepState
+from ddpdebug.probes.training_loop.training_loop import RecipeNotes
 from ddpdebug.schema.details import (
     BufferDigests,
     Bypass,
@@ -79,42 +89,49 @@ def _split(table: Mapping[str, int], record: StepRecord, *, owned: bool) -> dict
 
 def _parameters(record: StepRecord, sources: Sources) -> Parameters:
     del sources
-    after = record.digest_table(record.after)
+    digests, frozen = record.parts[ParameterDigests], record.parts[FrozenDigests]
+    after = _table(record, digests.after)
     no_ddp = not any(record.owned)
-    before = record.digest_table(record.before)
+    before = _table(record, digests.before)
     return Parameters(
         before=_hex(before),
         after=_hex(after if no_ddp else _split(after, record, owned=True)),
-        previous=_hex(_previous(record, before)),
+        previous=_hex(_previous(record, digests, before)),
         foreign={} if no_ddp else _hex(_split(after, record, owned=False)),
-        frozen=_hex(dict(zip(record.frozen_names, record.frozen(), strict=True))) if record.frozen else {},
+        frozen=_hex(dict(zip(frozen.names, frozen.digests(), strict=True))),
         order=tuple(record.names),
-        norms=dict(zip(record.names, record.norms(), strict=False)) if record.norms else {},
-        loads=tuple(record.window.loads),
+        norms=dict(zip(record.names, digests.norms(), strict=False)),
+        loads=tuple(record.since.parts[StepCalls].loads),
     )
 
 
-def _previous(record: StepRecord, before: Mapping[str, int]) -> dict[str, int]:
+def _table(record: StepRecord, later: Later | None) -> dict[str, int]:
+    """Return name -> digest of one of the per-parameter lists."""
+    return {} if later is None else dict(zip(record.names, later(), strict=True))
+
+
+def _previous(record: StepRecord, digests: ParameterDigests, before: Mapping[str, int]) -> dict[str, int]:
     """Return what the previous step left, as far as is known: equal to `before` where a glance saw no change."""
-    if record.previous is None or record.before_glance is None:
+    if digests.previous is None or digests.glances is None:
         return {}
-    rows = zip(record.names, record.previous, record.before_glance(), strict=True)
+    rows = zip(record.names, digests.previous, digests.glances(), strict=True)
     return {name: before[name] if old == new else old for name, old, new in rows}
 
 
 def _gradients(record: StepRecord, sources: Sources) -> Gradients:
-    table = record.digest_table(record.grads)
-    local_sums, local_norms, reduced_sums, reduced_norms = record.checksums()
     del sources
+    gradients = record.parts[GradientDigests]
+    table = gradients.table()
+    local_sums, local_norms, reduced_sums, reduced_norms = gradients.checksums()
     return Gradients(
         digests=_hex(_split(table, record, owned=True)),
         foreign=_hex(_split(table, record, owned=False)),
-        missing=tuple(record.missing),
+        missing=tuple(gradients.missing),
         local_sums=local_sums,
         local_norms=local_norms,
         reduced_sums=reduced_sums,
         reduced_norms=reduced_norms,
-        step_norms=record.gradient_norms(),
+        step_norms=gradients.norms(),
     )
 
 
@@ -124,15 +141,15 @@ def _contract(record: StepRecord, sources: Sources) -> Contract:
         reason = "never-wrapped" if owner is None else owner.unreduced(name.removesuffix("'"), parameter)
         if reason is not None and parameter.requires_grad:
             unreduced[name] = reason
-    wrappers = tuple(sources.state.wrappers)
+    wrappers, calls = tuple(sources.state.wrappers), record.since.parts[StepCalls]
     bypass = record.contract.bypass
     site = next((w.call_site.location for w in wrappers if w.call_site and w.call_site.location), None)
     return replace(
         record.contract,
         bypass=Bypass(location=site) if bypass is not None and site else bypass,
         unreduced=unreduced,
-        gathered=tuple(record.window.gathered),
-        clips=tuple(record.window.clips),
+        gathered=tuple(calls.gathered),
+        clips=tuple(calls.clips),
         find_unused=any(ddp.find_unused_parameters for w in wrappers if (ddp := w.ref()) is not None),
     )
 
@@ -140,27 +157,28 @@ def _contract(record: StepRecord, sources: Sources) -> Contract:
 def _state(record: StepRecord, sources: Sources) -> OptimizerState:
     del sources
     table: dict[str, dict[str, Any]] = {}
-    values = record.state() if record.state is not None else []
-    for (name, key), value in zip(record.state_keys, values, strict=True):
+    state = record.parts[StateDigests]
+    values = state.tensors() if state.tensors is not None else []
+    for (name, key), value in zip(state.keys, values, strict=True):
         table.setdefault(name, {})[key] = hex_digest(value)
-    for name, key, value in record.state_plain:
+    for name, key, value in state.plain:
         table.setdefault(name, {})[key] = hex_digest(value)
-    if record.norms is not None:
-        names = [f"{name}:{key}" for name, key in record.state_keys]
-        table[""] = dict(zip(names, record.norms()[len(record.names) :], strict=True))
+    if norms := record.parts[ParameterDigests].norms():
+        names = [f"{name}:{key}" for name, key in state.keys]
+        table[""] = dict(zip(names, norms[len(record.names) :], strict=True))
     return OptimizerState(states=table)
 
 
 def _buffers(record: StepRecord, sources: Sources) -> BufferDigests:
     del sources
     digests: dict[str, int] = {}
-    for names, later in record.window.buffers:
+    for names, later in record.since.parts[BufferLooks].seen:
         digests.update(zip(names, later(), strict=True))
     return BufferDigests(digests=_hex(digests))
 
 
 def _modes(record: StepRecord, sources: Sources) -> Modes:
-    seen = list(record.window.modes or b"")
+    seen = list(record.since.parts[Forwards].modes)
     modes: dict[str, bool] = {}
     position = 0
     wrappers = tuple(sources.state.wrappers)
@@ -178,26 +196,28 @@ def _modes(record: StepRecord, sources: Sources) -> Modes:
 
 def _layers(record: StepRecord, sources: Sources) -> LayerStatistics:
     del sources
-    if record.layers is None:
+    if (samples := record.parts.get(LayerSamples)) is None:
         return LayerStatistics()
-    return record.layers.detail(record.gradient_norms(), record.digest_table(record.before))
+    before = _table(record, record.parts[ParameterDigests].before)
+    return samples.detail(record.parts[GradientDigests].norms(), before)
 
 
 def _recipe(record: StepRecord, sources: Sources) -> Recipe:
     del sources
-    return Recipe(**record.window.recipe, lr=tuple(group.get("lr") for group in record.hyper))
+    rates = tuple(group.get("lr") for group in record.parts[GroupSettings].groups)
+    return Recipe(**record.since.parts[RecipeNotes].recipe, lr=rates)
 
 
 _BUILDERS: dict[str, Callable[[StepRecord, Sources], Detail | None]] = {
     "parameters": _parameters,
     "gradients": _gradients,
     "contract": _contract,
-    "hyper": lambda record, _: HyperParameters(groups=tuple(record.hyper)),
+    "hyper": lambda record, _: HyperParameters(groups=tuple(record.parts[GroupSettings].groups)),
     "state": _state,
     "buffers": _buffers,
     "modes": _modes,
-    "replicas": lambda record, _: Replicas(copies=record.replicas),
-    "numerics": lambda record, _: record.numerics,
+    "replicas": lambda record, _: Replicas(copies=record.parts[Copies].looks),
+    "numerics": lambda record, _: record.parts[Judgement].detail,
     "layers": _layers,
     "holders": lambda _, sources: sources.holders.found(),
     "recipe": _recipe,

@@ -46,6 +46,7 @@ from ddpdebug.probes.coverage import CoverageProbe
 from ddpdebug.probes.handover import Plans, StepStore
 from ddpdebug.probes.memory import private_bytes
 from ddpdebug.probes.record import StepRecord, encode_row
+from ddpdebug.probes.step_digests import GradientDigests
 from ddpdebug.probes.training_events import NeverStepped, OptimizerEnded, StepClosed
 from ddpdebug.redaction import Redactor
 from ddpdebug.run_directory.reader import last_state
@@ -247,7 +248,9 @@ class Monitor:
         if self._exchange is None and (self._steps or self.command):
             self._begin(alone=True)
         if reason.startswith("exception") and (newest := self._records.newest()) is not None:
-            self._announce(Failure(reason=reason, step=newest.step, missing=tuple(newest.missing)))
+            gradients = newest.parts.get(GradientDigests)
+            missing = () if gradients is None else tuple(gradients.missing)
+            self._announce(Failure(reason=reason, step=newest.step, missing=missing))
         self.covering.tell()
         steps = {str(optimizer): count for optimizer, count in self._steps.items()}
         self._announce(End(steps=steps, reason=reason, last_states=self._promised))
@@ -514,11 +517,12 @@ class Monitor:
 
     def _encode(self, record: StepRecord) -> bytes:
         try:
-            record.fields["workers_bytes"] = private_bytes(self.probes.loaders.workers())
+            workers = self._back.contain("probe:memory", lambda: private_bytes(self.probes.loaders.workers()))
+            record.fields["workers_bytes"] = workers or 0
             spent = time.thread_time()
             record.fields["overhead_seconds"] += spent - self._thread_seconds
             self._thread_seconds = spent
-            return encode(encode_row(record, self.rank))
+            return encode_row(record, self.rank, self._back)
         except BaseException as error:  # noqa: BLE001 - the other ranks wait for this row: send what is certain
             self._back.fail("probe:row", error)
             flags = int(record.flags & Flag.LAST_STATE)

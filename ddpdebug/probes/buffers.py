@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import Any
+
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes import async_copy as device
+from ddpdebug.probes.record import Part, StepRecord, combined
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus, ForwardBegan, ForwardPrepared, StepClosing
-from ddpdebug.schema.row import Flag
+
+
+@dataclass(slots=True)
+class BufferLooks(Part, key="probe:buffers"):
+    """Names of buffers and their digests, by look."""
+
+    seen: list[tuple[list[str], device.Later]] = field(default_factory=list)
+
+    def columns(self, record: StepRecord) -> dict[str, Any]:
+        """Return one digest of all."""
+        digests = [digest for _, later in self.seen for digest in later()] if record.checked else []
+        return {"buffers_digest": combined(digests)}
 
 
 class Buffers:
-    """Notes the fingerprints of buffers in the step's window."""
+    """Takes them."""
 
     def __init__(self, bus: Bus, state: StepState, guard: Guard) -> None:
         self._state = state
@@ -35,7 +50,7 @@ class Buffers:
 
     def after_step(self, event: StepClosing) -> None:
         """Look at those that DDP does not broadcast."""
-        if event.record.flags & Flag.CHECKED:
+        if event.record.checked:
             for wrapper in event.watch.wrappers:
                 ddp = wrapper.ref()
                 if ddp is not None and not internals.broadcasts_buffers(ddp):
@@ -46,4 +61,6 @@ class Buffers:
         ignored = internals.ignored_names(ddp.module)
         named = [(n, b) for n, b in internals.named_buffers(ddp.module) if n not in ignored]
         if named:
-            self._state.window.buffers.append(([n for n, _ in named], device.digests([b for _, b in named])))
+            self._state.since.parts[BufferLooks].seen.append(
+                ([n for n, _ in named], device.digests([b for _, b in named]))
+            )

@@ -62,7 +62,7 @@ class GradientHooks:
 
     def _note(self, wrapper: Wrapper, key: int, parameter: torch.Tensor) -> None:
         grad = parameter.grad
-        norm = gradients.note_local(self._state.window, wrapper, key, grad)
+        norm = gradients.note_local(self._state.since, wrapper, key, grad)
         if norm is not None and grad is not None:
             halved = wrapper.hook_kind in {"half", "custom"}
             self._run("probe:numerics-gradients", self._numerics.note_local, key, grad, norm, halved)

@@ -7,32 +7,62 @@ a large model the time goes into memory traffic.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
 from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.probes import async_copy as device
 from ddpdebug.probes.ddp_wrapper import Wrapper
-from ddpdebug.probes.step_state import Reduced, Window
+from ddpdebug.probes.record import Part, SinceLastStep
 
 _EXACT = frozenset({torch.float32, torch.float64})
 
 
-def note_local(window: Window, wrapper: Wrapper, key: int, grad: torch.Tensor | None) -> torch.Tensor | None:
+class Reduced(NamedTuple):
+    """What was taken of a gradient right after its reduction; `key` tells whether it has been touched since."""
+
+    sum: Any
+    norm: Any
+    digest: int
+    key: tuple[int, int, int | None, int]
+
+
+@dataclass(slots=True)
+class GradientSums(Part, key="probe:gradients"):
+    """What was taken of gradients in backward, by the id of the parameter; `GradientDigests` says what of it counts."""
+
+    local: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # (sum, norm) before the reduction
+    reduced: dict[int, Reduced] = field(default_factory=dict)  # after it
+
+    def is_summed(self, key: int) -> bool:
+        """Tell whether a parameter's gradient was summed, as far as it was looked at."""
+        local, reduced = self.local.get(key), self.reduced.get(key)
+        return (local is None or local[0] is not None) and (reduced is None or reduced.sum is not None)
+
+    def let_go(self) -> None:
+        """Drop the numbers, which are on the gradients' device."""
+        self.local.clear()
+        self.reduced.clear()
+
+
+def note_local(since: SinceLastStep, wrapper: Wrapper, key: int, grad: torch.Tensor | None) -> torch.Tensor | None:
     """Sum a gradient that is still this rank's own, in the hook that runs before DDP reduces; return its norm."""
     if grad is None or not _summable(grad):
         return None
     own = grad.detach()
     norm = _norm(own)
-    window.local[key] = (_sum(own) if wrapper.sums(key, window.number) else None, norm)
+    since.parts[GradientSums].local[key] = (_sum(own) if wrapper.sums(key, since.number) else None, norm)
     return norm
 
 
-def note_reduced(window: Window, wrapper: Wrapper) -> None:
+def note_reduced(since: SinceLastStep, wrapper: Wrapper) -> None:
     """Sum and fingerprint the gradients that DDP has just reduced."""
     ddp = wrapper.ref()
     if ddp is None:
         return
+    noted = since.parts[GradientSums].reduced
     with torch.no_grad():
         for parameter in internals.parameters(ddp.module):
             grad = parameter.grad
@@ -41,13 +71,13 @@ def note_reduced(window: Window, wrapper: Wrapper) -> None:
             grad, digest, glance = grad.detach(), 0, 0
             if grad.device.type == "cpu":
                 digest, glance = fingerprint.fingerprint(grad), fingerprint.glance(grad)
-            total = _sum(grad) if wrapper.sums(id(parameter), window.number) else None
+            total = _sum(grad) if wrapper.sums(id(parameter), since.number) else None
             key = (id(parameter.grad), grad.data_ptr(), internals.version_of(grad), glance)
-            window.reduced[id(parameter)] = Reduced(total, _norm(grad), digest, key)
+            noted[id(parameter)] = Reduced(total, _norm(grad), digest, key)
 
 
 def digests_at_step(
-    window: Window, parameters: Sequence[torch.Tensor]
+    sums: GradientSums, parameters: Sequence[torch.Tensor]
 ) -> tuple[device.Later, list[int], device.LaterFloats]:
     """Fingerprint the gradients as the optimizer finds them; return also which were touched since, and their norms.
 
@@ -61,7 +91,7 @@ def digests_at_step(
         if grad is None:
             known[position] = 0
             continue
-        reduced = window.reduced.get(id(parameter))
+        reduced = sums.reduced.get(id(parameter))
         if reduced is not None and reduced.digest and _untouched(grad, reduced):
             known[position] = reduced.digest
         else:

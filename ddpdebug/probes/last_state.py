@@ -16,9 +16,11 @@ import torch
 from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes import async_copy as device
+from ddpdebug.probes.loop_calls import StepCalls
 from ddpdebug.probes.optimizers import Mark, OptimizerWatch
-from ddpdebug.probes.record import StepRecord
-from ddpdebug.probes.step_state import StepState, Window
+from ddpdebug.probes.record import SinceLastStep, StepRecord
+from ddpdebug.probes.step_digests import ParameterDigests, StateDigests
+from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus, ForwardBegan, GroupEnds, OptimizerEnded, Paused, StepClosed
 from ddpdebug.schema.row import Flag
 
@@ -95,7 +97,7 @@ class LastState:
     def look_back(self, *watches: OptimizerWatch) -> None:
         """Hand over what the last steps have left, of all optimizers unless some are named: they may step no more."""
         for watch in watches or self._state.watches:
-            self._run("probe:last-state", self.look, watch, bool(self._state.window.loads))
+            self._run("probe:last-state", self.look, watch, bool(self._state.since.parts[StepCalls].loads))
 
     def pause(self) -> None:
         """Look back where training pauses, unless the next step is checked: the script may rewrite the model next."""
@@ -132,7 +134,7 @@ class LastState:
 
     def _look(self, watch: OptimizerWatch, mark: Mark, *, state: bool) -> None:
         started = time.perf_counter()
-        record = StepRecord(watch.index, mark.step, mark.flags | Flag.CHECKED | Flag.LAST_STATE, Window())
+        record = StepRecord(watch.index, mark.step, mark.flags | Flag.LAST_STATE, SinceLastStep(), checked=True)
         record.fields["overhead_seconds"] = 0.0
         record.names, record.owned = watch.names, watch.owned
         record.ids, record.slots = [id(p) for p in watch.params], watch.slots
@@ -155,15 +157,17 @@ class LastState:
         size = _bytes(watch.params)
         if watch.on_cpu and size > _MOST_BYTES:
             return
+        parameters = record.parts[ParameterDigests]
         if isinstance(mark.spots, torch.Tensor) and isinstance(now := self._spots(watch), torch.Tensor):
             spots = device.digests([now, mark.spots])  # waiting for a device is for the background thread
-            record.holds = lambda: len(set(spots())) == 1
-        record.after = device.digests(watch.params)
+            parameters.holds = lambda: len(set(spots())) == 1
+        parameters.after = device.digests(watch.params)
         if not (state and watch.optimizers()):
             return
         keys, tensors, plain = watch.state(whole=True)
         if not watch.on_cpu or size + _bytes(tensors) <= _MOST_BYTES:
-            record.state_keys, record.state, record.state_plain = keys, device.digests(tensors), plain
+            digests = device.digests(tensors)
+            record.parts[StateDigests] = StateDigests(keys, digests, plain, holds=parameters.holds)
 
     def _choice(self, watch: OptimizerWatch) -> list[int] | None:
         """Return which parameters' contents are looked at; None where no mark can be set."""

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from ddpdebug import torch_internals as internals
 from ddpdebug.nested import tensors_in
 from ddpdebug.probes import async_copy as device, ranges
+from ddpdebug.probes.nonfinite_notes import Looks
 from ddpdebug.probes.optimizers import OptimizerWatch
-from ddpdebug.probes.step_state import Window
+from ddpdebug.probes.record import Part, SinceLastStep, StepRecord
 from ddpdebug.schema.details import LayerActivation, LayerParameter, LayerStatistics, hex_digest
 from ddpdebug.schema.row import Flag
 
@@ -50,7 +51,7 @@ def is_due(count: int) -> bool:
 
 
 @dataclass(slots=True)
-class LayerSamples:
+class LayerSamples(Part, key="probe:layers"):
     """Statistics by layer of one step; the numbers may still be on a device."""
 
     calls: list[dict[str, Any]] = field(default_factory=list)  # values are positions in `numbers` where they are floats
@@ -78,10 +79,13 @@ class LayerSamples:
             self._tables, self.norms = (weights, updates), list
         return self._tables
 
-    def row(self) -> dict[str, float]:
-        """Return the fields of the row; from here on numbers are kept, and no tensors."""
+    def let_go(self) -> None:
+        """Keep numbers."""
         values = self.numbers()
         self.numbers = lambda: values
+
+    def columns(self, _: StepRecord) -> dict[str, Any]:
+        """Return the norms of the weights and of their change."""
         weights, updates = self.read()
         return {"param_norm": math.hypot(*weights), "update_norm": math.hypot(*updates)} if weights else {}
 
@@ -157,12 +161,12 @@ class Layers:
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
-    def begin(self, window: Window, root: torch.nn.Module) -> bool:
+    def begin(self, since: SinceLastStep, root: torch.nn.Module) -> bool:
         """Decide about a checked training forward; return whether its module calls are wanted."""
-        if window.number != self._number:
-            self._number, self._count = window.number, self._count + 1
+        if since.number != self._number:
+            self._number, self._count = since.number, self._count + 1
         self.sampling = is_due(self._count)
-        if not self.sampling or window.looks.forwards:
+        if not self.sampling or since.parts[Looks].forwards:
             return False
         self.forget()
         self._notes = LayerSamples()
@@ -267,14 +271,15 @@ class Layers:
 
     # --- optimizer ----------------------------------------------------------------------------------------------------
 
-    def before(self, watch: OptimizerWatch, flags: Flag) -> LayerSamples | None:
-        """Copy a block of each parameter just before the optimizer changes it; return the step's sample, if any."""
+    def before(self, watch: OptimizerWatch, record: StepRecord) -> None:
+        """Copy a block of each parameter just before the optimizer changes it, in a step that is sampled."""
         self._blocks = []
-        if not self.sampling or not flags & Flag.CHECKED or flags & (Flag.CLOSURE | Flag.SKIPPED):
-            return None
+        if not self.sampling or not record.checked or record.flags & (Flag.CLOSURE | Flag.SKIPPED):
+            return
         notes, self._notes = self._notes, LayerSamples(order=self._notes.order)
         if dist.is_initialized() and dist.get_rank() != 0:
-            return notes
+            record.parts[LayerSamples] = notes
+            return
         first = watch.index not in self._begun
         self._begun.add(watch.index)
         rates = {id(p): group.get("lr") for group in watch.groups() for p in group["params"]}
@@ -290,7 +295,7 @@ class Layers:
             self._blocks.append(block)
         self._symmetry = [_symmetric(p) for p in self._parameters(watch, notes)] if first else []
         self._blocks = internals.clones(self._blocks)
-        return notes
+        record.parts[LayerSamples] = notes
 
     def after(self, watch: OptimizerWatch, notes: LayerSamples | None) -> None:
         """Measure how far the optimizer has moved them."""

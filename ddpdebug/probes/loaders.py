@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.isolation.user_code import is_user_file, is_users, shorten
 from ddpdebug.nested import tensors_in
+from ddpdebug.probes.record import Part, StepRecord, combined
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import BatchAwaited, BatchDelivered, Bus, EpochBegan, WorkersBegan
 from ddpdebug.schema.announcements import Announce, IndexList, Loader
@@ -23,6 +25,18 @@ _RECORD_BYTES = 1 << 18
 _MAX_DEPTH = 3
 _MAX_ITEMS = 200_000
 _BUDGET_BYTES = 32 << 20
+
+
+@dataclass(slots=True)
+class Deliveries(Part, key="probe:loader"):
+    """Digests of the batches that came out of a DataLoader."""
+
+    newest: int = 0  # not yet fed to a training forward
+    fed: list[int] = field(default_factory=list)
+
+    def columns(self, _: StepRecord) -> dict[str, Any]:
+        """Return one digest of what was fed."""
+        return {"record_digest": combined(self.fed)}
 
 
 class Loaders:
@@ -65,10 +79,10 @@ class Loaders:
 
     def delivered(self, event: BatchDelivered) -> None:
         """Note a batch and how long the training waited for it."""
-        window = self._state.window
-        window.data_seconds += time.perf_counter() - self._asked
+        since = self._state.since
+        since.data_seconds += time.perf_counter() - self._asked
         values = [fingerprint.sampled_fingerprint(t, _RECORD_BYTES)[0] for t in tensors_in(event.batch)]
-        window.delivered = fingerprint.combine(values) if values else 0
+        since.parts[Deliveries].newest = combined(values)
 
     def workers(self) -> list[int]:
         """Return the process ids of the loaders' living workers."""

@@ -1,27 +1,71 @@
-"""Calls of the loop beside forward, backward and step: clipping, loss scaling, loads, gathers, observed losses."""
+"""StepCalls of the loop beside forward, backward and step: clipping, loss scaling, loads, gathers, observed losses."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ddpdebug.probes import async_copy as device
+from ddpdebug.probes.record import Part, StepRecord
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import BackwardBegan, Bus, Clipped, ForwardBegan, Gathered, Loaded, LossScaled
 from ddpdebug.probes.values import loss_reader
 from ddpdebug.schema import announcements
 from ddpdebug.schema.announcements import Announce
 from ddpdebug.schema.details import Clip, Load
+from ddpdebug.schema.row import Flag
 
 #: Gathers that cut gradients are announced so often; the rest are other call sites of the same mistake.
 _MAX_GATHERS = 3
 _GATHERED_BYTES = 64 << 20
 
 
+@dataclass(slots=True)
+class Losses(Part, key="probe:losses"):
+    """What was given to backward, told or seen, and the loss scale in force at the step."""
+
+    given: list[Callable[[], float]] = field(default_factory=list)  # one for each micro-batch, unscaled
+    validation: list[Callable[[], float]] = field(default_factory=list)
+    seen: bool = False  # the validation losses: nobody has told them
+    scale: Callable[[], float] | None = None
+
+    def columns(self, _: StepRecord) -> dict[str, Any]:
+        """Return the means, and the scale."""
+        found: dict[str, Any] = {"flags": int(Flag.VAL_LOSS_SEEN) if self.seen else 0}
+        if self.scale is not None:
+            found["loss_scale"] = self.scale()
+        if losses := [read() for read in self.given]:
+            found["loss"] = math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.nan
+            found["flags"] |= 0 if math.isfinite(found["loss"]) else int(Flag.LOSS_NONFINITE)
+        if self.validation:
+            found["val_loss"] = math.fsum(read() for read in self.validation) / len(self.validation)
+        return found
+
+
+@dataclass(slots=True)
+class StepCalls(Part, key="probe:clip"):
+    """Clippings, loads, and gathers that cut gradients."""
+
+    clips: list[Clip] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    gathered: list[announcements.Gathered] = field(default_factory=list)
+
+    def columns(self, _: StepRecord) -> dict[str, Any]:
+        """Return the newest clipping."""
+        flags = int(Flag.LOADED) if self.loads else 0
+        if not self.clips:
+            return {"flags": flags}
+        early = any(clip.before_sync for clip in self.clips)
+        flags |= int(Flag.CLIPPED) | (int(Flag.CLIPPED_BEFORE_SYNC) if early else 0)
+        return {"flags": flags, "clip_norm": self.clips[-1].norm, "clip_max": self.clips[-1].max}
+
+
 class LoopCalls:
-    """Notes these calls in the step's window, and knows the loss scale in force.
+    """Notes these calls, and knows the loss scale in force.
 
     Args:
         announce: tells all ranks.
@@ -46,17 +90,19 @@ class LoopCalls:
         state, norm = self._state, event.norm
         local = any(w.pending is not None for w in state.wrappers) or (not state.wrappers and state.world > 1)
         value = float(norm) if norm.device.type == "cpu" else float("nan")
-        state.window.clips.append(Clip(norm=value, max=event.limit, before_sync=local, location=event.location))
+        state.since.parts[StepCalls].clips.append(
+            Clip(norm=value, max=event.limit, before_sync=local, location=event.location)
+        )
 
     def observed(self, name: str, loss: Any) -> None:
         """Take a loss from the user: `loss` instead of the one given to backward, or `val_loss`."""
         value = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss))
-        window, reader = self._state.window, loss_reader(value, None)
+        losses, reader = self._state.since.parts[Losses], loss_reader(value, None)
         if name == "loss":
-            window.losses = [reader]
+            losses.given = [reader]
         else:
             self.tells_validation = True
-            window.val_losses.append(reader)
+            losses.validation.append(reader)
 
     def _scaled(self, event: LossScaled) -> None:
         """Note the loss scale in force; the tensor is changed in place later, so it is read or copied now."""
@@ -88,7 +134,7 @@ class LoopCalls:
         return float(scale) if scale is not None and scale.device.type == "cpu" else float("nan")
 
     def _loaded(self, event: Loaded) -> None:
-        self._state.window.loads.append(Load(what=event.what, location=event.location))
+        self._state.since.parts[StepCalls].loads.append(Load(what=event.what, location=event.location))
 
     def _gathered(self, event: Gathered) -> None:
         """Note an all_gather of a tensor that requires grad; judged at backward, when the list is in its final form.
@@ -111,7 +157,7 @@ class LoopCalls:
         for outputs, fact in lists:
             if any(isinstance(o, torch.Tensor) and o.requires_grad for o in outputs):
                 continue  # the usual way to keep the local gradient
-            self._state.window.gathered.append(fact)
+            self._state.since.parts[StepCalls].gathered.append(fact)
             if self._gathers < _MAX_GATHERS:
                 self._announce(fact, self._gathers)
                 self._gathers += 1

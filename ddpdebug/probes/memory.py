@@ -9,7 +9,7 @@ import os
 import resource
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.user_code import is_users
 from ddpdebug.nested import tensors_in
 from ddpdebug.probes.graph_lifetime import LiveGraphs
+from ddpdebug.probes.record import Part, StepRecord
 from ddpdebug.probes.training_events import BackwardBegan, Bus, FirstForward, ForwardBegan, ForwardEnded, StepClosing
 
 _STATM = "/proc/self/statm"
@@ -45,6 +46,23 @@ class MemorySample:
     device_inactive_bytes: int = 0
     device_limit_bytes: int = 0
     device_retries: int = 0
+
+
+_SAMPLED = tuple(sample.name for sample in fields(MemorySample))
+
+
+@dataclass(slots=True)
+class MemoryUse(Part, key="probe:memory"):
+    """Memory at the end of a step, and what takes it."""
+
+    sample: MemorySample = field(default_factory=MemorySample)
+    elements: int = 0  # of the inputs of the largest forward
+    graphs: int = 0  # earlier steps whose autograd graph is still alive
+
+    def columns(self, _: StepRecord) -> dict[str, Any]:
+        """Return all of it."""
+        sample = {name: getattr(self.sample, name) for name in _SAMPLED}
+        return {**sample, "batch_elements": self.elements, "live_graphs": self.graphs}
 
 
 class Provider(Protocol):
@@ -233,13 +251,13 @@ class MemoryProbe:
                 return
 
     def _step_closes(self, event: StepClosing) -> None:
-        event.record.fields |= self.end_step(event.watch.step)
+        event.record.parts[MemoryUse] = self.end_step(event.watch.step)
 
-    def end_step(self, step: int) -> dict[str, int]:
-        """Return the row's memory fields and begin the next step."""
+    def end_step(self, step: int) -> MemoryUse:
+        """Return what the row says of memory, and begin the next step."""
         sample = self.provider.sample()
         used = sample.device_allocated_bytes or sample.host_private_bytes
         self.history.append(Past(step=step, used=used, elements=self.elements))
-        fields = {**asdict(sample), "batch_elements": self.elements, "live_graphs": self.graphs.end_step()}
+        part = MemoryUse(sample, self.elements, self.graphs.end_step())
         self.largest, self.elements = max(self.largest, self.elements), 0
-        return fields
+        return part

@@ -22,13 +22,14 @@ from ddpdebug.isolation.user_code import location, user_frame
 from ddpdebug.probes import inputs, loss_line, ranges, training_events as events
 from ddpdebug.probes.entry import watch_entry
 from ddpdebug.probes.forward_capture import Scenes
-from ddpdebug.probes.layer_statistics import Layers
-from ddpdebug.probes.loop_calls import LoopCalls
+from ddpdebug.probes.layer_statistics import Layers, LayerSamples
+from ddpdebug.probes.loop_calls import LoopCalls, Losses
 from ddpdebug.probes.module_outputs import ForwardProbe
 from ddpdebug.probes.nonfinite_detail import complete, is_bad_call, summary
-from ddpdebug.probes.nonfinite_notes import Looks
+from ddpdebug.probes.nonfinite_notes import Judgement, Looks
 from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.record import StepRecord
+from ddpdebug.probes.step_digests import GradientDigests, ParameterDigests
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus
 from ddpdebug.schema.details import NonfiniteLoss, NonfiniteParameters
@@ -110,7 +111,7 @@ class Numerics:
         if not self._on or not torch.is_grad_enabled():
             return
         self.inside = True
-        looks = state.window.looks
+        looks = state.since.parts[Looks]
         inner = internals.unwrap_compiled(module)
         looks.module, looks.prefix = weakref.ref(inner), prefix
         if not state.checking:
@@ -119,7 +120,7 @@ class Numerics:
             looks.inputs = inputs.bad(inner, args, kwargs)
         if (later := inputs.bad_later(inner, args, kwargs)) is not None:
             looks.later_inputs.append(later)
-        self._samples = bool(self._guard.run("probe:layers", self.layers.begin, state.window, inner))
+        self._samples = bool(self._guard.run("probe:layers", self.layers.begin, state.since, inner))
         self._compiled = self._compiled or internals.anything_compiled()  # a reset of the compiler forgets it
         if self._compiled:
             looks.compiled = True
@@ -128,7 +129,7 @@ class Numerics:
 
     def _forward_ends(self, event: events.ForwardEnded | events.ModuleForwardEnded) -> None:
         """Look at what the forward returned."""
-        looks = self._state.window.looks
+        looks = self._state.since.parts[Looks]
         if not self.inside:
             return
         self.inside = False
@@ -169,7 +170,7 @@ class Numerics:
 
     def note_loss(self, event: events.LossGiven) -> None:
         """Note where a loss comes from: on the CPU one that is non-finite, on a device any in a checked step."""
-        looks, loss = self._state.window.looks, event.loss
+        looks, loss = self._state.since.parts[Looks], event.loss
         if not self._on or looks.loss is not None:
             return
         here = loss.device.type == "cpu"
@@ -183,7 +184,7 @@ class Numerics:
         frame = user_frame()
         looks.loss = NonfiniteLoss(
             value=value,
-            micro_batch=self._state.window.micro_batches,
+            micro_batch=self._state.since.micro_batches,
             backward=None if frame is None else location(frame.f_code.co_filename, frame.f_lineno),
             expression=self.expression(frame),
             operation=None if loss.grad_fn is None else loss.grad_fn.name(),
@@ -204,7 +205,7 @@ class Numerics:
         """Look at a gradient that is still this rank's own; `norm` is known, `halved` if 16 bits may reduce it."""
         if not self._on or grad.device.type != "cpu":
             return
-        looks = self._state.window.looks
+        looks = self._state.since.parts[Looks]
         if not (halved or grad.dtype in _HALVES) and math.isfinite(float(norm)):
             return
         seen = ranges.read(grad)  # a norm overflows before its elements do
@@ -233,28 +234,28 @@ class Numerics:
         if not self._on:
             return
         watch, record = event.watch, event.record
-        record.layers = self._guard.run("probe:layers", self.layers.before, watch, record.flags)
-        looks = record.window.looks
-        record.loss_scale = self._calls.last_loss_scale
+        self._guard.run("probe:layers", self.layers.before, watch, record)
+        looks, judgement = record.since.parts[Looks], record.parts[Judgement]
+        record.since.parts[Losses].scale = self._calls.last_loss_scale
         if self._is_scaler_skipping(watch):
             record.flags |= Flag.SKIPPED
         if not watch.on_cpu:
             if self._every_step:
                 self._wait_for_device(watch, record)
-            record.numerics_later = complete(record, looks)
+            judgement.later = complete(record, looks)
             return
         reduced = self._reduced(watch, record)
-        record.judged = True
+        judgement.certain = True
         record.flags |= Flag.LOCAL_GRADS_NONFINITE if looks.local else Flag(0)
         record.flags |= Flag.GRADS_NONFINITE if reduced else Flag(0)
         if reduced and "probe:numerics-gradients" in self._guard.off:  # made by whom, nobody has seen
-            record.flags &= ~Flag.CHECKED
+            record.checked = False
         gradients = bool(looks.local or reduced)
         self._learn(looks, healthy=looks.loss is None and not gradients)
         guilty = bool(looks.loss or looks.local or any(is_bad_call(c) and not c.usual for c in looks.forward))
         before = self._before(watch, record, thoroughly=guilty or gradients)
         if guilty or gradients or before or looks.noteworthy:
-            flags, record.numerics = summary(record, looks)
+            flags, judgement.detail = summary(record, looks)
             record.flags |= flags | (Flag.PARAMS_NONFINITE if before else Flag(0))
             self._investigate(record, looks, reduced=reduced, before=before)
         if guilty and not record.flags & Flag.SKIPPED and self._bad.get(watch.index, -2) < watch.step - 1:
@@ -262,7 +263,7 @@ class Numerics:
             self._bus.emit(events.NonfiniteMade(watch, record))
         if guilty or gradients:
             self._bad[watch.index] = watch.step
-        if not gradients and (record.flags & Flag.CHECKED or self._every_step):
+        if not gradients and (record.checked or self._every_step):
             self._clean[watch.index] = watch.step
 
     @staticmethod
@@ -275,20 +276,21 @@ class Numerics:
         """Learn now what the guard has to know: the one place that waits for a device, and only if asked to guard."""
         if self._reduced(watch, record):
             record.flags |= Flag.GRADS_NONFINITE
-        if any(not math.isfinite(read()) for read in record.window.losses):
+        if any(not math.isfinite(read()) for read in record.since.parts[Losses].given):
             record.flags |= Flag.LOSS_NONFINITE
 
     def _reduced(self, watch: OptimizerWatch, record: StepRecord) -> list[int]:
         """Return the positions of the gradients that are non-finite as the optimizer finds them, as far as is known."""
-        if record.flags & Flag.CHECKED and record.grads is not None:
-            norms = record.reduced() if record.reduced is not None else []
-            record.reduced = lambda norms=norms: norms
-            touched = record.touched_norms() if record.touched_norms is not None else []
-            untouched = {*record.reduced_summed} - {*record.touched}
-            odd = [i for i, n in zip(record.reduced_summed, norms, strict=False) if not math.isfinite(n)]
+        known = record.parts.get(GradientDigests) if record.checked else None
+        looks = record.since.parts[Looks]
+        if known is not None and known.digests is not None:
+            norms = known.reduced()
+            known.reduced = lambda: norms
+            untouched = {*known.reduced_summed} - {*known.touched}
+            odd = [i for i, n in zip(known.reduced_summed, norms, strict=False) if not math.isfinite(n)]
             suspects = [i for i in odd if i in untouched]
-            suspects += [i for i, n in zip(record.touched, touched, strict=True) if not math.isfinite(n)]
-        elif self._every_step or record.window.looks.loss or record.window.looks.local:
+            suspects += [i for i, n in zip(known.touched, known.touched_norms(), strict=True) if not math.isfinite(n)]
+        elif self._every_step or looks.loss or looks.local:
             suspects = list(range(len(watch.params)))
         else:
             return []
@@ -313,13 +315,13 @@ class Numerics:
         bad before.
         """
         known = self._known.get(watch.index)
-        small = record.flags & Flag.CHECKED and sum(p.nbytes for p in watch.params) <= _TINY_BYTES
+        small = record.checked and sum(p.nbytes for p in watch.params) <= _TINY_BYTES
         thoroughly = thoroughly or bool(record.flags & Flag.FIRST or small)
         if record.flags & Flag.CLOSURE or watch.ref is None or not (thoroughly or known):
             return []
         if thoroughly:
             self._verified[watch.index] = watch.step
-        module = record.window.looks.module
+        module = record.since.parts[Looks].module
         root = module() if module is not None else None
         rows = list(zip(watch.names, watch.params, strict=True))
         own = {id(p) for p in watch.params}
@@ -344,8 +346,8 @@ class Numerics:
         if before:
             phase = None
             index, step = record.optimizer, record.step
-            glances = None if record.before_glance is None else record.before_glance()
-            touched = glances is not None and list(record.previous or glances) != glances
+            digests = record.parts.get(ParameterDigests)
+            touched = digests is not None and digests.changed_outside()
             if touched or self._left.get(index) == step - 1 >= 0:
                 phase = "outside-optimizer"
             elif self._clean.get(index) == step - 1 >= 0:
@@ -354,13 +356,15 @@ class Numerics:
             self._known.setdefault(index, set()).update(before)
             names = tuple(new or before)[:_MAX_NAMES]
             found["parameters"] = NonfiniteParameters(before=names, phase=phase)
-        record.numerics = replace(record.numerics, **found)
+        judgement = record.parts[Judgement]
+        judgement.detail = replace(judgement.detail, **found)
 
     def after_step(self, event: events.StateRead) -> None:
         """Look at what a step with finite gradients has left behind."""
         watch, record, keys, tensors = event.watch, event.record, event.keys, event.tensors
-        self._guard.run("probe:layers", self.layers.after, watch, record.layers)
-        if not self._on or not record.judged or record.flags & (Flag.GRADS_NONFINITE | Flag.SKIPPED):
+        self._guard.run("probe:layers", self.layers.after, watch, record.parts.get(LayerSamples))
+        judgement = record.parts.get(Judgement)
+        if judgement is None or not judgement.certain or record.flags & (Flag.GRADS_NONFINITE | Flag.SKIPPED):
             return
         rows: list[tuple[tuple[str, ...], torch.Tensor]] = [
             ((name,), p) for name, p in zip(watch.names, watch.params, strict=True)
@@ -381,13 +385,13 @@ class Numerics:
         if not new:
             return
         record.flags |= Flag.STEP_NONFINITE
-        detail = record.numerics
+        detail = judgement.detail
         if detail.parameters is None:
-            _, detail = summary(record, record.window.looks)
+            _, detail = summary(record, record.since.parts[Looks])
         parameters = NonfiniteParameters(
             before=() if detail.parameters is None else detail.parameters.before,
             after=tuple(key[0] for key in new if len(key) == 1)[:_MAX_NAMES],
             state=tuple((key[0], key[1]) for key in new if len(key) == 2)[:_MAX_NAMES],
             phase="optimizer" if self._verified.get(watch.index) == watch.step else None,
         )
-        record.numerics = replace(detail, parameters=parameters)
+        judgement.detail = replace(detail, parameters=parameters)

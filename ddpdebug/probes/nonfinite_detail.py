@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ddpdebug.probes import async_copy as device, ranges
-from ddpdebug.probes.nonfinite_notes import Looks
+from ddpdebug.probes.loop_calls import Losses
+from ddpdebug.probes.nonfinite_notes import Judgement, Looks
 from ddpdebug.probes.record import StepRecord
+from ddpdebug.probes.step_digests import GradientDigests
 from ddpdebug.schema.details import EntryGradient, ModuleCall, NearLimit, NonfiniteParameters, Numerics
 from ddpdebug.schema.row import Flag
 
@@ -22,16 +24,16 @@ def is_bad_call(call: ModuleCall) -> bool:
 
 
 def summary(record: StepRecord, looks: Looks) -> tuple[Flag, Numerics]:
-    """Return the flags that follow from what was seen in the window, and the detail as far as it is known."""
+    """Return the flags that follow from what was seen since the last step, and the detail as far as it is known."""
     names = dict(zip(record.ids, record.names, strict=True))
     near = list(looks.near)
-    if record.loss_scale is None:  # a scaler takes scaled gradients to the limit on purpose
+    if record.since.parts[Losses].scale is None:  # a scaler takes scaled gradients to the limit on purpose
         near += _near_gradients(looks, names)
     flags = Flag.FORWARD_NONFINITE if any(is_bad_call(call) for call in looks.forward) else Flag(0)
     flags |= Flag.INPUT_NONFINITE if looks.inputs else Flag(0)
     flags |= Flag.NEAR_OVERFLOW if near else Flag(0)
     detail = Numerics(
-        checked=bool(record.flags & Flag.CHECKED) and not looks.compiled,
+        checked=record.checked and not looks.compiled,
         compiled=looks.compiled,
         loss=looks.loss,
         loss_line=looks.loss_line,
@@ -73,8 +75,8 @@ def complete(record: StepRecord, looks: Looks) -> Callable[[], Flag]:
         if numbers := entries():
             span = min(numbers), max(numbers)
             looks.entry = EntryGradient(finite=all(map(math.isfinite, numbers)), range=span)
-        _, local, _, reduced = record.checksums()
-        losses = [read_loss() for read_loss in record.window.losses]
+        _, local, _, reduced = record.parts[GradientDigests].checksums()
+        losses = [read_loss() for read_loss in record.since.parts[Losses].given]
         bad_loss = next((value for value in losses if not math.isfinite(value)), None)
         looks.loss = None if bad_loss is None or looks.loss is None else replace(looks.loss, value=bad_loss)
         flags, detail = summary(record, looks)
@@ -82,7 +84,7 @@ def complete(record: StepRecord, looks: Looks) -> Callable[[], Flag]:
             tuple(name for name, norm in norms.items() if not math.isfinite(norm))[:_MAX_NAMES]
             for norms in (local, reduced)
         )
-        record.numerics = replace(detail, local=bad_local, reduced=bad_reduced)
+        record.parts[Judgement].detail = replace(detail, local=bad_local, reduced=bad_reduced)
         return flags
 
     return judge

@@ -1,4 +1,4 @@
-"""What was seen of the numbers of one step's window, as far as it is worth telling. Filled in by `numerics`."""
+"""What was seen of the numbers of one step, as far as it is worth telling. Filled in by `numerics`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpdebug.schema.details import BadInput, EntryGradient, LossBackward, ModuleCall, NearLimit, NonfiniteLoss
+from ddpdebug.probes.record import Part, StepRecord
+from ddpdebug.schema.details import (
+    BadInput,
+    EntryGradient,
+    LossBackward,
+    ModuleCall,
+    NearLimit,
+    NonfiniteLoss,
+    Numerics,
+)
+from ddpdebug.schema.row import Flag
 
 
 @dataclass(slots=True)
-class Looks:
-    """The notes of one window; all lists are short."""
+class Looks(Part, key="probe:numerics-forward"):
+    """The notes of forward and backward; all lists are short."""
 
     compiled: bool = False  # module outputs were not looked at, because of torch.compile
     forwards: int = 0
@@ -40,8 +50,22 @@ class Looks:
         return bool(self.forward or self.inputs or self.near or self.near_gradients)
 
     def let_go(self) -> None:
-        """Drop what belongs to the job: a record stays in the ring for many steps."""
+        """Drop what belongs to the job; ranges are copied out by now, as far as they are wanted."""
         self.module = None
         self.outputs.clear()
-        self.later_outputs.clear()  # copied out by now, as far as they are wanted
+        self.later_outputs.clear()
         self.later_entries.clear()
+
+
+@dataclass(slots=True)
+class Judgement(Part, key="probe:numerics"):
+    """What follows for the step."""
+
+    detail: Numerics = field(default_factory=Numerics)
+    later: Callable[[], Flag] | None = None  # completes it with what was still on a device
+    certain: bool = False  # the flags about gradients are: a norm that overflowed was confirmed or cleared
+
+    def columns(self, _: StepRecord) -> dict[str, Any]:
+        """Complete the detail, and return the flags that follow from it."""
+        later, self.later = self.later, None
+        return {"flags": 0 if later is None else later()}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +14,7 @@ from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.probes.built import Built
 from ddpdebug.probes.ddp_wrapper import Wrapper, slot_of
 from ddpdebug.probes.entries import Entries
+from ddpdebug.probes.record import Part, StepRecord
 from ddpdebug.schema.row import Flag
 
 #: Optimizer state up to this many bytes is fingerprinted as a whole, and before the step too, which tells who changed
@@ -30,6 +33,18 @@ class Mark(NamedTuple):
     key: tuple[int, ...]  # of the table of parameters
     places: Sequence[tuple[int, int]]
     spots: int | torch.Tensor
+
+
+@dataclass(slots=True)
+class GroupSettings(Part, key="probe:hyper"):
+    """The settings of every parameter group at a step, and the learning rate of the first."""
+
+    groups: Sequence[Mapping[str, Any]] = ()
+    lr: float = math.nan
+
+    def columns(self, _: StepRecord) -> dict[str, Any]:
+        """Return one digest of all, and the learning rate."""
+        return {"hyper_digest": fingerprint.of_text(repr(self.groups)) if self.groups else 0, "lr": self.lr}
 
 
 def _nothing(watch: OptimizerWatch) -> None:
@@ -155,6 +170,10 @@ class OptimizerWatch:
     def sharded(self) -> bool:
         """Tell whether the state is sharded over ranks on purpose."""
         return any(internals.is_sharded(optimizer) for optimizer in self.optimizers())
+
+    def settings(self) -> GroupSettings:
+        """Return the settings as they are now."""
+        return GroupSettings(self.hyper(), self.lr())
 
     def hyper(self) -> list[dict[str, Any]]:
         """Return the settings of every group as plain values; device tensors are left out, reading them would wait."""

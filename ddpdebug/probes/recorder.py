@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,11 +21,12 @@ from ddpdebug.isolation.user_code import user_location
 from ddpdebug.probes import contract, gradients, training_events as events
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.gradient_hooks import GradientHooks
-from ddpdebug.probes.loop_calls import LoopCalls
+from ddpdebug.probes.loaders import Deliveries
+from ddpdebug.probes.loop_calls import LoopCalls, Losses
 from ddpdebug.probes.models import Models
-from ddpdebug.probes.optimizers import OptimizerWatch, first_step, index_of
-from ddpdebug.probes.record import StepRecord
-from ddpdebug.probes.step_state import StepState, Window
+from ddpdebug.probes.optimizers import GroupSettings, OptimizerWatch, first_step, index_of
+from ddpdebug.probes.record import Part, SinceLastStep, StepRecord, combined
+from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.step_veto import StepVeto
 from ddpdebug.probes.training_events import Bus, Tensors
 from ddpdebug.probes.values import loss_reader, rng_digest
@@ -37,6 +38,35 @@ _MAX_EVAL_FORWARDS = 64
 _BATCH_BYTES = 1 << 20
 #: So many backward passes without any optimizer step are looked into.
 _LONELY_BACKWARDS = 8
+
+
+@dataclass(slots=True)
+class Forwards(Part, key="probe:forward"):
+    """What DDP's forwards were given and gave, as digests."""
+
+    modes: bytes = b""  # train or eval, of every module
+    rng: int = 0  # of the CPU's generator before the first one
+    drawn: bool = False  # one of them has drawn from it
+    batch: list[int] = field(default_factory=list)
+    sampled: bool = False  # not all bytes of a batch were read
+    output: list[int] = field(default_factory=list)
+    eval_batch: list[int] = field(default_factory=list)
+    eval_output: list[int] = field(default_factory=list)
+
+    def columns(self, _: StepRecord) -> dict[str, Any]:
+        """Return one digest of each."""
+        flags = int(Flag.RNG_USED_IN_FORWARD) if self.drawn else 0
+        found = {
+            "modes_digest": fingerprint.of_bytes(self.modes) if self.modes else 0,
+            "batch_digest": combined(self.batch),
+            "output_digest": combined(self.output),
+            "rng_digest": self.rng,
+            "flags": flags | (int(Flag.BATCH_SAMPLED) if self.sampled else 0),
+        }
+        if len(self.eval_batch) == len(self.eval_output):
+            found["eval_batch_digest"] = combined(self.eval_batch)
+            found["eval_output_digest"] = combined(self.eval_output)
+        return found
 
 
 class Recorder:
@@ -99,10 +129,8 @@ class Recorder:
 
     def cut(self) -> None:
         """Forget what was half noted when an exception of the user's came through: this step is not judged."""
-        state, number = self._state, self._state.window.number
-        state.window = Window(
-            started=time.perf_counter(), overhead_before=self._guard.elapsed(), number=number, cut=True
-        )
+        state, number = self._state, self._state.since.number
+        state.since = SinceLastStep(time.perf_counter(), self._guard.elapsed(), number, cut=True)
         self._stepping.clear()
         self._started.clear()
         self._pre, state.in_backward, self._fused_stepped = None, 0, False
@@ -116,53 +144,54 @@ class Recorder:
 
     def begin_forward(self, event: events.ForwardBegan) -> None:
         """Note the inputs and the promise of a DDP forward."""
-        ddp, w = event.ddp, self._state.window
+        ddp, since = event.ddp, self._state.since
+        noted = since.parts[Forwards]
         wrapper = self._models.wrapped(ddp)
         wrapper.in_forward, wrapper.elsewhere = True, False
         self._started.append(0.0)
         if not torch.is_grad_enabled():
-            if self._state.checking and not ddp.module.training and len(w.eval_batch) < _MAX_EVAL_FORWARDS:
-                w.eval_batch.append(fingerprint.combine(_digests(event.tensors, _BATCH_BYTES)))
+            if self._state.checking and not ddp.module.training and len(noted.eval_batch) < _MAX_EVAL_FORWARDS:
+                noted.eval_batch.append(fingerprint.combine(_digests(event.tensors, _BATCH_BYTES)))
             return
         location = None if ddp.require_backward_grad_sync else user_location()
         wrapper.begin_forward(ddp, in_no_sync=self._models.in_no_sync(ddp), location=location)
         for told in wrapper.settings.at_forward(ddp.module):
             self._announce(replace(told, step=self._state.next_step()), wrapper.index)
         if self._state.checking:
-            w.modes = (w.modes or b"") + bytes([m.training for m in internals.modules(ddp.module)])
-            w.rng = w.rng or rng_digest()
-        if w.delivered:
-            w.record.append(w.delivered)
-            w.delivered = 0
+            noted.modes += bytes([m.training for m in internals.modules(ddp.module)])
+            noted.rng = noted.rng or rng_digest()
+        if (deliveries := since.parts.get(Deliveries)) is not None and deliveries.newest:
+            deliveries.fed.append(deliveries.newest)
+            deliveries.newest = 0
         self._guard.run("probe:batch", self._look_at_batch, event.tensors)
         self._started[-1] = time.perf_counter()
 
     def _look_at_batch(self, tensors: Tensors) -> None:
-        w = self._state.window
+        noted = self._state.since.parts[Forwards]
         for tensor in tensors():
             value, sampled = fingerprint.sampled_fingerprint(tensor, _BATCH_BYTES)
-            w.batch.append(value)
-            if sampled:
-                w.flags |= Flag.BATCH_SAMPLED
+            noted.batch.append(value)
+            noted.sampled = noted.sampled or sampled
 
     def _look_at_output(self, outputs: Tensors) -> None:
-        self._state.window.output += _digests(outputs, _OUTPUT_BYTES)
+        self._state.since.parts[Forwards].output += _digests(outputs, _OUTPUT_BYTES)
 
     def end_forward(self, event: events.ForwardEnded) -> None:
         """Note the output of a DDP forward."""
         self._models.wrapped(event.ddp).in_forward = False
         started = self._started.pop() if self._started else 0.0
-        w = self._state.window
+        since = self._state.since
+        noted = since.parts[Forwards]
         if not torch.is_grad_enabled() or started == 0.0:
-            if len(w.eval_output) < len(w.eval_batch):
-                w.eval_output.append(fingerprint.combine(_digests(event.outputs, _OUTPUT_BYTES)))
+            if len(noted.eval_output) < len(noted.eval_batch):
+                noted.eval_output.append(fingerprint.combine(_digests(event.outputs, _OUTPUT_BYTES)))
             return
-        w.forward_seconds += time.perf_counter() - started
+        since.forward_seconds += time.perf_counter() - started
         if not self._state.checking:
             return
         self._guard.run("probe:output", self._look_at_output, event.outputs)
-        if w.rng and rng_digest() != w.rng:
-            w.flags |= Flag.RNG_USED_IN_FORWARD
+        if noted.rng and rng_digest() != noted.rng:
+            noted.drawn = True
 
     def _forward_fails(self, event: events.ForwardFailed) -> None:
         if (wrapper := self._state.wrapper_of(event.ddp)) is not None:
@@ -180,7 +209,7 @@ class Recorder:
         known = "probe:scaler" not in self._guard.off  # else nobody knows what the loss was multiplied with
         if known and len(roots) == state.in_backward == 1 and internals.is_plain(roots[0]) and roots[0].numel() == 1:
             read = loss_reader(roots[0].detach(), self._calls.take_scale())
-            state.window.losses.append(read)
+            state.since.parts[Losses].given.append(read)
             self._bus.emit(events.LossGiven(roots[0], read))
         self._started[-1] = time.perf_counter()
 
@@ -202,9 +231,9 @@ class Recorder:
         state.in_backward -= 1
         if state.in_backward:
             return
-        w = state.window
-        w.backward_seconds += time.perf_counter() - started
-        w.micro_batches += 1
+        since = state.since
+        since.backward_seconds += time.perf_counter() - started
+        since.micro_batches += 1
         state.backwards += 1
         if state.backwards == _LONELY_BACKWARDS and not state.watches:
             self._bus.emit(events.NeverStepped())
@@ -217,7 +246,7 @@ class Recorder:
             if wrapper.end_backward(location):
                 state.syncs += 1
                 if state.checking:
-                    self._guard.run("probe:gradients", gradients.note_reduced, w, wrapper)
+                    self._guard.run("probe:gradients", gradients.note_reduced, since, wrapper)
         if self._fused_stepped:
             self._finish_fused()
 
@@ -273,7 +302,7 @@ class Recorder:
         watch, record, started = self._pre
         self._pre = None
         record.fields["optimizer_seconds"] = time.perf_counter() - started
-        if record.flags & Flag.CHECKED and record.flags & Flag.CLOSURE:
+        if record.checked and record.flags & Flag.CLOSURE:
             self._bus.emit(events.GradientsFinal(watch, record))
         self._finish(watch, record)
 
@@ -283,7 +312,8 @@ class Recorder:
         if self._veto is not None:
             self._veto.abstain(watch)
         record = self._begin(watch)
-        record.flags = (record.flags | Flag.SKIPPED) & ~Flag.CHECKED
+        record.flags |= Flag.SKIPPED
+        record.checked = False
         self._finish(watch, record)
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> OptimizerWatch:
@@ -313,16 +343,21 @@ class Recorder:
             if not any(watch.owned):
                 self._bus.emit(events.ParametersUnwrapped(watch.params))
         flags = Flag.FIRST if watch.step == 0 else Flag(0)
-        if (state.checking or self._due(watch.index, watch.step)) and not state.window.cut:
-            flags |= Flag.CHECKED
         flags |= contract.flags(watch) | (Flag.LOCAL_ONLY if self._averaged else Flag(0))
-        record = StepRecord(watch.index, watch.step, flags, state.window)
-        record.names, record.owned = watch.names, watch.owned
-        record.ids, record.slots = watch.ids, watch.slots
-        record.hyper = run("probe:hyper", watch.hyper) or ()
-        record.contract = contract.facts(watch, wrappers=len(state.wrappers), world=state.world)
-        if (rate := run("probe:hyper", watch.lr)) is not None:
-            record.fields["lr"] = rate
+        record = StepRecord(
+            watch.index,
+            watch.step,
+            flags,
+            state.since,
+            checked=(state.checking or self._due(watch.index, watch.step)) and not state.since.cut,
+            names=watch.names,
+            owned=watch.owned,
+            ids=watch.ids,
+            slots=watch.slots,
+            contract=contract.facts(watch, wrappers=len(state.wrappers), world=state.world),
+        )
+        if (settings := run("probe:hyper", watch.settings)) is not None:
+            record.parts[GroupSettings] = settings
         record.fields["without_grad"] = sum(p.requires_grad and p.grad is None for p in watch.params)
         return record
 
@@ -336,29 +371,25 @@ class Recorder:
         for wrapper in watch.wrappers:
             wrapper.pending = None
         record.fields |= self._numbers()
-        record.loss_scale = self._calls.last_loss_scale
+        state.since.parts[Losses].scale = self._calls.last_loss_scale
         self._bus.emit(events.StepClosed(watch, record))
-        state.window.looks.let_go()
         self._hand_over(record)
         watch.step += 1
-        state.window = Window(
-            started=time.perf_counter(),
-            overhead_before=self._guard.elapsed(),
-            number=max(w.step for w in state.watches),
-        )
+        number = max(w.step for w in state.watches)
+        state.since = SinceLastStep(time.perf_counter(), self._guard.elapsed(), number)
         state.checking = any(self._due(w.index, w.step) for w in state.watches)
 
     def _numbers(self) -> dict[str, Any]:
-        w = self._state.window
+        since = self._state.since
         return {
             "backwards": self._state.backwards,
             "syncs": self._state.syncs,
-            "micro_batches": w.micro_batches,
-            "step_seconds": time.perf_counter() - w.started,
-            "data_seconds": w.data_seconds,
-            "forward_seconds": w.forward_seconds,
-            "backward_seconds": w.backward_seconds,
-            "overhead_seconds": self._guard.elapsed() - w.overhead_before,
+            "micro_batches": since.micro_batches,
+            "step_seconds": time.perf_counter() - since.started,
+            "data_seconds": since.data_seconds,
+            "forward_seconds": since.forward_seconds,
+            "backward_seconds": since.backward_seconds,
+            "overhead_seconds": self._guard.elapsed() - since.overhead_before,
         }
 
     # --- optimizers that step inside backward -------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,15 +16,27 @@ from ddpdebug.probes import async_copy as device
 from ddpdebug.probes.ddp_wrapper import Wrapper
 from ddpdebug.probes.entries import Entries, entries_of
 from ddpdebug.probes.optimizers import OptimizerWatch
+from ddpdebug.probes.record import Part, StepRecord, combined
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus, StepClosing
 from ddpdebug.schema.details import Replica, hex_digest
-from ddpdebug.schema.row import Flag
 
 #: Copies are looked for after these steps only, and only if modules have been built since the last time.
 _SEARCH_AT = frozenset({0, 16, 256})
 _WATCH_USE_STEPS = 4
 _MAX_REPLICAS = 4
+
+
+@dataclass(slots=True)
+class Copies(Part, key="probe:replicas"):
+    """What each living copy looks like, by name."""
+
+    looks: Mapping[str, Replica] = field(default_factory=dict)
+
+    def columns(self, _: StepRecord) -> dict[str, Any]:
+        """Return one digest over all copies that count: those that this rank changes or uses."""
+        counting = ((name, look) for name, look in sorted(self.looks.items()) if look.changed or look.used)
+        return {"replicas_digest": combined([fingerprint.of_text(f"{name}:{look.digest}") for name, look in counting])}
 
 
 class Replicas:
@@ -43,11 +56,10 @@ class Replicas:
     def _step_closes(self, event: StepClosing) -> None:
         """Fingerprint the copies at a checked step of the first optimizer."""
         record, state = event.record, self._state
-        if not record.flags & Flag.CHECKED or record.optimizer or state.world == 1 or self._entries.threads.several:
+        if not record.checked or record.optimizer or state.world == 1 or self._entries.threads.several:
             return
         self.search(record.step, state.wrappers, state.watches)
-        record.replicas = self.look()
-        record.fields["replicas_digest"] = self.digest(record.replicas)
+        record.parts[Copies].looks = self.look()
 
     def search(self, step: int, wrappers: Sequence[Wrapper], watches: Sequence[OptimizerWatch]) -> None:
         """Find root modules with parameters that neither a DDP nor an optimizer has."""
@@ -84,14 +96,6 @@ class Replicas:
         self._known = {name: r for name, r in self._known.items() if r.module() is not None}
         return {name: replica.look() for name, replica in self._known.items()}
 
-    @staticmethod
-    def digest(looks: Mapping[str, Replica]) -> int:
-        """Return one digest over all copies that count: those that this rank changes or uses."""
-        values = [
-            fingerprint.of_text(f"{n}:{look.digest}") for n, look in sorted(looks.items()) if look.changed or look.used
-        ]
-        return fingerprint.combine(values) if values else 0
-
 
 class _Replica:
     def __init__(self, module: torch.nn.Module, entries: Entries, *, named: bool) -> None:
@@ -111,7 +115,7 @@ class _Replica:
         assert module is not None
         named = [*internals.named_parameters(module), *internals.named_buffers(module)]
         values = device.digests([t for _, t in named])()
-        digest = fingerprint.combine(values) if values else 0
+        digest = combined(values)
         self._first = digest if self._first is None else self._first
         self._changed = self._changed or digest != self._first
         self._look_for_use(module)

@@ -2,18 +2,160 @@
 
 from __future__ import annotations
 
-import torch
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from ddpdebug import fingerprint, torch_internals as internals
-from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes import async_copy as device, gradients
-from ddpdebug.probes.optimizers import OptimizerWatch
-from ddpdebug.probes.record import StepRecord
-from ddpdebug.probes.step_state import StepState, Window
+from ddpdebug.probes.gradients import GradientSums
+from ddpdebug.probes.nonfinite_notes import Judgement
+from ddpdebug.probes.record import Part, StepRecord, combined
+from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus, GradientsFinal, StateRead, StepClosing, StepOpened
-from ddpdebug.schema.row import Flag
+from ddpdebug.schema.row import CHECKSUM_SLOTS, Flag
 
 _FROZEN_EVERY = 16
+
+
+@dataclass(slots=True)
+class GradientDigests(Part, key="probe:step-gradients"):
+    """Gradients as the optimizer finds them, and their checksums before and after the reduction: all or none."""
+
+    names: Sequence[str] = ()  # of the optimizer's parameters
+    digests: device.Later | None = None
+    touched: Sequence[int] = ()  # positions whose gradients were changed after the reduction, or never reduced
+    touched_norms: device.LaterFloats = list
+    missing: Sequence[str] = ()
+    summed: Sequence[int] = ()  # positions in `names`
+    local: device.LaterFloats = list  # norms of all of `summed`, then the sums that were taken
+    reduced_summed: Sequence[int] = ()
+    reduced: device.LaterFloats = list
+    unsummed: frozenset[int] = frozenset()  # positions whose gradients were normed but not summed in this step
+
+    def table(self) -> dict[str, int]:
+        """Return name -> digest."""
+        return {} if self.digests is None else dict(zip(self.names, self.digests(), strict=True))
+
+    def norms(self) -> dict[str, float]:
+        """Return the norms of the gradients as the optimizer used them, by parameter name, as far as they were read."""
+        _, _, _, reduced = self.checksums()
+        return {**reduced, **dict(zip((self.names[i] for i in self.touched), self.touched_norms(), strict=True))}
+
+    def checksums(self) -> tuple[dict[str, float], dict[str, float], dict[str, float], dict[str, float]]:
+        """Return local sums, local norms, reduced sums and reduced norms by parameter name."""
+        tables: list[dict[str, float]] = []
+        for later, positions in ((self.local, self.summed), (self.reduced, self.reduced_summed)):
+            values = later()
+            names = [self.names[i] for i in positions]
+            norms, sums = values[: len(names)], values[len(names) :]
+            summed = [name for name, i in zip(names, positions, strict=True) if i not in self.unsummed]
+            tables.append(dict(zip(summed, sums, strict=True)))
+            tables.append(dict(zip(names, norms, strict=True)))
+        return tables[0], tables[1], tables[2], tables[3]
+
+    def columns(self, record: StepRecord) -> dict[str, Any]:
+        """Return digests by owner, checksums by slot and norms."""
+        if not record.checked:
+            return {}
+        fields: dict[str, Any] = {}
+        if self.digests is not None:
+            fields["grads_digest"], fields["foreign_grads_digest"] = _by_owner(self.digests(), record.owned)
+            fields["presence_digest"] = fingerprint.of_text(",".join(self.missing) or "all")
+        local_sums, local_norms, reduced_sums, reduced_norms = self.checksums()
+        slot_of = {name: record.slots[key] for name, key in zip(record.names, record.ids, strict=True)}
+        for slot in range(CHECKSUM_SLOTS):
+            members = [name for name in local_norms if slot_of[name] == slot]
+            fields[f"local_norm_{slot}"] = math.hypot(*(local_norms[n] for n in members)) if members else 0.0
+            # Comparable only when both sides saw the same parameters: one that only other ranks used (a routed expert)
+            # was reduced here without a share of this rank, and the other ranks count it.
+            lent = any(norm for n, norm in reduced_norms.items() if slot_of[n] == slot and n not in local_norms)
+            if not lent and all(n in local_sums and n in reduced_sums for n in members):
+                fields[f"local_sum_{slot}"] = sum(local_sums[n] for n in members)
+                fields[f"reduced_sum_{slot}"] = sum(reduced_sums[n] for n in members)
+        judgement = record.parts.get(Judgement)
+        flags, certain = 0, judgement is not None and judgement.certain
+        for name, norms, flag in (
+            ("local_grad_norm", local_norms, Flag.LOCAL_GRADS_NONFINITE),
+            ("grad_norm", reduced_norms, Flag.GRADS_NONFINITE),
+        ):
+            if norms:
+                fields[name] = math.hypot(*norms.values())
+                flags |= 0 if certain or math.isfinite(fields[name]) else int(flag)
+        return {**fields, "flags": flags}
+
+    def let_go(self) -> None:
+        """Keep numbers."""
+        local, reduced, touched = self.local(), self.reduced(), self.touched_norms()
+        self.local, self.reduced, self.touched_norms = lambda: local, lambda: reduced, lambda: touched
+
+
+@dataclass(slots=True)
+class ParameterDigests(Part, key="probe:parameters"):
+    """Parameters just before the step and just after it, in the order of the record's names."""
+
+    before: device.Later | None = None
+    after: device.Later | None = None
+    glances: device.Later | None = None  # before the step
+    previous: Sequence[int] | None = None  # glances at what this rank's previous step left behind
+    norms: device.LaterFloats = list  # with a tolerance: of the parameters after the step, then of the state tensors
+    holds: Callable[[], bool] | None = None  # of a last state: nothing has rewritten it since the step; may wait
+
+    def changed_outside(self) -> bool:
+        """Tell whether the parameters are not those that this rank's previous step has left."""
+        if self.previous is None or self.glances is None:
+            return False
+        return list(self.previous) != self.glances()
+
+    def columns(self, record: StepRecord) -> dict[str, Any]:
+        """Return digests by owner."""
+        if not record.checked:
+            return {}
+        fields: dict[str, Any] = {"flags": int(Flag.PARAMS_CHANGED_OUTSIDE) if self.changed_outside() else 0}
+        owned = [True] * len(record.names) if record.flags & Flag.NO_DDP else record.owned
+        if self.before is not None:
+            fields["params_before_digest"], _ = _by_owner(self.before(), owned)
+        if self.holds is not None and not self.holds():
+            self.after = None
+        if self.after is not None:
+            fields["params_after_digest"], fields["foreign_params_digest"] = _by_owner(self.after(), owned)
+        return fields
+
+    def let_go(self) -> None:
+        """Keep numbers."""
+        norms = self.norms()
+        self.norms = lambda: norms
+
+
+@dataclass(slots=True)
+class StateDigests(Part, key="probe:state"):
+    """The optimizer's state after the step, or this step's share of it."""
+
+    keys: Sequence[tuple[str, str]] = ()  # (parameter, key) of the tensors
+    tensors: device.Later | None = None
+    plain: Sequence[tuple[str, str, int]] = ()  # (parameter, key, digest) of the other values
+    holds: Callable[[], bool] | None = None  # as that of the parameters
+
+    def columns(self, record: StepRecord) -> dict[str, Any]:
+        """Return one digest of all."""
+        if self.holds is not None and not self.holds():
+            self.tensors = None
+        if not record.checked or self.tensors is None:
+            return {}
+        return {"state_digest": combined(self.tensors() + [digest for _, _, digest in self.plain])}
+
+
+@dataclass(slots=True)
+class FrozenDigests(Part, key="probe:frozen"):
+    """DDP parameters that no optimizer steps."""
+
+    names: Sequence[str] = ()
+    digests: device.Later = list
+
+    def columns(self, record: StepRecord) -> dict[str, Any]:
+        """Return one digest of all."""
+        return {"frozen_params_digest": combined(self.digests())} if record.checked else {}
 
 
 class StepDigests:
@@ -23,8 +165,8 @@ class StepDigests:
         want_norms: a comparison with a tolerance needs numbers, not digests.
     """
 
-    def __init__(self, bus: Bus, state: StepState, guard: Guard, *, want_norms: bool = False) -> None:
-        self._bus, self._state, self._run = bus, state, guard.run
+    def __init__(self, bus: Bus, state: StepState, *, want_norms: bool = False) -> None:
+        self._bus, self._state = bus, state
         bus.on("probe:parameters", StepOpened, self._parameters_before)
         bus.on("probe:state", StepOpened, self._state_before)
         bus.on("probe:step-gradients", GradientsFinal, self._gradients)
@@ -36,103 +178,99 @@ class StepDigests:
 
     @staticmethod
     def _parameters_before(event: StepOpened) -> None:
-        if event.record.flags & Flag.CHECKED:
-            note_before(event.watch, event.record)
+        """Take fingerprints of the parameters that the optimizer is about to change."""
+        watch, record = event.watch, event.record
+        if not record.checked:
+            return
+        part = record.parts[ParameterDigests]
+        part.before = device.digests(watch.params)
+        if watch.after is not None and watch.after_step == watch.step - 1:
+            part.previous, part.glances = watch.after, device.glances(watch.params)
 
     @staticmethod
     def _state_before(event: StepOpened) -> None:
-        if event.record.flags & Flag.CHECKED:
-            note_small_state(event.watch, event.record)
+        """Flag a state that is not the one that this rank's last step left behind."""
+        watch, record = event.watch, event.record
+        if not record.checked or not watch.state_after or watch.after_step != watch.step - 1:
+            return
+        _, tensors, plain = watch.state()
+        if combined(device.digests(tensors)() + [digest for _, _, digest in plain]) != watch.state_after:
+            record.flags |= Flag.STATE_CHANGED_OUTSIDE
 
-    def _gradients(self, event: GradientsFinal) -> None:
-        inside_backward = event.watch.ref is None  # such optimizers have used and cleared them
-        if event.record.flags & Flag.CHECKED and not inside_backward:
-            note_gradients(self._state.window, event.watch, event.record)
+    @staticmethod
+    def _gradients(event: GradientsFinal) -> None:
+        """Take fingerprints and checksums of the gradients as the optimizer finds them."""
+        watch, record = event.watch, event.record
+        if not record.checked:
+            return
+        if watch.ref is None:  # optimizers inside backward have used and cleared them
+            record.parts[GradientDigests] = GradientDigests()
+            return
+        sums = record.since.parts[GradientSums]
+        digests, touched, touched_norms = gradients.digests_at_step(sums, watch.params)
+        pairs = zip(watch.names, watch.params, strict=True)
+        summed = [i for i, p in enumerate(watch.params) if id(p) in sums.local]
+        reduced_summed = [i for i, p in enumerate(watch.params) if id(p) in sums.reduced]
+        local = [sums.local[id(watch.params[i])] for i in summed]
+        reduced = [sums.reduced[id(watch.params[i])] for i in reduced_summed]
+        record.parts[GradientDigests] = GradientDigests(
+            names=watch.names,
+            digests=digests,
+            touched=touched,
+            touched_norms=touched_norms,
+            missing=[n for n, p in pairs if p.grad is None and p.requires_grad],
+            summed=summed,
+            local=device.numbers([n for _, n in local] + [s for s, _ in local if s is not None]),
+            reduced_summed=reduced_summed,
+            reduced=device.numbers([r.norm for r in reduced] + [r.sum for r in reduced if r.sum is not None]),
+            unsummed=frozenset(i for i in {*summed, *reduced_summed} if not sums.is_summed(id(watch.params[i]))),
+        )
 
     @staticmethod
     def _parameters_after(event: StepClosing) -> None:
-        if event.record.flags & Flag.CHECKED:
-            note_after(event.watch, event.record)
+        """Take fingerprints of the parameters that the step has left behind."""
+        watch, record = event.watch, event.record
+        if not record.checked:
+            return
+        glances = device.glances(watch.params)
+        record.parts[ParameterDigests].after = glances or device.digests(watch.params)
+        watch.after, watch.after_step = None if glances is None else glances(), watch.step
 
     def _state_after(self, event: StepClosing) -> None:
-        if event.record.flags & Flag.CHECKED:
-            keys, tensors = note_state(event.watch, event.record)
-            self._bus.emit(StateRead(event.watch, event.record, keys, tensors))
+        """Take fingerprints of the optimizer's state."""
+        watch, record = event.watch, event.record
+        if not record.checked:
+            return
+        keys, tensors, plain = watch.state()
+        later = device.digests(tensors)
+        here = watch.after is not None and watch.after_step == watch.step and watch.state_is_small
+        watch.state_after = combined(later() + [digest for _, _, digest in plain]) if here else 0
+        record.parts[StateDigests] = StateDigests(keys, later, plain)
+        self._bus.emit(StateRead(watch, record, keys, tensors))
 
     @staticmethod
     def _norms(event: StateRead) -> None:
         norms = [gradients.norm_of(t) for t in (*event.watch.params, *event.tensors)]
-        event.record.norms = device.numbers(norms)
+        event.record.parts[ParameterDigests].norms = device.numbers(norms)
 
     def _frozen(self, event: StepClosing) -> None:
-        if event.record.flags & Flag.CHECKED:
-            note_frozen(event.watch, event.record, self._state)
+        """Fingerprint DDP parameters that no optimizer steps, now and then: they should not change at all."""
+        watch, record, state = event.watch, event.record, self._state
+        if not record.checked or watch.index or watch.step % _FROZEN_EVERY:
+            return
+        stepped = {id(p) for w in state.watches for p in w.params}
+        frozen = [
+            (n, p)
+            for wrapper in state.wrappers
+            if (module := wrapper.module()) is not None
+            for n, p in internals.named_parameters(module)
+            if id(p) not in stepped and n not in wrapper.ignored and not p.requires_grad
+        ]
+        if frozen:
+            record.parts[FrozenDigests] = FrozenDigests([n for n, _ in frozen], device.digests([p for _, p in frozen]))
 
 
-def note_gradients(window: Window, watch: OptimizerWatch, record: StepRecord) -> None:
-    """Take fingerprints and checksums of the gradients as the optimizer finds them: all or, if that fails, none."""
-    w = window
-    digests = gradients.digests_at_step(w, watch.params)
-    pairs = zip(watch.names, watch.params, strict=True)
-    missing = [n for n, p in pairs if p.grad is None and p.requires_grad]
-    summed = [i for i, p in enumerate(watch.params) if id(p) in w.local]
-    reduced_summed = [i for i, p in enumerate(watch.params) if id(p) in w.reduced]
-    local = [w.local[id(watch.params[i])] for i in summed]
-    reduced = [w.reduced[id(watch.params[i])] for i in reduced_summed]
-    local_numbers = device.numbers([n for _, n in local] + [s for s, _ in local if s is not None])
-    reduced_numbers = device.numbers([r.norm for r in reduced] + [r.sum for r in reduced if r.sum is not None])
-    unsummed = frozenset(i for i in {*summed, *reduced_summed} if not w.is_summed(id(watch.params[i])))
-    record.grads, record.touched, record.touched_norms = digests
-    record.missing, record.summed, record.reduced_summed, record.unsummed = missing, summed, reduced_summed, unsummed
-    record.local, record.reduced = local_numbers, reduced_numbers
-
-
-def note_before(watch: OptimizerWatch, record: StepRecord) -> None:
-    """Take fingerprints of the parameters that the optimizer is about to change."""
-    record.before = device.digests(watch.params)
-    if watch.after is not None and watch.after_step == watch.step - 1:
-        record.previous, record.before_glance = watch.after, device.glances(watch.params)
-
-
-def note_after(watch: OptimizerWatch, record: StepRecord) -> None:
-    """Take fingerprints of the parameters that the step has left behind."""
-    glances = device.glances(watch.params)
-    record.after = glances or device.digests(watch.params)
-    watch.after, watch.after_step = None if glances is None else glances(), watch.step
-
-
-def note_state(watch: OptimizerWatch, record: StepRecord) -> tuple[list[tuple[str, str]], list[torch.Tensor]]:
-    """Take fingerprints of the optimizer's state, and return its tensors with their (name, key)."""
-    keys, tensors, plain = watch.state()
-    later = device.digests(tensors)
-    here = watch.after is not None and watch.after_step == watch.step and watch.state_is_small
-    state = later() + [d for _, _, d in plain] if here else []
-    watch.state_after = fingerprint.combine(state) if state else 0
-    record.state_keys, record.state, record.state_plain = keys, later, plain
-    return keys, tensors
-
-
-def note_small_state(watch: OptimizerWatch, record: StepRecord) -> None:
-    """Flag a state that is not the one that this rank's last step left behind."""
-    if not watch.state_after or watch.after_step != watch.step - 1:
-        return
-    _, tensors, plain = watch.state()
-    before = device.digests(tensors)() + [digest for _, _, digest in plain]
-    if (fingerprint.combine(before) if before else 0) != watch.state_after:
-        record.flags |= Flag.STATE_CHANGED_OUTSIDE
-
-
-def note_frozen(watch: OptimizerWatch, record: StepRecord, state: StepState) -> None:
-    """Fingerprint DDP parameters that no optimizer steps, now and then: they should not change at all."""
-    if watch.index or watch.step % _FROZEN_EVERY:
-        return
-    stepped = {id(p) for w in state.watches for p in w.params}
-    frozen = [
-        (n, p)
-        for wrapper in state.wrappers
-        if (module := wrapper.module()) is not None
-        for n, p in internals.named_parameters(module)
-        if id(p) not in stepped and n not in wrapper.ignored and not p.requires_grad
-    ]
-    if frozen:
-        record.frozen_names, record.frozen = [n for n, _ in frozen], device.digests([p for _, p in frozen])
+def _by_owner(digests: Sequence[int], owned: Sequence[bool]) -> tuple[int, int]:
+    own = [d for d, is_owned in zip(digests, owned, strict=True) if is_owned]
+    foreign = [d for d, is_owned in zip(digests, owned, strict=True) if not is_owned]
+    return combined(own), combined(foreign)

@@ -13,6 +13,7 @@ import torch
 from ddpdebug.errors import FindingError
 from ddpdebug.exchange.step_vote import Ballot, NumericGuard
 from ddpdebug.isolation.guard import Guard
+from ddpdebug.probes.nonfinite_notes import Looks
 from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.record import StepRecord
 from ddpdebug.schema.row import Flag
@@ -38,7 +39,7 @@ class StepVeto:
     def keeps_from(self, optimizer: torch.optim.Optimizer, watch: OptimizerWatch, record: StepRecord) -> bool:
         """Skip the step if it is bad on any rank; return True when the run has to end instead."""
         shared = bool(record.flags & Flag.GRADS_NONFINITE)
-        own = bool(record.flags & (_BAD | Flag.LOSS_NONFINITE)) or record.window.looks.loss is not None
+        own = bool(record.flags & (_BAD | Flag.LOSS_NONFINITE)) or record.since.parts[Looks].loss is not None
         handled = bool(record.flags & Flag.SKIPPED)  # by the gradient scaler, inside the optimizer
         ballot = Ballot(
             optimizer=watch.index,

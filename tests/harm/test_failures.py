@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from ddpdebug.run_directory.reader import read_rows
+
 pytestmark = [pytest.mark.jobs, pytest.mark.slow]
 
 _SCRIPTS = Path(__file__).resolve().parent / "scripts"
@@ -69,6 +71,18 @@ _ROWS = """
 from ddpdebug.monitor import monitor
 def broken(*args): raise RuntimeError("broken row")
 monitor.encode_row = broken
+"""
+_PARTS = """
+import ddpdebug.monitor.monitor
+from ddpdebug.probes.record import Part
+def broken(*args): raise RuntimeError("broken part")
+for part in Part.__subclasses__(): part.columns = part.let_go = broken
+"""
+_BUFFERS = """
+from types import SimpleNamespace
+from ddpdebug.probes import buffers
+def broken(): raise RuntimeError("broken digest")
+buffers.device = SimpleNamespace(digests=lambda tensors: broken)
 """
 _DETECTORS = """
 from ddpdebug.detectors.catalog import catalog
@@ -148,6 +162,8 @@ BROKEN: dict[str, tuple[str, tuple[str, ...]]] = {
     "every probe on one rank": (_ALL_PROBES, _ONE),
     "each probe in turn": (_EACH_PROBE, _BOTH),
     "the row on one rank": (_ROWS, _ONE),
+    "every part of the row": (_PARTS, _BOTH),
+    "every part of the row on one rank": (_PARTS, _ONE),
     "every detector": (_DETECTORS, _BOTH),
     "the diagnosis on one rank": (_DIAGNOSIS, _ZERO),
     "the disk is full from the start": (_SINKS, _BOTH),
@@ -185,14 +201,20 @@ def test_broken_part(name: str, broken: dict[str, Any], compare: Callable[..., l
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "name, says",
-    [("every probe", 5), ("every probe on one rank", 5), ("every detector", 10), ("the side group everywhere", 1)],
+    [
+        ("every probe", 5),
+        ("every probe on one rank", 5),
+        ("every part of the row", 10),
+        ("every detector", 10),
+        ("the side group everywhere", 1),
+    ],
 )
 def test_says_so_once(name: str, says: int, broken: dict[str, Any]) -> None:
     """Each part that is off is named once."""
     lines = [line for line in broken[name][0]["err"].splitlines() if "switched itself off" in line]
     parts = [line.split(" has switched")[0] for line in lines]
     assert len(parts) >= says
-    assert len(set(parts)) == len(parts)
+    assert len(set(parts)) == len(parts), parts
 
 
 def _job(what: str, steps: int = 12, pause: float = 0.0, **more: Any) -> dict[str, Any]:
@@ -236,6 +258,24 @@ def test_same_end(name: str, ends: dict[str, Any], compare: Callable[..., list[s
 def _findings(folder: Path) -> list[str]:
     (file,) = folder.glob("ddpdebug-runs/*/findings.jsonl")
     return [json.loads(line)["code"] for line in file.read_text().splitlines()]
+
+
+@pytest.mark.timeout(120)
+def test_a_part_of_the_row_that_fails(
+    run_jobs: Callable[..., Any], compare: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """It costs its own columns on that rank, and a line; ranks are compared by the others, and it ends as plain."""
+    watched = {"options": ["--every-step"], "inject": {"1": _BUFFERS}, "cwd": str(tmp_path)}
+    plain, job = run_jobs([_job("fault", options=None), _job("fault", **watched)])
+    assert compare(plain, job) == []
+    assert [line for line in job[0]["err"].splitlines() if "switched itself off" in line] == [
+        "ddpdebug: probe:buffers of rank 1 has switched itself off: RuntimeError: broken digest (the job goes on)"
+    ]
+    assert "RANK101" in _findings(tmp_path)
+    (folder,) = tmp_path.glob("ddpdebug-runs/*")
+    rows = list(read_rows(folder))
+    assert {(bool(row.buffers_digest), row.rank) for row in rows} == {(True, 0), (False, 1)}
+    assert all(row.params_before_digest and row.grads_digest and row.record_digest and row.clip_norm for row in rows)
 
 
 @pytest.mark.timeout(120)

@@ -17,8 +17,8 @@ from ddpdebug.forensics.element_search import Elements
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.monitor.detail_requests import Answering
 from ddpdebug.probes.handover import Plans, StepStore
-from ddpdebug.probes.record import StepRecord
-from ddpdebug.probes.step_state import StepState, Window
+from ddpdebug.probes.record import SinceLastStep, StepRecord
+from ddpdebug.probes.step_state import StepState
 from ddpdebug.schema.row import Flag, Row, encode
 
 
@@ -32,7 +32,7 @@ def _restless() -> Iterator[None]:
 
 
 def _record(step: int, optimizer: int = 0) -> StepRecord:
-    return StepRecord(optimizer, step, Flag(0), Window())
+    return StepRecord(optimizer, step, Flag(0), SinceLastStep())
 
 
 def _answering(store: StepStore, say: Any, found: Any = None) -> tuple[Answering, list[str]]:

@@ -46,7 +46,7 @@ class Watched:
 
     def _emit(self, record: StepRecord) -> None:
         self.records.append(record)
-        encode_row(record, 0)
+        encode_row(record, 0, GUARD)
 
 
 @pytest.fixture

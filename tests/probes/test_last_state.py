@@ -13,10 +13,11 @@ from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.last_state import LastState, spots_on_device
 from ddpdebug.probes.optimizers import OptimizerWatch, index_of
-from ddpdebug.probes.record import StepRecord, encode_row
-from ddpdebug.probes.step_state import StepState, Window
+from ddpdebug.probes.record import SinceLastStep, StepRecord, encode_row
+from ddpdebug.probes.step_digests import ParameterDigests
+from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus, OptimizerEnded
-from ddpdebug.schema.row import Flag
+from ddpdebug.schema.row import Flag, decode
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 
@@ -32,8 +33,15 @@ def stepped() -> tuple[torch.nn.Module, torch.optim.Optimizer, OptimizerWatch, L
     look = LastState(bus, StepState(), GUARD, seen.append, lambda *_: False)
     watch = OptimizerWatch(optimizer, 0, entries_of(GUARD), on_end=lambda ended: bus.emit(OptimizerEnded(ended)))
     watch.refresh([])
-    look.mark(watch, StepRecord(0, 7, Flag.NO_DDP | Flag.CLIPPED | Flag.CHECKED, Window()))
+    look.mark(watch, StepRecord(0, 7, Flag.NO_DDP | Flag.CLIPPED, SinceLastStep(), checked=True))
     return model, optimizer, watch, look, seen
+
+
+def left(record: StepRecord) -> dict[str, int]:
+    """Return the digests of the parameters, by name."""
+    after = record.parts[ParameterDigests].after
+    assert after is not None
+    return dict(zip(record.names, after(), strict=True))
 
 
 @torch.no_grad()
@@ -56,10 +64,14 @@ def test_what_is_left_is_handed_over_once() -> None:
     look.look(watch, False)
     look.look(watch, False)
     (record,) = seen
-    row = encode_row(record, 1)
+    row = decode(encode_row(record, 1, GUARD))
     assert (row.step, row.optimizer, row.rank) == (7, 0, 1)
     assert row.flags == int(Flag.LAST_STATE | Flag.CHECKED | Flag.NO_DDP)
-    assert record.digest_table(record.after) == {n: fingerprint.fingerprint(p) for n, p in model.named_parameters()}
+    after = record.parts[ParameterDigests].after
+    assert after is not None
+    assert dict(zip(record.names, after(), strict=True)) == {
+        n: fingerprint.fingerprint(p) for n, p in model.named_parameters()
+    }
     assert row.params_after_digest
     assert row.state_digest
 
@@ -70,7 +82,7 @@ def test_what_was_rewritten_since_is_not_known(rewrite: Callable[[torch.nn.Modul
     model, _, watch, look, seen = stepped()
     rewrite(model)
     look.look(watch, False)
-    row = encode_row(seen[0], 0)
+    row = decode(encode_row(seen[0], 0, GUARD))
     assert (row.params_after_digest, row.foreign_params_digest, row.state_digest) == (0, 0, 0)
 
 
@@ -81,7 +93,7 @@ def test_a_bit_that_flips_is_seen() -> None:
     before = fingerprint.fingerprint(weight)
     weight.data.view(torch.int32)[0, 0] ^= 1 << 22
     look.look(watch, False)
-    after = seen[0].digest_table(seen[0].after)["0.weight"]
+    after = left(seen[0])["0.weight"]
     assert after == fingerprint.fingerprint(weight) != before
 
 
@@ -89,7 +101,7 @@ def test_a_state_that_was_loaded_since_is_left_out() -> None:
     """The parameters are still those of the step."""
     _, _, watch, look, seen = stepped()
     look.look(watch, True)
-    row = encode_row(seen[0], 0)
+    row = decode(encode_row(seen[0], 0, GUARD))
     assert row.params_after_digest
     assert not row.state_digest
 
@@ -104,7 +116,7 @@ def test_a_pause_leaves_what_is_swapped_to_the_end() -> None:
     for p, value in zip(model.parameters(), own, strict=True):
         p.data.copy_(value)
     look.look(watch, False)
-    assert encode_row(seen[0], 0).params_after_digest
+    assert decode(encode_row(seen[0], 0, GUARD)).params_after_digest
 
 
 def test_a_pause_reads_the_parameters_only() -> None:
@@ -113,7 +125,7 @@ def test_a_pause_reads_the_parameters_only() -> None:
     look.glance_back(watch)
     look.glance_back(watch)
     look.look(watch, False)
-    (row,) = [encode_row(record, 0) for record in seen]
+    (row,) = [decode(encode_row(record, 0, GUARD)) for record in seen]
     assert row.params_after_digest
     assert not row.state_digest
 
@@ -122,7 +134,7 @@ def test_the_optimizer_that_dies_takes_nothing_along() -> None:
     """The parameters can still be read when it goes, for the watch holds them; its state is gone."""
     model, optimizer, _watch, _look, seen = stepped()
     del model, optimizer
-    row = encode_row(seen[0], 0)
+    row = decode(encode_row(seen[0], 0, GUARD))
     assert row.params_after_digest
 
 

@@ -12,11 +12,19 @@ from torch.nn import functional
 
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.layer_statistics import MAX_CALLS, MAX_ELEMENTS, MAX_PARAMETERS, Layers, _std_mean, is_due
+from ddpdebug.probes.layer_statistics import (
+    MAX_CALLS,
+    MAX_ELEMENTS,
+    MAX_PARAMETERS,
+    Layers,
+    LayerSamples,
+    _std_mean,
+    is_due,
+)
 from ddpdebug.probes.optimizers import OptimizerWatch
-from ddpdebug.probes.record import StepRecord, encode_row
-from ddpdebug.probes.step_state import Window
-from ddpdebug.schema.row import Flag
+from ddpdebug.probes.record import SinceLastStep, StepRecord, encode_row
+from ddpdebug.probes.step_digests import GradientDigests
+from ddpdebug.schema.row import Flag, decode
 from ddpdebug.schema.wire import to_json
 
 
@@ -34,6 +42,9 @@ class Net(nn.Module):
         return found
 
 
+GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
+
+
 def watch_of(optimizer: torch.optim.Optimizer, net: nn.Module) -> OptimizerWatch:
     """The watch of an optimizer whose model is known."""
     entries = entries_of(Guard(lambda part, message: pytest.fail(f"{part}: {message}")))
@@ -45,8 +56,8 @@ def watch_of(optimizer: torch.optim.Optimizer, net: nn.Module) -> OptimizerWatch
 
 def sample(net: nn.Module, layers: Layers, x: torch.Tensor, *, step: int = 0, lr: float = 0.1) -> StepRecord:
     """Train one step under the probe, as the recorder does."""
-    window = Window(number=step)
-    assert layers.begin(window, net) is layers.sampling
+    since = SinceLastStep(number=step)
+    assert layers.begin(since, net) is layers.sampling
     hook = torch.nn.modules.module.register_module_forward_hook(layers.look)
     output = net(x)
     hook.remove()
@@ -54,19 +65,18 @@ def sample(net: nn.Module, layers: Layers, x: torch.Tensor, *, step: int = 0, lr
     optimizer = torch.optim.SGD(net.parameters(), lr=lr)
     functional.mse_loss(output, torch.ones_like(output)).backward()
     watch = watch_of(optimizer, net)
-    record = StepRecord(0, step, Flag.CHECKED, window)
+    record = StepRecord(0, step, Flag(0), since, checked=True)
     record.names, record.owned = watch.names, watch.owned
     record.ids, record.slots = [id(p) for p in watch.params], watch.slots
-    record.layers = layers.before(watch, record.flags)
+    layers.before(watch, record)
     optimizer.step()
-    layers.after(watch, record.layers)
+    layers.after(watch, record.parts.get(LayerSamples))
     return record
 
 
 def detail(record: StepRecord) -> dict[str, Any]:
     """Return the JSON of the answer to a request."""
-    assert record.layers is not None
-    found: dict[str, Any] = to_json(record.layers.detail(record.gradient_norms(), record.digest_table(record.before)))
+    found: dict[str, Any] = to_json(record.parts[LayerSamples].detail(record.parts[GradientDigests].norms(), {}))
     return found
 
 
@@ -110,7 +120,7 @@ def test_updates_are_measured() -> None:
         assert table[name]["update"] == pytest.approx(float((parameter.detach() - before[name]).norm()), rel=1e-3)
         assert table[name]["norm"] == pytest.approx(float(before[name].norm()), rel=1e-3)
         assert table[name]["lr"] == 0.1
-    row = encode_row(record, 0)
+    row = decode(encode_row(record, 0, GUARD))
     change = sum(float((p.detach() - before[n]).square().sum()) for n, p in net.named_parameters()) ** 0.5
     assert row.update_norm == pytest.approx(change, rel=1e-3)
     assert row.param_norm > 0
@@ -152,10 +162,10 @@ def test_a_step_that_did_not_happen_has_no_update() -> None:
     net, layers = Net(), Layers()
     record = sample(net, layers, torch.randn(8, 4))
     watch = watch_of(torch.optim.SGD(net.parameters(), lr=0.1), net)
-    layers.begin(Window(number=1), net)
-    kept = StepRecord(0, 1, Flag.CHECKED, Window(number=1))
-    kept.layers = layers.before(watch, kept.flags)
-    row = encode_row(kept, 0)
+    layers.begin(SinceLastStep(number=1), net)
+    kept = StepRecord(0, 1, Flag(0), SinceLastStep(number=1), checked=True)
+    layers.before(watch, kept)
+    row = decode(encode_row(kept, 0, GUARD))
     assert row.update_norm != row.update_norm
     assert detail(kept)["parameters"] == {}
     assert detail(record)["parameters"]
@@ -198,7 +208,7 @@ def test_what_is_written_in_place_later_was_seen_as_it_was() -> None:
 def test_a_hidden_activation_is_hidden_wherever_it_lay() -> None:
     """Its memory may have been used again for the output, which is told apart from the output itself."""
     net, layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), Layers()
-    assert layers.begin(Window(), net)
+    assert layers.begin(SinceLastStep(), net)
     hidden = torch.randn(64, 64)
     storage = hidden.untyped_storage()
     layers.look(net[0], (), hidden)

@@ -21,12 +21,13 @@ from torch.utils.checkpoint import checkpoint
 import ddpdebug
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes import inputs, module_outputs as modules, ranges
+from ddpdebug.probes.loop_calls import Losses
 from ddpdebug.probes.loss_line import line_of_loss
 from ddpdebug.probes.module_outputs import ForwardProbe
 from ddpdebug.probes.nonfinite_detail import complete
-from ddpdebug.probes.nonfinite_notes import Looks
-from ddpdebug.probes.record import StepRecord
-from ddpdebug.probes.step_state import Window
+from ddpdebug.probes.nonfinite_notes import Judgement, Looks
+from ddpdebug.probes.record import SinceLastStep, StepRecord
+from ddpdebug.probes.step_digests import GradientDigests
 from ddpdebug.probes.training_events import NonfiniteMade
 from ddpdebug.schema.details import BadInput, EntryGradient, ModuleCall, NearLimit, NonfiniteLoss
 from ddpdebug.schema.row import Flag
@@ -449,12 +450,13 @@ def test_the_call_site_sees_the_step_before_it_happens(watched: Callable[..., An
     model, optimizer, monitor = watched(Net())
 
     def replay(event: Any) -> None:
-        record, looks = event.record, event.record.window.looks
+        record, looks = event.record, event.record.since.parts[Looks]
         finite = all(bool(torch.isfinite(p).all()) for p in looks.module().parameters())
         scene = monitor.probes.scenes.newest(looks.module())
         seen.append((record.step, finite, tuple(scene.args[0].shape)))
         answer = {"op": "aten.log.default", "location": "train.py:12", "module": "body"}
-        record.numerics = replace(record.numerics, replay=answer)
+        judgement = record.parts[Judgement]
+        judgement.detail = replace(judgement.detail, replay=answer)
 
     monitor.probes.bus.on("forensics:mine", NonfiniteMade, replay)
     train(model, optimizer, bad="forward")
@@ -564,13 +566,14 @@ def test_a_step_that_is_judged_later() -> None:
     bad = ModuleCall(module="a", class_name="Log", dtype="float32", kinds=("NaN",))
     looks.later.append(lambda: [bad, NearLimit(module="b", dtype="float16", largest=6e4, limit=65504.0)])
     looks.loss = NonfiniteLoss(value=NAN, backward="train.py:3")
-    window = Window(losses=[lambda: INF], looks=looks)
-    record = StepRecord(0, 3, Flag.CHECKED, window, names=["w", "v"], ids=[1, 2], slots={1: 0, 2: 1})
-    record.local, record.summed = (lambda: [1.0, INF]), [0, 1]
-    record.unsummed = frozenset({0, 1})
+    record = StepRecord(0, 3, Flag(0), SinceLastStep(), checked=True, names=["w", "v"], ids=[1, 2], slots={1: 0, 2: 1})
+    record.since.parts[Losses].given.append(lambda: INF)
+    record.parts[GradientDigests] = GradientDigests(
+        names=record.names, local=lambda: [1.0, INF], summed=[0, 1], unsummed=frozenset({0, 1})
+    )
     flags = complete(record, looks)()
     assert flags == Flag.FORWARD_NONFINITE | Flag.INPUT_NONFINITE | Flag.NEAR_OVERFLOW
-    detail = record.numerics
+    detail = record.parts[Judgement].detail
     assert detail.loss == replace(looks.loss, value=INF)
     assert (detail.output_finite, detail.local) == (False, ("v",))
     assert detail.entry == EntryGradient(finite=True, range=(-1.0, 2.0))

@@ -14,7 +14,9 @@ from ddpdebug.probes.loop_calls import LoopCalls
 from ddpdebug.probes.record import StepRecord, encode_row
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus
-from ddpdebug.schema.row import Flag
+from ddpdebug.schema.row import Flag, decode
+
+GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 
 
 def observed(*told: tuple[str, Any]) -> Any:
@@ -23,7 +25,7 @@ def observed(*told: tuple[str, Any]) -> Any:
     calls = LoopCalls(Bus(Guard(lambda *_: None)), state, lambda topic, value: None)
     for name, value in told:
         calls.observed(name, value)
-    return encode_row(StepRecord(0, 0, Flag(0), state.window), 0)
+    return decode(encode_row(StepRecord(0, 0, Flag(0), state.since), 0, GUARD))
 
 
 def test_validation_losses_are_averaged() -> None:

@@ -21,12 +21,11 @@ from ddpdebug import torch_internals as internals
 from ddpdebug.detectors.hlth.validation import ValidationSource
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.loop_calls import LoopCalls
-from ddpdebug.probes.record import StepRecord, encode_row
-from ddpdebug.probes.step_state import Window
+from ddpdebug.probes.record import SinceLastStep, StepRecord, encode_row
 from ddpdebug.probes.training_events import Bus, ForwardBegan, ModuleForwardBegan, StepBegan, StepEnded, Tensors
 from ddpdebug.probes.training_loop.validation_loss import Evaluations, loss_in
 from ddpdebug.schema.announcements import ValidationLine
-from ddpdebug.schema.row import Flag, Row
+from ddpdebug.schema.row import Flag, Row, decode
 from ddpdebug.schema.step import Step
 from ddpdebug.torch_internals.loss_functions import LOSSES
 
@@ -150,9 +149,9 @@ class Script:
     def __init__(self, model: nn.Module, source: str = "modules") -> None:
         self.model, self.step = model, 0
         self.facts: list[Any] = []
-        guard = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
+        self.guard = guard = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
         self.state: Any = SimpleNamespace(
-            window=Window(), wrappers=[], in_backward=0, next_step=lambda: self.step, models=lambda: [self.model]
+            since=SinceLastStep(), wrappers=[], in_backward=0, next_step=lambda: self.step, models=lambda: [self.model]
         )
         self.bus, self.calls = Bus(guard), LoopCalls(Bus(guard), self.state, lambda *_: None)
         self.optimizer: Any = None
@@ -166,8 +165,8 @@ class Script:
         found = []
         for _ in range(steps):
             self.bus.emit(StepBegan(self.optimizer, closure=False))
-            window, self.state.window = self.state.window, Window()
-            row = encode_row(StepRecord(0, self.step, Flag(0), window), 0)
+            since, self.state.since = self.state.since, SinceLastStep()
+            row = decode(encode_row(StepRecord(0, self.step, Flag(0), since), 0, self.guard))
             assert row.has(Flag.VAL_LOSS_SEEN) == (not math.isnan(row.val_loss))
             found.append(row.val_loss)
             self.step += 1

@@ -20,6 +20,8 @@ from ddpdebug.forensics.replay.stack_lines import line_of
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import is_users, short_path, user_frame
 from ddpdebug.probes.forward_capture import Scene, Scenes
+from ddpdebug.probes.loop_calls import Losses
+from ddpdebug.probes.nonfinite_notes import Judgement, Looks
 from ddpdebug.probes.record import StepRecord
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus, LossExamined, NonfiniteMade
@@ -119,7 +121,8 @@ class Investigator:
         record = event.record
         rank, directory = self._place()
         self._disk.needed = max(self._disk.needed, checkpoint_bytes(self._state))
-        scale = record.loss_scale() if record.loss_scale is not None else None
+        read = record.since.parts[Losses].scale
+        scale = read() if read is not None else None
         found = investigate(
             self._scenes,
             step=record.step,
@@ -131,7 +134,8 @@ class Investigator:
             redactor=self._redactor,
             disk=self._disk,
         )
-        record.numerics = replace(record.numerics, replay=found)
+        judgement = record.parts[Judgement]
+        judgement.detail = replace(judgement.detail, replay=found)
 
     def loss(self, event: LossExamined) -> None:
         """Name the operation of the loss expression that made a loss non-finite; called before its backward.
@@ -173,8 +177,8 @@ def bundle_directory(directory: Path, rank: int) -> Path:
 
 def _loss_alone(record: StepRecord) -> dict[str, Any] | None:
     """Return what was found of a loss that is to blame itself: the model has given it finite numbers."""
-    looks = record.window.looks
-    if False in {looks.output_finite, record.numerics.output_finite}:
+    looks = record.since.parts[Looks]
+    if False in {looks.output_finite, record.parts[Judgement].detail.output_finite}:
         return None
     if looks.loss_backward is not None:
         return {"expression": looks.loss_line, **to_json(looks.loss_backward)}

@@ -1,6 +1,6 @@
 """How the training loop uses its parts: modes, clearing, scheduling, clipping, losses, who holds which parameter.
 
-Runs on the training thread and inside the guard. What a step shows goes into the window's flags and its `recipe`
+Runs on the training thread and inside the guard. What a step shows goes into the row's flags and the `recipe`
 detail, what is seen once is announced; the rules judge.
 """
 
@@ -25,6 +25,7 @@ from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.forward_capture import Scene, Scenes
 from ddpdebug.probes.loop_calls import LoopCalls
 from ddpdebug.probes.models import Models
+from ddpdebug.probes.record import Part, StepRecord
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus
 from ddpdebug.probes.training_loop.detached_parts import Cuts
@@ -66,6 +67,18 @@ _CUTS = 2
 _MAX_OPTIMIZERS = 16
 #: What DDP's reducer raises at the forward after a step in which some gradient never came.
 _UNREDUCED = "Expected to have finished reduction"
+
+
+@dataclass(slots=True)
+class RecipeNotes(Part, key="probe:recipe"):
+    """What a step shows of how the loop is used."""
+
+    flags: int = 0
+    recipe: dict[str, Any] = field(default_factory=dict)  # fields of `details.Recipe`, as they become known
+
+    def columns(self, _: StepRecord) -> dict[str, Any]:
+        """Return the flags."""
+        return {"flags": self.flags}
 
 
 @dataclass(slots=True)
@@ -399,10 +412,10 @@ class Recipe:
         """Note that GradScaler is about to step, and to unscale what was not unscaled before."""
         loop = self._loop
         if loop.clip is not None:
-            self._state.window.flags |= Flag.CLIPPED_SCALED
+            self._state.since.parts[RecipeNotes].flags |= Flag.CLIPPED_SCALED
             on_host = loop.scale is not None and not math.isnan(loop.scale)
             clip = ScaledClip(location=loop.clip, scale=loop.scale if on_host else None)
-            self._state.window.recipe["clip"] = clip
+            self._state.since.parts[RecipeNotes].recipe["clip"] = clip
         self._unscaled()
 
     # --- optimizer ----------------------------------------------------------------------------------------------------
@@ -418,7 +431,8 @@ class Recipe:
         run = self._run
         if self._leaks is not None and (leak := run("probe:leaks", self._leaks.work)) is not None:
             self.tell(leak)
-        flags, detail, loop = Flag(0), self._state.window.recipe, self._loop
+        shown, flags, loop = self._state.since.parts[RecipeNotes], Flag(0), self._loop
+        detail = shown.recipe
         if loop.in_eval and loop.in_eval == loop.trained and loop.lines:
             flags |= Flag.EVAL_MODE
             detail["modes"] = EvalForwards(modules=tuple(loop.eval_modules[:_MAX_NAMES]), location=loop.location)
@@ -429,7 +443,7 @@ class Recipe:
         detail.update(found)
         flags |= Flag.SCHEDULED_OFTEN if "scheduler" in found else Flag(0)
         flags |= Flag.SCHEDULED_ELSEWHERE if "elsewhere" in found else Flag(0)
-        self._state.window.flags |= flags
+        shown.flags |= flags
         if not self._threads.several:
             run("probe:audit", self._count, optimizer)
 

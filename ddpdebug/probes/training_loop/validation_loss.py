@@ -25,12 +25,11 @@ from ddpdebug.isolation.user_code import user_location
 from ddpdebug.probes import async_copy as device
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.loaders import Loaders
-from ddpdebug.probes.loop_calls import LoopCalls
+from ddpdebug.probes.loop_calls import LoopCalls, Losses
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus, ForwardBegan, ModuleForwardBegan, StepBegan, StepEnded
 from ddpdebug.probes.training_loop.modes import EVALUATION, Modes
 from ddpdebug.schema.announcements import Announcement, TrainModeValidation, ValidationLine
-from ddpdebug.schema.row import Flag
 
 #: What a line computes at every step belongs to the step (a target, a number for the log): an evaluation comes so many
 #: steps after the one before, or computes so many losses.
@@ -198,8 +197,9 @@ class Evaluations:
         self._last = {**dict(list(self._last.items())[-_MAX_LINES:]), **dict.fromkeys(losses, step)}
         if found and not self._calls.tells_validation and self._follows(found):
             assert self._followed is not None
-            state.window.val_losses.append(found[self._followed].reader())
-            state.window.flags |= Flag.VAL_LOSS_SEEN
+            noted = state.since.parts[Losses]
+            noted.validation.append(found[self._followed].reader())
+            noted.seen = True
 
     def _count(self) -> None:
         """Count an evaluation of which no loss is known."""
