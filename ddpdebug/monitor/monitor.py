@@ -581,6 +581,7 @@ class Monitor:
         run("forensics:holders", self.memory.hunt.learn, step)
         run("diagnosis", lambda: self._answering.ask(self._diagnosis.feed(step)))
         interval = 1 if self.schedule.every_step else self.schedule.interval(step.step)
+        step = self._diagnosis.local_steps.marked(step)
         self._write(StepJudged(step=step, interval=interval, overhead_ratio=self.schedule.ratio))
 
     def _judge_last(self, step: Step) -> None:

@@ -200,6 +200,9 @@ class Summary:
         self.skipped = 0
         self.compared = 0
         self.disagreed = 0
+        self.local = False  # local SGD: compared where the replicas were averaged
+        self._parted: dict[int, int] = {}  # optimizer -> newest step in which ranks disagreed
+        self._apart = 0  # of these, those that trained apart: if the replicas are averaged later, it was meant so
         self.overhead = math.nan
         self.interval = 1
         self.last: dict[int, int] = {}  # optimizer -> newest step
@@ -215,7 +218,13 @@ class Summary:
             self.last_states.add((record.step.optimizer, record.step.step))
         self.skipped += record.step.any(Flag.GUARD_SKIPPED)
         self.compared += bool({"parameters", "gradients"} & outvoted.keys())
-        self.disagreed += any(outvoted.values())
+        if any(outvoted.values()):
+            self.disagreed += 1
+            self._parted[record.step.optimizer] = record.step.step
+        if record.step.any(Flag.LOCAL_ONLY):
+            self.disagreed, self._apart, self.local = self.disagreed - self._apart, 0, True
+        elif record.step.all(Flag.UNSYNCED_BACKWARD) or record.step.all(Flag.NO_DDP):
+            self._apart += any(outvoted.values())
         self.overhead = record.overhead_ratio
         self.interval = record.interval
 
@@ -226,7 +235,8 @@ class Summary:
         if len(known) == len(rows) > 1:
             self.last_states.add((payload["optimizer"], payload["step"]))
         intended = any(row["flags"] & int(Flag.LOCAL_ONLY | Flag.IN_JOIN) for row in rows)
-        self.disagreed += not intended and len({row["params_after_digest"] for row in known}) > 1
+        counted = self._parted.get(payload["optimizer"]) == payload["step"]
+        self.disagreed += not (intended or counted) and len({row["params_after_digest"] for row in known}) > 1
 
     def checked(self, world: int) -> bool:
         """Return whether enough was compared for `no findings` to be said."""
@@ -262,7 +272,9 @@ class Summary:
             items.append(f"the ranks disagreed in {self.disagreed} of {counted(total, 'step')}")
         else:
             items.append(f"the ranks agreed in all {self.compared} that were compared")
-        if world > 1 and self.compared and not self.last.items() <= self.last_states:
+        if self.local:
+            items.append("replicas that are averaged now and then are compared only there")
+        elif world > 1 and self.compared and not self.last.items() <= self.last_states:
             items.append("the last step's parameters were not compared")
         return items
 
