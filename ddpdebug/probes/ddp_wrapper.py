@@ -100,7 +100,7 @@ class Wrapper:
         ddp = self.ref()
         flag_now = bool(ddp is not None and ddp.require_backward_grad_sync)
         # A forward may run any number of backwards inside (a trainer that wraps its whole training step).
-        synced = self.armed and self.forwards > 0 or self.in_forward and flag_now
+        synced = (self.armed and self.forwards > 0) or (self.in_forward and flag_now)
         if synced:
             self.pending = None
         elif self.forwards == 0 and not self.in_forward:
