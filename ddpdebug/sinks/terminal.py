@@ -35,6 +35,8 @@ _MAX_BLOCKS = 20
 _MAX_GAPS = 3
 _MAX_WIDTH = 120
 _LABEL_WIDTH = 10
+#: What DDP's broadcast is there for; it matters once ranks are found to differ in something that is not broadcast.
+_UNTIL_IT_MATTERS = "RANK111"
 #: Evidence that is found out later and worth a second block: the first differing element.
 _LOCATED = frozenset({"index", "values"})
 _BADGE = {
@@ -77,6 +79,7 @@ class Terminal:
         self._world = 1
         self._directory = ""
         self._findings: dict[str | None, Finding] = {}  # by id
+        self._unsaid: list[Finding] = []  # until another finding makes them matter
         self._summary = Summary()
 
     def write(self, record: Record) -> None:
@@ -118,6 +121,13 @@ class Terminal:
         known = self._findings.get(finding.id)
         self._findings[finding.id] = finding
         if known is None:
+            if finding.code == _UNTIL_IT_MATTERS:
+                self._unsaid.append(finding)
+                return
+            if finding.code.startswith("RANK") and finding.severity > Severity.INFO:
+                unsaid, self._unsaid = self._unsaid, []
+                for one in unsaid:
+                    self._print(self._block(one, clean(one.title, 200), parts(one, self._world)))
             if len(self._findings) <= _MAX_BLOCKS:
                 self._print(self._block(finding, clean(finding.title, 200), parts(finding, self._world)))
             elif len(self._findings) == _MAX_BLOCKS + 1:

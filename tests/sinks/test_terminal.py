@@ -266,6 +266,23 @@ def test_the_last_line_counts_a_step_that_was_found_to_differ_at_the_end() -> No
         assert ("disagreed in 1 of 2 steps" in summary(judged(0, 5, 5), judged(1, 0, 0), last)) is said
 
 
+def test_what_the_broadcast_repairs_is_said_when_it_matters() -> None:
+    """RANK111 stands in the last line alone, unless ranks are found to differ in something else."""
+    repaired = replace(FINDING, code="RANK111", severity=Severity.INFO, id="RANK111-1")
+    for others, said in (
+        ([], False),
+        ([replace(FINDING, code="SYNC207", id="SYNC207-1")], False),
+        ([replace(FINDING, code="RANK110", severity=Severity.INFO, id="RANK110-1")], False),
+        ([replace(FINDING, code="RANK107", severity=Severity.WARNING, id="RANK107-1")], True),
+    ):
+        stream = Recording()
+        terminal = Terminal(0, stream)
+        for record in (STARTED, *(FindingRaised(finding=f) for f in (repaired, *others)), FINISHED):
+            terminal.write(record)
+        assert ("ddpdebug: info RANK111" in stream.getvalue()) is said, others
+        assert "1 info (RANK111)" in stream.writes[-1] or "RANK110" in stream.writes[-1]
+
+
 def test_the_last_line_counts_a_step_once() -> None:
     """One that differed, and whose parameters were compared once more at the end."""
     rows = {str(r): {"flags": 0, "params_after_digest": f"0{r + 5}", "foreign_params_digest": "00"} for r in range(2)}
