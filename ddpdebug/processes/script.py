@@ -111,9 +111,12 @@ def end_hard(exit_code: Callable[[], int | None]) -> None:
         def leave(*_: object) -> None:
             if not sys.is_finalizing():  # a handler that is older than this one still runs
                 return
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(Exception):  # closed, or nobody reads
-                    stream.flush()
+            try:
+                for stream in (sys.stdout, sys.stderr):
+                    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or nobody reads
+                        stream.flush()
+            except RuntimeError:  # in the midst of the interpreter's own flush; more garbage is collected after it
+                return
             os._exit(code)
 
         gc.callbacks.insert(0, leave)  # the interpreter collects garbage between its exit handlers and its teardown
