@@ -21,7 +21,7 @@ FAMILIES = {
     "MEM": "memory",
     "HANG": "progress",
     "SLOW": "speed",
-    "FAIL": "torch raised, explained",
+    "FAIL": "errors of torch",
     "HLTH": "signals of training",
     "RCP": "recipe",
     "DATA": "input",
