@@ -21,6 +21,7 @@ FAMILIES = {
     "MEM": "memory",
     "HANG": "progress",
     "SLOW": "speed",
+    "FAIL": "errors of torch",
     "HLTH": "signals of training",
     "RCP": "recipe",
     "DATA": "input",

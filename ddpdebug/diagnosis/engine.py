@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from ddpdebug.detectors.base import Detector, RankClasses
 from ddpdebug.detectors.catalog import catalog
 from ddpdebug.detectors.kinds import ComparisonRule
+from ddpdebug.diagnosis.local_steps import LocalSteps
 from ddpdebug.diagnosis.root_causes import Group, Incidents
 from ddpdebug.schema.announcements import Announcement, Failure, Scope, scope_of
 from ddpdebug.schema.details import KINDS, Detail
@@ -115,11 +116,12 @@ class Diagnosis:
         self._spoken: dict[str, dict[int, int]] = {}  # topic -> rank -> rounds
         self._facts: dict[str, dict[int, Announcement]] = {}
         self._held: list[_Held] = []
+        self.local_steps = LocalSteps(config or {})
 
     @property
     def busy(self) -> bool:
         """Whether steps wait for answers."""
-        return bool(self._queue)
+        return any(not queued.complete() for queued in self._queue)
 
     # --- input --------------------------------------------------------------------------------------------------------
 
@@ -127,6 +129,7 @@ class Diagnosis:
         """Queue the next step; return what the ranks are asked now."""
         for held in self._held:
             held.steps += 1
+        self.local_steps.read(step)
         self._queue.append(_Queued(replace(step, facts=self._facts)))
         self._ask(self._queue[-1])
         return self.requests()
@@ -190,6 +193,8 @@ class Diagnosis:
                 self._ask(head)
             overdue = head.ticks > DETAIL_TICKS or len(self._queue) > QUEUE_STEPS
             if not head.complete() and not overdue:
+                break
+            if self.local_steps.undecided(head.step) and len(self._queue) <= QUEUE_STEPS:
                 break
             self._judge(head)
             self._queue.popleft()
@@ -286,7 +291,7 @@ class Diagnosis:
             kind: {rank: answer for rank, answer in sorted(answers.items()) if answer is not None}
             for kind, answers in queued.asked.items()
         }
-        step = queued.step.with_details(details) if details else queued.step
+        step = self.local_steps.marked(queued.step.with_details(details) if details else queued.step)
         found: dict[str, list[Finding]] = {}
         seeing, last = self._seeing_all, queued.last
         read = [rule for rule in self._rules if last or isinstance(rule, ComparisonRule)]

@@ -31,6 +31,7 @@ from ddpdebug.exchange.step_assembler import Assembler, fault_of
 from ddpdebug.exchange.step_vote import NumericGuard
 from ddpdebug.exchange.ticks import Alone, Exchange, Group, Tick, wire_format
 from ddpdebug.forensics.element_search import Elements
+from ddpdebug.forensics.failure import about_error
 from ddpdebug.forensics.memory.memory import MemoryForensics
 from ddpdebug.forensics.memory.oom import checkpoint_bytes
 from ddpdebug.forensics.output_probe import AgreementProbe
@@ -223,8 +224,8 @@ class Monitor:
         """Deliver what is queued, write the outcome and take all hooks away. Idempotent; takes 5 s at most."""
         if self._closed or os.getpid() != self._pid:
             return
-        run = self.guard.run
-        run("close:memory", self.memory.close, sys.exc_info()[1])
+        run, error = self.guard.run, sys.exc_info()[1]
+        run("close:memory", self.memory.close, error)
         run("close:last-state", self.probes.last_state.look_back)
         self.probes.last_state.close()
         self._closed = True
@@ -235,7 +236,7 @@ class Monitor:
         )
         run("close:patches", self.probes.remove, finished=bool(whole))  # of a script, or of an epoch
         run("close:hooks", self.probes.release)
-        run("close:exchange", self._leave, reason)
+        run("close:exchange", self._leave, reason, error)
         run("close:coverage", self.covering.close)
         self.guard.contain("close:end", self._end, reason, exit_code)
         if self.fanout is not None:
@@ -244,13 +245,15 @@ class Monitor:
     def _end(self, reason: str, exit_code: int | None) -> None:
         self._write(RunEnded(reason=reason, exit_code=exit_code, steps=dict(self._steps), time=utc()))
 
-    def _leave(self, reason: str) -> None:
+    def _leave(self, reason: str, error: BaseException | None) -> None:
         if self._exchange is None and (self._steps or self.command):
             self._begin(alone=True)
-        if reason.startswith("exception") and (newest := self._records.newest()) is not None:
-            gradients = newest.parts.get(GradientDigests)
-            missing = () if gradients is None else tuple(gradients.missing)
-            self._announce(Failure(reason=reason, step=newest.step, missing=missing))
+        if reason.startswith("exception"):
+            known = self.guard.run("close:failure", about_error, error, reason, self.probes.state) or {}
+            if (newest := self._records.newest()) is not None:
+                gradients = newest.parts.get(GradientDigests)
+                known |= {"step": newest.step, "missing": () if gradients is None else tuple(gradients.missing)}
+            self._announce(Failure(reason=reason, **known))
         self.covering.tell()
         steps = {str(optimizer): count for optimizer, count in self._steps.items()}
         self._announce(End(steps=steps, reason=reason, last_states=self._promised))
@@ -585,6 +588,7 @@ class Monitor:
         run("forensics:holders", self.memory.hunt.learn, step)
         run("diagnosis", lambda: self._answering.ask(self._diagnosis.feed(step)))
         interval = 1 if self.schedule.every_step else self.schedule.interval(step.step)
+        step = self._diagnosis.local_steps.marked(step)
         self._write(StepJudged(step=step, interval=interval, overhead_ratio=self.schedule.ratio))
 
     def _judge_last(self, step: Step) -> None:

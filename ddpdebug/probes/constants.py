@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -47,11 +48,56 @@ class Settings:
 
     def _unchanged(self, module: torch.nn.Module) -> dict[str, str]:
         now = {name: (id(t), internals.version_of(t)) for name, t in _plain_tensors(module)}
-        return {
+        found = {
             name: shown
             for name, ref, version, shown in self._plain
             if (tensor := ref()) is not None and version is not None and now.get(name) == (id(tensor), version)
         }
+        read = _names_read(module) if found else None
+        return found if read is None else {name: shown for name, shown in found.items() if _attribute(name) in read}
+
+
+def _attribute(path: str) -> str:
+    """Return the attribute's own name: `blocks.0.tables[2]` is in `tables`."""
+    return path.partition("[")[0].rpartition(".")[2]
+
+
+def _names_read(module: torch.nn.Module) -> set[str] | None:
+    """Return all names that occur in the code of the module's forward, and in what it calls of its classes and files.
+
+    A tensor that only an evaluation uses may differ between ranks: its name is not among them. None where the code
+    reads attributes by names that it computes.
+    """
+    names: set[str] = set()
+    kinds = {type(part) for part in internals.modules(module)}
+    waiting: list[Any] = [part.forward for part in internals.modules(module)]
+    seen: set[CodeType] = set()
+    while waiting:
+        function = waiting.pop()
+        function = function.__func__ if isinstance(function, MethodType) else function
+        function = function.fget if isinstance(function, property) else function
+        if not isinstance(function, FunctionType) or function.__module__.startswith("torch."):
+            continue
+        codes = [function.__code__]
+        waiting += [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+        while codes:
+            code = codes.pop()
+            if code in seen:
+                continue
+            seen.add(code)
+            codes += [value for value in code.co_consts if isinstance(value, CodeType)]
+            new = {*code.co_names} - names
+            names |= new
+            waiting += [function.__globals__.get(name) for name in code.co_names]
+            waiting += [getattr(kind, name, None) for kind in kinds for name in new]
+    return None if names & {"getattr", "__dict__", "vars", "attrgetter"} else names
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return isinstance(cell.cell_contents, FunctionType | MethodType)
+    except ValueError:
+        return False
 
 
 def _plain_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -98,10 +98,12 @@ class Wrapper:
     def end_backward(self, location: str | None) -> bool:
         """Note the end of a backward in which gradients arrived; return whether DDP reduced them."""
         ddp = self.ref()
-        synced = self.armed and self.forwards > 0
+        flag_now = bool(ddp is not None and ddp.require_backward_grad_sync)
+        # A forward may run any number of backwards inside (a trainer that wraps its whole training step).
+        synced = (self.armed and self.forwards > 0) or (self.in_forward and flag_now)
         if synced:
             self.pending = None
-        elif self.forwards == 0:
+        elif self.forwards == 0 and not self.in_forward:
             self.pending = {"bypass": Bypass(location=location)}
             if self.call_site is None and ddp is not None:
                 inner = internals.unwrap_compiled(ddp.module)
@@ -109,7 +111,6 @@ class Wrapper:
                     self, inner, self._entries, parts=inner is ddp.module
                 )  # a hook inside would recompile
         else:
-            flag_now = bool(ddp is not None and ddp.require_backward_grad_sync)
             kind = "last-micro-batch"
             if flag_now:
                 kind = "forward-only" if self.forward_in_no_sync else "flag-after-forward"
@@ -125,7 +126,9 @@ class Wrapper:
         if key not in self.trainable:
             return "unfrozen" if parameter.requires_grad else None
         known = self._accumulators.get(key)  # gone with the model
-        return "retyped" if known is not None and internals.accumulator(parameter) is not known else None
+        if known is None or not parameter.requires_grad:  # frozen for a while, as GANs do: looked at once it trains
+            return None
+        return "retyped" if internals.accumulator(parameter) is not known else None
 
 
 class CallSite:

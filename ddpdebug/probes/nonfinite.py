@@ -67,6 +67,7 @@ class Numerics:
         every_step: bool = False,
     ) -> None:
         self.inside = False  # a forward that is looked at is running
+        self._began: Looks | None = None  # where that forward is noted
         self._bus, self._state, self._guard, self._calls, self._scenes = bus, state, guard, calls, scenes
         self._on, self._every_step = on, every_step
         self.layers = Layers()
@@ -114,6 +115,7 @@ class Numerics:
         looks = state.since.parts[Looks]
         inner = internals.unwrap_compiled(module)
         looks.module, looks.prefix = weakref.ref(inner), prefix
+        self._began = looks
         if not state.checking:
             return
         if not looks.inputs:
@@ -132,8 +134,10 @@ class Numerics:
         looks = self._state.since.parts[Looks]
         if not self.inside:
             return
+        if looks is not self._began or looks.module is None:  # the optimizer has stepped inside this forward
+            self.abort()
+            return
         self.inside = False
-        assert looks.module is not None
         root = looks.module()
         if root is not None:
             self._probe.end(root, looks.prefix)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import gc
 import importlib.machinery
 import importlib.util
 import os
@@ -94,22 +95,34 @@ def run_script(target: Target, *, before: Callable[[], Attached | None]) -> None
 def end_hard(exit_code: Callable[[], int | None]) -> None:
     """Skip the interpreter's teardown, where torch 2.13 may abort; to be called before the script runs.
 
-    Everything before it still happens: threads are joined, the script's exit handlers run, the streams are flushed.
+    Everything before it still happens: threads are joined, exit handlers run, the streams are flushed.
 
     Args:
-        exit_code: called last; None leaves the ending to the interpreter.
+        exit_code: called after the script's exit handlers, before those that were there earlier (coverage's, those of
+            a `sitecustomize`); None leaves the ending to the interpreter.
     """
     process = os.getpid()
 
-    def leave() -> None:
+    def conclude() -> None:
         code = exit_code()
-        if code is not None and os.getpid() == process:
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(Exception):  # closed, or nobody reads
-                    stream.flush()
+        if code is None or os.getpid() != process:
+            return
+
+        def leave(*_: object) -> None:
+            if not sys.is_finalizing():  # a handler that is older than this one still runs
+                return
+            try:
+                for stream in (sys.stdout, sys.stderr):
+                    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or nobody reads
+                        stream.flush()
+            except RuntimeError:  # in the midst of the interpreter's own flush; more garbage is collected after it
+                return
             os._exit(code)
 
-    atexit.register(leave)  # the first registered is the last called
+        gc.callbacks.insert(0, leave)  # the interpreter collects garbage between its exit handlers and its teardown
+        gc.enable()
+
+    atexit.register(conclude)  # the first registered is the last called
 
 
 def _surround(target: Target) -> None:

@@ -316,6 +316,11 @@ class Failure(Announcement):
     reason: str  # "exception: ..."
     step: int | None = None  # the newest
     missing: tuple[str, ...] = ()  # parameters without a gradient in it
+    raised_in: int | None = None  # the step that it was heading for
+    location: str | None = None  # the user's line that was running, the innermost
+    phase: str | None = None  # "forward", "backward", "optimizer" or "between"
+    module: str | None = None  # that ran, or whose gradients were due
+    named: tuple[str, ...] = ()  # parameters that the text means by their positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,8 @@ _MAX_BLOCKS = 20
 _MAX_GAPS = 3
 _MAX_WIDTH = 120
 _LABEL_WIDTH = 10
+#: What DDP's broadcast is there for; it matters once ranks are found to differ in something that is not broadcast.
+_UNTIL_IT_MATTERS = "RANK111"
 #: Evidence that is found out later and worth a second block: the first differing element.
 _LOCATED = frozenset({"index", "values"})
 _BADGE = {
@@ -77,6 +79,7 @@ class Terminal:
         self._world = 1
         self._directory = ""
         self._findings: dict[str | None, Finding] = {}  # by id
+        self._unsaid: list[Finding] = []  # until another finding makes them matter
         self._summary = Summary()
 
     def write(self, record: Record) -> None:
@@ -118,6 +121,13 @@ class Terminal:
         known = self._findings.get(finding.id)
         self._findings[finding.id] = finding
         if known is None:
+            if finding.code == _UNTIL_IT_MATTERS:
+                self._unsaid.append(finding)
+                return
+            if finding.code.startswith("RANK") and finding.severity > Severity.INFO:
+                unsaid, self._unsaid = self._unsaid, []
+                for one in unsaid:
+                    self._print(self._block(one, clean(one.title, 200), parts(one, self._world)))
             if len(self._findings) <= _MAX_BLOCKS:
                 self._print(self._block(finding, clean(finding.title, 200), parts(finding, self._world)))
             elif len(self._findings) == _MAX_BLOCKS + 1:
@@ -200,6 +210,9 @@ class Summary:
         self.skipped = 0
         self.compared = 0
         self.disagreed = 0
+        self.local = False  # local SGD: compared where the replicas were averaged
+        self._parted: dict[int, int] = {}  # optimizer -> newest step in which ranks disagreed
+        self._apart = 0  # of these, those that trained apart: if the replicas are averaged later, it was meant so
         self.overhead = math.nan
         self.interval = 1
         self.last: dict[int, int] = {}  # optimizer -> newest step
@@ -215,7 +228,13 @@ class Summary:
             self.last_states.add((record.step.optimizer, record.step.step))
         self.skipped += record.step.any(Flag.GUARD_SKIPPED)
         self.compared += bool({"parameters", "gradients"} & outvoted.keys())
-        self.disagreed += any(outvoted.values())
+        if any(outvoted.values()):
+            self.disagreed += 1
+            self._parted[record.step.optimizer] = record.step.step
+        if record.step.any(Flag.LOCAL_ONLY):
+            self.disagreed, self._apart, self.local = self.disagreed - self._apart, 0, True
+        elif record.step.all(Flag.UNSYNCED_BACKWARD) or record.step.all(Flag.NO_DDP):
+            self._apart += any(outvoted.values())
         self.overhead = record.overhead_ratio
         self.interval = record.interval
 
@@ -226,7 +245,8 @@ class Summary:
         if len(known) == len(rows) > 1:
             self.last_states.add((payload["optimizer"], payload["step"]))
         intended = any(row["flags"] & int(Flag.LOCAL_ONLY | Flag.IN_JOIN) for row in rows)
-        self.disagreed += not intended and len({row["params_after_digest"] for row in known}) > 1
+        counted = self._parted.get(payload["optimizer"]) == payload["step"]
+        self.disagreed += not (intended or counted) and len({row["params_after_digest"] for row in known}) > 1
 
     def checked(self, world: int) -> bool:
         """Return whether enough was compared for `no findings` to be said."""
@@ -262,7 +282,9 @@ class Summary:
             items.append(f"the ranks disagreed in {self.disagreed} of {counted(total, 'step')}")
         else:
             items.append(f"the ranks agreed in all {self.compared} that were compared")
-        if world > 1 and self.compared and not self.last.items() <= self.last_states:
+        if self.local:
+            items.append("replicas that are averaged now and then are compared only there")
+        elif world > 1 and self.compared and not self.last.items() <= self.last_states:
             items.append("the last step's parameters were not compared")
         return items
 

@@ -238,12 +238,14 @@ def in_join(ddp: DistributedDataParallel) -> bool:
     return bool(getattr(getattr(ddp, names.JOIN_CONFIG, None), "enable", False))
 
 
-def accumulator(parameter: torch.Tensor) -> object:
-    """Return the AccumulateGrad node of a parameter: DDP hooks this node, and a new one is made by re-typing."""
+def accumulator(parameter: torch.Tensor) -> object | None:
+    """Return the AccumulateGrad node of a parameter: DDP hooks this node, and a new one is made by re-typing.
+
+    None while the parameter is frozen: then nothing leads to its node.
+    """
     with torch.enable_grad():
         node = parameter.view_as(parameter).grad_fn
-        assert node is not None
-        return node.next_functions[0][0]
+    return None if node is None else node.next_functions[0][0]
 
 
 def unwrap_compiled(module: torch.nn.Module) -> torch.nn.Module:

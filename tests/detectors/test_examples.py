@@ -109,7 +109,7 @@ def test_complete(rule: type[Detector]) -> None:
     assert len(rule.silent_on) >= 2
     prose = runbook(rule)
     assert all(prose[part] for part in ("meaning", "impact", "diagnosis", "causes", "remedy"))
-    assert len(prose["causes"]) >= 3
+    assert len(prose["causes"]) >= (1 if rule.code.startswith("FAIL") else 3)  # torch has said what happened
     assert len(prose["remedy"]) >= 2
     assert rule.title
     assert rule.title[0].islower() or rule.title[1].isupper()

@@ -202,6 +202,66 @@ def test_consequences_fold_into_the_first_cause() -> None:
     assert finding.evidence["consequences"] == ["RANK103 since step 4", "RANK101 since step 4"]
 
 
+def apart(number: int, *, since: int = 0, period: int | None = None, flags: Flag = Flag.UNSYNCED_BACKWARD) -> Step:
+    """Return a step of replicas that train apart and are averaged before every step that `period` divides."""
+    if number < since:
+        return step_at(number)
+    fresh = number == since or (period is not None and number % period == 0)
+    odd = {}
+    for rank in range(4):
+        odd[rank] = {f: digest(i, rank, number) for i, f in enumerate(("grads_digest", "params_after_digest"))}
+        if not fresh:
+            odd[rank]["params_before_digest"] = digest(1, rank, number - 1)
+    return step_at(number, odd=odd, flags=flags)
+
+
+def not_synchronised(kind: str, rank: int, step: int) -> Any:
+    if kind == "contract":
+        return contract(4, no_sync={"kind": "last-micro-batch", "location": "train.py:9"})[rank]
+    if kind == "gradients":
+        return gradients(4, {rank: {"w": str(rank)}})[rank]
+    return healthy(kind, rank, step)
+
+
+def without_ddp(kind: str, rank: int, step: int) -> Any:
+    return contract(4, ddp=0)[rank] if kind == "contract" else not_synchronised(kind, rank, step)
+
+
+@pytest.mark.parametrize(
+    "flags, answers, code",
+    [(Flag.UNSYNCED_BACKWARD, not_synchronised, "SYNC205"), (Flag.NO_DDP, without_ddp, "SYNC208")],
+)
+def test_replicas_that_are_averaged_are_meant_to_part(flags: Flag, answers: Answers, code: str) -> None:
+    """Local SGD, whoever averages; without an average in time it is what it looks like, from its first step."""
+    for period in (4, 32):
+        assert codes(run([apart(n, period=period, flags=flags) for n in range(80)], answers)[0]) == []
+    for period in (None, 40):
+        told, _ = run([apart(n, period=period, flags=flags) for n in range(80)], answers)
+        assert codes(told)[0] == (code, 0)
+
+
+@pytest.mark.parametrize(
+    "steps, last",
+    [
+        ([apart(n) for n in range(40)], 32),  # the steps that they are given
+        ([step_at(0), apart(1, since=1), step_at(2, odd={2: {"params_before_digest": 7}})], 2),
+    ],
+)
+def test_replicas_that_are_not_averaged_are_told_before_the_end(steps: list[Step], last: int) -> None:
+    """When they were given enough steps, or as soon as they synchronise again without having been averaged."""
+    diagnosis, told_at = Diagnosis(world=4), None
+    for step in steps:
+        for request in diagnosis.feed(step):
+            for rank in range(4):
+                value = not_synchronised(request.kind, rank, request.step)
+                answer(diagnosis, rank, 0, request.step, request.kind, value)
+        told = diagnosis.tick()
+        if told and told_at is None:
+            told_at = step.step
+            assert codes(told)[0] == ("SYNC205", steps[0].step if last == 32 else 1)
+    assert told_at == last
+
+
 def test_a_later_independent_cause_is_reported() -> None:
     """A weight corrupted on one rank and a learning rate changed later on another are two findings."""
 

@@ -28,7 +28,7 @@ class Embedding(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.last = x @ self.table
         self.count += 1
-        return self.last
+        return self.last * self.scales[1] if self.scales else self.last
 
 
 def told(model: nn.Module, forwards: int) -> Mapping[str, str]:
@@ -79,7 +79,63 @@ class Loud(torch.Tensor):
 def test_what_is_not_looked_at() -> None:
     """Other classes of tensor, what has no name that the ranks share, and what is too long."""
     model = Embedding()
+    model.forward = lambda x: (model.loud, model.by_object, model.vocabulary, model.scales, x @ model.table)  # type: ignore[method-assign, assignment, return-value]
     model.loud = torch.ones(2).as_subclass(Loud)  # type: ignore[assignment]
     model.by_object = {object(): torch.ones(2), "key": torch.ones(2)}  # type: ignore[assignment]
     model.vocabulary = [torch.ones(2)] * 2000  # type: ignore[assignment]
     assert set(told(model, 9)) == {"table", "scales[0]", "by_object['key']"}
+
+
+def scaled(model: Pictures, x: torch.Tensor) -> torch.Tensor:
+    """Compute with an attribute of a model, outside of its class."""
+    return x * model.scale
+
+
+class Pictures(nn.Module):
+    """Has tensors that training never reads, and some that it reads in every way but by a computed name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validation_z = torch.randn(3, 2)  # only an evaluation reads it
+        self.scale, self.bias, self.mask, self.gain = torch.ones(2), torch.ones(2), torch.ones(2), torch.ones(2)
+
+    @property
+    def shift(self) -> torch.Tensor:
+        """Read by way of a property."""
+        return self.bias
+
+    def _masked(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([t * self.mask for t in x])
+
+    @torch.no_grad()
+    def _gained(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gain
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._gained(self._masked(scaled(self, x)) + self.shift)
+
+    def on_validation_end(self) -> torch.Tensor:
+        """Draw pictures."""
+        return self(self.validation_z)
+
+
+def test_a_tensor_that_training_does_not_read_is_none_of_the_constants() -> None:
+    """Whichever way the forward reads one; where it computes names, each counts as read."""
+    assert set(told(Pictures(), 9)) == {"scale", "bias", "mask", "gain"}
+    model = Pictures()
+    forward = model.forward
+    model.forward = lambda x: getattr(model, "ga" + "in") * forward(x)  # type: ignore[method-assign]
+    assert "validation_z" in told(model, 9)
+
+
+def test_a_forward_that_leads_to_another_method() -> None:
+    """As trainers do who run a whole training step inside of the wrapper's forward."""
+
+    class Inner(Pictures):
+        def on_validation_end(self) -> torch.Tensor:
+            return self.validation_z
+
+    model = Inner()
+    inside = model.on_validation_end
+    model.forward = lambda x: (inside(), x)[1]  # type: ignore[method-assign]
+    assert set(told(model, 9)) == {"validation_z"}

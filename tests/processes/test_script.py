@@ -245,6 +245,17 @@ d = D()
     assert out.split("\n") == ["main done", "close finished 0", "thread done", "handler", ""]
 
 
+@pytest.mark.parametrize("extra", ["", "import gc; gc.disable(); gc.freeze()", "import gc; gc.set_threshold(1)"])
+def test_hard_end_leaves_older_exit_handlers_their_turn(extra: str, tmp_path: Path) -> None:
+    """Those that were registered before ddpdebug was there, such as coverage's; whatever the script does to its gc."""
+    early = "import atexit, gc\natexit.register(lambda: (gc.collect(), [[] for _ in range(999)], print('early')))\n"
+    source = f"class D:\n    def __del__(self): print('teardown')\nd = D()\n{extra}\nraise SystemExit(7)"
+    _write({"a.py": source, "driver.py": early + _WITH_MONITOR}, tmp_path)
+    code, out, err = _run(["driver.py", "a.py", "hard"], tmp_path)
+    assert (code, err) == (7, "")
+    assert out.splitlines() == ["close exception: SystemExit: 7 7", "early"]
+
+
 def test_hard_end_keeps_the_status(tmp_path: Path) -> None:
     """A failed script exits with its own status and prints its traceback."""
     _write({"a.py": "raise SystemExit(7)", "b.py": "1 / 0", "driver.py": _WITH_MONITOR}, tmp_path)

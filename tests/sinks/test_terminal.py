@@ -70,10 +70,10 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
 
 
-def judged(step: int, *digests: int, optimizer: int = 0) -> StepJudged:
+def judged(step: int, *digests: int, optimizer: int = 0, flags: Flag = Flag.CHECKED) -> StepJudged:
     """Build a step in which the ranks have these parameters."""
     rows = {
-        rank: Row(rank=rank, step=step, loss=2.5, params_after_digest=Digest(digest))
+        rank: Row(rank=rank, step=step, flags=int(flags), loss=2.5, params_after_digest=Digest(digest))
         for rank, digest in enumerate(digests)
     }
     made = Step(step=step, optimizer=optimizer, world=len(rows), rows=rows)
@@ -264,6 +264,39 @@ def test_the_last_line_counts_a_step_that_was_found_to_differ_at_the_end() -> No
         rows = {"0": {**own, "params_after_digest": "05"}, "1": {**own, "params_after_digest": "06"}}
         last = Saved(kind="last_state", payload={"optimizer": 0, "step": 1, "rows": rows})
         assert ("disagreed in 1 of 2 steps" in summary(judged(0, 5, 5), judged(1, 0, 0), last)) is said
+
+
+def test_what_the_broadcast_repairs_is_said_when_it_matters() -> None:
+    """RANK111 stands in the last line alone, unless ranks are found to differ in something else."""
+    repaired = replace(FINDING, code="RANK111", severity=Severity.INFO, id="RANK111-1")
+    for others, said in (
+        ([], False),
+        ([replace(FINDING, code="SYNC207", id="SYNC207-1")], False),
+        ([replace(FINDING, code="RANK110", severity=Severity.INFO, id="RANK110-1")], False),
+        ([replace(FINDING, code="RANK107", severity=Severity.WARNING, id="RANK107-1")], True),
+    ):
+        stream = Recording()
+        terminal = Terminal(0, stream)
+        for record in (STARTED, *(FindingRaised(finding=f) for f in (repaired, *others)), FINISHED):
+            terminal.write(record)
+        assert ("ddpdebug: info RANK111" in stream.getvalue()) is said, others
+        assert "1 info (RANK111)" in stream.writes[-1] or "RANK110" in stream.writes[-1]
+
+
+def test_the_last_line_counts_a_step_once() -> None:
+    """One that differed, and whose parameters were compared once more at the end."""
+    rows = {str(r): {"flags": 0, "params_after_digest": f"0{r + 5}", "foreign_params_digest": "00"} for r in range(2)}
+    last = Saved(kind="last_state", payload={"optimizer": 0, "step": 1, "rows": rows})
+    assert "disagreed in 1 of 2 steps" in summary(judged(0, 5, 5), judged(1, 5, 6), last)
+
+
+def test_the_last_line_takes_back_what_averaging_explains() -> None:
+    """Replicas that train apart disagree only until they are seen to be averaged."""
+    apart = [judged(i, 5, 6, flags=Flag.UNSYNCED_BACKWARD) for i in range(4)]
+    assert "disagreed in 4 of 4 steps" in summary(*apart)
+    meant = judged(4, 5, 6, flags=Flag.UNSYNCED_BACKWARD | Flag.LOCAL_ONLY)
+    assert "replicas that are averaged now and then are compared only there" in summary(*apart, meant)
+    assert "disagreed" not in summary(*apart, meant)
 
 
 @pytest.mark.parametrize(("digests", "said"), [(("05", "05"), False), (("05", "00"), True)])

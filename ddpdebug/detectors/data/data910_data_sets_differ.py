@@ -115,6 +115,7 @@ class DataSetsDiffer(Detector):
                 ),
             ),
             (Facts(topic="loader:0", values={0: _PLAIN, 1: _PLAIN}), *steps(8, world=2)),
+            (Facts(topic="loader:0", values={0: _PLAIN, 1: _PLAIN}), *steps(8, world=2, record_digest=5)),
         )
     )
 
@@ -122,7 +123,7 @@ class DataSetsDiffer(Detector):
         super().__init__(config)
         self._next = 0
         self._epoch = 0  # passes over loaders announced so far
-        self._seen: dict[int, tuple[int, int, int]] = {}  # fingerprint -> (epoch, rank, step)
+        self._seen: dict[int, tuple[int, list[int]]] = {}  # fingerprint -> (epoch, ranks that had it, the first first)
         self._overlaps: list[tuple[int, int, int]] = []  # (step, rank, rank that had it first)
 
     def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
@@ -157,13 +158,17 @@ class DataSetsDiffer(Detector):
             return
         shown = {rank: int(getattr(row, name)) for rank, row in step.rows.items()}
         for rank, value in shown.items():
-            epoch, owner, _ = self._seen.get(value, (-1, rank, 0))
-            if epoch == self._epoch and owner != rank:
-                self._overlaps.append((step.step, rank, owner))
+            epoch, ranks = self._seen.get(value, (-1, []))
+            # what a rank itself has again is no sign of shards that overlap: equal samples (DATA906)
+            if epoch == self._epoch and rank not in ranks and not any(shown.get(other) == value for other in ranks):
+                self._overlaps.append((step.step, rank, ranks[0]))
         for rank, value in shown.items():
-            self._seen.setdefault(value, (self._epoch, rank, step.step))
-            if self._seen[value][0] != self._epoch:
-                self._seen[value] = (self._epoch, rank, step.step)
+            epoch, ranks = self._seen.get(value, (-1, []))
+            if epoch != self._epoch:
+                ranks = []
+                self._seen[value] = self._epoch, ranks
+            if rank not in ranks:
+                ranks.append(rank)
         while len(self._seen) > _HISTORY * len(step.rows):
             del self._seen[next(iter(self._seen))]
         if len(self._overlaps) >= self.overlap_batches:

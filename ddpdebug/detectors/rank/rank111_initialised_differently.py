@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 
 from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.comparison import MAX_NAMES, values_of
@@ -51,6 +51,9 @@ class InitialisedDifferently(WrapRule):
             (Facts(topic="init:0", values={0: {"digests": {"w": "1"}}, 1: {"digests": {"other": "2"}}}),),
         )
     )
+
+    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
+        return (finding.ranks,)  # told once: jobs that do not seed do so with each model that they wrap
 
     def judge(self, index: int, facts: Mapping[int, InitialValues]) -> Iterator[Finding]:
         by_rank = {rank: fact.digests for rank, fact in sorted(facts.items())}

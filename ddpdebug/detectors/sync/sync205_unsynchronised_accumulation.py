@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpdebug.detectors.base import Examples
+from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.examples import contract, gradients, step_at
 from ddpdebug.detectors.kinds import Verdict
 from ddpdebug.detectors.sync.gradients import GradientRule, differing, misuse
@@ -40,6 +40,11 @@ class UnsynchronisedAccumulation(GradientRule):
     code = "SYNC205"
     title = "the optimizer stepped on gradients that were not synchronised"
     after = WrapperBypassed
+    local_steps = Threshold(
+        32,
+        "steps within which replicas that train apart must agree again to be local SGD, which is judged otherwise",
+        source="periods of 4 and 8 are the defaults of torch and accelerate; a mistake is told so many steps late",
+    )
     fires_on = Examples(
         lambda: (
             (

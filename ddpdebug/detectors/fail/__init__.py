@@ -1,0 +1,1 @@
+"""Errors that torch raises, explained."""

@@ -1,0 +1,81 @@
+"""Local SGD, told from ranks that have parted by mistake: replicas that train apart and are averaged again and again.
+
+Who averages the parameters is not looked at, a library or a loop by hand: what counts is that replicas which had parted
+agree again. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from ddpdebug.detectors.sync.sync205_unsynchronised_accumulation import UnsynchronisedAccumulation
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
+
+_DECLARED = Flag.LOCAL_ONLY | Flag.IN_JOIN | Flag.SHARDED_STATE
+
+
+class _Kind(Enum):
+    TOGETHER = "the replicas have not parted"
+    UNDECIDED = "they have, and may be averaged yet"
+    LOCAL = "they were averaged"
+    PARTED = "they were not"
+
+
+@dataclass(slots=True)
+class _Replicas:
+    kind: _Kind = _Kind.TOGETHER
+    apart: int = 0  # steps without synchronisation
+    differed: bool = False  # the parameters themselves, not only the gradients
+    alike: bool = False  # models without DDP have begun with the same parameters
+
+
+class LocalSteps:
+    """What the steps of each optimizer say about its replicas.
+
+    Args:
+        config: settings that rules read.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._patience = int(UnsynchronisedAccumulation.local_steps.within(config))
+        self._replicas: dict[int, _Replicas] = {}
+
+    def read(self, step: Step) -> None:
+        """Take in the next step."""
+        if len(step.rows) < 2 or step.any(_DECLARED):
+            return
+        known = self._replicas.get(step.optimizer)
+        if known is None:
+            alike = step.agrees("params_before_digest")
+            known = self._replicas[step.optimizer] = _Replicas(alike=alike)
+        if known.kind in {_Kind.LOCAL, _Kind.PARTED}:
+            return
+        if known.differed and step.agrees("params_before_digest"):
+            known.kind = _Kind.LOCAL
+        elif _is_apart(step, known):
+            known.apart += 1
+            known.differed |= not step.differing.isdisjoint({"params_before_digest", "params_after_digest"})
+            known.kind = _Kind.UNDECIDED if known.apart <= self._patience else _Kind.PARTED
+        elif known.kind is _Kind.UNDECIDED:
+            known.kind = _Kind.PARTED  # they synchronise again, and were not averaged before
+
+    def undecided(self, step: Step) -> bool:
+        """Tell whether later steps have to show what it means that the replicas part in this one."""
+        known = self._replicas.get(step.optimizer)
+        return known is not None and known.kind is _Kind.UNDECIDED and _is_apart(step, known)
+
+    def marked(self, step: Step) -> Step:
+        """Return the step, with the flag of local SGD where that is what it belongs to."""
+        known = self._replicas.get(step.optimizer)
+        if known is None or known.kind is not _Kind.LOCAL or not _is_apart(step, known) or step.any(_DECLARED):
+            return step
+        rows = {rank: row._replace(flags=row.flags | Flag.LOCAL_ONLY) for rank, row in step.rows.items()}
+        return replace(step, rows=rows)
+
+
+def _is_apart(step: Step, replicas: _Replicas) -> bool:
+    return step.all(Flag.UNSYNCED_BACKWARD) or (replicas.alike and step.all(Flag.NO_DDP))
