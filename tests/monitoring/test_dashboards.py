@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from ddpdebug.grafana.dashboards import NAMES, built, shipped
+from ddpdebug.grafana.dashboards import NAMES, shipped
+from tools.dashboards import built
 from tools.documentation import metric_names
 
 ROOT = Path(__file__).parent.parent.parent

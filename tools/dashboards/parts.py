@@ -22,7 +22,7 @@ from grafana_foundation_sdk.builders import (
 from grafana_foundation_sdk.models import common as commons, dashboard as models
 from grafana_foundation_sdk.models.heatmap import HeatmapColorMode
 
-from ddpdebug.grafana.dashboards.promql import JOIN, RUN, chosen
+from tools.dashboards.promql import JOIN, RUN, chosen
 
 GOOD, WARN, BAD, UNKNOWN, NEUTRAL, SECOND = "#009E73", "#E69F00", "#D55E00", "#999999", "#0072B2", "#56B4E9"
 TAG = "ddpdebug"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpdebug.grafana.dashboards.parts import BAD, GOOD, Board, lines, listing, opens, states, tile, worded
-from ddpdebug.grafana.dashboards.promql import by_run
+from tools.dashboards.parts import BAD, GOOD, Board, lines, listing, opens, states, tile, worded
+from tools.dashboards.promql import by_run
 
 _STATE = ((0, "agree", GOOD), (1, "differ", BAD))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpdebug.grafana.dashboards import promql as q
-from ddpdebug.grafana.dashboards.parts import BAD, GOOD, WARN, Board, density, lines, listing, tile, worded
+from tools.dashboards import promql as q
+from tools.dashboards.parts import BAD, GOOD, WARN, Board, density, lines, listing, tile, worded
 
 _UP = ((0, "gone", BAD), (1, "up", GOOD))
 
