@@ -6,7 +6,6 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from textwrap import fill
 from typing import Any
 
@@ -14,7 +13,7 @@ import click
 
 from ddpdebug.detectors.base import runbook
 from ddpdebug.detectors.catalog import catalog, planned
-from ddpdebug.errors import UsageError
+from ddpdebug.errors import UsageError, did_you_mean
 from ddpdebug.schema.finding import Severity
 
 _TEXT = """Print what a finding code means: impact, how to look closer, likely causes, what to do.
@@ -63,9 +62,8 @@ def pages() -> dict[str, Page]:
 def _page(known: dict[str, Page], code: str) -> Page:
     page = known.get(code.upper())
     if page is None:
-        near = get_close_matches(code.upper(), list(known), n=4, cutoff=0.5)
-        hint = f"did you mean {', '.join(near)}? " if near else ""
-        raise UsageError(f"unknown code {code!r}; {hint}`ddpdebug explain` lists all codes")
+        near = did_you_mean(code.upper(), known, listed="`ddpdebug explain` lists all codes")
+        raise UsageError(f"unknown code {code!r}; {near}")
     return page
 
 
