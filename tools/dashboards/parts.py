@@ -1,269 +1,23 @@
-"""What the dashboards are made of: one look, one meaning for each colour, explicit ids. Needs grafana-foundation-sdk.
+"""The parts of a dashboard as JSON values of Grafana's: one look, one meaning for each colour, explicit ids.
 
 Colours are those of Okabe and Ito, which colour-blind people can tell apart; every state also has a word.
 """
 
 from __future__ import annotations
 
+import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from grafana_foundation_sdk.builders import (
-    common,
-    dashboard as dashboards,
-    heatmap,
-    prometheus,
-    stat,
-    statetimeline,
-    table,
-    timeseries,
-)
-from grafana_foundation_sdk.models import common as commons, dashboard as models
-from grafana_foundation_sdk.models.heatmap import HeatmapColorMode
 
 from tools.dashboards.promql import JOIN, RUN, chosen
 
 GOOD, WARN, BAD, UNKNOWN, NEUTRAL, SECOND = "#009E73", "#E69F00", "#D55E00", "#999999", "#0072B2", "#56B4E9"
 TAG = "ddpdebug"
-_SOURCE = models.DataSourceRef(type_val="prometheus", uid="$datasource")
+_SOURCE = {"type": "prometheus", "uid": "$datasource"}
 _WIDTH = 24
 _USUAL = 12, 8
 _NO_DATA = "no data in this time range"
-#: Value, its word, its colour.
-Words = Sequence[tuple[float, str, str]]
-#: Query, name of its series.
-Queries = Sequence[tuple[str, str]]
-
-
-def number_of(uid: str, title: str) -> int:
-    """Return the id of a panel: it stays when others are added or moved, so that links to it hold."""
-    return zlib.crc32(f"{uid}/{title}".encode()) % 1_000_000 + 1
-
-
-class Board:
-    """A dashboard that is filled from left to right and from top to bottom."""
-
-    def __init__(self, uid: str, title: str, description: str, *, run: bool = True) -> None:
-        self.uid = uid
-        self._x = self._y = self._tallest = 0
-        self._size = _USUAL
-        self._made = (
-            dashboards.Dashboard(f"ddpdebug / {title}")
-            .uid(uid)
-            .description(description)
-            .tags([TAG])
-            .readonly()
-            .timezone("browser")
-            .time("now-1h", "now")
-            .refresh("10s")
-            .tooltip(models.DashboardCursorSync.CROSSHAIR)
-            .link(
-                dashboards.DashboardLink("ddpdebug")
-                .type(models.DashboardLinkType.DASHBOARDS)
-                .tags([TAG])
-                .as_dropdown(True)
-                .include_vars(True)
-                .keep_time(True)
-            )
-            .with_variable(dashboards.DatasourceVariable("datasource").label("Data source").type("prometheus"))
-        )
-        if run:
-            self._made.with_variable(_run_variable()).with_variable(_rank_variable())
-            self._made.annotation(_incidents()).annotation(_pushed())
-
-    def build(self) -> models.Dashboard:
-        """Return the dashboard."""
-        made = self._made.build()
-        for entry in (*(made.links or ()), *(made.annotations.list_val or () if made.annotations else ())):
-            entry.placement = None  # not into a menu, where nobody sees them
-        return made
-
-    def row(self, title: str) -> None:
-        """Begin a new part, with panels of the usual size."""
-        self._break()
-        self._size = _USUAL
-        row = dashboards.Row(title).id(number_of(self.uid, f"row {title}")).grid_pos(_at(0, self._y, _WIDTH, 1))
-        self._made.with_row(row)
-        self._y += 1
-
-    def size(self, width: int, height: int) -> None:
-        """Set the size of the next panels, in units of Grafana's grid: it has 24 columns."""
-        self._size = width, height
-
-    def add(self, panel: Any, title: str, description: str, *, width: int = 0, height: int = 0) -> None:
-        """Add a panel; its description says what it means and what to do."""
-        width, height = width or self._size[0], height or self._size[1]
-        if self._x + width > _WIDTH:
-            self._break()
-        panel.title(title).description(description).datasource(_SOURCE).id(number_of(self.uid, title))
-        self._made.with_panel(panel.grid_pos(_at(self._x, self._y, width, height)))
-        self._x += width
-        self._tallest = max(self._tallest, height)
-
-    def _break(self) -> None:
-        self._x, self._y, self._tallest = 0, self._y + self._tallest, 0
-
-
-def _at(x: int, y: int, width: int, height: int) -> models.GridPos:
-    return models.GridPos(x=x, y=y, w=width, h=height)
-
-
-def _run_variable() -> dashboards.QueryVariable:
-    return (
-        dashboards.QueryVariable("run")
-        .label("Run")
-        .query("label_values(ddpdebug_run_info, run_id)")
-        .datasource(_SOURCE)
-        .refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
-        .sort(models.VariableSort.DISABLED)
-    )
-
-
-def _rank_variable() -> dashboards.QueryVariable:
-    seen = f"last_over_time(ddpdebug_step[$__range]) {JOIN} last_over_time({RUN}[$__range])"
-    query = f"query_result(max by (rank) ({seen}))"
-    return (
-        dashboards.QueryVariable("rank")
-        .label("Rank")
-        .query(query)
-        .regex('/rank="([^"]+)"/')
-        .datasource(_SOURCE)
-        .refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
-        .sort(models.VariableSort.NUMERICAL_ASC)
-        .multi(True)
-        .include_all(True)
-        .all_value(".+")
-        .current(models.VariableOption(selected=True, text="All", value="$__all"))
-    )
-
-
-def _incidents() -> dashboards.AnnotationQuery:
-    labels = "incident, code, severity, subject, culprits"
-    times = chosen("ddpdebug_incident_timestamp_seconds")
-    return (
-        dashboards.AnnotationQuery()
-        .name("Findings")
-        .datasource(_SOURCE)
-        .enable(True)
-        .icon_color(BAD)
-        .expr(f"1000 * max by ({labels}) ({times})")
-        .use_value_for_time(True)
-        .step("10s")
-        .title_format("{{code}} {{severity}}")
-        .text_format("{{subject}} · ranks {{culprits}} · ddpdebug explain {{code}}")
-        .tag_keys("code,severity")
-    )
-
-
-def _pushed() -> dashboards.AnnotationQuery:
-    """Show the annotations that ddpdebug sends to Grafana itself."""
-    target = dashboards.AnnotationTarget().limit(100).match_any(False).type("tags").tags([TAG, "run:$run"])
-    return (
-        dashboards.AnnotationQuery()
-        .name("Findings sent to Grafana")
-        .datasource(models.DataSourceRef(type_val="datasource", uid="-- Grafana --"))
-        .enable(False)
-        .icon_color(BAD)
-        .type("tags")
-        .target(target)  # type: ignore[arg-type]  # its schema has no type for this one yet
-    )
-
-
-# --- queries ----------------------------------------------------------------------------------------------------------
-
-
-def _target(expression: str, name: str, number: int, *, instant: bool = False) -> prometheus.Dataquery:
-    query = prometheus.Dataquery().expr(expression).legend_format(name).ref_id(chr(ord("A") + number))
-    query.datasource(_SOURCE)
-    return query.instant().format(_format("table")) if instant else query.range()
-
-
-def _format(name: str) -> Any:
-    from grafana_foundation_sdk.models.prometheus import PromQueryFormat  # noqa: PLC0415 - one name of many
-
-    return PromQueryFormat(name)
-
-
-def _words(words: Words, missing: str) -> list[Any]:
-    options = {
-        f"{value:g}": models.ValueMappingResult(text=text, color=color, index=i)
-        for i, (value, text, color) in enumerate(words)
-    }
-    nothing = models.DashboardSpecialValueMapOptions(
-        match=models.SpecialValueMatch.NULL_AND_NAN,
-        result=models.ValueMappingResult(text=missing, color=UNKNOWN, index=len(words)),
-    )
-    return [models.ValueMap(options=options), models.SpecialValueMap(options=nothing)]
-
-
-def _steps(*steps: tuple[float | None, str]) -> dashboards.ThresholdsConfig:
-    made = [models.Threshold(value=value, color=color) for value, color in steps]
-    return dashboards.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(made)
-
-
-# --- panels -----------------------------------------------------------------------------------------------------------
-
-
-def tile(
-    expression: str,
-    *,
-    words: Words = (),
-    steps: Sequence[tuple[float | None, str]] = ((None, NEUTRAL),),
-    unit: str = "short",
-    missing: str = "no data",
-    decimals: int = 0,
-) -> stat.Panel:
-    """Return a verdict: a word or a number on a coloured ground, read from afar."""
-    return (
-        stat.Panel()
-        .with_target(_target(expression, "", 0))
-        .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
-        .color_mode(commons.BigValueColorMode.BACKGROUND)
-        .graph_mode(commons.BigValueGraphMode.NONE)
-        .mappings(_words(words, missing))
-        .thresholds(_steps(*steps))
-        .color_scheme(dashboards.FieldColor().mode(models.FieldColorModeId.THRESHOLDS))
-        .unit(unit)
-        .decimals(decimals)
-        .no_value(missing)
-    )
-
-
-def lines(
-    queries: Queries, *, unit: str = "short", missing: str = _NO_DATA, stacked: bool = False, zero: bool = True
-) -> timeseries.Panel:
-    """Return lines over time; the legend shows the last and the largest value."""
-    panel = (
-        timeseries.Panel()
-        .unit(unit)
-        .no_value(missing)
-        .line_width(1)
-        .fill_opacity(25 if stacked else 0)
-        .span_nulls(False)
-        .show_points(commons.VisibilityMode.AUTO)
-        .color_scheme(dashboards.FieldColor().mode(models.FieldColorModeId.PALETTE_CLASSIC))
-        .legend(
-            common.VizLegendOptions()
-            .display_mode(commons.LegendDisplayMode.TABLE)
-            .placement(commons.LegendPlacement.BOTTOM)
-            .show_legend(True)
-            .calcs(["lastNotNull", "max"])
-        )
-        .tooltip(common.VizTooltipOptions().mode(commons.TooltipDisplayMode.MULTI).sort(commons.SortOrder.DESCENDING))
-    )
-    for i, (expression, name) in enumerate(queries):
-        panel.with_target(_target(expression, name, i))
-        if name in _LINE_COLORS:
-            fixed = {"mode": "fixed", "fixedColor": _LINE_COLORS[name]}
-            panel.override_by_name(name, [models.DynamicConfigValue(id_val="color", value=fixed)])
-    if stacked:
-        panel.stacking(common.StackingConfig().mode(commons.StackingMode.NORMAL))
-    if zero:
-        panel.min(0)
-    return panel
-
-
 #: Series that mean the same on every dashboard have the same colour.
 _LINE_COLORS = {
     "highest rank": BAD,
@@ -273,50 +27,246 @@ _LINE_COLORS = {
     "forward": SECOND,
     "backward": NEUTRAL,
     "optimizer": WARN,
-    "rest": UNKNOWN,
-    "limit": BAD,
 }
+#: A panel without title, place and id: JSON values.
+Panel = dict[str, Any]
+#: Value, its word, its colour.
+Words = Sequence[tuple[float, str, str]]
+#: From which value on, which colour; None is from the beginning.
+Steps = Sequence[tuple[float | None, str]]
+#: Query, name of its series.
+Queries = Sequence[tuple[str, str]]
 
 
-def states(queries: Queries, *, words: Words, missing: str) -> statetimeline.Panel:
-    """Return states over time, a row for each series."""
-    steps = [(None if i == 0 else value, color) for i, (value, _, color) in enumerate(words)]
-    panel = (
-        statetimeline.Panel()
-        .mappings(_words(words, "unknown"))
-        .thresholds(_steps(*steps))
-        .color_scheme(dashboards.FieldColor().mode(models.FieldColorModeId.THRESHOLDS))
-        .merge_values(True)
-        .show_value(commons.VisibilityMode.AUTO)
-        .row_height(0.9)
-        .line_width(0)
-        .fill_opacity(80)
-        .unit("none")
-        .no_value(missing)
-        .legend(
-            common.VizLegendOptions()
-            .show_legend(True)
-            .display_mode(commons.LegendDisplayMode.LIST)
-            .placement(commons.LegendPlacement.BOTTOM)
-        )
-    )
-    for i, (expression, name) in enumerate(queries):
-        panel.with_target(_target(expression, name, i))
+class Board:
+    """A dashboard that is filled from left to right and from top to bottom."""
+
+    def __init__(self, uid: str, title: str, description: str, *, run: bool = True) -> None:
+        self.uid = uid
+        self._x = self._y = self._tallest = 0
+        self._size = _USUAL
+        self._panels: list[Panel] = []
+        variables = [_variable("datasource", "Data source", "datasource", query="prometheus")]
+        link = {"asDropdown": True, "includeVars": True, "keepTime": True, "type": "dashboards", "tags": [TAG]}
+        self._made = {
+            "uid": uid,
+            "title": f"ddpdebug / {title}",
+            "description": description,
+            "tags": [TAG],
+            "editable": False,
+            "timezone": "browser",
+            "time": {"from": "now-1h", "to": "now"},
+            "refresh": "10s",
+            "fiscalYearStartMonth": 0,
+            "graphTooltip": 1,  # the same moment on all panels
+            "schemaVersion": 42,
+            "links": [{**link, "title": "ddpdebug", "icon": "", "tooltip": "", "targetBlank": False}],
+            "templating": {"list": [*variables, *_RUN_VARIABLES] if run else variables},
+            "annotations": {"list": _ANNOTATIONS} if run else {},
+            "panels": self._panels,
+        }
+
+    def text(self) -> str:
+        """Return the dashboard as the text of its file."""
+        return json.dumps(self._made, sort_keys=True, indent=2) + "\n"
+
+    def row(self, title: str) -> None:
+        """Begin a new part, with panels of the usual size."""
+        self._break()
+        self._size = _USUAL
+        self._place({"type": "row", "title": title, "collapsed": False, "panels": []}, f"row {title}", _WIDTH, 1)
+        self._y += 1
+
+    def size(self, width: int, height: int) -> None:
+        """Set the size of the next panels, in units of Grafana's grid: it has 24 columns."""
+        self._size = width, height
+
+    def add(self, panel: Panel, title: str, description: str, *, width: int = 0, height: int = 0) -> None:
+        """Add a panel; its description says what it means and what to do."""
+        width, height = width or self._size[0], height or self._size[1]
+        if self._x + width > _WIDTH:
+            self._break()
+        about = {"title": title, "description": description, "datasource": _SOURCE}
+        self._place({**panel, **about, "repeatDirection": "h", "transparent": False}, title, width, height)
+        self._x += width
+        self._tallest = max(self._tallest, height)
+
+    def _place(self, panel: Panel, name: str, width: int, height: int) -> None:
+        # the id stays when other panels are added or moved, so that links to it hold
+        number = zlib.crc32(f"{self.uid}/{name}".encode()) % 1_000_000 + 1
+        self._panels.append({**panel, "id": number, "gridPos": {"x": self._x, "y": self._y, "w": width, "h": height}})
+
+    def _break(self) -> None:
+        self._x, self._y, self._tallest = 0, self._y + self._tallest, 0
+
+
+def _variable(name: str, label: str, kind: str, **more: Any) -> dict[str, Any]:
+    usual = {"allowCustomValue": True, "auto": False, "auto_count": 30, "auto_min": "10s", "skipUrlSync": False}
+    return {**usual, "name": name, "label": label, "type": kind, "includeAll": False, "multi": False, **more}
+
+
+_SEEN = f"last_over_time(ddpdebug_step[$__range]) {JOIN} last_over_time({RUN}[$__range])"
+_RELOADED = {"datasource": _SOURCE, "refresh": 2}  # when the time range changes
+_RUN_VARIABLES = (
+    _variable("run", "Run", "query", query="label_values(ddpdebug_run_info, run_id)", sort=0, **_RELOADED),
+    _variable(
+        "rank",
+        "Rank",
+        "query",
+        query=f"query_result(max by (rank) ({_SEEN}))",
+        regex='/rank="([^"]+)"/',
+        sort=3,  # by number
+        multi=True,
+        includeAll=True,
+        allValue=".+",
+        current={"selected": True, "text": "All", "value": "$__all"},
+        **_RELOADED,
+    ),
+)
+_TIMES = chosen("ddpdebug_incident_timestamp_seconds")
+_ANNOTATIONS = [
+    {
+        "name": "Findings",
+        "datasource": _SOURCE,
+        "enable": True,
+        "expr": f"1000 * max by (incident, code, severity, subject, culprits) ({_TIMES})",
+        "useValueForTime": True,
+        "step": "10s",
+        "titleFormat": "{{code}} {{severity}}",
+        "textFormat": "{{subject}} · ranks {{culprits}} · ddpdebug explain {{code}}",
+        "tagKeys": "code,severity",
+        "builtIn": 0,
+        "hide": False,
+        "iconColor": BAD,
+    },
+    {
+        "name": "Findings sent to Grafana",
+        "datasource": {"type": "datasource", "uid": "-- Grafana --"},
+        "enable": False,
+        "type": "tags",
+        "target": {"type": "tags", "tags": [TAG, "run:$run"], "limit": 100, "matchAny": False},
+        "builtIn": 0,
+        "hide": False,
+        "iconColor": BAD,
+    },
+]
+
+
+# --- what panels are made of ------------------------------------------------------------------------------------------
+
+
+def _target(expression: str, name: str, number: int, *, instant: bool = False) -> dict[str, Any]:
+    made = {"expr": expression, "legendFormat": name, "refId": chr(ord("A") + number), "datasource": _SOURCE}
+    return {**made, "instant": instant, "range": not instant, **({"format": "table"} if instant else {})}
+
+
+def _panel(kind: str, targets: Sequence[Any], defaults: Mapping[str, Any], options: Mapping[str, Any]) -> Panel:
+    fields = {"defaults": defaults, "overrides": []}
+    return {"type": kind, "targets": targets, "fieldConfig": fields, "options": options}
+
+
+def _override(panel: Panel, column: str, values: Mapping[str, Any]) -> None:
+    """Show a series or a column in another way: name of a property -> its value."""
+    properties = [{"id": name, "value": value} for name, value in values.items()]
+    matcher = {"id": "byName", "options": column}
+    panel["fieldConfig"]["overrides"].append({"matcher": matcher, "properties": properties})
+
+
+def _words(words: Words, missing: str) -> list[Any]:
+    options = {f"{value:g}": {"text": text, "color": color, "index": i} for i, (value, text, color) in enumerate(words)}
+    nothing = {"match": "null+nan", "result": {"text": missing, "color": UNKNOWN, "index": len(words)}}
+    return [{"type": "value", "options": options}, {"type": "special", "options": nothing}]
+
+
+def _coloured(steps: Steps) -> dict[str, Any]:
+    """Return the colour of a field by its value."""
+    made = [{"value": value, "color": color} for value, color in steps]
+    return {"color": {"mode": "thresholds"}, "thresholds": {"mode": "absolute", "steps": made}}
+
+
+# --- panels -----------------------------------------------------------------------------------------------------------
+
+
+def tile(
+    expression: str,
+    *,
+    words: Words = (),
+    steps: Steps = ((None, NEUTRAL),),
+    unit: str = "short",
+    missing: str = "no data",
+    decimals: int = 0,
+) -> Panel:
+    """Return a verdict: a word or a number on a coloured ground, read from afar."""
+    defaults = {"unit": unit, "decimals": decimals, "noValue": missing, "mappings": _words(words, missing)}
+    options = {
+        "reduceOptions": {"calcs": ["lastNotNull"]},
+        "colorMode": "background",
+        "graphMode": "none",
+        "justifyMode": "auto",
+        "orientation": "auto",
+        "percentChangeColorMode": "standard",
+        "showPercentChange": False,
+        "textMode": "auto",
+        "wideLayout": True,
+    }
+    return _panel("stat", [_target(expression, "", 0)], {**defaults, **_coloured(steps)}, options)
+
+
+def lines(
+    queries: Queries, *, unit: str = "short", missing: str = _NO_DATA, stacked: bool = False, zero: bool = True
+) -> Panel:
+    """Return lines over time; the legend shows the last and the largest value."""
+    look: dict[str, Any] = {"lineWidth": 1, "fillOpacity": 0, "spanNulls": False, "showPoints": "auto"}
+    if stacked:
+        look |= {"fillOpacity": 25, "stacking": {"mode": "normal"}}
+    defaults = {"unit": unit, "noValue": missing, "color": {"mode": "palette-classic"}, "custom": look}
+    options = {
+        "legend": {"displayMode": "table", "placement": "bottom", "showLegend": True, "calcs": ["lastNotNull", "max"]},
+        "tooltip": {"mode": "multi", "sort": "desc"},
+    }
+    targets = [_target(expression, name, i) for i, (expression, name) in enumerate(queries)]
+    panel = _panel("timeseries", targets, {**defaults, **({"min": 0} if zero else {})}, options)
+    for _, name in queries:
+        if name in _LINE_COLORS:
+            _override(panel, name, {"color": {"mode": "fixed", "fixedColor": _LINE_COLORS[name]}})
     return panel
 
 
-def density(expression: str) -> heatmap.Panel:
+def states(queries: Queries, *, words: Words, missing: str) -> Panel:
+    """Return states over time, a row for each series."""
+    steps: Steps = [(None if i == 0 else value, color) for i, (value, _, color) in enumerate(words)]
+    defaults = {"unit": "none", "noValue": missing, "mappings": _words(words, "unknown")}
+    options = {
+        "mergeValues": True,
+        "showValue": "auto",
+        "rowHeight": 0.9,
+        "alignValue": "left",
+        "perPage": 20,
+        "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []},
+        "tooltip": {"mode": "single", "sort": "asc"},
+    }
+    targets = [_target(expression, name, i) for i, (expression, name) in enumerate(queries)]
+    look = {"fillOpacity": 80, "lineWidth": 0}
+    return _panel("state-timeline", targets, {**defaults, **_coloured(steps), "custom": look}, options)
+
+
+def density(expression: str) -> Panel:
     """Return how many ranks' steps took how long: as legible for 512 ranks as for 8."""
-    query = _target(expression, "{{le}}", 0).format(_format("heatmap"))
-    return (
-        heatmap.Panel()
-        .with_target(query)
-        .calculate(False)
-        .y_axis(heatmap.YAxisConfig().unit("s"))
-        .color(heatmap.HeatmapColorOptions().mode(HeatmapColorMode.SCHEME).scheme("Viridis").steps(64))
-        .unit("short")
-        .no_value(_NO_DATA)
-    )
+    colors = {"mode": "scheme", "scheme": "Viridis", "steps": 64, "exponent": 0, "fill": "", "reverse": False}
+    options = {
+        "calculate": False,
+        "yAxis": {"unit": "s"},
+        "color": colors,
+        "cellGap": 1,
+        "exemplars": {"color": "rgba(255,0,255,0.7)"},
+        "filterValues": {"le": 1e-09},
+        "legend": {"show": True},
+        "selectionMode": "x",
+        "showValue": "auto",
+        "tooltip": {"mode": "single"},
+    }
+    target = {**_target(expression, "{{le}}", 0), "format": "heatmap"}
+    return _panel("heatmap", [target], {"unit": "short", "noValue": _NO_DATA, "custom": {}}, options)
 
 
 def listing(
@@ -324,9 +274,9 @@ def listing(
     *,
     names: dict[str, str],
     sort: str | None = None,
-    units: dict[str, str] | None = None,
+    units: Mapping[str, str] | None = None,
     missing: str = "nothing to list",
-) -> table.Panel:
+) -> Panel:
     """Return a table of instant values, one row for each set of labels.
 
     Args:
@@ -334,46 +284,50 @@ def listing(
         sort: title of the column by which it is sorted, largest first.
         units: title of a column -> unit.
     """
-    panel = table.Panel().no_value(missing).unit("short").show_header(True).filterable(True)
-    for i, expression in enumerate(queries):
-        panel.with_target(_target(expression, "", i, instant=True))
-    if len(queries) > 1:
-        panel.with_transformation(models.DataTransformerConfig(id_val="merge", options={}))
-    organized = {
-        "excludeByName": {"Time": True},
-        "indexByName": {name: i for i, name in enumerate(names)},
-        "renameByName": names,
+    look = {"align": "auto", "filterable": True, "inspect": False}
+    options: dict[str, Any] = {
+        "showHeader": True,
+        "showTypeIcons": False,
+        "cellHeight": "sm",
+        "footer": {"countRows": False, "reducer": [], "show": False},
+        "frameIndex": 0,
     }
-    panel.with_transformation(models.DataTransformerConfig(id_val="organize", options=organized))
-    for title, unit in (units or {}).items():
-        panel.override_by_name(title, [models.DynamicConfigValue(id_val="unit", value=unit)])
     if sort is not None:
-        panel.sort_by([common.TableSortByFieldState().display_name(sort).desc(True)])
+        options["sortBy"] = [{"displayName": sort, "desc": True}]
+    targets = [_target(expression, "", i, instant=True) for i, expression in enumerate(queries)]
+    panel = _panel("table", targets, {"unit": "short", "noValue": missing, "custom": look}, options)
+    order = {name: i for i, name in enumerate(names)}
+    organized = {"excludeByName": {"Time": True}, "indexByName": order, "renameByName": names}
+    panel["transformations"] = [{"id": "merge", "options": {}}, {"id": "organize", "options": organized}]
+    for title, unit in (units or {}).items():
+        _override(panel, title, {"unit": unit})
     return panel
 
 
-def linked(panel: Any, title: str, uid: str, label: str | None = None) -> Any:
+def linked(panel: Panel, title: str, uid: str, label: str | None = None) -> Panel:
     """Let a click lead to another dashboard, about the same run and, with `label`, that rank."""
     rank = "${__field.labels." + label + "}" if label else "$rank"
     url = f"/d/{uid}?var-datasource=${{datasource}}&var-run=${{run}}&var-rank={rank}&${{__url_time_range}}"
-    return panel.data_links([dashboards.DashboardLink(title).url(url)])
+    usual = {"asDropdown": False, "icon": "", "includeVars": False, "keepTime": False, "placement": "inControlsMenu"}
+    link = {**usual, "tags": [], "targetBlank": False, "tooltip": "", "type": "link", "title": title, "url": url}
+    panel["fieldConfig"]["defaults"]["links"] = [link]
+    return panel
 
 
-def worded(panel: Any, column: str, words: Words) -> Any:
+def worded(panel: Panel, column: str, words: Words) -> Panel:
     """Show a column of a table as words on coloured ground."""
-    mappings = [mapping.to_json() for mapping in _words(words, "unknown")]
-    values: dict[str, Any] = {
-        "mappings": mappings,
+    values = {
+        "mappings": _words(words, "unknown"),
         "custom.cellOptions": {"type": "color-background"},
         "color": {"mode": "thresholds"},
+        "custom.displayMode": "color-background",  # Grafana before 10
     }
-    values["custom.displayMode"] = "color-background"  # Grafana before 10
-    made = [models.DynamicConfigValue(id_val=name, value=value) for name, value in values.items()]
-    return panel.override_by_name(column, made)
+    _override(panel, column, values)
+    return panel
 
 
-def opens(panel: Any, column: str, uid: str) -> Any:
+def opens(panel: Panel, column: str, uid: str) -> Panel:
     """Let the values of a column lead to the dashboard of that run."""
     url = f"/d/{uid}?var-datasource=${{datasource}}&var-run=${{__value.raw}}&${{__url_time_range}}"
-    link = {"title": "open this run", "url": url}
-    return panel.override_by_name(column, [models.DynamicConfigValue(id_val="links", value=[link])])
+    _override(panel, column, {"links": [{"title": "open this run", "url": url}]})
+    return panel
