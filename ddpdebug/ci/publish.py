@@ -207,8 +207,8 @@ def _print(verdict: Verdict, run: str | None, config: Config) -> None:
     if verdict.word is Word.UNCHECKED and verdict.exit_code == 0:
         style = "bold yellow"
     line = Text.assemble(("ddpdebug: verdict: ", "bold"), (verdict.title, style))
-    line.append(_detail(verdict, config.fail_on))
-    console.print(line)
+    counts = f"{len(verdict.failing)} findings at {config.fail_on} or above, {len(verdict.others)} below"
+    console.print(line.append(f" (exit {verdict.exit_code}) · {counts}"))
     for finding in verdict.failing:
         place = [part for part in (where(finding), ", ".join(subjects(finding))) if part]
         summary = " · ".join([f"{finding.code} {finding.severity.label}: {clean(finding.title)}", *place])
@@ -227,8 +227,3 @@ def _print(verdict: Verdict, run: str | None, config: Config) -> None:
         console.print(Text(f"  note: {note}"))
     if run is not None:
         console.print(Text(f"  run directory: {run}"))
-
-
-def _detail(verdict: Verdict, fail_on: str) -> str:
-    counts = f"{len(verdict.failing)} findings at {fail_on} or above, {len(verdict.others)} below"
-    return f" (exit {verdict.exit_code}) · {counts}"

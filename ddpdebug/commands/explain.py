@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from textwrap import fill
@@ -11,6 +9,7 @@ from typing import Any
 
 import click
 
+from ddpdebug.commands._target import plain_console
 from ddpdebug.detectors.base import runbook
 from ddpdebug.detectors.catalog import catalog, planned
 from ddpdebug.errors import UsageError, did_you_mean
@@ -70,7 +69,7 @@ def _page(known: dict[str, Page], code: str) -> Page:
 def _print_list(known: dict[str, Page]) -> None:
     from rich.text import Text  # noqa: PLC0415 - not before it is needed
 
-    console = _console()
+    console = plain_console(_WIDTH)
     family = ""
     for page in known.values():
         if family and not page.code.startswith(family):
@@ -84,7 +83,7 @@ def _print_list(known: dict[str, Page]) -> None:
 def _print_page(page: Page) -> None:
     from rich.text import Text  # noqa: PLC0415 - not before it is needed
 
-    console = _console()
+    console = plain_console(_WIDTH)
     console.print(Text.assemble((page.code, "bold"), f"  {page.severity.label}  ", (page.title, "bold")))
     if not page.detected:
         console.print(Text("not detected yet: no rule of this version raises it", "yellow"))
@@ -107,13 +106,6 @@ def _paragraphs(body: str | list[str], *, numbered: bool) -> list[tuple[str, str
     if isinstance(body, str):
         return [("", " ".join(part.split())) for part in body.split("\n\n")]
     return [(f"{i}. " if numbered else "- ", " ".join(item.split())) for i, item in enumerate(body, 1)]
-
-
-def _console() -> Any:
-    from rich.console import Console  # noqa: PLC0415 - not before it is needed
-
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
-    return Console(file=sys.stdout, width=min(columns, _WIDTH), highlight=False, markup=False, emoji=False)
 
 
 @click.command("explain", help=_TEXT)

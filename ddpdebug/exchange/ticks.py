@@ -81,7 +81,6 @@ class Tick:
     messages: tuple[tuple[int, dict[str, Any]], ...]  # (rank, JSON)
     members: tuple[int, ...]  # ranks still taking part
     progress: int  # highest `progress` of any rank
-    last: bool = False
 
 
 class _Silence(Exception):  # noqa: N818 - no error of anybody
@@ -121,7 +120,6 @@ class Exchange:
         self.progress = 0
         self.ticks = 0
         self.gathered_bytes = 0
-        self.dropped_rows = 0  # that were too old when the ranks met
         self._connect, self._on_tick, self._on_lost = connect, on_tick, on_lost
         self._on_trouble, self._is_users, self._told = on_trouble, is_users, set[str]()
         self._rows: deque[bytes | Callable[[], bytes]] = deque()
@@ -169,8 +167,7 @@ class Exchange:
             if len(self._rows) <= _MAX_WAITING:
                 return
             if self.state == MEETING and time.monotonic() - self._started < MEET_SECONDS:
-                self._rows.popleft()
-                self.dropped_rows += 1
+                self._rows.popleft()  # too old when the ranks meet
                 return
         self._give_up(self.unmet() if self.state == MEETING else f"{_MAX_WAITING} steps wait for ranks that are silent")
 
@@ -356,7 +353,7 @@ class Exchange:
         left = {rank for rank, flag in zip(self._members, flags, strict=True) if flag & _LEFT}
         members = tuple(rank for rank in self._members if rank not in left)
         progress = max(header[2] for header in headers)
-        self._busy = self._hand_over(Tick(tuple(rows), tuple(messages), members, progress, last))
+        self._busy = self._hand_over(Tick(tuple(rows), tuple(messages), members, progress))
         if last or self.rank in left:
             return False
         if left:

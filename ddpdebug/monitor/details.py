@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.forensics.memory.hunt import HolderHunt
 from ddpdebug.probes.record import StepRecord
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.schema.details import (
@@ -19,7 +20,6 @@ from ddpdebug.schema.details import (
     Contract,
     Detail,
     Gradients,
-    Holders,
     HyperParameters,
     LayerStatistics,
     Modes,
@@ -33,22 +33,12 @@ from ddpdebug.schema.details import (
 _MAX_NAMES = 20_000
 
 
-class HolderSearch(Protocol):
-    """What looks for who holds on to memory; see `forensics/memory/hunt.py`."""
-
-    def known(self) -> bool:
-        """Tell whether there is an answer, and arrange for one."""
-
-    def found(self) -> Holders | None:
-        """Return the newest answer."""
-
-
 @dataclass(frozen=True, slots=True)
 class Sources:
     """What is asked beside the record of the step."""
 
     state: StepState
-    holders: HolderSearch
+    holders: HolderHunt
 
 
 def answer(kind: str, record: StepRecord, sources: Sources) -> Detail | None:
@@ -77,8 +67,7 @@ def _split(table: Mapping[str, int], record: StepRecord, *, owned: bool) -> dict
     }
 
 
-def _parameters(record: StepRecord, sources: Sources) -> Parameters:
-    del sources
+def _parameters(record: StepRecord, _: Sources) -> Parameters:
     after = record.digest_table(record.after)
     no_ddp = not any(record.owned)
     before = record.digest_table(record.before)
@@ -102,10 +91,9 @@ def _previous(record: StepRecord, before: Mapping[str, int]) -> dict[str, int]:
     return {name: before[name] if old == new else old for name, old, new in rows}
 
 
-def _gradients(record: StepRecord, sources: Sources) -> Gradients:
+def _gradients(record: StepRecord, _: Sources) -> Gradients:
     table = record.digest_table(record.grads)
     local_sums, local_norms, reduced_sums, reduced_norms = record.checksums()
-    del sources
     return Gradients(
         digests=_hex(_split(table, record, owned=True)),
         foreign=_hex(_split(table, record, owned=False)),
@@ -137,8 +125,7 @@ def _contract(record: StepRecord, sources: Sources) -> Contract:
     )
 
 
-def _state(record: StepRecord, sources: Sources) -> OptimizerState:
-    del sources
+def _state(record: StepRecord, _: Sources) -> OptimizerState:
     table: dict[str, dict[str, Any]] = {}
     values = record.state() if record.state is not None else []
     for (name, key), value in zip(record.state_keys, values, strict=True):
@@ -151,8 +138,7 @@ def _state(record: StepRecord, sources: Sources) -> OptimizerState:
     return OptimizerState(states=table)
 
 
-def _buffers(record: StepRecord, sources: Sources) -> BufferDigests:
-    del sources
+def _buffers(record: StepRecord, _: Sources) -> BufferDigests:
     digests: dict[str, int] = {}
     for names, later in record.window.buffers:
         digests.update(zip(names, later(), strict=True))
@@ -176,15 +162,13 @@ def _modes(record: StepRecord, sources: Sources) -> Modes:
     return Modes(training=modes)
 
 
-def _layers(record: StepRecord, sources: Sources) -> LayerStatistics:
-    del sources
+def _layers(record: StepRecord, _: Sources) -> LayerStatistics:
     if record.layers is None:
         return LayerStatistics()
     return record.layers.detail(record.gradient_norms(), record.digest_table(record.before))
 
 
-def _recipe(record: StepRecord, sources: Sources) -> Recipe:
-    del sources
+def _recipe(record: StepRecord, _: Sources) -> Recipe:
     return Recipe(**record.window.recipe, lr=tuple(group.get("lr") for group in record.hyper))
 
 

@@ -135,7 +135,7 @@ class Monitor:
         self._roll: RollCall | None = None
         self._pid = os.getpid()
         bus, state = self.probes.bus, self.probes.state
-        self.investigator = Investigator(
+        Investigator(
             bus,
             state,
             self.probes.scenes,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -10,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import pytest
 
 from ddpdebug.pytest_plugin.stacks import place, text_of, waits_for_peers
+from ddpdebug.sinks.text import signal_name
 
 _PHASES: tuple[Literal["setup", "call", "teardown"], ...] = ("setup", "call", "teardown")
 _LINE_LENGTH = 160
@@ -215,12 +215,7 @@ def _short(line: str) -> str:
 
 
 def _death(status: int) -> str:
-    if status >= 0:
-        return f"left with exit status {status} before it reported"
-    try:
-        return f"died by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"died by signal {-status}"
+    return f"died by {signal_name(-status)}" if status < 0 else f"left with exit status {status} before it reported"
 
 
 def _is_xfail(report: pytest.TestReport) -> bool:
