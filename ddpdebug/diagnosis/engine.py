@@ -58,7 +58,7 @@ class Reading(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """What the ranks that have spoken say, and the steps and ticks that have passed since the first one did."""
+    """A shared announcement that waits for more ranks: who has said what, steps and ticks since the first one did."""
 
     topic: str
     values: dict[int, Announcement | None] = field(default_factory=dict)

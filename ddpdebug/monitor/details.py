@@ -35,7 +35,7 @@ _MAX_NAMES = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What is asked beside the record of the step."""
+    """The tables from which answers are taken, beside the record of the step."""
 
     state: StepState
     holders: HolderHunt

@@ -47,14 +47,6 @@ class RankResult:
         failed = any(r["outcome"] == "failed" and not r["ddpdebug"]["lost_peer"] for r in self.reports)
         return failed or self.lacking is not None or self.status is not None
 
-    def died(self, status: int, time: float) -> None:
-        """Record that the process ended without a report."""
-        self.status, self.end_time = status, time
-
-    def gave_up(self, time: float, stack: str, *, at_deadline: bool) -> None:
-        """Record that this rank is not waited for any longer."""
-        self.at_deadline, self.end_time, self.stack = at_deadline, time, stack
-
 
 class Failure(NamedTuple):
     """One rank's way of failing a test; sorted, the cause comes first."""
@@ -163,7 +155,8 @@ class Merger:
             else:
                 outcomes = [report.outcome for report in self._of(result.rank) if report.outcome != "passed"]
                 text = outcomes[0] if outcomes else "passed"
-            yield _short(f"rank {result.rank} {text}")
+            line = f"rank {result.rank} {text}"
+            yield line if len(line) <= _LINE_LENGTH else f"{line[: _LINE_LENGTH - 1]}…"
 
     def _copy(self, report: pytest.TestReport) -> pytest.TestReport:
         """Take over a rank's report; a phase takes as long as in the slowest rank."""
@@ -208,10 +201,6 @@ def _headline(report: pytest.TestReport) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
     text = str(crash.message if crash is not None else report.longrepr).strip()
     return text.splitlines()[0] if text else "without a word"
-
-
-def _short(line: str) -> str:
-    return line if len(line) <= _LINE_LENGTH else f"{line[: _LINE_LENGTH - 1]}…"
 
 
 def _death(status: int) -> str:

@@ -44,8 +44,13 @@ def assert_ranks_agree(
 
     Args:
         name: what the tensor is, for the message.
+        tensor: of the same shape and dtype on all ranks, on any device.
         rtol: together with `atol` as in `torch.testing.assert_close`, against rank 0; NaN agrees with NaN.
         timeout: seconds to wait for the other ranks.
+
+    Raises:
+        AssertionError: on all ranks, with the ranks that differ and the first element; or a rank did not come in time.
+        ddpdebug.UsageError: there is no process group.
     """
     label = "tensor" if name is None else clean(name, 160)
     meeting = Meeting(f"assert_ranks_agree({'' if name is None else repr(name)})", timeout)
@@ -68,6 +73,9 @@ def assert_replicas_agree(
     Args:
         rtol: as for `assert_ranks_agree`.
         timeout: seconds to wait for the other ranks.
+
+    Raises:
+        AssertionError, ddpdebug.UsageError: as `assert_ranks_agree`.
     """
     module = model.module if isinstance(model, DistributedDataParallel) else model
     tensors = dict(_tensors(module))
@@ -205,6 +213,10 @@ def assert_equivalent(
         steps: how many optimizer steps to compare.
         device: of this rank, where the factory's model is put; the CPU by default.
         timeout: seconds to wait for the other ranks before and after the measurement.
+
+    Raises:
+        AssertionError: on all ranks, with the parameters that differ; or a rank did not come in time.
+        ddpdebug.UsageError: the factory cannot be compared, or there is no process group of at least 2 ranks.
     """
     meeting = Meeting("assert_equivalent(...)", timeout)
     meeting.tell_json("here")

@@ -33,6 +33,9 @@ class Fault:
         rank: where it happens.
         step: when, in steps of the optimizer, from 0.
         parameter: the name of the parameter that is hit (of the module inside DDP); the first by default.
+
+    Raises:
+        ValueError: the kind, the rank or the step is none; from `into` also for a rank or parameter that is absent.
     """
 
     def __init__(self, kind: str, *, rank: int, step: int = 0, parameter: str | None = None) -> None:
