@@ -42,10 +42,10 @@ def clean(text: object, limit: int = 1000) -> str:
 
 def number(value: float, digits: int = 4) -> str:
     """Return a number as people write it: 0.0131, 1.31e5, 12, nan."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return clean(value, _MAX_VALUE)  # of a damaged file: beyond every float
     if isinstance(value, bool) or not math.isfinite(value):
         return str(value).lower()
-    if isinstance(value, int):
-        return str(value)
     mantissa, _, exponent = f"{value:.{digits}g}".partition("e")
     return f"{mantissa}e{int(exponent)}" if exponent else mantissa
 
