@@ -81,7 +81,7 @@ docs: $(STAMP) ## regenerate the reference pages in docs/ (findings, metrics, op
 	$(PYTHON) tools/documentation.py docs/findings.md docs/metrics.md docs/options.md docs/patches.md docs/thresholds.md
 
 dashboards: $(STAMP) ## make the Grafana dashboards in dashboards/ from their code
-	$(PYTHON) -m ddpdebug dashboards build --from-code dashboards
+	$(PYTHON) -m tools.dashboards dashboards
 
 size: ## print the longest files: an alarm that a person reads, no limit
 	@find ddpdebug -name '*.py' -exec wc -l {} + | sort -n | tail -n 16

@@ -61,9 +61,14 @@ def text_of(error: BaseException) -> str:
         return type(error).__name__
 
 
-def did_you_mean(name: str, valid: Iterable[str], *, prefix: str = "") -> str:
-    """Return the end of an error message about an unknown name: a near match, if there is one, and the valid names."""
+def did_you_mean(name: str, valid: Iterable[str], *, prefix: str = "", listed: str = "") -> str:
+    """Return the end of an error message about an unknown name: a near match, if there is one, and the valid names.
+
+    Args:
+        prefix: stands before each name.
+        listed: where all names are listed, a clause; then only the nearest few are named.
+    """
     names = list(valid)
-    near = get_close_matches(name, names, n=1)
-    hint = f"did you mean {prefix}{near[0]}? " if near else ""
-    return f"{hint}valid are {', '.join(prefix + valid_name for valid_name in names)}"
+    near = get_close_matches(name, names, n=4, cutoff=0.5) if listed else get_close_matches(name, names, n=1)
+    hint = f"did you mean {', '.join(prefix + each for each in near)}? " if near else ""
+    return hint + (listed or f"valid are {', '.join(prefix + each for each in names)}")

@@ -135,7 +135,7 @@ def _run(build: Build, plan: Plan, rank: int, world: int) -> Trajectory:
     """Train for some steps as `rank` of the default group."""
     model, loss_fn, batch = _built(build, plan)
     own = _own_part(batch, rank, world)
-    trained = model if isinstance(model, DistributedDataParallel) else _wrapped(model, plan)
+    trained = _wrapped(model, plan)
     module: nn.Module = trained.module
     seen = Trajectory(batch_norm=any(isinstance(m, _BATCH_NORMS) and m.training for m in module.modules()))
     seen.longest_sum = _longest_sum(module, batch)
@@ -177,20 +177,19 @@ def _built(build: Build, plan: Plan) -> tuple[nn.Module, Callable[..., Any], Any
             vars(module)["dropout"] = 0.0  # attention and recurrent layers
         if plan.freeze_batch_norm and isinstance(module, _BATCH_NORMS):
             module.eval()
-    wrapped = isinstance(model, DistributedDataParallel)
-    double = plan.double and not wrapped
-    if not wrapped:
+    double = torch.float64 if plan.double and not isinstance(model, DistributedDataParallel) else None
+    if not isinstance(model, DistributedDataParallel):
         model.to(plan.device)
         if double:
             model.double()
-    return (
-        model,
-        loss_fn,
-        _moved(batch, lambda t: t.to(plan.device, torch.float64 if double and t.is_floating_point() else None)),
-    )
+    moved = _moved(batch, lambda t: t.to(plan.device, double if t.is_floating_point() else None))
+    return model, loss_fn, moved
 
 
 def _wrapped(model: nn.Module, plan: Plan) -> DistributedDataParallel:
+    """Return the model in DDP; the user's own wrapping stays."""
+    if isinstance(model, DistributedDataParallel):
+        return model
     devices = [plan.device] if plan.device.type != "cpu" else None
     return DistributedDataParallel(model, device_ids=devices, find_unused_parameters=True)
 
@@ -204,7 +203,7 @@ def _check_loss(loss: Any) -> None:
 def _shards(build: Build, plan: Plan, world: int, one: Trajectory) -> str | None:
     """Tell whether the average of the parts' losses, in one process, is the loss of the whole batch."""
     model, loss_fn, batch = _built(build, plan)
-    trained = model if isinstance(model, DistributedDataParallel) else _wrapped(model, plan)
+    trained = _wrapped(model, plan)
     module: nn.Module = trained.module
     for rank in range(world):
         loss = loss_fn(trained, _own_part(batch, rank, world))
@@ -257,13 +256,9 @@ def _watch_types(seen: Trajectory) -> Iterator[None]:
 
 
 def _longest_sum(module: nn.Module, batch: Any) -> int:
-    slices = [p.numel() // max(1, p.shape[0]) if p.dim() else 1 for p in module.parameters()]
-    return max(
-        1,
-        *slices,
-        *(p.shape[0] if p.dim() else 1 for p in module.parameters()),
-        *(t.numel() for t in tensors_in(batch)),
-    )
+    shapes = [p.shape for p in module.parameters() if p.dim()]
+    slices = [max(shape[0], math.prod(shape[1:])) for shape in shapes]
+    return max([1, *slices, *(t.numel() for t in tensors_in(batch))])
 
 
 def bound(tensors: int, longest_sum: int, step: int, dtype: torch.dtype) -> float:

@@ -24,7 +24,7 @@ from ddpdebug.nested import tensors_in_objects
 #: The rank that does wrong where one does.
 _CULPRIT = 1
 _WAIT_SECONDS = 20.0
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Clock:
@@ -52,10 +52,7 @@ def _bit_flip(clock: _Clock, culprit: bool, _: Path) -> None:  # noqa: FBT001 - 
     def flip(optimizer: Any, *_: Any) -> None:
         if culprit and clock.step == STEP:
             params = [p for group in optimizer.param_groups for p in group["params"] if p.numel()]
-            largest = max(params, key=torch.numel).detach()
-            bits = largest.view(_INTEGERS[largest.element_size()])
-            place = (0,) * bits.dim()
-            bits[place] = bits[place] ^ 4
+            flip_bit(max(params, key=torch.numel))
 
     register_optimizer_step_post_hook(flip)
 
@@ -83,15 +80,14 @@ def _skipped_reduction(clock: _Clock, _: bool, __: Path) -> None:  # noqa: FBT00
 def _other_rate(clock: _Clock, culprit: bool, _: Path) -> None:  # noqa: FBT001
     def change(optimizer: Any, *_: Any) -> None:
         if culprit and clock.step == STEP:
-            for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * 1.5
+            raise_rate(optimizer, 1.5)
 
     register_optimizer_step_pre_hook(change)
 
 
 def _nan(clock: _Clock, culprit: bool, _: Path) -> None:  # noqa: FBT001
     def spoil(grad: torch.Tensor) -> torch.Tensor:
-        return grad * float("nan") if clock.step == STEP else grad
+        return with_nan(grad) if clock.step == STEP else grad
 
     def watch(ddp: Any) -> None:
         first = next((p for p in ddp.module.parameters() if p.requires_grad), None)
@@ -125,6 +121,36 @@ _FAULTS: dict[str, Callable[[_Clock, bool, Path], None]] = {
     "nan": _nan,
     "same-data": _same_data,
 }
+
+
+# --- what breaks, for the faults of `ddpdebug.testing` too ------------------------------------------------------------
+
+
+def flip_bit(parameter: torch.Tensor) -> None:
+    """Flip a bit of the first element: high in the mantissa, so that the value stays finite."""
+    with torch.no_grad():
+        place = (0,) * parameter.dim()
+        number = parameter[place].clone().reshape(1)
+        bits = number.view(_INTEGERS[number.element_size()])
+        mantissa = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}.get(number.dtype, 1)
+        bits ^= 1 << (mantissa - 1)
+        parameter[place] = bits.view(number.dtype)[0]
+
+
+def with_nan(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a copy whose first element is NaN."""
+    changed = gradient.clone()
+    changed[(0,) * changed.dim()] = float("nan")
+    return changed
+
+
+def raise_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Multiply the learning rate of all parameter groups."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * factor
+
+
+# --- where -----------------------------------------------------------------------------------------------------------
 
 
 def on_wrapping(act: Callable[[Any], Any]) -> None:

@@ -38,7 +38,9 @@ def to_markdown(verdict: Verdict, run: str | None) -> str:
     """Return a summary: the verdict, a table of findings, what each rank did, the findings in full."""
     fine = "⚠️" if verdict.word is Word.UNCHECKED else "✅"
     sign = fine if verdict.exit_code == 0 else "❌"
-    lines = [f"## {sign} ddpdebug: {verdict.title}", "", _counts(verdict), ""]
+    counts = f"{len(verdict.failing)} findings that count, {len(verdict.others)} below the threshold"
+    about = f"exit code {verdict.exit_code} · {len(verdict.ranks)} ranks · {counts}"
+    lines = [f"## {sign} ddpdebug: {verdict.title}", "", about, ""]
     shown = [*verdict.failing, *verdict.others][:_MAX_FINDINGS]
     if shown:
         lines += ["| finding | | step | ranks | parameter | place |", "| --- | --- | --- | --- | --- | --- |"]
@@ -50,7 +52,9 @@ def to_markdown(verdict: Verdict, run: str | None) -> str:
     lines += [f"- not checked: {_markdown(words)}" for words in verdict.unchecked] + ([""] if verdict.unchecked else [])
     lines += [f"- {_markdown(note)}" for note in verdict.notes] + ([""] if verdict.notes else [])
     if verdict.proofs:
-        lines += [f"### {_proved(verdict)}", "", "| fault | |", "| --- | --- |"]
+        missed = sum(not proof.verified for proof in verdict.proofs)
+        proved = f"{missed} of {len(verdict.proofs)} known faults were missed" if missed else "detectors verified"
+        lines += [f"### {proved}", "", "| fault | |", "| --- | --- |"]
         lines += [f"| {_markdown(proof.fault.meaning)} | {_markdown(proof.words)} |" for proof in verdict.proofs] + [""]
     if verdict.golden is not None:
         lines += [f"- golden run: {_markdown(verdict.golden.words)}", ""]
@@ -71,8 +75,7 @@ def to_github(verdict: Verdict, root: str | None = None) -> list[str]:
     """
     lines = []
     if verdict.word in {Word.FAILED, Word.HANG, Word.LOST}:
-        who = "; ".join(f"rank {rank}: {clean(verdict.ranks[rank], 400)}" for rank in verdict.blamed)
-        lines.append(f"::error title={_property(f'ddpdebug: {verdict.word.value}')}::{_message(who)}")
+        lines.append(f"::error title={_property(f'ddpdebug: {verdict.word.value}')}::{_message(_blamed(verdict))}")
     if verdict.golden is not None and verdict.golden.what is not None:
         lines.append(f"::error title=ddpdebug%3A golden run::{_message(clean(verdict.golden.words))}")
     lines += [f"::error title=ddpdebug%3A self-test::{_message(p.words)}" for p in verdict.proofs if not p.verified]
@@ -88,7 +91,7 @@ def to_github(verdict: Verdict, root: str | None = None) -> list[str]:
 
 def to_codequality(verdict: Verdict, script: str, root: str | None = None) -> str:
     """Return GitLab's code quality report; a finding without a line of the user's code stands at the script's first."""
-    entries = []
+    entries: list[dict[str, Any]] = []
     for finding in (*verdict.failing, *verdict.others):
         file, line = _location(finding, root)
         text = " · ".join(part for part in (where(finding), ", ".join(subjects(finding))) if part)
@@ -102,19 +105,20 @@ def to_codequality(verdict: Verdict, script: str, root: str | None = None) -> st
             }
         )
     if verdict.word in {Word.FAILED, Word.HANG, Word.LOST}:
-        entries.append(_script_entry(verdict, _relative(clean(script), root)))
+        entries.append(
+            {
+                "description": f"{verdict.word.value}: {_blamed(verdict)}",
+                "check_name": "script",
+                "fingerprint": hashlib.sha256(verdict.word.value.encode()).hexdigest(),
+                "severity": "blocker",
+                "location": {"path": _relative(clean(script), root), "lines": {"begin": 1}},
+            }
+        )
     return json.dumps(entries, indent=1, ensure_ascii=False) + "\n"
 
 
-def _script_entry(verdict: Verdict, path: str) -> dict[str, Any]:
-    who = "; ".join(f"rank {rank}: {clean(verdict.ranks[rank], 400)}" for rank in verdict.blamed)
-    return {
-        "description": f"{verdict.word.value}: {who}",
-        "check_name": "script",
-        "fingerprint": hashlib.sha256(verdict.word.value.encode()).hexdigest(),
-        "severity": "blocker",
-        "location": {"path": path, "lines": {"begin": 1}},
-    }
+def _blamed(verdict: Verdict) -> str:
+    return "; ".join(f"rank {rank}: {clean(verdict.ranks[rank], 400)}" for rank in verdict.blamed)
 
 
 def _fingerprint(finding: Finding) -> str:
@@ -134,18 +138,6 @@ def _relative(file: str, root: str | None) -> str:
     if root and path.is_absolute() and path.is_relative_to(root):
         path = path.relative_to(root)
     return str(path)
-
-
-def _counts(verdict: Verdict) -> str:
-    return (
-        f"exit code {verdict.exit_code} · {len(verdict.ranks)} ranks · {len(verdict.failing)} findings that count, "
-        f"{len(verdict.others)} below the threshold"
-    )
-
-
-def _proved(verdict: Verdict) -> str:
-    missed = sum(not proof.verified for proof in verdict.proofs)
-    return f"{missed} of {len(verdict.proofs)} known faults were missed" if missed else "detectors verified"
 
 
 def _row(finding: Finding) -> str:

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ _SAFETY = 4.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """Where the run was after a step: `params` are fingerprint and 2-norm by name, in the model's order."""
+    """The state after one optimizer step: loss, gradient norm, and fingerprint and 2-norm of each parameter by name."""
 
     optimizer: int
     step: int
@@ -37,7 +38,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """A run's path and what it ran on."""
+    """The states of a run after each of its steps, with the platform and its relative rounding error `epsilon`."""
 
     platform: Mapping[str, Any]
     epsilon: float
@@ -46,7 +47,7 @@ class Course:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What came of comparing a run with a recording; `what` is None where it kept to the path."""
+    """The result of comparing a run with a recording; `what` is None where they are the same."""
 
     steps: int
     exact: bool
@@ -176,9 +177,7 @@ def _departs(old: Moment, new: Moment, limit: float | None, scale: _Scale) -> di
 def _drift(first: Course, other: Course) -> list[float]:
     """Return, for every step, the largest relative difference up to it."""
     scale, worst, drift = _Scale(), 0.0, []
-    pairs = dict(enumerate(other.moments))
-    for number, old in enumerate(first.moments):
-        new = pairs.get(number)
+    for old, new in zip_longest(first.moments, other.moments[: len(first.moments)]):
         if new is not None:
             values = [(name, norm, new.params[name][1]) for name, (_, norm) in old.params.items() if name in new.params]
             values += [("loss", old.loss or 0.0, new.loss or 0.0)]

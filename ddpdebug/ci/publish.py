@@ -88,6 +88,7 @@ def judge_directory(directory: Path, witness: Witness | None, fail_on: str, *, r
     if not statuses and coverage is not None and coverage.apart and coverage.joined is None:
         # the others could not report to this directory: silence says nothing about them
         statuses = dict.fromkeys(range(world) if 0 in outcomes else (), 0)
+    unreadable = known is None and (directory / RUN).exists()
     verdict = judge(
         read_findings(directory) if written else (),
         outcomes,
@@ -96,7 +97,7 @@ def judge_directory(directory: Path, witness: Witness | None, fail_on: str, *, r
         timed_out=witness is not None and witness.timed_out,
         statuses=statuses,
         places=None if witness is None else witness.places,
-        damage=damage(directory) if written else _unreadable(directory) if known is None else (),
+        damage=damage(directory) if written else [f"{RUN} cannot be read"] if unreadable else (),
     )
     return with_coverage(verdict, coverage, required=require_checks)
 
@@ -114,10 +115,6 @@ def covered(directory: Path, world: int) -> Coverage | None:
         return None
     ranks = {} if known is None else {rank.rank: rank for rank in known.ranks}
     return tally.coverage(ranks, apart="" if known is None else known.apart, certain=True, ended=True)
-
-
-def _unreadable(directory: Path) -> list[str]:
-    return [f"{RUN} cannot be read"] if (directory / RUN).exists() else []
 
 
 def run_of(directory: Path) -> str | None:
@@ -207,8 +204,8 @@ def _print(verdict: Verdict, run: str | None, config: Config) -> None:
     if verdict.word is Word.UNCHECKED and verdict.exit_code == 0:
         style = "bold yellow"
     line = Text.assemble(("ddpdebug: verdict: ", "bold"), (verdict.title, style))
-    line.append(_detail(verdict, config.fail_on))
-    console.print(line)
+    counts = f"{len(verdict.failing)} findings at {config.fail_on} or above, {len(verdict.others)} below"
+    console.print(line.append(f" (exit {verdict.exit_code}) · {counts}"))
     for finding in verdict.failing:
         place = [part for part in (where(finding), ", ".join(subjects(finding))) if part]
         summary = " · ".join([f"{finding.code} {finding.severity.label}: {clean(finding.title)}", *place])
@@ -227,8 +224,3 @@ def _print(verdict: Verdict, run: str | None, config: Config) -> None:
         console.print(Text(f"  note: {note}"))
     if run is not None:
         console.print(Text(f"  run directory: {run}"))
-
-
-def _detail(verdict: Verdict, fail_on: str) -> str:
-    counts = f"{len(verdict.failing)} findings at {fail_on} or above, {len(verdict.others)} below"
-    return f" (exit {verdict.exit_code}) · {counts}"

@@ -35,7 +35,7 @@ FAULTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """What became of a fault: the codes that its run raised and the healthy one did not."""
+    """The result of one fault's run: the codes that it raised and the healthy run did not."""
 
     fault: Fault
     found: tuple[str, ...]

@@ -13,6 +13,7 @@ from ddpdebug.ci.golden import Comparison
 from ddpdebug.ci.selftest import Proof
 from ddpdebug.schema.coverage import Coverage
 from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.sinks.text import signal_name
 
 
 class Word(Enum):
@@ -248,7 +249,7 @@ def _words(end: _End, outcome: Outcome | None, status: int | None) -> str:
     if status is None or (status == 0 and end is _End.LOST):
         return "ended by the launcher" if end is _End.ENDED else "left without a word"
     if status < 0:
-        return f"died by {_signal_name(-status)}"
+        return f"died by {signal_name(-status)}"
     return f"left with exit status {status} past the exit handlers"
 
 
@@ -260,7 +261,7 @@ def _late(outcome: Outcome | None, place: str | None) -> str:
 
 def _notes(ends: Mapping[int, _End], outcomes: Mapping[int, Outcome], statuses: Mapping[int, int]) -> list[str]:
     notes = [
-        f"rank {rank} had finished and then died by {_signal_name(-status)} while the interpreter ended: a known "
+        f"rank {rank} had finished and then died by {signal_name(-status)} while the interpreter ended: a known "
         "fault of torch, not counted"
         for rank, status in sorted(statuses.items())
         if status < 0 and ends.get(rank) is _End.DONE
@@ -271,10 +272,3 @@ def _notes(ends: Mapping[int, _End], outcomes: Mapping[int, Outcome], statuses: 
         why = "by os._exit, or out of reach of rank 0"
         notes.append(f"ranks {who} left without a report ({why}): what they saw last may be missing")
     return notes
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

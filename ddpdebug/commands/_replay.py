@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from rich.text import Text
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.commands._replay_request import Request
+from ddpdebug.commands._target import plain_console
 from ddpdebug.errors import UsageError, did_you_mean
 from ddpdebug.forensics.replay.bundle_reading import Bundle, read_bundle
 from ddpdebug.forensics.replay.replay import Trace, replay
@@ -298,7 +298,7 @@ def _compare(own: Mapping[str, list[int]], given: Mapping[str, list[int]], tied:
 
 def _show(request: Request, bundle: Bundle, trace: Trace, shrunk: Shrunk | None, notes: Sequence[str]) -> None:
     """Print the result."""
-    console = _console()
+    console: Console = plain_console(_WIDTH)
     facts = bundle.facts
     head = [clean(facts.get("code", "")), f"step {clean(facts.get('step'))}", f"rank {clean(facts.get('rank'))}"]
     console.print(Text(SEPARATOR.join(filter(None, head)), "bold"), soft_wrap=True)
@@ -423,8 +423,3 @@ def _shrunk(console: Console, shrunk: Shrunk) -> None:
 
 def _line(console: Console, label: str, text: str) -> None:
     console.print(Text.assemble((f"  {label:{_LABEL}}", "dim"), text), soft_wrap=True)
-
-
-def _console() -> Console:
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
-    return Console(file=sys.stdout, width=min(columns, _WIDTH), highlight=False, markup=False, emoji=False)

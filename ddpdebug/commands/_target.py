@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -126,6 +127,14 @@ def _check_file(file: Path, flag: str) -> None:
     if file.is_dir():
         raise UsageError(f"{flag} {str(file)!r} is a directory; give the name of a file")
     _check_directory(file.parent, flag)
+
+
+def plain_console(limit: int) -> Any:
+    """Return a `rich.console.Console` for standard output, at most `limit` columns wide, that reads no markup."""
+    from rich.console import Console  # noqa: PLC0415 - not before it is needed
+
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else limit
+    return Console(file=sys.stdout, width=min(columns, limit), highlight=False, markup=False, emoji=False)
 
 
 def split_factory(factory: str) -> tuple[str, str]:

@@ -150,7 +150,7 @@ def _statuses(status: int | None, failures: Path, world: int, *, launched: bool)
 
 def _as_rank(request: Request) -> int:
     rank = int(os.environ["RANK"])
-    ending = Ending(None)
+    ending = Ending()
     deadline = threading.Timer(request.config.timeout, _give_up, (ending, request, rank))
     deadline.daemon = True
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from textwrap import fill
 from typing import Any
 
 import click
 
+from ddpdebug.commands._target import plain_console
 from ddpdebug.detectors.base import runbook
 from ddpdebug.detectors.catalog import catalog, planned
-from ddpdebug.errors import UsageError
+from ddpdebug.errors import UsageError, did_you_mean
 from ddpdebug.schema.finding import Severity
 
 _TEXT = """Print what a finding code means: impact, how to look closer, likely causes, what to do.
@@ -63,16 +61,15 @@ def pages() -> dict[str, Page]:
 def _page(known: dict[str, Page], code: str) -> Page:
     page = known.get(code.upper())
     if page is None:
-        near = get_close_matches(code.upper(), list(known), n=4, cutoff=0.5)
-        hint = f"did you mean {', '.join(near)}? " if near else ""
-        raise UsageError(f"unknown code {code!r}; {hint}`ddpdebug explain` lists all codes")
+        near = did_you_mean(code.upper(), known, listed="`ddpdebug explain` lists all codes")
+        raise UsageError(f"unknown code {code!r}; {near}")
     return page
 
 
 def _print_list(known: dict[str, Page]) -> None:
     from rich.text import Text  # noqa: PLC0415 - not before it is needed
 
-    console = _console()
+    console = plain_console(_WIDTH)
     family = ""
     for page in known.values():
         if family and not page.code.startswith(family):
@@ -86,7 +83,7 @@ def _print_list(known: dict[str, Page]) -> None:
 def _print_page(page: Page) -> None:
     from rich.text import Text  # noqa: PLC0415 - not before it is needed
 
-    console = _console()
+    console = plain_console(_WIDTH)
     console.print(Text.assemble((page.code, "bold"), f"  {page.severity.label}  ", (page.title, "bold")))
     if not page.detected:
         console.print(Text("not detected yet: no rule of this version raises it", "yellow"))
@@ -109,13 +106,6 @@ def _paragraphs(body: str | list[str], *, numbered: bool) -> list[tuple[str, str
     if isinstance(body, str):
         return [("", " ".join(part.split())) for part in body.split("\n\n")]
     return [(f"{i}. " if numbered else "- ", " ".join(item.split())) for i, item in enumerate(body, 1)]
-
-
-def _console() -> Any:
-    from rich.console import Console  # noqa: PLC0415 - not before it is needed
-
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
-    return Console(file=sys.stdout, width=min(columns, _WIDTH), highlight=False, markup=False, emoji=False)
 
 
 @click.command("explain", help=_TEXT)

@@ -25,8 +25,8 @@ torch's own launcher. Options come before the script; everything after it belong
 class Ending:
     """The end of the script, remembered for the verdict and passed on to the monitor."""
 
-    def __init__(self, monitor: Attached | None) -> None:
-        self.monitor = monitor
+    def __init__(self) -> None:
+        self.monitor: Attached | None = None
         self.reason: str | None = None
         self.exit_code: int | None = None
 
@@ -63,7 +63,7 @@ def _act(request: Request, *, as_check: bool) -> int:
         run_script(request.target, before=lambda: attach(request))
         return 0
     stacks.arm(os.environ)
-    ending = Ending(None)
+    ending = Ending()
     end_hard(lambda: ending.exit_code)
 
     def before() -> Attached:

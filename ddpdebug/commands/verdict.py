@@ -42,16 +42,11 @@ def _act(directory: Path, config: Config) -> int:
     except DamagedError:
         raise
     except ValueError as error:
-        if not _is_begun(directory):
+        if not (directory / RANKS).exists():
             raise UsageError(str(error)) from None
         verdict = judge((), {}, world=1)  # somebody began here, and nobody said how it ended
     publish(verdict, config, directory, _script(directory))
     return verdict.exit_code
-
-
-def _is_begun(directory: Path) -> bool:
-    """Return whether a run began in a directory: it has the folder of the ranks."""
-    return any(path.name == RANKS for path in directory.iterdir())
 
 
 def _script(directory: Path) -> str:

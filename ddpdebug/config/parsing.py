@@ -32,9 +32,7 @@ def number(low: float, high: float = math.inf, *, above: bool = False, valid: st
     """Return the numbers in a range; `above` leaves the lower end out."""
 
     def parse(value: Any) -> float:
-        if isinstance(value, bool):
-            raise ValueError  # noqa: TRY004 - one kind of refusal for all sources
-        number = float(value)
+        number = math.nan if isinstance(value, bool) else float(value)
         if not low <= number <= high or (above and number == low) or number == math.inf:
             raise ValueError
         return number
@@ -46,12 +44,9 @@ def integer(low: int, high: float = math.inf, *, valid: str = "") -> Kind:
     """Return the whole numbers in a range."""
 
     def parse(value: Any) -> int:
-        if isinstance(value, bool | float):
-            raise ValueError  # noqa: TRY004 - one kind of refusal for all sources
-        number = int(value)
-        if not low <= number <= high:
+        if isinstance(value, bool | float) or not low <= int(value) <= high:
             raise ValueError
-        return number
+        return int(value)
 
     return Kind(parse, valid or f"an integer from {low} up")
 

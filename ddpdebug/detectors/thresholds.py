@@ -59,7 +59,8 @@ def assignments(value: Any) -> dict[str, float]:
     found = {}
     for name, number in pairs:
         if name not in thresholds():
-            raise UsageError(f"there is no threshold {name!r}; {did_you_mean(str(name), thresholds())}")
+            near = did_you_mean(str(name), thresholds(), listed="docs/thresholds.md lists all")
+            raise UsageError(f"there is no threshold {name!r}; {near}")
         if isinstance(number, bool) or not abs(float(number)) < float("inf"):
             raise ValueError
         found[str(name)] = float(number)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
+from enum import IntEnum
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from ddpdebug.detectors.base import Detector, RankClasses
@@ -45,22 +46,20 @@ class Request:
     last: bool = False  # about what the step has left, as it was at the end of the run
 
 
-class Reading(Enum):
-    """What a step means to a rule's group."""
+class Reading(IntEnum):
+    """What a step means to a rule's group; of several rules the highest counts."""
 
-    FREE = "the rule compares nothing: whatever it says counts"
-    UNKNOWN = "the step cannot show it"
-    QUIET = "the ranks agree"
-    NEW = "the ranks differ as no open incident accounts for"
-    KNOWN = "the ranks differ as an open incident has it"
-    WAITING = "looked into before without result"
-
-    __hash__ = object.__hash__  # that of Enum is computed in Python, some hundred times a step
+    UNKNOWN = 0  # the step cannot show it
+    FREE = 1  # the rule compares nothing: whatever it says counts
+    QUIET = 2  # the ranks agree
+    WAITING = 3  # looked into before without result
+    KNOWN = 4  # the ranks differ as an open incident has it
+    NEW = 5  # the ranks differ as no open incident accounts for
 
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """What the ranks that have spoken say, and the steps and ticks that have passed since the first one did."""
+    """A shared announcement that waits for more ranks: who has said what, steps and ticks since the first one did."""
 
     topic: str
     values: dict[int, Announcement | None] = field(default_factory=dict)
@@ -215,21 +214,14 @@ class Diagnosis:
         try:
             return action(*args)
         except Exception as error:  # noqa: BLE001 - one bad rule must not take the others with it
-            self._drop(rule, error)
+            self._rules = [r for r in self._rules if r is not rule]
+            self._members.clear()
+            if self._on_trouble is not None:
+                self._on_trouble(f"detector:{rule.code}", f"{type(error).__name__}: {error}")
             return otherwise
 
-    def _drop(self, rule: Detector, error: Exception) -> None:
-        self._rules = [r for r in self._rules if r is not rule]
-        self._members.clear()
-        if self._on_trouble is not None:
-            self._on_trouble(f"detector:{rule.code}", f"{type(error).__name__}: {error}")
-
     def _findings(self, rule: Detector, action: Callable[..., Iterable[Finding]], *args: Any) -> list[Finding]:
-        try:
-            return list(action(*args))
-        except Exception as error:  # noqa: BLE001 - as above
-            self._drop(rule, error)
-            return []
+        return self._run(rule, [], lambda: list(action(*args)))
 
     def _read(self, rule: Detector, step: Step) -> tuple[Reading, RankClasses | None]:
         unread = step.any(Flag.LAST_STATE) and not rule.last_state
@@ -320,7 +312,7 @@ class Diagnosis:
         resting: list[Group] = []
         telling = asked.union(found)
         for group, rules in self._groups(step.optimizer).items():
-            reading, shown = _strongest([readings[r.code] for r in rules])
+            reading, shown = max((readings[r.code] for r in rules), key=itemgetter(0))
             if not shown and group.idle and not (telling and any(r.code in telling for r in rules)):
                 continue
             group.look(shown if reading is Reading.NEW else None)
@@ -388,22 +380,6 @@ def _sees_every_step(rule: Detector) -> bool:
     return (kind.detect, kind.remember, kind.suspects) != (plain.detect, plain.remember, plain.suspects)
 
 
-def _strongest(pairs: Sequence[tuple[Reading, RankClasses | None]]) -> tuple[Reading, RankClasses | None]:
-    return pairs[0] if len(pairs) == 1 else max(pairs, key=_weight)
-
-
-def _weight(pair: tuple[Reading, RankClasses | None]) -> int:
-    return _WEIGHT[pair[0]]
-
-
 _UNKNOWN: tuple[Reading, RankClasses | None] = (Reading.UNKNOWN, None)
 _FREE: tuple[Reading, RankClasses | None] = (Reading.FREE, None)
 _NOTHING = frozenset({Reading.UNKNOWN, Reading.QUIET})
-_WEIGHT = {
-    Reading.UNKNOWN: 0,
-    Reading.FREE: 1,
-    Reading.QUIET: 2,
-    Reading.WAITING: 3,
-    Reading.KNOWN: 4,
-    Reading.NEW: 5,
-}

@@ -7,15 +7,14 @@ the ranks' details and announcements. They pass through the same diagnosis as in
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ddpdebug.detectors.base import Detector
 from ddpdebug.diagnosis.engine import Diagnosis, Request
 from ddpdebug.diagnosis.reporter import Reporter
-from ddpdebug.run_directory.reader import Observed, numbered_rows, read_last_state, read_observations, read_run
+from ddpdebug.run_directory.reader import Observed, numbered_steps, read_last_state, read_observations, read_run
 from ddpdebug.schema.announcements import read_announcement
 from ddpdebug.schema.details import Detail, read_detail
 from ddpdebug.schema.finding import Finding
@@ -40,7 +39,7 @@ def rejudge(directory: Path, *, detectors: Sequence[Detector] | None = None) -> 
     replay = _Replay(run, detectors)
     observed = deque(read_observations(directory))
     replay.expect(observed)
-    for number, step in _steps(directory, run.get("world")):
+    for number, step in numbered_steps(directory):
         while observed and observed[0].rows <= number:
             replay.hear(observed.popleft())
         replay.feed(step)
@@ -54,11 +53,9 @@ class _Replay:
     """A saved run, fed to `Diagnosis` in the order in which it was recorded."""
 
     def __init__(self, run: Mapping[str, Any], detectors: Sequence[Detector] | None) -> None:
-        world = run.get("world")
-        config = run.get("config")
+        config, size = run.get("config"), run.get("world") or 1
         self.reporter = Reporter(lambda _: None, lambda: "")
         self.reporter.run_id = run["run"]
-        size = world if isinstance(world, int) else 1
         settings = {**(config if isinstance(config, dict) else {}), "world": size}
         self._diagnosis = Diagnosis(world=size, config=settings, detectors=detectors)
         self._to_come: dict[_Place, set[int]] = {}
@@ -114,16 +111,6 @@ class _Replay:
             for rank in range(self._diagnosis.world):
                 if rank in heard or rank not in self._to_come.get(place, ()):
                     self._diagnosis.answer(rank, *place[:3], heard.get(rank), last=request.last)
-
-
-def _steps(directory: Path, world: object) -> Iterator[tuple[int, Step]]:
-    """Yield the steps that were judged, each with the number of its first row."""
-    rows = numbered_rows(directory)
-    for (optimizer, step), group in groupby(rows, key=lambda item: (item[1].optimizer, item[1].step)):
-        numbered = list(group)
-        by_rank = {row.rank: row for _, row in sorted(numbered, key=lambda item: item[1].rank)}
-        size = world if isinstance(world, int) else len(by_rank)
-        yield numbered[0][0], Step(step=step, optimizer=optimizer, world=size, rows=by_rank)
 
 
 def _place(one: Observed) -> _Place | None:

@@ -176,7 +176,8 @@ class RollCall:
     # --- rank 0 -------------------------------------------------------------------------------------------------------
 
     def _call(self) -> str:
-        self._skip_what_is_done()
+        if self._store.check([f"{self._base}/done"]):  # of an earlier meeting
+            self._tickets_read = int(self._store.get(f"{self._base}/done"))
         token, started, looked = "", time.monotonic(), False
         for _ in self._polls():
             if self._read():
@@ -200,10 +201,6 @@ class RollCall:
                 self._store.set(f"{self._base}/{token}/all", "go")
                 return token
         raise AssertionError  # polls do not end by themselves
-
-    def _skip_what_is_done(self) -> None:
-        if self._store.check([f"{self._base}/done"]):
-            self._tickets_read = int(self._store.get(f"{self._base}/done"))
 
     def _read(self) -> bool:
         """Take the new signatures; return whether they change anything."""

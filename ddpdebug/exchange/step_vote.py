@@ -29,7 +29,7 @@ _KEPT = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ballot:
-    """What one rank knows about the step that it is about to take.
+    """The vote of one rank about the step that it is about to take.
 
     Args:
         own: this rank has something non-finite: loss or gradients.
@@ -104,7 +104,7 @@ class NumericGuard:
         """Return what ends the run: the finding about this step, once the rules have made it."""
         deadline = time.monotonic() + FINDING_SECONDS
         with self._news_lock:
-            while (found := self._about(ballot.step)) is None:
+            while (found := self._newest_from(ballot.step)) is None:
                 left = deadline - time.monotonic()
                 if left <= 0 or not self._news.wait(left):
                     break
@@ -118,7 +118,7 @@ class NumericGuard:
             )
         return FindingError(known, note)
 
-    def _about(self, step: int) -> Finding | None:
+    def _newest_from(self, step: int) -> Finding | None:
         return next((f for f in reversed(self._findings) if f.last_step is not None and f.last_step >= step), None)
 
     def _gather(self, key: tuple[int, int]) -> Mapping[int, bool] | None:

@@ -81,7 +81,6 @@ class Tick:
     messages: tuple[tuple[int, dict[str, Any]], ...]  # (rank, JSON)
     members: tuple[int, ...]  # ranks still taking part
     progress: int  # highest `progress` of any rank
-    last: bool = False
 
 
 class _Silence(Exception):  # noqa: N818 - no error of anybody
@@ -121,7 +120,6 @@ class Exchange:
         self.progress = 0
         self.ticks = 0
         self.gathered_bytes = 0
-        self.dropped_rows = 0  # that were too old when the ranks met
         self._connect, self._on_tick, self._on_lost = connect, on_tick, on_lost
         self._on_trouble, self._is_users, self._told = on_trouble, is_users, set[str]()
         self._rows: deque[bytes | Callable[[], bytes]] = deque()
@@ -154,7 +152,7 @@ class Exchange:
         try:
             thread.start()
         except RuntimeError as error:  # the process may have no more threads
-            self._give_up(str(error))
+            self.lose(str(error))
             return
         self._thread = thread
 
@@ -169,19 +167,14 @@ class Exchange:
             if len(self._rows) <= _MAX_WAITING:
                 return
             if self.state == MEETING and time.monotonic() - self._started < MEET_SECONDS:
-                self._rows.popleft()
-                self.dropped_rows += 1
+                self._rows.popleft()  # too old when the ranks meet
                 return
-        self._give_up(self.unmet() if self.state == MEETING else f"{_MAX_WAITING} steps wait for ranks that are silent")
+        self.lose(self.unmet() if self.state == MEETING else f"{_MAX_WAITING} steps wait for ranks that are silent")
 
     @property
     def lost(self) -> bool:
         """Tell whether the ranks can no longer be compared."""
         return self._over
-
-    def lose(self, reason: str) -> None:
-        """End it before it has begun, or from outside."""
-        self._give_up(reason)
 
     def unmet(self) -> str:
         """Say, for people, who has not come to the meeting."""
@@ -258,11 +251,11 @@ class Exchange:
                 if self.state == COMPARING:
                     self.state = ENDED
         except ConnectionError as error:  # of ours: a text for people
-            self._give_up(str(error))
+            self.lose(str(error))
         except _Silence as error:
-            self._give_up(self._word_of_others() or str(error), silent=True)
+            self.lose(self._word_of_others() or str(error), silent=True)
         except BaseException as error:  # noqa: BLE001 - whatever kills the exchange must not reach the job
-            self._give_up(f"{type(error).__name__}: {error}")
+            self.lose(f"{type(error).__name__}: {error}")
         finally:
             if (group := self._group) is not None and self._last_word:
                 with suppress(Exception):  # the store may have gone as well
@@ -271,7 +264,8 @@ class Exchange:
                 self._drop_group()
             self._group = None  # who left in order says goodbye in order: the others may still read what was sent
 
-    def _give_up(self, reason: str, *, silent: bool = False) -> None:
+    def lose(self, reason: str, *, silent: bool = False) -> None:
+        """End the comparison, from any thread; the first reason counts, and the others hear it unless `silent`."""
         with self._wake_lock:
             known, self._over = self._over, True
             if not known:
@@ -302,7 +296,9 @@ class Exchange:
         return None
 
     def _idle(self) -> None:
-        self._drain()  # what has come so far is seen below
+        with suppress(queue.Empty):
+            while True:  # what has come so far is seen below
+                self._wake.get_nowait()
         with self._wake_lock:
             if self._closing is not None or self._busy:
                 seconds = 0.005
@@ -314,11 +310,6 @@ class Exchange:
                 return
         with suppress(queue.Empty):
             self._wake.get(timeout=seconds)
-
-    def _drain(self) -> None:
-        with suppress(queue.Empty):
-            while True:
-                self._wake.get_nowait()
 
     def _gather(self, data: bytes) -> list[bytes]:
         group = self._group
@@ -356,7 +347,7 @@ class Exchange:
         left = {rank for rank, flag in zip(self._members, flags, strict=True) if flag & _LEFT}
         members = tuple(rank for rank in self._members if rank not in left)
         progress = max(header[2] for header in headers)
-        self._busy = self._hand_over(Tick(tuple(rows), tuple(messages), members, progress, last))
+        self._busy = self._hand_over(Tick(tuple(rows), tuple(messages), members, progress))
         if last or self.rank in left:
             return False
         if left:

@@ -7,11 +7,12 @@ after it, for the sink gives up then; that is said once, by the fan-out.
 from __future__ import annotations
 
 import queue
+import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
+from ddpdebug.grafana.client import Grafana
 from ddpdebug.schema.finding import Finding
 from ddpdebug.sinks import FindingRaised, Record, RunEnded, RunStarted
 from ddpdebug.sinks.text import clean, where
@@ -23,28 +24,21 @@ _CLOSE_SECONDS = 5.0
 _MAX_RANKS = 8
 
 
-class Annotator(Protocol):
-    """What is needed of a Grafana."""
-
-    def annotate(self, incident: str, text: str, tags: list[str], milliseconds: int) -> bool:
-        """Add an annotation unless it is there."""
-
-
 class Annotations:
-    """A sink for rank 0.
+    """The sink that makes a Grafana annotation of each new finding, on rank 0 only.
 
     Args:
         connect: makes the client; called in the sink's thread, may raise.
     """
 
-    def __init__(self, connect: Callable[[], Annotator], clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, connect: Callable[[], Grafana], clock: Callable[[], float] = time.time) -> None:
         self._connect, self._clock = connect, clock
         self._run_id, self._world = "", 1
         self._queue: queue.Queue[tuple[Finding, int] | None] = queue.Queue(_WAITING)
         self._given_up = False
         self._closing = threading.Event()
         self._error = ""
-        self._grafana: Annotator | None = None
+        self._grafana: Grafana | None = None
         self.dropped = 0
         self._thread = threading.Thread(target=self._send_all, name="ddpdebug-annotations", daemon=True)
         self._thread.start()
@@ -77,6 +71,8 @@ class Annotations:
             self._thread.join(_CLOSE_SECONDS)
 
     def _send_all(self) -> None:
+        # to write to who has hung up would end a job that has SIGPIPE back at its default
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
         while (entry := self._queue.get()) is not None and not self._given_up:
             if not any(self._try(*entry) for _ in range(_TRIES)):  # sent twice is kept once
                 self._given_up = True
@@ -92,7 +88,7 @@ class Annotations:
             return False
         return True
 
-    def _send(self, grafana: Annotator, finding: Finding, milliseconds: int) -> None:
+    def _send(self, grafana: Grafana, finding: Finding, milliseconds: int) -> None:
         ranks = [f"rank:{rank}" for rank in finding.ranks[:_MAX_RANKS]]
         tags = [f"run:{self._run_id}", f"code:{finding.code}", f"severity:{finding.severity.label}", *ranks]
         what = clean(finding.subject[0], 160) if finding.subject else ""

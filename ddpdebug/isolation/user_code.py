@@ -170,11 +170,6 @@ def location(file: str, line: int) -> str:
     return f"{shorten(file)}:{line}"
 
 
-def short_path(path: Path) -> str:
-    """Return a path as people write it: from the current directory where it lies below."""
-    return shorten(str(path))
-
-
 _seen: dict[str, bool] = {}
 
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 from ddpdebug.schema.announcements import RankCoverage
 from ddpdebug.schema.coverage import Coverage, Gap, Tally, Weight
@@ -32,22 +32,6 @@ _KEEP_SECONDS = 60.0
 _SILENT_SECONDS = 60.0
 _NOT_REACHED = "the other ranks were not reached (port closed? other ranks not started with ddpdebug?)"
 _NO_CONNECTION = "the ranks found each other but cannot connect (a firewall between them?)"
-
-
-class Store(Protocol):
-    """What is needed of the job's store."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter and return it."""
-
-    def set(self, key: str, value: str) -> None:
-        """Store a value."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Tell whether all keys are there."""
-
-    def get(self, key: str) -> bytes:
-        """Return a value."""
 
 
 class Covering:
@@ -76,7 +60,7 @@ class Covering:
         self._rank, self._world, self._tally = 0, 1, Tally(1)
         self._others: dict[int, RankCoverage] = {}
         self._phase, self._lost = "", ""  # "", "meeting", "connecting", "met"
-        self._store: Store | None = None
+        self._store: Any = None  # the job's, `torch.distributed.Store`
         self._claim: int | None = None  # who of this node's ranks looked for the others first, from 1
         self._prefix = ""
         self.missing: tuple[int, ...] = ()  # ranks that have not come to the meeting, as far as this one knows
@@ -93,7 +77,7 @@ class Covering:
 
     # --- what happens -------------------------------------------------------------------------------------------------
 
-    def begin(self, rank: int, world: int, store: Store | None = None, prefix: str = "") -> None:
+    def begin(self, rank: int, world: int, store: Any = None, prefix: str = "") -> None:
         """Note who this rank is; from here on its ranks are expected to meet."""
         self._rank, self._world, self._tally = rank, world, Tally(world)
         self._store, self._prefix = store, f"{prefix}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -118,7 +102,7 @@ class Covering:
             self._phase = "connecting"
         key = f"{self._prefix}/node"
         known = self._store is not None and self._rank != 0 and self._store.check([key])
-        if known and self._store is not None and bytes(self._store.get(key)).decode() == platform.node():
+        if known and bytes(self._store.get(key)).decode() == platform.node():
             self._claim = 0  # rank 0 has a terminal of its own, and speaks for its node
 
     def ticked(self) -> None:
@@ -146,7 +130,7 @@ class Covering:
 
     def tell(self) -> None:
         """Tell the other ranks this rank's account, as it is when it leaves."""
-        self._announce(self._own())
+        self._announce(self._account())
 
     def close(self) -> None:
         """Look for the last time."""
@@ -160,13 +144,10 @@ class Covering:
 
     def coverage(self) -> Coverage:
         """Return what is known now."""
-        own = self._own()
+        own = self._account()
         apart = "" if self._world == 1 else self._apart(own)
         accounts = {**self._others, self._rank: own}
         return self._tally.coverage(accounts, apart=apart, certain=self._certain, ended=self._ended)
-
-    def _own(self) -> RankCoverage:
-        return self._account()
 
     def _apart(self, own: RankCoverage) -> str:
         if self._phase == "none":
@@ -185,7 +166,7 @@ class Covering:
         """Bring everything up to date: say what there is to say, and hand the record to the sinks."""
         alone = self._looking.acquire(timeout=1.0)  # one that waits for a store that is gone must not hold the end up
         try:
-            now, own = self._clock(), self._own()
+            now, own = self._clock(), self._account()
             self._decide(now, own)
             known = self.coverage()
             lines = self._news(known) if known.complete is not None else []
@@ -240,7 +221,7 @@ class Covering:
 
     def _speak(self, lines: list[str]) -> None:
         """Print where no sink does: of a rank that rank 0 does not hear, and before there are any sinks."""
-        own = self._own()
+        own = self._account()
         idle = not (own.backwards or own.made or own.children)
         if self._quiet or (idle and not self._sinks_open and self._world == 1):
             return

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ddpdebug.diagnosis.engine import Request
+from ddpdebug.forensics.memory.hunt import HolderHunt
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.monitor.details import HolderSearch, Sources, answer, is_known
+from ddpdebug.monitor.details import Sources, answer, is_known
 from ddpdebug.probes.handover import StepStore
 from ddpdebug.probes.record import StepRecord
 from ddpdebug.probes.step_state import StepState
@@ -34,7 +35,7 @@ class Answering:
     def __init__(
         self,
         state: StepState,
-        holders: HolderSearch,
+        holders: HolderHunt,
         store: StepStore,
         last: StepStore,
         say: Callable[..., object],

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.forensics.memory.hunt import HolderHunt
 from ddpdebug.probes.async_copy import Later
 from ddpdebug.probes.buffers import BufferLooks
 from ddpdebug.probes.layer_statistics import LayerSamples
@@ -29,7 +30,6 @@ from ddpdebug.schema.details import (
     Contract,
     Detail,
     Gradients,
-    Holders,
     HyperParameters,
     LayerStatistics,
     Modes,
@@ -43,22 +43,12 @@ from ddpdebug.schema.details import (
 _MAX_NAMES = 20_000
 
 
-class HolderSearch(Protocol):
-    """What looks for who holds on to memory; see `forensics/memory/hunt.py`."""
-
-    def known(self) -> bool:
-        """Tell whether there is an answer, and arrange for one."""
-
-    def found(self) -> Holders | None:
-        """Return the newest answer."""
-
-
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What is asked beside the record of the step."""
+    """The tables from which answers are taken, beside the record of the step."""
 
     state: StepState
-    holders: HolderSearch
+    holders: HolderHunt
 
 
 def answer(kind: str, record: StepRecord, sources: Sources) -> Detail | None:
@@ -87,8 +77,7 @@ def _split(table: Mapping[str, int], record: StepRecord, *, owned: bool) -> dict
     }
 
 
-def _parameters(record: StepRecord, sources: Sources) -> Parameters:
-    del sources
+def _parameters(record: StepRecord, _: Sources) -> Parameters:
     digests, frozen = record.parts[ParameterDigests], record.parts[FrozenDigests]
     after = _table(record, digests.after)
     no_ddp = not any(record.owned)
@@ -118,8 +107,7 @@ def _previous(record: StepRecord, digests: ParameterDigests, before: Mapping[str
     return {name: before[name] if old == new else old for name, old, new in rows}
 
 
-def _gradients(record: StepRecord, sources: Sources) -> Gradients:
-    del sources
+def _gradients(record: StepRecord, _: Sources) -> Gradients:
     gradients = record.parts[GradientDigests]
     table = gradients.table()
     local_sums, local_norms, reduced_sums, reduced_norms = gradients.checksums()
@@ -154,8 +142,7 @@ def _contract(record: StepRecord, sources: Sources) -> Contract:
     )
 
 
-def _state(record: StepRecord, sources: Sources) -> OptimizerState:
-    del sources
+def _state(record: StepRecord, _: Sources) -> OptimizerState:
     table: dict[str, dict[str, Any]] = {}
     state = record.parts[StateDigests]
     values = state.tensors() if state.tensors is not None else []
@@ -169,8 +156,7 @@ def _state(record: StepRecord, sources: Sources) -> OptimizerState:
     return OptimizerState(states=table)
 
 
-def _buffers(record: StepRecord, sources: Sources) -> BufferDigests:
-    del sources
+def _buffers(record: StepRecord, _: Sources) -> BufferDigests:
     digests: dict[str, int] = {}
     for names, later in record.since.parts[BufferLooks].seen:
         digests.update(zip(names, later(), strict=True))
@@ -194,16 +180,14 @@ def _modes(record: StepRecord, sources: Sources) -> Modes:
     return Modes(training=modes)
 
 
-def _layers(record: StepRecord, sources: Sources) -> LayerStatistics:
-    del sources
+def _layers(record: StepRecord, _: Sources) -> LayerStatistics:
     if (samples := record.parts.get(LayerSamples)) is None:
         return LayerStatistics()
     before = _table(record, record.parts[ParameterDigests].before)
     return samples.detail(record.parts[GradientDigests].norms(), before)
 
 
-def _recipe(record: StepRecord, sources: Sources) -> Recipe:
-    del sources
+def _recipe(record: StepRecord, _: Sources) -> Recipe:
     rates = tuple(group.get("lr") for group in record.parts[GroupSettings].groups)
     return Recipe(**record.since.parts[RecipeNotes].recipe, lr=rates)
 

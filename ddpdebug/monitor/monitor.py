@@ -137,7 +137,7 @@ class Monitor:
         self._roll: RollCall | None = None
         self._pid = os.getpid()
         bus, state = self.probes.bus, self.probes.state
-        self.investigator = Investigator(
+        Investigator(
             bus,
             state,
             self.probes.scenes,
@@ -185,7 +185,11 @@ class Monitor:
         return self._closed
 
     def observe(self, **values: Any) -> None:
-        """Tell what hooks cannot see: `loss` (a scalar tensor or number), `val_loss`."""
+        """Tell what hooks cannot see: `loss` of the step and `val_loss`, each a scalar tensor or a number, unscaled.
+
+        Raises:
+            ValueError: another name is given.
+        """
         unknown = sorted(values.keys() - {"loss", "val_loss"})
         if unknown:
             raise ValueError(f"observe() got {unknown[0]!r}; valid are 'loss' and 'val_loss'")

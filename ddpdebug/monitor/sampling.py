@@ -131,7 +131,7 @@ class Schedule:
 
 
 class Signs:
-    """What the rows of every step tell of a state that may have gone wrong; of one optimizer's steps."""
+    """Suspicious changes in the rows of one optimizer's steps: jumps of loss or norm, skips, a rank that is absent."""
 
     def __init__(self) -> None:
         self._losses: dict[int, deque[float]] = {}

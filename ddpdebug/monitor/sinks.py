@@ -6,7 +6,6 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -25,51 +24,6 @@ from ddpdebug.sinks.prometheus.discovery import Discovery
 from ddpdebug.sinks.prometheus.exporter import PrometheusSink
 from ddpdebug.sinks.prometheus.server import Serving
 from ddpdebug.sinks.terminal import Terminal
-
-
-def build_sinks(
-    config: Config, directory: Path, rank: int, local_rank: int, redactor: Redactor, disk: Disk
-) -> tuple[Fanout, str | None]:
-    """Return the sinks of a rank and the URL of its metrics."""
-    sinks: list[Sink] = []
-    fanout = Fanout((), redactor=redactor)
-    sinks.append(RunDirectory(directory, rank, disk=disk, tell=fanout.write))
-    url = None
-    if config.metrics == "per-rank" or (config.metrics == "rank0" and rank == 0):
-        discovery = None if config.sd_dir is None else Discovery(config.sd_dir)
-        prometheus = PrometheusSink(
-            rank,
-            config.metrics_host,
-            config.metrics_port,
-            mode=config.metrics,
-            local_rank=local_rank,
-            serving=Serving(
-                certificate=config.metrics_tls_cert,
-                key=config.metrics_tls_key,
-                client_ca=config.metrics_client_ca,
-                password_file=config.metrics_password_file,
-                every=(lambda: None) if discovery is None else discovery.keep,
-                avoid=ports_of_the_job(os.environ),
-            ),
-        )
-        url = prometheus.url
-        sinks += [prometheus] if discovery is None else [prometheus, discovery]
-    if rank == 0 and config.grafana_url is not None:
-        sinks.append(Annotations(partial(_grafana, config.grafana_url, config.grafana_token_file)))
-    if rank == 0 and not config.quiet:
-        sinks.append(Terminal(rank, status=config.status))
-    fanout.add(sinks)
-    return fanout, url
-
-
-def _grafana(url: str, token_file: Path | None) -> Grafana:
-    return Grafana(url, read_token(token_file), timeout=2.0)
-
-
-def ports_of_the_job(environ: Mapping[str, str]) -> frozenset[int]:
-    """Return the ports that the job's environment names: it may listen there only later, on any of the nodes."""
-    values = (value for name, value in environ.items() if name.endswith("_PORT") and not name.startswith("DDPDEBUG_"))
-    return frozenset(int(value) for value in values if value.isascii() and value.isdecimal() and len(value) < 6)
 
 
 def open_sinks(  # noqa: PLR0913 - who the rank is
@@ -91,7 +45,33 @@ def open_sinks(  # noqa: PLR0913 - who the rank is
         home: the same, also when the script changes its working directory.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
-    fanout, url = build_sinks(config, home, rank, local_rank, redactor, disk)
+    fanout, url = Fanout((), redactor=redactor), None
+    sinks: list[Sink] = [RunDirectory(home, rank, disk=disk, tell=fanout.write)]
+    if config.metrics == "per-rank" or (config.metrics == "rank0" and rank == 0):
+        discovery = None if config.sd_dir is None else Discovery(config.sd_dir)
+        prometheus = PrometheusSink(
+            rank,
+            config.metrics_host,
+            config.metrics_port,
+            mode=config.metrics,
+            local_rank=local_rank,
+            serving=Serving(
+                certificate=config.metrics_tls_cert,
+                key=config.metrics_tls_key,
+                client_ca=config.metrics_client_ca,
+                password_file=config.metrics_password_file,
+                every=(lambda: None) if discovery is None else discovery.keep,
+                avoid=ports_of_the_job(os.environ),
+            ),
+        )
+        url = prometheus.url
+        sinks += [prometheus] if discovery is None else [prometheus, discovery]
+    if rank == 0 and config.grafana_url is not None:
+        address, token_file = config.grafana_url, config.grafana_token_file
+        sinks.append(Annotations(lambda: Grafana(address, read_token(token_file), timeout=2.0)))
+    if rank == 0 and not config.quiet:
+        sinks.append(Terminal(rank, status=config.status))
+    fanout.add(sinks)
     return fanout, RunStarted(
         run_id=run_id,
         rank=rank,
@@ -105,6 +85,12 @@ def open_sinks(  # noqa: PLR0913 - who the rank is
         node=platform.node(),
         local_rank=local_rank,
     )
+
+
+def ports_of_the_job(environ: Mapping[str, str]) -> frozenset[int]:
+    """Return the ports that the job's environment names: it may listen there only later, on any of the nodes."""
+    values = (value for name, value in environ.items() if name.endswith("_PORT") and not name.startswith("DDPDEBUG_"))
+    return frozenset(int(value) for value in values if value.isascii() and value.isdecimal() and len(value) < 6)
 
 
 def gpu_uuid() -> str:

@@ -125,7 +125,11 @@ class Pool:
         if self._control is not None:
             self._control.close()
         if self._zygote is not None:
-            _wait_or_kill(self._zygote)
+            try:
+                self._zygote.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._zygote.kill()
+                self._zygote.wait()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def discard(self) -> None:
@@ -389,25 +393,18 @@ class _Following:
 
     def _note_deaths(self) -> None:
         for number, status in self._pool.statuses().items():
-            if number < len(self._ranks) and not self._ranks[number].over:
+            if number < len(self._ranks) and not (rank := self._ranks[number]).over:
                 while said := self._pool.look(0.0):  # its last messages may still be on the way
                     for other, message in said:
                         self._hear(self._ranks[other], message)
-                if not self._ranks[number].over:
-                    self._ranks[number].died(status, time.time())
+                if not rank.over:
+                    rank.status, rank.end_time = status, time.time()
 
     def _give_up(self, waiting: Sequence[RankResult]) -> None:
         stacks = self._pool.ask_where([rank.rank for rank in waiting])
         for rank in waiting:
-            rank.gave_up(time.time(), stacks.get(rank.rank, ""), at_deadline=self._first_failure is None)
-
-
-def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(_END_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+            rank.end_time, rank.stack = time.time(), stacks.get(rank.rank, "")
+            rank.at_deadline = self._first_failure is None
 
 
 def _status(status: int | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -10,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import pytest
 
 from ddpdebug.pytest_plugin.stacks import place, text_of, waits_for_peers
+from ddpdebug.sinks.text import signal_name
 
 _PHASES: tuple[Literal["setup", "call", "teardown"], ...] = ("setup", "call", "teardown")
 _LINE_LENGTH = 160
@@ -46,14 +46,6 @@ class RankResult:
         """Return whether something failed here that is not the loss of a peer."""
         failed = any(r["outcome"] == "failed" and not r["ddpdebug"]["lost_peer"] for r in self.reports)
         return failed or self.lacking is not None or self.status is not None
-
-    def died(self, status: int, time: float) -> None:
-        """Record that the process ended without a report."""
-        self.status, self.end_time = status, time
-
-    def gave_up(self, time: float, stack: str, *, at_deadline: bool) -> None:
-        """Record that this rank is not waited for any longer."""
-        self.at_deadline, self.end_time, self.stack = at_deadline, time, stack
 
 
 class Failure(NamedTuple):
@@ -163,7 +155,8 @@ class Merger:
             else:
                 outcomes = [report.outcome for report in self._of(result.rank) if report.outcome != "passed"]
                 text = outcomes[0] if outcomes else "passed"
-            yield _short(f"rank {result.rank} {text}")
+            line = f"rank {result.rank} {text}"
+            yield line if len(line) <= _LINE_LENGTH else f"{line[: _LINE_LENGTH - 1]}…"
 
     def _copy(self, report: pytest.TestReport) -> pytest.TestReport:
         """Take over a rank's report; a phase takes as long as in the slowest rank."""
@@ -210,17 +203,8 @@ def _headline(report: pytest.TestReport) -> str:
     return text.splitlines()[0] if text else "without a word"
 
 
-def _short(line: str) -> str:
-    return line if len(line) <= _LINE_LENGTH else f"{line[: _LINE_LENGTH - 1]}…"
-
-
 def _death(status: int) -> str:
-    if status >= 0:
-        return f"left with exit status {status} before it reported"
-    try:
-        return f"died by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"died by signal {-status}"
+    return f"died by {signal_name(-status)}" if status < 0 else f"left with exit status {status} before it reported"
 
 
 def _is_xfail(report: pytest.TestReport) -> bool:

@@ -264,11 +264,9 @@ def is_lost_peer(error: BaseException | None) -> bool:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if type(error).__name__ in _KINDS or (isinstance(error, RuntimeError | OSError) and _says_so(error)):
+        if type(error).__name__ in _KINDS:
+            return True
+        if isinstance(error, RuntimeError | OSError) and _LOST_PEER.search(str(error)):
             return True
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False
-
-
-def _says_so(error: BaseException) -> bool:
-    return _LOST_PEER.search(str(error)) is not None

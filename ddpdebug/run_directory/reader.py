@@ -7,7 +7,7 @@ cut off or malformed, check every type, and never read beyond fixed bounds. This
 |---|---|---|
 | `run.json` | rank 0 | what ran; `outcome` is null until the run has ended |
 | `findings.jsonl` | rank 0 | a finding a line, as soon as it is known; rewritten with final counts at the end |
-| `steps.bin`, `steps.00001.bin`, ... | rank 0 | per file a header, then rows as `observations.encode` makes them |
+| `steps.bin`, `steps.00001.bin`, ... | rank 0 | per file a header, then rows as `schema.row.encode` makes them |
 | `observations.jsonl`, `observations.00001.jsonl`, ... | rank 0 | details and facts, with their place among the rows |
 | `ranks/<rank>/place.json` | each rank | where this rank runs, and the address of its metrics |
 | `ranks/<rank>/outcome.json` | each rank | how this rank ended |
@@ -211,13 +211,23 @@ def read_newest(directory: Path, count: int) -> list[Row]:
     return [decode(data, at) for at in range(0, len(data) - ROW_BYTES + 1, ROW_BYTES)]
 
 
-def read_steps(directory: Path) -> Iterator[Step]:
-    """Yield the kept steps, rows only, in the order in which they were judged."""
+def numbered_steps(directory: Path) -> Iterator[tuple[int, Step]]:
+    """Yield the kept steps, rows only, in the order in which they were judged, each with the number of its first row.
+
+    Raises:
+        ValueError: this is not the directory of a run, or its rows have the layout of another version.
+    """
     world = read_run(directory).get("world")
-    for (optimizer, step), group in groupby(read_rows(directory), key=lambda row: (row.optimizer, row.step)):
-        rows = {row.rank: row for row in group}
-        size = world if isinstance(world, int) else len(rows)
-        yield Step(step=step, optimizer=optimizer, world=size, rows=dict(sorted(rows.items())))
+    rows = numbered_rows(directory)
+    for (optimizer, step), group in groupby(rows, key=lambda item: (item[1].optimizer, item[1].step)):
+        numbered = list(group)
+        by_rank = {row.rank: row for _, row in sorted(numbered, key=lambda item: item[1].rank)}
+        yield numbered[0][0], Step(step=step, optimizer=optimizer, world=world or len(by_rank), rows=by_rank)
+
+
+def read_steps(directory: Path) -> Iterator[Step]:
+    """Yield the same steps without the numbers."""
+    return (step for _, step in numbered_steps(directory))
 
 
 def read_observations(directory: Path) -> Iterator[Observed]:

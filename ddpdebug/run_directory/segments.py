@@ -9,6 +9,9 @@ from pathlib import Path
 
 from ddpdebug.disk import Disk, write_all
 
+#: So many files are kept, each as large as its share of the cap.
+_FILES = 8
+
 
 def segment_path(first: Path, number: int) -> Path:
     """Return the path of a segment: `steps.bin`, `steps.00001.bin`, ..."""
@@ -43,13 +46,11 @@ class Segments:
         *,
         cap: int,
         header: Callable[[], bytes] = bytes,
-        parts: int = 8,
         disk: Disk | None = None,
         what: str = "rows",
     ) -> None:
         self._first = first
-        self._limit = max(1, cap // parts)
-        self._keep = parts
+        self._limit = max(1, cap // _FILES)
         self._header = header
         self._disk, self._what = disk or Disk(), what
         self._number = -1
@@ -97,7 +98,7 @@ class Segments:
             path.unlink(missing_ok=True)
             raise
         self._number, self._file, self._size = self._number + 1, file, len(header)
-        dropped = self._number - self._keep + 1
+        dropped = self._number - _FILES + 1
         if dropped > 0:
             segment_path(self._first, dropped).unlink(missing_ok=True)
         return file

@@ -2,12 +2,11 @@
 
 Where the run cannot begin (a read-only directory), `write` raises OSError and the fan-out switches this sink off.
 Later, what cannot be written is left out and said once; findings and how the run ended are tried again to the last.
-What was written stays readable: `run_files` describes the files and reads them.
+What was written stays readable: `reader` describes the files and reads them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -50,7 +49,7 @@ class RunDirectory:
         self._own = directory / files.RANKS / str(rank)
         self._disk, self._tell = disk or Disk(), tell
         options: dict[str, Any] = {"cap": cap_bytes, "disk": self._disk}
-        self._steps = Segments(directory / files.STEPS, header=self._steps_header, **options)
+        self._steps = Segments(directory / files.STEPS, header=lambda: files.steps_header(self._rows), **options)
         self._observations = Segments(directory / files.OBSERVATIONS, what="observations", **options)
         self._ballast = Ballast(self._disk, self._own / files.BALLAST, _BALLAST if rank == 0 else _BALLAST // 8)
         self._run: dict[str, Any] = {}
@@ -91,7 +90,7 @@ class RunDirectory:
             case Covered():
                 self._run["coverage"] = record.coverage.to_json()
                 if record.keep:
-                    with contextlib.suppress(OSError):  # it is written again with the outcome
+                    with suppress(OSError):  # it is written again with the outcome
                         self._disk.replace(self._directory / files.RUN, [_json_line(self._run)])
             case Saved():
                 line = {"rows": self._rows, "kind": record.kind, "payload": record.payload}
@@ -132,9 +131,6 @@ class RunDirectory:
                 self._say(what, f"{type(error).__name__}: {error}")
                 return False
         return True
-
-    def _steps_header(self) -> bytes:
-        return files.steps_header(self._rows)
 
     def _start(self, record: RunStarted) -> None:
         self._disk.make_directory(self._directory)

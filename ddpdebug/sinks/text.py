@@ -6,6 +6,7 @@ Everything that came from the job (names, messages, values) passes through `clea
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -41,10 +42,10 @@ def clean(text: object, limit: int = 1000) -> str:
 
 def number(value: float, digits: int = 4) -> str:
     """Return a number as people write it: 0.0131, 1.31e5, 12, nan."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return clean(value, _MAX_VALUE)  # of a damaged file: beyond every float
     if isinstance(value, bool) or not math.isfinite(value):
         return str(value).lower()
-    if isinstance(value, int):
-        return str(value)
     mantissa, _, exponent = f"{value:.{digits}g}".partition("e")
     return f"{mantissa}e{int(exponent)}" if exponent else mantissa
 
@@ -142,6 +143,14 @@ def tensor_text(value: Mapping[str, Any], separator: str = ", ") -> str:
 def counted(count: int, noun: str) -> str:
     """Return `1 step`, `2 steps`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def signal_name(number: int) -> str:
+    """Return `SIGKILL` for 9, and `signal 70` for one without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _is_tensor(value: object) -> bool:

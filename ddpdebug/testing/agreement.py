@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.ci.equivalence import Build, judge, measure
+from ddpdebug.diagnosis.reporter import unravel
 from ddpdebug.probes.values import raw_bytes
 from ddpdebug.schema.announcements import Equivalence
 from ddpdebug.schema.details import hex_digest
@@ -43,8 +44,13 @@ def assert_ranks_agree(
 
     Args:
         name: what the tensor is, for the message.
+        tensor: of the same shape and dtype on all ranks, on any device.
         rtol: together with `atol` as in `torch.testing.assert_close`, against rank 0; NaN agrees with NaN.
         timeout: seconds to wait for the other ranks.
+
+    Raises:
+        AssertionError: on all ranks, with the ranks that differ and the first element; or a rank did not come in time.
+        ddpdebug.UsageError: there is no process group.
     """
     label = "tensor" if name is None else clean(name, 160)
     meeting = Meeting(f"assert_ranks_agree({'' if name is None else repr(name)})", timeout)
@@ -67,6 +73,9 @@ def assert_replicas_agree(
     Args:
         rtol: as for `assert_ranks_agree`.
         timeout: seconds to wait for the other ranks.
+
+    Raises:
+        AssertionError, ddpdebug.UsageError: as `assert_ranks_agree`.
     """
     module = model.module if isinstance(model, DistributedDataParallel) else model
     tensors = dict(_tensors(module))
@@ -128,7 +137,7 @@ def _difference(meeting: Meeting, tensor: Tensor, tolerance: _Tolerance) -> str:
             rows = torch.stack([_read(data, flat.dtype) for data in meeting.tell(raw_bytes(blocks[number]))])
             found = _first(rows, tolerance)
             if found is not None:
-                index = _unravel(number * size + found, tensor.shape)
+                index = unravel(number * size + found, tensor.shape)
                 labels = _opinions(rows[:, found], tolerance)
                 shown = {rank: rows[rank, found].item() for rank in range(meeting.world)}
                 return f"{_vote(labels)}; first at {index}: {_by_value(shown)}"
@@ -155,14 +164,8 @@ def _opinions(column: Tensor, tolerance: _Tolerance) -> dict[int, Hashable]:
 
 
 def _close(values: Tensor, reference: Tensor, tolerance: _Tolerance) -> Tensor:
-    values, reference = _wide(values), _wide(reference)
-    return torch.isclose(values, reference, rtol=tolerance.rtol, atol=tolerance.atol, equal_nan=True)
-
-
-def _wide(values: Tensor) -> Tensor:
-    if values.is_complex():
-        return values.to(torch.complex128)
-    return values.double()
+    wide = torch.complex128 if values.is_complex() else torch.float64
+    return torch.isclose(values.to(wide), reference.to(wide), rtol=tolerance.rtol, atol=tolerance.atol, equal_nan=True)
 
 
 def _raw(values: Tensor) -> Tensor:
@@ -172,14 +175,6 @@ def _raw(values: Tensor) -> Tensor:
 
 def _read(data: bytes, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype)
-
-
-def _unravel(index: int, shape: Sequence[int]) -> list[int]:
-    found: list[int] = []
-    for length in reversed(shape):
-        index, rest = divmod(index, length)
-        found.append(rest)
-    return found[::-1]
 
 
 def _vote(labels: Mapping[int, Hashable]) -> str:
@@ -218,6 +213,10 @@ def assert_equivalent(
         steps: how many optimizer steps to compare.
         device: of this rank, where the factory's model is put; the CPU by default.
         timeout: seconds to wait for the other ranks before and after the measurement.
+
+    Raises:
+        AssertionError: on all ranks, with the parameters that differ; or a rank did not come in time.
+        ddpdebug.UsageError: the factory cannot be compared, or there is no process group of at least 2 ranks.
     """
     meeting = Meeting("assert_equivalent(...)", timeout)
     meeting.tell_json("here")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpdebug.ci.faults import flip_bit, raise_rate, with_nan
 from ddpdebug.errors import did_you_mean
 
 #: What a fault does, by its name.
@@ -22,7 +23,6 @@ KINDS: Mapping[str, str] = {
     "same-data": "the rank's forward gets the inputs of rank 0 from this step on",
 }
 _LR_FACTOR = 10.0
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Fault:
@@ -33,6 +33,9 @@ class Fault:
         rank: where it happens.
         step: when, in steps of the optimizer, from 0.
         parameter: the name of the parameter that is hit (of the module inside DDP); the first by default.
+
+    Raises:
+        ValueError: the kind, the rank or the step is none; from `into` also for a rank or parameter that is absent.
     """
 
     def __init__(self, kind: str, *, rank: int, step: int = 0, parameter: str | None = None) -> None:
@@ -63,7 +66,7 @@ class Fault:
         if not self._is_here(world):
             return self
         if self.kind == "nan":
-            keep(target.register_hook(self._when_due(_with_nan)))
+            keep(target.register_hook(self._spoil))
         elif self.kind == "skipped-all-reduce":
             for parameter in parameters.values():
                 keep(parameter.register_post_accumulate_grad_hook(self._keep_gradient))
@@ -88,18 +91,15 @@ class Fault:
     def _stepped(self, target: Tensor) -> None:
         world = dist.get_world_size() if dist.is_initialized() else 1
         if self.kind == "bit-flip" and self._due() and self._is_here(world):
-            _flip_bit(target)
+            flip_bit(target)
             self.happened = True
         self._taken += 1
 
-    def _when_due(self, change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor | None]:
-        def hook(gradient: Tensor) -> Tensor | None:
-            if not self._due():
-                return None
-            self.happened = True
-            return change(gradient)
-
-        return hook
+    def _spoil(self, gradient: Tensor) -> Tensor | None:
+        if not self._due():
+            return None
+        self.happened = True
+        return with_nan(gradient)
 
     def _keep_gradient(self, parameter: Tensor) -> None:
         if self._due() and parameter.grad is not None:
@@ -115,8 +115,7 @@ class Fault:
 
     def _raise_lr(self, optimizer: torch.optim.Optimizer) -> None:
         if self._due():
-            for group in optimizer.param_groups:
-                group["lr"] *= _LR_FACTOR
+            raise_rate(optimizer, _LR_FACTOR)
             self.happened = True
 
     def _share_inputs(self, _: object, args: Any, kwargs: Any) -> Any:
@@ -147,20 +146,3 @@ class _Before:
     def remove(self) -> None:
         """Let the optimizer step as its class does."""
         vars(self._optimizer).pop("step", None)
-
-
-def _with_nan(gradient: Tensor) -> Tensor:
-    changed = gradient.clone()
-    changed[(0,) * changed.dim()] = float("nan")
-    return changed
-
-
-def _flip_bit(parameter: Tensor) -> None:
-    """Flip a bit of the first element: high in the mantissa, so that the value stays finite."""
-    with torch.no_grad():
-        place = (0,) * parameter.dim()
-        number = parameter[place].clone().reshape(1)
-        bits = number.view(_INTEGERS[number.element_size()])
-        mantissa = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}.get(number.dtype, 1)
-        bits ^= 1 << (mantissa - 1)
-        parameter[place] = bits.view(number.dtype)[0]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -207,6 +209,38 @@ def test_a_grafana_that_fails_is_given_up_with_one_line(fake: FakeGrafana, fault
     assert "annotations were not sent" in trouble.message
     assert "wrong-secret" not in trouble.message
     assert sink.dropped >= 1
+
+
+_HANGS_UP = """
+import signal, socket, sys
+from ddpdebug.grafana.annotations import Annotations
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.sinks import FindingRaised, RunEnded
+
+class HangsUp:
+    def annotate(self, *args):
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        ours.send(b"POST")
+
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+try:
+    if "attached" in sys.argv:
+        sink = Annotations(HangsUp)
+        sink.write(FindingRaised(finding=Finding(code="RANK101", severity=Severity.ERROR, title="x", id="RANK101-1")))
+        sink.write(RunEnded(reason="finished", exit_code=0, steps={}))
+except OSError as error:
+    assert "BrokenPipeError" in str(error)
+print("trained to the end")
+"""
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_grafana_that_hangs_up_does_not_end_a_job_with_sigpipe_at_its_default(*, attached: bool) -> None:
+    """Python ignores that signal; a job may not."""
+    words = [sys.executable, "-c", _HANGS_UP, *(["attached"] if attached else [])]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "trained to the end\n"), done.stderr
 
 
 def test_what_could_not_be_sent_is_said_at_the_end(fake: FakeGrafana) -> None:

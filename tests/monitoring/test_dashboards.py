@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from ddpdebug.grafana.dashboards import NAMES, built, shipped
+from ddpdebug.grafana.dashboards import NAMES, shipped
+from tools.dashboards import built
 from tools.documentation import metric_names
 
 ROOT = Path(__file__).parent.parent.parent
@@ -18,7 +19,7 @@ DASHBOARDS = shipped()
 UIDS = {board["uid"] for board in DASHBOARDS.values()}
 _TYPES = {"timeseries", "stat", "table", "heatmap", "state-timeline"}
 _COLORS = {"#009E73", "#E69F00", "#D55E00", "#999999", "#0072B2", "#56B4E9", "#CC79A7"}
-_EXEMPLARS = {"color": "rgba(255,0,255,0.7)"}  # the kit's default for heatmaps; there are no exemplars
+_EXEMPLARS = {"color": "rgba(255,0,255,0.7)"}  # Grafana's default for heatmaps; there are no exemplars
 #: Counters that are read as they are: what was found so far is the number that people ask for.
 _ABSOLUTE = {"Findings so far", "All runs", "Critical findings, last hour"}
 
@@ -41,7 +42,6 @@ def queries() -> Iterator[tuple[str, str, str, bool]]:
 
 def test_the_committed_dashboards_are_those_of_the_code() -> None:
     """`make dashboards` would change nothing."""
-    pytest.importorskip("grafana_foundation_sdk")
     for name, text in built().items():
         assert (ROOT / "dashboards" / name).read_text(encoding="utf-8") == text, f"{name} is stale: run make dashboards"
 

@@ -14,7 +14,7 @@ from ddpdebug.run_directory.segments import Segments, segment_paths
 def test_the_first_and_the_newest_records_stay(tmp_path: Path) -> None:
     """All files together never exceed the cap."""
     first = tmp_path / "rows.bin"
-    segments = Segments(first, cap=800, header=lambda: b"head", parts=8)
+    segments = Segments(first, cap=800, header=lambda: b"head")
     for i in range(1000):
         segments.append(b"%016d" % i)
         assert sum(path.stat().st_size for path in segment_paths(first)) <= 800

@@ -35,6 +35,13 @@ def test_numbers_are_short(value: float, text: str) -> None:
     assert number(value) == text
 
 
+def test_an_integer_beyond_every_float_is_a_text() -> None:
+    """JSON of a damaged file may hold one."""
+    (line,) = evidence_lines({"count": 10**400})
+    assert line.startswith("count 1000")
+    assert len(line) < 200
+
+
 @pytest.mark.parametrize(
     ("ranks", "world", "text"),
     [((2,), 4, "rank 2"), ((7, 0, 1, 2, 3), 64, "ranks 0-3,7"), ((0, 1), 2, "both ranks"),

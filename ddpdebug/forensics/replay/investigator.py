@@ -18,7 +18,7 @@ from ddpdebug.forensics.replay.bundle import LIMIT, BundleError, write_bundle
 from ddpdebug.forensics.replay.replay import SECONDS, Trace, replay
 from ddpdebug.forensics.replay.stack_lines import line_of
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.isolation.user_code import is_users, short_path, user_frame
+from ddpdebug.isolation.user_code import is_users, shorten, user_frame
 from ddpdebug.probes.forward_capture import Scene, Scenes
 from ddpdebug.probes.loop_calls import Losses
 from ddpdebug.probes.nonfinite_notes import Judgement, Looks
@@ -263,4 +263,4 @@ def _bundle(parent: Path, scene: Scene, document: Mapping[str, Any], options: Ma
         if is_users(error):
             raise
         return {"bundle": None, "bundle_reason": f"{type(error).__name__}: {error}"[:300]}
-    return {"bundle": short_path(path), "bundle_reason": None}
+    return {"bundle": shorten(str(path)), "bundle_reason": None}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from ddpdebug.grafana.dashboards import promql as q
-from ddpdebug.grafana.dashboards.parts import BAD, GOOD, WARN, Board, density, lines, listing, tile, worded
+from tools.dashboards import promql as q
+from tools.dashboards.parts import BAD, GOOD, WARN, Board, Panel, density, lines, listing, tile, worded
 
 _UP = ((0, "gone", BAD), (1, "up", GOOD))
 
@@ -50,7 +48,7 @@ _TABLE_TEXT = (
 )
 
 
-def _table(up: str) -> Any:
+def _table(up: str) -> Panel:
     labels = "rank, local_rank, node, gpu_uuid"
     columns = {
         "rank": "Rank",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ddpdebug.grafana.dashboards import promql as q
-from ddpdebug.grafana.dashboards.parts import BAD, GOOD, Board, lines, linked, states
+from tools.dashboards import promql as q
+from tools.dashboards.parts import BAD, GOOD, Board, lines, linked, states
 
 _FINITE = ((0, "finite", GOOD), (1, "NaN or Inf", BAD))
 

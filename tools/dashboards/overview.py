@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ddpdebug.grafana.dashboards import parts, promql as q
-from ddpdebug.grafana.dashboards.parts import BAD, GOOD, WARN, Board, lines, listing, states, tile
+from tools.dashboards import parts, promql as q
+from tools.dashboards.parts import BAD, GOOD, WARN, Board, lines, listing, states, tile
 
 _ZERO_IS_GOOD = ((None, GOOD), (1, BAD))
 _AGREE = "parameters|optimizer_state|hyperparameters|buffers|modes"

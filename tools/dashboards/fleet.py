@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from ddpdebug.grafana.dashboards.parts import BAD, GOOD, Board, lines, listing, opens, states, tile, worded
-from ddpdebug.grafana.dashboards.promql import by_run
+from tools.dashboards.parts import BAD, GOOD, Board, Panel, lines, listing, opens, states, tile, worded
+from tools.dashboards.promql import by_run
 
 _STATE = ((0, "agree", GOOD), (1, "differ", BAD))
 
@@ -52,7 +50,7 @@ def board() -> Board:
     return made
 
 
-def _table() -> Any:
+def _table() -> Panel:
     worlds = "max by (run_id, world_size, torch, ddpdebug) (ddpdebug_run_info)"
     queries = [
         f"{by_run('ddpdebug_ranks_disagreeing')} * on (run_id) group_left (world_size, torch, ddpdebug) {worlds}",

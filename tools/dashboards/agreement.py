@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ddpdebug.grafana.dashboards import promql as q
-from ddpdebug.grafana.dashboards.parts import BAD, GOOD, Board, lines, linked, states
+from tools.dashboards import promql as q
+from tools.dashboards.parts import BAD, GOOD, Board, lines, linked, states
 
 _DIFFER = ((0, "agree", GOOD), (1, "differ", BAD))
 _MINORITY = ((0, "majority", GOOD), (1, "outvoted", BAD))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ddpdebug.grafana.dashboards import promql as q
-from ddpdebug.grafana.dashboards.parts import BAD, GOOD, WARN, Board, lines, linked, listing, tile
+from tools.dashboards import promql as q
+from tools.dashboards.parts import BAD, GOOD, WARN, Board, lines, linked, listing, tile
 
 
 def board() -> Board:
