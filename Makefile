@@ -13,6 +13,8 @@ export OMP_NUM_THREADS ?= 1
 # files of tests run beside each other, as many as there are cores; the tests of one file one after the other, because
 # they share the jobs that it starts
 WORKERS ?= $(shell nproc)
+# the tests start hundreds of interpreters: these compile the same modules only once, whatever the caller's shell says
+unexport PYTHONDONTWRITEBYTECODE
 SPREAD := -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
@@ -62,7 +64,8 @@ test-monitoring: $(STAMP) ## a real job against a real Prometheus and Alertmanag
 	$(PYTHON) -m pytest -q tests/monitoring tests/reports tests/grafana
 
 detection: $(STAMP) ## run the corpus of faults and healthy scripts, print the score, write docs/detection.md
-	$(PYTHON) tests/detection/score.py --jobs $(WORKERS) --require 0.95 --write docs/detection.md
+	@# one more than there are cores: ranks wait for each other
+	$(PYTHON) tests/detection/score.py --jobs $$(($(WORKERS) + 1)) --require 0.95 --write docs/detection.md
 
 bench: $(STAMP) ## what ddpdebug costs, against plain DDP and the naive methods
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/overhead.py --rounds 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # A shell lets its background jobs ignore Ctrl-C, and they pass that on: what the tests start must not inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -17,6 +19,26 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Unbuffered, `print` writes each argument and the end of the line by itself, and the lines of two ranks mix.
 os.environ.pop("PYTHONUNBUFFERED", None)
+
+# The same examples in each run, however slow the machine is: a test fails for a change and not by chance.
+settings.register_profile(
+    "ddpdebug", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("ddpdebug")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Spare the collector what was imported: several tests collect or go through all objects, each 0.3 s a time."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _ranks_wait_for_each_other(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that ends leaves others behind that say nothing for two seconds: on a busy machine they may be well."""
+    if request.node.get_closest_marker("ranks") is not None:
+        monkeypatch.setattr("ddpdebug.exchange.ticks.LEAVE_SECONDS", 60.0)
+        monkeypatch.setattr("ddpdebug.exchange.ticks._SILENCE_SECONDS", 60.0)
 
 
 @pytest.fixture(autouse=True)

@@ -101,7 +101,7 @@ class World:
         done = [False] * len(self.ranks)
 
         def end(i: int) -> None:
-            done[i] = self.ranks[i].close(_SECONDS)
+            done[i] = self.ranks[i].close()
 
         threads = [threading.Thread(target=end, args=(i,)) for i in range(len(self.ranks))]
         for thread in threads:
@@ -242,7 +242,7 @@ def test_the_bytes_of_a_tick_do_not_depend_on_what_the_ranks_say_elsewhere() -> 
     exchange = Exchange(0, 1, lambda _g, _m: Measured(), lambda _tick: False, lambda _reason: None)
     exchange.start()
     exchange.post(row(0, 0))
-    assert exchange.close(_SECONDS)
+    assert exchange.close()
     assert max(sizes) <= 64 + BATCH_ROWS * ROW_BYTES
 
 

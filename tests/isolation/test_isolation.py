@@ -721,10 +721,10 @@ def test_ranks_follow_the_same_one_of_several_threads() -> None:
     def second() -> None:
         found[1] = threads.begins(1)
         ready.set()
-        done.wait(10)
+        done.wait(60)
 
     def first() -> None:
-        ready.wait(10)
+        ready.wait(60)
         found[0] = threads.begins(0)
         done.set()
 
