@@ -7,7 +7,9 @@ import os
 import shutil
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +27,21 @@ settings.register_profile(
     "ddpdebug", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("ddpdebug")
+
+
+@pytest.hookimpl(trylast=True)  # after those that do not run were taken out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take long, so that none of them goes on alone when all others are through.
+
+    First those that may take longest, by their own time limits; then by the number of tests, and of jobs above all.
+    """
+    longest, weight = dict[Path, float](), Counter[Path]()
+    for item in items:
+        limit = item.get_closest_marker("timeout")
+        longest[item.path] = max(longest.get(item.path, 0), limit.args[0] if limit is not None else 0)
+        starts = any(item.get_closest_marker(name) is not None for name in ("jobs", "ranks"))
+        weight[item.path] += 20 if starts else 1
+    items.sort(key=lambda item: (-longest[item.path], -weight[item.path]))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

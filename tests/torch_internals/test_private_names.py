@@ -222,7 +222,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """One training for each name of the table without it, one with all, and one without ddpdebug."""
     folder = tmp_path_factory.mktemp("names")
     words = [sys.executable, str(_JOB), str(folder / "results.json")]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=1500, check=False)
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, dict[str, Any]] = json.loads((folder / "results.json").read_text())
     return found
