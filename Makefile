@@ -11,9 +11,11 @@ STAMP := $(VENV)/.installed
 # many small processes: one thread each is fastest and leaves the machine usable
 export OMP_NUM_THREADS ?= 1
 # files of tests run beside each other, as many as there are cores; the tests of one file one after the other, because
-# they share the jobs that it starts
+# they share the jobs that it starts. The longest files come first (tests/conftest.py)
 WORKERS ?= $(shell nproc)
-SPREAD := -n $(WORKERS) --dist loadfile
+# the tests start hundreds of interpreters: these compile the same modules only once, whatever the caller's shell says
+unexport PYTHONDONTWRITEBYTECODE
+SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help format lint types test test-slow test-harm harm-table test-dist test-monitoring retest detection bench demo docs dashboards rules up down size check
@@ -62,7 +64,8 @@ test-monitoring: $(STAMP) ## a real job against a real Prometheus and Alertmanag
 	$(PYTHON) -m pytest -q tests/monitoring tests/reports tests/grafana
 
 detection: $(STAMP) ## run the corpus of faults and healthy scripts, print the score, write docs/detection.md
-	$(PYTHON) tests/detection/score.py --jobs $(WORKERS) --require 0.95 --write docs/detection.md
+	@# one more than there are cores: ranks wait for each other
+	$(PYTHON) tests/detection/score.py --jobs $$(($(WORKERS) + 1)) --require 0.95 --write docs/detection.md
 
 bench: $(STAMP) ## what ddpdebug costs, against plain DDP and the naive methods
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/overhead.py --rounds 6

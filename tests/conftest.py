@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # A shell lets its background jobs ignore Ctrl-C, and they pass that on: what the tests start must not inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -17,6 +21,41 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Unbuffered, `print` writes each argument and the end of the line by itself, and the lines of two ranks mix.
 os.environ.pop("PYTHONUNBUFFERED", None)
+
+# The same examples in each run, however slow the machine is: a test fails for a change and not by chance.
+settings.register_profile(
+    "ddpdebug", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("ddpdebug")
+
+
+@pytest.hookimpl(trylast=True)  # after those that do not run were taken out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take long, so that none of them goes on alone when all others are through.
+
+    First those that may take longest, by their own time limits; then by the number of tests, and of jobs above all.
+    """
+    longest, weight = dict[Path, float](), Counter[Path]()
+    for item in items:
+        limit = item.get_closest_marker("timeout")
+        longest[item.path] = max(longest.get(item.path, 0), limit.args[0] if limit is not None else 0)
+        starts = any(item.get_closest_marker(name) is not None for name in ("jobs", "ranks"))
+        weight[item.path] += 20 if starts else 1
+    items.sort(key=lambda item: (-longest[item.path], -weight[item.path]))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Spare the collector what was imported: several tests collect or go through all objects, each 0.3 s a time."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _ranks_wait_for_each_other(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that ends leaves others behind that say nothing for two seconds: on a busy machine they may be well."""
+    if request.node.get_closest_marker("ranks") is not None:
+        monkeypatch.setattr("ddpdebug.exchange.ticks.LEAVE_SECONDS", 60.0)
+        monkeypatch.setattr("ddpdebug.exchange.ticks._SILENCE_SECONDS", 60.0)
 
 
 @pytest.fixture(autouse=True)

@@ -212,10 +212,16 @@ class Exchange:
         """Tell whether this rank is done and has waited for the others long enough."""
         return self._closing is not None and time.monotonic() - self._closing > LEAVE_SECONDS
 
-    def close(self, timeout: float = LEAVE_SECONDS + 1.0) -> bool:
-        """Deliver what is queued, leave, and end the thread; return whether it ended in time."""
+    def close(self, timeout: float | None = None) -> bool:
+        """Deliver what is queued, leave, and end the thread; return whether it ended in time.
+
+        Args:
+            timeout: seconds; None is a second more than the others are waited for.
+        """
         if self._thread is None:
             return True
+        if timeout is None:
+            timeout = LEAVE_SECONDS + 1.0
         if self._over:
             timeout = 0.0  # the thread is gone, or waits for somebody who does not come
         with self._wake_lock:

@@ -245,6 +245,7 @@ def main() -> int:
     for module in ("ddpdebug.monitor.attach", "ddpdebug.commands.run"):
         importlib.import_module(module)
     catalog()  # the rules
+    zygote.spare_the_collector()
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("fork")) as pool:
         judged = pool.map if args.jobs > 1 else map
         for result in judged(partial(_job, launch=args.launch), jobs):

@@ -7,8 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
+from rule_examples import diagnose, judge
 
-from ddpdebug.detectors.base import Detector, Examples, Facts, runbook
+from ddpdebug.detectors.base import Detector, Examples, runbook
 from ddpdebug.detectors.catalog import FAMILIES, catalog, planned
 from ddpdebug.diagnosis.engine import Diagnosis
 from ddpdebug.schema.finding import Finding, Severity
@@ -48,35 +49,6 @@ def fires(rule: type[Detector]):
 
 def silent(rule: type[Detector]):
     return [pytest.param(rule, example, id=f"{rule.code}-{i}") for i, example in enumerate(rule.silent_on)]
-
-
-def judge(rule: type[Detector], example) -> list[Finding]:
-    detector = rule()
-    findings: list[Finding] = []
-    for item in example:
-        if isinstance(item, Facts):
-            findings += detector.compare(item.topic, item.values)
-        else:
-            findings += detector.detect(item)
-    return [*findings, *detector.finish()]
-
-
-def diagnose(rule: type[Detector], example) -> list[Finding]:
-    """Feed an example through the diagnosis; the steps' own details are the answers."""
-    worlds = [len(item.values) if isinstance(item, Facts) else item.world for item in example]
-    diagnosis = Diagnosis(world=max(worlds), detectors=[rule()])
-    new: list[Finding] = []
-    for item in example:
-        if isinstance(item, Facts):
-            for rank, value in item.values.items():
-                diagnosis.tell(item.topic, rank, value)
-        else:
-            for request in diagnosis.feed(item):
-                for rank in range(item.world):
-                    value = item.details.get(request.kind, {}).get(rank)
-                    diagnosis.answer(rank, request.optimizer, request.step, request.kind, value)
-        new += [finding for finding, is_new in diagnosis.tick() if is_new]
-    return new + [finding for finding, is_new in diagnosis.finish() if is_new]
 
 
 @pytest.mark.parametrize("rule, example", [case for rule in RULES for case in fires(rule)])

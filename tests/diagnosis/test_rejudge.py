@@ -25,7 +25,8 @@ from ddpdebug.schema.step import Step
 from ddpdebug.schema.wire import to_json
 from ddpdebug.sinks import RunEnded, RunStarted, Saved, StepJudged
 
-SCRIPT = Path(__file__).parent.parent / "support" / "scripts" / "train.py"
+SUPPORT = Path(__file__).resolve().parent.parent / "support"
+SCRIPT, ZYGOTE = SUPPORT / "scripts" / "train.py", SUPPORT / "zygote.py"
 
 
 def key(finding: Finding) -> tuple[object, ...]:
@@ -33,22 +34,31 @@ def key(finding: Finding) -> tuple[object, ...]:
     return (finding.code, finding.step, finding.ranks, finding.subject, finding.phase, finding.location)
 
 
-def run_script(directory: Path, mode: str) -> None:
-    """Train for a moment on two ranks under `ddpdebug run`."""
-    words = ["-m", "ddpdebug", "run", "--nproc-per-node=2", f"--out={directory}", "--metrics=off", "--quiet"]
-    environ = {name: value for name, value in os.environ.items() if name not in {"RANK", "WORLD_SIZE"}}
-    environ["OMP_NUM_THREADS"] = "1"
-    line = [sys.executable, *words, str(SCRIPT), mode, "12"]
-    subprocess.run(line, env=environ, cwd=directory.parent, capture_output=True, timeout=100, check=True)
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train for a moment on two ranks under `ddpdebug run`: a folder for each mode of the script."""
+    folder = tmp_path_factory.mktemp("runs")
+    options = ["--metrics=off", "--quiet"]
+    jobs = [
+        {"script": str(SCRIPT), "args": [mode, "12"], "options": [f"--out={folder / mode}", *options]}
+        for mode in ("lr", "clean")
+    ]
+    about = {"ranks": 2, "cwd": str(folder), "timeout": 240}
+    (folder / "jobs.json").write_text(json.dumps([{**job, **about} for job in jobs]))
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(("DDPDEBUG_", "PYTEST_"))}
+    words = [sys.executable, ZYGOTE, folder / "jobs.json", folder / "results.json"]
+    subprocess.run(words, check=True, env={**environ, "OMP_NUM_THREADS": "1"})
+    ranks = [rank for job in json.loads((folder / "results.json").read_text()) for rank in job]
+    assert {rank["status"] for rank in ranks} == {0}, ranks
+    return folder
 
 
 @pytest.mark.slow
 @pytest.mark.jobs
 @pytest.mark.parametrize(("mode", "codes"), [("lr", ["RANK104"]), ("clean", [])])
-def test_a_real_run_has_the_same_findings_again(tmp_path: Path, mode: str, codes: list[str]) -> None:
+def test_a_real_run_has_the_same_findings_again(runs: Path, mode: str, codes: list[str]) -> None:
     """In a process that never loads torch."""
-    directory = tmp_path / "run"
-    run_script(directory, mode)
+    directory = runs / mode
     live = read_findings(directory)
     assert [finding.code for finding in live] == codes
     code = (

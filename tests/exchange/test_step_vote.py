@@ -14,7 +14,7 @@ from ddpdebug.schema.finding import Finding, Severity
 class Ranks:
     """Guards that hear each other."""
 
-    def __init__(self, world: int, mode: str = "skip", *, wait_seconds: float = 20.0) -> None:
+    def __init__(self, world: int, mode: str = "skip", *, wait_seconds: float = 60.0) -> None:
         self.troubles: list[str] = []
         self.guards: list[NumericGuard] = []
         for rank in range(world):
@@ -120,6 +120,7 @@ def test_the_error_is_the_finding_about_the_step(monkeypatch: pytest.MonkeyPatch
     finding = Finding(
         code="NUM301", severity=Severity.CRITICAL, title="bad", step=4, last_step=4, ranks=(1,), subject=("head",)
     )
+    monkeypatch.setattr("ddpdebug.exchange.step_vote.FINDING_SECONDS", 60.0)
     telling = threading.Timer(0.05, guard.found, [finding])
     telling.start()
     assert str(guard.error(ballot(4))) == "NUM301 bad at step 4, ranks 1: head"

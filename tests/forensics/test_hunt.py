@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from ddpdebug.detectors.examples import step_at
+from ddpdebug.forensics.memory import holders
 from ddpdebug.forensics.memory.hunt import MAX_SEARCHES, HolderHunt
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus
 
 CLOSING: Any = None  # the event, of which nothing is read
+
+
+@pytest.fixture(autouse=True)
+def _one_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other test modules hold is no part of the job that is searched."""
+    monkeypatch.setattr(holders, "sys", SimpleNamespace(modules={__name__: sys.modules[__name__]}))
 
 
 def _hunt(rank: int) -> HolderHunt:

@@ -100,7 +100,6 @@ def test_the_agreement_probe_leaves_no_trace(rank: int) -> None:
     assert [finding.code for finding in monitor.findings] == ["RANK107"]
 
 
-@pytest.mark.ranks(2, timeout=20)
 def test_raise_ends_all_ranks_at_the_same_step_with_the_same_words(rank: int) -> None:
     """No rank is left waiting for one that has stopped."""
     model = DistributedDataParallel(Scaled(1.0))

@@ -146,14 +146,14 @@ def test_what_cannot_be_swept_is_skipped_with_the_reason() -> None:
         time.sleep(0.01)
         return cross_entropy(model, batch)
 
-    def reason(**changes: Any) -> str:
-        (found,) = check(subject(**changes), seconds=0.1)
+    def reason(seconds: float = 100, **changes: Any) -> str:
+        (found,) = check(subject(**changes), seconds=seconds)
         assert found.status is Status.SKIPPED
         return found.summary
 
     assert reason(optimizer_for=None) == "there is no optimizer"
     assert reason(batches=[]) == "there are no batches"
-    assert f"needs at least {LEAST_STEPS} of them" in reason(loss_of=slow)
+    assert f"needs at least {LEAST_STEPS} of them" in reason(0.1, loss_of=slow)
     assert "closure" in reason(optimizer_for=lambda model: torch.optim.LBFGS(model.parameters()))
 
 

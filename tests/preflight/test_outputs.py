@@ -272,7 +272,7 @@ def test_a_real_browser_shows_the_page_and_asks_for_nothing(tmp_path: Path, need
     words = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
     words += ["--disable-background-networking", "--disable-component-update", "--no-first-run", "--disable-sync"]
     words += ["--enable-logging=stderr", f"--log-net-log={log}", f"--screenshot={tmp_path / 'page.png'}", "--dump-dom"]
-    done = subprocess.run([*words, file.as_uri()], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([*words, file.as_uri()], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "<title>preflight of train.py</title>" in done.stdout
     assert "RCP801" in done.stdout

@@ -66,7 +66,8 @@ class Fake:
 
     def __call__(self) -> Iterator[Any]:
         for batch in itertools.islice(itertools.cycle(batches()), self._many):
-            time.sleep(self._seconds)
+            if self._seconds:
+                time.sleep(self._seconds)
             self.given += 1
             yield batch
 

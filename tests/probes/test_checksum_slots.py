@@ -43,11 +43,12 @@ def test_one_optimizer_over_two_large_models_with_equal_names(tmp_path: Path) ->
     """Each checked step has whole checksums of the slots whose turn it is, and SYNC204 can judge the step by them."""
     (tmp_path / "train.py").write_text(_SCRIPT)
     options = ["--out", str(tmp_path / "run"), "--metrics", "off", "--every-step", "--quiet"]
-    job = {"script": str(tmp_path / "train.py"), "args": [], "ranks": 2, "cwd": str(tmp_path), "timeout": 60}
+    job = {"script": str(tmp_path / "train.py"), "args": [], "ranks": 2, "cwd": str(tmp_path), "timeout": 240}
+    job["inject"] = dict.fromkeys("01", "import ddpdebug.exchange.ticks as ticks; ticks.LEAVE_SECONDS = 60.0")
     (tmp_path / "jobs.json").write_text(json.dumps([{**job, "options": options}]))
     words = [sys.executable, _ZYGOTE, tmp_path / "jobs.json", tmp_path / "results.json"]
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("DDPDEBUG_", "PYTEST_"))}
-    subprocess.run(words, check=True, timeout=90, env={**environ, "OMP_NUM_THREADS": "1"})
+    subprocess.run(words, check=True, env={**environ, "OMP_NUM_THREADS": "1"})
     ranks = json.loads((tmp_path / "results.json").read_text())[0]
     assert [rank["status"] for rank in ranks] == [0, 0], ranks
     steps = list(read_steps(tmp_path / "run"))

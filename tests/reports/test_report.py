@@ -198,7 +198,7 @@ def test_a_real_browser_shows_it_and_asks_for_nothing(tmp_path: Path, need: Call
     words += ["--disable-background-networking", "--disable-component-update", "--no-first-run", "--disable-sync"]
     words += ["--enable-logging=stderr", f"--log-net-log={log}", f"--screenshot={tmp_path / 'page.png'}", "--dump-dom"]
     words.append((tmp_path / "run" / "report.html").as_uri())
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "<title>ddpdebug: run r1</title>" in done.stdout
     assert "RANK101" in done.stdout

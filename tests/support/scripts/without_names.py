@@ -14,7 +14,6 @@ import os
 import runpy
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -23,9 +22,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 import torch._dynamo
 import torch.distributed.optim
 import torch.utils.data
+import zygote
 
 _ROOT = Path(__file__).resolve().parent.parent.parent.parent
 _LOOKUP = "ddpdebug.torch_internals.lookup"
@@ -101,11 +102,9 @@ def _leave(status: int) -> None:
     os._exit(status)
 
 
-def run(name: str, ranks: int, timeout: float = 60) -> dict[str, Any]:
+def run(name: str, ranks: int, timeout: float = 240) -> dict[str, Any]:
     """Run one job and return how it ended: status, output, what ddpdebug told of names and parts, steps."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = int(s.getsockname()[1])
+    port = zygote.free_port()
     folder = Path(tempfile.mkdtemp())  # no context manager: a forked child's exit handlers would remove it
     pids = []
     for rank in range(ranks):
@@ -148,6 +147,7 @@ def main(results: Path, chosen: list[str]) -> None:
     """Run the jobs one after the other."""
     sys.path.insert(0, str(_ROOT))
     listed = _listed()
+    zygote.spare_the_collector()
     jobs = {name: 2 if listed[name] in _SEVERAL else 1 for name in chosen or listed}
     found = {name: run(name, ranks) for name, ranks in jobs.items()}
     for ranks in (1, 2):
