@@ -612,7 +612,7 @@ def test_what_a_rank_said_before_it_failed_explains_the_failure() -> None:
     reason = "exception: RuntimeError: Expected to have finished reduction in the prior iteration"
     tell(diagnosis, "alone:failure", 1, {"reason": reason, "missing": names, "step": 0})
     told = diagnosis.tick() + diagnosis.finish()
-    assert [finding.code for finding, new in told if new] == ["RCP810"]
+    assert [finding.code for finding, new in told if new] == ["RCP810", "FAIL1001"]
     assert told[0][0].evidence["consequences"] == ["SYNC207 since step 0"]
 
 
