@@ -364,23 +364,24 @@ class AllocationFailure(MemoryState):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DoubleSoftmax(Announcement):
-    """A loss for logits that was given probabilities, as the autograd graph of the loss shows."""
+class LossInput(Announcement):
+    """What a loss for logits, or for log probabilities, was given, as its autograd graph shows; once for each line."""
 
     topic: ClassVar[str] = "alone:loss"
     scope: ClassVar[Scope] = Scope.SHARED
 
     step: int | None = None
-    kind: Literal["double-softmax"] = "double-softmax"
+    kind: Literal["input"] = "input"
     loss: str  # the loss function, as in the graph: "NllLoss"
-    before: str  # "softmax", "sigmoid" or "softmax without log"
-    shape: tuple[int, ...] = ()  # of what the loss was given
+    #: The two operations that made it, the last one first, without those that change its form only: "LogSoftmax".
+    before: tuple[str, ...] = ()
+    shape: tuple[int, ...] = ()
     location: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetRange(Announcement):
-    """Targets of a binary loss that lie outside of 0 to 1."""
+    """Between what the targets of a binary loss lie; once for each line, and for each range in whole numbers."""
 
     topic: ClassVar[str] = "alone:loss"
     scope: ClassVar[Scope] = Scope.SHARED
@@ -395,7 +396,7 @@ class TargetRange(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossBroadcast(Announcement):
-    """A loss that N predictions and N targets have spread over a table of N x N."""
+    """A loss in which predictions and what they met were spread over a larger table; once for each line and form."""
 
     topic: ClassVar[str] = "alone:loss"
     scope: ClassVar[Scope] = Scope.SHARED
@@ -405,6 +406,7 @@ class LossBroadcast(Announcement):
     loss: str  # the loss function, as in the graph
     prediction: tuple[int, ...] = ()  # shape
     result: tuple[int, ...] = ()  # shape of the table
+    explicit: bool = False  # the prediction was given a new dimension for it
     location: str | None = None
 
 
@@ -625,7 +627,7 @@ TOPICS = _by_topic(
         Failure,
         MemoryState,
         AllocationFailure,
-        DoubleSoftmax,
+        LossInput,
         TargetRange,
         LossBroadcast,
         InitialLoss,

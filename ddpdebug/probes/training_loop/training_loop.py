@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -31,7 +31,7 @@ from ddpdebug.probes.training_loop.detached_parts import Cuts
 from ddpdebug.probes.training_loop.eval_dropout import Chance, DropoutCalls
 from ddpdebug.probes.training_loop.input_statistics import Inputs
 from ddpdebug.probes.training_loop.labels import Labels
-from ddpdebug.probes.training_loop.loss_graph import Term, facts, is_mean, name_of, target_of, terms
+from ddpdebug.probes.training_loop.loss_graph import Term, facts, gist, is_mean, name_of, target_of, terms
 from ddpdebug.probes.training_loop.modes import EVALUATION, Modes, has_input_with_gradient
 from ddpdebug.probes.training_loop.no_grad import JUDGE, NoGrad
 from ddpdebug.probes.training_loop.parameter_ownership import Audit, held_by, unregistered
@@ -41,6 +41,9 @@ from ddpdebug.probes.values import loss_reader
 from ddpdebug.schema.announcements import (
     Announce,
     Announcement,
+    LossBroadcast,
+    LossInput,
+    TargetRange,
     TrainModeValidation,
     UnregisteredParameters,
     UnusedSchedule,
@@ -58,6 +61,8 @@ from ddpdebug.schema.row import Flag
 #: Of each line that calls backward so many passes are looked at in any case.
 _FIRST_PASSES = 16
 _MAX_FACTS = 3
+#: Different facts about losses, of each kind: other lines, and what is new at one.
+_MAX_DIFFERENT = 32
 _MAX_NAMES = 20
 #: A schedule that nothing has moved after so many steps of its optimizer is forgotten.
 _NEVER = 40
@@ -148,6 +153,7 @@ class Recipe:
         self._loop = _Loop()
         self._passes: dict[str | None, int] = {}
         self._told: dict[type[Announcement], int] = {}
+        self._known: dict[type[Announcement], set[Hashable]] = {}  # what was told once
         self._inputs: dict[int, Inputs] = {}
         self._cuts: dict[int, Cuts] = {}
         self._no_grad: dict[int, NoGrad] = {}
@@ -345,7 +351,7 @@ class Recipe:
             loop.unscaled += plain[:1]
         for term in found:
             for fact in facts(term):
-                self.tell(replace(fact, location=line))
+                self._tell_once(replace(fact, location=line), gist(fact))
             self._run("probe:labels", self._labels.read, term)
         if len(found) == 1:
             self._run("probe:leaks", self._compare, found[0], root, scale, scaled=scaled)
@@ -541,6 +547,13 @@ class Recipe:
     def _at(self, fact: Announcement) -> Announcement:
         fields: dict[str, Any] = {"step": self._state.next_step()}
         return replace(fact, **fields)
+
+    def _tell_once(self, fact: LossInput | TargetRange | LossBroadcast, what: Hashable) -> None:
+        """Announce what was not told of its line yet."""
+        known = self._known.setdefault(type(fact), set())
+        if (fact.location, what) not in known and len(known) < _MAX_DIFFERENT:
+            known.add((fact.location, what))
+            self._announce(self._at(fact))
 
     def tell(self, fact: Announcement) -> None:
         """Announce a fact of this step, the first few of each kind."""
