@@ -155,7 +155,8 @@ class InputStatistics(Announcement):
     std: float
     min: float
     max: float
-    twice: bool = False  # as if divided by 255 two times
+    #: How far the values, times 255 and 255 again, are from whole numbers at most; None: they are not that small.
+    from_bytes: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -459,14 +460,15 @@ class MissingParameters(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenParameters(Announcement):
-    """The larger part of what an optimizer was built to train is frozen."""
+    """How much of what an optimizer was built to train is frozen as it steps, if anything was twice."""
 
     topic: ClassVar[str] = "alone:audit"
     scope: ClassVar[Scope] = Scope.SHARED
 
     step: int | None = None
     kind: Literal["frozen"] = "frozen"
-    share: float  # of the elements
+    share: float  # of the elements, as this step begins
+    first: float | None = None  # likewise, as the second step began
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -496,17 +498,30 @@ class UnregisteredParameters(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoGradParameters(Announcement):
-    """Parameters of modules that run without gradients inside the training forward."""
+class NoGradPart(Struct):
+    """A module that ran without gradients, of whose parameters none got one."""
+
+    path: str
+    names: tuple[str, ...] = ()  # of its parameters
+    location: str | None = None  # that calls it
+    in_eval: bool = False  # while the model around it was in train mode
+    copy_of: str | None = None  # path of a module of the same class and shapes that trains
+    written: bool = False  # something has changed its parameters since
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoGradParts(Announcement):
+    """The largest modules that the first forward ran without gradients, where its optimizer has their parameters.
+
+    None of these has got a gradient since then, and none was frozen.
+    """
 
     topic: ClassVar[str] = "alone:audit"
     scope: ClassVar[Scope] = Scope.SHARED
 
     step: int | None = None
     kind: Literal["no_grad"] = "no_grad"
-    names: tuple[str, ...] = ()
-    modules: tuple[str, ...] = ()  # paths
-    location: str | None = None  # that calls the first of them
+    parts: tuple[NoGradPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -523,19 +538,35 @@ class TrainModeValidation(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvalDropout(Announcement):
-    """A dropout function that is active inside modules in eval mode; see probes/training_loop/eval_dropout.py."""
+class DropoutCall(Struct):
+    """A call of a dropout function, as the source has it."""
+
+    function: str  # "dropout"
+    p: float | None = None  # None: the source does not say
+    location: str | None = None
+    active: bool | None = None  # None: only running the code would tell
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawingModule(Struct):
+    """A module whose own code has drawn random numbers, and the dropout functions that its source calls."""
+
+    path: str
+    class_name: str = field(metadata=called("class"))
+    training: bool = False  # it was in train mode itself
+    draws_otherwise: bool = False  # its source calls something else that may have drawn
+    calls: tuple[DropoutCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalDraws(Announcement):
+    """Who has drawn random numbers in a forward of a model in eval mode, once; see training_loop/eval_dropout.py."""
 
     topic: ClassVar[str] = "alone:chance"
     scope: ClassVar[Scope] = Scope.SHARED
 
     step: int | None = None
-    function: str  # "dropout"
-    p: float | None = None
-    location: str | None = None
-    module: str = ""  # path
-    class_name: str = field(metadata=called("class"))
-    others: tuple[str, ...] = ()  # further calls: "dropout at train.py:17"
+    modules: tuple[DrawingModule, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -636,9 +667,9 @@ TOPICS = _by_topic(
         FrozenParameters,
         DetachedParameters,
         UnregisteredParameters,
-        NoGradParameters,
+        NoGradParts,
         TrainModeValidation,
-        EvalDropout,
+        EvalDraws,
         UnusedSchedule,
         MovedTargetLeak,
         SameTargetLeak,

@@ -33,7 +33,7 @@ from ddpdebug.probes.training_loop.input_statistics import Inputs
 from ddpdebug.probes.training_loop.labels import Labels
 from ddpdebug.probes.training_loop.loss_graph import Term, facts, gist, is_mean, name_of, target_of, terms
 from ddpdebug.probes.training_loop.modes import EVALUATION, Modes, has_input_with_gradient
-from ddpdebug.probes.training_loop.no_grad import JUDGE, NoGrad
+from ddpdebug.probes.training_loop.no_grad import LAST, NoGrad
 from ddpdebug.probes.training_loop.parameter_ownership import Audit, held_by, unregistered
 from ddpdebug.probes.training_loop.schedulers import Schedules
 from ddpdebug.probes.training_loop.zero_grad import Clearing
@@ -41,6 +41,7 @@ from ddpdebug.probes.values import loss_reader
 from ddpdebug.schema.announcements import (
     Announce,
     Announcement,
+    DropoutCall,
     LossBroadcast,
     LossInput,
     TargetRange,
@@ -113,9 +114,9 @@ class LeakSearch(Protocol):
         """Let go of everything."""
 
 
-def _none(module: torch.nn.Module) -> Sequence[Any]:
+def _none(module: torch.nn.Module) -> tuple[Sequence[DropoutCall], bool]:
     del module
-    return ()
+    return (), False
 
 
 class Recipe:
@@ -127,7 +128,7 @@ class Recipe:
         scenes: keeps the forwards for `leaks`.
         announce: tells all ranks.
         leaks: asks whether a language model sees its targets; None does not ask.
-        dropout_calls: reads from a module's source which calls of dropout functions are active in eval mode.
+        dropout_calls: reads the calls of dropout functions from a module's source.
     """
 
     def __init__(  # noqa: PLR0913 - what it depends on
@@ -253,9 +254,8 @@ class Recipe:
     def _output(self, event: events.ForwardEnded) -> None:
         """Look at a DDP forward that has ended."""
         ddp, run = event.ddp, self._run
-        if calls := run("probe:chance", self._chance.end, internals.unwrap_compiled(ddp.module)):
-            others = tuple(f"{call.function} at {call.location}" for call in calls[1:])
-            self.tell(replace(calls[0], others=others))
+        if draws := run("probe:chance", self._chance.end, internals.unwrap_compiled(ddp.module)):
+            self.tell(draws)
         key = self._models.wrapped(ddp).index
         if key in self._inputs:
             run("probe:inputs", self._inputs[key].end)
@@ -506,7 +506,7 @@ class Recipe:
             return
         for seen in self._no_grad.values():
             seen.keep()
-        if self._steps >= JUDGE:
+        if self._steps >= LAST:
             self._tell_no_grad()
 
     def _after_step(self, event: events.StepEnded) -> None:
