@@ -581,32 +581,22 @@ class UnusedSchedule(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MovedTargetLeak(Announcement):
-    """A language model that sees the token that it shall predict; see forensics/target_leak.py."""
+class TokenChange(Announcement):
+    """What another token has changed in a model whose targets are the tokens that it is given.
+
+    See forensics/target_leak.py. Changes are shares of the largest value of the same tensor.
+    """
 
     topic: ClassVar[str] = "alone:leak"
     scope: ClassVar[Scope] = Scope.ALONE
 
     step: int | None = None
-    kind: Literal["moved"] = "moved"  # the targets are the inputs, moved by one position
-    change: float  # of the outputs before the token, as a share of the largest
-    module: str | None = None  # path of the first that hands it on
-    position: int = 0  # of the token
-    length: int = 0  # of the text
-    first_loss: float = 0.0
-    loss: float = 0.0  # now
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SameTargetLeak(Announcement):
-    """A causal language model that is asked for the token that it is given."""
-
-    topic: ClassVar[str] = "alone:leak"
-    scope: ClassVar[Scope] = Scope.ALONE
-
-    step: int | None = None
-    kind: Literal["same"] = "same"  # the targets stand beside the inputs
-    change: float  # of the outputs behind the token, as a share of the largest
+    targets: str  # "moved" by one position against the inputs, or "same": beside them
+    before: float = 0.0  # of the outputs before the token
+    here: float = 0.0  # of that at its place
+    behind: float = 0.0  # of those behind it
+    summary: float = 0.0  # of what a module has made of a whole text
+    module: str | None = None  # path of the first that hands the token on to positions before it
     position: int = 0  # of the token
     length: int = 0  # of the text
     first_loss: float = 0.0
@@ -671,8 +661,7 @@ TOPICS = _by_topic(
         TrainModeValidation,
         EvalDraws,
         UnusedSchedule,
-        MovedTargetLeak,
-        SameTargetLeak,
+        TokenChange,
         ValidationLine,
     )
 )

@@ -25,7 +25,7 @@ from ddpdebug.probes.training_loop.loss_graph import facts, is_mean, terms
 from ddpdebug.probes.training_loop.modes import Modes
 from ddpdebug.probes.training_loop.parameter_ownership import unregistered
 from ddpdebug.probes.training_loop.schedulers import Schedules
-from ddpdebug.probes.training_loop.zero_grad import Clearing
+from ddpdebug.probes.training_loop.zero_grad import Cleared, Clearing
 from ddpdebug.schema import announcements
 from ddpdebug.schema.announcements import (
     Announcement,
@@ -194,7 +194,10 @@ def uphill(model: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def loop(clear: str, steps: int = 4) -> list[tuple[bool, bool, int]]:
+UNTOUCHED = Cleared(carried=False, gone=False, discards=0, written=False)
+
+
+def loop(clear: str, steps: int = 4) -> list[Cleared]:
     """Train with one way to clear gradients; return what was seen before each step."""
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -232,8 +235,8 @@ def loop(clear: str, steps: int = 4) -> list[tuple[bool, bool, int]]:
 def test_gradients_that_are_cleared_in_any_way_are_not_carried_over() -> None:
     """All ways to clear are seen, an accumulation is none, and only a loop without any carries gradients over."""
     for clear in ("after", "zeros", "old style", "decay", "perturb"):
-        assert loop(clear) == [(False, False, 0)] * 4, clear
-    assert loop("never") == [(False, False, 0)] + [(True, False, 0)] * 3
+        assert loop(clear) == [UNTOUCHED] * 4, clear
+    assert loop("never") == [UNTOUCHED] + [UNTOUCHED._replace(carried=True)] * 3
 
 
 @pytest.mark.parametrize(
@@ -262,8 +265,8 @@ def test_a_gradient_of_zeros_is_told_by_its_bytes(gradient: torch.Tensor, zero: 
 
 def test_gradients_that_are_thrown_away() -> None:
     """Clearing between backward and step, and between micro-batches, is seen from the first step on."""
-    assert [gone for _, gone, _ in loop("before the step")] == [True] * 4
-    assert [discards for _, _, discards in loop("before each backward")] == [1] * 4
+    assert loop("before the step") == [Cleared(carried=False, gone=True, discards=0, written=True)] * 4
+    assert loop("before each backward") == [UNTOUCHED._replace(discards=1)] * 4
 
 
 def test_the_other_networks_gradients_may_be_cleared() -> None:
@@ -281,7 +284,7 @@ def test_the_other_networks_gradients_may_be_cleared() -> None:
             clearing.begin_backward()
             two(fake).mean().backward()
             clearing.end_backward()
-            assert clearing.before_step(optimizer) == (False, False, 0)
+            assert clearing.before_step(optimizer) == UNTOUCHED
             optimizer.step()
             clearing.after_step(optimizer)
 
@@ -374,16 +377,16 @@ def test_a_rate_that_the_optimizer_does_not_read() -> None:
 
 
 def test_modes_matter_where_the_model_trains() -> None:
-    """A frozen body in eval mode and a choice among the modules are in order; all in eval mode is not."""
+    """Those of a frozen body are not among those that the mode changes; a choice among the modules is told."""
     body, head = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Sequential(nn.Dropout(0.1), nn.Linear(4, 2))
     model = nn.Sequential(body, head)
     modes = Modes()
-    assert modes.trains_in_eval(model) == []
-    assert modes.trains_in_eval(model.eval()) == ["0.1", "1.0"]
+    assert modes.in_eval(model) is None
+    assert modes.in_eval(model.eval()) == (["0.1", "1.0"], False)
     head.train()
-    assert modes.trains_in_eval(model) == []
+    assert modes.in_eval(model) == (["0.1"], True)
     frozen = nn.Sequential(body.requires_grad_(False), nn.Linear(4, 2)).eval()
-    assert modes.trains_in_eval(frozen) == []
+    assert modes.in_eval(frozen) == ([], False)
     assert not any(modes.evaluates_in_train(other) for other in (frozen, nn.Linear(1, 1)))
     assert modes.evaluates_in_train(model.train())
 

@@ -89,7 +89,7 @@ class InvalidLabels(EventRule):
 
     def judge(self, fact: TargetRange | Failure) -> Mapping[str, Any] | None:
         if isinstance(fact, TargetRange):
-            if 0 <= fact.low and fact.high <= 1:  # a probability
+            if fact.low >= 0 and fact.high <= 1:  # a probability
                 return None
             evidence = {"labels_from": fact.low, "labels_to": fact.high, "allowed": [0, 1]}
             return {"subject": (fact.loss,), "evidence": evidence}

@@ -19,7 +19,8 @@ def _inputs(**more: Any) -> tuple[Facts]:
 
 
 def _divided(**more: Any) -> tuple[Facts]:
-    return (Facts(topic="inputs:0", values=dict.fromkeys((0, 1), {**_DIVIDED, **more})),)
+    told = {**_DIVIDED, **more}
+    return (Facts(topic="inputs:0", values={0: told, 1: told}),)
 
 
 class InputScale(Detector):
@@ -79,7 +80,7 @@ class InputScale(Detector):
     fires_on = Examples(
         lambda: (
             _inputs(mean=110.0, std=62.0, max=255.0),
-            _inputs(std=20.5),
+            (Facts(topic="inputs:0", values={0: {**_USUAL, "std": 20.1}}),),
             _inputs(std=0.0, min=0.0, max=0.0),
             _divided(),
             _divided(from_bytes=0.0),
@@ -91,7 +92,8 @@ class InputScale(Detector):
             steps(3),
             _inputs(mean=0.2, std=1.3),
             _inputs(mean=0.13, std=0.3, min=0.0, max=1.0),
-            (Facts(topic="inputs:0", values=dict.fromkeys((0, 1), {**_USUAL, "std": 20.0})),),
+            (Facts(topic="inputs:0", values={0: {**_USUAL, "std": 20.0}}),),
+            _inputs(std=7.9),
             _divided(from_bytes=0.03),
             _divided(max=1.02 / 255),
             _divided(min=-0.001),
@@ -119,7 +121,6 @@ class InputScale(Detector):
                 phase=what,
                 evidence={"observed": what, "inputs": about},
             )
-
 
     def _unusual(self, fact: InputStatistics) -> str | None:
         """What is wrong with the inputs of one rank, None where nothing is."""

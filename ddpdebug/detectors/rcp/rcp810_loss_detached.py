@@ -25,7 +25,7 @@ _UNUSED: dict[str, Any] = {
 
 def _no_grad(*parts: dict[str, Any]) -> tuple[Facts]:
     told = [{**_PART, "written": False, **part} for part in parts]
-    return (Facts(topic="alone:audit", values=dict.fromkeys((0, 1), {"kind": "no_grad", "step": 3, "parts": told})),)
+    return (Facts(topic="alone:audit", values={1: {"kind": "no_grad", "step": 3, "parts": told}}),)
 
 
 class LossDetached(EventRule):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from types import FunctionType, MethodType
 from collections.abc import Sequence
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch

@@ -80,7 +80,8 @@ class _Loop:
 
     trained: int = 0  # forwards with gradients
     eval_modules: list[str] = field(default_factory=list)
-    in_eval: int = 0  # of these, in eval mode
+    in_eval: int = 0  # of these, with the model in eval mode
+    mode_flags: int = 0  # what these say of the modules
     location: str | None = None
     input_gradient: bool = False
     lines: list[str | None] = field(default_factory=list)  # that called backward
@@ -234,10 +235,13 @@ class Recipe:
         self._end_evaluation()
         loop = self._loop
         loop.trained += 1
-        names = run("probe:modes", self._modes.trains_in_eval, root)
-        if names:
+        modes = run("probe:modes", self._modes.in_eval, root)
+        if modes is not None:
             loop.in_eval += 1
-            loop.eval_modules, loop.location = names, user_location()
+            if modes.names:
+                loop.eval_modules, loop.location = modes.names, user_location()
+            if modes.mixed or not modes.names:
+                loop.mode_flags |= Flag.MODES_MIXED if modes.mixed else Flag.MODE_CHANGES_NOTHING
         loop.input_gradient |= has_input_with_gradient(event.tensors())
         key = self._models.wrapped(ddp).index
         self._forwards[key] = self._forwards.get(key, 0) + 1
@@ -361,7 +365,7 @@ class Recipe:
                 self.tell(replace(first, location=line))
 
     def _compare(self, term: Term, root: torch.Tensor, scale: float | None, *, scaled: bool) -> None:
-        """Let one rank compare a loss's targets with the inputs, once it is suspiciously low."""
+        """Let one rank compare a loss's targets with the inputs, once it has fallen far."""
         scenes = self._scenes.current
         if (
             self._leaks is None
@@ -426,7 +430,7 @@ class Recipe:
             self.tell(leak)
         flags, detail, loop = Flag(0), self._state.window.recipe, self._loop
         if loop.in_eval and loop.in_eval == loop.trained and loop.lines:
-            flags |= Flag.EVAL_MODE
+            flags |= Flag.EVAL_MODE | loop.mode_flags
             detail["modes"] = EvalForwards(modules=tuple(loop.eval_modules[:_MAX_NAMES]), location=loop.location)
         if not event.closure:
             flags |= run("probe:clearing", self._gradients, optimizer, detail) or Flag(0)
@@ -440,32 +444,35 @@ class Recipe:
             run("probe:audit", self._count, optimizer)
 
     def _gradients(self, optimizer: torch.optim.Optimizer, detail: dict[str, Any]) -> Flag:
+        """Say what became of the gradients since the last step, and how many passes, of which lines, have made them."""
         loop, flags = self._loop, Flag(0)
-        one_line = len(set(loop.lines)) == 1
-        carried, gone, discards = self.clearing.before_step(optimizer)
-        if carried:
+        number = len(loop.lines)
+        cleared = self.clearing.before_step(optimizer)
+        if cleared.carried:
             flags |= Flag.GRADS_CARRIED
             detail["carried"] = CarriedGradients(location=user_location())
-        whole = "probe:recipe-forward" not in self._guard.off  # else nobody has asked for the inputs' gradients
-        if whole and (gone or (discards and one_line and loop.trained >= len(loop.lines))) and not loop.input_gradient:
-            flags |= Flag.GRADS_DISCARDED
-            kind = "all" if gone else "micro-batches"
-            detail["discarded"] = DiscardedGradients(kind=kind, count=discards + gone, location=loop.lines[-1])
-        elif self._accumulates(optimizer) and one_line and not discards and not carried:
-            flags |= Flag.UNSCALED_ACCUMULATION
-            number, line = len(loop.lines), loop.lines[0]
-            detail["accumulation"] = Accumulation(micro_batches=number, location=line, loss=loop.unscaled[0])
+        if cleared.written and not loop.touched:
+            flags |= Flag.GRADS_WRITTEN
+        if cleared.gone or cleared.discards:
+            flags |= Flag.GRADS_DISCARDED | (Flag.GRADS_GONE if cleared.gone else Flag(0))
+            kind = "all" if cleared.gone else "micro-batches"
+            location = loop.lines[-1] if loop.lines else None
+            count = cleared.discards + cleared.gone
+            detail["discarded"] = DiscardedGradients(kind=kind, count=count, location=location)
+        if loop.input_gradient or "probe:recipe-forward" in self._guard.off:
+            flags |= Flag.INPUT_GRADIENT
+        if loop.trained < number:
+            flags |= Flag.FEWER_FORWARDS
+        if len(set(loop.lines)) != 1:
+            flags |= Flag.NOT_ONE_LINE
+        if number > 1 and len(loop.unscaled) == number:
+            flags |= Flag.MEANS_ADDED
+            added = Accumulation(micro_batches=number, location=loop.lines[0], loss=loop.unscaled[0])
+            detail["accumulation"] = added
         if (twice := self._twice(optimizer)) is not None:
             flags |= Flag.STEPPED_TWICE
             detail["twice"] = twice
         return flags
-
-    def _accumulates(self, optimizer: torch.optim.Optimizer) -> bool:
-        loop = self._loop
-        number = len(loop.lines)
-        if number < 2 or len(loop.unscaled) != number or loop.trained < number:
-            return False
-        return loop.touched or self.clearing.of(optimizer).look() == self.clearing.of(optimizer).marks
 
     def _twice(self, optimizer: torch.optim.Optimizer) -> SteppedTwice | None:
         """Say which parameters another optimizer has stepped with the same gradients."""
