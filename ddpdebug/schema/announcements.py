@@ -578,6 +578,7 @@ class UnusedSchedule(Announcement):
 
     step: int | None = None
     class_name: str = field(metadata=called("class"))
+    steps: int = 0  # of its optimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -461,6 +461,7 @@ class Recipe(Detail):
     accumulation: Accumulation | None = field(default=None, metadata=ABSENT)
     twice: SteppedTwice | None = field(default=None, metadata=ABSENT)
     label: int | None = field(default=None, metadata=ABSENT)  # the only class among the labels of this step
+    labels: int | None = field(default=None, metadata=ABSENT)  # how many there were
     scheduler: ScheduledOften | None = field(default=None, metadata=ABSENT)
     elsewhere: ScheduledElsewhere | None = field(default=None, metadata=ABSENT)
     clip: ScaledClip | None = field(default=None, metadata=ABSENT)

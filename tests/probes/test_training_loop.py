@@ -173,7 +173,7 @@ def test_labels_that_are_ignored_do_not_count() -> None:
     labels.read(terms(functional.cross_entropy(x, y), by_scaler=False)[0])
     detail: dict[str, object] = {}
     assert labels.take(detail)
-    assert detail == {"label": 2}
+    assert detail == {"label": 2, "labels": 6}
     counts = labels.counts()
     assert counts is not None
     assert (counts.seen, counts.present, counts.share) == (6, 1, 1.0)
@@ -322,20 +322,19 @@ def noted(seen: Schedules, schedule: LRScheduler) -> LRScheduler:
 
 
 def test_a_schedule_that_nothing_has_stepped() -> None:
-    """It is named after enough steps, and also when it has ended with the function that made it."""
+    """It is named with its optimizer's steps, and also when it has ended with the function that made it."""
     weight = nn.Parameter(torch.ones(1))
     seen, optimizer = Schedules(ENTRIES), torch.optim.SGD([weight], lr=1.0)
     schedule = noted(seen, CosineAnnealingLR(optimizer, 10))
     trained(seen, optimizer)
-    assert seen.never_called(6) == []
-    assert seen.never_called(5) == ["CosineAnnealingLR"]
+    assert seen.never_called() == [("CosineAnnealingLR", 5)]
     del schedule
-    assert seen.never_called(5) == ["CosineAnnealingLR"]
+    assert seen.never_called() == [("CosineAnnealingLR", 5)]
     plateau = ReduceLROnPlateau(optimizer)
     seen.built(plateau)
-    assert seen.never_called(5) == ["ReduceLROnPlateau"]
+    assert seen.never_called() == [("ReduceLROnPlateau", 5)]
     seen.moved(plateau)  # step(metric)
-    assert seen.never_called(5) == []
+    assert seen.never_called() == []
 
 
 def test_a_schedule_whose_time_has_not_come() -> None:
@@ -348,13 +347,13 @@ def test_a_schedule_whose_time_has_not_come() -> None:
     for _ in range(5):
         trained(seen, optimizer, 1)
         seen.called(whole)
-    assert seen.never_called(5) == []
+    assert seen.never_called() == []
     other = torch.optim.SGD([weight], lr=1.0)
     late = noted(seen, CosineAnnealingLR(other, 10))
     trained(seen, other)
     other.param_groups[0]["lr"] = 0.5
     trained(seen, other)
-    assert seen.never_called(5) == []
+    assert seen.never_called() == []
     assert late.last_epoch == 0
 
 
@@ -417,14 +416,14 @@ def _probes(announce: Callable[[str, Any], None]) -> Probes:
 def test_a_schedule_is_judged_where_the_run_came_to_its_end() -> None:
     """After an exception or a stop nobody knows whether a schedule by epochs would have been stepped."""
     told: list[Any] = []
-    recipe = _probes(lambda said, number=None: told.append((type(said), said.class_name))).recipe
+    recipe = _probes(lambda said, number=None: told.append((type(said), said.class_name, said.steps))).recipe
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
     schedule = noted(recipe.schedules, CosineAnnealingLR(optimizer, 10))
     trained(recipe.schedules, optimizer, 50)
     recipe.close()
     assert told == []
     recipe.close(finished=True)
-    assert told == [(UnusedSchedule, type(schedule).__name__)]
+    assert told == [(UnusedSchedule, type(schedule).__name__, 50)]
 
 
 def test_a_forked_child_announces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,8 +65,6 @@ _MAX_FACTS = 3
 #: Different facts about losses, of each kind: other lines, and what is new at one.
 _MAX_DIFFERENT = 32
 _MAX_NAMES = 20
-#: A schedule that nothing has moved after so many steps of its optimizer is forgotten.
-_NEVER = 40
 #: After so many steps of the first optimizer parameters without a gradient are looked after.
 _CUTS = 2
 _MAX_OPTIMIZERS = 16
@@ -543,8 +541,8 @@ class Recipe:
         if os.getpid() != self._pid:  # a forked child (a loader's worker) is not the rank, and has no one to tell
             return
         self._end_evaluation()
-        for name in self.schedules.never_called(_NEVER) if finished else ():
-            self.tell(UnusedSchedule(class_name=name))
+        for name, steps in self.schedules.never_called() if finished else ():
+            self.tell(UnusedSchedule(class_name=name, steps=steps))
         counts = self._labels.counts()
         if counts is not None:
             self.tell(counts)
