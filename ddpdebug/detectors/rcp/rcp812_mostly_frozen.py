@@ -47,7 +47,7 @@ class MostlyFrozen(EventRule):
     frozen_share = Threshold(
         0.5,
         "share of what the optimizer was built to train that is frozen, in step 1 and still in step 32",
-        source="the larger part; a stage of a schedule that freezes is over by then, or has been frozen later",
+        source="chosen: the larger part; a stage of a recipe that freezes for a moment is over by step 32",
     )
     fires_on = Examples(
         lambda: (

@@ -11,7 +11,8 @@ from torch import nn
 
 from ddpdebug import torch_internals as internals
 
-#: So many forwards without gradients in a row are an evaluation.
+#: Runs of so many forwards without gradients are told: few are, and one or two views of a target network in each step
+#: would use that up.
 EVALUATION = 3
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

@@ -16,7 +16,7 @@ from ddpdebug.probes.entries import Entries
 from ddpdebug.schema.details import ScheduledElsewhere, ScheduledOften
 from ddpdebug.torch_internals.graph import parts_of
 
-#: A schedule that drives no stepping optimizer is in vain after so many calls, beside as many steps of another one.
+#: Whether a schedule drives an optimizer that steps is known after so many calls, beside as many steps of another one.
 _IN_VAIN = 5
 #: Classes whose `step` is not the one that they inherit.
 STEPS: tuple[type, ...] = tuple(

@@ -353,7 +353,7 @@ class Recipe:
             loop.unscaled += plain[:1]
         for term in found:
             for fact in facts(term):
-                self._tell_once(replace(fact, location=line), gist(fact))
+                self._tell_once(fact, line)
             self._run("probe:labels", self._labels.read, term)
         if len(found) == 1:
             self._run("probe:leaks", self._compare, found[0], root, scale, scaled=scaled)
@@ -553,12 +553,12 @@ class Recipe:
         fields: dict[str, Any] = {"step": self._state.next_step()}
         return replace(fact, **fields)
 
-    def _tell_once(self, fact: LossInput | TargetRange | LossBroadcast, what: Hashable) -> None:
-        """Announce what was not told of its line yet."""
-        known = self._known.setdefault(type(fact), set())
-        if (fact.location, what) not in known and len(known) < _MAX_DIFFERENT:
-            known.add((fact.location, what))
-            self._announce(self._at(fact))
+    def _tell_once(self, fact: LossInput | TargetRange | LossBroadcast, line: str | None) -> None:
+        """Announce what was not told of a line yet."""
+        known, what = self._known.setdefault(type(fact), set()), (line, gist(fact))
+        if what not in known and len(known) < _MAX_DIFFERENT:
+            known.add(what)
+            self._announce(self._at(replace(fact, location=line)))
 
     def tell(self, fact: Announcement) -> None:
         """Announce a fact of this step, the first few of each kind."""
