@@ -8,7 +8,7 @@ part in eval mode, a copy of one that trains, parameters that somebody writes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ class _Part(NamedTuple):
     """A module without gradients, and its parameters with their versions at that time."""
 
     about: NoGradPart
-    marks: list[tuple[str, weakref.ref[torch.Tensor], int | None]]
+    marks: Sequence[tuple[str, weakref.ref[nn.Parameter], int | None]]
 
     def lacks_gradients(self) -> bool:
         params = [ref() for _, ref, _ in self.marks]
