@@ -1,4 +1,4 @@
-"""Asks once whether a language model sees the token that it shall predict: one forward again with another token.
+"""Asks once what a language model makes of the token that it shall predict: one forward again with another token.
 
 Nothing happens before the loss is a small share of what it was at first and the targets turn out to be the inputs,
 moved by one position. Then a copy of the inner module runs twice in eval mode on the inputs of the last forward, on one
@@ -20,7 +20,7 @@ from ddpdebug.forensics.replay.undisturbed import StandIns, Stopped, undisturbed
 from ddpdebug.isolation.user_code import is_users
 from ddpdebug.nested import leaves, mapped, tensors_in
 from ddpdebug.probes.forward_capture import Scene
-from ddpdebug.schema.announcements import MovedTargetLeak, SameTargetLeak
+from ddpdebug.schema.announcements import TokenChange
 
 #: A number that may still be on a device.
 Value = Callable[[], float]
@@ -30,8 +30,6 @@ _SECONDS = 20.0
 _LEAST, _KINDS = 8, 3
 _MAX_TOKENS = 1 << 22
 _KEPT_BYTES = 64 << 20
-#: Share of the largest output by which outputs must change; rounding and other kernels stay far below.
-_CHANGE = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +97,8 @@ class _Pass:
     room: int = _KEPT_BYTES
 
 
-def look(scene: Scene, known: Relation) -> MovedTargetLeak | SameTargetLeak | None:
-    """Return what another token changes where it must not be seen; None where nothing is wrong or cannot be told."""
+def look(scene: Scene, known: Relation) -> TokenChange | None:
+    """Return what another token changes; None where that cannot be told."""
     module = scene.module()
     if module is None or scene.lost() or scene.changed() or _refuses(module):
         return None
@@ -112,7 +110,7 @@ def look(scene: Scene, known: Relation) -> MovedTargetLeak | SameTargetLeak | No
     try:
         with undisturbed(module, scene.buffers, modes, (scene.args, scene.kwargs)) as stand_ins:
             runs = [_run(scene, known, tokens, stand_ins) for tokens in (known.tokens, other)]
-        return _judged(known, *runs)
+        return _compared(known, *runs)
     except (Exception, Stopped) as error:
         if is_users(error):
             raise
@@ -191,24 +189,24 @@ def _keeper(seen: _Pass, name: str, known: Relation, tracer: Tracer) -> Callable
     return keep
 
 
-def _judged(known: Relation, one: _Pass, other: _Pass) -> MovedTargetLeak | SameTargetLeak | None:
+def _compared(known: Relation, one: _Pass, other: _Pass) -> TokenChange | None:
     at = known.position
     if not one.outputs or len(one.outputs) != len(other.outputs):
         return None
-    before = max(_change(a[:at], b[:at], a) for a, b in zip(one.outputs, other.outputs, strict=True))
-    after = max(_change(a[at:], b[at:], a) for a, b in zip(one.outputs, other.outputs, strict=True))
-    length = known.tokens.shape[1]
-    if not known.moved:
-        # a causal model that is asked for the token that it is given; a model that sees everything reconstructs
-        later = max(_change(a[at + 1 :], b[at + 1 :], a) for a, b in zip(one.outputs, other.outputs, strict=True))
-        seen = before == 0 and later > _CHANGE
-        return SameTargetLeak(change=later, position=at, length=length) if seen else None
-    if before <= _CHANGE or not after:
-        return None
-    # an auto-encoder in one module tells its decoder about the whole text through a summary, on purpose
-    if any(_change(a, b, a) > 0 for a, b in zip(one.pooled, other.pooled, strict=False)):
-        return None
-    return MovedTargetLeak(change=before, module=_mixer(at, one, other), position=at, length=length)
+    before, here, behind = (
+        max(_change(a[part], b[part], a) for a, b in zip(one.outputs, other.outputs, strict=True))
+        for part in (slice(at), slice(at, at + 1), slice(at + 1, None))
+    )
+    return TokenChange(
+        targets="moved" if known.moved else "same",
+        before=before,
+        here=here,
+        behind=behind,
+        summary=max((_change(a, b, a) for a, b in zip(one.pooled, other.pooled, strict=False)), default=0.0),
+        module=_mixer(at, one, other) if before else None,
+        position=at,
+        length=known.tokens.shape[1],
+    )
 
 
 def _mixer(at: int, one: _Pass, other: _Pass) -> str | None:
@@ -262,8 +260,8 @@ class Leaks:
         if known is not None:
             self._case = scene, known, level.first, low
 
-    def work(self) -> MovedTargetLeak | SameTargetLeak | None:
-        """Look, if there is a case; return what is wrong."""
+    def work(self) -> TokenChange | None:
+        """Look, if there is a case; return what was seen."""
         if self._case is None:
             return None
         (scene, known, first, low), self._case = self._case, None
@@ -288,7 +286,8 @@ def _arrival(device: torch.device) -> Callable[[], bool]:
     return event.query
 
 
-#: The loss is suspicious below this share of its first value, which must have been one of several classes.
+#: It is asked below this share of the loss's first value, which must have been one of several classes: asking costs
+#: two forwards, and of a loss that is higher nobody knows what the model has learned to look at.
 _SHARE, _FIRST = 0.1, 0.5
 #: So many looks at the loss; what comes that low later has been learned.
 _LOOKS = 4000
@@ -306,7 +305,7 @@ class _Level:
         self._pending: Value | None = None
 
     def take(self, value: Value, ready: Callable[[], bool]) -> float | None:
-        """Return the loss before this one if it is suspicious."""
+        """Return the loss before this one if it is low enough to ask."""
         self.ready = ready
         pending, self._pending = self._pending, value
         if pending is None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ddpdebug.exchange.step_vote import NumericGuard
-from ddpdebug.forensics.loss.dropout_calls import active_calls
+from ddpdebug.forensics.loss.dropout_calls import dropout_calls
 from ddpdebug.forensics.target_leak import Leaks
 from ddpdebug.instrument.patches import Patches
 from ddpdebug.isolation.guard import Guard
@@ -108,7 +108,7 @@ class Probes:
             scenes=self.scenes,
             announce=announce,
             leaks=Leaks(partial(setattr, guard, "quiet")),
-            dropout_calls=active_calls,
+            dropout_calls=dropout_calls,
         )
         self.evaluations = Evaluations(
             bus,

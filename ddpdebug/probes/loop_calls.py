@@ -137,7 +137,7 @@ class LoopCalls:
         self._state.since.parts[StepCalls].loads.append(Load(what=event.what, location=event.location))
 
     def _gathered(self, event: Gathered) -> None:
-        """Note an all_gather of a tensor that requires grad; judged at backward, when the list is in its final form.
+        """Note an all_gather of a tensor that requires grad; looked at in backward, when the list is in its final form.
 
         The list is held until then, unless it is large, or a forward comes first.
         """
@@ -152,7 +152,7 @@ class LoopCalls:
         self._lists.clear()
 
     def _close_gathers(self, _: BackwardBegan) -> None:
-        """Judge which gathers have cut the gradient: those whose own slot was not put back."""
+        """Note which gathers have cut the gradient: those whose own slot was not put back."""
         lists, self._lists = self._lists, []
         for outputs, fact in lists:
             if any(isinstance(o, torch.Tensor) and o.requires_grad for o in outputs):

@@ -155,7 +155,8 @@ class InputStatistics(Announcement):
     std: float
     min: float
     max: float
-    twice: bool = False  # as if divided by 255 two times
+    #: How far the values, times 255 and 255 again, are from whole numbers at most; None: they are not that small.
+    from_bytes: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,23 +370,24 @@ class AllocationFailure(MemoryState):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DoubleSoftmax(Announcement):
-    """A loss for logits that was given probabilities, as the autograd graph of the loss shows."""
+class LossInput(Announcement):
+    """What a loss for logits, or for log probabilities, was given, as its autograd graph shows; once for each line."""
 
     topic: ClassVar[str] = "alone:loss"
     scope: ClassVar[Scope] = Scope.SHARED
 
     step: int | None = None
-    kind: Literal["double-softmax"] = "double-softmax"
+    kind: Literal["input"] = "input"
     loss: str  # the loss function, as in the graph: "NllLoss"
-    before: str  # "softmax", "sigmoid" or "softmax without log"
-    shape: tuple[int, ...] = ()  # of what the loss was given
+    #: The two operations that made it, the last one first, without those that change its form only: "LogSoftmax".
+    before: tuple[str, ...] = ()
+    shape: tuple[int, ...] = ()
     location: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetRange(Announcement):
-    """Targets of a binary loss that lie outside of 0 to 1."""
+    """Between what the targets of a binary loss lie; once for each line, and for each range in whole numbers."""
 
     topic: ClassVar[str] = "alone:loss"
     scope: ClassVar[Scope] = Scope.SHARED
@@ -400,7 +402,7 @@ class TargetRange(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossBroadcast(Announcement):
-    """A loss that N predictions and N targets have spread over a table of N x N."""
+    """A loss in which predictions and what they met were spread over a larger table; once for each line and form."""
 
     topic: ClassVar[str] = "alone:loss"
     scope: ClassVar[Scope] = Scope.SHARED
@@ -410,6 +412,7 @@ class LossBroadcast(Announcement):
     loss: str  # the loss function, as in the graph
     prediction: tuple[int, ...] = ()  # shape
     result: tuple[int, ...] = ()  # shape of the table
+    explicit: bool = False  # the prediction was given a new dimension for it
     location: str | None = None
 
 
@@ -462,14 +465,15 @@ class MissingParameters(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenParameters(Announcement):
-    """The larger part of what an optimizer was built to train is frozen."""
+    """How much of what an optimizer was built to train is frozen as it steps, if anything was twice."""
 
     topic: ClassVar[str] = "alone:audit"
     scope: ClassVar[Scope] = Scope.SHARED
 
     step: int | None = None
     kind: Literal["frozen"] = "frozen"
-    share: float  # of the elements
+    share: float  # of the elements, as this step begins
+    first: float | None = None  # likewise, as the second step began
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -499,17 +503,30 @@ class UnregisteredParameters(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoGradParameters(Announcement):
-    """Parameters of modules that run without gradients inside the training forward."""
+class NoGradPart(Struct):
+    """A module that ran without gradients, of whose parameters none got one."""
+
+    path: str
+    names: tuple[str, ...] = ()  # of its parameters
+    location: str | None = None  # that calls it
+    in_eval: bool = False  # while the model around it was in train mode
+    copy_of: str | None = None  # path of a module of the same class and shapes that trains
+    written: bool = False  # something has changed its parameters since
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoGradParts(Announcement):
+    """The largest modules that the first forward ran without gradients, where its optimizer has their parameters.
+
+    None of these has got a gradient since then, and none was frozen.
+    """
 
     topic: ClassVar[str] = "alone:audit"
     scope: ClassVar[Scope] = Scope.SHARED
 
     step: int | None = None
     kind: Literal["no_grad"] = "no_grad"
-    names: tuple[str, ...] = ()
-    modules: tuple[str, ...] = ()  # paths
-    location: str | None = None  # that calls the first of them
+    parts: tuple[NoGradPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -526,19 +543,35 @@ class TrainModeValidation(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvalDropout(Announcement):
-    """A dropout function that is active inside modules in eval mode; see probes/training_loop/eval_dropout.py."""
+class DropoutCall(Struct):
+    """A call of a dropout function, as the source has it."""
+
+    function: str  # "dropout"
+    p: float | None = None  # None: the source does not say
+    location: str | None = None
+    active: bool | None = None  # None: only running the code would tell
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawingModule(Struct):
+    """A module whose own code has drawn random numbers, and the dropout functions that its source calls."""
+
+    path: str
+    class_name: str = field(metadata=called("class"))
+    training: bool = False  # it was in train mode itself
+    draws_otherwise: bool = False  # its source calls something else that may have drawn
+    calls: tuple[DropoutCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalDraws(Announcement):
+    """Who has drawn random numbers in a forward of a model in eval mode, once; see training_loop/eval_dropout.py."""
 
     topic: ClassVar[str] = "alone:chance"
     scope: ClassVar[Scope] = Scope.SHARED
 
     step: int | None = None
-    function: str  # "dropout"
-    p: float | None = None
-    location: str | None = None
-    module: str = ""  # path
-    class_name: str = field(metadata=called("class"))
-    others: tuple[str, ...] = ()  # further calls: "dropout at train.py:17"
+    modules: tuple[DrawingModule, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -550,35 +583,26 @@ class UnusedSchedule(Announcement):
 
     step: int | None = None
     class_name: str = field(metadata=called("class"))
+    steps: int = 0  # of its optimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MovedTargetLeak(Announcement):
-    """A language model that sees the token that it shall predict; see forensics/target_leak.py."""
+class TokenChange(Announcement):
+    """What another token has changed in a model whose targets are the tokens that it is given.
+
+    See forensics/target_leak.py. Changes are shares of the largest value of the same tensor.
+    """
 
     topic: ClassVar[str] = "alone:leak"
     scope: ClassVar[Scope] = Scope.ALONE
 
     step: int | None = None
-    kind: Literal["moved"] = "moved"  # the targets are the inputs, moved by one position
-    change: float  # of the outputs before the token, as a share of the largest
-    module: str | None = None  # path of the first that hands it on
-    position: int = 0  # of the token
-    length: int = 0  # of the text
-    first_loss: float = 0.0
-    loss: float = 0.0  # now
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SameTargetLeak(Announcement):
-    """A causal language model that is asked for the token that it is given."""
-
-    topic: ClassVar[str] = "alone:leak"
-    scope: ClassVar[Scope] = Scope.ALONE
-
-    step: int | None = None
-    kind: Literal["same"] = "same"  # the targets stand beside the inputs
-    change: float  # of the outputs behind the token, as a share of the largest
+    targets: str  # "moved" by one position against the inputs, or "same": beside them
+    before: float = 0.0  # of the outputs before the token
+    here: float = 0.0  # of that at its place
+    behind: float = 0.0  # of those behind it
+    summary: float = 0.0  # of what a module has made of a whole text
+    module: str | None = None  # path of the first that hands the token on to positions before it
     position: int = 0  # of the token
     length: int = 0  # of the text
     first_loss: float = 0.0
@@ -630,7 +654,7 @@ TOPICS = _by_topic(
         Failure,
         MemoryState,
         AllocationFailure,
-        DoubleSoftmax,
+        LossInput,
         TargetRange,
         LossBroadcast,
         InitialLoss,
@@ -639,12 +663,11 @@ TOPICS = _by_topic(
         FrozenParameters,
         DetachedParameters,
         UnregisteredParameters,
-        NoGradParameters,
+        NoGradParts,
         TrainModeValidation,
-        EvalDropout,
+        EvalDraws,
         UnusedSchedule,
-        MovedTargetLeak,
-        SameTargetLeak,
+        TokenChange,
         ValidationLine,
     )
 )

@@ -398,7 +398,7 @@ class CarriedGradients(Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiscardedGradients(Struct):
-    """Gradients that were thrown away before the step could use them."""
+    """Gradients that were cleared before the step."""
 
     kind: str  # "all" or "micro-batches"
     count: int = 0
@@ -407,7 +407,7 @@ class DiscardedGradients(Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SteppedTwice(Struct):
-    """Parameters that another optimizer has stepped with the same gradients."""
+    """Parameters that another optimizer has stepped since the last backward."""
 
     other: str  # class of that optimizer
     names: tuple[str, ...] = ()
@@ -415,7 +415,7 @@ class SteppedTwice(Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulation(Struct):
-    """Several micro-batches whose losses were not divided."""
+    """Several micro-batches, each of the mean of a loss."""
 
     micro_batches: int
     location: str | None = None
@@ -461,6 +461,7 @@ class Recipe(Detail):
     accumulation: Accumulation | None = field(default=None, metadata=ABSENT)
     twice: SteppedTwice | None = field(default=None, metadata=ABSENT)
     label: int | None = field(default=None, metadata=ABSENT)  # the only class among the labels of this step
+    labels: int | None = field(default=None, metadata=ABSENT)  # how many there were
     scheduler: ScheduledOften | None = field(default=None, metadata=ABSENT)
     elsewhere: ScheduledElsewhere | None = field(default=None, metadata=ABSENT)
     clip: ScaledClip | None = field(default=None, metadata=ABSENT)

@@ -53,17 +53,24 @@ class Flag(IntFlag):
     STEP_NONFINITE = 1 << 27  # parameters or state are NaN or Inf after a step with finite gradients
     NEAR_OVERFLOW = 1 << 28  # a 16-bit output or gradient above half of what its dtype can hold
     GUARD_SKIPPED = 1 << 29  # the numeric guard did not let this step happen
-    EVAL_MODE = 1 << 30  # every forward that trained ran in eval mode, and that matters to the model
+    EVAL_MODE = 1 << 30  # the model was in eval mode in every forward that trained
     GRADS_CARRIED = 1 << 31  # gradients of this step were added to those that its optimizer had used before
     GRADS_DISCARDED = 1 << 32  # gradients of a backward were cleared before any optimizer had stepped
-    STEPPED_TWICE = 1 << 33  # another optimizer has used the same gradients of the same parameters before
+    STEPPED_TWICE = 1 << 33  # since another optimizer stepped some of the same parameters no backward has come
     CLIPPED_SCALED = 1 << 34  # clipping saw gradients that still carried the loss scale
     SCHEDULED_OFTEN = 1 << 35  # one scheduler was stepped several times since the optimizer step before
     SCHEDULED_ELSEWHERE = 1 << 36  # the learning rate was set where this optimizer does not read it
-    UNSCALED_ACCUMULATION = 1 << 37  # one line added up gradients of several mean losses, and nothing divides them
+    MEANS_ADDED = 1 << 37  # each of several backward passes was given the mean of a loss as it was
     SINGLE_CLASS = 1 << 38  # all class labels of the step's losses were the same
     VAL_LOSS_SEEN = 1 << 39  # nobody has told `val_loss`: it was seen in an evaluation of the script
     LAST_STATE = 1 << 40  # not a step: what this rank's last step has left, read in full when the run ended
+    MODES_MIXED = 1 << 41  # with EVAL_MODE: a module that trains and that the mode changes was in train mode
+    MODE_CHANGES_NOTHING = 1 << 42  # with EVAL_MODE: the model has no module that trains and that the mode changes
+    NOT_ONE_LINE = 1 << 43  # since a step more than one line has called backward, or none
+    FEWER_FORWARDS = 1 << 44  # there were fewer forwards with gradients than backward passes, as far as is known
+    INPUT_GRADIENT = 1 << 45  # the gradient of an input was wanted, or nobody looks at inputs any more
+    GRADS_GONE = 1 << 46  # with GRADS_DISCARDED: those of the last backward
+    GRADS_WRITTEN = 1 << 47  # something else than clipping and unscaling changed gradients after the last backward
 
 
 class Row(NamedTuple):

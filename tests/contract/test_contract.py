@@ -1,7 +1,7 @@
 """What is read of a run is produced by a run, and the other way round.
 
 Rules, sinks and reports are tested with rows and details made by hand, which hides a field that nothing fills in any
-more. Here they are compared with what four short jobs of two ranks really leave: every field of the row, every flag,
+more. Here they are compared with what five short jobs of two ranks really leave: every field of the row, every flag,
 every kind of detail with its keys, every topic of an announcement. What is read is collected from the code, what the
 rules' examples hold from the rules, what is promised from the classes of `schema/`; none of it is listed here.
 """
@@ -50,8 +50,6 @@ _ON_CUDA_FIELDS = {
 #: Keys that need a GPU, and those of mistakes that the jobs do not make: scripts of the corpus do.
 _UNUSUAL = {
     ("place", "gpu_uuid"),
-    *(("alone:audit", key) for key in ("names", "after", "before", "modules", "location")),
-    *(("alone:loss", key) for key in ("before", "shape", "low", "high", "prediction", "result")),
     *(("numerics", f"{found}.candidates") for found in ("loss", "loss_backward")),
 }
 #: Topics that another command than `run` brings up, and where that is run for real.
@@ -105,6 +103,7 @@ _JOBS: tuple[tuple[str, list[str], list[str], set[int]], ...] = (
     ("nonfinite.py", [], [], {0}),
     ("nonfinite.py", ["fail"], ["--guard", "skip"], {1}),
     ("memory.py", [], [], {1}),
+    ("parts.py", [], [], {0}),
 )
 
 

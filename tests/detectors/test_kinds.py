@@ -66,7 +66,7 @@ def test_how_long_a_streak_must_be_is_a_setting() -> None:
     "topic, fact, count",
     [
         ("loss", {"kind": "range", "loss": "Bce", "low": 0.0, "high": 2.0}, 1),
-        ("loss", {"kind": "double-softmax", "loss": "NllLoss", "before": "softmax"}, 1),
+        ("loss", {"kind": "input", "loss": "NllLoss", "before": ["Softmax"]}, 1),
         ("audit", {"kind": "detached"}, 1),
         ("audit", {"kind": "frozen", "share": 0.9}, 0),
         ("schedule", {"class": "StepLR"}, 0),

@@ -608,7 +608,8 @@ def test_what_a_rank_said_before_it_failed_explains_the_failure() -> None:
     """Nobody waits for the other ranks' word when one has failed: its own may be the cause."""
     names = ["encoder.weight"]
     diagnosis = Diagnosis(world=2)
-    tell(diagnosis, "alone:audit", 1, {"kind": "no_grad", "step": 0, "names": names, "modules": ["encoder"]})
+    parts = [{"path": "encoder", "names": names}]
+    tell(diagnosis, "alone:audit", 1, {"kind": "no_grad", "step": 0, "parts": parts})
     reason = "exception: RuntimeError: Expected to have finished reduction in the prior iteration"
     tell(diagnosis, "alone:failure", 1, {"reason": reason, "missing": names, "step": 0})
     told = diagnosis.tick() + diagnosis.finish()

@@ -180,3 +180,40 @@ def test_malformed_observations_are_left_out(tmp_path: Path) -> None:
     assert [f.subject for f in rejudge(directory, detectors=[Listener()])] == [("end",)]
     with pytest.raises(ValueError, match="is not a run directory"):
         rejudge(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("topic", "value", "codes"),
+    [
+        ("alone:loss", {"kind": "double-softmax", "step": 0, "loss": "NllLoss", "before": "softmax"}, []),
+        (
+            "alone:loss",
+            {"kind": "range", "step": 0, "loss": "BinaryCrossEntropy", "low": -1.0, "high": 1.0},
+            ["DATA903"],
+        ),
+        (
+            "alone:loss",
+            {"kind": "broadcast", "step": 0, "loss": "Mean", "prediction": [8, 1], "result": [8, 8]},
+            ["RCP819"],
+        ),
+        ("inputs:0", {"layer": "Linear", "mean": 0.002, "std": 0.001, "min": 0.0, "max": 0.0039, "twice": True}, []),
+        ("alone:audit", {"kind": "frozen", "step": 32, "share": 0.9}, ["RCP812"]),
+        ("alone:audit", {"kind": "no_grad", "step": 3, "names": ["a.weight"], "modules": ["a"], "location": None}, []),
+        ("alone:chance", {"step": 2, "function": "dropout", "p": 0.1, "module": "a", "class": "A", "others": []}, []),
+        ("alone:schedule", {"step": 90, "class": "StepLR"}, []),
+        ("alone:leak", {"kind": "moved", "step": 9, "change": 0.6, "position": 7, "length": 8}, []),
+    ],
+)
+def test_what_older_versions_announced(tmp_path: Path, topic: str, value: object, codes: list[str]) -> None:
+    """They announced verdicts: what still says what it is about is one; what lacks its numbers raises no alarm."""
+    told = [
+        Saved(kind="fact", payload={"rank": rank, "kind": "fact", "topic": topic, "value": value}) for rank in (0, 1)
+    ]
+    assert [finding.code for finding in rejudge(saved(tmp_path, *told, *STEPS))] == codes
+
+
+@pytest.mark.parametrize(("bit", "code"), [(30, "RCP804"), (32, "RCP816"), (33, "RCP803"), (37, "RCP809")])
+def test_flags_of_older_versions(tmp_path: Path, bit: int, code: str) -> None:
+    """They stood for what is a flag with exceptions now, none of which those rows have."""
+    rows = [StepJudged(step=replace(step_at(i, world=2, flags=1 << bit), facts={})) for i in range(5)]
+    assert [finding.code for finding in rejudge(saved(tmp_path, *rows))] == [code]

@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ddpdebug.detectors.rcp.rcp821_target_leak import TargetLeak
 from ddpdebug.forensics import target_leak as leak
 from ddpdebug.forensics.replay.replay import replay
 from ddpdebug.forensics.target_leak import Leaks, look, relation
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.forward_capture import Scene, Scenes
+from ddpdebug.schema.announcements import TokenChange
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 
@@ -62,10 +64,12 @@ def text(samples: int = 4, length: int = LENGTH) -> Tensor:
     return torch.randint(0, 12, (samples, length), generator=torch.Generator().manual_seed(1))
 
 
-def told(model: nn.Module, tokens: Tensor, target: Tensor, *more: Any) -> dict[str, Any] | None:
+def told(model: nn.Module, tokens: Tensor, target: Tensor, *more: Any) -> TokenChange | None:
+    """Return what is told of a model if the rule takes it for a leak."""
     scene = scene_of(model, tokens, *more)
     known = relation(scene, target, -100)
-    return None if known is None else look(scene, known)
+    fact = None if known is None else look(scene, known)
+    return None if fact is None or TargetLeak().judge(fact) is None else fact
 
 
 @pytest.mark.parametrize("order", ["inputs cut", "outputs cut", "labels given", "padded"])
@@ -82,8 +86,8 @@ def test_a_missing_mask_is_told(order: str) -> None:
         target[:2, 5:] = -100
     found = told(Model(everywhere), tokens, target.flatten(), *more)
     assert found is not None
-    assert (found.kind, found.module, found.length) == ("moved", "mixer", LENGTH)
-    assert found.change > 0.02
+    assert (found.targets, found.module, found.length) == ("moved", "mixer", LENGTH)
+    assert found.before > 0.02
     assert told(Model(causal), tokens, target.flatten(), *more) is None
 
 
@@ -91,7 +95,7 @@ def test_targets_that_were_not_moved() -> None:
     """A causal model that shall say what it is given is told; one that sees everything reconstructs."""
     found = told(Model(causal), text(), text().flatten())
     assert found is not None
-    assert found.kind == "same"
+    assert found.targets == "same"
     assert told(Model(everywhere), text(), text().flatten()) is None
     assert told(Model(lambda x: x), text(), text().flatten()) is None  # each token by itself
 

@@ -17,11 +17,12 @@ from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 
 from ddpdebug.detectors.rcp.rcp820_eval_not_deterministic import EvalNotDeterministic
-from ddpdebug.forensics.loss.dropout_calls import active_calls
+from ddpdebug.forensics.loss.dropout_calls import dropout_calls
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.training_loop.eval_dropout import FORWARDS, Chance
-from ddpdebug.schema.announcements import EvalDropout
+from ddpdebug.schema.announcements import DrawingModule, DropoutCall, EvalDraws
+from ddpdebug.schema.finding import Finding
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 
@@ -116,9 +117,9 @@ class Raises(Net):
         raise RuntimeError("no")
 
 
-def evaluate(net: nn.Module, times: int = 4) -> list[dict[str, Any]]:
+def evaluate(net: nn.Module, times: int = 4) -> list[EvalDraws]:
     """Return what is told of some forwards; each gives what it gives without us."""
-    chance, told = Chance(entries_of(GUARD), active_calls), []
+    chance, told = Chance(entries_of(GUARD), dropout_calls), []
     x = torch.randn(3, 4)
     for seed in range(times):
         torch.manual_seed(seed)
@@ -126,12 +127,17 @@ def evaluate(net: nn.Module, times: int = 4) -> list[dict[str, Any]]:
         torch.manual_seed(seed)
         chance.begin(net)
         got = net(x)
-        told += chance.end(net)
+        told += [draws for draws in [chance.end(net)] if draws is not None]
         assert torch.equal(got, expected[0])
         assert torch.equal(torch.default_generator.get_state(), expected[1])
         assert not hooks._global_forward_hooks
         assert not hooks._global_forward_pre_hooks
     return told
+
+
+def judged(told: list[EvalDraws]) -> list[Finding]:
+    """What the rule says about it."""
+    return [finding for draws in told for finding in EvalNotDeterministic().compare(draws.topic, {0: draws})]
 
 
 @pytest.mark.parametrize(
@@ -147,9 +153,11 @@ def evaluate(net: nn.Module, times: int = 4) -> list[dict[str, Any]]:
 )
 def test_active_functions_are_named(kind: type[Net], function: str, p: float | None) -> None:
     """Whatever name it was imported by, the function is told with the module and the line that call it."""
-    first = evaluate(kind().eval())[0]
-    assert (first.function, first.p, first.module, first.class_name) == (function, p, "(model)", kind.__name__)
-    file, _, line = first.location.partition(":")
+    (found,) = judged(evaluate(kind().eval()))
+    assert found.subject == ("(model)",)
+    evidence = found.evidence
+    assert (evidence["function"], evidence.get("p"), evidence["class"]) == (function, p, kind.__name__)
+    file, _, line = str(found.location).partition(":")
     assert file == "tests/probes/test_eval_dropout.py"
     called = Path(__file__).read_text(encoding="utf-8").splitlines()[int(line) - 1]
     assert f"{function}(" in called or "imported(" in called
@@ -158,33 +166,39 @@ def test_active_functions_are_named(kind: type[Net], function: str, p: float | N
 def test_the_innermost_module_is_named() -> None:
     """The path is that of the module whose own code draws."""
     net = nn.Sequential(nn.Linear(4, 4), Own()).eval()
-    assert evaluate(net)[0].module == "1"
+    assert [module.path for module in evaluate(net)[0].modules] == ["1"]
 
 
 @pytest.mark.parametrize("kind", [Told, Never, ByModule, Samples, AlphaByDefault])
 def test_what_is_right_is_let_pass(kind: type[Net]) -> None:
-    """Functions that are told the mode, modules, and other draws are no finding."""
+    """Functions that are told the mode, modules, and other draws are not even told."""
     assert evaluate(kind().eval(), FORWARDS + 2) == []
 
 
 def test_beside_other_draws_only_what_is_certain_is_told() -> None:
     """A model that samples draws anyway: a dropout whose mode only running it would tell may be off."""
-    assert evaluate(SamplesBesideDropout().eval(), FORWARDS + 2) == []
+    (told,) = evaluate(SamplesBesideDropout().eval(), FORWARDS + 2)
+    (module,) = told.modules
+    assert module.draws_otherwise
+    assert {call.active for call in module.calls} == {None}
+    assert judged([told]) == []
 
 
 def test_monte_carlo_dropout_is_let_pass() -> None:
     """A dropout module that was put into train mode alone draws on purpose."""
     net = ByModule().eval()
     net.drop.train()
-    assert evaluate(net) == []
+    told = evaluate(net)
+    assert [(module.path, module.training) for draws in told for module in draws.modules] == [("drop", True)]
+    assert judged(told) == []
 
 
 def test_nothing_stays_behind_when_forward_raises() -> None:
     """The hooks are taken away, and what comes later is looked at as before."""
-    chance, net = Chance(entries_of(GUARD), active_calls), Raises().eval()
+    chance, net = Chance(entries_of(GUARD), dropout_calls), Raises().eval()
     chance.begin(net)
     net(torch.zeros(2, 4))
-    chance.end(net)
+    assert chance.end(net) is None
     net.mc = False
     chance.begin(net)
     assert hooks._global_forward_hooks
@@ -196,7 +210,7 @@ def test_nothing_stays_behind_when_forward_raises() -> None:
     net.mc = True
     chance.begin(net)
     net(torch.zeros(2, 4))
-    assert [call.function for call in chance.end(net)] == ["dropout"]
+    assert [finding.evidence["function"] for finding in judged([chance.end(net)])] == ["dropout"]
 
 
 @pytest.fixture
@@ -210,7 +224,7 @@ def profiled() -> Iterator[cProfile.Profile]:
 def test_a_profiler_of_the_user_stays_in_place(profiled: cProfile.Profile) -> None:
     """It is never replaced, and the call is found all the same."""
     before = sys.getprofile()
-    assert evaluate(Own().eval())[0].function == "dropout"
+    assert judged(evaluate(Own().eval()))
     assert sys.getprofile() is before
     assert before is profiled
 
@@ -235,7 +249,7 @@ def test_a_mode_of_the_user_sees_the_same() -> None:
                 forward(net, x)
         return mode.seen
 
-    chance, told = Chance(entries_of(GUARD), active_calls), []
+    chance, told = Chance(entries_of(GUARD), dropout_calls), []
 
     def attached(net: Net, x: Tensor) -> Tensor:
         GUARD.run("probe:chance", chance.begin, net)
@@ -249,7 +263,7 @@ def test_a_mode_of_the_user_sees_the_same() -> None:
 
 def test_the_finding_names_every_call() -> None:
     """Who mends one line would meet the next in the next run."""
-    others = ("dropout at m.py:9",)
-    fact = EvalDropout(step=4, function="dropout", location="m.py:3", module="a", class_name="A", others=others)
-    (finding,) = EvalNotDeterministic().compare("alone:chance", {0: fact})
-    assert finding.evidence["others"] == ["dropout at m.py:9"]
+    calls = tuple(DropoutCall(function="dropout", location=f"m.py:{line}", active=True) for line in (3, 9, 3))
+    fact = EvalDraws(step=4, modules=(DrawingModule(path="a", class_name="A", calls=calls),))
+    (finding,) = judged([fact])
+    assert (finding.location, finding.evidence["others"]) == ("m.py:3", ["dropout at m.py:9"])

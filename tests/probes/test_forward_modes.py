@@ -12,11 +12,13 @@ from torch import nn
 from torch.nn.modules import module as hooks
 from torch.utils.checkpoint import checkpoint
 
+from ddpdebug.detectors.data.data908_input_scale import InputScale
+from ddpdebug.detectors.rcp.rcp810_loss_detached import LossDetached
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.training_loop.detached_parts import Cuts
 from ddpdebug.probes.training_loop.input_statistics import FORWARDS, Inputs
-from ddpdebug.probes.training_loop.no_grad import JUDGE, NoGrad
+from ddpdebug.probes.training_loop.no_grad import LAST, NoGrad
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 ENTRIES = entries_of(GUARD)
@@ -34,16 +36,24 @@ def look(model: nn.Module, x: torch.Tensor) -> list[dict[str, Any]]:
 
 
 def test_inputs_are_those_of_the_first_layer_with_weights() -> None:
-    """What forward makes of its arguments counts, told once; bytes that were divided twice are recognised."""
+    """What forward makes of its arguments counts, told once; of small ones also how far they are from bytes."""
     pixels = torch.randint(0, 256, (4, 1, 8, 8)).float()
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
     (told,) = look(net, pixels / 255 / 255)
-    assert (told.layer, told.twice) == ("Linear", 1.0)
+    assert (told.layer, told.from_bytes) == ("Linear", pytest.approx(0, abs=1e-3))
     (told,) = look(net, pixels / 255)
-    assert told.twice == 0
+    assert told.from_bytes is None
     assert told.max == pytest.approx(float(pixels.max()) / 255)
     (told,) = look(net, torch.rand(4, 64) / 300)
-    assert told.twice == 0
+    assert told.from_bytes == pytest.approx(0.5, abs=0.1)
+    assert [judged(pixels / scale) for scale in (255**2, 255, 50)] == ["divided by 255 twice", None, None]
+
+
+def judged(x: torch.Tensor) -> str | None:
+    """What the rule says of inputs."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
+    facts = dict.fromkeys(range(2), look(net, x)[0])
+    return next((finding.phase for finding in InputScale().compare("inputs:0", facts)), None)
 
 
 def test_models_that_normalise_by_themselves_are_left_alone() -> None:
@@ -104,10 +114,10 @@ def run_parts(how: str) -> dict[str, Any] | None:
     model = Parts(how)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = NoGrad(model, ENTRIES)
-    for step in range(JUDGE + 1):
+    for step in range(LAST + 1):
         seen.release() if step else seen.begin()
         model(torch.randn(3, 4)).sum().backward()
-        if how == "starts later" and step == JUDGE:
+        if how == "starts later" and step == LAST:
             model.encoder(torch.randn(3, 4)).sum().backward()
         if how == "average":
             with torch.no_grad():
@@ -127,14 +137,27 @@ def test_a_part_that_runs_without_gradients_is_named() -> None:
     """The largest module under `no_grad` is told with its parameters and the line that calls it."""
     found = run_parts("cut")
     assert found is not None
-    assert found.modules == ("encoder",)
-    assert found.names == ("encoder.0.weight", "encoder.0.bias", "encoder.2.weight", "encoder.2.bias")
-    file, line = str(found.location).rsplit(":", 1)
+    (part,) = found.parts
+    assert (part.path, part.in_eval, part.copy_of, part.written) == ("encoder", False, None, False)
+    assert part.names == ("encoder.0.weight", "encoder.0.bias", "encoder.2.weight", "encoder.2.bias")
+    assert [finding.code for finding in LossDetached().compare(found.topic, {0: found})] == ["RCP810"]
+    file, line = str(part.location).rsplit(":", 1)
     assert file.endswith("test_forward_modes.py")
     assert "h = self.encoder(x)" in Path(__file__).read_text().splitlines()[int(line) - 1]
 
 
-@pytest.mark.parametrize("how", ["trains", "siamese", "checkpoint", "copy", "eval", "average", "starts later"])
-def test_parts_without_gradients_on_purpose(how: str) -> None:
-    """A part that gets gradients some other way, is held in eval mode, copies another or is averaged is let pass."""
+@pytest.mark.parametrize("how", ["trains", "siamese", "checkpoint", "starts later"])
+def test_parts_that_get_gradients(how: str) -> None:
+    """A part that gets some in another way, or later, is not told."""
     assert run_parts(how) is None
+
+
+@pytest.mark.parametrize(
+    "how, said", [("copy", ("head", False, False)), ("eval", (None, True, False)), ("average", (None, False, True))]
+)
+def test_parts_without_gradients_on_purpose(how: str, said: tuple[str | None, bool, bool]) -> None:
+    """What speaks for an intention is told, and the rule lets it pass."""
+    found = run_parts(how)
+    assert found is not None
+    assert [(part.copy_of, part.in_eval, part.written) for part in found.parts] == [said]
+    assert list(LossDetached().compare(found.topic, {0: found})) == []

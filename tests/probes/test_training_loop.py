@@ -13,51 +13,72 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, ReduceLROnPlateau, SequentialLR
 from torch.utils.checkpoint import checkpoint
 
+from ddpdebug.detectors.data.data903_invalid_labels import InvalidLabels
+from ddpdebug.detectors.rcp.rcp802_softmax_before_loss import SoftmaxBeforeLoss
+from ddpdebug.detectors.rcp.rcp819_loss_broadcast import LossBroadcast
 from ddpdebug.instrument.probes import Probes
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.training_events import BackwardBegan
+from ddpdebug.probes.training_events import BackwardBegan, BackwardEnded
 from ddpdebug.probes.training_loop.labels import Labels
 from ddpdebug.probes.training_loop.loss_graph import facts, is_mean, terms
 from ddpdebug.probes.training_loop.modes import Modes
 from ddpdebug.probes.training_loop.parameter_ownership import unregistered
 from ddpdebug.probes.training_loop.schedulers import Schedules
-from ddpdebug.probes.training_loop.zero_grad import Clearing
-from ddpdebug.schema.announcements import InitialLoss, LabelCounts, UnusedSchedule
+from ddpdebug.probes.training_loop.zero_grad import Cleared, Clearing
+from ddpdebug.schema import announcements
+from ddpdebug.schema.announcements import (
+    Announcement,
+    InitialLoss,
+    LabelCounts,
+    LossInput,
+    TargetRange,
+    UnusedSchedule,
+)
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 ENTRIES = entries_of(GUARD)
 
 
-def kinds(loss: torch.Tensor) -> list[str]:
-    return [fact.kind for term in terms(loss, by_scaler=False) for fact in facts(term)]
+RULES = [SoftmaxBeforeLoss(), LossBroadcast(), InvalidLabels()]
+
+
+def said(loss: torch.Tensor) -> list[Announcement]:
+    """What is told of a loss."""
+    return [fact for term in terms(loss, by_scaler=False) for fact in facts(term)]
+
+
+def codes(loss: torch.Tensor) -> list[str]:
+    """What the rules say about it."""
+    told = said(loss)
+    return [finding.code for rule in RULES for fact in told for finding in rule.compare(fact.topic, {0: fact})]
 
 
 def test_softmax_before_the_loss_is_seen_through_changes_of_form() -> None:
     """A softmax or sigmoid under a loss on logits is named, and log_softmax before cross entropy is not."""
     x = torch.randn(6, 5, 4, requires_grad=True)
     y = torch.randint(0, 4, (30,))
-    assert kinds(functional.cross_entropy(x.softmax(-1).reshape(30, 4), y)) == ["double-softmax"]
-    assert kinds(functional.nll_loss(x.softmax(-1).reshape(30, 4), y)) == ["double-softmax"]
-    assert kinds(functional.binary_cross_entropy_with_logits(x.sigmoid(), torch.ones_like(x)) / 4) == ["double-softmax"]
-    assert kinds(functional.cross_entropy(x.reshape(30, 4), y)) == []
-    assert kinds(functional.cross_entropy(x.log_softmax(-1).reshape(30, 4), y)) == []
-    assert kinds(functional.nll_loss(x.log_softmax(-1).reshape(30, 4), y)) == []
-    assert kinds(functional.cross_entropy(torch.softmax(x, 1).mean(1) @ torch.randn(4, 4), y[:6])) == []  # attention
+    assert codes(functional.cross_entropy(x.softmax(-1).reshape(30, 4), y)) == ["RCP802"]
+    assert codes(functional.nll_loss(x.softmax(-1).reshape(30, 4), y)) == ["RCP802"]
+    assert codes(functional.binary_cross_entropy_with_logits(x.sigmoid(), torch.ones_like(x)) / 4) == ["RCP802"]
+    assert codes(functional.cross_entropy(x.reshape(30, 4), y)) == []
+    assert codes(functional.cross_entropy(x.log_softmax(-1).reshape(30, 4), y)) == []
+    assert codes(functional.nll_loss(x.log_softmax(-1).reshape(30, 4), y)) == []
+    assert codes(functional.cross_entropy(torch.softmax(x, 1).mean(1) @ torch.randn(4, 4), y[:6])) == []  # attention
 
 
 def test_broadcast_in_the_loss() -> None:
     """N predictions that meet N targets in a table are named, and a table that was asked for is not."""
     p, t = torch.randn(8, 1, requires_grad=True) * 1, torch.randn(8)
     with pytest.warns(UserWarning, match="target size"):
-        assert kinds(functional.smooth_l1_loss(p, t)) == ["broadcast"]
+        assert codes(functional.smooth_l1_loss(p, t)) == ["RCP819"]
     for loss in (((p - t) ** 2).mean(), (p - t).abs().mean(), (-(p * t)).mean()):
-        assert kinds(loss) == ["broadcast"]
+        assert codes(loss) == ["RCP819"]
     square = p - t
-    assert kinds((square * square).mean()) == ["broadcast"]
+    assert codes((square * square).mean()) == ["RCP819"]
     off, weight = square.abs(), torch.rand(8)
-    assert kinds((torch.where(off < 1, 0.5 * off**2, off - 0.5) * weight).mean()) == ["broadcast"]
-    assert kinds((1 + square**2).log().mean()) == ["broadcast"]
+    assert codes((torch.where(off < 1, 0.5 * off**2, off - 0.5) * weight).mean()) == ["RCP819"]
+    assert codes((1 + square**2).log().mean()) == ["RCP819"]
     flat = torch.randn(8, requires_grad=True) * 1
     for loss in (
         ((flat - t) ** 2).mean(),
@@ -68,15 +89,52 @@ def test_broadcast_in_the_loss() -> None:
         (torch.where(flat < t, flat * t, flat) * weight).mean(),
         ((flat[:, None] - t).abs() * weight).mean(),
     ):
-        assert kinds(loss) == []
+        assert codes(loss) == []
 
 
 def test_binary_targets_outside_of_0_and_1() -> None:
     """Targets that binary cross entropy has no meaning for are named with their range."""
     x = torch.randn(9, requires_grad=True)
     loss = functional.binary_cross_entropy_with_logits(x, torch.where(x > 0, 1.0, -1.0))
-    assert [f.low for term in terms(loss, by_scaler=False) for f in facts(term)] == [-1]
-    assert kinds(functional.binary_cross_entropy_with_logits(x, torch.rand(9))) == []
+    assert codes(loss) == ["DATA903"]
+    assert [fact.low for fact in said(loss) if isinstance(fact, TargetRange)] == [-1]
+    assert codes(functional.binary_cross_entropy_with_logits(x, torch.rand(9))) == []
+
+
+def test_what_a_loss_is_given_is_told_whatever_it_is() -> None:
+    """Operations, ranges and shapes are said as they are; which of them are a mistake, a rule says."""
+    x, y = torch.randn(6, 3, requires_grad=True), torch.randint(0, 3, (6,))
+    (fact,) = said(functional.cross_entropy(torch.relu(x).reshape(6, 3), y))
+    assert fact == LossInput(loss="NllLoss", before=("LogSoftmax", "Relu"), shape=(6, 3))
+    fact, span = said(functional.binary_cross_entropy_with_logits(x * 2, torch.full((6, 3), 0.5)))
+    assert fact == LossInput(
+        loss="BinaryCrossEntropyWithLogits", before=("Mul", "torch::autograd::AccumulateGrad"), shape=(6, 3)
+    )
+    assert span == TargetRange(loss="BinaryCrossEntropyWithLogits", low=0.5, high=0.5)
+    (spread,) = said((x[:, :1] * 1 - torch.zeros(6, 5)).abs().mean())
+    assert spread == announcements.LossBroadcast(loss="Mean", prediction=(6, 1), result=(6, 5))
+    (spread,) = said((y[:, None] - x[:, 0][:, None]).pow(2).mean() * 1 + ((x[:, 0][:, None] - y) ** 2).mean())
+    assert spread == announcements.LossBroadcast(loss="Mean", prediction=(6, 1), result=(6, 6), explicit=True)
+
+
+def test_a_loss_is_told_once_and_again_when_something_is_new() -> None:
+    """The number of samples and where targets lie between two whole numbers are nothing new."""
+    told: list[Any] = []
+    bus = _probes(lambda fact, number=None: told.append(fact)).bus
+
+    def step(samples: int, highest: float) -> int:
+        x = torch.randn(samples, 1, requires_grad=True)
+        target = torch.linspace(0.01, highest, samples)[:, None]
+        for loss in (functional.binary_cross_entropy_with_logits(x * 1, target), (x * 1 - target[:, 0]).abs().mean()):
+            bus.emit(BackwardBegan([loss]))
+            bus.emit(BackwardEnded())
+        number = len(told)
+        told.clear()
+        return number
+
+    assert step(8, 1.0) == 3
+    assert [step(5, 1.0), step(8, 0.7), step(8, 0.99)] == [0, 0, 0]
+    assert step(8, 1.5) == 1
 
 
 def test_division_of_the_loss_is_seen() -> None:
@@ -98,13 +156,13 @@ def test_saved_tensors_of_the_user_are_not_unpacked() -> None:
     x, y = torch.randn(4, 3, requires_grad=True), torch.randint(0, 3, (4,))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: unpacked.append(t) or t):
         loss = functional.cross_entropy(x.softmax(1), y)
-    assert kinds(loss) == ["double-softmax"]
+    assert codes(loss) == ["RCP802"]
     labels = Labels()
     for term in terms(loss, by_scaler=False):
         labels.read(term)
     assert not unpacked
     assert labels.counts() is None
-    assert kinds(functional.cross_entropy(checkpoint(nn.Linear(3, 3), x, use_reentrant=False), y)) == []
+    assert codes(functional.cross_entropy(checkpoint(nn.Linear(3, 3), x, use_reentrant=False), y)) == []
 
 
 def test_labels_that_are_ignored_do_not_count() -> None:
@@ -115,7 +173,7 @@ def test_labels_that_are_ignored_do_not_count() -> None:
     labels.read(terms(functional.cross_entropy(x, y), by_scaler=False)[0])
     detail: dict[str, object] = {}
     assert labels.take(detail)
-    assert detail == {"label": 2}
+    assert detail == {"label": 2, "labels": 6}
     counts = labels.counts()
     assert counts is not None
     assert (counts.seen, counts.present, counts.share) == (6, 1, 1.0)
@@ -136,7 +194,10 @@ def uphill(model: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def loop(clear: str, steps: int = 4) -> list[tuple[bool, bool, int]]:
+UNTOUCHED = Cleared(carried=False, gone=False, discards=0, written=False)
+
+
+def loop(clear: str, steps: int = 4) -> list[Cleared]:
     """Train with one way to clear gradients; return what was seen before each step."""
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -174,8 +235,8 @@ def loop(clear: str, steps: int = 4) -> list[tuple[bool, bool, int]]:
 def test_gradients_that_are_cleared_in_any_way_are_not_carried_over() -> None:
     """All ways to clear are seen, an accumulation is none, and only a loop without any carries gradients over."""
     for clear in ("after", "zeros", "old style", "decay", "perturb"):
-        assert loop(clear) == [(False, False, 0)] * 4, clear
-    assert loop("never") == [(False, False, 0)] + [(True, False, 0)] * 3
+        assert loop(clear) == [UNTOUCHED] * 4, clear
+    assert loop("never") == [UNTOUCHED] + [UNTOUCHED._replace(carried=True)] * 3
 
 
 @pytest.mark.parametrize(
@@ -204,8 +265,8 @@ def test_a_gradient_of_zeros_is_told_by_its_bytes(gradient: torch.Tensor, zero: 
 
 def test_gradients_that_are_thrown_away() -> None:
     """Clearing between backward and step, and between micro-batches, is seen from the first step on."""
-    assert [gone for _, gone, _ in loop("before the step")] == [True] * 4
-    assert [discards for _, _, discards in loop("before each backward")] == [1] * 4
+    assert loop("before the step") == [Cleared(carried=False, gone=True, discards=0, written=True)] * 4
+    assert loop("before each backward") == [UNTOUCHED._replace(discards=1)] * 4
 
 
 def test_the_other_networks_gradients_may_be_cleared() -> None:
@@ -223,7 +284,7 @@ def test_the_other_networks_gradients_may_be_cleared() -> None:
             clearing.begin_backward()
             two(fake).mean().backward()
             clearing.end_backward()
-            assert clearing.before_step(optimizer) == (False, False, 0)
+            assert clearing.before_step(optimizer) == UNTOUCHED
             optimizer.step()
             clearing.after_step(optimizer)
 
@@ -261,20 +322,19 @@ def noted(seen: Schedules, schedule: LRScheduler) -> LRScheduler:
 
 
 def test_a_schedule_that_nothing_has_stepped() -> None:
-    """It is named after enough steps, and also when it has ended with the function that made it."""
+    """It is named with its optimizer's steps, and also when it has ended with the function that made it."""
     weight = nn.Parameter(torch.ones(1))
     seen, optimizer = Schedules(ENTRIES), torch.optim.SGD([weight], lr=1.0)
     schedule = noted(seen, CosineAnnealingLR(optimizer, 10))
     trained(seen, optimizer)
-    assert seen.never_called(6) == []
-    assert seen.never_called(5) == ["CosineAnnealingLR"]
+    assert seen.never_called() == [("CosineAnnealingLR", 5)]
     del schedule
-    assert seen.never_called(5) == ["CosineAnnealingLR"]
+    assert seen.never_called() == [("CosineAnnealingLR", 5)]
     plateau = ReduceLROnPlateau(optimizer)
     seen.built(plateau)
-    assert seen.never_called(5) == ["ReduceLROnPlateau"]
+    assert seen.never_called() == [("ReduceLROnPlateau", 5)]
     seen.moved(plateau)  # step(metric)
-    assert seen.never_called(5) == []
+    assert seen.never_called() == []
 
 
 def test_a_schedule_whose_time_has_not_come() -> None:
@@ -287,13 +347,13 @@ def test_a_schedule_whose_time_has_not_come() -> None:
     for _ in range(5):
         trained(seen, optimizer, 1)
         seen.called(whole)
-    assert seen.never_called(5) == []
+    assert seen.never_called() == []
     other = torch.optim.SGD([weight], lr=1.0)
     late = noted(seen, CosineAnnealingLR(other, 10))
     trained(seen, other)
     other.param_groups[0]["lr"] = 0.5
     trained(seen, other)
-    assert seen.never_called(5) == []
+    assert seen.never_called() == []
     assert late.last_epoch == 0
 
 
@@ -316,16 +376,16 @@ def test_a_rate_that_the_optimizer_does_not_read() -> None:
 
 
 def test_modes_matter_where_the_model_trains() -> None:
-    """A frozen body in eval mode and a choice among the modules are in order; all in eval mode is not."""
+    """Those of a frozen body are not among those that the mode changes; a choice among the modules is told."""
     body, head = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Sequential(nn.Dropout(0.1), nn.Linear(4, 2))
     model = nn.Sequential(body, head)
     modes = Modes()
-    assert modes.trains_in_eval(model) == []
-    assert modes.trains_in_eval(model.eval()) == ["0.1", "1.0"]
+    assert modes.in_eval(model) is None
+    assert modes.in_eval(model.eval()) == (["0.1", "1.0"], False)
     head.train()
-    assert modes.trains_in_eval(model) == []
+    assert modes.in_eval(model) == (["0.1"], True)
     frozen = nn.Sequential(body.requires_grad_(False), nn.Linear(4, 2)).eval()
-    assert modes.trains_in_eval(frozen) == []
+    assert modes.in_eval(frozen) == ([], False)
     assert not any(modes.evaluates_in_train(other) for other in (frozen, nn.Linear(1, 1)))
     assert modes.evaluates_in_train(model.train())
 
@@ -356,14 +416,14 @@ def _probes(announce: Callable[[str, Any], None]) -> Probes:
 def test_a_schedule_is_judged_where_the_run_came_to_its_end() -> None:
     """After an exception or a stop nobody knows whether a schedule by epochs would have been stepped."""
     told: list[Any] = []
-    recipe = _probes(lambda said, number=None: told.append((type(said), said.class_name))).recipe
+    recipe = _probes(lambda said, number=None: told.append((type(said), said.class_name, said.steps))).recipe
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
     schedule = noted(recipe.schedules, CosineAnnealingLR(optimizer, 10))
     trained(recipe.schedules, optimizer, 50)
     recipe.close()
     assert told == []
     recipe.close(finished=True)
-    assert told == [(UnusedSchedule, type(schedule).__name__)]
+    assert told == [(UnusedSchedule, type(schedule).__name__, 50)]
 
 
 def test_a_forked_child_announces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,6 +436,6 @@ def test_a_forked_child_announces_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     with monkeypatch.context() as patch:
         patch.setattr("os.getpid", lambda: -1)
         recipe.close()
-    assert told == [InitialLoss]
+    assert told == [LossInput, InitialLoss]
     recipe.close()
-    assert told == [InitialLoss, LabelCounts]
+    assert told == [LossInput, InitialLoss, LabelCounts]

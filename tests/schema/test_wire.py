@@ -222,5 +222,5 @@ def test_evidence_may_hold_them() -> None:
         "modes": {"a": True},
         "hyper": [[{"lr": 0.1}]],
         "clip": {"norm": "nan", "max": 1.0, "before_sync": False, "location": None},
-        "late": {"step": None, "class": "StepLR"},
+        "late": {"step": None, "class": "StepLR", "steps": 0},
     }

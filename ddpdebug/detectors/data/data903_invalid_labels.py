@@ -33,6 +33,10 @@ _FACT = {
 }
 
 
+def _between(low: float, high: float) -> tuple[Facts]:
+    return (Facts(topic="alone:loss", values={0: {**_FACT, "low": low, "high": high}}),)
+
+
 class InvalidLabels(EventRule):
     """RankClasses lie outside what the loss defines, or their dtype selects another meaning of the loss.
 
@@ -64,6 +68,8 @@ class InvalidLabels(EventRule):
     fires_on = Examples(
         lambda: (
             (Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),),
+            _between(0.0, 1.001),
+            _between(-0.001, 1.0),
             (
                 Facts(
                     topic="alone:failure", values={1: {"reason": "exception: IndexError: Target 10 is out of bounds."}}
@@ -74,6 +80,8 @@ class InvalidLabels(EventRule):
     silent_on = Examples(
         lambda: (
             steps(3),
+            _between(0.0, 1.0),
+            _between(0.1, 0.9),
             (Facts(topic="alone:loss", values={0: {**_FACT, "kind": "broadcast"}}),),
             (Facts(topic="alone:failure", values={1: {"reason": "exception: IndexError: list index out of range"}}),),
         )
@@ -81,6 +89,8 @@ class InvalidLabels(EventRule):
 
     def judge(self, fact: TargetRange | Failure) -> Mapping[str, Any] | None:
         if isinstance(fact, TargetRange):
+            if fact.low >= 0 and fact.high <= 1:  # a probability
+                return None
             evidence = {"labels_from": fact.low, "labels_to": fact.high, "allowed": [0, 1]}
             return {"subject": (fact.loss,), "evidence": evidence}
         if not any(message in fact.reason for message in MESSAGES):

@@ -16,8 +16,8 @@ from ddpdebug.schema.step import Step
 _EVERY = 4
 
 
-def _label(number: int) -> dict[int, Any]:
-    return {r: {"label": number} for r in range(4)}
+def _label(number: int, labels: int = 4) -> dict[int, Any]:
+    return {r: {"label": number, "labels": labels} for r in range(4)}
 
 
 class SingleClassBatches(Detector):
@@ -52,6 +52,9 @@ class SingleClassBatches(Detector):
         "batches of one class that make up for each batch with two: where one class ends and the next begins",
         source="classes of three batches and more; shuffled batches of several samples have no such runs",
     )
+    single_class_labels = Threshold(
+        4, "labels of a batch that say something about its classes", source="chosen: fewer are alike too often"
+    )
     single_class_steps = Threshold(
         16, "steps in a row of one class each", source="two balanced classes in batches of four do so once in 1e14"
     )
@@ -71,6 +74,7 @@ class SingleClassBatches(Detector):
         lambda: (
             steps(21),
             steps(21, flags=Flag.SINGLE_CLASS, recipe=_label(0)),  # the positive pair stands in column 0
+            tuple(step_at(n, flags=Flag.SINGLE_CLASS, recipe=_label(n % 3, labels=3)) for n in range(21)),
             tuple(step_at(n, flags=Flag.SINGLE_CLASS if n % 2 else 0, recipe=_label(n % 3)) for n in range(21)),
         )
     )
@@ -95,7 +99,10 @@ class SingleClassBatches(Detector):
             return
         self._runs[step.optimizer] = first, number + 1, mixed
         seen = self._seen.setdefault(step.optimizer, set())
-        seen.update(recipe.label for recipe in step.answers(Recipe).values() if recipe.label is not None)
+        for recipe in step.answers(Recipe).values():
+            # older versions said it of enough labels only
+            if recipe.label is not None and (recipe.labels is None or recipe.labels >= self.single_class_labels):
+                seen.add(recipe.label)
         if number + 1 >= self.single_class_steps and len(seen) > 1:
             evidence = {"steps_of_one_class_each": number + 1, "others": mixed, "classes_seen": sorted(seen)[:20]}
             yield self.finding(step, step=first, evidence=evidence)

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from ddpdebug.detectors.base import Detector, Examples, Facts, Threshold
 from ddpdebug.detectors.examples import steps
 from ddpdebug.schema.announcements import InputStatistics
 from ddpdebug.schema.finding import Finding, Severity
 
-_USUAL = {"layer": "Conv2d", "mean": 0.0, "std": 1.0, "min": -3.0, "max": 3.0, "twice": 0.0, "step": 4}
+_USUAL = {"layer": "Conv2d", "mean": 0.0, "std": 1.0, "min": -3.0, "max": 3.0, "from_bytes": None, "step": 4}
+_DIVIDED = {**_USUAL, "std": 0.001, "min": 0.0, "max": 1.01 / 255, "from_bytes": 0.01}
+
+
+def _inputs(**more: Any) -> tuple[Facts]:
+    return (Facts(topic="inputs:0", values={0: {**_USUAL, **more}, 1: _USUAL}),)
+
+
+def _divided(**more: Any) -> tuple[Facts]:
+    told = {**_DIVIDED, **more}
+    return (Facts(topic="inputs:0", values={0: told, 1: told}),)
 
 
 class InputScale(Detector):
@@ -56,29 +67,37 @@ class InputScale(Detector):
         "standard deviation of the inputs, above which they are far from normalised",
         source="standardised inputs have 1; bytes of images have about 60",
     )
+    input_bytes_highest = Threshold(
+        1.01 / 255,
+        "largest input, above which nothing was divided by 255 twice",
+        source="a byte is at most 255, which leaves 1/255; a hundredth more for rounding",
+    )
+    input_bytes_rest = Threshold(
+        0.02,
+        "distance of the inputs, times 255 and 255 again, from whole numbers, from which on they were no bytes",
+        source="rounding in 32 bits leaves less than 1e-4; of other numbers some are 0.5 away",
+    )
     fires_on = Examples(
         lambda: (
-            (Facts(topic="inputs:0", values={0: {**_USUAL, "mean": 110.0, "std": 62.0, "max": 255.0}, 1: _USUAL}),),
-            (Facts(topic="inputs:0", values={0: {**_USUAL, "std": 0.0, "min": 0.0, "max": 0.0}, 1: _USUAL}),),
-            (
-                Facts(
-                    topic="inputs:0",
-                    values={0: {**_USUAL, "std": 0.001, "min": 0.0, "max": 0.0039, "twice": 1.0}, 1: _USUAL},
-                ),
-            ),
+            _inputs(mean=110.0, std=62.0, max=255.0),
+            (Facts(topic="inputs:0", values={0: {**_USUAL, "std": 20.1}}),),
+            _inputs(std=0.0, min=0.0, max=0.0),
+            _divided(),
+            _divided(from_bytes=0.0),
             (Facts(topic="inputs:0", values={0: _USUAL, 1: {**_USUAL, "std": 25.0, "min": -70.0, "max": 75.0}}),),
         )
     )
     silent_on = Examples(
         lambda: (
             steps(3),
-            (Facts(topic="inputs:0", values={0: _USUAL, 1: {**_USUAL, "std": 1.3, "mean": 0.2}}),),
-            (
-                Facts(
-                    topic="inputs:0",
-                    values={0: {**_USUAL, "mean": 0.13, "std": 0.3, "min": 0.0, "max": 1.0}, 1: _USUAL},
-                ),
-            ),
+            _inputs(mean=0.2, std=1.3),
+            _inputs(mean=0.13, std=0.3, min=0.0, max=1.0),
+            (Facts(topic="inputs:0", values={0: {**_USUAL, "std": 20.0}}),),
+            _inputs(std=7.9),
+            _divided(from_bytes=0.03),
+            _divided(max=1.02 / 255),
+            _divided(min=-0.001),
+            _divided(from_bytes=None),  # also where an older version has not said it
         )
     )
 
@@ -86,7 +105,7 @@ class InputScale(Detector):
         told = dict(sorted(facts.items()))
         found: dict[str, list[int]] = {}
         for rank, fact in told.items():
-            if (what := _unusual(fact, self.input_std)) is not None:
+            if (what := self._unusual(fact)) is not None:
                 found.setdefault(what, []).append(rank)
         if not found and (odd := _apart(told, self.input_scale_apart, self.input_mean_apart)):
             found["differs between ranks"] = odd
@@ -103,14 +122,14 @@ class InputScale(Detector):
                 evidence={"observed": what, "inputs": about},
             )
 
-
-def _unusual(fact: InputStatistics, most: float) -> str | None:
-    """What is wrong with the inputs of one rank, None where nothing is."""
-    if fact.min == fact.max:
-        return "constant"
-    if fact.twice:
-        return "divided by 255 twice"
-    return "far from normalised" if fact.std > most else None
+    def _unusual(self, fact: InputStatistics) -> str | None:
+        """What is wrong with the inputs of one rank, None where nothing is."""
+        if fact.min == fact.max:
+            return "constant"
+        bytes_again = fact.from_bytes is not None and fact.from_bytes < self.input_bytes_rest
+        if bytes_again and fact.min >= 0 and fact.max <= self.input_bytes_highest:
+            return "divided by 255 twice"
+        return "far from normalised" if fact.std > self.input_std else None
 
 
 def _apart(told: Mapping[int, InputStatistics], times: float, shift: float) -> list[int]:

@@ -9,7 +9,7 @@ from ddpdebug.detectors.base import Threshold
 from ddpdebug.detectors.kinds import Streak, StreakRule
 from ddpdebug.schema.details import Recipe
 from ddpdebug.schema.finding import Finding
-from ddpdebug.schema.row import Flag
+from ddpdebug.schema.row import Flag, Row
 from ddpdebug.schema.step import Step
 from ddpdebug.schema.wire import to_json
 
@@ -18,12 +18,18 @@ class HabitRule(StreakRule):
     """A rule about a flag that ranks set in several steps in a row, and what the `recipe` details say about it."""
 
     flag: ClassVar[Flag]
+    #: Flags beside which that flag is in order.
+    unless: ClassVar[Flag] = Flag(0)
     key: ClassVar[str]  # the field of `Recipe`
     wants = ("recipe",)
 
     def shown(self, step: Step) -> Mapping[Hashable, bool] | None:
-        shows = step.any(self.flag)
+        shows = bool(self._ranks(step))
         return {self.key: shows} if shows or not step.any(Flag.SKIPPED) else None
+
+    def shows(self, row: Row) -> bool:
+        """Whether a rank that has set the flag shows the habit."""
+        return not row.flags & int(self.unless)
 
     def describe(self, about: Any) -> dict[str, Any] | None:
         """Fields of the finding about one rank's detail, None where nothing is wrong; called for a long streak."""
@@ -31,11 +37,14 @@ class HabitRule(StreakRule):
         return {"location": evidence.pop("location"), "evidence": evidence}
 
     def report(self, step: Step, streaks: Mapping[Any, Streak]) -> Iterator[Finding]:
-        known = (getattr(recipe, self.key) for _, recipe in sorted(step.answers(Recipe).items()))
+        ranks = self._ranks(step)
+        known = (getattr(recipe, self.key) for rank, recipe in step.answers(Recipe).items() if rank in ranks)
         about = next((entry for entry in known if entry is not None), None)
         if (fields := self.describe(about) if about is not None else {}) is not None:
-            ranks = step.ranks_with(self.flag)
             yield self.finding(**{"step": streaks[self.key].first, "last_step": step.step, "ranks": ranks, **fields})
+
+    def _ranks(self, step: Step) -> tuple[int, ...]:
+        return tuple(rank for rank in step.ranks_with(self.flag) if self.shows(step.rows[rank]))
 
 
 class StepHabit(HabitRule):

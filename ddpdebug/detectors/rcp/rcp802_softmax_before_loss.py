@@ -8,16 +8,22 @@ from typing import Any
 from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.kinds import EventRule
-from ddpdebug.schema.announcements import DoubleSoftmax
+from ddpdebug.schema.announcements import LossInput
 from ddpdebug.schema.finding import Severity
 
+#: Operations that make probabilities, and what they are called.
+_PROBABILITIES = {"Softmax": "softmax", "Sigmoid": "sigmoid"}
 _FACT = {
-    "kind": "double-softmax",
+    "kind": "input",
     "step": 0,
     "loss": "BinaryCrossEntropyWithLogits",
-    "before": "sigmoid",
+    "before": ["Sigmoid", "Addmm"],
     "location": "train.py:58",
 }
+
+
+def _given(loss: str, *before: str) -> tuple[Facts]:
+    return (Facts(topic="alone:loss", values={1: {**_FACT, "loss": loss, "before": list(before)}}),)
 
 
 class SoftmaxBeforeLoss(EventRule):
@@ -45,20 +51,37 @@ class SoftmaxBeforeLoss(EventRule):
     code = "RCP802"
     severity = Severity.ERROR
     title = "softmax or sigmoid is applied before a loss that expects logits"
-    events = ("loss:double-softmax",)
+    events = ("loss:input",)
     fires_on = Examples(
         lambda: (
             (Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),),
-            (*steps(2), Facts(topic="alone:loss", values={1: {**_FACT, "loss": "NllLoss", "before": "softmax"}})),
+            (*steps(2), *_given("NllLoss", "LogSoftmax", "Softmax")),
+            _given("NllLoss2D", "Softmax", "Convolution"),
         )
     )
     silent_on = Examples(
         lambda: (
             steps(3),
+            _given("NllLoss", "LogSoftmax", "Addmm"),
+            _given("NllLoss", "LogSoftmax", "LogSoftmax"),  # the second one changes nothing
+            _given("NllLoss", "Addmm", "Softmax"),  # a mixture, however made
+            _given("BinaryCrossEntropyWithLogits", "Addmm", "Sigmoid"),  # the activation of a hidden layer
+            _given("NllLoss"),  # what an older version said of it cannot be read
             (Facts(topic="alone:loss", values={0: {"kind": "initial", "step": 0, "classes": 10, "loss": 2.3}}),),
         )
     )
 
-    def judge(self, fact: DoubleSoftmax) -> Mapping[str, Any] | None:
-        evidence = {"applied_before": fact.before, "prediction": list(fact.shape)}
-        return {"subject": (fact.loss,), "evidence": evidence}
+    def judge(self, fact: LossInput) -> Mapping[str, Any] | None:
+        applied = _probabilities(fact)
+        evidence = {"applied_before": applied, "prediction": list(fact.shape)}
+        return {"subject": (fact.loss,), "evidence": evidence} if applied is not None else None
+
+
+def _probabilities(fact: LossInput) -> str | None:
+    """Say what made probabilities of what the loss takes for logits or log probabilities, None where nothing did."""
+    last, before = (*fact.before, "", "")[:2]
+    if not fact.loss.startswith("NllLoss"):
+        return _PROBABILITIES.get(last)
+    if last == "LogSoftmax":
+        return _PROBABILITIES.get(before)
+    return "softmax without log" if last == "Softmax" else None

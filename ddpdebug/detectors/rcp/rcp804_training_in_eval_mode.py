@@ -42,6 +42,7 @@ class TrainingInEvalMode(StepHabit):
     severity = Severity.ERROR
     title = "a training forward runs in eval mode"
     flag = Flag.EVAL_MODE
+    unless = Flag.MODES_MIXED | Flag.MODE_CHANGES_NOTHING  # somebody chose among them, or it makes no difference
     key = "modes"
     fires_on = Examples(
         lambda: (
@@ -53,6 +54,8 @@ class TrainingInEvalMode(StepHabit):
         lambda: (
             steps(6),
             steps(2, flags=Flag.EVAL_MODE, recipe=_EVAL),
+            steps(4, flags=Flag.EVAL_MODE | Flag.MODES_MIXED, recipe=_EVAL),  # BatchNorm alone
+            steps(4, flags=Flag.EVAL_MODE | Flag.MODE_CHANGES_NOTHING, recipe=_EVAL),  # a frozen body
             (step_at(0, flags=Flag.EVAL_MODE), step_at(1), *steps(2, start=2, flags=Flag.EVAL_MODE), step_at(4)),
         )
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Examples, Facts
+from ddpdebug.detectors.base import Examples, Facts, Threshold
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.kinds import EventRule
 from ddpdebug.detectors.rcp.habits import WindowHabit
@@ -56,15 +56,21 @@ class SchedulerOutOfStep(WindowHabit, EventRule):
     events = ("schedule",)
     flag = Flag.SCHEDULED_OFTEN
     key = "scheduler"
+    schedule_unused_steps = Threshold(
+        40,
+        "steps of an optimizer whose scheduler nothing has stepped, from which on it was forgotten",
+        source="chosen: a run that is shorter may end before the first epoch does",
+    )
     fires_on = Examples(
         lambda: (
             steps(4, flags=Flag.SCHEDULED_OFTEN, micro_batches=4, recipe=_OFTEN),
-            (Facts(topic="alone:schedule", values={0: {"class": "CosineAnnealingLR", "step": 80}}),),
+            (Facts(topic="alone:schedule", values={0: {"class": "CosineAnnealingLR", "step": 80, "steps": 40}}),),
         )
     )
     silent_on = Examples(
         lambda: (
             steps(6),
+            (Facts(topic="alone:schedule", values={0: {"class": "CosineAnnealingLR", "step": 80, "steps": 39}}),),
             steps(3, flags=Flag.SCHEDULED_OFTEN, recipe=_OFTEN),
             (*steps(1, flags=Flag.SCHEDULED_OFTEN, recipe=_OFTEN), *steps(5, start=1)),  # wound forward after a resume
         )
@@ -77,6 +83,8 @@ class SchedulerOutOfStep(WindowHabit, EventRule):
         return {"subject": (about.class_name,), "location": about.location, "evidence": evidence}
 
     def judge(self, fact: UnusedSchedule) -> Mapping[str, Any] | None:
+        if fact.steps < self.schedule_unused_steps:
+            return None
         return {
             "severity": Severity.WARNING,
             "title": "the scheduler was never stepped",

@@ -36,21 +36,27 @@ class AccumulationNotScaled(WindowHabit):
     code = "RCP809"
     severity = Severity.WARNING
     title = "gradient accumulation is not scaled"
-    flag = Flag.UNSCALED_ACCUMULATION
+    flag = Flag.MEANS_ADDED
+    #: Losses of several terms, one forward for several losses, gradients that did not add up, a division by hand.
+    unless = Flag.NOT_ONE_LINE | Flag.FEWER_FORWARDS | Flag.GRADS_DISCARDED | Flag.GRADS_CARRIED | Flag.GRADS_WRITTEN
     key = "accumulation"
     fires_on = Examples(
         lambda: (
             steps(
                 4,
-                flags=Flag.UNSCALED_ACCUMULATION,
+                flags=Flag.MEANS_ADDED,
                 recipe={r: {"accumulation": {"micro_batches": 8, "location": "train.py:50"}} for r in range(4)},
             ),
-            (step_at(0), *steps(4, start=1, flags=Flag.UNSCALED_ACCUMULATION)),
+            (step_at(0), *steps(4, start=1, flags=Flag.MEANS_ADDED | Flag.CLIPPED)),
         )
     )
     silent_on = Examples(
         lambda: (
             steps(6, micro_batches=8),
-            steps(3, flags=Flag.UNSCALED_ACCUMULATION),
+            steps(3, flags=Flag.MEANS_ADDED),
+            *(
+                steps(5, flags=Flag.MEANS_ADDED | Flag[other])
+                for other in ("NOT_ONE_LINE", "FEWER_FORWARDS", "GRADS_DISCARDED", "GRADS_CARRIED", "GRADS_WRITTEN")
+            ),
         )
     )

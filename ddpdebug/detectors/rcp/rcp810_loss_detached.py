@@ -9,10 +9,11 @@ from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import gradients, steps
 from ddpdebug.detectors.kinds import EventRule
-from ddpdebug.schema.announcements import DetachedParameters, NoGradParameters
+from ddpdebug.schema.announcements import DetachedParameters, NoGradParts
 from ddpdebug.schema.finding import Severity
 
-_NO_GRAD = {"kind": "no_grad", "step": 3, "names": ["encoder.weight"], "modules": ["encoder"], "location": "t.py:9"}
+_MAX_MODULES = 5
+_PART = {"path": "encoder", "names": ["encoder.weight"], "location": "t.py:9", "in_eval": False, "copy_of": None}
 _FACT = {"kind": "detached", "step": 2, "names": ["encoder.weight"], "after": "encoder", "before": "decoder"}
 
 _UNUSED: dict[str, Any] = {
@@ -20,6 +21,11 @@ _UNUSED: dict[str, Any] = {
     "presence_digest": 77,
     "gradients": gradients(4, missing=["encoder.weight"]),
 }
+
+
+def _no_grad(*parts: dict[str, Any]) -> tuple[Facts]:
+    told = [{**_PART, "written": False, **part} for part in parts]
+    return (Facts(topic="alone:audit", values={1: {"kind": "no_grad", "step": 3, "parts": told}}),)
 
 
 class LossDetached(EventRule):
@@ -55,27 +61,36 @@ class LossDetached(EventRule):
         lambda: (
             (Facts(topic="alone:audit", values={0: _FACT, 1: _FACT}),),
             (*steps(2), Facts(topic="alone:audit", values={1: {**_FACT, "after": "encoder.3", "before": "head"}})),
-            (*steps(2), Facts(topic="alone:audit", values={0: _NO_GRAD, 1: _NO_GRAD}), *steps(9, start=2, **_UNUSED)),
+            (*steps(2), *_no_grad({}), *steps(9, start=2, **_UNUSED)),
+            _no_grad({"in_eval": True}, {"path": "body"}),
         )
     )
     silent_on = Examples(
         lambda: (
             steps(3),
             (Facts(topic="alone:audit", values={0: {**_FACT, "kind": "unregistered"}}),),
+            _no_grad({"in_eval": True}),
+            _no_grad({"copy_of": "student"}),  # a teacher, a target network
+            _no_grad({"written": True}),  # an average of weights
+            _no_grad(),  # what an older version said of it cannot be read
         )
     )
 
-    def judge(self, fact: DetachedParameters | NoGradParameters) -> Mapping[str, Any] | None:
-        evidence: dict[str, Any]
+    def judge(self, fact: DetachedParameters | NoGradParts) -> Mapping[str, Any] | None:
+        about: dict[str, Any] = {"step": 0, "last_step": fact.step}
         if isinstance(fact, DetachedParameters):
-            severity, evidence = self.severity, {"cut_between": [fact.after, fact.before]}
-        else:
-            severity = Severity.WARNING
-            evidence = {"observed": "run without gradients by a forward that trains", "modules": list(fact.modules)}
+            evidence = {"cut_between": [fact.after, fact.before]}
+            return {**about, "subject": fact.names[:MAX_NAMES], "evidence": evidence}
+        parts = [part for part in fact.parts if not (part.in_eval or part.copy_of is not None or part.written)]
+        if not parts:
+            return None
         return {
-            "severity": severity,
-            "step": 0,
-            "last_step": fact.step,
-            "subject": fact.names[:MAX_NAMES],
-            "evidence": evidence,
+            **about,
+            "severity": Severity.WARNING,
+            "location": parts[0].location,
+            "subject": tuple(name for part in parts for name in part.names)[:MAX_NAMES],
+            "evidence": {
+                "observed": "run without gradients by a forward that trains",
+                "modules": [part.path for part in parts[:_MAX_MODULES]],
+            },
         }

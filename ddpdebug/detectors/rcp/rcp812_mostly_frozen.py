@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Examples, Facts
+from ddpdebug.detectors.base import Examples, Facts, Threshold
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.kinds import EventRule
 from ddpdebug.schema.announcements import FrozenParameters
 from ddpdebug.schema.finding import Severity
 
-_FACT = {"kind": "frozen", "step": 32, "share": 0.9}
+_FACT = {"kind": "frozen", "step": 32, "share": 0.9, "first": 0.9}
+
+
+def _frozen(**more: float) -> tuple[Facts]:
+    return (Facts(topic="alone:audit", values={0: {**_FACT, **more}}),)
 
 
 class MostlyFrozen(EventRule):
@@ -40,18 +44,29 @@ class MostlyFrozen(EventRule):
     severity = Severity.WARNING
     title = "a large part of the model is frozen"
     events = ("audit:frozen",)
+    frozen_share = Threshold(
+        0.5,
+        "share of what the optimizer was built to train that is frozen, in step 1 and still in step 32",
+        source="chosen: the larger part; a stage of a recipe that freezes for a moment is over by step 32",
+    )
     fires_on = Examples(
         lambda: (
             (Facts(topic="alone:audit", values={0: _FACT, 1: _FACT}),),
             (*steps(2), Facts(topic="alone:audit", values={1: {**_FACT, "share": 1.0}})),
+            _frozen(share=0.51, first=0.51),
         )
     )
     silent_on = Examples(
         lambda: (
             steps(3),
+            _frozen(share=0.5),
+            _frozen(first=0.5),
             (Facts(topic="alone:audit", values={0: {**_FACT, "kind": "missing", "orphans": []}}),),
         )
     )
 
     def judge(self, fact: FrozenParameters) -> Mapping[str, Any] | None:
+        first = fact.share if fact.first is None else fact.first  # older versions said it of the larger part only
+        if min(first, fact.share) <= self.frozen_share:
+            return None
         return {"evidence": {"frozen_since_the_optimizer_was_built": round(fact.share, 4)}}

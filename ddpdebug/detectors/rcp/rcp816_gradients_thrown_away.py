@@ -9,7 +9,7 @@ from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.rcp.habits import StepHabit
 from ddpdebug.schema.details import DiscardedGradients
 from ddpdebug.schema.finding import Severity
-from ddpdebug.schema.row import Flag
+from ddpdebug.schema.row import Flag, Row
 
 _GONE: dict[int, Any] = {r: {"discarded": {"kind": "all", "count": 1, "location": "train.py:61"}} for r in range(4)}
 
@@ -41,11 +41,13 @@ class GradientsThrownAway(StepHabit):
     severity = Severity.ERROR
     title = "gradients are cleared between backward and the step that should use them"
     flag = Flag.GRADS_DISCARDED
+    unless = Flag.INPUT_GRADIENT  # those of an attack, or of a penalty, are thrown away on purpose
     key = "discarded"
     fires_on = Examples(
         lambda: (
             steps(3, flags=Flag.GRADS_DISCARDED, recipe=_GONE),
             (*steps(2), *steps(3, start=2, flags=Flag.GRADS_DISCARDED)),
+            steps(3, flags=Flag.GRADS_DISCARDED | Flag.GRADS_GONE | Flag.NOT_ONE_LINE | Flag.FEWER_FORWARDS),
         )
     )
     silent_on = Examples(
@@ -57,8 +59,18 @@ class GradientsThrownAway(StepHabit):
                 step_at(1),
                 step_at(2, flags=Flag.GRADS_DISCARDED),
             ),  # skipped batches
+            *(  # a step uphill and back, a look at the gradients of one more loss
+                steps(4, flags=Flag.GRADS_DISCARDED | Flag[other], recipe=_GONE)
+                for other in ("INPUT_GRADIENT", "NOT_ONE_LINE", "FEWER_FORWARDS")
+            ),
+            steps(4, flags=Flag.GRADS_DISCARDED | Flag.GRADS_GONE | Flag.INPUT_GRADIENT),
         )
     )
+
+    def shows(self, row: Row) -> bool:
+        # micro-batches: of one line each, with a forward each
+        several = row.has(Flag.NOT_ONE_LINE | Flag.FEWER_FORWARDS)
+        return super().shows(row) and (row.has(Flag.GRADS_GONE) or not several)
 
     def describe(self, about: DiscardedGradients) -> dict[str, Any] | None:
         evidence = {"cleared": about.kind, "backwards_lost": about.count}

@@ -21,6 +21,10 @@ _FACT = {
 }
 
 
+def _spread(prediction: list[int], result: list[int], **more: Any) -> tuple[Facts]:
+    return (Facts(topic="alone:loss", values={1: {**_FACT, "prediction": prediction, "result": result, **more}}),)
+
+
 class LossBroadcast(EventRule):
     """Prediction and target broadcast, such as (N, 1) against (N,), so that the loss averages over an N x N table.
 
@@ -50,12 +54,18 @@ class LossBroadcast(EventRule):
     fires_on = Examples(
         lambda: (
             (Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),),
-            (*steps(2), Facts(topic="alone:loss", values={1: {**_FACT, "prediction": [32]}})),
+            (*steps(2), *_spread([32], [32, 32])),
+            _spread([2, 1], [2, 2]),
         )
     )
     silent_on = Examples(
         lambda: (
             steps(3),
+            _spread([32, 1], [32, 31]),  # several targets for each sample
+            _spread([32], [1, 32]),
+            _spread([1], [1, 1]),
+            _spread([32, 1], [32, 32], explicit=True),  # all pairs
+            _spread([32, 1, 8], [32, 32, 8]),
             (
                 Facts(
                     topic="alone:loss",
@@ -66,5 +76,8 @@ class LossBroadcast(EventRule):
     )
 
     def judge(self, fact: announcements.LossBroadcast) -> Mapping[str, Any] | None:
+        rows, columns = fact.result if len(fact.result) == 2 else (0, 0)
+        if fact.explicit or not 1 < rows == columns or fact.prediction not in {(rows,), (rows, 1)}:
+            return None
         evidence = {"prediction": list(fact.prediction), "averaged_over": list(fact.result)}
         return {"subject": (fact.loss,), "evidence": evidence}

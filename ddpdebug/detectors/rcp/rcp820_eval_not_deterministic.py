@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.kinds import EventRule
-from ddpdebug.schema.announcements import EvalDropout
+from ddpdebug.schema.announcements import DrawingModule, DropoutCall, EvalDraws
 from ddpdebug.schema.finding import Severity
 
-_FACT = {
-    "step": 20,
-    "function": "dropout",
-    "p": 0.1,
-    "module": "encoder.0",
-    "class": "Block",
-    "location": "model.py:31",
-}
-_ATTENTION = {**_FACT, "function": "scaled_dot_product_attention", "p": None, "location": "model.py:24"}
+_CALL = {"function": "dropout", "p": 0.1, "location": "model.py:31", "active": True}
+_MODULE = {"path": "encoder.0", "class": "Block", "training": False, "draws_otherwise": False}
+_ATTENTION = {**_CALL, "function": "scaled_dot_product_attention", "p": None, "location": "model.py:24"}
+#: Calls that one finding names.
+_MAX_CALLS = 8
+
+
+def _draws(*calls: dict[str, Any], **more: Any) -> tuple[Facts]:
+    told = {"step": 20, "modules": [{**_MODULE, **more, "calls": list(calls)}]}
+    return (Facts(topic="alone:chance", values=dict.fromkeys((0, 1), told)),)
 
 
 class EvalNotDeterministic(EventRule):
@@ -56,21 +57,45 @@ class EvalNotDeterministic(EventRule):
     events = ("chance",)
     fires_on = Examples(
         lambda: (
-            (Facts(topic="alone:chance", values={0: _FACT, 1: _FACT}),),
-            (*steps(2), Facts(topic="alone:chance", values={1: _ATTENTION})),
+            _draws(_CALL),
+            (*steps(2), *_draws(_ATTENTION)),
+            _draws({**_CALL, "active": None}),
+            _draws(_CALL, draws_otherwise=True),
         )
     )
     silent_on = Examples(
         lambda: (
             steps(3),
+            _draws(_CALL, training=True),  # Monte Carlo dropout
+            _draws({**_CALL, "active": None}, draws_otherwise=True),  # the other may have been it
+            _draws(),  # what an older version said of it cannot be read
             (Facts(topic="alone:validation", values={0: {"step": 20, "forwards": 4, "since": 0}}),),
         )
     )
 
-    def judge(self, fact: EvalDropout) -> Mapping[str, Any] | None:
-        evidence: dict[str, Any] = {"function": fact.function, "class": fact.class_name, "mode": "eval"}
-        if fact.others:
-            evidence["others"] = list(fact.others)
-        if fact.p is not None:
-            evidence["p"] = fact.p
-        return {"subject": (fact.module,), "evidence": evidence}
+    def judge(self, fact: EvalDraws) -> Mapping[str, Any] | None:
+        found: dict[tuple[str, str | None], tuple[DrawingModule, DropoutCall]] = {}
+        for part in fact.modules:
+            for call in _culprits(part):
+                found.setdefault((call.function, call.location), (part, call))
+        if not found:
+            return None
+        (module, first), *more = list(found.values())[:_MAX_CALLS]
+        evidence: dict[str, Any] = {"function": first.function, "class": module.class_name, "mode": "eval"}
+        if more:
+            evidence["others"] = [f"{call.function} at {call.location}" for _, call in more]
+        if first.p is not None:
+            evidence["p"] = first.p
+        return {"subject": (module.path,), "location": first.location, "evidence": evidence}
+
+
+def _culprits(module: DrawingModule) -> Sequence[DropoutCall]:
+    """Return the calls by which a module in eval mode has drawn.
+
+    Those that are certainly active if there are any, else those that may be, unless something else draws as well. A
+    part that was put into train mode by itself draws on purpose.
+    """
+    if module.training:
+        return ()
+    certain = [call for call in module.calls if call.active]
+    return certain or ([] if module.draws_otherwise else module.calls)

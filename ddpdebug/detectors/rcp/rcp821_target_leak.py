@@ -5,23 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Examples, Facts
+from ddpdebug.detectors.base import Examples, Facts, Threshold
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.kinds import EventRule
-from ddpdebug.schema.announcements import MovedTargetLeak, SameTargetLeak
+from ddpdebug.schema.announcements import TokenChange
 from ddpdebug.schema.finding import Severity
 
 _FACT = {
     "step": 40,
-    "kind": "moved",
-    "change": 0.6,
+    "targets": "moved",
+    "before": 0.6,
+    "here": 0.7,
+    "behind": 0.0,
+    "summary": 0.0,
     "module": "blocks.0.attention",
     "position": 31,
     "length": 32,
     "first_loss": 4.2,
     "loss": 0.1,
 }
-_SAME = {**_FACT, "kind": "same", "module": None}
+_SAME = {**_FACT, "targets": "same", "before": 0.0, "behind": 0.6, "module": None}
+
+
+def _told(fact: dict[str, Any], **more: Any) -> tuple[Facts]:
+    return (Facts(topic="alone:leak", values={0: {**fact, **more}}),)
 
 
 class TargetLeak(EventRule):
@@ -58,28 +65,47 @@ class TargetLeak(EventRule):
     severity = Severity.WARNING
     title = "the target leaks into the input"
     events = ("leak",)
+    leak_change = Threshold(
+        0.02,
+        "change of outputs by another token, as a share of the largest output, above which the model sees it",
+        source="rounding and other kernels stay far below",
+    )
     fires_on = Examples(
         lambda: (
-            (Facts(topic="alone:leak", values={0: _FACT}),),
-            (*steps(2), Facts(topic="alone:leak", values={0: _SAME})),
+            _told(_FACT),
+            _told(_FACT, before=0.021),
+            (*steps(2), *_told(_SAME)),
+            _told(_SAME, behind=0.021),
         )
     )
     silent_on = Examples(
         lambda: (
             steps(3),
+            _told(_FACT, before=0.02),
+            _told(_FACT, here=0.0),  # what it is asked for does not depend on the token that was changed
+            _told(_FACT, summary=0.001),  # an auto-encoder tells its decoder about the whole text on purpose
+            _told(_SAME, behind=0.02),
+            _told(_SAME, before=1e-6),  # a model that sees everything reconstructs
             (Facts(topic="alone:audit", values={0: {"kind": "frozen", "step": 1, "share": 0.9}}),),
         )
     )
 
-    def judge(self, fact: MovedTargetLeak | SameTargetLeak) -> Mapping[str, Any] | None:
-        module = fact.module if (moved := isinstance(fact, MovedTargetLeak)) else None
+    def judge(self, fact: TokenChange) -> Mapping[str, Any] | None:
+        moved = fact.targets == "moved"
+        if moved:
+            change = fact.before if fact.summary == 0 < max(fact.here, fact.behind) else 0.0
+        else:
+            change = fact.behind if fact.before == 0 else 0.0
+        if change <= self.leak_change:
+            return None
         evidence = {
             "changed_token": fact.position,
             "of": fact.length,
-            "change_of_earlier_outputs" if moved else "change_of_later_outputs": round(fact.change, 4),
+            "change_of_earlier_outputs" if moved else "change_of_later_outputs": round(change, 4),
             "targets": "the inputs moved by one" if moved else "the inputs themselves",
             "first_loss": round(fact.first_loss, 4),
             "loss": round(fact.loss, 4),
         }
         # every rank trains the same model; the one that was asked is no culprit
-        return {"ranks": (), "subject": (module,) if module else (), "evidence": evidence}
+        subject = (fact.module,) if moved and fact.module is not None else ()
+        return {"ranks": (), "subject": subject, "evidence": evidence}

@@ -1,4 +1,4 @@
-"""Reads which calls of dropout functions a module's own code makes, and whether eval mode switches them off.
+"""Reads which calls of dropout functions a module's own code makes, and whether they are switched on.
 
 Nothing runs: the source is read as `source_reading.py` does, values are looked up in the module's own tables. Names of
 local variables are not followed, so what they hold is not known.
@@ -9,14 +9,16 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from collections.abc import Sequence
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from ddpdebug.forensics.loss.source_reading import Context, Reader
 from ddpdebug.isolation.user_code import location
+from ddpdebug.schema.announcements import DropoutCall
 
 _FUNCTIONS = {
     "dropout": True,  # what `training` is where a call does not say
@@ -29,31 +31,20 @@ _FUNCTIONS = {
 _ATTENTION = "scaled_dot_product_attention"
 _DROPOUT_P = 4  # its position among the arguments of attention
 _P, _TRAINING = 1, 2  # those of a dropout function
-#: Calls that draw random numbers, by their names: beside one of them a dropout that may be off is not the culprit.
+#: Calls that draw random numbers, by their names.
 _RANDOM = re.compile(r"rand|normal|bernoulli|multinomial|sample|exponential|poisson|gumbel|uniform|geometric|dropout")
 _UNKNOWN = object()
 
 
-class DropoutCall(NamedTuple):
-    """A call of a dropout function, with its share if the source says it."""
-
-    function: str
-    p: float | None
-    location: str
-
-
-def active_calls(module: torch.nn.Module) -> list[DropoutCall]:
-    """Return the dropout calls by which a module in eval mode that has drawn random numbers may have drawn them.
-
-    Those that are certainly active if there are any, else those that may be, unless something else draws as well.
-    """
+def dropout_calls(module: torch.nn.Module) -> tuple[Sequence[DropoutCall], bool]:
+    """Return the dropout calls of a module that are not certainly off, and whether its code draws in other ways too."""
     forward = inspect.getattr_static(type(module), "forward", None)
     forward = inspect.unwrap(forward) if isinstance(forward, FunctionType) else None
     if not isinstance(forward, FunctionType):
-        return []
+        return (), False
     reader = _DropoutReader()
     reader.method(forward, module)
-    return reader.certain or ([] if reader.draws_otherwise else reader.possible)
+    return reader.dropouts, reader.draws_otherwise
 
 
 class _DropoutReader(Reader):
@@ -61,8 +52,7 @@ class _DropoutReader(Reader):
 
     def __init__(self) -> None:
         super().__init__(())
-        self.certain: list[DropoutCall] = []
-        self.possible: list[DropoutCall] = []
+        self.dropouts: list[DropoutCall] = []
         self.draws_otherwise = False
 
     def _call(self, node: ast.Call, context: Context) -> None:
@@ -99,8 +89,13 @@ class _DropoutReader(Reader):
         if (known and not share) or (active is not _UNKNOWN and not active):
             return
         file, line = context.at or (context.file, node.lineno)
-        call = DropoutCall(name, float(share) if known else None, location(file, line))
-        (self.possible if active is _UNKNOWN else self.certain).append(call)
+        call = DropoutCall(
+            function=name,
+            p=float(share) if known else None,
+            location=location(file, line),
+            active=None if active is _UNKNOWN else True,
+        )
+        self.dropouts.append(call)
 
     def _argument(self, node: ast.Call, name: str, position: int, default: object, context: Context) -> Any:
         for keyword in node.keywords:

@@ -1,4 +1,4 @@
-"""Finds dropout functions that run in eval mode: looked for once an evaluation has drawn random numbers.
+"""Which modules draw random numbers in an evaluation, and by which dropout functions: asked once one has drawn some.
 
 Nothing of the model's is replaced or traced: the functions stay what they are, no profiler is set, and no mode lies
 over torch's operations (under one, attention takes another path, with other rounding). The generators before and after
@@ -18,16 +18,16 @@ from torch import nn
 from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.probes.entries import Entries, ModuleHook
 from ddpdebug.probes.values import rng_digest
-from ddpdebug.schema.announcements import EvalDropout
+from ddpdebug.schema.announcements import DrawingModule, DropoutCall, EvalDraws
 
 #: Forwards in eval mode of one model whose draws are looked at, and those that are followed.
 FORWARDS, FOLLOWED = 16, 2
-_MAX_CALLS = 8
-_MAX_MODULES = 32
+_MAX_CALLS = 16
+_MAX_MODULES, _MAX_TOLD = 64, 16
 
 
-#: Returns the calls of dropout functions that a module in eval mode may have drawn by, each with a `name` and a `line`.
-DropoutCalls = Callable[[nn.Module], Sequence[Any]]
+#: Returns the calls of dropout functions in a module's source, and whether it draws in other ways too.
+DropoutCalls = Callable[[nn.Module], tuple[Sequence[DropoutCall], bool]]
 
 
 class _Model:
@@ -67,18 +67,18 @@ class Chance:
         else:
             self._before = _state(root)
 
-    def end(self, root: nn.Module) -> list[EvalDropout]:
-        """Return the calls of dropout functions that were active in modules in eval mode."""
+    def end(self, root: nn.Module) -> EvalDraws | None:
+        """Return the modules that have drawn and whose source calls dropout functions, if there are any."""
         now, follows = self._now, self._drawing.is_on
         if now is None or now.ref() is not root:
-            return []
+            return None
         self.release()
         if follows:
-            calls = self._drawing.calls(root)
-            now.followed = FOLLOWED if calls else now.followed
-            return calls
+            modules = self._drawing.told(root)
+            now.followed = FOLLOWED if modules else now.followed
+            return EvalDraws(modules=modules) if modules else None
         now.drew = now.drew or (bool(self._before) and _state(root) != self._before)
-        return []
+        return None
 
     def release(self) -> None:
         """Take the hooks away."""
@@ -131,28 +131,25 @@ class _Drawing:
             return
         before, self._state = self._state, _state(root)
         module = self._inside[-1] if self._inside else None
-        # a part that was put into train mode by itself draws on purpose (Monte Carlo dropout)
-        if module is not None and self._state != before and not module.training and len(self._found) < _MAX_MODULES:
+        if module is not None and self._state != before and len(self._found) < _MAX_MODULES:
             self._found[id(module)] = module
 
-    def calls(self, root: nn.Module) -> list[EvalDropout]:
-        """Return the dropout calls in the code of what was found, where the module belongs to the model."""
+    def told(self, root: nn.Module) -> tuple[DrawingModule, ...]:
+        """Return what was found and belongs to the model, as far as its source calls dropout functions."""
         found, self._found = self._found, {}
-        told: dict[tuple[str, str], EvalDropout] = {}
+        told = []
         for path, module in internals.named_modules(root):
-            if id(module) not in found:
-                continue
-            for call in self._calls(module):
-                fact = EvalDropout(
-                    function=call.function,
-                    p=call.p,
-                    location=call.location,
-                    module=path or "(model)",
+            calls, draws_otherwise = self._calls(module) if id(module) in found else ((), False)
+            if calls:
+                about = DrawingModule(
+                    path=path or "(model)",
                     class_name=type(module).__name__,
+                    training=module.training,
+                    draws_otherwise=draws_otherwise,
+                    calls=tuple(calls[:_MAX_CALLS]),
                 )
-                if len(told) < _MAX_CALLS:
-                    told.setdefault((call.function, call.location), fact)
-        return list(told.values())
+                told.append(about)
+        return tuple(sorted(told, key=lambda about: about.training)[:_MAX_TOLD])
 
 
 def _state(root: nn.Module) -> tuple[int, ...]:

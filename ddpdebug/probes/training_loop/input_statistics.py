@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,8 +16,20 @@ from ddpdebug.torch_internals import anything_compiled, is_plain
 #: Forwards that are looked at.
 FORWARDS = 4
 _LEAST, _MOST = 16, 1 << 22
+#: Inputs above are not compared with bytes; what a rule takes for bytes ends at a tenth of it.
+_SMALL = 10 / 255
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LayerNorm, nn.GroupNorm)
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
+
+
+class _Seen(NamedTuple):
+    """One input."""
+
+    mean: float
+    std: float
+    low: float
+    high: float
+    rest: float | None  # see `InputStatistics.from_bytes`
 
 
 class Inputs:
@@ -26,7 +38,7 @@ class Inputs:
     def __init__(self, announce: Callable[[InputStatistics], None], entries: Entries) -> None:
         self._announce = announce
         self._hook = entries.before_modules("probe:inputs", self._look)
-        self._seen: list[dict[str, float]] = []
+        self._seen: list[_Seen] = []
         self._layer = ""
         self.over = False
 
@@ -44,15 +56,15 @@ class Inputs:
         self.release()
         if len(self._seen) >= FORWARDS and not self.over:
             self.over = True
-            number = len(self._seen)
+            means, stds, lows, highs, rests = zip(*self._seen, strict=True)
             self._announce(
                 InputStatistics(
                     layer=self._layer,
-                    mean=math.fsum(s["mean"] for s in self._seen) / number,
-                    std=math.fsum(s["std"] for s in self._seen) / number,
-                    min=min(s["min"] for s in self._seen),
-                    max=max(s["max"] for s in self._seen),
-                    twice=all(s["twice"] for s in self._seen),
+                    mean=math.fsum(means) / len(means),
+                    std=math.fsum(stds) / len(stds),
+                    min=min(lows),
+                    max=max(highs),
+                    from_bytes=None if None in rests else max(rests),
                 )
             )
 
@@ -76,12 +88,12 @@ def _readable(tensor: torch.Tensor) -> bool:
     return usual and not tensor.requires_grad and _LEAST <= tensor.numel() <= _MOST
 
 
-def _look(tensor: torch.Tensor) -> dict[str, float]:
+def _look(tensor: torch.Tensor) -> _Seen:
     values = tensor.float()
     std, mean = torch.std_mean(values)
-    low, high = values.aminmax()
-    found = {"mean": float(mean), "std": float(std), "min": float(low), "max": float(high), "twice": 0.0}
-    if found["min"] >= 0 and 0 < found["max"] <= 1.01 / 255:
-        grey = values * (255 * 255)  # bytes that were divided by 255 twice are whole numbers again
-        found["twice"] = float(bool((grey - grey.round()).abs().max() < 0.02))
-    return found
+    low, high = map(float, values.aminmax())
+    rest = None
+    if low >= 0 and 0 < high <= _SMALL:
+        grey = values * (255 * 255)
+        rest = float((grey - grey.round()).abs().max())
+    return _Seen(float(mean), float(std), low, high, rest)

@@ -11,7 +11,7 @@ from ddpdebug.probes.training_loop.loss_graph import Term, has_weights, is_mean,
 from ddpdebug.schema.announcements import InitialLoss, LabelCounts
 from ddpdebug.schema.row import Flag
 
-_LEAST = 4  # labels of a step that say something about its classes
+_LEAST = 2  # labels of a step: one alone is always of one class
 _MAX_CLASSES = 4096
 
 
@@ -46,7 +46,7 @@ class Labels:
         span, number, self._span, self._number = self._span, self._number, None, 0
         if span is None or span[0] != span[1] or number < _LEAST:
             return Flag(0)
-        detail["label"] = span[0]
+        detail["label"], detail["labels"] = span[0], number
         return Flag.SINGLE_CLASS
 
     def counts(self) -> LabelCounts | None:

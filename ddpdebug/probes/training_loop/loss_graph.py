@@ -7,12 +7,12 @@ the first backward passes and in checked steps. Labels are read where they are i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from ddpdebug.schema.announcements import DoubleSoftmax, LossBroadcast, TargetRange
+from ddpdebug.schema.announcements import LossBroadcast, LossInput, TargetRange
 from ddpdebug.torch_internals import graph, is_sink
 
 _MAX_NODES = 64
@@ -34,6 +34,7 @@ _CLASSES = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
 _BINARY = frozenset({"BinaryCrossEntropyWithLogitsBackward0", "BinaryCrossEntropyBackward0"})
 _ELEMENTWISE = frozenset({"MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0"})
 _MEANS = frozenset({"MeanBackward0"})
+_PAIRS = frozenset({"SubBackward0", "MulBackward0", "RsubBackward1"})
 _POINTWISE = frozenset(
     f"{name}Backward{i}"
     for name in (
@@ -54,7 +55,6 @@ _POINTWISE = frozenset(
     )
     for i in (0, 1)
 )
-_PROBABILITIES = {"SoftmaxBackward0": "softmax", "SigmoidBackward0": "sigmoid"}
 
 
 class Term(NamedTuple):
@@ -89,21 +89,28 @@ def is_mean(term: Term) -> bool:
     return term.node.name() in _MEANS or graph.saved_number(term.node, "reduction") == _MEAN
 
 
-def facts(term: Term) -> Iterator[DoubleSoftmax | TargetRange | LossBroadcast]:
-    """Yield what is wrong with the use of one loss function."""
+def facts(term: Term) -> Iterator[LossInput | TargetRange | LossBroadcast]:
+    """Yield how one loss function is used: what made its input, between what its targets lie, what was spread."""
     node = term.node
     name = node.name()
     if name in _CLASSES or name == "BinaryCrossEntropyWithLogitsBackward0":
-        before = _probabilities(node)
-        if before is not None:
-            yield DoubleSoftmax(loss=_plain(name), before=before, shape=_shape(node) or ())
-    if name in _BINARY:
-        span = _range(graph.saved_tensor(node, "target"))
-        if span is not None and (span[0] < 0 or span[1] > 1):
-            yield TargetRange(loss=_plain(name), low=span[0], high=span[1])
-    shapes = _broadcast(node)
-    if shapes is not None:
-        yield LossBroadcast(loss=_plain(name), prediction=shapes[0], result=shapes[1])
+        yield LossInput(loss=_plain(name), before=_made_by(node), shape=_shape(node) or ())
+    if name in _BINARY and (span := _range(graph.saved_tensor(node, "target"))) is not None:
+        yield TargetRange(loss=_plain(name), low=span[0], high=span[1])
+    yield from dict.fromkeys(_spreads(node))  # two paths may lead to one
+
+
+def gist(fact: LossInput | TargetRange | LossBroadcast) -> Hashable:
+    """Return what two facts about one line have in common if the second says nothing new.
+
+    The number of samples does not count, nor does where exactly between two whole numbers the targets lie.
+    """
+    if isinstance(fact, LossInput):
+        return fact.loss, fact.before
+    if isinstance(fact, TargetRange):
+        return fact.loss, math.floor(fact.low), math.ceil(fact.high)
+    sizes = fact.prediction + fact.result
+    return fact.loss, fact.explicit, len(fact.prediction), tuple(map(sizes.index, sizes))
 
 
 def target_of(term: Term) -> tuple[torch.Tensor | None, int]:
@@ -157,16 +164,11 @@ def _below(node: Any, index: int = 0) -> Any:
     return None
 
 
-def _probabilities(node: Any) -> str | None:
-    """Say what made probabilities of the tensor that the loss takes for logits, or None."""
-    below = _below(node)
-    if below is None:
-        return None
-    if node.name() in _CLASSES:
-        if below.name() != "LogSoftmaxBackward0":
-            return "softmax without log" if below.name() == "SoftmaxBackward0" else None
-        below = _below(below)
-    return None if below is None else _PROBABILITIES.get(below.name())
+def _made_by(node: Any) -> tuple[str, ...]:
+    """Name the two operations that made what a loss was given, the last one first."""
+    last = _below(node)
+    known = (last, None if last is None else _below(last))
+    return tuple(_plain(below.name()) for below in known if below is not None)
 
 
 def _range(values: torch.Tensor | None) -> tuple[float, float] | None:
@@ -177,17 +179,23 @@ def _range(values: torch.Tensor | None) -> tuple[float, float] | None:
     return span if all(map(math.isfinite, span)) else None
 
 
-def _broadcast(node: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the shapes of a prediction of N values and of the N x N table that the loss averages over."""
+def _spreads(node: Any) -> Iterator[LossBroadcast]:
+    """Yield where predictions, and what they met, were spread over a larger table that the loss averages over."""
     if node.name() in _ELEMENTWISE:
-        made = node.next_functions[0][0]
-        target = graph.saved_tensor(node, "target")
-        spread = made is not None and made.name() == "ExpandBackward0" and target is not None and 0 in target.stride()
-        return _table(made, made.next_functions[0][0]) if spread else None
+        made, target = node.next_functions[0][0], graph.saved_tensor(node, "target")
+        if made is not None and made.name() == "ExpandBackward0" and target is not None and 0 in target.stride():
+            yield from _spread(node, made, made.next_functions[0][0])
     if node.name() not in _MEANS:
-        return None
-    found = (_spread(made) for made in _pointwise(node.next_functions[0][0]))
-    return next((shapes for shapes in found if shapes is not None), None)
+        return
+    for made in _pointwise(node.next_functions[0][0]):
+        operands = [below for below, _ in made.next_functions]
+        known = [below for below in operands if below is not None]
+        if made.name() not in _PAIRS or len(known) != 1 or len(operands) < 2:
+            continue
+        for found in _spread(node, made, known[0]):
+            factors = [t for name in ("self", "other") if (t := graph.saved_tensor(made, name)) is not None]
+            if made.name() != "MulBackward0" or any(t.numel() < math.prod(found.result) for t in factors):
+                yield found
 
 
 def _pointwise(start: Any) -> Iterator[Any]:
@@ -204,24 +212,9 @@ def _pointwise(start: Any) -> Iterator[Any]:
             waiting += list(dict.fromkeys(below for below, _ in made.next_functions))
 
 
-def _spread(made: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return both shapes where a difference, or a factor, has spread a prediction over a table."""
-    if made.name() not in {"SubBackward0", "MulBackward0", "RsubBackward1"}:
-        return None
-    operands = [below for below, _ in made.next_functions]
-    known = [below for below in operands if below is not None]
-    found = _table(made, known[0]) if len(known) == 1 and len(operands) > 1 else None
-    if found is not None and made.name() == "MulBackward0":  # the factor must have been spread as well
-        factors = [t for name in ("self", "other") if (t := graph.saved_tensor(made, name)) is not None]
-        return found if any(t.numel() == found[1][0] for t in factors) else None
-    return found
-
-
-def _table(made: Any, prediction: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return both shapes if N values were spread over a table of N x N, and not by an explicit new dimension."""
-    if prediction is None or prediction.name() == "UnsqueezeBackward0":
-        return None
-    own, result = graph.shape_at(prediction), graph.shape_at(made)
-    if own is None or result is None or len(result) != 2 or result[0] != result[1] or result[0] < 2:
-        return None
-    return (own, result) if own in {(result[0],), (result[0], 1)} else None
+def _spread(loss: Any, made: Any, prediction: Any) -> Iterator[LossBroadcast]:
+    """Yield both shapes where an operation has spread a prediction."""
+    own, result = (None if node is None else graph.shape_at(node) for node in (prediction, made))
+    if own is not None and result is not None and own != result:
+        explicit = prediction.name() == "UnsqueezeBackward0"
+        yield LossBroadcast(loss=_plain(loss.name()), prediction=own, result=result, explicit=explicit)

@@ -1,16 +1,18 @@
-"""Train and eval mode where it matters: forwards that train in eval mode, evaluations that run in train mode."""
+"""Train and eval mode of the modules that behave by it: in forwards that train, and in those without gradients."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ddpdebug import torch_internals as internals
 
-#: So many forwards without gradients in a row are an evaluation.
+#: Runs of so many forwards without gradients are told: few are, and one or two views of a target network in each step
+#: would use that up.
 EVALUATION = 3
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -45,6 +47,13 @@ def _changes(module: nn.Module) -> bool:
     return isinstance(module, nn.RNNBase | nn.MultiheadAttention) and isinstance(rate, float) and rate > 0
 
 
+class InEval(NamedTuple):
+    """Modules of a model in eval mode that behave by their mode."""
+
+    names: list[str]  # of those in eval mode
+    mixed: bool  # some are in train mode
+
+
 class Modes:
     """Watches the modes of the models' forwards."""
 
@@ -59,12 +68,12 @@ class Modes:
             known = self._known[id(root)] = (weakref.ref(root), found)
         return [(name, module) for name, ref in known[1] if (module := ref()) is not None]
 
-    def trains_in_eval(self, root: nn.Module) -> list[str]:
-        """Return the modules that are in eval mode in a training forward; none where somebody chose among them."""
+    def in_eval(self, root: nn.Module) -> InEval | None:
+        """Return the modes of the modules that the mode changes, None where the model is in train mode."""
         if root.training:
-            return []
+            return None
         found = self.of(root)
-        return [] if any(module.training for _, module in found) else [name for name, _ in found]
+        return InEval([name for name, module in found if not module.training], any(m.training for _, m in found))
 
     def evaluates_in_train(self, root: nn.Module) -> bool:
         """Tell whether a forward without gradients depends on chance, or changes running statistics.

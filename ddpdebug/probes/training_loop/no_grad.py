@@ -1,16 +1,16 @@
-"""Finds modules that ran without gradients in a forward that trains, although an optimizer means to train them.
+"""Which modules ran without gradients in the first forward that trains, although an optimizer has their parameters.
 
-The modules of a model's first forward are noted. What ran without gradients alone and gets none in the first steps
-although its optimizer holds it is cut off. Activation checkpointing that works, a siamese branch and a part that trains
-in every other step do get gradients; frozen parts need none. A part in eval mode, a copy of a part that trains and
-weights that somebody writes (averages, target networks) are meant so.
+Told is what ran without gradients alone, and got none in the first steps: activation checkpointing that works, a
+siamese branch and a part that trains in every other step do get some. Beside it stands what speaks for an intention: a
+part in eval mode, a copy of one that trains, parameters that somebody writes.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,11 +18,27 @@ from torch import nn
 from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.user_code import user_location
 from ddpdebug.probes.entries import Entries
-from ddpdebug.schema.announcements import NoGradParameters
+from ddpdebug.schema.announcements import NoGradPart, NoGradParts
 
-#: Optimizer steps, from 0, without a gradient until it is told: more than an accident, and before SYNC207 judges.
-JUDGE = 3
-_MAX_NAMES = 20
+#: Optimizer steps, from 0, without a gradient until it is told: before SYNC207 judges.
+LAST = 3
+_MAX_NAMES, _MAX_PARTS = 20, 16
+
+
+class _Part(NamedTuple):
+    """A module without gradients, and its parameters with their versions at that time."""
+
+    about: NoGradPart
+    marks: Sequence[tuple[str, weakref.ref[nn.Parameter], int | None]]
+
+    def lacks_gradients(self) -> bool:
+        params = [ref() for _, ref, _ in self.marks]
+        return all(p is not None and p.grad is None and p.requires_grad for p in params)
+
+    def told(self) -> NoGradPart:
+        versions = [(known, None if (p := ref()) is None else internals.version_of(p)) for _, ref, known in self.marks]
+        names = tuple(name for name, _, _ in self.marks[:_MAX_NAMES])
+        return replace(self.about, names=names, written=any(now != known for known, now in versions))
 
 
 class NoGrad:
@@ -38,8 +54,7 @@ class NoGrad:
         self._with: set[int] = set()  # ids of the parameters of modules that ran with gradients
         self._without: set[int] = set()
         self._lines: dict[int, str | None] = {}  # of modules that ran without, by id, in the order of their returns
-        self._marks: dict[str, list[tuple[str, weakref.ref[torch.Tensor], int | None]]] = {}  # by the module's path
-        self._location: dict[str, str | None] = {}
+        self._parts: list[_Part] = []
 
     def begin(self) -> None:
         """Look at the forward that begins now."""
@@ -57,33 +72,25 @@ class NoGrad:
         if root is None or not behind:
             return
         for path, module in self._outermost(root, behind):
-            if (root.training and not module.training) or _has_copy(root, module, behind):
-                continue
             prefix = f"{path}." if path else ""
-            self._marks[path] = [
-                (prefix + name, weakref.ref(p), internals.version_of(p)) for name, p in _trainable(module)
-            ]
             inside = (self._lines[id(part)] for part in internals.modules(module) if id(part) in self._lines)
-            self._location[path] = next(inside, None)
+            about = NoGradPart(
+                path=path or "the model",
+                location=next(inside, None),
+                in_eval=root.training and not module.training,
+                copy_of=_copy_of(root, module, behind),
+            )
+            marks = [(prefix + name, weakref.ref(p), internals.version_of(p)) for name, p in _trainable(module)]
+            self._parts.append(_Part(about, marks))
 
     def keep(self) -> None:
-        """Forget what has got a gradient since then, was written or was frozen."""
-        for path, marks in list(self._marks.items()):
-            for _, ref, version in marks:
-                p = ref()
-                if p is None or p.grad is not None or not p.requires_grad or internals.version_of(p) != version:
-                    del self._marks[path]
-                    break
+        """Forget what has got a gradient since then, or was frozen."""
+        self._parts = [part for part in self._parts if part.lacks_gradients()]
 
-    def found(self) -> NoGradParameters | None:
-        """Return which modules are left, with their parameters and the line that calls the first."""
-        if not self._marks:
-            return None
-        paths = list(self._marks)
-        names = [name for marks in self._marks.values() for name, _, _ in marks]
-        location = self._location[paths[0]]
-        modules = tuple(path or "the model" for path in paths[:5])
-        return NoGradParameters(names=tuple(names[:_MAX_NAMES]), modules=modules, location=location)
+    def found(self) -> NoGradParts | None:
+        """Return what is left."""
+        parts = tuple(part.told() for part in self._parts[:_MAX_PARTS])
+        return NoGradParts(parts=parts) if parts else None
 
     def _outermost(self, root: nn.Module, behind: set[int]) -> Iterator[tuple[str, nn.Module]]:
         """Yield the largest modules all of whose trainable parameters are cut off."""
@@ -109,16 +116,18 @@ def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in internals.named_parameters(module) if p.requires_grad]
 
 
-def _has_copy(root: nn.Module, module: nn.Module, behind: set[int]) -> bool:
-    """Tell whether a module that trains is built alike: a teacher or a target network is a copy of its student."""
+def _copy_of(root: nn.Module, module: nn.Module, behind: set[int]) -> str | None:
+    """Return the path of a module that trains and is built alike, as a student is like its teacher."""
 
     def shape(of: nn.Module) -> list[tuple[str, torch.Size]]:
         return [(name, p.shape) for name, p in internals.named_parameters(of)]
 
     own = shape(module)
-    return any(
-        type(other) is type(module)
+    same = (
+        path
+        for path, other in internals.named_modules(root)
+        if type(other) is type(module)
         and shape(other) == own
         and not any(id(p) in behind for p in internals.parameters(other))
-        for other in internals.modules(root)
     )
+    return next(same, None)

@@ -16,8 +16,8 @@ from ddpdebug.probes.ddp_wrapper import Wrapper
 from ddpdebug.schema.announcements import FrozenParameters, MissingParameters
 from ddpdebug.torch_internals.graph import leaf_of
 
-#: Steps of the first optimizer: candidates are noted, judged, and frozen parts judged again.
-MARK, JUDGE, LATER = 1, 3, 32
+#: Steps of the first optimizer in which is looked: at both things, at who holds what again, at what is frozen again.
+FIRST, AGAIN, LATER = 1, 3, 32
 _MAX_NAMES = 20
 _MAX_NODES = 20_000
 _MAX_DEPTH = 2
@@ -30,7 +30,7 @@ class Audit:
         self._all = built
         self._held: dict[int, int] = {}  # id of an optimizer -> elements that were trainable when it was built
         self._marked: dict[int, tuple[weakref.ref[torch.Tensor], int | None]] = {}
-        self._frozen = False
+        self._frozen = 0.0
 
     def built(self, optimizer: torch.optim.Optimizer) -> None:
         """Note what a new optimizer trains."""
@@ -45,13 +45,13 @@ class Audit:
         self, step: int, optimizer: torch.optim.Optimizer, wrappers: Sequence[Wrapper]
     ) -> MissingParameters | FrozenParameters | None:
         """Look around before a step of an optimizer; return what is to be announced."""
-        if step == MARK:
+        if step == FIRST:
             self._marked = {id(p): (weakref.ref(p), internals.version_of(p)) for _, p in self._missing(wrappers)}
-            self._frozen = self._frozen_share(optimizer) is not None
-        if step == JUDGE:
-            return self._judge(step, wrappers)
-        if step == LATER and self._frozen and (share := self._frozen_share(optimizer)) is not None:
-            return FrozenParameters(step=step, share=share)
+            self._frozen = self._frozen_share(optimizer)
+        if step == AGAIN:
+            return self._still_missing(step, wrappers)
+        if step == LATER and self._frozen > 0 and (share := self._frozen_share(optimizer)) > 0:
+            return FrozenParameters(step=step, share=share, first=self._frozen)
         return None
 
     def lacking(self, wrapper: Wrapper) -> list[torch.Tensor]:
@@ -59,7 +59,9 @@ class Audit:
         held = self.held()
         return [p for _, p in _named(wrapper) if id(p) in held and p.requires_grad and p.grad is None]
 
-    def _judge(self, step: int, wrappers: Sequence[Wrapper]) -> MissingParameters | None:
+    def _still_missing(self, step: int, wrappers: Sequence[Wrapper]) -> MissingParameters | None:
+        """Return what no optimizer holds and nobody has written since it was first looked at."""
+
         def untouched(p: torch.Tensor) -> bool:
             ref, version = self._marked.get(id(p), (None, None))
             return ref is not None and ref() is p and version is not None and internals.version_of(p) == version
@@ -92,11 +94,10 @@ class Audit:
         lost = [p for p in _params(self._all.optimizers) if p.requires_grad and p.grad is None and id(p) not in owned]
         return [names.get(id(p), f"a parameter of shape {tuple(p.shape)}") for p in lost]
 
-    def _frozen_share(self, optimizer: torch.optim.Optimizer) -> float | None:
-        """Return how much of what an optimizer was built to train is frozen as it steps, if it is the larger part."""
+    def _frozen_share(self, optimizer: torch.optim.Optimizer) -> float:
+        """Return how much of what an optimizer was built to train is frozen as it steps; 0 where it is not known."""
         before = self._held.get(id(optimizer), 0)
-        now = _elements(p for p in _params([optimizer]) if p.requires_grad)
-        return 1 - now / before if before and 2 * now < before else None
+        return 1 - _elements(p for p in _params([optimizer]) if p.requires_grad) / before if before else 0.0
 
 
 def unregistered(

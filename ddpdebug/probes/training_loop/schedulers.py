@@ -16,7 +16,7 @@ from ddpdebug.probes.entries import Entries
 from ddpdebug.schema.details import ScheduledElsewhere, ScheduledOften
 from ddpdebug.torch_internals.graph import parts_of
 
-#: A schedule that drives no stepping optimizer is in vain after so many calls, beside as many steps of another one.
+#: Whether a schedule drives an optimizer that steps is known after so many calls, beside as many steps of another one.
 _IN_VAIN = 5
 #: Classes whose `step` is not the one that they inherit.
 STEPS: tuple[type, ...] = tuple(
@@ -103,18 +103,18 @@ class Schedules:
         """Note a schedule whose constructor does not step it."""
         self._of(scheduler)
 
-    def never_called(self, least: int) -> list[str]:
-        """Name the schedulers that nothing has ever stepped although their optimizer took so many steps.
+    def never_called(self) -> list[tuple[str, int]]:
+        """Name the schedulers that nothing has ever stepped, with the steps of their optimizers.
 
         One that ended with the function that made it is among them. Where the rate has changed by other means, by hand
         or by another schedule, there are none: a second schedule may be meant for a phase that was not reached.
         """
         for calls in self._living():
-            self._judge(type(calls.scheduler()).__name__, calls)
-        found, self._unmoved = [name for name, steps in self._unmoved if steps >= least], []
+            self._note_unmoved(type(calls.scheduler()).__name__, calls)
+        found, self._unmoved = self._unmoved, []
         return found
 
-    def _judge(self, name: str, calls: Calls) -> None:
+    def _note_unmoved(self, name: str, calls: Calls) -> None:
         steps = self._steps.get(calls.optimizer)
         if steps is not None and calls.total == 0 and calls.inner <= 1 and not calls.part and steps.constant:
             self._unmoved.append((name, steps.number))
@@ -136,7 +136,7 @@ class Schedules:
             key, name, calls = id(scheduler), type(scheduler).__name__, Calls(lambda: None)
 
             known = self._calls[key] = calls
-            gone = partial(self._judge, name, calls)
+            gone = partial(self._note_unmoved, name, calls)
             calls.scheduler = self._entries.when_gone("probe:schedules", scheduler, gone)
             calls.optimizer = id(getattr(scheduler, "optimizer", None))
             for part in parts_of(scheduler):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -32,9 +32,9 @@ from ddpdebug.probes.training_loop.detached_parts import Cuts
 from ddpdebug.probes.training_loop.eval_dropout import Chance, DropoutCalls
 from ddpdebug.probes.training_loop.input_statistics import Inputs
 from ddpdebug.probes.training_loop.labels import Labels
-from ddpdebug.probes.training_loop.loss_graph import Term, facts, is_mean, name_of, target_of, terms
+from ddpdebug.probes.training_loop.loss_graph import Term, facts, gist, is_mean, name_of, target_of, terms
 from ddpdebug.probes.training_loop.modes import EVALUATION, Modes, has_input_with_gradient
-from ddpdebug.probes.training_loop.no_grad import JUDGE, NoGrad
+from ddpdebug.probes.training_loop.no_grad import LAST, NoGrad
 from ddpdebug.probes.training_loop.parameter_ownership import Audit, held_by, unregistered
 from ddpdebug.probes.training_loop.schedulers import Schedules
 from ddpdebug.probes.training_loop.zero_grad import Clearing
@@ -42,6 +42,10 @@ from ddpdebug.probes.values import loss_reader
 from ddpdebug.schema.announcements import (
     Announce,
     Announcement,
+    DropoutCall,
+    LossBroadcast,
+    LossInput,
+    TargetRange,
     TrainModeValidation,
     UnregisteredParameters,
     UnusedSchedule,
@@ -59,9 +63,9 @@ from ddpdebug.schema.row import Flag
 #: Of each line that calls backward so many passes are looked at in any case.
 _FIRST_PASSES = 16
 _MAX_FACTS = 3
+#: Different facts about losses, of each kind: other lines, and what is new at one.
+_MAX_DIFFERENT = 32
 _MAX_NAMES = 20
-#: A schedule that nothing has moved after so many steps of its optimizer is forgotten.
-_NEVER = 40
 #: After so many steps of the first optimizer parameters without a gradient are looked after.
 _CUTS = 2
 _MAX_OPTIMIZERS = 16
@@ -87,7 +91,8 @@ class _Loop:
 
     trained: int = 0  # forwards with gradients
     eval_modules: list[str] = field(default_factory=list)
-    in_eval: int = 0  # of these, in eval mode
+    in_eval: int = 0  # of these, with the model in eval mode
+    mode_flags: int = 0  # what these say of the modules
     location: str | None = None
     input_gradient: bool = False
     lines: list[str | None] = field(default_factory=list)  # that called backward
@@ -121,9 +126,9 @@ class LeakSearch(Protocol):
         """Let go of everything."""
 
 
-def _none(module: torch.nn.Module) -> Sequence[Any]:
+def _none(module: torch.nn.Module) -> tuple[Sequence[DropoutCall], bool]:
     del module
-    return ()
+    return (), False
 
 
 class Recipe:
@@ -135,7 +140,7 @@ class Recipe:
         scenes: keeps the forwards for `leaks`.
         announce: tells all ranks.
         leaks: asks whether a language model sees its targets; None does not ask.
-        dropout_calls: reads from a module's source which calls of dropout functions are active in eval mode.
+        dropout_calls: reads the calls of dropout functions from a module's source.
     """
 
     def __init__(  # noqa: PLR0913 - what it depends on
@@ -161,6 +166,7 @@ class Recipe:
         self._loop = _Loop()
         self._passes: dict[str | None, int] = {}
         self._told: dict[type[Announcement], int] = {}
+        self._known: dict[type[Announcement], set[Hashable]] = {}  # what was told once
         self._inputs: dict[int, Inputs] = {}
         self._cuts: dict[int, Cuts] = {}
         self._no_grad: dict[int, NoGrad] = {}
@@ -240,10 +246,13 @@ class Recipe:
         self._end_evaluation()
         loop = self._loop
         loop.trained += 1
-        names = run("probe:modes", self._modes.trains_in_eval, root)
-        if names:
+        modes = run("probe:modes", self._modes.in_eval, root)
+        if modes is not None:
             loop.in_eval += 1
-            loop.eval_modules, loop.location = names, user_location()
+            if modes.names:
+                loop.eval_modules, loop.location = modes.names, user_location()
+            if modes.mixed or not modes.names:
+                loop.mode_flags |= Flag.MODES_MIXED if modes.mixed else Flag.MODE_CHANGES_NOTHING
         loop.input_gradient |= has_input_with_gradient(event.tensors())
         key = self._models.wrapped(ddp).index
         self._forwards[key] = self._forwards.get(key, 0) + 1
@@ -260,9 +269,8 @@ class Recipe:
     def _output(self, event: events.ForwardEnded) -> None:
         """Look at a DDP forward that has ended."""
         ddp, run = event.ddp, self._run
-        if calls := run("probe:chance", self._chance.end, internals.unwrap_compiled(ddp.module)):
-            others = tuple(f"{call.function} at {call.location}" for call in calls[1:])
-            self.tell(replace(calls[0], others=others))
+        if draws := run("probe:chance", self._chance.end, internals.unwrap_compiled(ddp.module)):
+            self.tell(draws)
         key = self._models.wrapped(ddp).index
         if key in self._inputs:
             run("probe:inputs", self._inputs[key].end)
@@ -358,7 +366,7 @@ class Recipe:
             loop.unscaled += plain[:1]
         for term in found:
             for fact in facts(term):
-                self.tell(replace(fact, location=line))
+                self._tell_once(fact, line)
             self._run("probe:labels", self._labels.read, term)
         if len(found) == 1:
             self._run("probe:leaks", self._compare, found[0], root, scale, scaled=scaled)
@@ -368,7 +376,7 @@ class Recipe:
                 self.tell(replace(first, location=line))
 
     def _compare(self, term: Term, root: torch.Tensor, scale: float | None, *, scaled: bool) -> None:
-        """Let one rank compare a loss's targets with the inputs, once it is suspiciously low."""
+        """Let one rank compare a loss's targets with the inputs, once it has fallen far."""
         scenes = self._scenes.current
         if (
             self._leaks is None
@@ -434,7 +442,7 @@ class Recipe:
         shown, flags, loop = self._state.since.parts[RecipeNotes], Flag(0), self._loop
         detail = shown.recipe
         if loop.in_eval and loop.in_eval == loop.trained and loop.lines:
-            flags |= Flag.EVAL_MODE
+            flags |= Flag.EVAL_MODE | loop.mode_flags
             detail["modes"] = EvalForwards(modules=tuple(loop.eval_modules[:_MAX_NAMES]), location=loop.location)
         if not event.closure:
             flags |= run("probe:clearing", self._gradients, optimizer, detail) or Flag(0)
@@ -448,32 +456,35 @@ class Recipe:
             run("probe:audit", self._count, optimizer)
 
     def _gradients(self, optimizer: torch.optim.Optimizer, detail: dict[str, Any]) -> Flag:
+        """Say what became of the gradients since the last step, and how many passes, of which lines, have made them."""
         loop, flags = self._loop, Flag(0)
-        one_line = len(set(loop.lines)) == 1
-        carried, gone, discards = self.clearing.before_step(optimizer)
-        if carried:
+        number = len(loop.lines)
+        cleared = self.clearing.before_step(optimizer)
+        if cleared.carried:
             flags |= Flag.GRADS_CARRIED
             detail["carried"] = CarriedGradients(location=user_location())
-        whole = "probe:recipe-forward" not in self._guard.off  # else nobody has asked for the inputs' gradients
-        if whole and (gone or (discards and one_line and loop.trained >= len(loop.lines))) and not loop.input_gradient:
-            flags |= Flag.GRADS_DISCARDED
-            kind = "all" if gone else "micro-batches"
-            detail["discarded"] = DiscardedGradients(kind=kind, count=discards + gone, location=loop.lines[-1])
-        elif self._accumulates(optimizer) and one_line and not discards and not carried:
-            flags |= Flag.UNSCALED_ACCUMULATION
-            number, line = len(loop.lines), loop.lines[0]
-            detail["accumulation"] = Accumulation(micro_batches=number, location=line, loss=loop.unscaled[0])
+        if cleared.written and not loop.touched:
+            flags |= Flag.GRADS_WRITTEN
+        if cleared.gone or cleared.discards:
+            flags |= Flag.GRADS_DISCARDED | (Flag.GRADS_GONE if cleared.gone else Flag(0))
+            kind = "all" if cleared.gone else "micro-batches"
+            location = loop.lines[-1] if loop.lines else None
+            count = cleared.discards + cleared.gone
+            detail["discarded"] = DiscardedGradients(kind=kind, count=count, location=location)
+        if loop.input_gradient or "probe:recipe-forward" in self._guard.off:
+            flags |= Flag.INPUT_GRADIENT
+        if loop.trained < number:
+            flags |= Flag.FEWER_FORWARDS
+        if len(set(loop.lines)) != 1:
+            flags |= Flag.NOT_ONE_LINE
+        if number > 1 and len(loop.unscaled) == number:
+            flags |= Flag.MEANS_ADDED
+            added = Accumulation(micro_batches=number, location=loop.lines[0], loss=loop.unscaled[0])
+            detail["accumulation"] = added
         if (twice := self._twice(optimizer)) is not None:
             flags |= Flag.STEPPED_TWICE
             detail["twice"] = twice
         return flags
-
-    def _accumulates(self, optimizer: torch.optim.Optimizer) -> bool:
-        loop = self._loop
-        number = len(loop.lines)
-        if number < 2 or len(loop.unscaled) != number or loop.trained < number:
-            return False
-        return loop.touched or self.clearing.of(optimizer).look() == self.clearing.of(optimizer).marks
 
     def _twice(self, optimizer: torch.optim.Optimizer) -> SteppedTwice | None:
         """Say which parameters another optimizer has stepped with the same gradients."""
@@ -514,7 +525,7 @@ class Recipe:
             return
         for seen in self._no_grad.values():
             seen.keep()
-        if self._steps >= JUDGE:
+        if self._steps >= LAST:
             self._tell_no_grad()
 
     def _after_step(self, event: events.StepEnded) -> None:
@@ -544,8 +555,8 @@ class Recipe:
         if os.getpid() != self._pid:  # a forked child (a loader's worker) is not the rank, and has no one to tell
             return
         self._end_evaluation()
-        for name in self.schedules.never_called(_NEVER) if finished else ():
-            self.tell(UnusedSchedule(class_name=name))
+        for name, steps in self.schedules.never_called() if finished else ():
+            self.tell(UnusedSchedule(class_name=name, steps=steps))
         counts = self._labels.counts()
         if counts is not None:
             self.tell(counts)
@@ -555,6 +566,13 @@ class Recipe:
     def _at(self, fact: Announcement) -> Announcement:
         fields: dict[str, Any] = {"step": self._state.next_step()}
         return replace(fact, **fields)
+
+    def _tell_once(self, fact: LossInput | TargetRange | LossBroadcast, line: str | None) -> None:
+        """Announce what was not told of a line yet."""
+        known, what = self._known.setdefault(type(fact), set()), (line, gist(fact))
+        if what not in known and len(known) < _MAX_DIFFERENT:
+            known.add(what)
+            self._announce(self._at(replace(fact, location=line)))
 
     def tell(self, fact: Announcement) -> None:
         """Announce a fact of this step, the first few of each kind."""

@@ -10,6 +10,7 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +21,15 @@ _GLANCE = 256
 
 #: A gradient's object and version; None without gradient.
 Mark = tuple[int, int] | None
+
+
+class Cleared(NamedTuple):
+    """What was done to gradients before a step."""
+
+    carried: bool  # they hold what the step before has used
+    gone: bool  # those of the last backward were cleared
+    discards: int  # how often others were cleared unused
+    written: bool  # something has changed them since the last backward
 
 
 @dataclass(slots=True)
@@ -109,13 +119,13 @@ class Clearing:
                 fed.unused, fed.versions = not fed.is_zero(), _versions(fed)
             fed.marks = now
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> tuple[bool, bool, int]:
-        """Return whether old gradients were carried over, whether the new ones are gone, how often that was before."""
+    def before_step(self, optimizer: torch.optim.Optimizer) -> Cleared:
+        """Return what was done to an optimizer's gradients before its step."""
         fed = self.of(optimizer)
         fed.stepped = True
         now = fed.look()
         gone = fed.unused and now != fed.marks and (not any(now) or fed.is_zero()) and fed.versions == _versions(fed)
-        return fed.carried and fed.stale and not gone, gone, fed.discards
+        return Cleared(fed.carried and fed.stale and not gone, gone, fed.discards, now != fed.marks)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that a step has used the gradients."""

@@ -177,6 +177,15 @@ def recipes():
     model, optimizer = wrapped()
     model.eval()
     steps(model, optimizer)
+    model.module[1].train()
+    steps(model, optimizer)
+    model, optimizer = wrapped(nn.Linear(8, 4))
+    model.eval()
+    for _ in range(2):
+        x, y = batch()
+        F.cross_entropy(model(x.requires_grad_()), y).backward()
+        optimizer.zero_grad()
+        optimizer.step()
     model, optimizer = wrapped()
     steps(model, optimizer, clear=False)
     for _ in range(2):
@@ -206,6 +215,11 @@ def recipes():
         optimizer.zero_grad()
         x, _ = batch()
         F.cross_entropy(model(x), torch.zeros(8, dtype=torch.long)).backward()
+        optimizer.step()
+    model, optimizer = wrapped(nn.Linear(8, 1))
+    for loss in (F.binary_cross_entropy_with_logits, lambda out, y: (out - y.squeeze(1)).abs().mean()):
+        optimizer.zero_grad()
+        loss(model(batch()[0]), torch.ones(8, 1)).backward()
         optimizer.step()
     model, optimizer = wrapped()
     never = torch.optim.lr_scheduler.StepLR(optimizer, 10)
