@@ -82,7 +82,7 @@ def test_complete(rule: type[Detector]) -> None:
     prose = runbook(rule)
     assert all(prose[part] for part in ("meaning", "impact", "diagnosis", "causes", "remedy"))
     assert len(prose["causes"]) >= (1 if rule.code.startswith("FAIL") else 3)  # torch has said what happened
-    assert len(prose["remedy"]) >= 2
+    assert len(prose["remedy"]) >= (1 if rule.code.startswith("FAIL") else 2)
     assert rule.title
     assert rule.title[0].islower() or rule.title[1].isupper()
     assert not rule.title.endswith(".")
@@ -93,6 +93,9 @@ def test_complete(rule: type[Detector]) -> None:
 def test_named_alike(rule: type[Detector]) -> None:
     """File, class and code are one name, in the folder of the family."""
     file = Path(inspect.getfile(rule))
+    if rule.code.startswith("FAIL"):
+        assert file.parent.name == "fail"  # made from one table
+        return
     snake = re.sub(r"(?<!^)(?=[A-Z])", "_", rule.__name__).lower()
     assert file.stem == f"{rule.code.lower()}_{snake}"
     assert file.parent.name == re.sub(r"\d", "", rule.code).lower()

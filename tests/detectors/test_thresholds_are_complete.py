@@ -63,6 +63,7 @@ def test_a_number_of_its_own_is_seen() -> None:
 
 def test_every_threshold_is_used() -> None:
     """A rule decides by each of them."""
-    text = "".join(file.read_text(encoding="utf-8") for file in _DETECTORS.rglob("*.py"))
-    used = r"(self|rule|flat|spike)\.{}\b|{} = enough"
-    assert [name for name in thresholds() if not re.search(used.format(name, name), text)] == []
+    folders = (_DETECTORS, _DETECTORS.parent / "diagnosis")
+    text = "".join(file.read_text(encoding="utf-8") for folder in folders for file in folder.rglob("*.py"))
+    used = r"(self|rule|flat|spike)\.{0}\b|{0} = enough|\.{0}\.within\("
+    assert [name for name in thresholds() if not re.search(used.format(name), text)] == []
