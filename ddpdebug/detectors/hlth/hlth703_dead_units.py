@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.hlth.samples import LayerRule, activation, sampled, sites
-from ddpdebug.schema.finding import Severity
-from ddpdebug.schema.step import Step
+from ddpdebug.detectors.kinds import Examples, Fields, Severity, Step, Threshold
 
 
 class DeadUnits(LayerRule):
@@ -48,20 +43,16 @@ class DeadUnits(LayerRule):
         "scripts of the corpus: 0.46 (deep and narrow)",
     )
     fires_on = Examples(
-        lambda: (
-            sampled(6, modules=lambda i: {"act": activation("relu", zero=0.95, zero_units=0.9)}),
-            sampled(9, modules=lambda i: {"fc2 (input)": activation("relu", zero_units=1.0 if i > 3 else 0.1)}),
-        )
+        lambda: sampled(6, modules=lambda i: {"act": activation("relu", zero=0.95, zero_units=0.9)}),
+        lambda: sampled(9, modules=lambda i: {"fc2 (input)": activation("relu", zero_units=1.0 if i > 3 else 0.1)}),
     )
     silent_on = Examples(
-        lambda: (
-            sampled(9, modules=lambda i: {"act": activation("relu", zero=0.9, zero_units=0.3)}),  # sparse, not dead
-            sampled(9, modules=lambda i: {"act": activation("relu", zero_units=0.8, inputs=32)}),  # too few inputs
-            sampled(9, modules=lambda i: {"act": activation("relu", zero_units=0.8 if i % 3 == 0 else 0.1)}),
-        )
+        lambda: sampled(9, modules=lambda i: {"act": activation("relu", zero=0.9, zero_units=0.3)}),  # sparse, not dead
+        lambda: sampled(9, modules=lambda i: {"act": activation("relu", zero_units=0.8, inputs=32)}),  # too few inputs
+        lambda: sampled(9, modules=lambda i: {"act": activation("relu", zero_units=0.8 if i % 3 == 0 else 0.1)}),
     )
 
-    def judge(self, step: Step) -> Mapping[str, Any] | None:
+    def judge(self, step: Step) -> Fields | None:
         found = {}
         seen = sites(step)
         for path, ranks in seen.items():

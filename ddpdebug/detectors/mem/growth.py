@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from ddpdebug.detectors.base import Detector, Threshold
+from ddpdebug.detectors.kinds import Detector, Fields, Finding, Findings, Step, Threshold
 from ddpdebug.schema.details import Holder, Holders
-from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.row import Row
-from ddpdebug.schema.step import Step
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -207,7 +205,7 @@ class GrowthRule(TrendRule):
         source="chosen: tensors may be the smaller part of what an object keeps",
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._growth: dict[tuple[str, int], Growth] = {}
         self._since: dict[str, int] = {}  # series -> the step that first showed a trend
@@ -229,7 +227,7 @@ class GrowthRule(TrendRule):
             growth.add(step.step, getattr(row, series.field), declared_bytes(step, rank))
         return self._ranks(series, step)
 
-    def told(self, series: Series, step: Step, ranks: Sequence[int]) -> Iterator[Finding]:
+    def told(self, series: Series, step: Step, ranks: Sequence[int]) -> Findings:
         """The finding about ranks that grow, once it is known who holds what has grown, or has been waited for."""
         if not ranks:
             self._since.pop(series.name, None)
@@ -241,7 +239,7 @@ class GrowthRule(TrendRule):
             self._told.add(series.name)
             yield self._report(series, step, ranks)
 
-    def finish(self) -> Iterator[Finding]:
+    def finish(self) -> Findings:
         for series in self.series:
             if series.name in self._since and series.name not in self._told and self._last is not None:
                 yield self._report(series, self._last, self._ranks(series, self._last))

@@ -13,13 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from ddpdebug.detectors.base import RankClasses, runbook
+from ddpdebug.detectors.base import runbook
 from ddpdebug.detectors.comparison import MAX_NAMES
-from ddpdebug.detectors.kinds import ChainRule, Verdict
+from ddpdebug.detectors.kinds import ChainRule, Finding, RankClasses, Severity, Step, Verdict
 from ddpdebug.schema.details import LossBackward, ModuleCall, NonfiniteLoss, Numerics
-from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 from ddpdebug.schema.wire import to_json
 
 _OWN = Flag.LOSS_NONFINITE | Flag.LOCAL_GRADS_NONFINITE | Flag.PARAMS_NONFINITE | Flag.STEP_NONFINITE

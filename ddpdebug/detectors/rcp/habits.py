@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, ClassVar
 
-from ddpdebug.detectors.base import Threshold
-from ddpdebug.detectors.kinds import Streak, StreakRule
+from ddpdebug.detectors.kinds import Findings, Step, Streak, StreakRule, Threshold
 from ddpdebug.schema.details import Recipe
-from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 from ddpdebug.schema.wire import to_json
 
 
@@ -30,7 +27,7 @@ class HabitRule(StreakRule):
         evidence = to_json(about)
         return {"location": evidence.pop("location"), "evidence": evidence}
 
-    def report(self, step: Step, streaks: Mapping[Any, Streak]) -> Iterator[Finding]:
+    def report(self, step: Step, streaks: Mapping[Any, Streak]) -> Findings:
         known = (getattr(recipe, self.key) for _, recipe in sorted(step.answers(Recipe).items()))
         about = next((entry for entry in known if entry is not None), None)
         if (fields := self.describe(about) if about is not None else {}) is not None:

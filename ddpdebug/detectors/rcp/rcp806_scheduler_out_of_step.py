@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.detectors.kinds import EventRule, Examples, Facts, Fields, Severity
 from ddpdebug.detectors.rcp.habits import WindowHabit
 from ddpdebug.schema.announcements import UnusedSchedule
 from ddpdebug.schema.details import ScheduledOften
-from ddpdebug.schema.finding import Severity
 from ddpdebug.schema.row import Flag
 
 _OFTEN: dict[int, Any] = {
@@ -57,17 +54,16 @@ class SchedulerOutOfStep(WindowHabit, EventRule):
     flag = Flag.SCHEDULED_OFTEN
     key = "scheduler"
     fires_on = Examples(
-        lambda: (
-            steps(4, flags=Flag.SCHEDULED_OFTEN, micro_batches=4, recipe=_OFTEN),
-            (Facts(topic="alone:schedule", values={0: {"class": "CosineAnnealingLR", "step": 80}}),),
-        )
+        lambda: steps(4, flags=Flag.SCHEDULED_OFTEN, micro_batches=4, recipe=_OFTEN),
+        lambda: Facts(topic="alone:schedule", values={0: {"class": "CosineAnnealingLR", "step": 80}}),
     )
     silent_on = Examples(
+        lambda: steps(6),
+        lambda: steps(3, flags=Flag.SCHEDULED_OFTEN, recipe=_OFTEN),
         lambda: (
-            steps(6),
-            steps(3, flags=Flag.SCHEDULED_OFTEN, recipe=_OFTEN),
-            (*steps(1, flags=Flag.SCHEDULED_OFTEN, recipe=_OFTEN), *steps(5, start=1)),  # wound forward after a resume
-        )
+            *steps(1, flags=Flag.SCHEDULED_OFTEN, recipe=_OFTEN),
+            *steps(5, start=1),
+        ),  # wound forward after a resume
     )
 
     def describe(self, about: ScheduledOften) -> dict[str, Any] | None:
@@ -76,7 +72,7 @@ class SchedulerOutOfStep(WindowHabit, EventRule):
         evidence = {"stepped": what, "calls": calls, "micro_batches": micro}
         return {"subject": (about.class_name,), "location": about.location, "evidence": evidence}
 
-    def judge(self, fact: UnusedSchedule) -> Mapping[str, Any] | None:
+    def judge(self, fact: UnusedSchedule) -> Fields | None:
         return {
             "severity": Severity.WARNING,
             "title": "the scheduler was never stepped",

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar, TypeVar
 
-from ddpdebug.detectors.base import RankClasses
 from ddpdebug.detectors.comparison import MAX_NAMES, agree_within, classes_of, culprits, ordered, subset
-from ddpdebug.detectors.kinds import ChainRule, Verdict
+from ddpdebug.detectors.kinds import ChainRule, Finding, Findings, RankClasses, Severity, Step, Verdict
 from ddpdebug.schema.details import Contract, Gradients, differing_names
-from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 _ON_PURPOSE = Flag.LOCAL_ONLY | Flag.SHARDED_STATE
 
@@ -32,7 +29,7 @@ class GradientRule(ChainRule):
     def rank_classes(self, step: Step) -> RankClasses | None:
         return gradient_classes(step)
 
-    def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:
+    def report(self, step: Step, classes: RankClasses) -> Findings:
         tolerance = self.config.get("tolerance")
         close = tolerance and agree_within(float(tolerance), _norms(step), differing(step))
         if not close and not _different_models(step):

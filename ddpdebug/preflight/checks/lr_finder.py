@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug.errors import UsageError
 from ddpdebug.monitor import attach
-from ddpdebug.preflight.checks.lr_sweep import GROUP, NAME, End, Stop, Sweep, rates, skipped, verdict
+from ddpdebug.preflight.checks.lr_sweep import NAME, End, Stop, Sweep, rates, skipped, verdict
 from ddpdebug.preflight.output.results import Check
 from ddpdebug.preflight.sandbox.lockstep import Ranks
 from ddpdebug.preflight.sandbox.restoring import restored
@@ -63,7 +63,7 @@ def check(subject: Subject, *, seconds: float = SECONDS, scaler: Any = None) -> 
         seconds: the sweep takes fewer steps where steps are slow, and is skipped where even those take longer.
         scaler: a GradScaler of the caller's kind, for this sweep only.
     """
-    return attempt(GROUP, NAME, lambda: _check(subject, seconds, scaler))
+    return attempt(NAME, lambda: _check(subject, seconds, scaler))
 
 
 def _check(subject: Subject, seconds: float, scaler: Any) -> list[Check]:

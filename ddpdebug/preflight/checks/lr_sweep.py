@@ -46,7 +46,7 @@ LOST = 0.9
 _LEAST_ROOM = 0.5
 #: From the median of absolute deviations to the standard deviation of a normal distribution.
 _MAD = 1.4826
-GROUP, NAME = "learning rate", "sweep"
+NAME = "sweep"
 #: See the module's table.
 FAR_ABOVE, FAR_BELOW = 10.0, 300.0
 
@@ -227,7 +227,7 @@ def rates(lowest: float, highest: float, steps: int) -> list[float]:
 
 def skipped(words: str) -> Check:
     """Return the check that was not done."""
-    return Check(group=GROUP, name=NAME, status=Status.SKIPPED, summary=words)
+    return Check(Status.SKIPPED, words)
 
 
 def verdict(sweep: Sweep) -> Check:
@@ -307,10 +307,8 @@ def _check(
     actions: tuple[str, ...] = (),
 ) -> Check:
     return Check(
-        group=GROUP,
-        name=NAME,
-        status=status,
-        summary=summary,
+        status,
+        summary,
         code=code,
         evidence=evidence,
         hypotheses=hypotheses,

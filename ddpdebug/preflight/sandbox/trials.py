@@ -18,7 +18,7 @@ import torch
 from ddpdebug.isolation.process_state import kept_random_state
 from ddpdebug.nested import copy_of, mapped
 from ddpdebug.preflight.capture.copies import copied
-from ddpdebug.preflight.output.results import Check, Status
+from ddpdebug.preflight.output.results import Check, Status, named
 from ddpdebug.preflight.subject import LossOf, Subject
 
 _MAX_ERROR = 300
@@ -116,11 +116,11 @@ def take_step(
     return total
 
 
-def attempt(group: str, name: str, examine: Callable[[], list[Check]]) -> list[Check]:
-    """Return what a check says; one that raises was not done, and says why."""
+def attempt(name: str, examine: Callable[[], list[Check]]) -> list[Check]:
+    """Return what a check says, under its name; one that raises was not done, and says why."""
     try:
         with kept_random_state(), torch.enable_grad():
-            return examine()
+            return named(name, examine())
     except Exception as error:  # noqa: BLE001 - one check that cannot be done takes no other with it
         words = f"{type(error).__name__}: {error}"[:_MAX_ERROR]
-        return [Check(group=group, name=name, status=Status.SKIPPED, summary=f"could not be done: {words}")]
+        return [Check(Status.SKIPPED, f"could not be done: {words}", name=name)]
