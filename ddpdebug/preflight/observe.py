@@ -157,10 +157,9 @@ def observe(subject: Subject, batch: Any, model: nn.Module | None = None) -> See
 
 def observe_all(subject: Subject) -> list[Seen]:
     """Compute the losses of the batches without gradients."""
-    if not subject.batches:
-        raise UsageError(f"the loss could not be recorded: {subject.facts.get('not_recorded') or 'no batches'}")
+    batches = subject.recorded(BATCHES)
     with torch.no_grad():
-        return [observe(subject, batch) for batch in subject.batches[:BATCHES]]
+        return [observe(subject, batch) for batch in batches]
 
 
 @contextmanager
@@ -174,6 +173,12 @@ def first_inputs(model: nn.Module) -> Iterator[list[Tensor]]:
 
     with looking(dict(model.named_modules()), before=note):
         yield found
+
+
+def moments(values: Tensor) -> tuple[float, float]:
+    """Return mean and standard deviation of the elements, 0 for that of a single one; NaN for the mean of none."""
+    flat = values.detach().double()
+    return float(flat.mean()), float(flat.std()) if flat.numel() > 1 else 0.0
 
 
 def floating(values: list[Tensor]) -> list[Tensor]:

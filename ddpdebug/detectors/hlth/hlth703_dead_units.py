@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddpdebug.detectors.hlth.samples import LayerRule, activation, sampled, sites
+from ddpdebug.detectors.hlth.samples import LayerRule, activation, least_of, sampled, sites
 from ddpdebug.detectors.kinds import Examples, Fields, Severity, Step, Threshold
 
 
@@ -56,17 +56,9 @@ class DeadUnits(LayerRule):
         found = {}
         seen = sites(step)
         for path, ranks in seen.items():
-            shares = [about.zero_units for about in ranks]
-            known = [share for share in shares if share is not None]
+            least = least_of(ranks, lambda about: about.zero_units)
             inputs = sum(about.inputs or 0 for about in ranks)
-            if len(known) < len(ranks) or not known or inputs < self.dead_inputs:
-                continue
-            if min(known) >= self.dead_share:
+            if least is not None and inputs >= self.dead_inputs and least >= self.dead_share:
                 about = ranks[0]
-                found[path] = {
-                    "dead_units": min(known),
-                    "inputs": inputs,
-                    "zeros": about.zero,
-                    "mean": about.mean,
-                }
+                found[path] = {"dead_units": least, "inputs": inputs, "zeros": about.zero, "mean": about.mean}
         return found if seen else None

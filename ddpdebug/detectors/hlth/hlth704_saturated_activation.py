@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddpdebug.detectors.hlth.samples import LayerRule, activation, sampled, sites
+from ddpdebug.detectors.hlth.samples import LayerRule, activation, least_of, sampled, sites
 from ddpdebug.detectors.kinds import Examples, Fields, Severity, Step, Threshold
 
 
@@ -53,14 +53,8 @@ class SaturatedActivation(LayerRule):
         seen = sites(step)
         found = {}
         for path, ranks in seen.items():
-            shares = [about.saturated for about in ranks if about.hidden]
-            known = [share for share in shares if share is not None]
-            if known and len(known) == len(ranks) and min(known) >= self.saturated_share:
+            least = least_of(ranks, lambda about: about.saturated if about.hidden else None)
+            if least is not None and least >= self.saturated_share:
                 about = ranks[0]
-                found[path] = {
-                    "kind": about.kind,
-                    "saturated": min(known),
-                    "mean": about.mean,
-                    "std": about.std,
-                }
+                found[path] = {"kind": about.kind, "saturated": least, "mean": about.mean, "std": about.std}
         return found if seen else None

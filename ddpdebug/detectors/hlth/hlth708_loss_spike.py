@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 from ddpdebug.detectors.hlth.curve import LossRule, Series, losses, sample_noise
-from ddpdebug.detectors.kinds import Examples, Fields, Finding, Findings, Severity, Step, Threshold
+from ddpdebug.detectors.kinds import Examples, Fields, Findings, Severity, Step, Threshold
 
 
 class LossSpike(LossRule):
@@ -85,7 +85,8 @@ class LossSpike(LossRule):
             self._open[key] = at, max(peak, loss), middle, spread
             if loss <= middle + spread:
                 del self._open[key]
-                yield self._report(step, at, max(peak, loss), middle)
+                evidence = {"peak": max(peak, loss), "median_before": middle, "steps": step.step - at}
+                yield self.finding(step, step=at, subject=("loss",), evidence=evidence)
             elif series.count and step.step - at > self.spike_steps:
                 del self._open[key]
             return
@@ -101,11 +102,3 @@ class LossSpike(LossRule):
             self.spike_progress * fallen, self.spike_level * abs(middle)
         ):
             self._open[key] = step.step, loss, middle, spread
-
-    def _report(self, step: Step, at: int, peak: float, middle: float) -> Finding:
-        return self.finding(
-            step,
-            step=at,
-            subject=("loss",),
-            evidence={"peak": peak, "median_before": middle, "steps": step.step - at},
-        )

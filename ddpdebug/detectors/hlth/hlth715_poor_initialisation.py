@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ddpdebug.detectors.hlth.samples import SampledRule, activation, parameters, sampled, sites, weight
-from ddpdebug.detectors.kinds import Examples, Fields, Finding, Findings, Severity, Step, Threshold
+from ddpdebug.detectors.kinds import Examples, Fields, Findings, Severity, Step, Threshold
 from ddpdebug.schema.details import LayerStatistics
 from ddpdebug.schema.row import Flag
 
@@ -91,8 +91,8 @@ class PoorInitialisation(SampledRule):
         table = parameters(step)
         alike = [name for name, about in table.items() if about.symmetric]
         if alike:
-            evidence: dict[str, Any] = {"parameters": len(alike)}
-            yield self._report(step, alike, "symmetric", evidence)
+            evidence = {"parameters": len(alike)}
+            yield self.finding(step, subject=tuple(alike[:20]), phase="symmetric", evidence=evidence)
         if step.step == 0 and not step.any(Flag.LOADED):
             yield from self._profile(step)
 
@@ -111,12 +111,5 @@ class PoorInitialisation(SampledRule):
         if explodes or grown <= self.init_vanish:
             profile = {path: f"{std:.3g}" for _, path, std in seen}
             evidence = {"std_by_depth": profile, "last_over_first": grown}
-            yield self._report(step, [seen[-1][1]], "explodes" if explodes else "dies", evidence)
-
-    def _report(self, step: Step, names: list[str], phase: str, evidence: dict[str, Any]) -> Finding:
-        return self.finding(
-            step,
-            subject=tuple(names[:20]),
-            phase=phase,
-            evidence=evidence,
-        )
+            phase = "explodes" if explodes else "dies"
+            yield self.finding(step, subject=(seen[-1][1],), phase=phase, evidence=evidence)

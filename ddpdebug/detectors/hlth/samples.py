@@ -94,6 +94,12 @@ def sites(step: Step) -> Mapping[str, Sequence[LayerActivation]]:
     return {path: [table[path] for table in tables] for path in tables[0] if all(path in table for table in tables)}
 
 
+def least_of(ranks: Sequence[LayerActivation], read: Callable[[LayerActivation], float | None]) -> float | None:
+    """Return the smallest of what the ranks saw of an activation; None where one of them did not see it."""
+    known = [value for about in ranks if (value := read(about)) is not None]
+    return min(known) if known and len(known) == len(ranks) else None
+
+
 def update_ratio(step: Step) -> float | None:
     """Return the norm of a step's update over that of the weights, where the step was sampled."""
     for row in step.rows.values():

@@ -199,6 +199,7 @@ class GrowthRule(TrendRule):
     """A rule about memory that rises from step to step."""
 
     series: ClassVar[tuple[Series, ...]]
+    least: ClassVar[Threshold]  # growth in MiB, below which it is none
     memory_held = Threshold(
         0.25,
         "share of the growth that a holder must hold to explain it",
@@ -219,17 +220,17 @@ class GrowthRule(TrendRule):
         searched = {series.name for series in self.series if series.searched}
         return step.optimizer == 0 and bool(searched & self._since.keys() - self._told)
 
-    def growing(self, series: Series, step: Step, least: float) -> tuple[int, ...]:
-        """The ranks whose memory has a trend after this step; growth below `least` MiB is none."""
+    def detect(self, step: Step) -> Findings:
+        for series in self.series if step.optimizer == 0 else ():
+            yield from self._told_of(series, step)
+
+    def _told_of(self, series: Series, step: Step) -> Findings:
+        """The finding about ranks that grow, once it is known who holds what has grown, or has been waited for."""
         self._last = step
         for rank, row in step.rows.items():
-            growth = self._growth.setdefault((series.name, rank), Growth(least, self))
+            growth = self._growth.setdefault((series.name, rank), Growth(self.least, self))
             growth.add(step.step, getattr(row, series.field), declared_bytes(step, rank))
-        return self._ranks(series, step)
-
-    def told(self, series: Series, step: Step, ranks: Sequence[int]) -> Findings:
-        """The finding about ranks that grow, once it is known who holds what has grown, or has been waited for."""
-        if not ranks:
+        if not (ranks := self._ranks(series, step)):
             self._since.pop(series.name, None)
             self._told.discard(series.name)
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ddpdebug.detectors.examples import growing, holders
-from ddpdebug.detectors.kinds import Examples, Findings, Severity, Step, Threshold
+from ddpdebug.detectors.kinds import Examples, Severity, Threshold
 from ddpdebug.detectors.mem.growth import MIB, GrowthRule, Series
 
 
@@ -34,7 +34,7 @@ class MemoryGrowth(GrowthRule):
     severity = Severity.WARNING
     title = "device memory grows steadily"
     series = (Series("device", "device_allocated_bytes", "device_limit_bytes"),)
-    memory_growth_device = Threshold(
+    memory_growth_device = least = Threshold(
         8,
         "MiB that the blocks must bring together, of a device",
         source="chosen: four blocks of 2 MiB, to which its allocator rounds",
@@ -57,8 +57,3 @@ class MemoryGrowth(GrowthRule):
         ),  # jumps at epochs
         lambda: growing("device_allocated_bytes", lambda step: 300 * MIB + 2 * MIB * step, 70, declared=1024 * MIB),
     )
-
-    def detect(self, step: Step) -> Findings:
-        if step.optimizer == 0:
-            for series in self.series:
-                yield from self.told(series, step, self.growing(series, step, self.memory_growth_device))

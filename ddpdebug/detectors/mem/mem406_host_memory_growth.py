@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ddpdebug.detectors.examples import growing, holders
-from ddpdebug.detectors.kinds import Examples, Findings, Severity, Step, Threshold
+from ddpdebug.detectors.kinds import Examples, Severity, Step, Threshold
 from ddpdebug.detectors.mem.growth import MIB, GrowthRule, Series
 from ddpdebug.schema.announcements import Loader
 
@@ -38,7 +38,7 @@ class HostMemoryGrowth(GrowthRule):
         Series("host", "host_private_bytes", "host_limit_bytes"),
         Series("DataLoader workers", "workers_bytes", "host_limit_bytes", searched=False),
     )
-    memory_growth_host = Threshold(
+    memory_growth_host = least = Threshold(
         24,
         "MiB that the blocks must bring together, of the host",
         source="the C library's heap alone was seen to grow by 11 MiB over 48 steps of a small model with nothing kept",
@@ -55,11 +55,6 @@ class HostMemoryGrowth(GrowthRule):
         ),  # too little to tell from noise
         lambda: growing("host_private_bytes", lambda step: 300 * MIB + MIB * step, 70, declared=None),
     )
-
-    def detect(self, step: Step) -> Findings:
-        if step.optimizer == 0:
-            for series in self.series:
-                yield from self.told(series, step, self.growing(series, step, self.memory_growth_host))
 
     def subject(self, series: Series, step: Step) -> str:
         loader = _loader(step)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import step_at, steps
-from ddpdebug.detectors.kinds import Examples, Step, Verdict
+from ddpdebug.detectors.kinds import Examples, Finding, Step, Verdict
 from ddpdebug.detectors.num.nonfinite import NonfiniteRule, known_of, seen
 from ddpdebug.schema.row import Flag
 
@@ -56,6 +57,15 @@ class NonfiniteParameter(NonfiniteRule):
         lambda: step_at(7, flags=Flag.STEP_NONFINITE | Flag.SKIPPED, numerics=_AFTER),
         lambda: step_at(7, flags=Flag.LOSS_NONFINITE),
     )
+
+    def word(self, step: Step, verdict: Verdict) -> Finding:
+        finding = super().word(step, verdict)
+        if verdict.phase != "outside-optimizer":
+            return finding
+        # what the optimizer does is no cause of what was written between two of its steps
+        likely = ("a checkpoint", "a parameter created")
+        causes = sorted(finding.causes, key=lambda text: [not text.startswith(words) for words in likely])
+        return replace(finding, causes=tuple(causes))
 
     @classmethod
     def verdict(cls, step: Step) -> Verdict | None:

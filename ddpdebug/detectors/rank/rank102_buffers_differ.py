@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ddpdebug.detectors.comparison import MAX_NAMES, classes_of, culprits, values_of
@@ -70,8 +71,4 @@ class BuffersDiffer(ComparisonRule):
             phase="not-broadcast" if unsent else "after-broadcast",
             evidence=evidence,
         )
-        if unsent:
-            causes = (_UNSENT, *finding.causes[1:])
-            fields = {"subject": finding.subject, "phase": finding.phase, "evidence": evidence}
-            finding = self.finding(step=step.step, ranks=finding.ranks, causes=causes, **fields)
-        yield finding
+        yield replace(finding, causes=(_UNSENT, *finding.causes[1:])) if unsent else finding

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ddpdebug.detectors.examples import contract, gradients, step_at
@@ -70,5 +71,4 @@ class GradientsDiffer(GradientRule):
             return finding
         rank, names = next(iter(without.items()))
         text = _UNUSED.format(names=", ".join(names[:3]), ranks=", ".join(without) or rank)
-        fields = {"causes": (text, *finding.causes), "evidence": finding.evidence, "subject": finding.subject}
-        return self.finding(step=step.step, ranks=finding.ranks, **fields)
+        return replace(finding, causes=(text, *finding.causes))

@@ -12,10 +12,11 @@ from torch.nn import functional
 from ddpdebug.preflight.capture.copies import copied
 from ddpdebug.preflight.checks import duplicates, label_relation, labels, splits
 from ddpdebug.preflight.examine import each
-from ddpdebug.preflight.observe import Seen, floating, observe, observe_all
+from ddpdebug.preflight.observe import Seen, floating, moments, observe, observe_all
 from ddpdebug.preflight.output.results import Check, Picture, Status, Table
 from ddpdebug.preflight.sandbox.trials import looking
 from ddpdebug.preflight.subject import Subject
+from ddpdebug.probes.ranges import dtype_name
 
 #: Beyond these an input is "far from normalised": raw pixels (0 to 255) have a mean near 120 and a deviation near 60,
 #: standardised features 0 and 1. Between them lies what trains well enough.
@@ -80,15 +81,21 @@ def _inputs(seen: list[Seen]) -> Iterator[Check]:
 
 
 def _row(number: int, tensor: Tensor, own: list[Tensor]) -> tuple[object, ...]:
-    kind = str(tensor.dtype).removeprefix("torch.")
+    kind = dtype_name(tensor)
     values = torch.cat([t.detach().flatten().double() for t in own]) if not tensor.is_complex() else torch.empty(0)
     finite = values[torch.isfinite(values)]
     shape = " x ".join(map(str, tensor.shape)) or "scalar"
     if not finite.numel():
         return (number, shape, kind, "", "", "", "", values.numel())
-    spread = float(finite.std()) if finite.numel() > 1 else 0.0
-    numbers = (float(finite.min()), float(finite.max()), float(finite.mean()), spread)
-    return (number, shape, kind, *numbers, values.numel() - finite.numel())
+    return (
+        number,
+        shape,
+        kind,
+        float(finite.min()),
+        float(finite.max()),
+        *moments(finite),
+        values.numel() - finite.numel(),
+    )
 
 
 def _scale(subject: Subject) -> Iterator[Check]:
@@ -98,7 +105,7 @@ def _scale(subject: Subject) -> Iterator[Check]:
     if first is None:
         yield Check(Status.SKIPPED, "the first layer takes no numbers with fractions, or normalises them itself")
     elif problem is None:
-        mean, std = _moments(first[1])
+        mean, std = moments(first[1])
         yield Check(Status.PASS, f"{first[0]} gets values with mean {mean:.3g} and standard deviation {std:.3g}")
     else:
         yield Check(
@@ -112,7 +119,7 @@ def _scale(subject: Subject) -> Iterator[Check]:
 
 
 def _off_scale(name: str, values: Tensor) -> str | None:
-    mean, std = _moments(values)
+    mean, std = moments(values)
     what = f"the first layer ({name}) gets values with mean {mean:.4g} and standard deviation {std:.4g}"
     low, high = float(values.min()), float(values.max())
     if std == 0 and values.numel() > 1:
@@ -139,10 +146,6 @@ def _between_ranks(subject: Subject) -> Iterator[Check]:
         evidence={"scales": {str(rank): s for rank, s in scales.items()}},
         actions=("preprocess with the same statistics on all ranks",),
     )
-
-
-def _moments(values: Tensor) -> tuple[float, float]:
-    return float(values.mean()), float(values.std()) if values.numel() > 1 else 0.0
 
 
 def _first_layer_input(subject: Subject) -> tuple[str, Tensor] | None:

@@ -7,7 +7,6 @@ from statistics import median
 
 from torch import nn
 
-from ddpdebug.errors import UsageError
 from ddpdebug.preflight.checks import leakage
 from ddpdebug.preflight.checks.layers import Layer, sampled
 from ddpdebug.preflight.examine import each
@@ -23,8 +22,7 @@ _MODAL = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
 
 def check(subject: Subject) -> list[Check]:
     """Judge one backward pass, and the model's dependence on what it should not see."""
-    if not subject.batches:
-        raise UsageError(f"the loss could not be recorded: {subject.facts.get('not_recorded') or 'no batches'}")
+    subject.recorded(1)
     return each(
         gradients_by_depth=lambda: _depth(sampled(subject, 1)[0].layers),
         train_mode=lambda: _modes(subject),

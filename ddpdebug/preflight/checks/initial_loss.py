@@ -12,9 +12,10 @@ from torch import Tensor
 
 from ddpdebug.preflight.checks.labels import classes_of, kept
 from ddpdebug.preflight.examine import each
-from ddpdebug.preflight.observe import LossCall, Seen, observe_all
+from ddpdebug.preflight.observe import LossCall, Seen, moments, observe_all
 from ddpdebug.preflight.output.results import Check, Status
 from ddpdebug.preflight.subject import Subject
+from ddpdebug.probes.ranges import dtype_name
 
 #: How far above log C the first loss may be, as a share of it. Logits of deviation s cost about s*s / 2 on top:
 #: those of an ordinary initialisation (s up to 1) cost 0.5; 1.5 is s = 1.7, where one layer meets large inputs.
@@ -167,7 +168,7 @@ def _logits(calls: list[LossCall]) -> Iterator[Check]:
     values = values[torch.isfinite(values) & (values > _MASKED)]
     if values.numel() < 2:
         return
-    mean, std = float(values.mean()), float(values.std())
+    mean, std = moments(values)
     wide = std > _WIDE_LOGITS
     yield Check(
         Status.WARN if wide else Status.PASS,
@@ -239,7 +240,7 @@ def _grows(one: list[int], other: list[int]) -> bool:
 
 def _types(seen: list[Seen], calls: list[LossCall]) -> Iterator[Check]:
     notes = {
-        f"{c.name} compares {_kind(c.prediction)} with {_kind(c.target)}"
+        f"{c.name} compares {dtype_name(c.prediction)} with {dtype_name(c.target)}"
         for c in calls
         if c.target.is_floating_point() and c.prediction.dtype != c.target.dtype
     }
@@ -249,7 +250,3 @@ def _types(seen: list[Seen], calls: list[LossCall]) -> Iterator[Check]:
         Status.INFO if notes else Status.PASS,
         "; ".join(sorted(notes)) or "predictions, targets and the loss have matching types",
     )
-
-
-def _kind(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from ddpdebug.errors import UsageError
 from ddpdebug.preflight.checks.layers import WEIGHTED, Pass, sampled
 from ddpdebug.preflight.examine import each
 from ddpdebug.preflight.output.results import Check, Plot, Series, Status, Table
@@ -29,8 +28,6 @@ _NAMED = 4
 
 def check(subject: Subject) -> list[Check]:
     """Judge the weights, and one pass of the first batches."""
-    if not subject.batches:
-        raise UsageError(f"the loss could not be recorded: {subject.facts.get('not_recorded') or 'no batches'}")
     passes = sampled(subject, _BATCHES)
     return each(
         activations_by_depth=lambda: [_depth(passes[0])],

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddpdebug.errors import UsageError
 from ddpdebug.preflight.capture.copies import copied
 from ddpdebug.preflight.checks.unregistered import unregistered
 from ddpdebug.preflight.examine import each
@@ -16,6 +17,7 @@ from ddpdebug.preflight.observe import gradients_of, observe
 from ddpdebug.preflight.output.results import Check, Status, Table
 from ddpdebug.preflight.sandbox.trials import looking
 from ddpdebug.preflight.subject import Subject
+from ddpdebug.probes.ranges import dtype_name
 
 #: Share of the parameters that is frozen from which on it is worth a line; fine-tuning freezes most on purpose.
 _LARGE_PART = 0.5
@@ -60,9 +62,11 @@ class _Held:
 def _gradients(subject: Subject) -> tuple[dict[str, float | None] | None, str]:
     """Return the largest magnitude of each parameter's gradient over the batches; None and why where there are none."""
     found: dict[str, float | None] = {}
-    if not subject.batches:
-        return None, f"the loss could not be recorded: {subject.facts.get('not_recorded') or 'no batches'}"
-    for batch in subject.batches[:_BATCHES]:
+    try:
+        batches = subject.recorded(_BATCHES)
+    except UsageError as error:
+        return None, str(error)
+    for batch in batches:
         model = copied(subject.model)
         seen = observe(subject, batch, model)
         if seen.loss is None:
@@ -79,7 +83,7 @@ def _table(subject: Subject, held: _Held, gradients: Mapping[str, float | None] 
     for name, p in subject.model.named_parameters():
         groups = held.groups.get(name, [])
         _, at, group = groups[0] if groups else (None, "", {})
-        kind = str(p.dtype).removeprefix("torch.")
+        kind = dtype_name(p)
         gradient = "" if gradients is None or not p.requires_grad else gradients.get(name)
         settings = tuple("" if group.get(key) is None else group[key] for key in ("lr", "weight_decay"))
         shown = "none" if gradient is None else gradient

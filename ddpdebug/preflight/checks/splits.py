@@ -12,6 +12,7 @@ from torch import Tensor
 from ddpdebug.nested import tensors_in_objects
 from ddpdebug.preflight.capture.digests import of_inputs
 from ddpdebug.preflight.capture.sampling import Samples
+from ddpdebug.preflight.observe import moments
 from ddpdebug.preflight.output.results import Check, Status
 from ddpdebug.preflight.subject import Subject
 
@@ -104,7 +105,7 @@ def _values(samples: list[Any]) -> tuple[float, float, int] | None:
         return None
     flat = torch.cat(found)
     flat = flat[torch.isfinite(flat)]
-    return (float(flat.mean()), float(flat.std()), len(found)) if flat.numel() > 1 else None
+    return (*moments(flat), len(found)) if flat.numel() > 1 else None
 
 
 def _repeats(samples: Samples) -> Check:
