@@ -34,7 +34,7 @@ _MAX_NAMES = 20_000
 
 
 class HolderSearch(Protocol):
-    """What looks for who holds on to memory; see `forensics/memory/hunt.py`."""
+    """What looks for who holds on to memory; see `forensics/memory/holder_search.py`."""
 
     def known(self) -> bool:
         """Tell whether there is an answer, and arrange for one."""

@@ -182,12 +182,16 @@ def moments(values: Tensor) -> tuple[float, float]:
 
 
 def floating(values: list[Tensor]) -> list[Tensor]:
-    """Return the tensors of a floating type."""
+    """Return the tensors of a floating dtype (half precision and float64 among them)."""
     return [tensor for tensor in values if tensor.is_floating_point()]
 
 
 def gradients_of(loss: Tensor, model: nn.Module) -> dict[str, Tensor | None]:
-    """Return the gradient of each trainable parameter; None where the loss does not reach it."""
+    """Return the gradient of each trainable parameter, dense and of its shape; None where the loss does not reach it.
+
+    Args:
+        loss: one number.
+    """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not loss.requires_grad:
         return dict.fromkeys((name for name, _ in named), None)

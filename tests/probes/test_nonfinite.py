@@ -471,8 +471,8 @@ def test_the_call_site_sees_the_step_before_it_happens(watched: Callable[..., An
     def replay(event: Any) -> None:
         record, looks = event.record, event.record.window.looks
         finite = all(bool(torch.isfinite(p).all()) for p in looks.module().parameters())
-        scene = monitor.probes.scenes.newest(looks.module())
-        seen.append((record.step, finite, tuple(scene.args[0].shape)))
+        capture = monitor.probes.captures.newest(looks.module())
+        seen.append((record.step, finite, tuple(capture.args[0].shape)))
         answer = {"op": "aten.log.default", "location": "train.py:12", "module": "body"}
         record.numerics = replace(record.numerics, replay=answer)
 

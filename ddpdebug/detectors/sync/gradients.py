@@ -110,7 +110,12 @@ def _different_models(step: Step) -> bool:
 
 
 def misuse(step: Step, read: Callable[[Contract], T | None], flag: Flag) -> tuple[tuple[int, ...], Mapping[int, T]]:
-    """The ranks that have broken their contract with DDP in one way, none or some, and what they tell about it."""
+    """Return the ranks that misuse DDP in one way, and rank -> its detail about that.
+
+    Args:
+        read: returns the detail's part about this misuse, None where there was none.
+        flag: of the rows that show it, for ranks without a detail.
+    """
     found = {rank: entry for rank, told in step.answers(Contract).items() if (entry := read(told)) is not None}
     flagged = sorted(found) or list(step.ranks_with(flag))
     ranks = tuple(flagged) if subset(flagged, step) else odd_ranks(step) if flagged else ()

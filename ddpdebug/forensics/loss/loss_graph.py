@@ -64,7 +64,7 @@ def explain_loss(loss: torch.Tensor, after: int) -> dict[str, Any] | None:
     Called before backward, which frees what is looked at here.
 
     Args:
-        after: the number of the first autograd node that does not belong to the model (`Scene.after`).
+        after: the number of the first autograd node that does not belong to the model (`ForwardCapture.after`).
     """
     nodes = _nodes(loss, after)
     for node in nodes:

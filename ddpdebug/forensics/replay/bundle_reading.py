@@ -21,7 +21,7 @@ import torch
 from ddpdebug.errors import UsageError
 from ddpdebug.forensics.replay.bundle import FORMAT, JSON_FILE, TENSOR_FILE
 from ddpdebug.isolation.process_state import Autocast, RandomState
-from ddpdebug.probes.forward_capture import Scene
+from ddpdebug.probes.forward_capture import ForwardCapture
 from ddpdebug.sinks.text import clean
 
 _MAX_JSON = 64 << 20
@@ -55,9 +55,9 @@ class Bundle:
     partial: bool
     left_out: list[str]
 
-    def scene(self, module: torch.nn.Module) -> Scene:
+    def capture(self, module: torch.nn.Module) -> ForwardCapture:
         """Return the forward, to be run on a module that has the bundle's parameters and buffers."""
-        return Scene(
+        return ForwardCapture(
             module=lambda: module,
             step=_number(self.facts.get("step"), -1),
             given=(self.args, self.kwargs),

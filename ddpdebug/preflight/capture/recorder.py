@@ -160,7 +160,7 @@ class Recorder(TorchFunctionMode):
         return finish
 
     def same(self, value: Any, like: Any) -> None:
-        """Note that `value` stands for `like`: what DDP returns, a scaled loss."""
+        """Note that `value` is the same node of the tape as `like`: an output of DDP's wrapper, a scaled loss."""
         with self._ours():
             own, other = list(tensors_in_objects(value)), list(tensors_in_objects(like))
             for new, old in zip(own, other, strict=len(own) == len(other)):

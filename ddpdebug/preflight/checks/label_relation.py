@@ -61,10 +61,14 @@ def check(subject: Subject, seen: list[Seen]) -> Iterator[Check]:
 
 
 def probe(inputs: Tensor, labels: Tensor) -> dict[str, tuple[float, float]]:
-    """Return, by probe, the share that it gets right and the share of shuffled pairings that do as well.
+    """Return, by probe, its accuracy (0 to 1) and the share of shuffled pairings (0 to 1) that reach it.
 
     Nearest neighbour, and a ridge regression onto the classes of features and of their squares, both judged on samples
     that they were not given.
+
+    Args:
+        inputs: of shape (samples, ...), floating.
+        labels: class numbers of shape (samples,), int64 and not negative.
     """
     generator = torch.Generator().manual_seed(0)
     features = _features(inputs, generator)

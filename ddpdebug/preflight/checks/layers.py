@@ -79,7 +79,7 @@ class _Nonlinearities(TorchFunctionMode):
 
 
 def one_pass(subject: Subject, batch: Any) -> Pass:
-    """Run a batch forward and backward through a copy of the model."""
+    """Return the statistics of a batch's forward and backward through a copy of the model."""
     model, result = copied(subject.model), Pass()
     mode = _Nonlinearities(result)
     outputs: dict[str, Tensor] = {}
@@ -106,7 +106,10 @@ def one_pass(subject: Subject, batch: Any) -> Pass:
 
 
 def _dead(values: Tensor) -> Tensor:
-    """Return which units are 0 for all samples and places: channels of images, the last dimension otherwise."""
+    """Return a mask of shape (units,) of those that are 0 for all samples and places.
+
+    Units are the channels of (N, C, H, W), and the last dimension of (N, ..., units).
+    """
     unit = 1 if values.dim() >= 4 else values.dim() - 1
     return (values == 0).transpose(unit, -1).flatten(0, -2).all(0)
 
