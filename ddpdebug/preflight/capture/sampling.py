@@ -127,7 +127,4 @@ def _facts(loader: Any, *, trains: bool) -> dict[str, Any]:
         "workers": loader.num_workers,
         "generator": loader.generator is not None,
         "worker_init": loader.worker_init_fn is not None,
-        "sampler": type(loader.sampler).__name__,
-        "pin_memory": loader.pin_memory,
-        "drop_last": loader.drop_last,
     }
