@@ -396,7 +396,6 @@ def fails(*_: Any, **__: Any) -> None:
         (Recorder, "function", "recording"),
         (Recorder, "ends", "recording"),
         (Capture, "_loads", "script"),
-        (Capture, "_scheduler", "script"),
         (Capture, "_optimizer_made", "script"),
         (Samples, "made", "data"),
         (Samples, "read", "data"),

@@ -100,7 +100,7 @@ class GraphKeptAlive(TrendRule):
         if step.optimizer != 0:
             return
         self._take(step)
-        kept, ranks = self._kept(step), self._growing(step)
+        kept, ranks = self._kept(step), tuple(rank for rank in step.rows if self._suspicion(rank) is not None)
         if not kept and not ranks:
             self._since = self._told = None
             return
@@ -139,9 +139,6 @@ class GraphKeptAlive(TrendRule):
 
     def _suspicion(self, rank: int) -> Trend | None:
         return self._growth[rank].suspicion(int(self.memory_blocks_early))
-
-    def _growing(self, step: Step) -> tuple[int, ...]:
-        return tuple(rank for rank in step.rows if self._suspicion(rank) is not None)
 
     def _report(self, step: Step, ranks: tuple[int, ...], holder: Holder | None) -> Finding:
         trends = [trend for rank in ranks if (trend := self._suspicion(rank)) is not None]

@@ -74,7 +74,7 @@ class NonfiniteLocalGradient(ReplayedRule):
             return None
         own = {rank: known[rank].local or known[rank].reduced for rank in ranks if rank in known}
         names = [name for rank in ranks for name in own.get(rank, ())]
-        modules = tuple(dict.fromkeys(_module_of(own[rank][0]) for rank in ranks if own.get(rank)))
+        modules = tuple(dict.fromkeys(own[rank][0].rpartition(".")[0] or ROOT for rank in ranks if own.get(rank)))
         calls = [call.module for rank in ranks for call in known.get(rank, NOTHING).forward]
         entry = next((list(e.range) for rank in ranks if (e := known.get(rank, NOTHING).entry)), None)
         evidence = {
@@ -86,7 +86,3 @@ class NonfiniteLocalGradient(ReplayedRule):
             "observed": None if phase else "only the reduced gradients were looked at in this step",
         }
         return Verdict(ranks=ranks, subject=modules, phase=phase, evidence=evidence)
-
-
-def _module_of(name: str) -> str:
-    return name.rpartition(".")[0] or ROOT

@@ -120,7 +120,8 @@ class OutputsDisagree(Detector):
         labels_too = len({row.record_digest for row in rows.values()}) == 1 and rows[min(rows)].record_digest != 0
         parted = all(outputs.values()) and len(set(outputs.values())) > 1
         loss_known = labels_too and len(losses) == len(rows)
-        loss_parted = loss_known and not within(self._tolerance(), losses.values())
+        tolerance = float(self.config.get("tolerance") or self.same_loss)
+        loss_parted = loss_known and not within(tolerance, losses.values())
         if not parted and not loss_parted:
             return None
         if self.config.get("tolerance") and loss_known and not loss_parted:
@@ -181,9 +182,6 @@ class OutputsDisagree(Detector):
                     "values": {str(rank): table[names[0]] for rank, table in tables.items()},
                 },
             )
-
-    def _tolerance(self) -> float:
-        return float(self.config.get("tolerance") or self.same_loss)
 
     def compare(self, topic: str, facts: Mapping[int, Any]) -> Findings:
         told: dict[int, Any] = dict(sorted(facts.items()))

@@ -74,7 +74,7 @@ class NotEquivalent(Detector):
             return
         step = min(fact.step or 0 for fact in differing.values())
         first = {rank: fact for rank, fact in differing.items() if (fact.step or 0) == step}
-        fact = max(first.values(), key=_worst)
+        fact = max(first.values(), key=lambda fact: max(entry[2] for entry in fact.off.values()))
         off = sorted(fact.off, key=lambda name: -fact.off[name][2])
         causes, reading = self._explain(fact)
         only_batch_norm = fact.without_batch_norm == "agree"
@@ -137,7 +137,3 @@ class NotEquivalent(Detector):
 
     def _near(self, value: float, other: float) -> bool:
         return abs(value - other) <= self.same_ratio * abs(other)
-
-
-def _worst(fact: Equivalence) -> float:
-    return max(entry[2] for entry in fact.off.values())

@@ -225,14 +225,12 @@ def compact(trace: Trace) -> dict[str, Any]:
         "location": trace.location if culprit.is_operation else None,
         "stack": culprit.stack,
         "operands": culprit.operands[:_MAX_OPERANDS],
-        "made_of": None if culprit.made_of is None else _made_of(culprit.made_of.to_json()),
+        "made_of": None
+        if culprit.made_of is None
+        else {name: getattr(culprit.made_of, name) for name in ("kind", "name", "module", "stack")},
         "became_nan": culprit.became_nan,
         "calls": trace.calls[-_MAX_CALLS:],
     }
-
-
-def _made_of(origin: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: origin[key] for key in ("kind", "name", "module", "stack")}
 
 
 def _first_bad(kept: Sequence[ForwardCapture], deadline: float, guard: Guard | None) -> tuple[Trace, ForwardCapture]:
