@@ -118,7 +118,7 @@ class ComparisonRule(Detector):
     that they agree again, and that further ranks have parted.
     """
 
-    incident = ("subject", "phase", "location")
+    incident: ClassVar[tuple[str, ...]] = ("subject", "phase", "location")
 
     def rank_classes(self, step: Step) -> RankClasses | None:
         """What each rank shows, empty when they agree, None when the step cannot tell; called for every step."""
