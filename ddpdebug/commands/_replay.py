@@ -29,7 +29,7 @@ from ddpdebug.forensics.replay.shrink import Shrunk, shrink
 from ddpdebug.forensics.replay.tracer import Origin
 from ddpdebug.isolation.process_state import Autocast
 from ddpdebug.nested import mapped
-from ddpdebug.probes.forward_capture import Scene
+from ddpdebug.probes.forward_capture import ForwardCapture
 from ddpdebug.schema.finding import strict
 from ddpdebug.sinks.text import SEPARATOR, clean, tensor_text
 
@@ -58,14 +58,14 @@ def run(request: Request) -> int:
     dtype = None if request.dtype is None else getattr(torch, request.dtype)
     model = _build_model(request, bundle)
     model.to(device=device, dtype=dtype)
-    scene = _scene(bundle, model, device, dtype)
+    capture = _capture(bundle, model, device, dtype)
     notes = _notes(bundle, device)
 
-    def once(part: Scene) -> Trace:
+    def once(part: ForwardCapture) -> Trace:
         return replay(part, seconds=_SECONDS, autocast=request.amp and dtype is None, alone=True)
 
-    trace = once(scene)
-    shrunk = shrink(scene, trace, once) if request.shrink else None
+    trace = once(capture)
+    shrunk = shrink(capture, trace, once) if request.shrink else None
     _show(request, bundle, trace, shrunk, notes)
     if request.json is not None:
         _write(request, bundle, trace, shrunk, notes)
@@ -86,20 +86,20 @@ def _device(request: Request, bundle: Bundle) -> torch.device:
     return device
 
 
-def _scene(bundle: Bundle, model: torch.nn.Module, device: torch.device, dtype: torch.dtype | None) -> Scene:
+def _capture(bundle: Bundle, model: torch.nn.Module, device: torch.device, dtype: torch.dtype | None) -> ForwardCapture:
     def move(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
         return value.detach().to(device, kind).requires_grad_(value.requires_grad)
 
-    scene = bundle.scene(model)
-    gradients = {} if _has_bad_forward(bundle) else scene.gradients
+    capture = bundle.capture(model)
+    gradients = {} if _has_bad_forward(bundle) else capture.gradients
     cast = bundle.autocast
     rng = bundle.rng if device.type == "cuda" else replace(bundle.rng, cuda=None)
     return replace(
-        scene,
-        given=mapped((scene.args, scene.kwargs), move),
+        capture,
+        given=mapped((capture.args, capture.kwargs), move),
         gradients={position: move(gradient) for position, gradient in gradients.items()},
         rng=rng,
         autocast=Autocast(device=device.type, enabled=cast.enabled, dtype=cast.dtype),

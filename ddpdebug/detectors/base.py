@@ -15,6 +15,9 @@ from ddpdebug.schema.step import Step
 
 _SECTION = re.compile(r"^(Impact|Diagnosis|Causes|Remedy):", re.MULTILINE)
 
+#: Fields of a finding, or of a run's settings, by name.
+Fields = Mapping[str, Any]
+Findings = Iterator[Finding]
 #: Rank -> what it shows; ranks that show the same are of one class. Empty: judged, and nothing differs.
 RankClasses = Mapping[int, Hashable]
 
@@ -39,14 +42,19 @@ class Facts:
 
 
 class Examples:
-    """Sequences of steps (or `Facts`), made when they are read: a job that is watched carries none of them."""
+    """Sequences of steps (or `Facts`), made when they are read: a job that is watched carries none of them.
 
-    def __init__(self, make: Callable[[], tuple[tuple[Any, ...], ...]] = tuple) -> None:
-        self._make = make
+    Args:
+        makes: each makes one sequence, its only member, or a tuple of several sequences.
+    """
+
+    def __init__(self, *makes: Callable[[], Any]) -> None:
+        self._makes = makes
 
     def __get__(self, rule: object, kind: type | None = None) -> tuple[tuple[Any, ...], ...]:
         """Sequences, made anew each time."""
-        return self._make()
+        made = [m if isinstance(m, tuple) else (m,) for m in (make() for make in self._makes)]
+        return tuple(sequence for m in made for sequence in (m if isinstance(m[0], tuple) else (m,)))
 
 
 class Threshold:
@@ -112,6 +120,8 @@ class Detector:
     topics: ClassVar[tuple[str, ...]] = ()
     #: Rules of one group read the same difference: while an incident of one is open, the others have nothing to add.
     group: ClassVar[str] = ""
+    #: Fields that two findings about the same incident have in common; of the subject its first name.
+    incident: ClassVar[tuple[str, ...]] = ("phase",)
     #: Each is fed to a fresh instance; run as tests.
     fires_on: ClassVar[Examples] = Examples()
     silent_on: ClassVar[Examples] = Examples()
@@ -148,7 +158,7 @@ class Detector:
 
     def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
         """What two findings of this rule have in common when they are about the same incident."""
-        return (finding.phase,)
+        return tuple(finding.subject[:1] if name == "subject" else getattr(finding, name) for name in self.incident)
 
     def causal_rank(self, finding: Finding) -> int:
         """The finding's place in the order of causes, upstream is smaller."""

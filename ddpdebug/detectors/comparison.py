@@ -143,5 +143,5 @@ def text_of(ranks: Collection[int]) -> str:
 
 
 def announced_at(facts: Mapping[int, Loader], otherwise: int) -> int:
-    """Return the step before which the ranks announced something; they may be ahead of what has been judged."""
+    """Return the newest step that the announcements name, `otherwise` where none does."""
     return max((fact.step for fact in facts.values() if fact.step is not None), default=otherwise)

@@ -149,24 +149,10 @@ def tables(world: int, usual: Any, odd: Mapping[int, Any] | None = None) -> dict
 
 def gradients(world: int, odd: Mapping[int, Mapping[str, str]] | None = None, **more: Any) -> dict[int, Any]:
     """Return the `gradients` details of a model with parameters `w` and `b`; `odd`: rank -> name -> digest."""
-    found: dict[int, Any] = {}
-    for rank in range(world):
-        own = {"w": "a1", "b": "b1", **(odd or {}).get(rank, {})}
-        found[rank] = {"digests": own, "foreign": {}, "missing": [], "reduced_sums": {}, "reduced_norms": {}, **more}
-    return found
+    return {rank: {"digests": {"w": "a1", "b": "b1", **(odd or {}).get(rank, {})}, **more} for rank in range(world)}
 
 
 def contract(world: int, odd: Mapping[int, Mapping[str, Any]] | None = None, **more: Any) -> dict[int, Any]:
     """Return the `contract` details of a job that keeps DDP's contract, with what the example says put in."""
-    usual = {
-        "ddp": 1,
-        "world": world,
-        "groups": [list(range(world))],
-        "bypass": None,
-        "no_sync": None,
-        "unreduced": {},
-        "clips": [],
-        "find_unused": False,
-        **more,
-    }
+    usual = {"ddp": 1, "world": world, "groups": [list(range(world))], **more}
     return {rank: {**usual, **(odd or {}).get(rank, {})} for rank in range(world)}

@@ -1,14 +1,36 @@
-"""The kinds of rules: about an event, about a streak of steps, about ranks that differ. Torch-free."""
+"""The kinds of rules: about an event, about a streak of steps, about ranks that differ. Torch-free.
+
+A rule imports from here what it is written in: its kind, `Examples`, `Threshold`, `Severity`, ...
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from ddpdebug.detectors.base import Detector, RankClasses, Threshold
-from ddpdebug.schema.finding import Finding
+from ddpdebug.detectors.base import Detector, Examples, Facts, Fields, Findings, RankClasses, Threshold
+from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
+
+__all__ = [
+    "ChainRule",
+    "ComparisonRule",
+    "Detector",
+    "EventRule",
+    "Examples",
+    "Facts",
+    "Fields",
+    "Finding",
+    "Findings",
+    "RankClasses",
+    "Severity",
+    "Step",
+    "Streak",
+    "StreakRule",
+    "Threshold",
+    "Verdict",
+]
 
 
 class EventRule(Detector):
@@ -18,14 +40,14 @@ class EventRule(Detector):
     #: What it listens to: `name` of an announcement `alone:<name>`, or `name:kind` for one kind of it.
     events: ClassVar[tuple[str, ...]]
 
-    def judge(self, fact: Any) -> Mapping[str, Any] | None:
+    def judge(self, fact: Any) -> Fields | None:
         """Fields of the finding about one rank's announcement, None where nothing is wrong; called for each.
 
         Step, rank and location are those of the announcement unless given.
         """
         raise NotImplementedError
 
-    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
+    def compare(self, topic: str, facts: Mapping[int, Any]) -> Findings:
         name = topic.removeprefix("alone:")
         for rank, fact in sorted(facts.items()):
             if not {name, f"{name}:{getattr(fact, 'kind', None)}"} & {*self.events}:
@@ -48,7 +70,7 @@ class StreakRule(Detector):
     #: How many steps in a row.
     enough: ClassVar[Threshold]
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._streaks: dict[tuple[int, Hashable], Streak] = {}
 
@@ -59,7 +81,7 @@ class StreakRule(Detector):
         """
         raise NotImplementedError
 
-    def report(self, step: Step, streaks: Mapping[Any, Streak]) -> Iterator[Finding]:
+    def report(self, step: Step, streaks: Mapping[Any, Streak]) -> Findings:
         """Findings about the streaks that are long enough; called while there are any."""
         raise NotImplementedError
 
@@ -67,7 +89,7 @@ class StreakRule(Detector):
         shown = self.shown(step) or {}
         return any(self._longer(step, key).length == int(self.enough) for key, shows in shown.items() if shows)
 
-    def detect(self, step: Step) -> Iterator[Finding]:
+    def detect(self, step: Step) -> Findings:
         shown = self.shown(step)
         if shown is None:
             return
@@ -96,11 +118,13 @@ class ComparisonRule(Detector):
     that they agree again, and that further ranks have parted.
     """
 
+    incident: ClassVar[tuple[str, ...]] = ("subject", "phase", "location")
+
     def rank_classes(self, step: Step) -> RankClasses | None:
         """What each rank shows, empty when they agree, None when the step cannot tell; called for every step."""
         raise NotImplementedError
 
-    def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:
+    def report(self, step: Step, classes: RankClasses) -> Findings:
         """Findings of a step whose ranks differ, with the details in `wants` as far as there are any."""
         raise NotImplementedError
 
@@ -114,14 +138,11 @@ class ComparisonRule(Detector):
     def suspects(self, step: Step) -> bool:
         return bool(self.rank_classes(step))
 
-    def detect(self, step: Step) -> Iterator[Finding]:
+    def detect(self, step: Step) -> Findings:
         classes = self.rank_classes(step)
         if classes:
             yield from self.report(step, classes)
         self.remember(step, classes)
-
-    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
-        return finding.subject[:1], finding.phase, finding.location
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +172,7 @@ class ChainRule(ComparisonRule):
         """The finding for a verdict."""
         raise NotImplementedError
 
-    def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:
+    def report(self, step: Step, classes: RankClasses) -> Findings:
         own = None if self._is_explained(self.after, step) else self._known(type(self), step)
         if own is not None:
             yield self.word(step, own)

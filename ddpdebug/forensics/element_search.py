@@ -37,7 +37,7 @@ class _Copy:
 
 
 @dataclass(slots=True)
-class _Hunt:
+class _Search:
     plan: _Copy
     ticks: int = 0
     copy: torch.Tensor | None = None
@@ -52,10 +52,10 @@ class _Hunt:
 
 
 class Elements:
-    """Runs the hunts of one rank.
+    """Runs the searches of one rank.
 
-    `capture` and `last_look` are called on the training thread and know the plans only; the rest, and all hunts, belong
-    to the background thread. Where a rank cannot make its copy it says so, and all give up the hunt.
+    `capture` and `last_look` are called on the training thread and know the plans only; the rest, and all searches,
+    belong to the background thread. Where a rank cannot make its copy it says so, and all give up the search.
 
     Args:
         say: sends a JSON message to all ranks.
@@ -66,17 +66,17 @@ class Elements:
         self.rank = rank
         self._say = say
         self._plans = plans or Plans()
-        self._hunts: dict[str, _Hunt] = {}
+        self._searches: dict[str, _Search] = {}
 
     @property
     def busy(self) -> bool:
         """Tell whether a copy has been made whose result is not known yet."""
-        return any(hunt.plan.made is not None for hunt in self._hunts.values())
+        return any(search.plan.made is not None for search in self._searches.values())
 
     def begin(self, key: str, optimizer: int, name: str, step: int) -> None:
         """Plan a copy of parameter `name` after optimizer step `step`; called alike on all ranks."""
-        hunt = self._hunts[key] = _Hunt(_Copy(optimizer, name))
-        self._plans.add(_kind(optimizer), step, hunt.plan)
+        search = self._searches[key] = _Search(_Copy(optimizer, name))
+        self._plans.add(_kind(optimizer), step, search.plan)
 
     def capture(self, watch: OptimizerWatch, step: int, *, last: bool = False) -> None:
         """Copy what is due after this step; `last` copies everything planned, because no further step comes."""
@@ -99,55 +99,55 @@ class Elements:
 
     def tick(self) -> None:
         """Tell the others about copies made since the last tick."""
-        for key, hunt in tuple(self._hunts.items()):
-            hunt.ticks += 1
-            if hunt.ticks > _MAX_TICKS:
-                del self._hunts[key]
-            elif hunt.plan.made is not None and not hunt.told:
-                hunt.told = True
-                elements, hunt.taken_at = hunt.plan.made
+        for key, search in tuple(self._searches.items()):
+            search.ticks += 1
+            if search.ticks > _MAX_TICKS:
+                del self._searches[key]
+            elif search.plan.made is not None and not search.told:
+                search.told = True
+                elements, search.taken_at = search.plan.made
                 if elements is None:
                     self._say("element", key=key, stage="none", data=[])
                     continue
-                hunt.copy = elements.cpu()
-                hunt.chunk_size = max(_MIN_CHUNK, -(-hunt.copy.numel() // _MAX_CHUNKS))
-                pieces = hunt.copy.split(hunt.chunk_size)
+                search.copy = elements.cpu()
+                search.chunk_size = max(_MIN_CHUNK, -(-search.copy.numel() // _MAX_CHUNKS))
+                pieces = search.copy.split(search.chunk_size)
                 digests = [f"{value:016x}" for value in fingerprint.fingerprints(pieces)]
-                self._say("element", key=key, stage="chunks", data=digests, step=hunt.taken_at)
+                self._say("element", key=key, stage="chunks", data=digests, step=search.taken_at)
 
     def hear(self, rank: int, message: Mapping[str, Any], members: int) -> tuple[str, dict[str, Any]] | None:
-        """Take a message; return (key, evidence) when a hunt has ended with a result."""
+        """Take a message; return (key, evidence) when a search has ended with a result."""
         key = str(message["key"])
-        hunt = self._hunts.get(key)
-        if hunt is None:
+        search = self._searches.get(key)
+        if search is None:
             return None
         if message["stage"] == "none":
-            del self._hunts[key]  # alike on all ranks
+            del self._searches[key]  # alike on all ranks
             return None
         if message["stage"] == "chunks":
-            hunt.chunks[rank] = [str(digest) for digest in message["data"]]
-            hunt.steps.add(int(message.get("step", hunt.taken_at)))
-            if len(hunt.chunks) == members:
-                self._ask(key, hunt)
+            search.chunks[rank] = [str(digest) for digest in message["data"]]
+            search.steps.add(int(message.get("step", search.taken_at)))
+            if len(search.chunks) == members:
+                self._ask(key, search)
             return None
-        hunt.values[rank] = base64.b64decode(str(message["data"]))
-        if set(hunt.values) < set(hunt.asked):
+        search.values[rank] = base64.b64decode(str(message["data"]))
+        if set(search.values) < set(search.asked):
             return None
-        del self._hunts[key]
-        return (key, evidence) if (evidence := _compare(hunt)) else None
+        del self._searches[key]
+        return (key, evidence) if (evidence := _compare(search)) else None
 
-    def _ask(self, key: str, hunt: _Hunt) -> None:
-        columns = zip(*hunt.chunks.values(), strict=False)
-        hunt.chunk = next((i for i, column in enumerate(columns) if len(set(column)) > 1), -1)
-        if hunt.chunk < 0 or len(hunt.steps) > 1:  # copies of different steps differ without any fault
-            del self._hunts[key]
+    def _ask(self, key: str, search: _Search) -> None:
+        columns = zip(*search.chunks.values(), strict=False)
+        search.chunk = next((i for i, column in enumerate(columns) if len(set(column)) > 1), -1)
+        if search.chunk < 0 or len(search.steps) > 1:  # copies of different steps differ without any fault
+            del self._searches[key]
             return
         opinions: dict[str, int] = {}
-        for rank in sorted(hunt.chunks):
-            opinions.setdefault(hunt.chunks[rank][hunt.chunk], rank)
-        hunt.asked = tuple(sorted(opinions.values())[:_MAX_VOICES])
-        if self.rank in hunt.asked and hunt.copy is not None:
-            piece = hunt.copy[hunt.chunk * hunt.chunk_size : (hunt.chunk + 1) * hunt.chunk_size]
+        for rank in sorted(search.chunks):
+            opinions.setdefault(search.chunks[rank][search.chunk], rank)
+        search.asked = tuple(sorted(opinions.values())[:_MAX_VOICES])
+        if self.rank in search.asked and search.copy is not None:
+            piece = search.copy[search.chunk * search.chunk_size : (search.chunk + 1) * search.chunk_size]
             data = base64.b64encode(raw_bytes(piece)).decode()
             self._say("element", key=key, stage="values", data=data)
 
@@ -156,11 +156,11 @@ def _kind(optimizer: int) -> str:
     return f"copy:{optimizer}"
 
 
-def _compare(hunt: _Hunt) -> dict[str, Any] | None:
-    if hunt.copy is None or not hunt.values:
+def _compare(search: _Search) -> dict[str, Any] | None:
+    if search.copy is None or not search.values:
         return None
-    width = hunt.copy.element_size()
-    raw = hunt.values
+    width = search.copy.element_size()
+    raw = search.values
     shortest = min(map(len, raw.values()))
     position = next(
         (i for i in range(0, shortest, width) if len({data[i : i + width] for data in raw.values()}) > 1), None
@@ -170,6 +170,6 @@ def _compare(hunt: _Hunt) -> dict[str, Any] | None:
     values = {}
     for rank, data in sorted(raw.items()):
         bits = torch.frombuffer(bytearray(data[position : position + width]), dtype=torch.uint8)
-        values[str(rank)] = float(bits.view(hunt.copy.dtype)[0])
-    flat = hunt.chunk * hunt.chunk_size + position // width
-    return {"flat_index": flat, "values": values, "element_of": hunt.plan.name, "values_at_step": hunt.taken_at}
+        values[str(rank)] = float(bits.view(search.copy.dtype)[0])
+    flat = search.chunk * search.chunk_size + position // width
+    return {"flat_index": flat, "values": values, "element_of": search.plan.name, "values_at_step": search.taken_at}

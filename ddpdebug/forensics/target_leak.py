@@ -19,7 +19,7 @@ from ddpdebug.forensics.replay.tracer import Tracer
 from ddpdebug.forensics.replay.undisturbed import StandIns, Stopped, undisturbed
 from ddpdebug.isolation.user_code import is_users
 from ddpdebug.nested import leaves, mapped, tensors_in
-from ddpdebug.probes.forward_capture import Scene
+from ddpdebug.probes.forward_capture import ForwardCapture
 from ddpdebug.schema.announcements import TokenChange
 
 #: A number that may still be on a device.
@@ -42,9 +42,9 @@ class Relation:
     position: int  # of a token that is the target of the position before it, or a token in the middle
 
 
-def relation(scene: Scene, target: torch.Tensor, ignored: int) -> Relation | None:
+def relation(capture: ForwardCapture, target: torch.Tensor, ignored: int) -> Relation | None:
     """Return how a loss's targets follow from the only inputs that have to do with them; waits for a device."""
-    found = [r for text in texts(scene, target) if (r := _relation(text, target, ignored)) is not None]
+    found = [r for text in texts(capture, target) if (r := _relation(text, target, ignored)) is not None]
     moved = [known for known in found if known.moved]  # an argument that is the target itself is the labels
     chosen = moved or found
     # the target text is also an encoder's input, which is legitimate (sequence to sequence)
@@ -53,9 +53,9 @@ def relation(scene: Scene, target: torch.Tensor, ignored: int) -> Relation | Non
     return chosen[0]
 
 
-def texts(scene: Scene, target: torch.Tensor) -> list[torch.Tensor]:
+def texts(capture: ForwardCapture, target: torch.Tensor) -> list[torch.Tensor]:
     """Return the arguments of a forward that are tables of tokens as large as the target, or longer by a position."""
-    arguments = dict.fromkeys(v for _, v in leaves((scene.args, scene.kwargs)) if isinstance(v, torch.Tensor))
+    arguments = dict.fromkeys(v for _, v in leaves((capture.args, capture.kwargs)) if isinstance(v, torch.Tensor))
     return [v for v in arguments if _is_text(v) and target.numel() in {v.numel(), v.numel() - v.shape[0]}]
 
 
@@ -97,19 +97,19 @@ class _Pass:
     room: int = _KEPT_BYTES
 
 
-def look(scene: Scene, known: Relation) -> TokenChange | None:
+def look(capture: ForwardCapture, known: Relation) -> TokenChange | None:
     """Return what another token changes; None where that cannot be told."""
-    module = scene.module()
-    if module is None or scene.lost() or scene.changed() or _refuses(module):
+    module = capture.module()
+    if module is None or capture.lost() or capture.changed() or _refuses(module):
         return None
     other = known.tokens.clone()
     row = other[known.sample]
     values = known.tokens.flatten()
     row[known.position] = values[values != row[known.position]][0]
-    modes = dict.fromkeys(scene.names, False)
+    modes = dict.fromkeys(capture.names, False)
     try:
-        with undisturbed(module, scene.buffers, modes, (scene.args, scene.kwargs)) as stand_ins:
-            runs = [_run(scene, known, tokens, stand_ins) for tokens in (known.tokens, other)]
+        with undisturbed(module, capture.buffers, modes, (capture.args, capture.kwargs)) as stand_ins:
+            runs = [_run(capture, known, tokens, stand_ins) for tokens in (known.tokens, other)]
         return _compared(known, *runs)
     except (Exception, Stopped) as error:
         if is_users(error):
@@ -126,14 +126,14 @@ def _refuses(module: torch.nn.Module) -> bool:
     )
 
 
-def _run(scene: Scene, known: Relation, tokens: torch.Tensor, stand_ins: StandIns) -> _Pass:
+def _run(capture: ForwardCapture, known: Relation, tokens: torch.Tensor, stand_ins: StandIns) -> _Pass:
     seen = _Pass()
     args = tuple(
-        stand_ins.argument(mapped(v, lambda item: tokens if item is known.tokens else item)) for v in scene.args
+        stand_ins.argument(mapped(v, lambda item: tokens if item is known.tokens else item)) for v in capture.args
     )
     kwargs = {
         k: stand_ins.argument(mapped(v, lambda item: tokens if item is known.tokens else item))
-        for k, v in scene.kwargs.items()
+        for k, v in capture.kwargs.items()
     }
     tracer = Tracer(lambda: (None, None, 0), stand_ins, time.monotonic() + _SECONDS)
     handles = [
@@ -141,9 +141,9 @@ def _run(scene: Scene, known: Relation, tokens: torch.Tensor, stand_ins: StandIn
         for name, part in internals.named_modules(stand_ins.module)
         if name
     ]
-    scene.rng.restore()
+    capture.rng.restore()
     try:
-        with torch.no_grad(), scene.autocast.again(), internals.as_users(), tracer:
+        with torch.no_grad(), capture.autocast.again(), internals.as_users(), tracer:
             output = stand_ins.module(*args, **kwargs)
     finally:
         for handle in handles:
@@ -239,35 +239,37 @@ class Leaks:
     def __init__(self, quiet: Callable[[bool], None]) -> None:
         self._quiet = quiet
         self._levels: dict[int, _Level] = {}
-        self._case: tuple[Scene, Relation, float, float] | None = None
+        self._case: tuple[ForwardCapture, Relation, float, float] | None = None
 
-    def loss(self, scene: Scene, target: torch.Tensor | None, ignored: int, reader: Callable[[], Value]) -> None:
+    def loss(
+        self, capture: ForwardCapture, target: torch.Tensor | None, ignored: int, reader: Callable[[], Value]
+    ) -> None:
         """Take the target of a step's loss; its value is read in a later step, when a device has it ready."""
-        module = scene.module()
-        if module is None or target is None or not texts(scene, target):
+        module = capture.module()
+        if module is None or target is None or not texts(capture, target):
             return
         level = self._levels.setdefault(id(module), _Level())
-        if level.over or level.step == scene.step:
+        if level.over or level.step == capture.step:
             return
-        level.step = scene.step
+        level.step = capture.step
         if not level.ready():
             return
         low = level.take(reader(), _arrival(target.device))
         if low is None or self._case is not None:
             return
         level.over = True
-        known = relation(scene, target, ignored)
+        known = relation(capture, target, ignored)
         if known is not None:
-            self._case = scene, known, level.first, low
+            self._case = capture, known, level.first, low
 
     def work(self) -> TokenChange | None:
         """Look, if there is a case; return what was seen."""
         if self._case is None:
             return None
-        (scene, known, first, low), self._case = self._case, None
+        (capture, known, first, low), self._case = self._case, None
         self._quiet(True)
         try:
-            found = look(scene, known)
+            found = look(capture, known)
         finally:
             self._quiet(False)
         return None if found is None else replace(found, first_loss=first, loss=low)

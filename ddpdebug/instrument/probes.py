@@ -16,7 +16,7 @@ from ddpdebug.instrument.patches import Patches
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.buffers import Buffers
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.forward_capture import Scenes
+from ddpdebug.probes.forward_capture import ForwardCaptures
 from ddpdebug.probes.gradient_hooks import GradientHooks
 from ddpdebug.probes.last_state import LastState
 from ddpdebug.probes.loaders import Loaders
@@ -75,12 +75,12 @@ class Probes:
         self.bus, self.state = Bus(guard), StepState()
         bus, state = self.bus, self.state
         voting = vote is not None and vote.active
-        self.scenes = Scenes(guard, keep_inputs)
+        self.captures = ForwardCaptures(guard, keep_inputs)
         self.memory = MemoryProbe(bus)
         self.buffers = Buffers(bus, state, guard)
         self.calls = LoopCalls(bus, state, announce)
         self.loaders = Loaders(bus, state, announce)
-        self.numerics = Numerics(bus, state, guard, self.calls, self.scenes, on=vote is not None, every_step=voting)
+        self.numerics = Numerics(bus, state, guard, self.calls, self.captures, on=vote is not None, every_step=voting)
         self.hooks = GradientHooks(state, guard, self.numerics)
         self.models = Models(bus, state, guard, announce, self.hooks)
         self.recorder = Recorder(
@@ -98,14 +98,14 @@ class Probes:
         self.digests = StepDigests(bus, state, want_norms=want_norms)
         self.replicas = Replicas(bus, state, guard)
         self.last_state = LastState(bus, state, guard, hand_over_last or hand_over, due)
-        self.scenes.subscribe(bus, state)
+        self.captures.subscribe(bus, state)
         self.recipe = Recipe(
             bus,
             state,
             guard,
             models=self.models,
             calls=self.calls,
-            scenes=self.scenes,
+            captures=self.captures,
             announce=announce,
             leaks=Leaks(partial(setattr, guard, "quiet")),
             dropout_calls=dropout_calls,
@@ -154,4 +154,4 @@ class Probes:
         """Remove every hook from the user's tensors and modules."""
         self.models.release()
         self.replicas.release()
-        self.scenes.clear()
+        self.captures.clear()

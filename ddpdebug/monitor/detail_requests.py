@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ddpdebug.diagnosis.engine import Request
-from ddpdebug.forensics.memory.hunt import HolderHunt
+from ddpdebug.forensics.memory.holder_search import HolderSearch
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.monitor.details import Sources, answer, is_known
 from ddpdebug.probes.handover import StepStore
@@ -35,7 +35,7 @@ class Answering:
     def __init__(
         self,
         state: StepState,
-        holders: HolderHunt,
+        holders: HolderSearch,
         store: StepStore,
         last: StepStore,
         say: Callable[..., object],

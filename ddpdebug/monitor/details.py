@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ddpdebug import torch_internals as internals
-from ddpdebug.forensics.memory.hunt import HolderHunt
+from ddpdebug.forensics.memory.holder_search import HolderSearch
 from ddpdebug.probes.async_copy import Later
 from ddpdebug.probes.buffers import BufferLooks
 from ddpdebug.probes.layer_statistics import LayerSamples
@@ -48,7 +48,7 @@ class Sources:
     """The tables from which answers are taken, beside the record of the step."""
 
     state: StepState
-    holders: HolderHunt
+    holders: HolderSearch
 
 
 def answer(kind: str, record: StepRecord, sources: Sources) -> Detail | None:

@@ -140,7 +140,7 @@ class Monitor:
         Investigator(
             bus,
             state,
-            self.probes.scenes,
+            self.probes.captures,
             self.guard,
             lambda: (self.rank, self._home),
             limit=config.bundle_limit << 20,
@@ -174,7 +174,7 @@ class Monitor:
         self._promised = 0  # last states that this rank has handed over
         self._ended: set[int] = set()  # this and the next: of the background thread
         self._awaited: dict[int, int] = {}  # rank -> last states of it that are still to come, once it has ended
-        self._answering = Answering(state, self.memory.hunt, self._records, self._last, self._say, self._back)
+        self._answering = Answering(state, self.memory.holder_search, self._records, self._last, self._say, self._back)
         self._assembler, self._last_states, self._diagnosis = Assembler(1), Assembler(1), Diagnosis(world=1)
 
     # --- public -------------------------------------------------------------------------------------------------------
@@ -467,12 +467,12 @@ class Monitor:
     def _offer(self) -> None:
         """Let the ranks compare what they make of the newest forward's inputs."""
         wrappers = self.probes.state.wrappers
-        scene = self.probes.scenes.newest(wrappers[0].module() if wrappers else None)
-        if scene is not None and not scene.lost():
-            self.agreement.offer(scene.args)
-        elif scene is not None and not self._unoffered:
+        capture = self.probes.captures.newest(wrappers[0].module() if wrappers else None)
+        if capture is not None and not capture.lost():
+            self.agreement.offer(capture.args)
+        elif capture is not None and not self._unoffered:
             self._unoffered = True
-            self.guard.tell("agreement probe", f"a step was left out: the inputs were not kept: {scene.lost()[0]}")
+            self.guard.tell("agreement probe", f"a step was left out: the inputs were not kept: {capture.lost()[0]}")
 
     def _stop_now(self) -> BaseException | None:
         taken = max(self._steps.values(), default=0)
@@ -589,7 +589,7 @@ class Monitor:
         run = self._back.run
         run("schedule", self.schedule.learn, step, self._progress)
         run("coverage", self.covering.judged, step)
-        run("forensics:holders", self.memory.hunt.learn, step)
+        run("forensics:holders", self.memory.holder_search.learn, step)
         run("diagnosis", lambda: self._answering.ask(self._diagnosis.feed(step)))
         interval = 1 if self.schedule.every_step else self.schedule.interval(step.step)
         step = self._diagnosis.local_steps.marked(step)
@@ -652,7 +652,7 @@ class Monitor:
     def _report(self, raised: Sequence[tuple[Finding, bool]], progress: int) -> None:
         run = self._back.run
         for finding in self.reporter.report(raised):
-            run("forensics:elements", self._hunt, finding, progress)
+            run("forensics:elements", self._search_element, finding, progress)
             run("step-vote", self.numeric_guard.found, finding)
             if finding.severity >= Severity.WARNING and not self._closed:
                 run("schedule", self.schedule.bring_forward, progress)  # what else is wrong by now
@@ -682,7 +682,7 @@ class Monitor:
             self._judge_last(step)
         run("diagnosis", lambda: self._report(self._diagnosis.finish(), 0))
 
-    def _hunt(self, finding: Finding, progress: int) -> None:
+    def _search_element(self, finding: Finding, progress: int) -> None:
         """Plan the search for the first differing element of a parameter; alike on all ranks."""
         if finding.code != "RANK101" or "values" in finding.evidence:
             return

@@ -6,13 +6,14 @@ import importlib
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.errors import UsageError
 from ddpdebug.isolation.process_state import preserved
 from ddpdebug.isolation.user_code import is_user_file, location
-from ddpdebug.preflight.output.results import GROUPS, Check, Status, chosen
+from ddpdebug.preflight.output.results import GROUPS, Check, Status, chosen, named
 from ddpdebug.preflight.sandbox.time_limit import TimeUp, time_limit
 from ddpdebug.preflight.subject import Subject
 
@@ -47,21 +48,22 @@ def _guarded(group: str, subject: Subject) -> list[Check]:
             warnings.simplefilter("ignore")  # what torch warns about the script has said already, or is found here
             found: list[Check] = check(subject)
     except Exception as error:  # noqa: BLE001 - the caller's model, or ours: no preflight ends in a traceback
-        return [Check(group=group, name="run", status=Status.SKIPPED, summary=reason(error))]
-    return found
+        found = [Check(Status.SKIPPED, reason(error), name="run")]
+    return [replace(check, group=group) for check in found]
 
 
-def each(group: str, **parts: Callable[[], Iterable[Check]]) -> list[Check]:
-    """Return what the parts say; one that raises is skipped, under its name, and says why."""
+def each(**parts: Callable[[], Iterable[Check]]) -> list[Check]:
+    """Return what the parts say, under their names; one that raises is skipped and says why."""
     found: list[Check] = []
-    for name, part in parts.items():
+    for part, look in parts.items():
+        own: list[Check] = []
         try:
-            found += part()
+            own.extend(look())
         except TimeUp:
             raise
         except Exception as error:  # noqa: BLE001 - the caller's model, or ours: no preflight ends in a traceback
-            title = name.replace("_", " ")
-            found.append(Check(group=group, name=title, status=Status.SKIPPED, summary=reason(error)))
+            own.append(Check(Status.SKIPPED, reason(error)))
+        found += named(part.replace("_", " "), own)
     return found
 
 

@@ -157,10 +157,9 @@ def observe(subject: Subject, batch: Any, model: nn.Module | None = None) -> See
 
 def observe_all(subject: Subject) -> list[Seen]:
     """Compute the losses of the batches without gradients."""
-    if not subject.batches:
-        raise UsageError(f"the loss could not be recorded: {subject.facts.get('not_recorded') or 'no batches'}")
+    batches = subject.recorded(BATCHES)
     with torch.no_grad():
-        return [observe(subject, batch) for batch in subject.batches[:BATCHES]]
+        return [observe(subject, batch) for batch in batches]
 
 
 @contextmanager
@@ -176,13 +175,23 @@ def first_inputs(model: nn.Module) -> Iterator[list[Tensor]]:
         yield found
 
 
+def moments(values: Tensor) -> tuple[float, float]:
+    """Return mean and standard deviation of the elements, 0 for that of a single one; NaN for the mean of none."""
+    flat = values.detach().double()
+    return float(flat.mean()), float(flat.std()) if flat.numel() > 1 else 0.0
+
+
 def floating(values: list[Tensor]) -> list[Tensor]:
-    """Return the tensors of a floating type."""
+    """Return the tensors of a floating dtype (half precision and float64 among them)."""
     return [tensor for tensor in values if tensor.is_floating_point()]
 
 
 def gradients_of(loss: Tensor, model: nn.Module) -> dict[str, Tensor | None]:
-    """Return the gradient of each trainable parameter; None where the loss does not reach it."""
+    """Return the gradient of each trainable parameter, dense and of its shape; None where the loss does not reach it.
+
+    Args:
+        loss: one number.
+    """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not loss.requires_grad:
         return dict.fromkeys((name for name, _ in named), None)

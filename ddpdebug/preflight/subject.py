@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ddpdebug.errors import UsageError
+
 if TYPE_CHECKING:
     from ddpdebug.preflight.capture.copies import OptimizerFor
     from ddpdebug.preflight.capture.sampling import Samples
@@ -43,3 +45,13 @@ class Subject:
     samples: Samples | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+
+    def recorded(self, most: int) -> Sequence[Any]:
+        """Return the first batches.
+
+        Raises:
+            ddpdebug.UsageError: there is none, and why.
+        """
+        if not self.batches:
+            raise UsageError(f"the loss could not be recorded: {self.facts.get('not_recorded') or 'no batches'}")
+        return self.batches[:most]

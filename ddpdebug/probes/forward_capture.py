@@ -33,14 +33,14 @@ from ddpdebug.probes.training_events import (
 )
 
 #: Micro-batches of one step that are kept.
-MAX_SCENES = 8
+MAX_CAPTURES = 8
 _BUFFER_BYTES = 1 << 20
 _MAX_VERSIONS = 16
 _REFRESH = 100
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False, kw_only=True)
-class Scene:
+class ForwardCapture:
     """One training forward. `module` gives the module while it lives."""
 
     module: Callable[[], torch.nn.Module | None]
@@ -93,7 +93,7 @@ class Scene:
         return [f"{path}: {value.what}" for path, value in leaves((self.args, self.kwargs)) if isinstance(value, Lost)]
 
 
-class Scenes:
+class ForwardCaptures:
     """Keeps the forwards of the current step, and of the step before it.
 
     Args:
@@ -104,8 +104,8 @@ class Scenes:
 
     def __init__(self, guard: Guard, limit: int | None = None) -> None:
         self.guard = guard
-        self.current: deque[Scene] = deque()
-        self.previous: deque[Scene] = deque()
+        self.current: deque[ForwardCapture] = deque()
+        self.previous: deque[ForwardCapture] = deque()
         self.dropped = 0  # micro-batches of the current step that are no longer kept
         self.room = Room(limit)
         self._models: dict[int, _Model] = {}
@@ -133,13 +133,13 @@ class Scenes:
         model = self._model(module)
         if model.refresh_sometimes(module):
             self.room.fit(sum(known.nbytes for known in self._models.values()))
-        if len(self.current) == MAX_SCENES:
+        if len(self.current) == MAX_CAPTURES:
             self.dropped += 1
-            oldest = next(scene for scene in self.current if not scene.suspected)
+            oldest = next(capture for capture in self.current if not capture.suspected)
             self._let_go(oldest)
             self.current.remove(oldest)
         kept: dict[int, Kept] = {}
-        scene = Scene(
+        capture = ForwardCapture(
             module=model.ref,
             step=step,
             given=(tuple(hold(value, kept) for value in args), {k: hold(value, kept) for k, value in kwargs.items()}),
@@ -150,29 +150,29 @@ class Scenes:
             number=len(self.current) + self.dropped,
             called_at=None if (frame := user_frame()) is None else (frame.f_code.co_filename, frame.f_lineno),
         )
-        scene.kept = list(kept.values())
-        self.current.append(scene)
+        capture.kept = list(kept.values())
+        self.current.append(capture)
         named = [(path, v) for path, v in leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
-        self._hold_inputs(scene, [(tensor, kept.get(id(tensor))) for _, tensor in named])
-        model.copy_buffers(scene)
-        if not self._held(scene, dict([storage_of(buffer) for buffer in scene.buffers.values()])):
-            scene.buffers_lost += len(scene.buffers)
-            scene.buffers.clear()
+        self._hold_inputs(capture, [(tensor, kept.get(id(tensor))) for _, tensor in named])
+        model.copy_buffers(capture)
+        if not self._held(capture, dict([storage_of(buffer) for buffer in capture.buffers.values()])):
+            capture.buffers_lost += len(capture.buffers)
+            capture.buffers.clear()
         for path, tensor in (*named, *model.parameters()):
             version = internals.version_of(tensor)
             if version is not None:
                 known = kept.get(id(tensor))
-                scene.versions.append((path, weakref.ref(tensor) if known is None else known.get, version))
+                capture.versions.append((path, weakref.ref(tensor) if known is None else known.get, version))
 
     def end(self, module: torch.nn.Module, output: Any) -> None:
         """Ask for the gradients of a forward's outputs, which are not held themselves."""
         self._end(module, tensors_in(output))
 
     def _end(self, module: torch.nn.Module, outputs: Sequence[torch.Tensor]) -> None:
-        scene = next((s for s in reversed(self.current) if not s.ended and s.module() is module), None)
-        if scene is None:
+        capture = next((s for s in reversed(self.current) if not s.ended and s.module() is module), None)
+        if capture is None:
             return
-        scene.ended, scene.after = True, internals.next_sequence()
+        capture.ended, capture.after = True, internals.next_sequence()
         self._model(module).learn()
         if not torch.is_grad_enabled():
             return
@@ -181,72 +181,72 @@ class Scenes:
             if tensor.grad_fn is None or id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            scene.partial = scene.partial or internals.is_sink(tensor.grad_fn)
+            capture.partial = capture.partial or internals.is_sink(tensor.grad_fn)
             if tensor.device.type == "cpu":  # nothing is replayed on a device while the job runs
-                keep = _KeepGradient(weakref.ref(self), weakref.ref(scene), position).keep
+                keep = _KeepGradient(weakref.ref(self), weakref.ref(capture), position).keep
                 entries_of(self.guard).on_tensor("probe:scene", tensor, keep)
 
-    def keep_gradient(self, scene: Scene, position: int, gradient: torch.Tensor | None) -> None:
+    def keep_gradient(self, capture: ForwardCapture, position: int, gradient: torch.Tensor | None) -> None:
         """Hold an output's gradient while the bound allows it."""
         if gradient is None:  # under find_unused_parameters, of an output that the loss leaves out
             return
         address, size = storage_of(gradient)
-        if is_ours_to_keep(gradient) and scene in self.current and self._held(scene, {address: size}):
-            scene.gradients[position] = internals.alias(gradient)
+        if is_ours_to_keep(gradient) and capture in self.current and self._held(capture, {address: size}):
+            capture.gradients[position] = internals.alias(gradient)
         else:
-            scene.gradients_lost += size
+            capture.gradients_lost += size
 
     def suspect(self) -> None:
         """Hold the newest forward's inputs until the end of its step: something non-finite has come of them."""
-        scene = self.current[-1] if self.current else None
-        if scene is None or scene.suspected or any(known.suspected for known in self.current):
+        capture = self.current[-1] if self.current else None
+        if capture is None or capture.suspected or any(known.suspected for known in self.current):
             return
-        scene.suspected = True
-        for kept in scene.kept:
+        capture.suspected = True
+        for kept in capture.kept:
             kept.hold()
 
     def next_step(self) -> None:
         """Make the current step's forwards the previous ones, without their gradients."""
         if not self.current:
             return
-        for scene in self.previous:
-            self._let_go(scene)
-        for scene in self.current:
-            if scene.suspected:
-                scene.suspected = False
-                self._let_go(scene)
-            addresses = {address for address, _ in [storage_of(gradient) for gradient in scene.gradients.values()]}
-            scene.gradients.clear()
-            gone = {address: size for address, size in scene.pieces.items() if address in addresses}
+        for capture in self.previous:
+            self._let_go(capture)
+        for capture in self.current:
+            if capture.suspected:
+                capture.suspected = False
+                self._let_go(capture)
+            addresses = {address for address, _ in [storage_of(gradient) for gradient in capture.gradients.values()]}
+            capture.gradients.clear()
+            gone = {address: size for address, size in capture.pieces.items() if address in addresses}
             self.room.give_back(gone)
-            scene.pieces = {address: size for address, size in scene.pieces.items() if address not in gone}
+            capture.pieces = {address: size for address, size in capture.pieces.items() if address not in gone}
         self.current, self.previous = self.previous, self.current
         self.current.clear()
         self.dropped = 0
 
     def clear(self) -> None:
         """Let go of everything."""
-        for scene in (*self.previous, *self.current):
-            scene.suspected = False
-            self._let_go(scene)
+        for capture in (*self.previous, *self.current):
+            capture.suspected = False
+            self._let_go(capture)
         self.current.clear()
         self.previous.clear()
         self._models.clear()
 
-    def of_step(self, step: int) -> list[Scene]:
+    def of_step(self, step: int) -> list[ForwardCapture]:
         """Return the kept forwards of a step, oldest first."""
-        return [scene for scene in (*self.previous, *self.current) if scene.step == step]
+        return [capture for capture in (*self.previous, *self.current) if capture.step == step]
 
-    def newest(self, module: torch.nn.Module | None) -> Scene | None:
+    def newest(self, module: torch.nn.Module | None) -> ForwardCapture | None:
         """Return the newest kept forward of a module in this step."""
         return next((s for s in reversed(self.current) if module is not None and s.module() is module), None)
 
-    def likeliest(self, module: torch.nn.Module | None) -> Scene | None:
+    def likeliest(self, module: torch.nn.Module | None) -> ForwardCapture | None:
         """Return the forward of a module that is suspected, or the newest."""
         suspects = (s for s in self.current if s.suspected and module is not None and s.module() is module)
         return next(suspects, self.newest(module))
 
-    def _hold_inputs(self, scene: Scene, inputs: list[tuple[torch.Tensor, Kept | None]]) -> None:
+    def _hold_inputs(self, capture: ForwardCapture, inputs: list[tuple[torch.Tensor, Kept | None]]) -> None:
         """Hold the memory of a forward's inputs if all of it fits; say of each why it may be gone later."""
         pieces: dict[int, int] = {}
         fitting: list[Kept] = []
@@ -262,7 +262,7 @@ class Scenes:
             else:
                 kept.why = "memory that is not ordinary (of a loader's worker, of NumPy, of a file, of a subclass)"
         total, limit = sum(pieces.values()), self.room.limit
-        fits = self._held(scene, pieces)
+        fits = self._held(capture, pieces)
         for kept in fitting:
             if fits:
                 kept.hold()
@@ -270,31 +270,31 @@ class Scenes:
             else:
                 kept.why = f"{size_text(total)}, above the bound of {size_text(limit)}; --keep-inputs raises it"
 
-    def _held(self, scene: Scene, pieces: dict[int, int]) -> bool:
+    def _held(self, capture: ForwardCapture, pieces: dict[int, int]) -> bool:
         """Count memory that a forward is about to hold; older forwards make room. False when it is too much."""
-        new = {address: size for address, size in pieces.items() if address not in scene.pieces}
-        if sum({**scene.pieces, **new}.values()) > self.room.limit:
+        new = {address: size for address, size in pieces.items() if address not in capture.pieces}
+        if sum({**capture.pieces, **new}.values()) > self.room.limit:
             return False
         self.room.take(new)
-        scene.pieces |= new
+        capture.pieces |= new
         for older in (*self.previous, *self.current):
             if self.room.used <= self.room.limit:
                 break
-            if older is not scene:
+            if older is not capture:
                 self._let_go(older)
         return True
 
-    def _let_go(self, scene: Scene) -> None:
+    def _let_go(self, capture: ForwardCapture) -> None:
         """Hold nothing of a forward; what the job still has can be had from it."""
-        if not scene.suspected:
-            for kept in scene.kept:
+        if not capture.suspected:
+            for kept in capture.kept:
                 kept.let_go()
-        scene.gradients_lost += sum(gradient.nbytes for gradient in scene.gradients.values())
-        scene.buffers_lost += len(scene.buffers)
-        scene.gradients.clear()
-        scene.buffers.clear()
-        self.room.give_back(scene.pieces)
-        scene.pieces = {}
+        capture.gradients_lost += sum(gradient.nbytes for gradient in capture.gradients.values())
+        capture.buffers_lost += len(capture.buffers)
+        capture.gradients.clear()
+        capture.buffers.clear()
+        self.room.give_back(capture.pieces)
+        capture.pieces = {}
 
     def _model(self, module: torch.nn.Module) -> _Model:
         key = id(module)
@@ -307,18 +307,20 @@ class Scenes:
 
 
 class _KeepGradient:
-    """A tensor hook that changes nothing; it holds the scene weakly, so that a graph keeps no inputs alive."""
+    """A tensor hook that changes nothing; it holds the capture weakly, so that a graph keeps no inputs alive."""
 
-    __slots__ = ("_position", "_scene", "_scenes")
+    __slots__ = ("_capture", "_captures", "_position")
 
-    def __init__(self, scenes: weakref.ref[Scenes], scene: weakref.ref[Scene], position: int) -> None:
-        self._scenes, self._scene, self._position = scenes, scene, position
+    def __init__(
+        self, captures: weakref.ref[ForwardCaptures], capture: weakref.ref[ForwardCapture], position: int
+    ) -> None:
+        self._captures, self._capture, self._position = captures, capture, position
 
     def keep(self, gradient: torch.Tensor | None) -> None:
         """Keep the gradient that has come."""
-        scenes, scene = self._scenes(), self._scene()
-        if scenes is not None and scene is not None:
-            scenes.keep_gradient(scene, self._position, gradient)
+        captures, capture = self._captures(), self._capture()
+        if captures is not None and capture is not None:
+            captures.keep_gradient(capture, self._position, gradient)
 
 
 class _Model:
@@ -367,7 +369,7 @@ class _Model:
         """Return a bounded number of parameters: an optimizer step shows in any of them."""
         return ((name, p) for name, ref in self._parameters if (p := ref()) is not None)
 
-    def copy_buffers(self, scene: Scene) -> None:
+    def copy_buffers(self, capture: ForwardCapture) -> None:
         """Copy the buffers that forward writes, and note the versions of the others."""
         self._before = []
         names, buffers = [], []
@@ -383,8 +385,8 @@ class _Model:
                 names.append(name)
                 buffers.append(buffer)
             else:
-                scene.buffers_lost += 1
-        scene.buffers = dict(zip(names, internals.clones(buffers), strict=True))
+                capture.buffers_lost += 1
+        capture.buffers = dict(zip(names, internals.clones(buffers), strict=True))
 
     def learn(self) -> None:
         """Find out which modules' forward has written buffers."""

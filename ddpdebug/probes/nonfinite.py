@@ -21,7 +21,7 @@ from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import location, user_frame
 from ddpdebug.probes import inputs, loss_line, ranges, training_events as events
 from ddpdebug.probes.entry import watch_entry
-from ddpdebug.probes.forward_capture import Scenes
+from ddpdebug.probes.forward_capture import ForwardCaptures
 from ddpdebug.probes.layer_statistics import Layers, LayerSamples
 from ddpdebug.probes.loop_calls import LoopCalls, Losses
 from ddpdebug.probes.module_outputs import ForwardProbe
@@ -50,7 +50,7 @@ class Numerics:
 
     Args:
         calls: knows the loss scale.
-        scenes: keeps the forwards for a replay.
+        captures: keeps the forwards for a replay.
         on: false looks at nothing (`--guard off`).
         every_step: a vote on each step wants to know of every step.
     """
@@ -61,14 +61,14 @@ class Numerics:
         state: StepState,
         guard: Guard,
         calls: LoopCalls,
-        scenes: Scenes,
+        captures: ForwardCaptures,
         *,
         on: bool = True,
         every_step: bool = False,
     ) -> None:
         self.inside = False  # a forward that is looked at is running
         self._began: Looks | None = None  # where that forward is noted
-        self._bus, self._state, self._guard, self._calls, self._scenes = bus, state, guard, calls, scenes
+        self._bus, self._state, self._guard, self._calls, self._captures = bus, state, guard, calls, captures
         self._on, self._every_step = on, every_step
         self.layers = Layers()
         self._samples = False  # layers are sampled in this forward
@@ -229,7 +229,7 @@ class Numerics:
         """Keep the newest forward's inputs for the replay, where there will be one: not in every step of a bad run."""
         step = self._state.next_step()
         if step - 1 not in self._bad.values():
-            self._guard.run("probe:scene", self._scenes.suspect)
+            self._guard.run("probe:scene", self._captures.suspect)
 
     # --- optimizer step -----------------------------------------------------------------------------------------------
 
@@ -341,9 +341,9 @@ class Numerics:
             spans = [span for t in outputs if (span := ranges.read(t)) is not None]
             found["output_finite"] = all(math.isfinite(n) for span in spans for n in span) if spans else None
         module = None if looks.module is None else looks.module()
-        scene = self._scenes.likeliest(module)
-        if not looks.inputs and looks.loss is not None and module is not None and scene is not None:
-            looks.inputs = inputs.bad(module, scene.args, scene.kwargs)
+        capture = self._captures.likeliest(module)
+        if not looks.inputs and looks.loss is not None and module is not None and capture is not None:
+            looks.inputs = inputs.bad(module, capture.args, capture.kwargs)
             found["inputs"] = tuple(looks.inputs)
             record.flags |= Flag.INPUT_NONFINITE if looks.inputs else Flag(0)
         found["reduced"] = tuple(record.names[i] for i in reduced)[:_MAX_NAMES]

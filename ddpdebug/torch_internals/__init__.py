@@ -132,7 +132,7 @@ def private_store() -> Any | None:
 
 
 def default_group_id() -> int | None:
-    """Return what tells the job's process groups apart, None while there is none; holds none of them alive."""
+    """Return an id of the job's default process group, None while there is none; keeps no reference to the group."""
     return id(dist.group.WORLD) if dist.is_available() and dist.is_initialized() else None
 
 
@@ -191,11 +191,11 @@ class GlooGroup:
             group.abort()
 
     def leave_word(self, text: str) -> None:
-        """Write down why this rank goes, for the others, whose gathers are about to fail."""
+        """Store the reason why this rank leaves, for the others, whose gathers are about to fail."""
         self._words.set("last", text)
 
     def word(self) -> str | None:
-        """Return what a rank that went has left, None where nobody did."""
+        """Return the reason that a rank has left behind, None where none did."""
         return self._words.get("last").decode("utf-8", "replace") if self._words.check(["last"]) else None
 
 
@@ -229,7 +229,7 @@ def syncs_buffers_now(ddp: DistributedDataParallel) -> bool:
 
 
 def join_session(ddp: DistributedDataParallel) -> object | None:
-    """Return what identifies the `join` context that the wrapper is inside of, None outside."""
+    """Return the object that identifies the `join` context around the wrapper, None outside of one."""
     return getattr(ddp, names.JOIN_CONFIG, None) if in_join(ddp) else None
 
 
@@ -302,7 +302,7 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def norms(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """Return the 2-norms of tensors; waits for a device."""
+    """Return the 2-norm of each tensor, of any shape and floating dtype, as Python numbers; waits for a device."""
     norms = names.foreach_norm(list(tensors))
     if all(norm.device.type == "cpu" for norm in norms):
         return [float(norm) for norm in norms]

@@ -81,7 +81,7 @@ def current_node() -> Any:
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return what identifies a storage while it lives, whatever Python object stands for it."""
+    """Return an id of a storage that holds while it lives, also where several Python objects stand for it."""
     return int(names.storage_id(storage))
 
 

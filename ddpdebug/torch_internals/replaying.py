@@ -16,7 +16,7 @@ _TABLES = (names.PARAMETERS, names.BUFFERS, names.MODULES, *names.HOOKS, *names.
 
 
 def clones(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy many small tensors at once."""
+    """Return detached copies of tensors, made by one launch for all of them."""
     if not tensors:
         return []
     return list(names.foreach_clone([tensor.detach() for tensor in tensors]))
@@ -126,7 +126,7 @@ def call_own_hooks_only(module: torch.nn.Module) -> None:
 
 
 def replace_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:
-    """Let a call of one module run something else."""
+    """Replace what a call of one module runs, hooks included; its class stays what it is."""
     module.__dict__[names.COMPILED_CALL] = None
     module.__dict__[names.CALLS[0]] = call
 

@@ -24,7 +24,7 @@ from ddpdebug.errors import UsageError
 from ddpdebug.forensics.replay.bundle import JSON_FILE, TENSOR_FILE, write_bundle
 from ddpdebug.forensics.replay.bundle_reading import read_bundle
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.probes.forward_capture import Scenes
+from ddpdebug.probes.forward_capture import ForwardCaptures
 from ddpdebug.run_directory.writer import RunDirectory
 from ddpdebug.schema.finding import Severity
 from ddpdebug.sinks import FindingRaised, Saved
@@ -213,9 +213,9 @@ def test_a_damaged_run_directory_is_no_traceback(
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle to damage copies of."""
-    model, scenes = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), Scenes(Guard(lambda *_: None))
-    scenes.begin(model, (torch.randn(2, 3), {"scale": 2.0, "kind": "x"}), {}, 0)
-    return write_bundle(tmp_path_factory.mktemp("bundles"), "b", scenes.current[0], {"code": "NUM301", "step": 1})
+    model, captures = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), ForwardCaptures(Guard(lambda *_: None))
+    captures.begin(model, (torch.randn(2, 3), {"scale": 2.0, "kind": "x"}), {}, 0)
+    return write_bundle(tmp_path_factory.mktemp("bundles"), "b", captures.current[0], {"code": "NUM301", "step": 1})
 
 
 @_FUZZ

@@ -18,7 +18,7 @@ from torch import nn
 from ddpdebug.commands import main
 from ddpdebug.forensics.replay.bundle import JSON_FILE, write_bundle
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.probes.forward_capture import Scenes
+from ddpdebug.probes.forward_capture import ForwardCaptures
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 
@@ -92,14 +92,14 @@ class Case:
         self.model: nn.Module = getattr(module, kind)(4)
 
     def bundle(self, x: torch.Tensor, *args: Any, amp: bool = False, scale: float = 1.0) -> str:
-        scenes = Scenes(GUARD)
+        captures = ForwardCaptures(GUARD)
         with torch.autocast("cpu", dtype=torch.float16, enabled=amp):
-            scenes.begin(self.model, (x, *args), {}, 7)
+            captures.begin(self.model, (x, *args), {}, 7)
             output = self.model(x, *args)
-            scenes.end(self.model, output)
+            captures.end(self.model, output)
         (scale * output.float().sum()).backward()
         facts = {"code": "NUM301", "step": 7, "rank": 2}
-        return str(write_bundle(self.folder, "NUM301-step7-rank2", scenes.current[0], facts))
+        return str(write_bundle(self.folder, "NUM301-step7-rank2", captures.current[0], facts))
 
     def line(self, text: str) -> int:
         return 1 + next(i for i, line in enumerate(_SOURCE.splitlines()) if text in line)

@@ -34,7 +34,7 @@ class Detector(nn.Module):
         return {"present": self.present(h)[:, 0], "size": self.size(h)[:, 0]}
 
 
-def scenes(gen, empty=False, n=8):
+def captures(gen, empty=False, n=8):
     image = 0.2 * torch.randn(n, 1, 12, 12, generator=gen)
     present, size = torch.zeros(n, 3, 3), torch.zeros(n, 3, 3)
     for i in range(n):
@@ -64,7 +64,7 @@ def main():
     gen = torch.Generator().manual_seed(60 + rank)
     losses = []
     for step in range(40):
-        image, present, size = scenes(gen, empty=(step == 11 and rank == 2))
+        image, present, size = captures(gen, empty=(step == 11 and rank == 2))
         opt.zero_grad()
         loss = detection_loss(model(image), present, size)
         loss.backward()

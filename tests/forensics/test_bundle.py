@@ -21,7 +21,7 @@ from ddpdebug.forensics.replay.bundle_reading import read_bundle
 from ddpdebug.forensics.replay.investigator import investigate
 from ddpdebug.forensics.replay.replay import replay
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.probes.forward_capture import Scenes
+from ddpdebug.probes.forward_capture import ForwardCaptures
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 
@@ -51,34 +51,34 @@ _EXTRA = {
 }
 
 
-def _run(steps: int = 1) -> tuple[Net, Scenes]:
+def _run(steps: int = 1) -> tuple[Net, ForwardCaptures]:
     torch.manual_seed(1)
-    model, scenes = Net(), Scenes(GUARD)
+    model, captures = Net(), ForwardCaptures(GUARD)
     for step in range(steps):
-        scenes.next_step()
+        captures.next_step()
         x = torch.randn(3, 4) + step
-        scenes.begin(model, (x,), {"extra": _EXTRA}, step)
+        captures.begin(model, (x,), {"extra": _EXTRA}, step)
         output = model(x, extra=_EXTRA)
-        scenes.end(model, output)
+        captures.end(model, output)
         output.sum().backward()
-    return model, scenes
+    return model, captures
 
 
 def _bundle(directory: Path, **options: Any) -> Path:
-    model, scenes = _run()
-    path = write_bundle(directory, "NUM303-step0-rank1", scenes.current[0], {"step": 0}, **options)
+    model, captures = _run()
+    path = write_bundle(directory, "NUM303-step0-rank1", captures.current[0], {"step": 0}, **options)
     assert model is not None
     return path
 
 
 def test_round_trip(tmp_path: Path) -> None:
     """Everything comes back: arguments of any nesting, parameters, buffers from before, gradients, random state."""
-    model, scenes = _run()
-    scene = scenes.current[0]
-    path = write_bundle(tmp_path, "NUM303-step0-rank1", scene, {"code": "NUM303", "scaler": {"scale": 2.0**40}})
+    model, captures = _run()
+    capture = captures.current[0]
+    path = write_bundle(tmp_path, "NUM303-step0-rank1", capture, {"code": "NUM303", "scaler": {"scale": 2.0**40}})
     bundle = read_bundle(path)
     assert path.name == "NUM303-step0-rank1"
-    assert torch.equal(bundle.args[0], scene.args[0])
+    assert torch.equal(bundle.args[0], capture.args[0])
     extra = bundle.kwargs["extra"]
     for key, value in _EXTRA.items():
         if isinstance(value, torch.Tensor):
@@ -96,14 +96,14 @@ def test_round_trip(tmp_path: Path) -> None:
     assert model.norm.num_batches_tracked.item() == 1
     assert torch.equal(bundle.gradients[0], torch.ones(3, 4))
     assert bundle.rng.cpu is not None
-    assert torch.equal(bundle.rng.cpu, scene.rng.cpu)
-    assert bundle.rng.python == scene.rng.python
+    assert torch.equal(bundle.rng.cpu, capture.rng.cpu)
+    assert bundle.rng.python == capture.rng.python
     assert bundle.modes == {"": True, "first": True, "norm": True, "second": True}
     assert bundle.facts["scaler"] == {"scale": 2.0**40}
     assert bundle.facts["model"]["class"] == "Net"
     assert bundle.facts["model"]["file"] == __file__
     assert bundle.left_out == []
-    direct, again = replay(scene), replay(bundle.scene(model))
+    direct, again = replay(capture), replay(bundle.capture(model))
     assert direct.complete
     assert again.complete
     assert direct.culprit is not None
@@ -140,8 +140,8 @@ def test_limit(tmp_path: Path, limit: int, left: set[str], usable: bool) -> None
 
 def test_previous_inputs(tmp_path: Path) -> None:
     """The batch of the step before is in the bundle too."""
-    model, scenes = _run(steps=2)
-    found = investigate(scenes, step=1, rank=0, directory=tmp_path, code="NUM303", facts={"finding": {"a": 1}})
+    model, captures = _run(steps=2)
+    found = investigate(captures, step=1, rank=0, directory=tmp_path, code="NUM303", facts={"finding": {"a": 1}})
     path = tmp_path / "bundles" / "NUM303-step1-rank0"
     assert found["bundle"] == str(path)
     document = json.loads((path / JSON_FILE).read_text())
@@ -155,8 +155,8 @@ def test_previous_inputs(tmp_path: Path) -> None:
 
 def test_place_of_other_ranks(tmp_path: Path) -> None:
     """Ranks other than 0 write below their own folder, no bundle replaces another, and there are few."""
-    model, scenes = _run()
-    paths = [investigate(scenes, step=0, rank=3, directory=tmp_path)["bundle"] for _ in range(5)]
+    model, captures = _run()
+    paths = [investigate(captures, step=0, rank=3, directory=tmp_path)["bundle"] for _ in range(5)]
     folder = tmp_path / "ranks" / "3" / "bundles"
     assert paths[:2] == [str(folder / "NUM303-step0-rank3"), str(folder / "NUM303-step0-rank3-2")]
     assert paths[4] is None
@@ -166,15 +166,15 @@ def test_place_of_other_ranks(tmp_path: Path) -> None:
 
 def test_micro_batch(tmp_path: Path) -> None:
     """With accumulation the guilty micro-batch is found."""
-    scenes, model = Scenes(GUARD), nn.Linear(4, 4)
+    captures, model = ForwardCaptures(GUARD), nn.Linear(4, 4)
     for number in range(11):
         x = torch.randn(3, 4)
         x[0, 0] = torch.nan if number == 9 else 0
-        scenes.begin(model, (x,), {}, 0)
+        captures.begin(model, (x,), {}, 0)
         output = model(x)
-        scenes.end(model, output)
+        captures.end(model, output)
         output.sum().backward()
-    found = investigate(scenes, step=0, rank=0)
+    found = investigate(captures, step=0, rank=0)
     assert (found["micro_batch"], found["kind"], found["name"]) == (9, "input", "args[0]")
     assert (found["op"], found["location"]) == (None, None)
     assert "3 of the step's first micro-batches were not kept" in found["notes"]
@@ -191,27 +191,27 @@ def test_micro_batch(tmp_path: Path) -> None:
 )
 def test_code(tmp_path: Path, change: Any, code: str) -> None:
     """Without a finding's code the bundle is named by what the replay shows."""
-    scenes, model, x = Scenes(GUARD), nn.Linear(4, 4), torch.ones(3, 4)
+    captures, model, x = ForwardCaptures(GUARD), nn.Linear(4, 4), torch.ones(3, 4)
     with torch.no_grad():
         change(model, x)
-    scenes.begin(model, (x,), {}, 2)
-    scenes.end(model, model(x))
-    found = investigate(scenes, step=2, rank=0, directory=tmp_path)
+    captures.begin(model, (x,), {}, 2)
+    captures.end(model, model(x))
+    found = investigate(captures, step=2, rank=0, directory=tmp_path)
     assert Path(found["bundle"]).name == f"{code}-step2-rank0"
 
 
 def test_nothing_kept() -> None:
     """Without a forward there is a reason instead of a result."""
-    assert investigate(Scenes(GUARD), step=0, rank=0)["reason"] == "no forward of this step was kept"
+    assert investigate(ForwardCaptures(GUARD), step=0, rank=0)["reason"] == "no forward of this step was kept"
 
 
 def test_disk_full(tmp_path: Path) -> None:
     """A disk that fills up while the bundle is written leaves nothing behind and raises nothing into the job."""
-    model, scenes = _run()
+    model, captures = _run()
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, old[1]))
     try:
-        found = investigate(scenes, step=0, rank=0, directory=tmp_path)
+        found = investigate(captures, step=0, rank=0, directory=tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
     assert found["bundle"] is None
@@ -223,10 +223,10 @@ def test_disk_full(tmp_path: Path) -> None:
 
 def test_room_for_the_job(tmp_path: Path) -> None:
     """A bundle does not take the last of the disk."""
-    model, scenes = _run()
+    model, captures = _run()
     disk = Disk(free=lambda _: Free(300 << 20, 1 << 40, None))
     with pytest.raises(BundleError, match="are left for the job"):
-        write_bundle(tmp_path, "b", scenes.current[0], {}, disk=disk)
+        write_bundle(tmp_path, "b", captures.current[0], {}, disk=disk)
     assert list(tmp_path.iterdir()) == []
     assert disk.left_out == {"bundles": 1}
     assert model is not None
@@ -235,8 +235,8 @@ def test_room_for_the_job(tmp_path: Path) -> None:
 def test_unwritable_directory(tmp_path: Path) -> None:
     """A run directory that is a file is a reason, too."""
     (tmp_path / "bundles").write_text("")
-    model, scenes = _run()
-    assert investigate(scenes, step=0, rank=0, directory=tmp_path)["bundle"] is None
+    model, captures = _run()
+    assert investigate(captures, step=0, rank=0, directory=tmp_path)["bundle"] is None
     assert model is not None
 
 
@@ -253,12 +253,12 @@ def test_other_objects_are_left_out(tmp_path: Path, alive: bool) -> None:
         def forward(self, x: torch.Tensor, other: object) -> torch.Tensor:
             return super().forward(x)
 
-    model, scenes = Takes(4, 4), Scenes(GUARD)
+    model, captures = Takes(4, 4), ForwardCaptures(GUARD)
     evil = Evil()
-    scenes.begin(model, (torch.randn(3, 4), evil), {}, 0)
+    captures.begin(model, (torch.randn(3, 4), evil), {}, 0)
     if not alive:
         del evil
-    path = write_bundle(tmp_path, "b", scenes.current[0], {})
+    path = write_bundle(tmp_path, "b", captures.current[0], {})
     with pytest.raises(UsageError, match=r"argument of the model is missing.*Evil"):
         read_bundle(path)
 

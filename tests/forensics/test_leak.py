@@ -14,7 +14,7 @@ from ddpdebug.forensics import target_leak as leak
 from ddpdebug.forensics.replay.replay import replay
 from ddpdebug.forensics.target_leak import Leaks, look, relation
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.probes.forward_capture import Scene, Scenes
+from ddpdebug.probes.forward_capture import ForwardCapture, ForwardCaptures
 from ddpdebug.schema.announcements import TokenChange
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
@@ -51,13 +51,13 @@ def everywhere(x: Tensor) -> Tensor:
     return x + x.roll(-1, 1)
 
 
-def scene_of(model: nn.Module, *args: Any, **kwargs: Any) -> Scene:
+def capture_of(model: nn.Module, *args: Any, **kwargs: Any) -> ForwardCapture:
     """Return what is kept of a training forward."""
     torch.manual_seed(3)
-    scenes = Scenes(GUARD)
-    scenes.begin(model, args, kwargs, 7)
+    captures = ForwardCaptures(GUARD)
+    captures.begin(model, args, kwargs, 7)
     model(*args, **kwargs)
-    return scenes.current[-1]
+    return captures.current[-1]
 
 
 def text(samples: int = 4, length: int = LENGTH) -> Tensor:
@@ -66,9 +66,9 @@ def text(samples: int = 4, length: int = LENGTH) -> Tensor:
 
 def told(model: nn.Module, tokens: Tensor, target: Tensor, *more: Any) -> TokenChange | None:
     """Return what is told of a model if the rule takes it for a leak."""
-    scene = scene_of(model, tokens, *more)
-    known = relation(scene, target, -100)
-    fact = None if known is None else look(scene, known)
+    capture = capture_of(model, tokens, *more)
+    known = relation(capture, target, -100)
+    fact = None if known is None else look(capture, known)
     return None if fact is None or TargetLeak().judge(fact) is None else fact
 
 
@@ -157,7 +157,7 @@ def test_other_tasks_are_let_pass() -> None:
     assert told(Summary(), whole[:, :-1], whole[:, 1:].flatten()) is None
     assert told(Recurrent(), whole[:, :-1], whole[:, 1:].flatten()) is None
     encoder = torch.cat([torch.zeros(4, 1, dtype=torch.int64), whole[:, 1:]], 1)
-    assert relation(scene_of(Model(everywhere), whole[:, :-1], encoder), whole[:, 1:].flatten(), -100) is None
+    assert relation(capture_of(Model(everywhere), whole[:, :-1], encoder), whole[:, 1:].flatten(), -100) is None
 
 
 class DTensor(torch.Tensor):
@@ -168,20 +168,20 @@ def test_a_part_that_is_spread_over_ranks_is_not_run() -> None:
     """One rank alone would wait for the others, or take what they send each other."""
     model = Model(everywhere)
     model.head.weight = nn.Parameter(model.head.weight.detach().as_subclass(DTensor))  # type: ignore[assignment]
-    scene = scene_of(model, text())
-    known = relation(scene, text()[:, 1:].flatten(), -100)
+    capture = capture_of(model, text())
+    known = relation(capture, text()[:, 1:].flatten(), -100)
     assert known is not None
     assert leak._refuses(model)
-    assert look(scene, known) is None
-    assert "head is a module of DTensors" in str(replay(scene).reason)
+    assert look(capture, known) is None
+    assert "head is a module of DTensors" in str(replay(capture).reason)
 
 
 def test_nothing_is_left_behind() -> None:
     """Random state, modes, buffers, hooks and gradients are what they were, also when the model raises."""
     model = Model(everywhere)
-    scene, target = scene_of(model, text()), text()[:, 1:].flatten()
+    capture, target = capture_of(model, text()), text()[:, 1:].flatten()
     model(text()).sum().backward()
-    known = relation(scene, target, -100)
+    known = relation(capture, target, -100)
     assert known is not None
 
     def state() -> list[Any]:
@@ -192,7 +192,7 @@ def test_nothing_is_left_behind() -> None:
     for fails in (False, True):
         if fails:
             model.mixer.mix = lambda x: x[99]
-        assert (look(scene, known) is None) is fails
+        assert (look(capture, known) is None) is fails
         assert all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
         assert all(m.training and not m._forward_hooks for m in model.modules())
 
@@ -203,9 +203,9 @@ def test_a_model_is_asked_once_and_when_its_loss_is_low() -> None:
     leaks, model = Leaks(quiet.append), Model(everywhere)
     found = []
     for step, loss in enumerate((3.0, 2.0, 0.31, 0.29, 0.2, 0.1, 0.1)):
-        scene = scene_of(model, text())
-        scene.step = step
-        leaks.loss(scene, text()[:, 1:].flatten(), -100, lambda loss=loss: lambda: loss)
+        capture = capture_of(model, text())
+        capture.step = step
+        leaks.loss(capture, text()[:, 1:].flatten(), -100, lambda loss=loss: lambda: loss)
         found.append(leaks.work())
     assert [step for step, told in enumerate(found) if told] == [4]  # a step later than the loss of 0.29
     assert found[4] is not None
@@ -220,9 +220,9 @@ def test_a_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     leaks, model = Leaks(lambda _: None), Model(everywhere)
     for step, arrives in enumerate((False, False, True, False, True)):
         done[0] = arrives
-        scene = scene_of(model, text())
-        scene.step = step
-        leaks.loss(scene, text()[:, 1:].flatten(), -100, lambda step=step: lambda: read.append(step) or 3.0)
+        capture = capture_of(model, text())
+        capture.step = step
+        leaks.loss(capture, text()[:, 1:].flatten(), -100, lambda step=step: lambda: read.append(step) or 3.0)
     assert read == [0, 2]
 
 
@@ -240,7 +240,7 @@ def test_a_model_whose_loss_was_never_high() -> None:
     """A loss that begins low says nothing by being low."""
     leaks, model = Leaks(lambda _: None), Model(everywhere)
     for step in range(4):
-        scene = scene_of(model, text())
-        scene.step = step
-        leaks.loss(scene, text()[:, 1:].flatten(), -100, lambda step=step: lambda: 0.001 if step else 0.4)
+        capture = capture_of(model, text())
+        capture.step = step
+        leaks.loss(capture, text()[:, 1:].flatten(), -100, lambda step=step: lambda: 0.001 if step else 0.4)
         assert leaks.work() is None

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from ddpdebug.forensics.loss.loss_graph import explain_loss
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.probes.forward_capture import Scenes
+from ddpdebug.probes.forward_capture import ForwardCaptures
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 
@@ -43,11 +43,11 @@ def test_loss(case: str) -> None:
     """The first bad operation after the model is found, and nothing in a healthy loss."""
     make, node = _LOSSES[case]
     torch.manual_seed(0)
-    model, scenes, x = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()), Scenes(GUARD), torch.randn(2, 4)
-    scenes.begin(model, (x,), {}, 0)
+    model, captures, x = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()), ForwardCaptures(GUARD), torch.randn(2, 4)
+    captures.begin(model, (x,), {}, 0)
     output = model(x)
-    scenes.end(model, output)
-    found = explain_loss(make(output), scenes.current[0].after)
+    captures.end(model, output)
+    found = explain_loss(make(output), captures.current[0].after)
     if node is None:
         assert found is None
     else:
@@ -64,8 +64,8 @@ def test_the_model_is_left_out() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (super().forward(x) * 0).log()
 
-    model, scenes, x = Bad(4, 4), Scenes(GUARD), torch.randn(2, 4)
-    scenes.begin(model, (x,), {}, 0)
+    model, captures, x = Bad(4, 4), ForwardCaptures(GUARD), torch.randn(2, 4)
+    captures.begin(model, (x,), {}, 0)
     output = model(x)
-    scenes.end(model, output)
-    assert explain_loss(output.sum(), scenes.current[0].after) is None
+    captures.end(model, output)
+    assert explain_loss(output.sum(), captures.current[0].after) is None

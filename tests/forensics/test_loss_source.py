@@ -18,7 +18,7 @@ from ddpdebug.forensics.loss.loss_graph import explain_loss, watch_backward
 from ddpdebug.forensics.loss.loss_source import Place, best_fits, place_of
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import local_values, location, user_frame
-from ddpdebug.probes.forward_capture import Scenes
+from ddpdebug.probes.forward_capture import ForwardCaptures
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 
@@ -44,18 +44,18 @@ class Loss:
 
     def backward(self) -> None:
         frame = user_frame(sys._getframe(1))
-        scene = self._case.scenes.current[-1]
+        capture = self._case.captures.current[-1]
 
         def tell(found: dict[str, Any]) -> None:
             self._case.node = found["node"]
             at = self._case.called_at
             self._case.place = place_of(frame, found["nodes"], found["index"], [self._case.model], at)
 
-        found = explain_loss(self._value, scene.after)
+        found = explain_loss(self._value, capture.after)
         if found is not None:
             tell(found)
         else:
-            watch_backward(self._value, scene.after, Guard(lambda *text: pytest.fail(str(text))), tell)
+            watch_backward(self._value, capture.after, Guard(lambda *text: pytest.fail(str(text))), tell)
             self._value.backward()
 
 
@@ -64,16 +64,16 @@ class Case:
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        self.scenes, self.model = Scenes(GUARD), Model()
+        self.captures, self.model = ForwardCaptures(GUARD), Model()
         self.place: Place | None = None
         self.node = ""
         self.called_at: tuple[str, int] | None = None
 
     def run(self) -> torch.Tensor:
         x = torch.randn(5, 4)
-        self.scenes.begin(self.model, (x,), {}, 0)
+        self.captures.begin(self.model, (x,), {}, 0)
         output: torch.Tensor = self.model(x)
-        self.scenes.end(self.model, output)
+        self.captures.end(self.model, output)
         return output
 
     def lines(self) -> list[str]:
@@ -312,7 +312,7 @@ def test_hooks_change_no_gradient() -> None:
     plain = torch.autograd.grad((output.log() / output.exp()).sum(), parameters, retain_graph=True)
     loss = (output.log() / output.exp()).sum()
     told: list[dict[str, Any]] = []
-    watch_backward(loss, case.scenes.current[-1].after, Guard(lambda *text: pytest.fail(str(text))), told.append)
+    watch_backward(loss, case.captures.current[-1].after, Guard(lambda *text: pytest.fail(str(text))), told.append)
     watched = torch.autograd.grad(loss, parameters)
     assert told == []
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))

@@ -26,7 +26,7 @@ from ddpdebug.forensics.replay.replay import Trace, replay
 from ddpdebug.forensics.replay.undisturbed import StandIns
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.nested import tensors_in
-from ddpdebug.probes.forward_capture import Scene, Scenes
+from ddpdebug.probes.forward_capture import ForwardCapture, ForwardCaptures
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 
@@ -38,27 +38,27 @@ def _line(function: Any, text: str) -> str:
     return f"tests/forensics/test_replay.py:{found}"
 
 
-def _scene(
+def _capture(
     model: nn.Module,
     *args: Any,
     loss: Callable[[Any], torch.Tensor] | None = lambda output: output.float().sum(),
     **kwargs: Any,
-) -> Scene:
+) -> ForwardCapture:
     """Run a forward, and backward, as a training step does, and return what was kept of it."""
-    scenes = Scenes(GUARD)
-    scenes.begin(model, args, kwargs, 0)
+    captures = ForwardCaptures(GUARD)
+    captures.begin(model, args, kwargs, 0)
     output = model(*args, **kwargs)
-    scenes.end(model, output)
+    captures.end(model, output)
     if loss is not None:
         loss(output).backward()
-    (scene,) = scenes.current
-    scene.module = lambda: model  # it would be gone at the end of many tests
-    return scene
+    (capture,) = captures.current
+    capture.module = lambda: model  # it would be gone at the end of many tests
+    return capture
 
 
 def _found(model: nn.Module, *args: Any, **kwargs: Any) -> Trace:
     torch.manual_seed(0)
-    trace = replay(_scene(model, *args, **kwargs))
+    trace = replay(_capture(model, *args, **kwargs))
     assert trace.complete, trace.reason
     return trace
 
@@ -170,8 +170,8 @@ def test_overflow_under_autocast() -> None:
     """An overflow in half precision is found under the autocast of the first time, and said to become NaN later."""
     model = Attention(1000.0)
     with torch.autocast("cpu", dtype=torch.float16):
-        scene = _scene(model, torch.randn(2, 3, 8))
-    trace = replay(scene)
+        capture = _capture(model, torch.randn(2, 3, 8))
+    trace = replay(capture)
     culprit = trace.culprit
     assert culprit is not None
     assert (culprit.name, culprit.value) == ("aten.bmm.default", "inf")
@@ -179,7 +179,7 @@ def test_overflow_under_autocast() -> None:
     assert trace.location == _line(Attention.forward, "logits = self.query")
     assert "softmax" in str(culprit.became_nan)
     assert not torch.is_autocast_enabled("cpu")
-    without = replay(scene, autocast=False)
+    without = replay(capture, autocast=False)
     assert (without.complete, without.reproduced) == (True, False)
 
 
@@ -295,11 +295,11 @@ def test_same_random_numbers() -> None:
     """All global generators start where they started the first time."""
     Dropped.drawn.clear()
     np.random.seed(5)  # noqa: NPY002 - as above
-    scene = _scene(Dropped(), torch.randn(3, 4))
+    capture = _capture(Dropped(), torch.randn(3, 4))
     torch.rand(7)
     random.random()
     np.random.rand(3)  # noqa: NPY002 - as above
-    assert replay(scene).complete
+    assert replay(capture).complete
     assert Dropped.drawn[0] == Dropped.drawn[1]
 
 
@@ -373,11 +373,11 @@ def test_nothing_is_changed(mode: bool) -> None:
     model.own.weight.register_hook(lambda _: fired.append("tensor"))
     model.own.bias.register_post_accumulate_grad_hook(lambda _: fired.append("accumulated"))
     x, scratch = torch.randn(3, 4, requires_grad=True), torch.zeros(3)
-    scene = _scene(model, x, scratch, loss=lambda o: o.nan_to_num().sum())
+    capture = _capture(model, x, scratch, loss=lambda o: o.nan_to_num().sum())
     model.train(not mode)
     fired.clear()
     before = _state(model, x, scratch)
-    trace = replay(scene)
+    trace = replay(capture)
     assert trace.complete, trace.reason
     assert trace.culprit is not None
     assert trace.culprit.name == "aten.log.default"
@@ -389,9 +389,9 @@ def test_nothing_is_changed(mode: bool) -> None:
 def test_backward_changes_nothing() -> None:
     """Neither does a replay that runs backward."""
     model = SqrtBackward()
-    scene = _scene(model, torch.randn(3, 4))
+    capture = _capture(model, torch.randn(3, 4))
     gradients = [(p.grad, p.grad._version, p.grad.clone()) for p in model.parameters() if p.grad is not None]
-    assert replay(scene).backward
+    assert replay(capture).backward
     for parameter, (gradient, version, value) in zip(model.parameters(), gradients, strict=True):
         assert parameter.grad is gradient
         assert gradient._version == version
@@ -409,9 +409,9 @@ def test_buffers_of_the_first_time() -> None:
 
     seen: list[float] = []
     model = Drifts(4)
-    scene = _scene(model, torch.randn(3, 4))
+    capture = _capture(model, torch.randn(3, 4))
     model(torch.randn(3, 4))
-    assert replay(scene).reproduced
+    assert replay(capture).reproduced
     assert seen == [0, 1, 0]
 
 
@@ -429,13 +429,13 @@ class Checkpointed(nn.Module):
 def test_checkpointing(reentrant: bool) -> None:
     """A fault in the backward of a checkpointed part is found, without touching gradients."""
     model = Checkpointed(reentrant=reentrant)
-    scene = _scene(model, torch.randn(3, 4))
+    capture = _capture(model, torch.randn(3, 4))
     before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     fired: list[int] = []
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: fired.append(1))
     guard = Guard(lambda part, message: None)
-    trace = replay(scene, guard=guard)
+    trace = replay(capture, guard=guard)
     assert trace.complete, trace.reason
     assert trace.culprit is not None
     assert (trace.culprit.phase, trace.culprit.node) == ("backward", "SqrtBackward0")
@@ -501,11 +501,11 @@ def test_refuses_collectives(tmp_path: Any) -> None:
 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        scene = _scene(Talks(4, 4), torch.randn(3, 4))
-        trace = replay(scene)
+        capture = _capture(Talks(4, 4), torch.randn(3, 4))
+        trace = replay(capture)
         assert Talks.sent == 1
         wrapped = nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(4, 4)))
-        refused = replay(_scene(wrapped, torch.randn(3, 4), loss=None))
+        refused = replay(_capture(wrapped, torch.randn(3, 4), loss=None))
         del wrapped
     finally:
         dist.destroy_process_group()
@@ -520,16 +520,16 @@ def test_refuses_synchronised_statistics(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
     model = nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4).eval())
-    scene = _scene(model, torch.randn(3, 4))
-    assert replay(scene).complete
-    scene.modes = bytes([1, 1, 1])
-    assert str(replay(scene).reason).startswith("1 is a SyncBatchNorm in training")
+    capture = _capture(model, torch.randn(3, 4))
+    assert replay(capture).complete
+    capture.modes = bytes([1, 1, 1])
+    assert str(replay(capture).reason).startswith("1 is a SyncBatchNorm in training")
 
 
 def test_refuses_torchscript() -> None:
     """What has no Python lines is refused."""
-    scene = _scene(nn.Sequential(torch.jit.trace(nn.Linear(4, 4), torch.randn(3, 4))), torch.randn(3, 4))
-    assert str(replay(scene).reason).startswith("0 is TorchScript")
+    capture = _capture(nn.Sequential(torch.jit.trace(nn.Linear(4, 4), torch.randn(3, 4))), torch.randn(3, 4))
+    assert str(replay(capture).reason).startswith("0 is TorchScript")
 
 
 def test_computing_hooks_run() -> None:
@@ -540,9 +540,9 @@ def test_computing_hooks_run() -> None:
     global_hook = nn.modules.module.register_module_forward_hook(lambda *_: fired.append(1))
     fired: list[int] = []
     try:
-        scene = _scene(model, torch.randn(3, 4))
+        capture = _capture(model, torch.randn(3, 4))
         fired.clear()
-        trace = replay(scene)
+        trace = replay(capture)
         assert len(nn.modules.module._global_forward_hooks) == 1
     finally:
         global_hook.remove()
@@ -578,9 +578,9 @@ def test_torch_modules(case: str) -> None:
         grads = [None if t.grad is None else (id(t.grad), t.grad._version) for t in tensors]
         return [values, grads, torch.get_rng_state().tolist(), {k: id(v) for k, v in vars(model).items()}]
 
-    scene = _scene(model, x, loss=lambda o: sum(abs(t).float().sum() for t in tensors_in(o)))
+    capture = _capture(model, x, loss=lambda o: sum(abs(t).float().sum() for t in tensors_in(o)))
     before = state()
-    trace = replay(scene)
+    trace = replay(capture)
     assert trace.complete, trace.reason
     assert not trace.reproduced
     assert trace.backward
@@ -591,17 +591,17 @@ def test_inputs_written_since() -> None:
     """Inputs that were changed after the forward are named, and a fault that is gone is not reproduced."""
     x = torch.zeros(3, 4)
     model = WhereTrap()
-    scene = _scene(model, x)
+    capture = _capture(model, x)
     x += 1
-    trace = replay(scene)
+    trace = replay(capture)
     assert (trace.complete, trace.reproduced) == (True, False)
     assert "written in place since the forward: args[0]" in trace.notes
 
 
 def test_out_of_time() -> None:
     """The time is bounded, and what was seen until then is kept."""
-    scene = _scene(LogZero(), torch.randn(3, 4))
-    trace = replay(scene, seconds=-1)
+    capture = _capture(LogZero(), torch.randn(3, 4))
+    trace = replay(capture, seconds=-1)
     assert not trace.complete
     assert "out of time" in str(trace.reason)
 
@@ -617,27 +617,27 @@ def test_model_that_raises() -> None:
                 raise RuntimeError("no second time")
             return super().forward(x)
 
-    scene = _scene(Fails(4, 4), torch.randn(3, 4))
+    capture = _capture(Fails(4, 4), torch.randn(3, 4))
     Fails.fail = True
-    trace = replay(scene)
+    trace = replay(capture)
     assert (trace.complete, trace.reason) == (False, "RuntimeError: no second time")
 
 
 def test_compiled_modules_run_uncompiled() -> None:
     """Of a compiled module the original runs, and the trace says so."""
     compiled = torch.compile(LogZero(), backend="eager")
-    scene = _scene(copy.copy(compiled)._orig_mod, torch.randn(3, 4))
-    scene.module = lambda: compiled
-    trace = replay(scene)
+    capture = _capture(copy.copy(compiled)._orig_mod, torch.randn(3, 4))
+    capture.module = lambda: compiled
+    trace = replay(capture)
     assert trace.reproduced
     assert any("torch.compile" in note for note in trace.notes)
 
 
 def test_gone_model() -> None:
-    """A scene does not keep its model alive."""
-    scenes = Scenes(GUARD)
-    scenes.begin(nn.Linear(4, 4), (torch.randn(3, 4),), {}, 0)
-    assert replay(scenes.current[0]).reason == "the model is gone"
+    """A capture does not keep its model alive."""
+    captures = ForwardCaptures(GUARD)
+    captures.begin(nn.Linear(4, 4), (torch.randn(3, 4),), {}, 0)
+    assert replay(captures.current[0]).reason == "the model is gone"
 
 
 # --- the job goes on beside it ----------------------------------------------------------------------------------------
@@ -691,9 +691,9 @@ def test_another_thread_keeps_its_hooks(during: Callable[..., None]) -> None:
     ]
     try:
         during(wait)
-        scene = _scene(Watched(), torch.randn(3, 4))
+        capture = _capture(Watched(), torch.randn(3, 4))
         seen.clear()
-        trace = replay(scene)
+        trace = replay(capture)
     finally:
         for handle in registered:
             handle.remove()
@@ -715,10 +715,10 @@ def test_the_model_is_what_it_was_while_a_replay_runs(during: Callable[..., None
     model = Watched()
     model.inner.register_forward_hook(lambda *_: None)
     x = torch.ones(3, 4)
-    scene = _scene(model, x)
+    capture = _capture(model, x)
     model.eval()
     before = state()
-    assert replay(scene).reproduced
+    assert replay(capture).reproduced
     assert looks[-1] == (False, before)
     assert len(looks) == 2
     assert state() == before
@@ -759,9 +759,9 @@ def test_what_knows_the_model_knows_the_copy() -> None:
     model = Wrapped()
     fired: list[int] = []
     model.inner.register_forward_hook(lambda *_: fired.append(1))
-    scene = _scene(model, torch.randn(3, 4))
+    capture = _capture(model, torch.randn(3, 4))
     assert len(fired) == 3
-    trace = replay(scene)
+    trace = replay(capture)
     assert trace.complete, trace.reason
     assert trace.culprit is not None
     assert (trace.culprit.name, len(fired)) == ("aten.log.default", 3)
@@ -779,9 +779,9 @@ def test_a_way_that_cannot_be_copied_ends_the_replay() -> None:
             return KNOWN["model"].norm(x)
 
     KNOWN["model"] = model = Around()
-    scene = _scene(model, torch.randn(3, 4))
+    capture = _capture(model, torch.randn(3, 4))
     before = [(b.clone(), b._version) for b in model.buffers()]
-    trace = replay(scene)
+    trace = replay(capture)
     assert str(trace.reason).startswith("it uses the model's own norm.")
     assert [(b.tolist(), b._version) for b in model.buffers()] == [(b.tolist(), v) for b, v in before]
 
@@ -798,11 +798,11 @@ def test_memory_beyond_the_model_is_not_written() -> None:
             elsewhere.add_(1)
             return torch.log(super().forward(x).abs() * 0)
 
-    scene = _scene(Writes(4, 4), torch.randn(3, 4))
-    trace = replay(scene)
+    capture = _capture(Writes(4, 4), torch.randn(3, 4))
+    trace = replay(capture)
     assert "writes in place what is no part of the model" in str(trace.reason)
     assert (elsewhere.tolist(), elsewhere._version) == ([1] * 4, 1)
-    assert replay(scene, alone=True).reproduced
+    assert replay(capture, alone=True).reproduced
 
 
 @pytest.mark.parametrize(
@@ -825,9 +825,9 @@ def test_copies_are_bounded(limit: int, reproduced: bool, monkeypatch: pytest.Mo
     monkeypatch.setattr(replay_module, "StandIns", stand_ins)
     model, x = InPlace(32, 64), torch.randn(64, 32)  # 8 KiB of weights, 8 KiB of inputs, each a piece of its own
     weight = model.weight.detach().clone()
-    scene = _scene(model, x)
+    capture = _capture(model, x)
     before = x.clone(), x._version
-    trace = replay(scene)
+    trace = replay(capture)
     assert trace.reproduced is reproduced
     assert len(made) == (2 if limit == 12 << 10 else 1)
     copied = limit - made[-1].room
@@ -852,11 +852,11 @@ def test_what_cannot_be_copied_is_refused_with_the_reason() -> None:
 
     gone: list[int] = []
     model = nn.Sequential(Closes(4, 4))
-    assert replay(_scene(model, torch.randn(3, 4))).reason == (
+    assert replay(_capture(model, torch.randn(3, 4))).reason == (
         "0 is a Closes, a copy of which would run its __del__ a second time"
     )
     assert gone == []
-    assert "keeps attributes in slots" in str(replay(_scene(Slots(4, 4), torch.randn(3, 4))).reason)
+    assert "keeps attributes in slots" in str(replay(_capture(Slots(4, 4), torch.randn(3, 4))).reason)
 
 
 def test_copies_die(during: Callable[..., None]) -> None:
@@ -864,20 +864,20 @@ def test_copies_die(during: Callable[..., None]) -> None:
     made: list[weakref.ref[nn.Module]] = []
     during(lambda module: made.append(weakref.ref(module.inner)))
     model = Watched()
-    scene = _scene(model, torch.randn(3, 4))
-    assert replay(scene).reproduced
+    capture = _capture(model, torch.randn(3, 4))
+    assert replay(capture).reproduced
     gc.collect()
     assert (made[0]() is model.inner, made[1]()) == (True, None)
 
 
 def test_generators_that_nobody_drew_from_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread may draw from Python's while a model runs again that does not."""
-    scene = _scene(LogZero(), torch.randn(3, 4))
+    capture = _capture(LogZero(), torch.randn(3, 4))
     set_by_us: list[Any] = []
     monkeypatch.setattr(random, "setstate", set_by_us.append)
     monkeypatch.setattr(np.random, "set_state", set_by_us.append)
-    assert replay(scene).reproduced
+    assert replay(capture).reproduced
     assert set_by_us == []
     random.random()
-    scene.rng.restore()
-    assert set_by_us == [scene.rng.python]
+    capture.rng.restore()
+    assert set_by_us == [capture.rng.python]

@@ -12,7 +12,7 @@ from torch import nn
 from ddpdebug.forensics.replay.replay import replay
 from ddpdebug.forensics.replay.shrink import Shrunk, shrink
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.probes.forward_capture import Scene, Scenes
+from ddpdebug.probes.forward_capture import ForwardCapture, ForwardCaptures
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 
@@ -31,12 +31,12 @@ class Together(nn.Module):
 
 
 def _shrunk(values: Sequence[float], **options: Any) -> Shrunk:
-    model, scenes = Together(), Scenes(GUARD)
+    model, captures = Together(), ForwardCaptures(GUARD)
     x = torch.tensor(values)
-    scenes.begin(model, (x,), {"names": {"other": torch.zeros(3, 2)}}, 0)
-    scenes.end(model, model(x))
-    scene: Scene = scenes.current[0]
-    return shrink(scene, replay(scene), replay, **options)
+    captures.begin(model, (x,), {"names": {"other": torch.zeros(3, 2)}}, 0)
+    captures.end(model, model(x))
+    capture: ForwardCapture = captures.current[0]
+    return shrink(capture, replay(capture), replay, **options)
 
 
 def test_combination() -> None:

@@ -31,11 +31,12 @@ from ddpdebug.probes.recorder import Recorder
 from ddpdebug.probes.buffers import Buffers
 from ddpdebug.probes.memory import MemoryProbe
 from ddpdebug.probes.nonfinite import Numerics
-from ddpdebug.probes.forward_capture import Scenes
+from ddpdebug.probes.forward_capture import ForwardCaptures
 names = [(Recorder, n) for n in ("begin_forward", "end_forward", "begin_backward", "end_backward", "pre_step",
     "post_step")]
 names += [(Models, "before_wrap"), (Models, "wrapped")]
-names += [(Buffers, "before_forward"), (Buffers, "after_broadcast"), (Scenes, "begin"), (Scenes, "_end")]
+names += [(Buffers, "before_forward"), (Buffers, "after_broadcast")]
+names += [(ForwardCaptures, "begin"), (ForwardCaptures, "_end")]
 names += [(Numerics, n) for n in ("_forward_begins", "_forward_ends", "before_step", "note_loss")]
 names += [(MemoryProbe, "end_step")]
 names += [(LoopCalls, "clipped"), (Loaders, "begin"), (Loaders, "delivered"), (gradients, "note_local")]

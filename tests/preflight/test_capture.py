@@ -330,7 +330,7 @@ def test_somebody_else_wraps_a_wrapper(capture: Capture, monkeypatch: pytest.Mon
         assert not capture.facts["loaded"]
         assert torch.overrides._get_current_function_mode() is mode  # and not taken for ours
         functional.cross_entropy(net(X), Y).backward()
-        assert (capture.recorder.roots, capture.facts["backward"]) == ([], None)
+        assert capture.recorder.roots == []
     finally:
         mode.__exit__(None, None, None)
         if torch.overrides._get_current_function_mode() is capture.recorder:
@@ -396,7 +396,6 @@ def fails(*_: Any, **__: Any) -> None:
         (Recorder, "function", "recording"),
         (Recorder, "ends", "recording"),
         (Capture, "_loads", "script"),
-        (Capture, "_scheduler", "script"),
         (Capture, "_optimizer_made", "script"),
         (Samples, "made", "data"),
         (Samples, "read", "data"),

@@ -20,7 +20,7 @@ from ddpdebug.forensics.replay.investigator import investigate
 from ddpdebug.instrument.probes import Probes
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.nested import leaves
-from ddpdebug.probes.forward_capture import MAX_SCENES, Scenes
+from ddpdebug.probes.forward_capture import MAX_CAPTURES, ForwardCaptures
 from ddpdebug.probes.holding import Lost, fetch, hold
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
@@ -49,79 +49,83 @@ def test_arguments_keep_their_form() -> None:
 
 def test_no_graph_is_held() -> None:
     """An input that another model made is kept without its graph."""
-    scenes, first, second = Scenes(GUARD), nn.Linear(4, 4), nn.Linear(4, 4)
+    captures, first, second = ForwardCaptures(GUARD), nn.Linear(4, 4), nn.Linear(4, 4)
     h = first(torch.ones(2, 4))
     assert h.grad_fn is not None
     mark = nn.Module()  # any object; it dies with the node
     h.grad_fn.metadata["mark"] = mark
     node = weakref.ref(mark)
     del mark
-    scenes.begin(second, (h,), {}, 0)
+    captures.begin(second, (h,), {}, 0)
     values = h.detach().clone()
-    (kept,) = scenes.current[0].args
+    (kept,) = captures.current[0].args
     assert kept.grad_fn is None
     assert kept.requires_grad
     del h, kept
     gc.collect()
     assert node() is None
-    (kept,) = scenes.current[0].args
+    (kept,) = captures.current[0].args
     assert kept.requires_grad
     assert torch.equal(kept, values)
 
 
 def test_outputs_and_models_are_not_kept() -> None:
     """Outputs, graphs and the model go when the job lets them go."""
-    scenes, model, x = Scenes(GUARD), nn.Linear(4, 4), torch.ones(2, 4)
-    scenes.begin(model, (x,), {}, 0)
+    captures, model, x = ForwardCaptures(GUARD), nn.Linear(4, 4), torch.ones(2, 4)
+    captures.begin(model, (x,), {}, 0)
     output = model(x)
-    scenes.end(model, output)
+    captures.end(model, output)
     refs = [weakref.ref(output), weakref.ref(model), weakref.ref(model.weight)]
     del output, model
     gc.collect()
     assert [ref() for ref in refs] == [None, None, None]
-    assert torch.equal(scenes.current[0].args[0], x)
+    assert torch.equal(captures.current[0].args[0], x)
 
 
 def test_gradients_of_outputs() -> None:
     """Gradients are kept until the next step is reached, the newest as far as they fit."""
-    scenes, model, x = Scenes(GUARD, limit=130), nn.Linear(4, 4), torch.ones(2, 4)  # x and each gradient have 32 bytes
+    captures, model, x = (
+        ForwardCaptures(GUARD, limit=130),
+        nn.Linear(4, 4),
+        torch.ones(2, 4),
+    )  # x and each gradient have 32 bytes
     for step in range(2):
         for factor in range(4):
-            scenes.begin(model, (x,), {}, step)
+            captures.begin(model, (x,), {}, step)
             output = model(x)
-            scenes.end(model, output)
+            captures.end(model, output)
             (output * (factor + torch.ones(2, 4))).sum().backward()
-        scenes_of_step = list(scenes.current)
-        assert [list(scene.gradients) for scene in scenes_of_step] == [[], [0], [0], [0]]
-        assert [scene.gradients_lost for scene in scenes_of_step] == [32, 0, 0, 0]
-        assert torch.equal(scenes_of_step[3].gradients[0], torch.full((2, 4), 4.0))
-        assert scenes.room.used == 128
-        scenes.next_step()
-        assert list(scenes.previous) == scenes_of_step
-        assert not any(scene.gradients for scene in scenes_of_step)
-        assert scenes.room.used == 32
-    scenes.clear()
-    assert scenes.room.used == 0
+        captures_of_step = list(captures.current)
+        assert [list(capture.gradients) for capture in captures_of_step] == [[], [0], [0], [0]]
+        assert [capture.gradients_lost for capture in captures_of_step] == [32, 0, 0, 0]
+        assert torch.equal(captures_of_step[3].gradients[0], torch.full((2, 4), 4.0))
+        assert captures.room.used == 128
+        captures.next_step()
+        assert list(captures.previous) == captures_of_step
+        assert not any(capture.gradients for capture in captures_of_step)
+        assert captures.room.used == 32
+    captures.clear()
+    assert captures.room.used == 0
 
 
 def test_bounded() -> None:
     """A step with many micro-batches keeps the last ones, and the ring holds two steps."""
-    scenes, model = Scenes(GUARD), nn.Linear(4, 4)
+    captures, model = ForwardCaptures(GUARD), nn.Linear(4, 4)
     for step in range(3):
         for _ in range(20):
-            scenes.begin(model, (torch.ones(2, 4),), {}, step)
-        assert (len(scenes.current), scenes.dropped) == (MAX_SCENES, 20 - MAX_SCENES)
-        scenes.next_step()
-    assert {scene.step for scene in (*scenes.current, *scenes.previous)} == {2}
-    assert scenes.dropped == 0
+            captures.begin(model, (torch.ones(2, 4),), {}, step)
+        assert (len(captures.current), captures.dropped) == (MAX_CAPTURES, 20 - MAX_CAPTURES)
+        captures.next_step()
+    assert {capture.step for capture in (*captures.current, *captures.previous)} == {2}
+    assert captures.dropped == 0
 
 
 def test_only_training() -> None:
     """A forward without gradients is not kept."""
-    scenes, model = Scenes(GUARD), nn.Linear(4, 4)
+    captures, model = ForwardCaptures(GUARD), nn.Linear(4, 4)
     with torch.no_grad():
-        scenes.begin(model, (torch.ones(2, 4),), {}, 0)
-    assert not scenes.current
+        captures.begin(model, (torch.ones(2, 4),), {}, 0)
+    assert not captures.current
 
 
 def test_learns_which_buffers_are_written() -> None:
@@ -138,21 +142,21 @@ def test_learns_which_buffers_are_written() -> None:
             self.count += 1
             return x
 
-    scenes, model, x = Scenes(GUARD), Counts(), torch.ones(2)
+    captures, model, x = ForwardCaptures(GUARD), Counts(), torch.ones(2)
     seen = []
     for _ in range(3):
-        scenes.begin(model, (x,), {}, 0)
-        scenes.end(model, model(x))
-        seen.append({name: value.item() for name, value in scenes.current[-1].buffers.items()})
+        captures.begin(model, (x,), {}, 0)
+        captures.end(model, model(x))
+        seen.append({name: value.item() for name, value in captures.current[-1].buffers.items()})
     assert seen == [{}, {"count": 1}, {"count": 2}]
 
 
 def test_saved_output_warns_nobody(tmp_path: Path) -> None:
     """An output with our hook can be saved as without it."""
-    scenes, model, x = Scenes(GUARD), nn.Linear(4, 4), torch.ones(2, 4)
-    scenes.begin(model, (x,), {}, 0)
+    captures, model, x = ForwardCaptures(GUARD), nn.Linear(4, 4), torch.ones(2, 4)
+    captures.begin(model, (x,), {}, 0)
     output = model(x)
-    scenes.end(model, output)
+    captures.end(model, output)
     torch.save(output, tmp_path / "output.pt")
     assert torch.equal(torch.load(tmp_path / "output.pt"), output)
 
@@ -207,7 +211,7 @@ def test_in_place_under_ddp(watched: Watched, reentrant: bool, find_unused: bool
             ddp(x).sum().backward()
             if look:
                 backwards = watched.probes.state.backwards
-                found = investigate(watched.probes.scenes, step=step, rank=0, directory=tmp_path, guard=watched.guard)
+                found = investigate(watched.probes.captures, step=step, rank=0, directory=tmp_path, guard=watched.guard)
                 assert watched.probes.state.backwards == backwards
                 assert found["complete"], found
                 assert found["reproduced"] == (step > 0)
@@ -229,21 +233,21 @@ def test_steps(watched: Watched) -> None:
     model = nn.Linear(4, 4)
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    scenes: Any = watched.probes.scenes
+    captures: Any = watched.probes.captures
     first = len(watched.probes.state.watches)
     for step in range(3):
         x = torch.ones(2, 4)
         ddp(x).sum().backward()
-        (scene,) = scenes.current
-        assert scene.args[0].data_ptr() == x.data_ptr()
-        assert scene.step == step
-        assert 0 in scene.gradients
-        assert scene.changed() == []
+        (capture,) = captures.current
+        assert capture.args[0].data_ptr() == x.data_ptr()
+        assert capture.step == step
+        assert 0 in capture.gradients
+        assert capture.changed() == []
         optimizer.step()
-        assert scenes.previous[0] is scene
-        assert not scenes.current
-        assert scene.changed() == ["parameter weight", "parameter bias"]
-        assert scene.location.startswith("tests/probes/test_forward_capture.py:")
+        assert captures.previous[0] is capture
+        assert not captures.current
+        assert capture.changed() == ["parameter weight", "parameter bias"]
+        assert capture.location.startswith("tests/probes/test_forward_capture.py:")
     assert len(watched.probes.state.watches) == first + 1
     del ddp, optimizer
 
@@ -262,6 +266,6 @@ def test_an_output_that_the_loss_leaves_out(watched: Watched) -> None:
     ddp = DistributedDataParallel(TwoHeads(), find_unused_parameters=True)
     ddp(torch.ones(3, 4))["main"].sum().backward()
     assert ddp.module.main.weight.grad is not None
-    (scene,) = watched.probes.scenes.current
-    assert list(scene.gradients) == [1]
+    (capture,) = watched.probes.captures.current
+    assert list(capture.gradients) == [1]
     del ddp

@@ -102,8 +102,8 @@ def test_answers_come_while_training_goes_on() -> None:
 
 
 @pytest.mark.usefixtures("_restless")
-def test_elements_are_hunted_while_training_goes_on() -> None:
-    """Hunts begin and end in one thread while the other one makes the copies; nothing is lost."""
+def test_elements_are_searched_while_training_goes_on() -> None:
+    """Searches begin and end in one thread while the other one makes the copies; nothing is lost."""
     said: list[tuple[str, str]] = []
     elements = Elements(0, lambda kind, **fields: said.append((fields["key"], fields["stage"])))
     weight = torch.zeros(8)
@@ -139,7 +139,7 @@ def test_elements_are_hunted_while_training_goes_on() -> None:
     assert not elements.busy
 
 
-def test_a_rank_that_cannot_copy_ends_the_hunt_for_all() -> None:
+def test_a_rank_that_cannot_copy_ends_the_search_for_all() -> None:
     """It says so, and nobody waits for it."""
     said: list[dict[str, Any]] = []
     elements = Elements(0, lambda kind, **fields: said.append(fields))

@@ -24,7 +24,7 @@ from ddpdebug.isolation.guard import Guard
 from ddpdebug.nested import tensors_in
 from ddpdebug.probes import async_copy as device, inputs, loop_calls
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.forward_capture import Scenes
+from ddpdebug.probes.forward_capture import ForwardCaptures
 from ddpdebug.probes.holding import LEAST, MOST, Lost, Room, storage_of
 from ddpdebug.probes.record import StepRecord, encode_row
 from ddpdebug.probes.step_state import StepState
@@ -146,46 +146,46 @@ _FOREIGN: dict[str, Callable[[Path], torch.Tensor]] = {
 @pytest.mark.parametrize("kind", _FOREIGN)
 def test_memory_that_others_count(kind: str, tmp_path: Path) -> None:
     """Memory of a worker, of NumPy or of a file is there while the job has it, and then it is gone, however small."""
-    scenes, model, x = Scenes(GUARD), Takes(), _FOREIGN[kind](tmp_path)
-    scenes.begin(model, (x,), {}, 0)
-    (scene,) = scenes.current
-    assert scene.args[0] is x
-    assert scene.pieces == {}
+    captures, model, x = ForwardCaptures(GUARD), Takes(), _FOREIGN[kind](tmp_path)
+    captures.begin(model, (x,), {}, 0)
+    (capture,) = captures.current
+    assert capture.args[0] is x
+    assert capture.pieces == {}
     ref = weakref.ref(x)
     del x
     assert ref() is None
-    assert isinstance(scene.args[0], Lost)
+    assert isinstance(capture.args[0], Lost)
 
 
 def test_objects_die_when_they_would() -> None:
     """An object of the user, and a tensor, end with their last reference; only a small tensor's memory stays."""
     told: list[str] = []
-    scenes, model, batch, x = Scenes(GUARD), Takes(), Batch(told), torch.ones(2)
+    captures, model, batch, x = ForwardCaptures(GUARD), Takes(), Batch(told), torch.ones(2)
     weakref.finalize(x, told.append, "tensor")
-    scenes.begin(model, (batch, {"x": x}), {"again": x}, 0)
-    (scene,) = scenes.current
-    assert scene.args[0] is batch
-    assert scene.kwargs["again"] is scene.args[1]["x"]
+    captures.begin(model, (batch, {"x": x}), {"again": x}, 0)
+    (capture,) = captures.current
+    assert capture.args[0] is batch
+    assert capture.kwargs["again"] is capture.args[1]["x"]
     del batch
     assert told == ["gone"]
     del x
     assert told == ["gone", "tensor"]
-    assert isinstance(scene.args[0], Lost)
-    assert [t.tolist() for t in tensors_in(scene.args)] == [[1.0, 1.0]]
-    assert list(inputs.named(model, scene.args, scene.kwargs))
-    assert scene.lost() == ["args[0]: a Batch that the script has let go"]
+    assert isinstance(capture.args[0], Lost)
+    assert [t.tolist() for t in tensors_in(capture.args)] == [[1.0, 1.0]]
+    assert list(inputs.named(model, capture.args, capture.kwargs))
+    assert capture.lost() == ["args[0]: a Batch that the script has let go"]
 
 
 def test_large_inputs_are_there_while_the_job_has_them() -> None:
     """Above the bound nothing is held; what is said when it is gone names bytes, bound and option."""
-    scenes, model, x = Scenes(GUARD, limit=1 << 20), nn.Linear(4, 4), torch.ones(1 << 17, 4)  # 2 MiB
+    captures, model, x = ForwardCaptures(GUARD, limit=1 << 20), nn.Linear(4, 4), torch.ones(1 << 17, 4)  # 2 MiB
     memory = x.untyped_storage()._weak_ref()
-    scenes.begin(model, (x,), {}, 0)
-    (scene,) = scenes.current
-    assert scene.args[0] is x
+    captures.begin(model, (x,), {}, 0)
+    (capture,) = captures.current
+    assert capture.args[0] is x
     del x
     assert torch.UntypedStorage._expired(memory)
-    trace = replay(scene)
+    trace = replay(capture)
     assert not trace.complete
     assert trace.reason == (
         "the inputs were not kept: args[0]: 2.0 MiB, above the bound of 1.0 MiB; --keep-inputs raises it"
@@ -194,30 +194,30 @@ def test_large_inputs_are_there_while_the_job_has_them() -> None:
 
 def test_a_view_counts_with_all_of_its_memory() -> None:
     """Four bytes of a large table would keep the table."""
-    scenes, model, table = Scenes(GUARD, limit=1 << 20), nn.Linear(4, 4), torch.ones(1 << 17, 4)
+    captures, model, table = ForwardCaptures(GUARD, limit=1 << 20), nn.Linear(4, 4), torch.ones(1 << 17, 4)
     memory = table.untyped_storage()._weak_ref()
-    scenes.begin(model, (table[:1],), {}, 0)
+    captures.begin(model, (table[:1],), {}, 0)
     del table
     assert torch.UntypedStorage._expired(memory)
 
 
 def test_in_place_changes_show_in_what_is_held() -> None:
     """The held memory has the counter of the job's tensor, also when that tensor is gone and a view of it is not."""
-    scenes, model, x = Scenes(GUARD), nn.Linear(4, 4), torch.ones(2, 4)
-    scenes.begin(model, (x,), {}, 0)
+    captures, model, x = ForwardCaptures(GUARD), nn.Linear(4, 4), torch.ones(2, 4)
+    captures.begin(model, (x,), {}, 0)
     other = x.view(8)
     del x
-    assert scenes.current[0].changed() == []
+    assert captures.current[0].changed() == []
     other.add_(1)
-    assert scenes.current[0].changed() == ["args[0]"]
+    assert captures.current[0].changed() == ["args[0]"]
 
 
 def test_memory_that_the_job_gives_back() -> None:
     """A storage that was resized to nothing is not read."""
-    scenes, model, x = Scenes(GUARD), nn.Linear(4, 4), torch.ones(2, 4)
-    scenes.begin(model, (x,), {}, 0)
+    captures, model, x = ForwardCaptures(GUARD), nn.Linear(4, 4), torch.ones(2, 4)
+    captures.begin(model, (x,), {}, 0)
     x.untyped_storage().resize_(0)
-    assert scenes.current[0].lost() == ["args[0]: its memory was given back"]
+    assert captures.current[0].lost() == ["args[0]: its memory was given back"]
 
 
 def test_modes_of_the_user_see_nothing() -> None:
@@ -229,34 +229,34 @@ def test_modes_of_the_user_see_nothing() -> None:
             seen.append(str(func))
             return func(*args, **(kwargs or {}))
 
-    scenes, model, x = Scenes(GUARD), nn.Linear(4, 4), torch.ones(2, 4)
+    captures, model, x = ForwardCaptures(GUARD), nn.Linear(4, 4), torch.ones(2, 4)
     with Mode():
-        scenes.begin(model, (x,), {}, 0)
+        captures.begin(model, (x,), {}, 0)
     assert seen == []
-    assert scenes.current[0].pieces
+    assert captures.current[0].pieces
 
 
 def test_the_bound_holds() -> None:
     """Whatever the sizes, what is held is counted once each, within the bound, and the newest is what is held."""
     generator, model = random.Random(3), Takes()
-    scenes = Scenes(GUARD, limit=10_000)
+    captures = ForwardCaptures(GUARD, limit=10_000)
     same = torch.ones(500)
     for _ in range(300):
         x = torch.ones(generator.choice([10, 100, 700, 1500, 2000, 3000]))
-        scenes.begin(model, (x, same), {}, 0)
+        captures.begin(model, (x, same), {}, 0)
         if generator.random() < 0.3:
-            scenes.next_step()
-        held = [scene for scene in (*scenes.previous, *scenes.current) if scene.pieces]
-        pieces = {address: size for scene in held for address, size in scene.pieces.items()}
-        assert scenes.room.used == sum(pieces.values()) <= 10_000
+            captures.next_step()
+        held = [capture for capture in (*captures.previous, *captures.current) if capture.pieces]
+        pieces = {address: size for capture in held for address, size in capture.pieces.items()}
+        assert captures.room.used == sum(pieces.values()) <= 10_000
         address, size = storage_of(x)
-        newest = (scenes.current or scenes.previous)[-1]
+        newest = (captures.current or captures.previous)[-1]
         assert (address in newest.pieces) == (size + same.nbytes <= 10_000)
         del x
         strong = {storage_of(v)[0] for s in held for v in s.args if isinstance(v, torch.Tensor)}
         assert strong - {same.data_ptr()} <= pieces.keys()
-    scenes.clear()
-    assert scenes.room.used == 0
+    captures.clear()
+    assert captures.room.used == 0
 
 
 @pytest.mark.parametrize(
@@ -272,15 +272,15 @@ def test_the_bound_is_small_against_the_model(parameters: int, limit: int) -> No
 
 def test_the_bound_follows_the_models() -> None:
     """All models that train count together, those that are gone no longer."""
-    scenes = Scenes(GUARD)
+    captures = ForwardCaptures(GUARD)
     models = [Takes(24 << 20), Takes(24 << 20)]  # 96 MiB each
     for model in models:
-        scenes.begin(model, (), {}, 0)
-    assert scenes.room.limit == 24 << 20
+        captures.begin(model, (), {}, 0)
+    assert captures.room.limit == 24 << 20
     del model
     models.pop()
-    scenes.begin(Takes(), (), {}, 0)
-    assert scenes.room.limit == (96 << 20) // 8 + 2
+    captures.begin(Takes(), (), {}, 0)
+    assert captures.room.limit == (96 << 20) // 8 + 2
 
 
 # --- on suspicion -----------------------------------------------------------------------------------------------------

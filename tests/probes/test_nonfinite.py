@@ -396,6 +396,26 @@ def test_one_process_without_ddp(bad: str, watched: Callable[..., Any]) -> None:
     assert [(f.code, f.step, f.subject[0]) for f in monitor.findings] == ([] if expected is None else [expected])
 
 
+@pytest.mark.parametrize(
+    ("phase", "cause"), [("optimizer", "Adam on float16"), ("outside-optimizer", "a checkpoint, an average")]
+)
+def test_the_causes_of_a_bad_parameter_fit_what_wrote_it(phase: str, cause: str, watched: Callable[..., Any]) -> None:
+    """Of one that was written between two steps the optimizer is the last to be suspected."""
+    model, optimizer, monitor = watched(Net())
+    for step in range(5):
+        optimizer.param_groups[0]["lr"] = INF if step == 3 and phase == "optimizer" else 0.01
+        optimizer.zero_grad()
+        model(torch.randn(5, 4)).square().mean().backward()
+        optimizer.step()
+        if step == 3 and phase == "outside-optimizer":
+            with torch.no_grad():
+                model.head.weight[0, 1] = NAN
+    monitor.close()
+    finding = monitor.findings[0]
+    assert (finding.code, finding.phase) == ("NUM304", phase)
+    assert finding.causes[0].startswith(cause)
+
+
 def spoilt_loss(output: torch.Tensor, kind: str) -> torch.Tensor:
     """Return a loss that is bad, or that has a bad gradient."""
     if kind == "log":
@@ -452,8 +472,8 @@ def test_the_call_site_sees_the_step_before_it_happens(watched: Callable[..., An
     def replay(event: Any) -> None:
         record, looks = event.record, event.record.since.parts[Looks]
         finite = all(bool(torch.isfinite(p).all()) for p in looks.module().parameters())
-        scene = monitor.probes.scenes.newest(looks.module())
-        seen.append((record.step, finite, tuple(scene.args[0].shape)))
+        capture = monitor.probes.captures.newest(looks.module())
+        seen.append((record.step, finite, tuple(capture.args[0].shape)))
         answer = {"op": "aten.log.default", "location": "train.py:12", "module": "body"}
         judgement = record.parts[Judgement]
         judgement.detail = replace(judgement.detail, replay=answer)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Facts, Threshold
 from ddpdebug.detectors.comparison import replica_groups
 from ddpdebug.detectors.examples import digest, step_at, steps
+from ddpdebug.detectors.kinds import Detector, Examples, Facts, Fields, Finding, Findings, Severity, Step, Threshold
 from ddpdebug.schema.announcements import Loader
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step
 
 _SAMPLER: dict[str, Any] = {"distributed": True, "replicas": 4, "shuffle": True, "seed": 0, "iterations": 1}
 
@@ -50,24 +48,20 @@ class SameBatches(Detector):
         source="independent draws from 1,000 batches agree three times in a row once in 1e9",
     )
     fires_on = Examples(
-        lambda: (
-            tuple(_same(n) for n in range(3)),
-            tuple(step_at(n, odd={1: {"record_digest": digest(3, 0, n)}}) for n in range(3)),
-            (Facts(topic="loader:0", values={rank: {**_SAMPLER, "rank": 0} for rank in range(4)}),),
-        )
+        lambda: tuple(_same(n) for n in range(3)),
+        lambda: tuple(step_at(n, odd={1: {"record_digest": digest(3, 0, n)}}) for n in range(3)),
+        lambda: Facts(topic="loader:0", values={rank: {**_SAMPLER, "rank": 0} for rank in range(4)}),
     )
     silent_on = Examples(
-        lambda: (
-            steps(6),
-            tuple(_same(n) for n in range(2)),
-            steps(6, batch_digest=digest(1), record_digest=digest(2)),  # one batch again and again: an overfit test
-            steps(6, batch_digest=digest(1)),  # a constant input, records differ
-            (Facts(topic="loader:0", values={rank: {**_SAMPLER, "rank": rank} for rank in range(4)}),),
-            (_same(0), step_at(1), _same(2), step_at(3), _same(4)),
-        )
+        lambda: steps(6),
+        lambda: tuple(_same(n) for n in range(2)),
+        lambda: steps(6, batch_digest=digest(1), record_digest=digest(2)),  # one batch again and again: an overfit test
+        lambda: steps(6, batch_digest=digest(1)),  # a constant input, records differ
+        lambda: Facts(topic="loader:0", values={rank: {**_SAMPLER, "rank": rank} for rank in range(4)}),
+        lambda: (_same(0), step_at(1), _same(2), step_at(3), _same(4)),
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._runs: dict[tuple[int, tuple[int, ...]], list[tuple[int, int]]] = {}  # -> (step, digest)
         self._next = 0
@@ -75,7 +69,7 @@ class SameBatches(Detector):
     def can_show(self, step: Step) -> bool:
         return bool(_fingerprints(step))
 
-    def detect(self, step: Step) -> Iterator[Finding]:
+    def detect(self, step: Step) -> Findings:
         self._next = max(self._next, step.step + 1)
         shown = _fingerprints(step)
         if not shown:
@@ -104,7 +98,7 @@ class SameBatches(Detector):
         evidence = {"groups": groups, "equal": what, "of_the_work_wasted": 1 - len(groups) / len(ranks)}
         return self.finding(step=first, last_step=last, ranks=ranks, subject=("model input",), evidence=evidence)
 
-    def compare(self, topic: str, facts: Mapping[int, Loader]) -> Iterator[Finding]:
+    def compare(self, topic: str, facts: Mapping[int, Loader]) -> Findings:
         told = {r: f for r, f in sorted(facts.items()) if f.distributed}
         places: dict[tuple[str, ...], list[int]] = {}
         for rank, fact in told.items():

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Facts, Threshold
 from ddpdebug.detectors.comparison import announced_at
 from ddpdebug.detectors.examples import digest, step_at, steps
+from ddpdebug.detectors.kinds import Detector, Examples, Facts, Fields, Findings, Severity, Step, Threshold
 from ddpdebug.schema.announcements import Loader
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step
 
 #: Batches that are remembered for each rank; longer epochs are left to the samplers' own announcements.
 HISTORY = 8192
@@ -80,34 +78,29 @@ class SameOrder(Detector):
         source="shorter ones are a fixed batch or two, repeated on purpose",
     )
     fires_on = Examples(
-        lambda: (
-            tuple(_cycle(n) for n in range(8)),
-            tuple(
-                Facts(topic="loader:0", values={rank: {**_LOADER, "iterations": n} for rank in range(4)})
-                for n in (1, 2)
-            ),
-        )
+        lambda: tuple(_cycle(n) for n in range(8)),
+        lambda: tuple(
+            Facts(topic="loader:0", values={rank: {**_LOADER, "iterations": n} for rank in range(4)}) for n in (1, 2)
+        ),
     )
     silent_on = Examples(
-        lambda: (
-            steps(12),
-            tuple(_cycle(n) for n in range(7)),
-            tuple(_cycle(n, period=2) for n in range(12)),
-            tuple(_cycle(n, period=1) for n in range(12)),
-            tuple(
-                Facts(topic="loader:0", values={rank: {**_LOADER, "iterations": n, "epoch": n} for rank in range(4)})
-                for n in (1, 2, 3)
-            ),
-        )
+        lambda: steps(12),
+        lambda: tuple(_cycle(n) for n in range(7)),
+        lambda: tuple(_cycle(n, period=2) for n in range(12)),
+        lambda: tuple(_cycle(n, period=1) for n in range(12)),
+        lambda: tuple(
+            Facts(topic="loader:0", values={rank: {**_LOADER, "iterations": n, "epoch": n} for rank in range(4)})
+            for n in (1, 2, 3)
+        ),
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._histories: dict[tuple[int, int, str], _History] = {}
         self._loaders: dict[str, Mapping[int, Loader]] = {}
         self._next = 0
 
-    def detect(self, step: Step) -> Iterator[Finding]:
+    def detect(self, step: Step) -> Findings:
         self._next = max(self._next, step.step + 1)
         name = next((n for n in ("record_digest", "batch_digest") if step.rows and step.known(n)), None)
         if name is None:
@@ -125,7 +118,7 @@ class SameOrder(Detector):
                 evidence={"period": histories[0].period, "observed": "batches come again in the same order"},
             )
 
-    def compare(self, topic: str, facts: Mapping[int, Loader]) -> Iterator[Finding]:
+    def compare(self, topic: str, facts: Mapping[int, Loader]) -> Findings:
         before, self._loaders[topic] = self._loaders.get(topic), facts
         if before is None or len(facts) < 2:
             return

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Threshold
 from ddpdebug.detectors.examples import step_at, steps
+from ddpdebug.detectors.kinds import Detector, Examples, Fields, Findings, Severity, Step, Threshold
 from ddpdebug.schema.details import Recipe
-from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 #: The class is asked for in one of so many steps.
 _EVERY = 4
@@ -60,15 +57,13 @@ class SingleClassBatches(Detector):
     )
     fires_on = Examples(
         lambda: (
-            (
-                *steps(12, flags=Flag.SINGLE_CLASS, recipe=_label(0)),
-                *steps(12, start=12, flags=Flag.SINGLE_CLASS, recipe=_label(1)),
-            ),
-            tuple(step_at(n, flags=Flag.SINGLE_CLASS, recipe=_label(n % 3)) for n in range(16)),
-            tuple(  # sorted data: every eighth batch lies over a border
-                step_at(n, flags=Flag.SINGLE_CLASS if n % 8 != 7 else 0, recipe=_label(n // 8)) for n in range(20)
-            ),
-        )
+            *steps(12, flags=Flag.SINGLE_CLASS, recipe=_label(0)),
+            *steps(12, start=12, flags=Flag.SINGLE_CLASS, recipe=_label(1)),
+        ),
+        lambda: tuple(step_at(n, flags=Flag.SINGLE_CLASS, recipe=_label(n % 3)) for n in range(16)),
+        lambda: tuple(  # sorted data: every eighth batch lies over a border
+            step_at(n, flags=Flag.SINGLE_CLASS if n % 8 != 7 else 0, recipe=_label(n // 8)) for n in range(20)
+        ),
     )
     silent_on = Examples(
         lambda: (
@@ -79,7 +74,7 @@ class SingleClassBatches(Detector):
         )
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         #: optimizer -> (first step, steps of one class each, others in between)
         self._runs: dict[int, tuple[int, int, int]] = {}
@@ -89,7 +84,7 @@ class SingleClassBatches(Detector):
         number = self._runs.get(step.optimizer, (0, 0, 0))[1]
         return step.all(Flag.SINGLE_CLASS) and number % _EVERY == _EVERY - 1
 
-    def detect(self, step: Step) -> Iterator[Finding]:
+    def detect(self, step: Step) -> Findings:
         first, number, mixed = self._runs.get(step.optimizer, (step.step, 0, 0))
         if not step.all(Flag.SINGLE_CLASS):
             self._runs[step.optimizer] = first, number, mixed + 1

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Facts
 from ddpdebug.detectors.examples import step_at, steps
+from ddpdebug.detectors.kinds import Detector, Examples, Facts, Fields, Finding, Findings, Severity, Step
 from ddpdebug.schema.announcements import Announcement, Failure, Loader
-from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 #: What a rank ends with when another one has no more work.
 LEFT_ALONE = (
@@ -62,34 +60,30 @@ class UnequalBatches(Detector):
     title = "ranks have different numbers of batches"
     topics = ("loader", "alone")
     fires_on = Examples(
+        lambda: (_pass(1, 0, 0), *steps(3, world=2), _pass(2, 10, 12)),
         lambda: (
-            (_pass(1, 0, 0), *steps(3, world=2), _pass(2, 10, 12)),
-            (
-                _pass(1, 0, 0),
-                *steps(3, world=2),
-                Facts(topic="alone:failure", values={1: {"reason": _CLOSED, "step": 10}}),
-            ),
-        )
+            _pass(1, 0, 0),
+            *steps(3, world=2),
+            Facts(topic="alone:failure", values={1: {"reason": _CLOSED, "step": 10}}),
+        ),
     )
     silent_on = Examples(
-        lambda: (
-            (_pass(1, 0, 0), *steps(3, world=2), _pass(2, 10, 10)),  # ended together all the same
-            (_pass(1, 0, 0), step_at(0, world=2, flags=Flag.IN_JOIN), _pass(2, 10, 12)),
-            (_pass(1, 0, 0), Facts(topic="alone:failure", values={1: {"reason": "exception: KeyError: 3"}})),
-            (_pass(1, 0, 0, batches=(10, 10)), Facts(topic="alone:failure", values={1: {"reason": _CLOSED}})),
-        )
+        lambda: (_pass(1, 0, 0), *steps(3, world=2), _pass(2, 10, 10)),  # ended together all the same
+        lambda: (_pass(1, 0, 0), step_at(0, world=2, flags=Flag.IN_JOIN), _pass(2, 10, 12)),
+        lambda: (_pass(1, 0, 0), Facts(topic="alone:failure", values={1: {"reason": "exception: KeyError: 3"}})),
+        lambda: (_pass(1, 0, 0, batches=(10, 10)), Facts(topic="alone:failure", values={1: {"reason": _CLOSED}})),
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._batches: dict[str, dict[int, int | None]] = {}
         self._loose = False
 
-    def detect(self, step: Step) -> Iterator[Finding]:
+    def detect(self, step: Step) -> Findings:
         self._loose = self._loose or step.any(Flag.IN_JOIN | Flag.LOCAL_ONLY | Flag.NO_DDP)
         yield from ()
 
-    def compare(self, topic: str, facts: Mapping[int, Announcement]) -> Iterator[Finding]:
+    def compare(self, topic: str, facts: Mapping[int, Announcement]) -> Findings:
         if topic.startswith("loader"):
             told = {rank: fact for rank, fact in sorted(facts.items()) if isinstance(fact, Loader)}
             alike = {tuple(repr(getattr(fact, key)) for key in _SAME) for fact in told.values()}

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
-
-from ddpdebug.detectors.base import Detector, Examples, Threshold
 from ddpdebug.detectors.examples import digest, step_at, steps
-from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.detectors.kinds import Detector, Examples, Fields, Findings, Severity, Step, Threshold
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 _OWN = {rank: {"record_digest": digest(90, rank)} for rank in range(4)}
 
@@ -50,26 +45,22 @@ class RepeatedBatch(Detector):
         source="chosen: several steps on one batch, as policy optimisation takes them, are fewer",
     )
     fires_on = Examples(
-        lambda: (
-            tuple(_again(n) for n in range(12)),
-            (*steps(3), *(_again(n) for n in range(3, 15))),
-        )
+        lambda: tuple(_again(n) for n in range(12)),
+        lambda: (*steps(3), *(_again(n) for n in range(3, 15))),
     )
     silent_on = Examples(
-        lambda: (
-            steps(12),
-            tuple(_again(n) for n in range(11)),
-            tuple(step_at(n, batch_digest=digest(5)) for n in range(12)),  # a constant input, other labels
-            tuple(step_at(n, batch_digest=digest(5), record_digest=0) for n in range(12)),  # all data at once
-            tuple(step_at(n, odd=_OWN, flags=Flag.CLOSURE) for n in range(12)),
-        )
+        lambda: steps(12),
+        lambda: tuple(_again(n) for n in range(11)),
+        lambda: tuple(step_at(n, batch_digest=digest(5)) for n in range(12)),  # a constant input, other labels
+        lambda: tuple(step_at(n, batch_digest=digest(5), record_digest=0) for n in range(12)),  # all data at once
+        lambda: tuple(step_at(n, odd=_OWN, flags=Flag.CLOSURE) for n in range(12)),
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._runs: dict[tuple[int, int], tuple[int, int, int]] = {}  # (optimizer, rank) -> (digest, first step, steps)
 
-    def detect(self, step: Step) -> Iterator[Finding]:
+    def detect(self, step: Step) -> Findings:
         if step.any(Flag.CLOSURE):
             return
         again, enough = {}, self.repeated_batch_steps

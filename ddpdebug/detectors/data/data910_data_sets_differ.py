@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Facts, Threshold
 from ddpdebug.detectors.comparison import MAX_NAMES, announced_at
 from ddpdebug.detectors.examples import digest, step_at, steps
+from ddpdebug.detectors.kinds import Detector, Examples, Facts, Fields, Finding, Findings, Severity, Step, Threshold
 from ddpdebug.schema.announcements import Loader
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step, outvoted
+from ddpdebug.schema.step import outvoted
 
 #: What the samplers of one data set must have in common.
 _SETTINGS = ("seed", "replicas", "length", "shuffle", "drop_last", "epoch")
@@ -87,6 +86,7 @@ class DataSetsDiffer(Detector):
     code = "DATA910"
     severity = Severity.ERROR
     title = "ranks disagree about the data set"
+    incident = ("subject", "phase")
     topics = ("loader",)
     overlap_batches = Threshold(
         3,
@@ -94,15 +94,10 @@ class DataSetsDiffer(Detector):
         source="DistributedSampler's padding repeats single samples, no batches",
     )
     fires_on = Examples(
-        lambda: (
-            (_facts(seed=1),),
-            (_facts(attributes={"dataset.samples": "b", "dataset.class_to_idx": "c"}),),
-            (Facts(topic="loader:0", values={0: _PLAIN, 1: {**_PLAIN, "attributes": {"dataset.class_to_idx": "d"}}}),),
-            (
-                Facts(topic="loader:0", values={0: _PLAIN, 1: _PLAIN}),
-                *(_shifted(n) for n in range(6)),
-            ),
-        )
+        lambda: _facts(seed=1),
+        lambda: _facts(attributes={"dataset.samples": "b", "dataset.class_to_idx": "c"}),
+        lambda: Facts(topic="loader:0", values={0: _PLAIN, 1: {**_PLAIN, "attributes": {"dataset.class_to_idx": "d"}}}),
+        lambda: (Facts(topic="loader:0", values={0: _PLAIN, 1: _PLAIN}), *(_shifted(n) for n in range(6))),
     )
     silent_on = Examples(
         lambda: (
@@ -119,17 +114,14 @@ class DataSetsDiffer(Detector):
         )
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._next = 0
         self._epoch = 0  # passes over loaders announced so far
         self._seen: dict[int, tuple[int, list[int]]] = {}  # fingerprint -> (epoch, ranks that had it, the first first)
         self._overlaps: list[tuple[int, int, int]] = []  # (step, rank, rank that had it first)
 
-    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
-        return finding.subject[:1], finding.phase
-
-    def compare(self, topic: str, facts: Mapping[int, Loader]) -> Iterator[Finding]:
+    def compare(self, topic: str, facts: Mapping[int, Loader]) -> Findings:
         told = dict(sorted(facts.items()))
         self._epoch += 1
         self._overlaps.clear()
@@ -149,7 +141,7 @@ class DataSetsDiffer(Detector):
                 evidence={"loader": topic, "values": {str(rank): value for rank, value in differing[first].items()}},
             )
 
-    def detect(self, step: Step) -> Iterator[Finding]:
+    def detect(self, step: Step) -> Findings:
         self._next = max(self._next, step.step + 1)
         if step.optimizer or len(step.rows) < 2 or not self._epoch:
             return

@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
-from ddpdebug.detectors.base import Detector, Threshold
 from ddpdebug.detectors.examples import step_at
 from ddpdebug.detectors.hlth.validation import ValidationSource
-from ddpdebug.schema.finding import Finding
+from ddpdebug.detectors.kinds import Detector, Fields, Findings, Step, Threshold
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 #: Losses that are kept; the best level is remembered for longer.
 KEPT = 512
@@ -142,7 +140,7 @@ class LossRule(CurveRule):
 
     topics = ("alone",)
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self.source = ValidationSource()
         self.series: dict[int, Series] = {}
@@ -152,7 +150,7 @@ class LossRule(CurveRule):
     def can_show(self, step: Step) -> bool:
         return False  # said once
 
-    def detect(self, step: Step) -> Iterator[Finding]:
+    def detect(self, step: Step) -> Findings:
         loss = loss_of(step)
         if loss is None:
             return
@@ -163,7 +161,7 @@ class LossRule(CurveRule):
         series.add(step.step, loss, rate)
         yield from self.judge(step, series)
 
-    def judge(self, step: Step, series: Series) -> Iterator[Finding]:
+    def judge(self, step: Step, series: Series) -> Findings:
         """Judge a series to which a step was added."""
         yield from ()
 
@@ -180,7 +178,7 @@ class LossRule(CurveRule):
         history.append(Evaluation(step.step, statistics.fmean(values), statistics.median(between)))
         return True
 
-    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
+    def compare(self, topic: str, facts: Mapping[int, Any]) -> Findings:
         self.source.hear(topic, facts)
         yield from ()
 
@@ -198,18 +196,18 @@ class ValidationRule(LossRule):
     What such a rule has said ends when `open` has lost the optimizer: a validation loss may recover.
     """
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self.open: set[int] = set()  # optimizers of which something is said that still holds
 
     def can_show(self, step: Step) -> bool:
         return step.optimizer not in self.open
 
-    def judge(self, step: Step, series: Series) -> Iterator[Finding]:
+    def judge(self, step: Step, series: Series) -> Findings:
         if self.evaluated(step, series):
             yield from self.evaluate(step, series, self.history[step.optimizer])
 
-    def evaluate(self, step: Step, series: Series, history: list[Evaluation]) -> Iterator[Finding]:
+    def evaluate(self, step: Step, series: Series, history: list[Evaluation]) -> Findings:
         """Judge the evaluations so far."""
         yield from ()
 

@@ -5,15 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Threshold
 from ddpdebug.detectors.hlth.curve import losses, sample_noise
-from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.detectors.kinds import Detector, Examples, Fields, Finding, Findings, Severity, Step, Threshold
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 _NO_NORM = Flag.SKIPPED | Flag.GRADS_NONFINITE
 #: Norms that are remembered.
@@ -78,25 +74,21 @@ class GradientExplosion(Detector):
         12, "steps with a known norm before any is judged", source="leaves 7 for the median beside the 5 newest"
     )
     fires_on = Examples(
-        lambda: (
-            losses(40, lambda i: 1.0, grad_norm=lambda i: 1.0 + 0.3 * sample_noise(i) if i < 30 else 60.0),
-            losses(20, lambda i: 1.0, grad_norm=lambda i: 0.5 * 2.5**i),
-        )
+        lambda: losses(40, lambda i: 1.0, grad_norm=lambda i: 1.0 + 0.3 * sample_noise(i) if i < 30 else 60.0),
+        lambda: losses(20, lambda i: 1.0, grad_norm=lambda i: 0.5 * 2.5**i),
     )
     silent_on = Examples(
-        lambda: (
-            losses(
-                60, lambda i: 1.0, grad_norm=lambda i: 90.0 if i == 40 else 1.0 + 0.5 * sample_noise(i)
-            ),  # one batch
-            losses(60, lambda i: 1.0, grad_norm=lambda i: 1.0 + 0.1 * i),  # grows slowly
-            losses(60, lambda i: 1.0, grad_norm=lambda i: math.exp(2 * sample_noise(i))),  # heavy tails
-            losses(
-                60, lambda i: 1.0, grad_norm=lambda i: 2.0 ** (10 + i // 12), loss_scale=lambda i: 2.0 ** (10 + i // 12)
-            ),
-        )
+        lambda: losses(
+            60, lambda i: 1.0, grad_norm=lambda i: 90.0 if i == 40 else 1.0 + 0.5 * sample_noise(i)
+        ),  # one batch
+        lambda: losses(60, lambda i: 1.0, grad_norm=lambda i: 1.0 + 0.1 * i),  # grows slowly
+        lambda: losses(60, lambda i: 1.0, grad_norm=lambda i: math.exp(2 * sample_noise(i))),  # heavy tails
+        lambda: losses(
+            60, lambda i: 1.0, grad_norm=lambda i: 2.0 ** (10 + i // 12), loss_scale=lambda i: 2.0 ** (10 + i // 12)
+        ),
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._norms: dict[int, deque[tuple[int, float]]] = {}
         self._told: set[tuple[int, str]] = set()
@@ -107,7 +99,7 @@ class GradientExplosion(Detector):
     def can_show(self, step: Step) -> bool:
         return False
 
-    def detect(self, step: Step) -> Iterator[Finding]:
+    def detect(self, step: Step) -> Findings:
         norm = _norm(step)
         if norm is None:
             return

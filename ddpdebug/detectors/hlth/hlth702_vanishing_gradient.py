@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
-from typing import Any
 
-from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.hlth.samples import LayerRule, parameters, sampled, sites, weight
-from ddpdebug.schema.finding import Severity
-from ddpdebug.schema.step import Step
+from ddpdebug.detectors.kinds import Examples, Fields, Severity, Step, Threshold
 
 #: Rows of an embedding that the batch does not use bring its ratio down.
 _NO_PART = ("Embedding", "Norm")
@@ -50,25 +46,21 @@ class VanishingGradient(LayerRule):
         4, "weights that a profile over the depth needs", source="two or three layers show no decay with depth"
     )
     fires_on = Examples(
-        lambda: (
-            sampled(8, lambda i: {f"l{k}.weight": weight(grad_norm=10.0 ** (k - 9)) for k in range(8)}),
-            sampled(8, lambda i: {f"l{k}.weight": weight(grad_norm=1e-8 if k < 2 else 0.1) for k in range(6)}),
-        )
+        lambda: sampled(8, lambda i: {f"l{k}.weight": weight(grad_norm=10.0 ** (k - 9)) for k in range(8)}),
+        lambda: sampled(8, lambda i: {f"l{k}.weight": weight(grad_norm=1e-8 if k < 2 else 0.1) for k in range(6)}),
     )
     silent_on = Examples(
-        lambda: (
-            sampled(8, lambda i: {f"l{k}.weight": weight(grad_norm=0.5 * 0.5 ** (8 - k)) for k in range(8)}),
-            sampled(
-                8, lambda i: {f"l{k}.weight": weight(grad_norm=0.0 if k < 3 else 0.1) for k in range(8)}
-            ),  # HLTH714
-            sampled(
-                8, lambda i: {f"l{k}.weight": weight(grad_norm=10.0 ** (k - 9 if i == 2 else -2)) for k in range(8)}
-            ),
-            sampled(8, lambda i: {f"l{k}.weight": weight(grad_norm=10.0 ** (-6 * k)) for k in range(3)}),  # too few
-        )
+        lambda: sampled(8, lambda i: {f"l{k}.weight": weight(grad_norm=0.5 * 0.5 ** (8 - k)) for k in range(8)}),
+        lambda: sampled(
+            8, lambda i: {f"l{k}.weight": weight(grad_norm=0.0 if k < 3 else 0.1) for k in range(8)}
+        ),  # HLTH714
+        lambda: sampled(
+            8, lambda i: {f"l{k}.weight": weight(grad_norm=10.0 ** (k - 9 if i == 2 else -2)) for k in range(8)}
+        ),
+        lambda: sampled(8, lambda i: {f"l{k}.weight": weight(grad_norm=10.0 ** (-6 * k)) for k in range(3)}),  # too few
     )
 
-    def judge(self, step: Step) -> Mapping[str, Any] | None:
+    def judge(self, step: Step) -> Fields | None:
         table = parameters(step)
         if not table:
             return None

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from ddpdebug.detectors.base import Examples, Threshold
-from ddpdebug.detectors.hlth.samples import LayerRule, activation, sampled, sites
-from ddpdebug.schema.finding import Severity
-from ddpdebug.schema.step import Step
+from ddpdebug.detectors.hlth.samples import LayerRule, activation, least_of, sampled, sites
+from ddpdebug.detectors.kinds import Examples, Fields, Severity, Step, Threshold
 
 
 class DeadUnits(LayerRule):
@@ -48,34 +43,22 @@ class DeadUnits(LayerRule):
         "scripts of the corpus: 0.46 (deep and narrow)",
     )
     fires_on = Examples(
-        lambda: (
-            sampled(6, modules=lambda i: {"act": activation("relu", zero=0.95, zero_units=0.9)}),
-            sampled(9, modules=lambda i: {"fc2 (input)": activation("relu", zero_units=1.0 if i > 3 else 0.1)}),
-        )
+        lambda: sampled(6, modules=lambda i: {"act": activation("relu", zero=0.95, zero_units=0.9)}),
+        lambda: sampled(9, modules=lambda i: {"fc2 (input)": activation("relu", zero_units=1.0 if i > 3 else 0.1)}),
     )
     silent_on = Examples(
-        lambda: (
-            sampled(9, modules=lambda i: {"act": activation("relu", zero=0.9, zero_units=0.3)}),  # sparse, not dead
-            sampled(9, modules=lambda i: {"act": activation("relu", zero_units=0.8, inputs=32)}),  # too few inputs
-            sampled(9, modules=lambda i: {"act": activation("relu", zero_units=0.8 if i % 3 == 0 else 0.1)}),
-        )
+        lambda: sampled(9, modules=lambda i: {"act": activation("relu", zero=0.9, zero_units=0.3)}),  # sparse, not dead
+        lambda: sampled(9, modules=lambda i: {"act": activation("relu", zero_units=0.8, inputs=32)}),  # too few inputs
+        lambda: sampled(9, modules=lambda i: {"act": activation("relu", zero_units=0.8 if i % 3 == 0 else 0.1)}),
     )
 
-    def judge(self, step: Step) -> Mapping[str, Any] | None:
+    def judge(self, step: Step) -> Fields | None:
         found = {}
         seen = sites(step)
         for path, ranks in seen.items():
-            shares = [about.zero_units for about in ranks]
-            known = [share for share in shares if share is not None]
+            least = least_of(ranks, lambda about: about.zero_units)
             inputs = sum(about.inputs or 0 for about in ranks)
-            if len(known) < len(ranks) or not known or inputs < self.dead_inputs:
-                continue
-            if min(known) >= self.dead_share:
+            if least is not None and inputs >= self.dead_inputs and least >= self.dead_share:
                 about = ranks[0]
-                found[path] = {
-                    "dead_units": min(known),
-                    "inputs": inputs,
-                    "zeros": about.zero,
-                    "mean": about.mean,
-                }
+                found[path] = {"dead_units": least, "inputs": inputs, "zeros": about.zero, "mean": about.mean}
         return found if seen else None

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from ddpdebug.detectors.base import Examples, Threshold
-from ddpdebug.detectors.hlth.samples import LayerRule, activation, sampled, sites
-from ddpdebug.schema.finding import Severity
-from ddpdebug.schema.step import Step
+from ddpdebug.detectors.hlth.samples import LayerRule, activation, least_of, sampled, sites
+from ddpdebug.detectors.kinds import Examples, Fields, Severity, Step, Threshold
 
 
 class SaturatedActivation(LayerRule):
@@ -45,31 +40,21 @@ class SaturatedActivation(LayerRule):
         "scripts of the corpus: 0.20",
     )
     fires_on = Examples(
-        lambda: (
-            sampled(6, modules=lambda i: {"act": activation("sigmoid", saturated=0.95)}),
-            sampled(9, modules=lambda i: {"attention (input)": activation("softmax", saturated=0.99)}),
-        )
+        lambda: sampled(6, modules=lambda i: {"act": activation("sigmoid", saturated=0.95)}),
+        lambda: sampled(9, modules=lambda i: {"attention (input)": activation("softmax", saturated=0.99)}),
     )
     silent_on = Examples(
-        lambda: (
-            sampled(9, modules=lambda i: {"head": activation("sigmoid", saturated=0.95, hidden=False)}),
-            sampled(9, modules=lambda i: {"act": activation("tanh", saturated=0.5)}),
-            sampled(9, modules=lambda i: {"act": activation("tanh", saturated=0.9 if i < 2 else 0.4)}),
-        )
+        lambda: sampled(9, modules=lambda i: {"head": activation("sigmoid", saturated=0.95, hidden=False)}),
+        lambda: sampled(9, modules=lambda i: {"act": activation("tanh", saturated=0.5)}),
+        lambda: sampled(9, modules=lambda i: {"act": activation("tanh", saturated=0.9 if i < 2 else 0.4)}),
     )
 
-    def judge(self, step: Step) -> Mapping[str, Any] | None:
+    def judge(self, step: Step) -> Fields | None:
         seen = sites(step)
         found = {}
         for path, ranks in seen.items():
-            shares = [about.saturated for about in ranks if about.hidden]
-            known = [share for share in shares if share is not None]
-            if known and len(known) == len(ranks) and min(known) >= self.saturated_share:
+            least = least_of(ranks, lambda about: about.saturated if about.hidden else None)
+            if least is not None and least >= self.saturated_share:
                 about = ranks[0]
-                found[path] = {
-                    "kind": about.kind,
-                    "saturated": min(known),
-                    "mean": about.mean,
-                    "std": about.std,
-                }
+                found[path] = {"kind": about.kind, "saturated": least, "mean": about.mean, "std": about.std}
         return found if seen else None

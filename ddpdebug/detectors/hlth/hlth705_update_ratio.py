@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import Any
 
 from ddpdebug.detectors import causality
-from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.hlth.curve import CurveRule, Series
 from ddpdebug.detectors.hlth.samples import SampledRule, ratios, sampled, weight
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step
+from ddpdebug.detectors.kinds import Examples, Fields, Finding, Findings, Severity, Step, Threshold
 
 
 class UpdateRatio(SampledRule, CurveRule):
@@ -75,21 +71,17 @@ class UpdateRatio(SampledRule, CurveRule):
         source="Adam's first updates have the size of the rate, whatever the gradient is (Kingma, Ba 2015)",
     )
     fires_on = Examples(
-        lambda: (
-            sampled(12, lambda i: {"w": weight(update=4.0)}),
-            sampled(40, lambda i: {f"l{k}.weight": weight(update=1e-6) for k in range(4)}),
-        )
+        lambda: sampled(12, lambda i: {"w": weight(update=4.0)}),
+        lambda: sampled(40, lambda i: {f"l{k}.weight": weight(update=1e-6) for k in range(4)}),
     )
     silent_on = Examples(
-        lambda: (
-            sampled(12, lambda i: {"w": weight(update=4.0 if i < 6 else 0.4)}),  # the first steps of Adam
-            sampled(60, lambda i: {"w": weight(update=1e-6 if i > 5 else 1e-3)}),  # it has converged
-            sampled(60, lambda i: {"w": weight(update=1e-9 * i)}, lr=0.0),  # warm-up begins at 0
-            sampled(60, lambda i: {"w": weight(), "frozen": weight(update=0.0), "head": weight()}),
-        )
+        lambda: sampled(12, lambda i: {"w": weight(update=4.0 if i < 6 else 0.4)}),  # the first steps of Adam
+        lambda: sampled(60, lambda i: {"w": weight(update=1e-6 if i > 5 else 1e-3)}),  # it has converged
+        lambda: sampled(60, lambda i: {"w": weight(update=1e-9 * i)}, lr=0.0),  # warm-up begins at 0
+        lambda: sampled(60, lambda i: {"w": weight(), "frozen": weight(update=0.0), "head": weight()}),
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._past: dict[int, deque[tuple[int, float]]] = {}
         self._largest: dict[int, float] = {}
@@ -100,7 +92,7 @@ class UpdateRatio(SampledRule, CurveRule):
     def explained_by(self, finding: Finding, cause: Finding) -> bool:
         return cause.code in causality.group("broken") or finding.phase == "small"
 
-    def detect(self, step: Step) -> Iterator[Finding]:
+    def detect(self, step: Step) -> Findings:
         key, rate = step.optimizer, next(iter(step.rows.values())).lr
         series = self._rates.setdefault(key, self.new_series())
         series.add(step.step, 0.0, rate)

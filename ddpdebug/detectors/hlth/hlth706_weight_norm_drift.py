@@ -7,12 +7,10 @@ import statistics
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.hlth.hlth715_poor_initialisation import PoorInitialisation
 from ddpdebug.detectors.hlth.samples import LayerRule, activation, parameters, sampled, sites, weight
-from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.detectors.kinds import Examples, Fields, Finding, Severity, Step, Threshold
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 _VARIANCE = "variance"
 
@@ -89,28 +87,24 @@ class WeightNormDrift(LayerRule):
         source="zeros, LoRA, gates; an initialisation of 1/sqrt(inputs) is above 1e-3 up to a million inputs",
     )
     fires_on = Examples(
-        lambda: (
-            sampled(40, lambda i: {"w": weight(norm=4.0 * 1.1**i), "v": weight()}),
-            sampled(60, lambda i: {"w": weight(norm=4.0 * 0.9**i), "v": weight()}),
-            sampled(30, modules=lambda i: {"fc": activation(std=0.5 * 1.3**i), "act": activation("relu")}),
-            sampled(40, modules=lambda i: {"encoder (input)": activation("tanh", std=0.5 if i < 20 else 1e-4)}),
-        )
+        lambda: sampled(40, lambda i: {"w": weight(norm=4.0 * 1.1**i), "v": weight()}),
+        lambda: sampled(60, lambda i: {"w": weight(norm=4.0 * 0.9**i), "v": weight()}),
+        lambda: sampled(30, modules=lambda i: {"fc": activation(std=0.5 * 1.3**i), "act": activation("relu")}),
+        lambda: sampled(40, modules=lambda i: {"encoder (input)": activation("tanh", std=0.5 if i < 20 else 1e-4)}),
     )
     silent_on = Examples(
-        lambda: (
-            sampled(60, lambda i: {"w": weight(norm=4.0 + 0.3 * i)}),
-            sampled(60, lambda i: {"lora_b": weight(norm=1e-4 + 0.1 * i)}),  # begins at 0
-            sampled(60, lambda i: {"w": weight(norm=4.0 if i < 3 else 50.0)}),  # loaded, and then it stays
-            sampled(60, lambda i: {"bias": weight(norm=0.5 * 1.1**i, dim=1)}),
-            sampled(60, modules=lambda i: {"fc": activation(std=0.5 + 0.3 * i)}),
-            sampled(60, modules=lambda i: {"adapter": activation(std=1e-6 * 1.3 ** min(i, 55))}),  # begins at 0
-            sampled(60, modules=lambda i: {"fc": activation(std=0.5 if i % 3 else 1e-6)}),  # now and then
-            sampled(60, modules=lambda i: {"head": activation(std=0.01 * 1.3**i, hidden=False)}),
-            sampled(9, modules=lambda i: {"fc": activation(std=0.0)}),
-        )
+        lambda: sampled(60, lambda i: {"w": weight(norm=4.0 + 0.3 * i)}),
+        lambda: sampled(60, lambda i: {"lora_b": weight(norm=1e-4 + 0.1 * i)}),  # begins at 0
+        lambda: sampled(60, lambda i: {"w": weight(norm=4.0 if i < 3 else 50.0)}),  # loaded, and then it stays
+        lambda: sampled(60, lambda i: {"bias": weight(norm=0.5 * 1.1**i, dim=1)}),
+        lambda: sampled(60, modules=lambda i: {"fc": activation(std=0.5 + 0.3 * i)}),
+        lambda: sampled(60, modules=lambda i: {"adapter": activation(std=1e-6 * 1.3 ** min(i, 55))}),  # begins at 0
+        lambda: sampled(60, modules=lambda i: {"fc": activation(std=0.5 if i % 3 else 1e-6)}),  # now and then
+        lambda: sampled(60, modules=lambda i: {"head": activation(std=0.01 * 1.3**i, hidden=False)}),
+        lambda: sampled(9, modules=lambda i: {"fc": activation(std=0.0)}),
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._first: dict[tuple[int, str], float] = {}
         self._last: dict[tuple[int, str], float] = {}
@@ -127,7 +121,7 @@ class WeightNormDrift(LayerRule):
     def phase(self, name: str) -> str | None:
         return _VARIANCE if name in self._layers else None
 
-    def judge(self, step: Step) -> Mapping[str, Any] | None:
+    def judge(self, step: Step) -> Fields | None:
         table = parameters(step)
         # outputs follow weights that run away: these are the finding
         told = any(key[0] == step.optimizer and key[1] not in self._layers for key in self._told)

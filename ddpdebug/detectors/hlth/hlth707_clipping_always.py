@@ -5,13 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Threshold
 from ddpdebug.detectors.hlth.curve import losses, sample_noise
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step
+from ddpdebug.detectors.kinds import Detector, Examples, Fields, Findings, Severity, Step, Threshold
 
 
 class ClippingAlways(Detector):
@@ -56,23 +52,21 @@ class ClippingAlways(Detector):
         source="constant clipping is common in the first steps",
     )
     fires_on = Examples(
-        lambda: (
-            losses(60, lambda i: 1.0, clip_norm=lambda i: 12 + sample_noise(i), clip_max=1.0),
-            losses(80, lambda i: 1.0, clip_norm=lambda i: 3.0 + sample_noise(i), clip_max=0.1),
-        )
+        lambda: losses(60, lambda i: 1.0, clip_norm=lambda i: 12 + sample_noise(i), clip_max=1.0),
+        lambda: losses(80, lambda i: 1.0, clip_norm=lambda i: 3.0 + sample_noise(i), clip_max=0.1),
     )
     silent_on = Examples(
-        lambda: (
-            losses(80, lambda i: 1.0, clip_norm=lambda i: 2.0 + sample_noise(i), clip_max=1.0),  # acts, but not by much
-            losses(
-                80, lambda i: 1.0, clip_norm=lambda i: 20.0 if i < 15 else 0.9 + sample_noise(i), clip_max=1.0
-            ),  # warm-up
-            losses(80, lambda i: 1.0, clip_norm=lambda i: 40.0 if i % 3 else 0.5, clip_max=1.0),
-            losses(80, lambda i: 1.0, clip_norm=50.0, clip_max=math.inf),  # only measures
-        )
+        lambda: losses(
+            80, lambda i: 1.0, clip_norm=lambda i: 2.0 + sample_noise(i), clip_max=1.0
+        ),  # acts, but not by much
+        lambda: losses(
+            80, lambda i: 1.0, clip_norm=lambda i: 20.0 if i < 15 else 0.9 + sample_noise(i), clip_max=1.0
+        ),  # warm-up
+        lambda: losses(80, lambda i: 1.0, clip_norm=lambda i: 40.0 if i % 3 else 0.5, clip_max=1.0),
+        lambda: losses(80, lambda i: 1.0, clip_norm=50.0, clip_max=math.inf),  # only measures
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._past: dict[int, deque[tuple[int, float, float]]] = {}
         self._seen: dict[int, int] = {}
@@ -81,7 +75,7 @@ class ClippingAlways(Detector):
     def can_show(self, step: Step) -> bool:
         return False
 
-    def detect(self, step: Step) -> Iterator[Finding]:
+    def detect(self, step: Step) -> Findings:
         pairs = [(row.clip_norm, row.clip_max) for row in step.rows.values()]
         known = [(norm, most) for norm, most in pairs if math.isfinite(norm) and 0 < most < math.inf]
         if not known or step.optimizer in self._told:

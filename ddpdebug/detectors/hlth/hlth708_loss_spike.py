@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
-from typing import Any
 
-from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.hlth.curve import LossRule, Series, losses, sample_noise
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step
+from ddpdebug.detectors.kinds import Examples, Fields, Findings, Severity, Step, Threshold
 
 
 class LossSpike(LossRule):
@@ -66,32 +62,31 @@ class LossSpike(LossRule):
     )
     spike_warm_up = Threshold(12, "losses before any spike is looked for", source="more than half of `spike_before`")
     fires_on = Examples(
-        lambda: (
-            losses(50, lambda i: (2.0 - 0.02 * i + 0.05 * sample_noise(i)) * (4.0 if i == 30 else 1.0)),
-            losses(50, lambda i: 2.0 - 0.02 * i + 0.05 * sample_noise(i) + {30: 6.0, 31: 3.0, 32: 1.5}.get(i, 0.0)),
-        )
+        lambda: losses(50, lambda i: (2.0 - 0.02 * i + 0.05 * sample_noise(i)) * (4.0 if i == 30 else 1.0)),
+        lambda: losses(50, lambda i: 2.0 - 0.02 * i + 0.05 * sample_noise(i) + {30: 6.0, 31: 3.0, 32: 1.5}.get(i, 0.0)),
     )
     silent_on = Examples(
-        lambda: (
-            losses(60, lambda i: 2.0 - 0.02 * i + 0.4 * sample_noise(i)),
-            losses(60, lambda i: 0.01 + 2.0 * 0.8**i + (0.05 if i == 50 else 0.0)),  # small beside what it has learned
-            losses(60, lambda i: 1.0 if i < 30 else 9.0),  # does not recover: HLTH710
-            losses(60, lambda i: 2.0 - 0.02 * i + (3.0 if i == 30 else 0.0), lr=lambda i: 0.01 if i < 29 else 0.1),
-        )
+        lambda: losses(60, lambda i: 2.0 - 0.02 * i + 0.4 * sample_noise(i)),
+        lambda: losses(
+            60, lambda i: 0.01 + 2.0 * 0.8**i + (0.05 if i == 50 else 0.0)
+        ),  # small beside what it has learned
+        lambda: losses(60, lambda i: 1.0 if i < 30 else 9.0),  # does not recover: HLTH710
+        lambda: losses(60, lambda i: 2.0 - 0.02 * i + (3.0 if i == 30 else 0.0), lr=lambda i: 0.01 if i < 29 else 0.1),
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._open: dict[int, tuple[int, float, float, float]] = {}  # optimizer -> (step, peak, median, spread)
 
-    def judge(self, step: Step, series: Series) -> Iterator[Finding]:
+    def judge(self, step: Step, series: Series) -> Findings:
         key, loss = step.optimizer, series.losses[-1]
         if key in self._open:
             at, peak, middle, spread = self._open[key]
             self._open[key] = at, max(peak, loss), middle, spread
             if loss <= middle + spread:
                 del self._open[key]
-                yield self._report(step, at, max(peak, loss), middle)
+                evidence = {"peak": max(peak, loss), "median_before": middle, "steps": step.step - at}
+                yield self.finding(step, step=at, subject=("loss",), evidence=evidence)
             elif series.count and step.step - at > self.spike_steps:
                 del self._open[key]
             return
@@ -107,11 +102,3 @@ class LossSpike(LossRule):
             self.spike_progress * fallen, self.spike_level * abs(middle)
         ):
             self._open[key] = step.step, loss, middle, spread
-
-    def _report(self, step: Step, at: int, peak: float, middle: float) -> Finding:
-        return self.finding(
-            step,
-            step=at,
-            subject=("loss",),
-            evidence={"peak": peak, "median_before": middle, "steps": step.step - at},
-        )

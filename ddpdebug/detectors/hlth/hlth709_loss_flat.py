@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ddpdebug.detectors import causality
-from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.hlth.curve import Evaluation, LossRule, Series, Shape, losses, noise, sample_noise, trend
 from ddpdebug.detectors.hlth.hlth705_update_ratio import UpdateRatio
 from ddpdebug.detectors.hlth.samples import update_ratio
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step
+from ddpdebug.detectors.kinds import Examples, Fields, Finding, Findings, Severity, Step, Threshold
 
 #: The series is judged every so many steps.
 _EVERY = 8
@@ -131,32 +129,30 @@ class LossFlat(LossRule):
         "be as large",
     )
     fires_on = Examples(
-        lambda: (
-            losses(48, lambda i: 2.302585),
-            losses(240, lambda i: 2.3 + 0.05 * sample_noise(i)),
-            losses(48, lambda i: 2.3 + 0.05 * sample_noise(i), param_norm=4.0, update_norm=1e-6),
-            losses(
-                640,
-                lambda i: 1.4 + 0.9 * 0.95**i + 0.02 * sample_noise(i),  # a hint at underfitting
-                val_loss=lambda i: 1.42 + 0.9 * 0.95**i if i % 50 == 49 else math.nan,
-            ),
-        )
+        lambda: losses(48, lambda i: 2.302585),
+        lambda: losses(240, lambda i: 2.3 + 0.05 * sample_noise(i)),
+        lambda: losses(48, lambda i: 2.3 + 0.05 * sample_noise(i), param_norm=4.0, update_norm=1e-6),
+        lambda: losses(
+            640,
+            lambda i: 1.4 + 0.9 * 0.95**i + 0.02 * sample_noise(i),  # a hint at underfitting
+            val_loss=lambda i: 1.42 + 0.9 * 0.95**i if i % 50 == 49 else math.nan,
+        ),
     )
     silent_on = Examples(
-        lambda: (
-            losses(120, lambda i: 2.3 + 0.05 * sample_noise(i)),  # may still begin to learn
-            losses(
-                300, lambda i: 1.0 + 0.7 * 0.8**i + 0.05 * sample_noise(i)
-            ),  # fell at once: a plateau, when it lasts
-            losses(400, lambda i: 2.3 - 0.001 * i + 0.05 * sample_noise(i)),
-            losses(400, lambda i: 0.1 + sample_noise(i)),  # a policy gradient
-            losses(400, lambda i: 2.0 * 0.9**i + 0.01 + 0.002 * sample_noise(i)),  # it has learned
-            losses(48, lambda i: 2.3, batch_digest=7),  # the same batch again and again
-            losses(48, lambda i: 2.3 + 0.05 * sample_noise(i), param_norm=4.0, update_norm=1e-6, lr=lambda i: 1e-6 * i),
-        )
+        lambda: losses(120, lambda i: 2.3 + 0.05 * sample_noise(i)),  # may still begin to learn
+        lambda: losses(
+            300, lambda i: 1.0 + 0.7 * 0.8**i + 0.05 * sample_noise(i)
+        ),  # fell at once: a plateau, when it lasts
+        lambda: losses(400, lambda i: 2.3 - 0.001 * i + 0.05 * sample_noise(i)),
+        lambda: losses(400, lambda i: 0.1 + sample_noise(i)),  # a policy gradient
+        lambda: losses(400, lambda i: 2.0 * 0.9**i + 0.01 + 0.002 * sample_noise(i)),  # it has learned
+        lambda: losses(48, lambda i: 2.3, batch_digest=7),  # the same batch again and again
+        lambda: losses(
+            48, lambda i: 2.3 + 0.05 * sample_noise(i), param_norm=4.0, update_norm=1e-6, lr=lambda i: 1e-6 * i
+        ),
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._moved: dict[int, float] = {}  # optimizer -> largest ratio of update to weight
         self._batches: dict[int, set[int]] = {}
@@ -164,7 +160,7 @@ class LossFlat(LossRule):
     def explained_by(self, finding: Finding, cause: Finding) -> bool:
         return cause.code in causality.group("broken") or finding.phase not in _INFO
 
-    def judge(self, step: Step, series: Series) -> Iterator[Finding]:
+    def judge(self, step: Step, series: Series) -> Findings:
         key = step.optimizer
         if (ratio := update_ratio(step)) is not None:
             self._moved[key] = max(self._moved.get(key, 0.0), ratio)

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping
-from typing import Any
 
-from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.hlth.curve import LossRule, Series, Shape, losses, sample_noise
 from ddpdebug.detectors.hlth.samples import update_ratio
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step
+from ddpdebug.detectors.kinds import Examples, Fields, Findings, Severity, Step, Threshold
 
 
 class LossDiverges(LossRule):
@@ -95,62 +91,54 @@ class LossDiverges(LossRule):
         source="chosen: the rate is highest at the end of a warm-up, and instability takes some steps to grow",
     )
     fires_on = Examples(
-        lambda: (
-            losses(
-                40,
-                lambda i: 2.0 - 0.05 * i + 0.05 * sample_noise(i) if i < 20 else 1.5 * 1.3 ** (i - 20),
-                param_norm=1.0,
-                update_norm=0.2,
-            ),
-            losses(40, lambda i: 1.0 * 1.5**i),
-            losses(
-                70,
-                lambda i: 3.0 - 0.1 * i if i < 25 else 2.6 + 0.8 * sample_noise(i),
-                lr=lambda i: 0.01 * min(i + 1, 50),  # a warm-up
-                param_norm=1.0,
-                update_norm=0.2,
-            ),
-        )
+        lambda: losses(
+            40,
+            lambda i: 2.0 - 0.05 * i + 0.05 * sample_noise(i) if i < 20 else 1.5 * 1.3 ** (i - 20),
+            param_norm=1.0,
+            update_norm=0.2,
+        ),
+        lambda: losses(40, lambda i: 1.0 * 1.5**i),
+        lambda: losses(
+            70,
+            lambda i: 3.0 - 0.1 * i if i < 25 else 2.6 + 0.8 * sample_noise(i),
+            lr=lambda i: 0.01 * min(i + 1, 50),  # a warm-up
+            param_norm=1.0,
+            update_norm=0.2,
+        ),
     )
     silent_on = Examples(
-        lambda: (
-            losses(60, lambda i: 2.0 - 0.03 * i + (5.0 if i == 30 else 0.0)),  # a spike
-            losses(90, lambda i: 0.7 + 0.01 * i + 0.1 * sample_noise(i)),  # a generator whose opponent learns
-            losses(90, lambda i: 2.0 - 0.02 * (i % 45) + 0.02 * sample_noise(i)),  # warm restarts
-            losses(60, lambda i: 0.5 * sample_noise(i)),  # a policy gradient
-            losses(60, lambda i: 0.1 + (i / 40) ** 2, param_norm=1.0, update_norm=0.01),  # returns that grow
-            losses(60, lambda i: 3.0 * 0.9**i if i < 30 else 0.4),
-            # a new task after the warm-up, as hard as the first
-            losses(
-                80,
-                lambda i: 3.0 * 0.9 ** (i % 40),
-                lr=lambda i: 0.01 * min(i + 1, 20),
-                param_norm=1.0,
-                update_norm=0.2,
-            ),
-            losses(  # a bump at the height of the warm-up
-                80,
-                lambda i: 3.0 - 0.1 * i if i < 25 else 0.5 + (0.8 if i < 34 else 0.0),
-                lr=lambda i: 0.01 * min(i + 1, 50),
-                param_norm=1.0,
-                update_norm=0.2,
-            ),
-            losses(  # the learning rate falls, and rises for a warm restart
-                80,
-                lambda i: 3.0 - 0.1 * i if i < 25 else 2.6 + 0.8 * sample_noise(i),
-                lr=lambda i: 0.1 * (25 - i) if i < 25 else 2.5,
-                param_norm=1.0,
-                update_norm=0.2,
-            ),
-        )
+        lambda: losses(60, lambda i: 2.0 - 0.03 * i + (5.0 if i == 30 else 0.0)),  # a spike
+        lambda: losses(90, lambda i: 0.7 + 0.01 * i + 0.1 * sample_noise(i)),  # a generator whose opponent learns
+        lambda: losses(90, lambda i: 2.0 - 0.02 * (i % 45) + 0.02 * sample_noise(i)),  # warm restarts
+        lambda: losses(60, lambda i: 0.5 * sample_noise(i)),  # a policy gradient
+        lambda: losses(60, lambda i: 0.1 + (i / 40) ** 2, param_norm=1.0, update_norm=0.01),  # returns that grow
+        lambda: losses(60, lambda i: 3.0 * 0.9**i if i < 30 else 0.4),
+        # a new task after the warm-up, as hard as the first
+        lambda: losses(
+            80, lambda i: 3.0 * 0.9 ** (i % 40), lr=lambda i: 0.01 * min(i + 1, 20), param_norm=1.0, update_norm=0.2
+        ),
+        lambda: losses(  # a bump at the height of the warm-up
+            80,
+            lambda i: 3.0 - 0.1 * i if i < 25 else 0.5 + (0.8 if i < 34 else 0.0),
+            lr=lambda i: 0.01 * min(i + 1, 50),
+            param_norm=1.0,
+            update_norm=0.2,
+        ),
+        lambda: losses(  # the learning rate falls, and rises for a warm restart
+            80,
+            lambda i: 3.0 - 0.1 * i if i < 25 else 2.6 + 0.8 * sample_noise(i),
+            lr=lambda i: 0.1 * (25 - i) if i < 25 else 2.5,
+            param_norm=1.0,
+            update_norm=0.2,
+        ),
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._ratio: dict[int, float] = {}
         self._highest: dict[int, tuple[float, float]] = {}  # optimizer -> best level, highest ratio since then
 
-    def judge(self, step: Step, series: Series) -> Iterator[Finding]:
+    def judge(self, step: Step, series: Series) -> Findings:
         if (ratio := update_ratio(step)) is not None:
             self._ratio[step.optimizer] = max(ratio, 0.5 * self._ratio.get(step.optimizer, 0.0))
             best, highest = self._highest.get(step.optimizer, (series.best, 0.0))
@@ -220,7 +208,7 @@ class LossDiverges(LossRule):
         away = min(earlier, later) > series.best + self.lost_progress * gained
         return away and later >= self.diverged_falling * earlier
 
-    def _lost(self, step: Step, series: Series) -> Iterator[Finding]:
+    def _lost(self, step: Step, series: Series) -> Findings:
         """Judge a loss that came down while the learning rate was low, and went up again with it."""
         _, highest = self._highest.get(step.optimizer, (series.best, 0.0))
         unstable = highest >= self.diverged_update

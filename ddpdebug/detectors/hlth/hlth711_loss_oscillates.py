@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.examples import digest
 from ddpdebug.detectors.hlth.curve import (
     LossRule,
@@ -20,8 +18,7 @@ from ddpdebug.detectors.hlth.curve import (
     swing,
 )
 from ddpdebug.detectors.hlth.samples import update_ratio
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step
+from ddpdebug.detectors.kinds import Examples, Fields, Findings, Severity, Step, Threshold
 
 #: The series is judged every so many steps until it fills the window, then once per window.
 _EVERY = 16
@@ -87,40 +84,38 @@ class LossOscillates(LossRule):
         64, "newest losses that are looked at together", source="a period of up to a third of it is seen"
     )
     fires_on = Examples(
-        lambda: (
-            losses(
-                48, lambda i: 2.0 + (0.8 if i % 2 else -0.8) + 0.1 * sample_noise(i), param_norm=1.0, update_norm=0.2
-            ),
-            losses(96, lambda i: 2.0 + 0.9 * math.sin(2 * math.pi * i / 12) + 0.1 * sample_noise(i)),
-            losses(
-                48,
-                lambda i: 2.0 + (0.8 if i % 2 else -0.8) + 0.1 * sample_noise(i),
-                lr=lambda i: 0.01 * min(i + 1, 20),  # a warm-up
-                param_norm=1.0,
-                update_norm=0.2,
-            ),
-        )
+        lambda: losses(
+            48, lambda i: 2.0 + (0.8 if i % 2 else -0.8) + 0.1 * sample_noise(i), param_norm=1.0, update_norm=0.2
+        ),
+        lambda: losses(96, lambda i: 2.0 + 0.9 * math.sin(2 * math.pi * i / 12) + 0.1 * sample_noise(i)),
+        lambda: losses(
+            48,
+            lambda i: 2.0 + (0.8 if i % 2 else -0.8) + 0.1 * sample_noise(i),
+            lr=lambda i: 0.01 * min(i + 1, 20),  # a warm-up
+            param_norm=1.0,
+            update_norm=0.2,
+        ),
     )
     silent_on = Examples(
-        lambda: (
-            losses(96, lambda i: 2.0 + 0.8 * sample_noise(i)),  # noise
-            losses(96, lambda i: 4.0 * 0.95**i + 0.1 * sample_noise(i)),
-            losses(96, lambda i: 2.0 + (0.8 if i % 2 else -0.8), param_norm=1.0, update_norm=1e-3),  # two tasks in turn
-            # a task in every third step, with a head of its own
-            losses(96, lambda i: 3.0 if i % 3 else 1.0, presence_digest=lambda i: digest(1 + (i % 3 == 0))),
-            losses(
-                96, lambda i: 2.0 + math.sin(2 * math.pi * i / 12), lr=lambda i: 0.1 + 0.09 * math.sin(math.pi * i / 6)
-            ),
-            losses(96, lambda i: 2.0 + 0.1 * math.sin(2 * math.pi * i / 12) + 0.02 * sample_noise(i)),  # small
-        )
+        lambda: losses(96, lambda i: 2.0 + 0.8 * sample_noise(i)),  # noise
+        lambda: losses(96, lambda i: 4.0 * 0.95**i + 0.1 * sample_noise(i)),
+        lambda: losses(
+            96, lambda i: 2.0 + (0.8 if i % 2 else -0.8), param_norm=1.0, update_norm=1e-3
+        ),  # two tasks in turn
+        # a task in every third step, with a head of its own
+        lambda: losses(96, lambda i: 3.0 if i % 3 else 1.0, presence_digest=lambda i: digest(1 + (i % 3 == 0))),
+        lambda: losses(
+            96, lambda i: 2.0 + math.sin(2 * math.pi * i / 12), lr=lambda i: 0.1 + 0.09 * math.sin(math.pi * i / 6)
+        ),
+        lambda: losses(96, lambda i: 2.0 + 0.1 * math.sin(2 * math.pi * i / 12) + 0.02 * sample_noise(i)),  # small
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._ratio: dict[int, float] = {}
         self._parts: dict[int, set[int]] = {}  # optimizer -> digests of which parameters have gradients, two at most
 
-    def judge(self, step: Step, series: Series) -> Iterator[Finding]:
+    def judge(self, step: Step, series: Series) -> Findings:
         if (ratio := update_ratio(step)) is not None:
             self._ratio[step.optimizer] = ratio
         parts = self._parts.setdefault(step.optimizer, set())

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.hlth.curve import Evaluation, Series, Shape, ValidationRule, losses, sample_noise
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step
+from ddpdebug.detectors.kinds import Examples, Findings, Severity, Step, Threshold
 
 
 class Overfitting(ValidationRule):
@@ -59,32 +57,26 @@ class Overfitting(ValidationRule):
         source="Prechelt 1998: generalisation loss GL of 5 %",
     )
     fires_on = Examples(
-        lambda: (
-            losses(
-                60, lambda i: 2.0 * 0.95**i, val_loss=lambda i: 1.0 + 0.02 * abs(i - 20) if i % 5 == 4 else math.nan
-            ),
-            losses(20, lambda i: 2.0 - 0.1 * i, val_loss=lambda i: 1.0 + 0.1 * abs(i - 4)),
-        )
+        lambda: losses(
+            60, lambda i: 2.0 * 0.95**i, val_loss=lambda i: 1.0 + 0.02 * abs(i - 20) if i % 5 == 4 else math.nan
+        ),
+        lambda: losses(20, lambda i: 2.0 - 0.1 * i, val_loss=lambda i: 1.0 + 0.1 * abs(i - 4)),
     )
     silent_on = Examples(
-        lambda: (
-            losses(
-                120,
-                lambda i: 2.0 * 0.97**i,
-                val_loss=lambda i: 1.0 + 0.2 * sample_noise(3 * i) if i % 4 == 3 else math.nan,
-            ),
-            losses(
-                60, lambda i: 2.0 * 0.95**i, val_loss=lambda i: 1.0 + 0.02 * sample_noise(i) if i % 5 == 4 else math.nan
-            ),
-            losses(
-                60, lambda i: 2.0, val_loss=lambda i: 1.0 + 0.02 * i if i % 5 == 4 else math.nan
-            ),  # training as well
-            losses(60, lambda i: 2.0 * 0.95**i, val_loss=lambda i: 1.2 * 0.95**i + (0.5 if i == 44 else 0.0)),
-            losses(60, lambda i: 2.0 * 0.95**i),
-        )
+        lambda: losses(
+            120, lambda i: 2.0 * 0.97**i, val_loss=lambda i: 1.0 + 0.2 * sample_noise(3 * i) if i % 4 == 3 else math.nan
+        ),
+        lambda: losses(
+            60, lambda i: 2.0 * 0.95**i, val_loss=lambda i: 1.0 + 0.02 * sample_noise(i) if i % 5 == 4 else math.nan
+        ),
+        lambda: losses(
+            60, lambda i: 2.0, val_loss=lambda i: 1.0 + 0.02 * i if i % 5 == 4 else math.nan
+        ),  # training as well
+        lambda: losses(60, lambda i: 2.0 * 0.95**i, val_loss=lambda i: 1.2 * 0.95**i + (0.5 if i == 44 else 0.0)),
+        lambda: losses(60, lambda i: 2.0 * 0.95**i),
     )
 
-    def evaluate(self, step: Step, series: Series, history: list[Evaluation]) -> Iterator[Finding]:
+    def evaluate(self, step: Step, series: Series, history: list[Evaluation]) -> Findings:
         best = _best(history)
         if best is history[-1]:
             self.open.discard(step.optimizer)

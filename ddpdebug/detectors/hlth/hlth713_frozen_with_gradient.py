@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.hlth.samples import SampledRule, parameters, sampled, weight
+from ddpdebug.detectors.kinds import Examples, Fields, Finding, Findings, Severity, Step, Threshold
 from ddpdebug.schema.details import LayerParameter
-from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 
 class FrozenWithGradient(SampledRule):
@@ -58,29 +55,27 @@ class FrozenWithGradient(SampledRule):
         "warm-ups that begin at 0",
     )
     fires_on = Examples(
-        lambda: (
-            sampled(24, lambda i: {"w": weight(digest="a"), "v": weight(digest=f"{i}")}),
-            sampled(24, lambda i: {"norm.weight": weight(digest="a", update=0.0, dim=1), "v": weight(digest=f"{i}")}),
-        )
+        lambda: sampled(24, lambda i: {"w": weight(digest="a"), "v": weight(digest=f"{i}")}),
+        lambda: sampled(
+            24, lambda i: {"norm.weight": weight(digest="a", update=0.0, dim=1), "v": weight(digest=f"{i}")}
+        ),
     )
     silent_on = Examples(
-        lambda: (
-            sampled(24, lambda i: {"w": weight(digest="a" if i < 10 else f"{i}")}),  # a warm-up that begins at 0
-            sampled(24, lambda i: {"w": weight(digest="a", grad_norm=0.0)}),  # HLTH714
-            sampled(40, lambda i: {"w": weight(digest=f"{min(i, 8)}")}),  # it has converged
-            sampled(24, lambda i: {"w": weight(digest="a")}, flags=Flag.SKIPPED),
-            sampled(  # the loss takes differences of outputs, in which the bias cancels
-                24, lambda i: {"w": weight(digest=f"{i}"), "b": weight(digest="a", grad_norm=6e-9, numel=8, dim=1)}
-            ),
-        )
+        lambda: sampled(24, lambda i: {"w": weight(digest="a" if i < 10 else f"{i}")}),  # a warm-up that begins at 0
+        lambda: sampled(24, lambda i: {"w": weight(digest="a", grad_norm=0.0)}),  # HLTH714
+        lambda: sampled(40, lambda i: {"w": weight(digest=f"{min(i, 8)}")}),  # it has converged
+        lambda: sampled(24, lambda i: {"w": weight(digest="a")}, flags=Flag.SKIPPED),
+        lambda: sampled(  # the loss takes differences of outputs, in which the bias cancels
+            24, lambda i: {"w": weight(digest=f"{i}"), "b": weight(digest="a", grad_norm=6e-9, numel=8, dim=1)}
+        ),
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._first: dict[tuple[int, str], tuple[int, str, int]] = {}  # -> (step, digest, samples)
         self._changed: set[tuple[int, str]] = set()
 
-    def detect(self, step: Step) -> Iterator[Finding]:
+    def detect(self, step: Step) -> Findings:
         found: dict[bool, list[str]] = {True: [], False: []}
         table = parameters(step)
         if not table or step.any(Flag.SKIPPED | Flag.GUARD_SKIPPED | Flag.LOCAL_ONLY):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.hlth.samples import SampledRule, parameters, sampled, weight
+from ddpdebug.detectors.kinds import Examples, Fields, Findings, Severity, Step, Threshold
 from ddpdebug.schema.details import LayerParameter
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step
 
 
 class ZeroGradient(SampledRule):
@@ -49,36 +46,28 @@ class ZeroGradient(SampledRule):
     )
     zero_gradient_steps = Threshold(16, "steps over which the samples must lie", source="as `zero_gradient_samples`")
     fires_on = Examples(
-        lambda: (
-            sampled(24, lambda i: {"w": weight(grad_norm=0.0), "v": weight()}),
-            sampled(24, lambda i: {"gate": weight(grad_norm=0.0, dim=1), "v": weight()}),
-        )
+        lambda: sampled(24, lambda i: {"w": weight(grad_norm=0.0), "v": weight()}),
+        lambda: sampled(24, lambda i: {"gate": weight(grad_norm=0.0, dim=1), "v": weight()}),
     )
     silent_on = Examples(
-        lambda: (
-            sampled(24, lambda i: {"lora_a": weight(grad_norm=0.0 if i == 0 else 0.1), "v": weight()}),
-            sampled(24, lambda i: {"expert": weight(grad_norm=0.0 if i % 7 else 0.1), "v": weight()}),
-            sampled(
-                24,
-                lambda i: {
-                    "conv.weight": weight(),
-                    "conv.bias": weight(grad_norm=0.0, dim=1),
-                    "bn.weight": weight(dim=1),
-                },
-                lambda i: {"bn": {"class": "BatchNorm2d"}},
-            ),
-            sampled(24, lambda i: {"w": weight(grad_norm=None), "v": weight()}),  # SYNC207
-            # a critic's last bias cancels in the loss
-            sampled(24, lambda i: {"out.weight": weight(), "out.bias": weight(grad_norm=0.0, dim=1)}),
-        )
+        lambda: sampled(24, lambda i: {"lora_a": weight(grad_norm=0.0 if i == 0 else 0.1), "v": weight()}),
+        lambda: sampled(24, lambda i: {"expert": weight(grad_norm=0.0 if i % 7 else 0.1), "v": weight()}),
+        lambda: sampled(
+            24,
+            lambda i: {"conv.weight": weight(), "conv.bias": weight(grad_norm=0.0, dim=1), "bn.weight": weight(dim=1)},
+            lambda i: {"bn": {"class": "BatchNorm2d"}},
+        ),
+        lambda: sampled(24, lambda i: {"w": weight(grad_norm=None), "v": weight()}),  # SYNC207
+        # a critic's last bias cancels in the loss
+        lambda: sampled(24, lambda i: {"out.weight": weight(), "out.bias": weight(grad_norm=0.0, dim=1)}),
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._zero: dict[tuple[int, str], tuple[int, int]] = {}  # -> (first step, samples)
         self._done: set[tuple[int, str]] = set()
 
-    def detect(self, step: Step) -> Iterator[Finding]:
+    def detect(self, step: Step) -> Findings:
         table = parameters(step)
         new, enough = [], int(self.zero_gradient_samples)
         harmless = _cancelling(table)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.hlth.samples import SampledRule, activation, parameters, sampled, sites, weight
+from ddpdebug.detectors.kinds import Examples, Fields, Findings, Severity, Step, Threshold
 from ddpdebug.schema.details import LayerStatistics
-from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 _KINDS = ("Linear", "Conv")
 
@@ -70,39 +68,35 @@ class PoorInitialisation(SampledRule):
         0.001, "the same, shrinking", source="Glorot, Bengio 2010; smallest seen in healthy scripts of the corpus: 0.17"
     )
     fires_on = Examples(
-        lambda: (
-            sampled(3, modules=lambda i: _deep(6.0)),
-            sampled(3, modules=lambda i: _deep(0.2)),
-            sampled(3, lambda i: {"w": weight(symmetric=True)} if i == 0 else {"w": weight()}),
-        )
+        lambda: sampled(3, modules=lambda i: _deep(6.0)),
+        lambda: sampled(3, modules=lambda i: _deep(0.2)),
+        lambda: sampled(3, lambda i: {"w": weight(symmetric=True)} if i == 0 else {"w": weight()}),
     )
     silent_on = Examples(
-        lambda: (
-            sampled(3, modules=lambda i: _deep(0.6)),
-            sampled(3, modules=lambda i: _deep(2.0)),
-            sampled(3, modules=lambda i: {**_deep(1.0), "out": {**_linear(1e-6, 9), "hidden": False}}),
-            sampled(9, modules=lambda i: _deep(6.0 if i > 4 else 1.0)),  # not the first batch
-            sampled(3, lambda i: {"w": weight(symmetric=False)}),
-        )
+        lambda: sampled(3, modules=lambda i: _deep(0.6)),
+        lambda: sampled(3, modules=lambda i: _deep(2.0)),
+        lambda: sampled(3, modules=lambda i: {**_deep(1.0), "out": {**_linear(1e-6, 9), "hidden": False}}),
+        lambda: sampled(9, modules=lambda i: _deep(6.0 if i > 4 else 1.0)),  # not the first batch
+        lambda: sampled(3, lambda i: {"w": weight(symmetric=False)}),
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._seen: set[int] = set()
 
-    def detect(self, step: Step) -> Iterator[Finding]:
+    def detect(self, step: Step) -> Findings:
         if step.optimizer in self._seen or not step.answers(LayerStatistics):
             return
         self._seen.add(step.optimizer)
         table = parameters(step)
         alike = [name for name, about in table.items() if about.symmetric]
         if alike:
-            evidence: dict[str, Any] = {"parameters": len(alike)}
-            yield self._report(step, alike, "symmetric", evidence)
+            evidence = {"parameters": len(alike)}
+            yield self.finding(step, subject=tuple(alike[:20]), phase="symmetric", evidence=evidence)
         if step.step == 0 and not step.any(Flag.LOADED):
             yield from self._profile(step)
 
-    def _profile(self, step: Step) -> Iterator[Finding]:
+    def _profile(self, step: Step) -> Findings:
         seen = [
             (about.leaf, path, about.std)
             for path, (about, *_) in sites(step).items()
@@ -117,12 +111,5 @@ class PoorInitialisation(SampledRule):
         if explodes or grown <= self.init_vanish:
             profile = {path: f"{std:.3g}" for _, path, std in seen}
             evidence = {"std_by_depth": profile, "last_over_first": grown}
-            yield self._report(step, [seen[-1][1]], "explodes" if explodes else "dies", evidence)
-
-    def _report(self, step: Step, names: list[str], phase: str, evidence: dict[str, Any]) -> Finding:
-        return self.finding(
-            step,
-            subject=tuple(names[:20]),
-            phase=phase,
-            evidence=evidence,
-        )
+            phase = "explodes" if explodes else "dies"
+            yield self.finding(step, subject=(seen[-1][1],), phase=phase, evidence=evidence)

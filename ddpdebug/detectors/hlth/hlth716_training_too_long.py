@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ddpdebug.detectors import causality
-from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.hlth.curve import Evaluation, Series, Shape, ValidationRule, losses
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step
+from ddpdebug.detectors.kinds import Examples, Finding, Findings, Severity, Step, Threshold
 
 
 def _seldom(number: int, value: float) -> float:
@@ -80,37 +78,31 @@ class TrainingTooLong(ValidationRule):
         source="Amazon SageMaker Debugger's built-in rule Overtraining: patience_validation 10",
     )
     fires_on = Examples(
-        lambda: (
-            losses(
-                80, lambda i: 2.0 * 0.95**i, val_loss=lambda i: (1.0 if i < 20 else 1.03) if i % 4 == 3 else math.nan
-            ),
-            losses(30, lambda i: 2.0, val_loss=lambda i: 1.0 + 0.02 * abs(i - 5)),
-            losses(
-                48, lambda i: 2.0 * 0.8**i, val_loss=lambda i: _seldom(i, 1.0 if i < 36 else 0.8 ** (i - 35))
-            ),  # grokking
-            losses(
-                48,
-                lambda i: 2.0 * 0.8**i,
-                val_loss=lambda i: _seldom(i, 1.0 + i / 9 if i < 32 else 4 * 0.8 ** (i - 32)),
-            ),
-        )
+        lambda: losses(
+            80, lambda i: 2.0 * 0.95**i, val_loss=lambda i: (1.0 if i < 20 else 1.03) if i % 4 == 3 else math.nan
+        ),
+        lambda: losses(30, lambda i: 2.0, val_loss=lambda i: 1.0 + 0.02 * abs(i - 5)),
+        lambda: losses(
+            48, lambda i: 2.0 * 0.8**i, val_loss=lambda i: _seldom(i, 1.0 if i < 36 else 0.8 ** (i - 35))
+        ),  # grokking
+        lambda: losses(
+            48, lambda i: 2.0 * 0.8**i, val_loss=lambda i: _seldom(i, 1.0 + i / 9 if i < 32 else 4 * 0.8 ** (i - 32))
+        ),
     )
     silent_on = Examples(
-        lambda: (
-            losses(
-                60, lambda i: 2.0 * 0.97**i, val_loss=lambda i: (1.0 if i < 30 else 0.6) if i % 5 == 4 else math.nan
-            ),
-            losses(60, lambda i: 2.0 * 0.8**i, val_loss=lambda i: 0.97**i),
-            losses(80, lambda i: 2.0, val_loss=lambda i: 1.0 / (1 + 0.01 * i) if i % 4 == 3 else math.nan),
-            losses(70, lambda i: 2.0, val_loss=lambda i: 1.0 - 0.3 * (i > 35) if i % 4 == 3 else math.nan),
-            losses(80, lambda i: 2.0),
-        )
+        lambda: losses(
+            60, lambda i: 2.0 * 0.97**i, val_loss=lambda i: (1.0 if i < 30 else 0.6) if i % 5 == 4 else math.nan
+        ),
+        lambda: losses(60, lambda i: 2.0 * 0.8**i, val_loss=lambda i: 0.97**i),
+        lambda: losses(80, lambda i: 2.0, val_loss=lambda i: 1.0 / (1 + 0.01 * i) if i % 4 == 3 else math.nan),
+        lambda: losses(70, lambda i: 2.0, val_loss=lambda i: 1.0 - 0.3 * (i > 35) if i % 4 == 3 else math.nan),
+        lambda: losses(80, lambda i: 2.0),
     )
 
     def explained_by(self, finding: Finding, cause: Finding) -> bool:
         return finding.phase != "delayed" or cause.code in causality.group("broken")
 
-    def evaluate(self, step: Step, series: Series, history: list[Evaluation]) -> Iterator[Finding]:
+    def evaluate(self, step: Step, series: Series, history: list[Evaluation]) -> Findings:
         place = 0
         for number, evaluation in enumerate(history):
             if self.improves(evaluation, history[place]):

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from ddpdebug.detectors.base import Detector, Threshold
 from ddpdebug.detectors.examples import step_at
-from ddpdebug.detectors.kinds import Streak, StreakRule
+from ddpdebug.detectors.kinds import Detector, Fields, Finding, Findings, Step, Streak, StreakRule, Threshold
 from ddpdebug.schema.details import LayerActivation, LayerParameter, LayerStatistics
-from ddpdebug.schema.finding import Finding
-from ddpdebug.schema.step import Step
 
 _MAX_SUBJECTS = 20
 
@@ -42,12 +39,12 @@ class LayerRule(SampledRule, StreakRule):
         source="a single batch may saturate or kill a layer for once",
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._found: Mapping[str, Any] = {}  # in the newest sample
         self._told: set[tuple[int, str]] = set()
 
-    def judge(self, step: Step) -> Mapping[str, Any] | None:
+    def judge(self, step: Step) -> Fields | None:
         """The names that look bad in a sample, with the evidence, None without a sample; called once per step."""
         raise NotImplementedError
 
@@ -58,7 +55,7 @@ class LayerRule(SampledRule, StreakRule):
         self._found = found
         return {**dict.fromkeys(self.running(step.optimizer), False), **dict.fromkeys(found, True)}
 
-    def report(self, step: Step, streaks: Mapping[str, Streak]) -> Iterator[Finding]:
+    def report(self, step: Step, streaks: Mapping[str, Streak]) -> Findings:
         ready = [name for name in self._found if name in streaks]
         new = [name for name in ready if (step.optimizer, name) not in self._told]
         self._told.update((step.optimizer, name) for name in new)
@@ -95,6 +92,12 @@ def sites(step: Step) -> Mapping[str, Sequence[LayerActivation]]:
     if not tables:
         return {}
     return {path: [table[path] for table in tables] for path in tables[0] if all(path in table for table in tables)}
+
+
+def least_of(ranks: Sequence[LayerActivation], read: Callable[[LayerActivation], float | None]) -> float | None:
+    """Return the smallest of what the ranks saw of an activation; None where one of them did not see it."""
+    known = [value for about in ranks if (value := read(about)) is not None]
+    return min(known) if known and len(known) == len(ranks) else None
 
 
 def update_ratio(step: Step) -> float | None:

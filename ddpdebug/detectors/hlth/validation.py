@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ddpdebug.detectors.kinds import Step
 from ddpdebug.schema.announcements import ValidationLine
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 
 class ValidationSource:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddpdebug.detectors.base import Detector, Threshold
+from ddpdebug.detectors.kinds import Detector, Threshold
 from ddpdebug.detectors.mem.growth import MIB, size_text
 from ddpdebug.schema.announcements import AllocationFailure
 

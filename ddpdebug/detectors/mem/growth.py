@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from ddpdebug.detectors.base import Detector, Threshold
+from ddpdebug.detectors.kinds import Detector, Fields, Finding, Findings, Step, Threshold
 from ddpdebug.schema.details import Holder, Holders
-from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.row import Row
-from ddpdebug.schema.step import Step
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -201,13 +199,14 @@ class GrowthRule(TrendRule):
     """A rule about memory that rises from step to step."""
 
     series: ClassVar[tuple[Series, ...]]
+    least: ClassVar[Threshold]  # growth in MiB, below which it is none
     memory_held = Threshold(
         0.25,
         "share of the growth that a holder must hold to explain it",
         source="chosen: tensors may be the smaller part of what an object keeps",
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._growth: dict[tuple[str, int], Growth] = {}
         self._since: dict[str, int] = {}  # series -> the step that first showed a trend
@@ -221,17 +220,17 @@ class GrowthRule(TrendRule):
         searched = {series.name for series in self.series if series.searched}
         return step.optimizer == 0 and bool(searched & self._since.keys() - self._told)
 
-    def growing(self, series: Series, step: Step, least: float) -> tuple[int, ...]:
-        """The ranks whose memory has a trend after this step; growth below `least` MiB is none."""
+    def detect(self, step: Step) -> Findings:
+        for series in self.series if step.optimizer == 0 else ():
+            yield from self._told_of(series, step)
+
+    def _told_of(self, series: Series, step: Step) -> Findings:
+        """The finding about ranks that grow, once it is known who holds what has grown, or has been waited for."""
         self._last = step
         for rank, row in step.rows.items():
-            growth = self._growth.setdefault((series.name, rank), Growth(least, self))
+            growth = self._growth.setdefault((series.name, rank), Growth(self.least, self))
             growth.add(step.step, getattr(row, series.field), declared_bytes(step, rank))
-        return self._ranks(series, step)
-
-    def told(self, series: Series, step: Step, ranks: Sequence[int]) -> Iterator[Finding]:
-        """The finding about ranks that grow, once it is known who holds what has grown, or has been waited for."""
-        if not ranks:
+        if not (ranks := self._ranks(series, step)):
             self._since.pop(series.name, None)
             self._told.discard(series.name)
             return
@@ -241,7 +240,7 @@ class GrowthRule(TrendRule):
             self._told.add(series.name)
             yield self._report(series, step, ranks)
 
-    def finish(self) -> Iterator[Finding]:
+    def finish(self) -> Findings:
         for series in self.series:
             if series.name in self._since and series.name not in self._told and self._last is not None:
                 yield self._report(series, self._last, self._ranks(series, self._last))

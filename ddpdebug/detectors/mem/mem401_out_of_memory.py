@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.examples import step_at
-from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.detectors.kinds import EventRule, Examples, Facts, Fields, Findings, Severity, Step
 from ddpdebug.detectors.mem.explanation import ExplainingRule, explain
 from ddpdebug.detectors.mem.growth import GIB, size_text
 from ddpdebug.schema.announcements import AllocationFailure, MemoryState
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step
 
 _FAILED: dict[str, Any] = {
     "failed": True,
@@ -59,32 +55,29 @@ class OutOfMemory(EventRule, ExplainingRule):
     code = "MEM401"
     severity = Severity.CRITICAL
     title = "out of memory"
+    incident = ("ranks", "step")
     events = ("memory",)
     fires_on = Examples(
+        lambda: Facts(topic="alone:memory", values={2: _FAILED}),
         lambda: (
-            (Facts(topic="alone:memory", values={2: _FAILED}),),
-            (step_at(11), Facts(topic="alone:memory", values={1: {**_FAILED, "phase": "optimizer", "module": None}})),
-        )
+            step_at(11),
+            Facts(topic="alone:memory", values={1: {**_FAILED, "phase": "optimizer", "module": None}}),
+        ),
     )
     silent_on = Examples(
-        lambda: (
-            (Facts(topic="alone:memory", values={0: {**_FAILED, "failed": False}}),),
-            (Facts(topic="alone:failure", values={0: {"reason": "exception: ValueError", "step": 1, "missing": []}}),),
-        )
+        lambda: Facts(topic="alone:memory", values={0: {**_FAILED, "failed": False}}),
+        lambda: Facts(topic="alone:failure", values={0: {"reason": "exception: ValueError", "step": 1, "missing": []}}),
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._last: Step | None = None
 
-    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
-        return finding.ranks, finding.step
-
-    def detect(self, step: Step) -> Iterator[Finding]:
+    def detect(self, step: Step) -> Findings:
         self._last = step
         yield from ()
 
-    def judge(self, fact: MemoryState) -> Mapping[str, Any] | None:
+    def judge(self, fact: MemoryState) -> Fields | None:
         if not isinstance(fact, AllocationFailure):
             return None
         reason = explain(fact, self)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.examples import growing, holders
+from ddpdebug.detectors.kinds import Examples, Severity, Threshold
 from ddpdebug.detectors.mem.growth import MIB, GrowthRule, Series
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step
 
 
 class MemoryGrowth(GrowthRule):
@@ -38,27 +34,26 @@ class MemoryGrowth(GrowthRule):
     severity = Severity.WARNING
     title = "device memory grows steadily"
     series = (Series("device", "device_allocated_bytes", "device_limit_bytes"),)
-    memory_growth_device = Threshold(
+    memory_growth_device = least = Threshold(
         8,
         "MiB that the blocks must bring together, of a device",
         source="chosen: four blocks of 2 MiB, to which its allocator rounds",
     )
     fires_on = Examples(
-        lambda: (
-            growing("device_allocated_bytes", lambda step: 300 * MIB + 2 * MIB * step, 70, holders=holders("cache")),
-            growing("device_allocated_bytes", lambda step: 300 * MIB + MIB * step + 90 * MIB * (step % 10 == 0), 90),
-        )
+        lambda: growing(
+            "device_allocated_bytes", lambda step: 300 * MIB + 2 * MIB * step, 70, holders=holders("cache")
+        ),
+        lambda: growing(
+            "device_allocated_bytes", lambda step: 300 * MIB + MIB * step + 90 * MIB * (step % 10 == 0), 90
+        ),
     )
     silent_on = Examples(
-        lambda: (
-            growing("device_allocated_bytes", lambda step: 300 * MIB + 2 * MIB * min(step, 30), 90),  # warm-up
-            growing("device_allocated_bytes", lambda step: 300 * MIB + 50 * MIB * (step * 7 % 11), 90),  # lengths vary
-            growing("device_allocated_bytes", lambda step: 300 * MIB + 40 * MIB * (step // 30), 90),  # jumps at epochs
-            growing("device_allocated_bytes", lambda step: 300 * MIB + 2 * MIB * step, 70, declared=1024 * MIB),
-        )
+        lambda: growing("device_allocated_bytes", lambda step: 300 * MIB + 2 * MIB * min(step, 30), 90),  # warm-up
+        lambda: growing(
+            "device_allocated_bytes", lambda step: 300 * MIB + 50 * MIB * (step * 7 % 11), 90
+        ),  # lengths vary
+        lambda: growing(
+            "device_allocated_bytes", lambda step: 300 * MIB + 40 * MIB * (step // 30), 90
+        ),  # jumps at epochs
+        lambda: growing("device_allocated_bytes", lambda step: 300 * MIB + 2 * MIB * step, 70, declared=1024 * MIB),
     )
-
-    def detect(self, step: Step) -> Iterator[Finding]:
-        if step.optimizer == 0:
-            for series in self.series:
-                yield from self.told(series, step, self.growing(series, step, self.memory_growth_device))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.examples import growing, holders
+from ddpdebug.detectors.kinds import Examples, Fields, Finding, Findings, Severity, Step, Threshold
 from ddpdebug.detectors.mem.growth import (
     MIB,
     Growth,
@@ -21,8 +20,6 @@ from ddpdebug.detectors.mem.growth import (
 from ddpdebug.detectors.mem.mem402_memory_growth import MemoryGrowth
 from ddpdebug.detectors.mem.mem406_host_memory_growth import HostMemoryGrowth
 from ddpdebug.schema.details import Holder
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step
 
 
 class GraphKeptAlive(TrendRule):
@@ -70,26 +67,22 @@ class GraphKeptAlive(TrendRule):
         source="a short run ends before there are six",
     )
     fires_on = Examples(
-        lambda: (
-            growing("live_graphs", lambda step: step, 30, holders=holders("losses", graphs=30)),
-            growing("live_graphs", lambda step: step, 60),
-            growing(
-                "host_private_bytes", lambda step: 300 * MIB + 3 * MIB * step, 70, holders=holders("val", graphs=60)
-            ),
-            growing(
-                "host_private_bytes", lambda step: 300 * MIB + 3 * MIB * step, 44, holders=holders("val", graphs=30)
-            ),
-        )
+        lambda: growing("live_graphs", lambda step: step, 30, holders=holders("losses", graphs=30)),
+        lambda: growing("live_graphs", lambda step: step, 60),
+        lambda: growing(
+            "host_private_bytes", lambda step: 300 * MIB + 3 * MIB * step, 70, holders=holders("val", graphs=60)
+        ),
+        lambda: growing(
+            "host_private_bytes", lambda step: 300 * MIB + 3 * MIB * step, 44, holders=holders("val", graphs=30)
+        ),
     )
     silent_on = Examples(
-        lambda: (
-            growing("live_graphs", lambda step: min(step, 2), 60),
-            growing("live_graphs", lambda step: step % 10, 80, holders=holders("losses", graphs=9)),
-            growing("host_private_bytes", lambda step: 300 * MIB + 3 * MIB * step, 70, holders=holders("cache")),
-        )
+        lambda: growing("live_graphs", lambda step: min(step, 2), 60),
+        lambda: growing("live_graphs", lambda step: step % 10, 80, holders=holders("losses", graphs=9)),
+        lambda: growing("host_private_bytes", lambda step: 300 * MIB + 3 * MIB * step, 70, holders=holders("cache")),
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._counts: dict[int, tuple[int, int, int]] = {}  # rank -> (live graphs, when they last fell, that step)
         self._growth: dict[int, Growth] = {}
@@ -103,11 +96,11 @@ class GraphKeptAlive(TrendRule):
     def suspects(self, step: Step) -> bool:
         return step.optimizer == 0 and self._since is not None and self._told is None
 
-    def detect(self, step: Step) -> Iterator[Finding]:
+    def detect(self, step: Step) -> Findings:
         if step.optimizer != 0:
             return
         self._take(step)
-        kept, ranks = self._kept(step), self._growing(step)
+        kept, ranks = self._kept(step), tuple(rank for rank in step.rows if self._suspicion(rank) is not None)
         if not kept and not ranks:
             self._since = self._told = None
             return
@@ -121,7 +114,7 @@ class GraphKeptAlive(TrendRule):
         elif kept and step.step - self._since >= self.memory_patience:
             yield self._report(step, kept, None)
 
-    def finish(self) -> Iterator[Finding]:
+    def finish(self) -> Findings:
         if self._told is None and self._last is not None and (kept := self._kept(self._last)):
             yield self._report(self._last, kept, None)
 
@@ -146,9 +139,6 @@ class GraphKeptAlive(TrendRule):
 
     def _suspicion(self, rank: int) -> Trend | None:
         return self._growth[rank].suspicion(int(self.memory_blocks_early))
-
-    def _growing(self, step: Step) -> tuple[int, ...]:
-        return tuple(rank for rank in step.rows if self._suspicion(rank) is not None)
 
     def _report(self, step: Step, ranks: tuple[int, ...], holder: Holder | None) -> Finding:
         trends = [trend for rank in ranks if (trend := self._suspicion(rank)) is not None]

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.kinds import Streak, StreakRule
+from ddpdebug.detectors.kinds import Examples, Fields, Findings, Severity, Step, Streak, StreakRule, Threshold
 from ddpdebug.detectors.mem.growth import GIB, MIB, size_text
-from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Row
-from ddpdebug.schema.step import Step
 
 
 class Fragmentation(StreakRule):
@@ -57,34 +53,30 @@ class Fragmentation(StreakRule):
         20, "steps in a row that show it", source="chosen: a few long batches in a row are no habit"
     )
     fires_on = Examples(
-        lambda: (
-            steps(
-                30,
-                device_allocated_bytes=9 * GIB,
-                device_peak_bytes=12 * GIB,
-                device_reserved_bytes=20 * GIB,
-                device_inactive_bytes=5 * GIB,
-            ),
-            steps(
-                30,
-                odd={2: {"device_peak_bytes": 2 * GIB, "device_reserved_bytes": 4 * GIB, "device_inactive_bytes": GIB}},
-                device_peak_bytes=2 * GIB,
-                device_reserved_bytes=2 * GIB,
-            ),
-        )
+        lambda: steps(
+            30,
+            device_allocated_bytes=9 * GIB,
+            device_peak_bytes=12 * GIB,
+            device_reserved_bytes=20 * GIB,
+            device_inactive_bytes=5 * GIB,
+        ),
+        lambda: steps(
+            30,
+            odd={2: {"device_peak_bytes": 2 * GIB, "device_reserved_bytes": 4 * GIB, "device_inactive_bytes": GIB}},
+            device_peak_bytes=2 * GIB,
+            device_reserved_bytes=2 * GIB,
+        ),
     )
     silent_on = Examples(
-        lambda: (
-            steps(
-                30, device_allocated_bytes=GIB, device_peak_bytes=12 * GIB, device_reserved_bytes=13 * GIB
-            ),  # caching
-            steps(30, device_peak_bytes=12 * GIB, device_reserved_bytes=20 * GIB, device_inactive_bytes=64 * MIB),
-            steps(19, device_peak_bytes=12 * GIB, device_reserved_bytes=20 * GIB, device_inactive_bytes=5 * GIB),
-            steps(30),
-        )
+        lambda: steps(
+            30, device_allocated_bytes=GIB, device_peak_bytes=12 * GIB, device_reserved_bytes=13 * GIB
+        ),  # caching
+        lambda: steps(30, device_peak_bytes=12 * GIB, device_reserved_bytes=20 * GIB, device_inactive_bytes=64 * MIB),
+        lambda: steps(19, device_peak_bytes=12 * GIB, device_reserved_bytes=20 * GIB, device_inactive_bytes=5 * GIB),
+        lambda: steps(30),
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._retries: dict[int, int] = {}
 
@@ -95,7 +87,7 @@ class Fragmentation(StreakRule):
             self._retries.setdefault(rank, row.device_retries)
         return {rank: self._fragmented(row) for rank, row in step.rows.items()}
 
-    def report(self, step: Step, streaks: Mapping[int, Streak]) -> Iterator[Finding]:
+    def report(self, step: Step, streaks: Mapping[int, Streak]) -> Findings:
         worst = max(streaks, key=lambda rank: _gap(step.rows[rank]))
         row = step.rows[worst]
         yield self.finding(

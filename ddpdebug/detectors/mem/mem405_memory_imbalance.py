@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Mapping
 
-from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.kinds import Streak, StreakRule
+from ddpdebug.detectors.kinds import Examples, Findings, Severity, Step, Streak, StreakRule, Threshold
 from ddpdebug.detectors.mem.growth import GIB, MIB, TrendRule, size_text
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step
 
 
 class MemoryImbalance(StreakRule):
@@ -39,6 +36,7 @@ class MemoryImbalance(StreakRule):
     code = "MEM405"
     severity = Severity.WARNING
     title = "one rank uses much more memory than its peers"
+    incident = ("ranks",)
     memory_warm_up = TrendRule.memory_warm_up
     memory_imbalance_device = Threshold(
         256,
@@ -56,23 +54,18 @@ class MemoryImbalance(StreakRule):
     )
     memory_imbalance_steps = enough = Threshold(20, "steps in a row that show it", source="as `fragmentation_steps`")
     fires_on = Examples(
-        lambda: (
-            steps(40, odd={2: {"device_peak_bytes": 30 * GIB}}, device_peak_bytes=20 * GIB),
-            steps(40, world=2, odd={0: {"host_peak_bytes": 900 * MIB}}, host_peak_bytes=300 * MIB),
-        )
+        lambda: steps(40, odd={2: {"device_peak_bytes": 30 * GIB}}, device_peak_bytes=20 * GIB),
+        lambda: steps(40, world=2, odd={0: {"host_peak_bytes": 900 * MIB}}, host_peak_bytes=300 * MIB),
     )
     silent_on = Examples(
-        lambda: (
-            steps(40, odd={2: {"device_peak_bytes": 22 * GIB}}, device_peak_bytes=20 * GIB),
-            steps(40, odd={0: {"host_peak_bytes": 360 * MIB}}, host_peak_bytes=300 * MIB),
-            steps(27, odd={2: {"device_peak_bytes": 30 * GIB}}, device_peak_bytes=20 * GIB),
-            steps(40, odd={0: {"device_peak_bytes": GIB}, 1: {"device_peak_bytes": GIB}}, device_peak_bytes=4 * GIB),
-            steps(40, odd={1: {"host_peak_bytes": 9 * GIB}}, device_peak_bytes=4 * GIB, host_peak_bytes=GIB),
-        )
+        lambda: steps(40, odd={2: {"device_peak_bytes": 22 * GIB}}, device_peak_bytes=20 * GIB),
+        lambda: steps(40, odd={0: {"host_peak_bytes": 360 * MIB}}, host_peak_bytes=300 * MIB),
+        lambda: steps(27, odd={2: {"device_peak_bytes": 30 * GIB}}, device_peak_bytes=20 * GIB),
+        lambda: steps(
+            40, odd={0: {"device_peak_bytes": GIB}, 1: {"device_peak_bytes": GIB}}, device_peak_bytes=4 * GIB
+        ),
+        lambda: steps(40, odd={1: {"host_peak_bytes": 9 * GIB}}, device_peak_bytes=4 * GIB, host_peak_bytes=GIB),
     )
-
-    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
-        return (finding.ranks,)
 
     def shown(self, step: Step) -> Mapping[int, bool] | None:
         if step.optimizer != 0 or step.step < self.memory_warm_up or len(step.rows) < 2:
@@ -85,7 +78,7 @@ class MemoryImbalance(StreakRule):
             shows[rank] = own - others >= max(self.memory_imbalance_share * others, least)
         return shows
 
-    def report(self, step: Step, streaks: Mapping[int, Streak]) -> Iterator[Finding]:
+    def report(self, step: Step, streaks: Mapping[int, Streak]) -> Findings:
         if len(step.rows) > 2 and 2 * len(self.running(0)) >= len(step.rows):
             return  # two kinds of ranks, none of them the exception
         for rank, streak in streaks.items():

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.examples import growing, holders
+from ddpdebug.detectors.kinds import Examples, Severity, Step, Threshold
 from ddpdebug.detectors.mem.growth import MIB, GrowthRule, Series
 from ddpdebug.schema.announcements import Loader
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step
 
 
 class HostMemoryGrowth(GrowthRule):
@@ -42,32 +38,23 @@ class HostMemoryGrowth(GrowthRule):
         Series("host", "host_private_bytes", "host_limit_bytes"),
         Series("DataLoader workers", "workers_bytes", "host_limit_bytes", searched=False),
     )
-    memory_growth_host = Threshold(
+    memory_growth_host = least = Threshold(
         24,
         "MiB that the blocks must bring together, of the host",
         source="the C library's heap alone was seen to grow by 11 MiB over 48 steps of a small model with nothing kept",
     )
     fires_on = Examples(
-        lambda: (
-            growing("host_private_bytes", lambda step: 300 * MIB + MIB * step, 70, holders=holders("seen")),
-            growing("workers_bytes", lambda step: 100 * MIB + MIB * step, 70),
-        )
+        lambda: growing("host_private_bytes", lambda step: 300 * MIB + MIB * step, 70, holders=holders("seen")),
+        lambda: growing("workers_bytes", lambda step: 100 * MIB + MIB * step, 70),
     )
     silent_on = Examples(
-        lambda: (
-            growing("host_private_bytes", lambda step: 300 * MIB + 3 * MIB * min(step, 40), 90),
-            growing("host_private_bytes", lambda step: 300 * MIB + 3 * MIB * min(step, 24) + MIB // 30 * step, 90),
-            growing(
-                "host_private_bytes", lambda step: 300 * MIB + MIB // 8 * step, 90
-            ),  # too little to tell from noise
-            growing("host_private_bytes", lambda step: 300 * MIB + MIB * step, 70, declared=None),
-        )
+        lambda: growing("host_private_bytes", lambda step: 300 * MIB + 3 * MIB * min(step, 40), 90),
+        lambda: growing("host_private_bytes", lambda step: 300 * MIB + 3 * MIB * min(step, 24) + MIB // 30 * step, 90),
+        lambda: growing(
+            "host_private_bytes", lambda step: 300 * MIB + MIB // 8 * step, 90
+        ),  # too little to tell from noise
+        lambda: growing("host_private_bytes", lambda step: 300 * MIB + MIB * step, 70, declared=None),
     )
-
-    def detect(self, step: Step) -> Iterator[Finding]:
-        if step.optimizer == 0:
-            for series in self.series:
-                yield from self.told(series, step, self.growing(series, step, self.memory_growth_host))
 
     def subject(self, series: Series, step: Step) -> str:
         loader = _loader(step)

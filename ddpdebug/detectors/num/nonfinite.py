@@ -13,13 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from ddpdebug.detectors.base import RankClasses, runbook
+from ddpdebug.detectors.base import runbook
 from ddpdebug.detectors.comparison import MAX_NAMES
-from ddpdebug.detectors.kinds import ChainRule, Verdict
+from ddpdebug.detectors.kinds import ChainRule, Finding, RankClasses, Severity, Step, Verdict
 from ddpdebug.schema.details import LossBackward, ModuleCall, NonfiniteLoss, Numerics
-from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 from ddpdebug.schema.wire import to_json
 
 _OWN = Flag.LOSS_NONFINITE | Flag.LOCAL_GRADS_NONFINITE | Flag.PARAMS_NONFINITE | Flag.STEP_NONFINITE
@@ -177,26 +175,12 @@ def _words(evidence: Mapping[str, Any]) -> str | None:
 
 def seen(**found: Any) -> dict[str, Any]:
     """Return a rank's `numerics` detail for the examples."""
-    return {
-        "checked": True,
-        "compiled": False,
-        "loss": None,
-        "forward": [],
-        "output_finite": True,
-        "inputs": [],
-        "entry": {"finite": True, "range": [-0.1, 0.1]},
-        "local": [],
-        "reduced": [],
-        "largest": {},
-        "parameters": {"before": [], "after": [], "state": [], "phase": None},
-        "near": [],
-        "replay": None,
-        **found,
-    }
+    whole = {"entry": {"finite": True, "range": [-0.1, 0.1]}, "parameters": {"before": [], "after": [], "state": []}}
+    return {"checked": True, "output_finite": True, **whole, **found}
 
 
 def call(module: str = "blocks.1.attention", order: int = 3, **found: Any) -> dict[str, Any]:
     """Return an entry about a module call for the examples."""
-    place = {"module": module, "class": "Attention", "call": 0, "micro_batch": 0, "order": order, "output": 0}
-    shown = {"dtype": "float32", "shape": [4, 8], "kinds": ["NaN"], "count": 2, "range": [-1.0, 1.0]}
-    return {**place, **shown, "input_range": [-3.0, 3.0], "input_nonfinite": False, "usual": False, **found}
+    place = {"module": module, "class": "Attention", "order": order, "dtype": "float32", "shape": [4, 8]}
+    shown = {"kinds": ["NaN"], "count": 2, "range": [-1.0, 1.0], "input_range": [-3.0, 3.0], "input_nonfinite": False}
+    return {**place, **shown, **found}

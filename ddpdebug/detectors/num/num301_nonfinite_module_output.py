@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
-from ddpdebug.detectors.kinds import Verdict
+from ddpdebug.detectors.kinds import Examples, Step, Verdict
 from ddpdebug.detectors.num.nonfinite import (
     ROOT,
     ReplayedRule,
@@ -24,7 +23,6 @@ from ddpdebug.detectors.num.nonfinite import (
 from ddpdebug.detectors.num.num305_nonfinite_input import NonfiniteInput
 from ddpdebug.schema.details import Numerics
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 _LOSS: dict[str, Any] = {"value": math.nan, "micro_batch": 0, "backward": "train.py:60", "expression": None}
 _CALLS = [call(), call("blocks.1", 4), call("head", 9, input_nonfinite=True)]
@@ -65,19 +63,15 @@ class NonfiniteModuleOutput(ReplayedRule):
     title = "a module's output is the first non-finite tensor of the forward"
     after = NonfiniteInput
     fires_on = Examples(
-        lambda: (
-            (step_at(7, odd=_ODD, numerics=_SEEN),),
-            (step_at(7, odd=_ODD, numerics={1: seen(loss=_LOSS, output_finite=False, checked=False)}),),
-            (step_at(0, world=1, odd={0: _ODD[1]}, numerics={0: _SEEN[1]}),),
-        )
+        lambda: step_at(7, odd=_ODD, numerics=_SEEN),
+        lambda: step_at(7, odd=_ODD, numerics={1: seen(loss=_LOSS, output_finite=False, checked=False)}),
+        lambda: step_at(0, world=1, odd={0: _ODD[1]}, numerics={0: _SEEN[1]}),
     )
     silent_on = Examples(
-        lambda: (
-            steps(3),
-            (step_at(7, odd={1: {"flags": Flag.FORWARD_NONFINITE}}, numerics={1: seen(forward=_CALLS)}),),
-            (step_at(7, odd=_ODD, flags=Flag.SKIPPED, numerics=_SEEN),),
-            (step_at(7, odd={1: {"flags": Flag.LOSS_NONFINITE}}, numerics={1: seen(loss=_LOSS, forward=[_MASK])}),),
-        )
+        lambda: steps(3),
+        lambda: step_at(7, odd={1: {"flags": Flag.FORWARD_NONFINITE}}, numerics={1: seen(forward=_CALLS)}),
+        lambda: step_at(7, odd=_ODD, flags=Flag.SKIPPED, numerics=_SEEN),
+        lambda: step_at(7, odd={1: {"flags": Flag.LOSS_NONFINITE}}, numerics={1: seen(loss=_LOSS, forward=[_MASK])}),
     )
 
     @classmethod

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
-from ddpdebug.detectors.kinds import Verdict
+from ddpdebug.detectors.kinds import Examples, Step, Verdict
 from ddpdebug.detectors.num.nonfinite import NOTHING, NonfiniteRule, has, known_of, of_loss, operation, ranks_with, seen
 from ddpdebug.detectors.num.num301_nonfinite_module_output import NonfiniteModuleOutput
 from ddpdebug.schema.details import LossBackward, NonfiniteLoss as Loss, Numerics
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 _LOSS: dict[str, Any] = {"value": math.inf, "micro_batch": 0, "backward": "train.py:60", "expression": "train.py:58"}
 _ODD: dict[int, Any] = {1: {"flags": Flag.LOSS_NONFINITE}}
@@ -57,20 +55,16 @@ class NonfiniteLoss(NonfiniteRule):
     title = "the model's outputs are finite, the loss is not"
     after = NonfiniteModuleOutput
     fires_on = Examples(
-        lambda: (
-            (step_at(7, odd=_ODD, numerics={1: seen(loss=_LOSS)}),),
-            (step_at(7, odd=_BACKWARD, numerics={1: seen(entry=_ENTRY, local=["head.weight"])}),),
-            (step_at(7, odd=_BACKWARD, numerics={1: seen(entry=None, loss_backward=_ROOT, local=["head.weight"])}),),
-            (step_at(7, odd=_ODD),),
-        )
+        lambda: step_at(7, odd=_ODD, numerics={1: seen(loss=_LOSS)}),
+        lambda: step_at(7, odd=_BACKWARD, numerics={1: seen(entry=_ENTRY, local=["head.weight"])}),
+        lambda: step_at(7, odd=_BACKWARD, numerics={1: seen(entry=None, loss_backward=_ROOT, local=["head.weight"])}),
+        lambda: step_at(7, odd=_ODD),
     )
     silent_on = Examples(
-        lambda: (
-            steps(3),
-            (step_at(7, odd=_ODD, numerics={1: seen(loss=_LOSS, output_finite=False)}),),
-            (step_at(7, flags=Flag.SKIPPED | Flag.LOSS_NONFINITE),),
-            (step_at(7, odd=_BACKWARD, numerics={1: seen(local=["head.weight"])}),),
-        )
+        lambda: steps(3),
+        lambda: step_at(7, odd=_ODD, numerics={1: seen(loss=_LOSS, output_finite=False)}),
+        lambda: step_at(7, flags=Flag.SKIPPED | Flag.LOSS_NONFINITE),
+        lambda: step_at(7, odd=_BACKWARD, numerics={1: seen(local=["head.weight"])}),
     )
 
     @classmethod

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
-from ddpdebug.detectors.kinds import Verdict
+from ddpdebug.detectors.kinds import Examples, Step, Verdict
 from ddpdebug.detectors.num.nonfinite import NOTHING, ROOT, ReplayedRule, known_of, seen
 from ddpdebug.detectors.num.num302_nonfinite_loss import NonfiniteLoss
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 _ALL = Flag.GRADS_NONFINITE
 _ODD: dict[int, Any] = {1: {"flags": Flag.LOCAL_GRADS_NONFINITE}}
@@ -48,19 +46,15 @@ class NonfiniteLocalGradient(ReplayedRule):
     title = "the loss is finite, a rank's own gradient is not"
     after = NonfiniteLoss
     fires_on = Examples(
-        lambda: (
-            (step_at(7, flags=_ALL, odd=_ODD, numerics=_SEEN), step_at(8, flags=_ALL | Flag.LOSS_NONFINITE)),
-            (step_at(7, world=1, flags=_ALL | Flag.NO_DDP, numerics={0: seen(reduced=["w"])}),),
-            (step_at(7, flags=_ALL, numerics={rank: seen(reduced=["w"]) for rank in range(4)}),),
-        )
+        lambda: (step_at(7, flags=_ALL, odd=_ODD, numerics=_SEEN), step_at(8, flags=_ALL | Flag.LOSS_NONFINITE)),
+        lambda: step_at(7, world=1, flags=_ALL | Flag.NO_DDP, numerics={0: seen(reduced=["w"])}),
+        lambda: step_at(7, flags=_ALL, numerics={rank: seen(reduced=["w"]) for rank in range(4)}),
     )
     silent_on = Examples(
-        lambda: (
-            steps(3),
-            (step_at(7, flags=_ALL | Flag.SKIPPED, odd=_ODD, numerics=_SEEN),),
-            (step_at(7, flags=_ALL, grad_norm=math.inf, numerics={0: seen(reduced=["w"])}),),
-            (step_at(7, flags=_ALL, odd={1: {"flags": Flag.LOSS_NONFINITE}}),),
-        )
+        lambda: steps(3),
+        lambda: step_at(7, flags=_ALL | Flag.SKIPPED, odd=_ODD, numerics=_SEEN),
+        lambda: step_at(7, flags=_ALL, grad_norm=math.inf, numerics={0: seen(reduced=["w"])}),
+        lambda: step_at(7, flags=_ALL, odd={1: {"flags": Flag.LOSS_NONFINITE}}),
     )
 
     @classmethod
@@ -80,7 +74,7 @@ class NonfiniteLocalGradient(ReplayedRule):
             return None
         own = {rank: known[rank].local or known[rank].reduced for rank in ranks if rank in known}
         names = [name for rank in ranks for name in own.get(rank, ())]
-        modules = tuple(dict.fromkeys(_module_of(own[rank][0]) for rank in ranks if own.get(rank)))
+        modules = tuple(dict.fromkeys(own[rank][0].rpartition(".")[0] or ROOT for rank in ranks if own.get(rank)))
         calls = [call.module for rank in ranks for call in known.get(rank, NOTHING).forward]
         entry = next((list(e.range) for rank in ranks if (e := known.get(rank, NOTHING).entry)), None)
         evidence = {
@@ -92,7 +86,3 @@ class NonfiniteLocalGradient(ReplayedRule):
             "observed": None if phase else "only the reduced gradients were looked at in this step",
         }
         return Verdict(ranks=ranks, subject=modules, phase=phase, evidence=evidence)
-
-
-def _module_of(name: str) -> str:
-    return name.rpartition(".")[0] or ROOT

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import step_at, steps
-from ddpdebug.detectors.kinds import Verdict
+from ddpdebug.detectors.kinds import Examples, Finding, Step, Verdict
 from ddpdebug.detectors.num.nonfinite import NonfiniteRule, known_of, seen
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 _MADE = {"before": [], "after": ["head.weight"], "state": [["head.weight", "exp_avg_sq"]], "phase": "optimizer"}
 _FOUND = {"before": ["embedding.weight"], "after": [], "state": [], "phase": "outside-optimizer"}
@@ -49,19 +48,24 @@ class NonfiniteParameter(NonfiniteRule):
     code = "NUM304"
     title = "a parameter or optimizer state is non-finite although the gradients were finite"
     fires_on = Examples(
-        lambda: (
-            (step_at(7, flags=Flag.STEP_NONFINITE, numerics=_AFTER),),
-            (step_at(7, odd=_BEFORE, numerics={2: seen(parameters=_FOUND)}),),
-            (step_at(7, flags=Flag.PARAMS_NONFINITE),),
-        )
+        lambda: step_at(7, flags=Flag.STEP_NONFINITE, numerics=_AFTER),
+        lambda: step_at(7, odd=_BEFORE, numerics={2: seen(parameters=_FOUND)}),
+        lambda: step_at(7, flags=Flag.PARAMS_NONFINITE),
     )
     silent_on = Examples(
-        lambda: (
-            steps(3),
-            (step_at(7, flags=Flag.STEP_NONFINITE | Flag.SKIPPED, numerics=_AFTER),),
-            (step_at(7, flags=Flag.LOSS_NONFINITE),),
-        )
+        lambda: steps(3),
+        lambda: step_at(7, flags=Flag.STEP_NONFINITE | Flag.SKIPPED, numerics=_AFTER),
+        lambda: step_at(7, flags=Flag.LOSS_NONFINITE),
     )
+
+    def word(self, step: Step, verdict: Verdict) -> Finding:
+        finding = super().word(step, verdict)
+        if verdict.phase != "outside-optimizer":
+            return finding
+        # what the optimizer does is no cause of what was written between two of its steps
+        likely = ("a checkpoint", "a parameter created")
+        causes = sorted(finding.causes, key=lambda text: [not text.startswith(words) for words in likely])
+        return replace(finding, causes=tuple(causes))
 
     @classmethod
     def verdict(cls, step: Step) -> Verdict | None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
-from ddpdebug.detectors.kinds import Verdict
+from ddpdebug.detectors.kinds import Examples, Step, Verdict
 from ddpdebug.detectors.num.nonfinite import NonfiniteRule, call, has, known_of, ranks_with, seen
 from ddpdebug.detectors.num.num304_nonfinite_parameter import NonfiniteParameter
 from ddpdebug.schema.details import Numerics
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 _INPUT = {"argument": "x", "dtype": "float32", "shape": [4, 8], "kinds": ["NaN"], "count": 1, "samples": [2]}
 _CALLS = [call("embed", 1, input_nonfinite=True)]
@@ -43,17 +41,13 @@ class NonfiniteInput(NonfiniteRule):
     title = "the input batch is already non-finite"
     after = NonfiniteParameter
     fires_on = Examples(
-        lambda: (
-            (step_at(7, odd={1: {"flags": _LOST}}, numerics=_SEEN), step_at(8, flags=Flag.LOSS_NONFINITE)),
-            (step_at(7, odd={1: {"flags": Flag.LOCAL_GRADS_NONFINITE}}, numerics={1: seen(inputs=[_INPUT])}),),
-        )
+        lambda: (step_at(7, odd={1: {"flags": _LOST}}, numerics=_SEEN), step_at(8, flags=Flag.LOSS_NONFINITE)),
+        lambda: step_at(7, odd={1: {"flags": Flag.LOCAL_GRADS_NONFINITE}}, numerics={1: seen(inputs=[_INPUT])}),
     )
     silent_on = Examples(
-        lambda: (
-            steps(3),
-            (step_at(7, odd={1: {"flags": Flag.INPUT_NONFINITE}}, numerics={1: seen(inputs=[_INPUT])}),),
-            (step_at(7, flags=Flag.SKIPPED, odd={1: {"flags": _LOST}}, numerics=_SEEN),),
-        )
+        lambda: steps(3),
+        lambda: step_at(7, odd={1: {"flags": Flag.INPUT_NONFINITE}}, numerics={1: seen(inputs=[_INPUT])}),
+        lambda: step_at(7, flags=Flag.SKIPPED, odd={1: {"flags": _LOST}}, numerics=_SEEN),
     )
 
     @classmethod

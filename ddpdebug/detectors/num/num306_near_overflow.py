@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
 from typing import Any
 
-from ddpdebug.detectors.base import Examples, RankClasses
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import step_at, steps
-from ddpdebug.detectors.kinds import ComparisonRule
+from ddpdebug.detectors.kinds import ComparisonRule, Examples, Findings, RankClasses, Severity, Step
 from ddpdebug.detectors.num.nonfinite import BAD, seen
 from ddpdebug.schema.details import Numerics
-from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 _NEAR: dict[str, Any] = {"module": "blocks.3.mlp", "dtype": "float16", "largest": 41000.0, "limit": 65504.0}
 _SEEN = {2: seen(near=[{**_NEAR, "history": [[4, 12000.0], [5, 22000.0], [6, 41000.0]]}])}
@@ -46,19 +42,16 @@ class NearOverflow(ComparisonRule):
     code = "NUM306"
     severity = Severity.WARNING
     title = "activations or gradients are within a factor of two of the dtype's maximum"
+    incident = ()
     wants = ("numerics",)
     fires_on = Examples(
-        lambda: (
-            (step_at(6, odd=_ODD, numerics=_SEEN),),
-            (step_at(6, world=1, flags=Flag.NEAR_OVERFLOW, numerics={0: _SEEN[2]}), step_at(7)),
-        )
+        lambda: step_at(6, odd=_ODD, numerics=_SEEN),
+        lambda: (step_at(6, world=1, flags=Flag.NEAR_OVERFLOW, numerics={0: _SEEN[2]}), step_at(7)),
     )
     silent_on = Examples(
-        lambda: (
-            steps(3),
-            (step_at(6, odd=_ODD, flags=Flag.LOSS_NONFINITE, numerics=_SEEN),),
-            (step_at(6, numerics=_SEEN),),
-        )
+        lambda: steps(3),
+        lambda: step_at(6, odd=_ODD, flags=Flag.LOSS_NONFINITE, numerics=_SEEN),
+        lambda: step_at(6, numerics=_SEEN),
     )
 
     def rank_classes(self, step: Step) -> RankClasses | None:
@@ -67,10 +60,7 @@ class NearOverflow(ComparisonRule):
         near = step.ranks_with(Flag.NEAR_OVERFLOW)
         return {rank: rank in near for rank in step.rows} if near else {}
 
-    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
-        return ()
-
-    def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:
+    def report(self, step: Step, classes: RankClasses) -> Findings:
         found = {rank: told.near for rank, told in step.answers(Numerics).items() if told.near}
         if not found:
             return

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Threshold
 from ddpdebug.detectors.examples import step_at
-from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.detectors.kinds import Detector, Examples, Fields, Findings, Severity, Step, Threshold
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 _MAX_HISTORY = 16
 
@@ -57,6 +54,7 @@ class LossScaleCollapse(Detector):
     code = "NUM307"
     severity = Severity.WARNING
     title = "the loss scaler skips too many steps or has collapsed"
+    incident = ()
     scale_collapsed = Threshold(
         1, "loss scale at which float16 gradients have nothing left to gain", source="1 is no scale at all"
     )
@@ -75,34 +73,27 @@ class LossScaleCollapse(Detector):
         50, "attempts that are looked at together, after the first step that was taken", source="chosen: 15 skips of 50"
     )
     fires_on = Examples(
-        lambda: (
-            tuple(step_at(n, flags=Flag.SKIPPED, loss_scale=65536.0 / 2**n) for n in range(18)),
-            tuple(step_at(n, flags=Flag.SKIPPED if n % 2 else 0, loss_scale=1024.0) for n in range(60)),
-        )
+        lambda: tuple(step_at(n, flags=Flag.SKIPPED, loss_scale=65536.0 / 2**n) for n in range(18)),
+        lambda: tuple(step_at(n, flags=Flag.SKIPPED if n % 2 else 0, loss_scale=1024.0) for n in range(60)),
     )
     silent_on = Examples(
-        lambda: (
-            tuple(
-                step_at(n, flags=Flag.SKIPPED if n < 9 else 0, loss_scale=65536.0 / 2 ** min(n, 9)) for n in range(70)
-            ),
-            tuple(step_at(n, flags=Flag.SKIPPED if n % 5 == 0 else 0, loss_scale=1024.0) for n in range(120)),
-            tuple(step_at(n, loss_scale=1.0) for n in range(60)),
-            tuple(step_at(n, flags=Flag.SKIPPED if 30 <= n < 36 else 0, loss_scale=1024.0) for n in range(90)),
-        )
+        lambda: tuple(
+            step_at(n, flags=Flag.SKIPPED if n < 9 else 0, loss_scale=65536.0 / 2 ** min(n, 9)) for n in range(70)
+        ),
+        lambda: tuple(step_at(n, flags=Flag.SKIPPED if n % 5 == 0 else 0, loss_scale=1024.0) for n in range(120)),
+        lambda: tuple(step_at(n, loss_scale=1.0) for n in range(60)),
+        lambda: tuple(step_at(n, flags=Flag.SKIPPED if 30 <= n < 36 else 0, loss_scale=1024.0) for n in range(90)),
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._past: dict[int, _Past] = {}
-
-    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
-        return ()
 
     def can_show(self, step: Step) -> bool:
         past = self._past.get(step.optimizer)  # once it is below half of the limit, it is over
         return past is None or 2 * sum(past.skips) < self.scale_skipped * self.scale_window
 
-    def detect(self, step: Step) -> Iterator[Finding]:
+    def detect(self, step: Step) -> Findings:
         scales = [row.loss_scale for row in step.rows.values() if math.isfinite(row.loss_scale)]
         if not scales:
             return

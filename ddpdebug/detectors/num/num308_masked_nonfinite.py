@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Examples, RankClasses
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import step_at, steps
-from ddpdebug.detectors.kinds import ComparisonRule
+from ddpdebug.detectors.kinds import ComparisonRule, Examples, Findings, RankClasses, Severity, Step
 from ddpdebug.detectors.num.nonfinite import BAD, about, call, first_call, maker, seen
 from ddpdebug.schema.details import Numerics
-from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 # What counts, chosen for few false alarms: NaN or +Inf in the output of a module. -Inf alone does not: it is what masks
 # are made of, and nothing tells them from an accident. Nor does anything in a step whose input batch holds NaN: a model
@@ -51,21 +48,18 @@ class MaskedNonfinite(ComparisonRule):
     code = "NUM308"
     severity = Severity.WARNING
     title = "a non-finite value arose and was masked"
+    incident = ("subject",)
     wants = ("numerics",)
     fires_on = Examples(
-        lambda: (
-            (step_at(7, odd=_ODD, numerics=_SEEN),),
-            (step_at(7, odd=_ODD, numerics={1: seen(forward=[call()], replay={"masked": _MASKED, "bundle": "b"})}),),
-            (step_at(7, odd=_ODD, numerics=_SEEN), step_at(8, odd=_ODD, numerics=_SEEN)),
-        )
+        lambda: step_at(7, odd=_ODD, numerics=_SEEN),
+        lambda: step_at(7, odd=_ODD, numerics={1: seen(forward=[call()], replay={"masked": _MASKED, "bundle": "b"})}),
+        lambda: (step_at(7, odd=_ODD, numerics=_SEEN), step_at(8, odd=_ODD, numerics=_SEEN)),
     )
     silent_on = Examples(
-        lambda: (
-            steps(3),
-            (step_at(7, odd=_ODD, flags=Flag.INPUT_NONFINITE, numerics=_SEEN),),
-            (step_at(7, odd={1: {"flags": Flag.FORWARD_NONFINITE | Flag.LOSS_NONFINITE}}, numerics=_SEEN),),
-            (step_at(7, numerics={1: seen(forward=[call(kinds=["-Inf"])])}),),
-        )
+        lambda: steps(3),
+        lambda: step_at(7, odd=_ODD, flags=Flag.INPUT_NONFINITE, numerics=_SEEN),
+        lambda: step_at(7, odd={1: {"flags": Flag.FORWARD_NONFINITE | Flag.LOSS_NONFINITE}}, numerics=_SEEN),
+        lambda: step_at(7, numerics={1: seen(forward=[call(kinds=["-Inf"])])}),
     )
 
     def rank_classes(self, step: Step) -> RankClasses | None:
@@ -74,10 +68,7 @@ class MaskedNonfinite(ComparisonRule):
         masked = step.ranks_with(Flag.FORWARD_NONFINITE)
         return {rank: rank in masked for rank in step.rows} if masked else {}
 
-    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
-        return (finding.subject[:1],)
-
-    def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:
+    def report(self, step: Step, classes: RankClasses) -> Findings:
         known = step.answers(Numerics)
         calls = {rank: found for rank, told in known.items() if (found := first_call(told)) is not None}
         if not calls:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
-from ddpdebug.detectors.kinds import Verdict
+from ddpdebug.detectors.kinds import Examples, Step, Verdict
 from ddpdebug.detectors.num.nonfinite import NOTHING, NonfiniteRule, known_of, seen
 from ddpdebug.detectors.num.num303_nonfinite_local_gradient import NonfiniteLocalGradient
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 _INF: dict[str, Any] = {"grad_norm": math.inf, "flags": Flag.GRADS_NONFINITE | Flag.HALF_REDUCTION}
 _SEEN = {rank: seen(reduced=["head.weight"], largest={"head.weight": 7e4}) for rank in range(4)}
@@ -47,17 +45,13 @@ class NonfiniteReduction(NonfiniteRule):
     title = "every rank's gradient is finite, the reduced one is not"
     after = NonfiniteLocalGradient
     fires_on = Examples(
-        lambda: (
-            (step_at(7, numerics=_SEEN, **_INF),),
-            (step_at(7, world=2, **_INF),),
-        )
+        lambda: step_at(7, numerics=_SEEN, **_INF),
+        lambda: step_at(7, world=2, **_INF),
     )
     silent_on = Examples(
-        lambda: (
-            steps(3),
-            (step_at(7, odd={1: {"flags": Flag.LOCAL_GRADS_NONFINITE}}, numerics=_SEEN, **_INF),),
-            (step_at(7, numerics=_SEEN, **{**_INF, "flags": Flag.GRADS_NONFINITE | Flag.SKIPPED}),),
-        )
+        lambda: steps(3),
+        lambda: step_at(7, odd={1: {"flags": Flag.LOCAL_GRADS_NONFINITE}}, numerics=_SEEN, **_INF),
+        lambda: step_at(7, numerics=_SEEN, **{**_INF, "flags": Flag.GRADS_NONFINITE | Flag.SKIPPED}),
     )
 
     @classmethod

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ddpdebug.detectors import causality
-from ddpdebug.detectors.base import Examples, RankClasses
 from ddpdebug.detectors.comparison import (
     MAX_NAMES,
     agree_within,
@@ -17,11 +16,9 @@ from ddpdebug.detectors.comparison import (
     values_of,
 )
 from ddpdebug.detectors.examples import step_at, tables as ranks
-from ddpdebug.detectors.kinds import ComparisonRule
+from ddpdebug.detectors.kinds import ComparisonRule, Examples, Fields, Finding, Findings, RankClasses, Severity, Step
 from ddpdebug.schema.details import Parameters, differing_names
-from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 _OWN: dict[str, Any] = {
     "before": {"w": "a1", "b": "b1"},
@@ -74,28 +71,25 @@ class ParametersDiffer(ComparisonRule):
     code = "RANK101"
     severity = Severity.CRITICAL
     title = "parameters differ between ranks"
+    incident = ("subject", "phase", "ranks")
     wants = ("parameters",)
     last_state = True
     fires_on = Examples(
-        lambda: (
-            (step_at(12, odd={2: _CHANGED}, parameters=ranks(4, _USUAL, {2: _EDITED})),),
-            (step_at(3, odd={1: {"params_after_digest": 6}}, parameters=ranks(4, _USUAL, {1: _SHRUNK})),),
-            (step_at(0, world=2, odd={1: {"params_before_digest": 5, "params_after_digest": 6}}),),
-            (step_at(30, flags=Flag.LAST_STATE, params_before_digest=0, odd={1: {"params_after_digest": 6}}),),
-        )
+        lambda: step_at(12, odd={2: _CHANGED}, parameters=ranks(4, _USUAL, {2: _EDITED})),
+        lambda: step_at(3, odd={1: {"params_after_digest": 6}}, parameters=ranks(4, _USUAL, {1: _SHRUNK})),
+        lambda: step_at(0, world=2, odd={1: {"params_before_digest": 5, "params_after_digest": 6}}),
+        lambda: step_at(30, flags=Flag.LAST_STATE, params_before_digest=0, odd={1: {"params_after_digest": 6}}),
     )
     silent_on = Examples(
-        lambda: (
-            (step_at(0), step_at(1), step_at(2)),
-            (step_at(4, flags=Flag.LOCAL_ONLY, odd={1: {"params_after_digest": 6}}),),
-            (step_at(4, flags=Flag.SHARDED_STATE, odd={1: {"params_after_digest": 6}}),),
-            (step_at(4, odd={1: {"params_after_digest": 0}}),),
-            (step_at(30, flags=Flag.LAST_STATE, odd={1: {"params_after_digest": 0}}),),  # rewritten on purpose
-            (step_at(4, world=1),),
-        )
+        lambda: (step_at(0), step_at(1), step_at(2)),
+        lambda: step_at(4, flags=Flag.LOCAL_ONLY, odd={1: {"params_after_digest": 6}}),
+        lambda: step_at(4, flags=Flag.SHARDED_STATE, odd={1: {"params_after_digest": 6}}),
+        lambda: step_at(4, odd={1: {"params_after_digest": 0}}),
+        lambda: step_at(30, flags=Flag.LAST_STATE, odd={1: {"params_after_digest": 0}}),  # rewritten on purpose
+        lambda: step_at(4, world=1),
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._agreed: dict[int, int] = {}  # optimizer -> newest step that left equal parameters
         self._found_equal: dict[int, int] = {}  # optimizer -> newest step that found equal ones, all of them read
@@ -113,9 +107,6 @@ class ParametersDiffer(ComparisonRule):
     def is_new_event(self, step: Step) -> bool:
         changed = step.ranks_with(Flag.PARAMS_CHANGED_OUTSIDE)
         return subset(changed, step) and changed != self._changed.get(step.optimizer) and self._telling(step)
-
-    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
-        return finding.subject[:1], finding.phase, finding.ranks
 
     def causal_rank(self, finding: Finding) -> int:
         inside = finding.phase in {"optimizer", None}
@@ -140,7 +131,7 @@ class ParametersDiffer(ComparisonRule):
         """Whether a change outside the optimizer on some ranks only is news, not what the code always does."""
         return step.optimizer not in self._edited or self._agreed.get(step.optimizer) == step.step - 1
 
-    def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:
+    def report(self, step: Step, classes: RankClasses) -> Findings:
         told = step.answers(Parameters)
         if len({frozenset(own.after) for own in told.values()}) > 1 and step.all(Flag.NO_DDP):
             return  # different models on purpose: nothing that should be equal

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from ddpdebug.detectors.base import Examples, RankClasses
 from ddpdebug.detectors.comparison import MAX_NAMES, classes_of, culprits, values_of
 from ddpdebug.detectors.examples import step_at, steps, tables as ranks
-from ddpdebug.detectors.kinds import ComparisonRule
+from ddpdebug.detectors.kinds import ComparisonRule, Examples, Findings, RankClasses, Severity, Step
 from ddpdebug.schema.details import BufferDigests, differing_names
-from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 _USUAL: dict[str, Any] = {"digests": {"bn.running_mean": "a", "mask": "b"}}
 _ODD: dict[str, Any] = {"digests": {"bn.running_mean": "f", "mask": "b"}}
@@ -46,27 +43,21 @@ class BuffersDiffer(ComparisonRule):
     title = "buffers differ between ranks"
     wants = ("buffers",)
     fires_on = Examples(
-        lambda: (
-            (step_at(20, odd={1: {"buffers_digest": 5}}, buffers=ranks(4, _USUAL, {1: _ODD})),),
-            (
-                step_at(
-                    0, flags=Flag.BUFFERS_NOT_BROADCAST, odd={rank: {"buffers_digest": 5 + rank} for rank in range(4)}
-                ),
-            ),
-        )
+        lambda: step_at(20, odd={1: {"buffers_digest": 5}}, buffers=ranks(4, _USUAL, {1: _ODD})),
+        lambda: step_at(
+            0, flags=Flag.BUFFERS_NOT_BROADCAST, odd={rank: {"buffers_digest": 5 + rank} for rank in range(4)}
+        ),
     )
     silent_on = Examples(
-        lambda: (
-            steps(3),
-            (step_at(2, buffers_digest=0),),
-            (step_at(2, odd={1: {"buffers_digest": 0}}),),
-        )
+        lambda: steps(3),
+        lambda: step_at(2, buffers_digest=0),
+        lambda: step_at(2, odd={1: {"buffers_digest": 0}}),
     )
 
     def rank_classes(self, step: Step) -> RankClasses | None:
         return classes_of(step, "buffers_digest")
 
-    def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:
+    def report(self, step: Step, classes: RankClasses) -> Findings:
         by_rank = {rank: told.digests for rank, told in step.answers(BufferDigests).items()}
         names = differing_names(by_rank)
         unsent = step.any(Flag.BUFFERS_NOT_BROADCAST)
@@ -80,8 +71,4 @@ class BuffersDiffer(ComparisonRule):
             phase="not-broadcast" if unsent else "after-broadcast",
             evidence=evidence,
         )
-        if unsent:
-            causes = (_UNSENT, *finding.causes[1:])
-            fields = {"subject": finding.subject, "phase": finding.phase, "evidence": evidence}
-            finding = self.finding(step=step.step, ranks=finding.ranks, causes=causes, **fields)
-        yield finding
+        yield replace(finding, causes=(_UNSENT, *finding.causes[1:])) if unsent else finding

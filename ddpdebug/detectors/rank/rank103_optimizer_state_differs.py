@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Examples, RankClasses
 from ddpdebug.detectors.comparison import MAX_NAMES, agree_within, blame, classes_of, subset, values_of
 from ddpdebug.detectors.examples import step_at, steps, tables as ranks
-from ddpdebug.detectors.kinds import ComparisonRule
+from ddpdebug.detectors.kinds import ComparisonRule, Examples, Fields, Finding, Findings, RankClasses, Severity, Step
 from ddpdebug.schema.details import OptimizerState, differing_names
-from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 _ON_PURPOSE = Flag.LOCAL_ONLY | Flag.SHARDED_STATE
 _USUAL: dict[str, Any] = {"w": {"exp_avg": "a", "step": "3"}, "b": {"exp_avg": "b", "step": "3"}}
@@ -45,22 +42,18 @@ class OptimizerStateDiffers(ComparisonRule):
     title = "optimizer state differs between ranks"
     wants = ("state",)
     fires_on = Examples(
-        lambda: (
-            (step_at(22, odd={2: {"state_digest": 5}}, state=ranks(4, _USUAL, {2: _ODD})),),
-            (step_at(1, world=2, odd={1: {"state_digest": 5, "flags": Flag.STATE_CHANGED_OUTSIDE}}),),
-        )
+        lambda: step_at(22, odd={2: {"state_digest": 5}}, state=ranks(4, _USUAL, {2: _ODD})),
+        lambda: step_at(1, world=2, odd={1: {"state_digest": 5, "flags": Flag.STATE_CHANGED_OUTSIDE}}),
     )
     silent_on = Examples(
-        lambda: (
-            steps(3),
-            (step_at(2, flags=Flag.SHARDED_STATE, odd={rank: {"state_digest": 5 + rank} for rank in range(4)}),),
-            (step_at(2, flags=Flag.LOCAL_ONLY, odd={1: {"state_digest": 5}}),),
-        )
+        lambda: steps(3),
+        lambda: step_at(2, flags=Flag.SHARDED_STATE, odd={rank: {"state_digest": 5 + rank} for rank in range(4)}),
+        lambda: step_at(2, flags=Flag.LOCAL_ONLY, odd={1: {"state_digest": 5}}),
     )
 
     last_state = True
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._agreed: dict[int, int] = {}  # optimizer -> newest step that left equal state
         self._changed: dict[int, tuple[int, ...]] = {}
@@ -84,7 +77,7 @@ class OptimizerStateDiffers(ComparisonRule):
             self._agreed[step.optimizer] = step.step
         self._changed[step.optimizer] = step.ranks_with(Flag.STATE_CHANGED_OUTSIDE)
 
-    def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:
+    def report(self, step: Step, classes: RankClasses) -> Findings:
         told = {rank: answer.states for rank, answer in step.answers(OptimizerState).items()}
         flat = {rank: _flat(states) for rank, states in told.items()}
         if step.all(Flag.NO_DDP) and len({frozenset(states) for states in told.values()}) > 1:

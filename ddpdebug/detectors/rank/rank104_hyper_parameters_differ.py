@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddpdebug.detectors.base import Examples, RankClasses
 from ddpdebug.detectors.comparison import MAX_NAMES, classes_of, culprits
 from ddpdebug.detectors.examples import step_at, tables as ranks
-from ddpdebug.detectors.kinds import ComparisonRule
+from ddpdebug.detectors.kinds import ComparisonRule, Examples, Findings, RankClasses, Severity, Step
 from ddpdebug.schema.details import HyperParameters
-from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 _USUAL = [{"lr": 0.1, "betas": [0.9, 0.999]}]
 
@@ -45,30 +42,22 @@ class HyperParametersDiffer(ComparisonRule):
     title = "optimizer settings differ between ranks"
     wants = ("hyper",)
     fires_on = Examples(
-        lambda: (
-            (
-                step_at(
-                    7,
-                    odd={1: {"hyper_digest": 9, "lr": 0.03}},
-                    hyper=ranks(4, _USUAL, {1: [{**_USUAL[0], "lr": 0.03}]}),
-                ),
-            ),
-            (step_at(7, world=2, odd={1: {"hyper_digest": 9, "lr": 0.03}}),),
-            (step_at(7, world=3, odd={1: {"hyper_digest": 9}}, hyper=ranks(3, _USUAL, {1: [*_USUAL, {"lr": 1.0}]})),),
-        )
+        lambda: step_at(
+            7, odd={1: {"hyper_digest": 9, "lr": 0.03}}, hyper=ranks(4, _USUAL, {1: [{**_USUAL[0], "lr": 0.03}]})
+        ),
+        lambda: step_at(7, world=2, odd={1: {"hyper_digest": 9, "lr": 0.03}}),
+        lambda: step_at(7, world=3, odd={1: {"hyper_digest": 9}}, hyper=ranks(3, _USUAL, {1: [*_USUAL, {"lr": 1.0}]})),
     )
     silent_on = Examples(
-        lambda: (
-            (step_at(0, hyper=ranks(4, _USUAL)), step_at(1)),
-            (step_at(3, hyper_digest=77, lr=0.01),),
-            (step_at(3, odd={1: {"hyper_digest": 0}}),),
-        )
+        lambda: (step_at(0, hyper=ranks(4, _USUAL)), step_at(1)),
+        lambda: step_at(3, hyper_digest=77, lr=0.01),
+        lambda: step_at(3, odd={1: {"hyper_digest": 0}}),
     )
 
     def rank_classes(self, step: Step) -> RankClasses | None:
         return classes_of(step, "hyper_digest", on_purpose=Flag(0))
 
-    def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:
+    def report(self, step: Step, classes: RankClasses) -> Findings:
         groups = {rank: told.groups for rank, told in step.answers(HyperParameters).items()}
         entries = _differences(groups) if len(groups) > 1 else _from_rows(step)
         evidence: dict[str, Any] = {"optimizer": step.optimizer}

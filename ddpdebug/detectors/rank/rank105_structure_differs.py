@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddpdebug.detectors.base import Examples, Facts
+from ddpdebug.detectors.kinds import Examples, Facts, Findings, Severity
 from ddpdebug.detectors.rank.wrapping import WrapRule
 from ddpdebug.schema.announcements import Structure, StructureEntry
-from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import outvoted
 from ddpdebug.schema.wire import to_json
 
@@ -44,26 +43,22 @@ class StructureDiffers(WrapRule):
     title = "model structure differs between ranks"
     topics = ("structure", "group")
     fires_on = Examples(
+        lambda: Facts(topic="structure:0", values={0: _USUAL, 1: _USUAL, 2: _CROSSED}),
         lambda: (
-            (Facts(topic="structure:0", values={0: _USUAL, 1: _USUAL, 2: _CROSSED}),),
-            (
-                Facts(topic="structure:0", values={0: _USUAL, 1: _SHORT}),
-                Facts(topic="group:0", values={0: {"ranks": [0, 1]}, 1: {"ranks": [0, 1]}}),
-            ),
-        )
+            Facts(topic="structure:0", values={0: _USUAL, 1: _SHORT}),
+            Facts(topic="group:0", values={0: {"ranks": [0, 1]}, 1: {"ranks": [0, 1]}}),
+        ),
     )
     silent_on = Examples(
+        lambda: Facts(topic="structure:0", values={0: _USUAL, 1: _USUAL}),
         lambda: (
-            (Facts(topic="structure:0", values={0: _USUAL, 1: _USUAL}),),
-            (
-                Facts(topic="structure:0", values={0: _USUAL, 1: _SHORT}),
-                Facts(topic="group:0", values={0: {"ranks": [0]}, 1: {"ranks": [1]}}),
-            ),
-            (Facts(topic="structure:0", values={0: _USUAL}),),
-        )
+            Facts(topic="structure:0", values={0: _USUAL, 1: _SHORT}),
+            Facts(topic="group:0", values={0: {"ranks": [0]}, 1: {"ranks": [1]}}),
+        ),
+        lambda: Facts(topic="structure:0", values={0: _USUAL}),
     )
 
-    def judge(self, index: int, facts: Mapping[int, Structure]) -> Iterator[Finding]:
+    def judge(self, index: int, facts: Mapping[int, Structure]) -> Findings:
         digests = {rank: fact.digest for rank, fact in sorted(facts.items())}
         culprits = outvoted(digests)
         if not culprits:

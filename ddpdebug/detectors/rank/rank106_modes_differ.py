@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from ddpdebug.detectors.base import Examples, RankClasses
 from ddpdebug.detectors.comparison import MAX_NAMES, classes_of, culprits, values_of
 from ddpdebug.detectors.examples import step_at, steps, tables as ranks
-from ddpdebug.detectors.kinds import ComparisonRule
+from ddpdebug.detectors.kinds import ComparisonRule, Examples, Findings, RankClasses, Severity, Step
 from ddpdebug.schema.details import Modes, differing_names
-from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 _USUAL: dict[str, Any] = {"(model)": True, "body": True, "body.drop": True}
 _EVAL = dict.fromkeys(_USUAL, False)
@@ -44,17 +41,15 @@ class ModesDiffer(ComparisonRule):
     title = "train and eval mode differ between ranks"
     wants = ("modes",)
     fires_on = Examples(
-        lambda: (
-            (step_at(20, odd={0: {"modes_digest": 5}}, modes=ranks(4, _USUAL, {0: _EVAL})),),
-            (step_at(20, world=2, odd={1: {"modes_digest": 5}}, modes=ranks(2, _USUAL, {1: _DROP_OFF})),),
-        )
+        lambda: step_at(20, odd={0: {"modes_digest": 5}}, modes=ranks(4, _USUAL, {0: _EVAL})),
+        lambda: step_at(20, world=2, odd={1: {"modes_digest": 5}}, modes=ranks(2, _USUAL, {1: _DROP_OFF})),
     )
-    silent_on = Examples(lambda: (steps(3), (step_at(3, modes_digest=5, modes=ranks(4, _EVAL)),)))
+    silent_on = Examples(lambda: steps(3), lambda: step_at(3, modes_digest=5, modes=ranks(4, _EVAL)))
 
     def rank_classes(self, step: Step) -> RankClasses | None:
         return classes_of(step, "modes_digest", on_purpose=Flag(0))
 
-    def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:
+    def report(self, step: Step, classes: RankClasses) -> Findings:
         by_rank = {rank: told.training for rank, told in step.answers(Modes).items()}
         names = differing_names(by_rank)
         top = _outermost(names)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Facts, Threshold
 from ddpdebug.detectors.comparison import MAX_NAMES, within
 from ddpdebug.detectors.examples import digest, step_at, steps
+from ddpdebug.detectors.kinds import Detector, Examples, Facts, Fields, Finding, Findings, Severity, Step, Threshold
 from ddpdebug.schema.announcements import Agreement, Constants, Precision
-from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag, Row
-from ddpdebug.schema.step import Step, outvoted
+from ddpdebug.schema.step import outvoted
 
 _SAME: dict[str, Any] = {"batch_digest": digest(1), "record_digest": digest(2), "output_digest": digest(3), "loss": 1.0}
 _LOOKED = {"step": 4, "output": "a1", "weights": "b1"}
@@ -53,6 +52,7 @@ class OutputsDisagree(Detector):
     code = "RANK107"
     severity = Severity.ERROR
     title = "the same batch and weights give different results"
+    incident = ("phase", "ranks")
     topics = ("agreement", "precision", "constants")
     same_loss = Threshold(
         1e-5,
@@ -60,42 +60,33 @@ class OutputsDisagree(Detector):
         source="calculated: another kernel rounds another way",
     )
     fires_on = Examples(
-        lambda: (
-            (
-                step_at(
-                    4, odd={2: {"eval_output_digest": 8}}, eval_batch_digest=digest(1), eval_output_digest=digest(2)
-                ),
-            ),
-            (step_at(4, odd=_ODD, rng_digest=digest(5), **_SAME),),
-            (Facts(topic="agreement:1", values={0: _LOOKED, 1: _LOOKED, 2: {**_LOOKED, "output": "c1"}}),),
-            (Facts(topic="precision:0", values={0: _PRECISION, 1: {**_PRECISION, "autocast": "bfloat16"}}),),
-            (Facts(topic="constants:0", values={0: _TABLE, 1: {"step": 4, "tensors": {"embed.b": "(2, 32):bb"}}}),),
-        )
+        lambda: step_at(
+            4, odd={2: {"eval_output_digest": 8}}, eval_batch_digest=digest(1), eval_output_digest=digest(2)
+        ),
+        lambda: step_at(4, odd=_ODD, rng_digest=digest(5), **_SAME),
+        lambda: Facts(topic="agreement:1", values={0: _LOOKED, 1: _LOOKED, 2: {**_LOOKED, "output": "c1"}}),
+        lambda: Facts(topic="precision:0", values={0: _PRECISION, 1: {**_PRECISION, "autocast": "bfloat16"}}),
+        lambda: Facts(topic="constants:0", values={0: _TABLE, 1: {"step": 4, "tensors": {"embed.b": "(2, 32):bb"}}}),
     )
     silent_on = Examples(
-        lambda: (
-            (step_at(4, eval_batch_digest=digest(1), eval_output_digest=digest(2)),),
-            (step_at(4, odd={2: {"eval_batch_digest": 7, "eval_output_digest": 8}}, eval_batch_digest=digest(1)),),
-            (step_at(4, rng_digest=digest(5), **_SAME),),
-            (step_at(4, odd={2: {**_ODD[2], **_DROPOUT}}, flags=Flag.RNG_USED_IN_FORWARD, **_SAME),),
-            (step_at(4, odd={2: {**_ODD[2], "params_before_digest": 5}}, **_SAME),),
-            (step_at(4, flags=Flag.BATCH_SAMPLED, odd=_ODD, **{**_SAME, "record_digest": 0}),),
-            steps(4),
-            (Facts(topic="agreement:1", values={0: _LOOKED, 1: _LOOKED}),),
-            (Facts(topic="precision:0", values={0: _PRECISION, 1: _PRECISION}),),
-            (Facts(topic="constants:0", values={0: _TABLE, 1: _TABLE}),),
-            (  # of another shape: this rank's own part of something
-                Facts(topic="constants:0", values={0: _TABLE, 1: {"step": 4, "tensors": {"embed.b": "(2, 30):bb"}}}),
-            ),
-        )
+        lambda: step_at(4, eval_batch_digest=digest(1), eval_output_digest=digest(2)),
+        lambda: step_at(4, odd={2: {"eval_batch_digest": 7, "eval_output_digest": 8}}, eval_batch_digest=digest(1)),
+        lambda: step_at(4, rng_digest=digest(5), **_SAME),
+        lambda: step_at(4, odd={2: {**_ODD[2], **_DROPOUT}}, flags=Flag.RNG_USED_IN_FORWARD, **_SAME),
+        lambda: step_at(4, odd={2: {**_ODD[2], "params_before_digest": 5}}, **_SAME),
+        lambda: step_at(4, flags=Flag.BATCH_SAMPLED, odd=_ODD, **{**_SAME, "record_digest": 0}),
+        lambda: steps(4),
+        lambda: Facts(topic="agreement:1", values={0: _LOOKED, 1: _LOOKED}),
+        lambda: Facts(topic="precision:0", values={0: _PRECISION, 1: _PRECISION}),
+        lambda: Facts(topic="constants:0", values={0: _TABLE, 1: _TABLE}),
+        lambda: (  # of another shape: this rank's own part of something
+            Facts(topic="constants:0", values={0: _TABLE, 1: {"step": 4, "tensors": {"embed.b": "(2, 30):bb"}}}),
+        ),
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._step = 0
-
-    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
-        return finding.phase, finding.ranks
 
     def explained_by(self, finding: Finding, cause: Finding) -> bool:
         """Fold what was measured in eval mode alone into dropout that is active there."""
@@ -104,7 +95,7 @@ class OutputsDisagree(Detector):
     def can_show(self, step: Step) -> bool:
         return bool(_fed_alike(step) or _evaluated_alike(step))
 
-    def detect(self, step: Step) -> Iterator[Finding]:
+    def detect(self, step: Step) -> Findings:
         self._step = max(self._step, step.step + 1)
         for ranks in _fed_alike(step):
             rows = {rank: step.rows[rank] for rank in ranks}
@@ -129,7 +120,8 @@ class OutputsDisagree(Detector):
         labels_too = len({row.record_digest for row in rows.values()}) == 1 and rows[min(rows)].record_digest != 0
         parted = all(outputs.values()) and len(set(outputs.values())) > 1
         loss_known = labels_too and len(losses) == len(rows)
-        loss_parted = loss_known and not within(self._tolerance(), losses.values())
+        tolerance = float(self.config.get("tolerance") or self.same_loss)
+        loss_parted = loss_known and not within(tolerance, losses.values())
         if not parted and not loss_parted:
             return None
         if self.config.get("tolerance") and loss_known and not loss_parted:
@@ -148,7 +140,7 @@ class OutputsDisagree(Detector):
             },
         )
 
-    def _precision(self, told: Mapping[int, Precision]) -> Iterator[Finding]:
+    def _precision(self, told: Mapping[int, Precision]) -> Findings:
         """Ranks whose forwards run in different precision compute different functions, whatever they are fed."""
         settings = {
             "autocast": {rank: str(fact.autocast) for rank, fact in told.items()},
@@ -165,7 +157,7 @@ class OutputsDisagree(Detector):
                     evidence={"values": {str(rank): value for rank, value in values.items()}},
                 )
 
-    def _constants(self, told: Mapping[int, Constants]) -> Iterator[Finding]:
+    def _constants(self, told: Mapping[int, Constants]) -> Findings:
         """Constants that differ, from the first step on. A warning: a rank may have a table of its own on purpose."""
         tables = {rank: fact.tensors for rank, fact in told.items()}
         common = set.intersection(*(set(table) for table in tables.values())) if len(tables) > 1 else set()
@@ -191,10 +183,7 @@ class OutputsDisagree(Detector):
                 },
             )
 
-    def _tolerance(self) -> float:
-        return float(self.config.get("tolerance") or self.same_loss)
-
-    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
+    def compare(self, topic: str, facts: Mapping[int, Any]) -> Findings:
         told: dict[int, Any] = dict(sorted(facts.items()))
         if topic.startswith("precision"):
             yield from self._precision(told)
@@ -203,7 +192,7 @@ class OutputsDisagree(Detector):
         else:
             yield from self._agreement(told)
 
-    def _agreement(self, told: Mapping[int, Agreement]) -> Iterator[Finding]:
+    def _agreement(self, told: Mapping[int, Agreement]) -> Findings:
         outputs = {rank: fact.output for rank, fact in told.items()}
         if len(set(outputs.values())) < 2:
             return

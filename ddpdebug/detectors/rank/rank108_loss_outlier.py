@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.examples import step_at, steps
-from ddpdebug.detectors.kinds import Streak, StreakRule
-from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.detectors.kinds import Examples, Fields, Findings, Severity, Step, Streak, StreakRule, Threshold
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 #: The window is judged every so many steps.
 _EVERY = 10
@@ -54,6 +50,7 @@ class LossOutlier(StreakRule):
     code = "RANK108"
     severity = Severity.WARNING
     title = "one rank's loss is an outlier"
+    incident = ("ranks",)
     outlier_in_a_row = enough = Threshold(
         3, "judgements in a row that a rank must look odd in", source="with one every ten steps, thirty further steps"
     )
@@ -80,29 +77,22 @@ class LossOutlier(StreakRule):
         source="wider than 3.5 deviations (Iglewicz, Hoaglin 1993): shards differ as well",
     )
     fires_on = Examples(
-        lambda: (
-            steps(60, odd={3: {"loss": 2.3}}),
-            steps(60, world=3, odd={0: {"loss": 0.02}}),
-        )
+        lambda: steps(60, odd={3: {"loss": 2.3}}),
+        lambda: steps(60, world=3, odd={0: {"loss": 0.02}}),
     )
     silent_on = Examples(
-        lambda: (
-            steps(80),
-            steps(40, world=2, odd={1: {"loss": 9.0}}),
-            steps(39, odd={3: {"loss": 2.3}}),
-            tuple(step_at(n, odd={1: {"loss": 5.0}} if n % 7 == 0 else {}) for n in range(80)),
-            steps(80, odd={0: {"loss": 1.0}, 1: {"loss": 1.3}, 2: {"loss": 1.6}, 3: {"loss": 2.0}}),
-        )
+        lambda: steps(80),
+        lambda: steps(40, world=2, odd={1: {"loss": 9.0}}),
+        lambda: steps(39, odd={3: {"loss": 2.3}}),
+        lambda: tuple(step_at(n, odd={1: {"loss": 5.0}} if n % 7 == 0 else {}) for n in range(80)),
+        lambda: steps(80, odd={0: {"loss": 1.0}, 1: {"loss": 1.3}, 2: {"loss": 1.6}, 3: {"loss": 2.0}}),
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._windows: dict[int, deque[tuple[int, dict[int, float]]]] = {}
         self._counts: dict[int, int] = {}
         self._outliers: dict[int, _Outlier] = {}  # of the window that was judged last
-
-    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
-        return (finding.ranks,)
 
     def can_show(self, step: Step) -> bool:
         return self._counts.get(step.optimizer, 0) % _EVERY == 0
@@ -119,7 +109,7 @@ class LossOutlier(StreakRule):
         self._outliers = {outlier.rank: outlier for outlier in self._apart([losses for _, losses in window])}
         return {rank: rank in self._outliers for rank in losses}
 
-    def report(self, step: Step, streaks: Mapping[int, Streak]) -> Iterator[Finding]:
+    def report(self, step: Step, streaks: Mapping[int, Streak]) -> Findings:
         window = self._windows[step.optimizer]
         medians = {str(r): statistics.median(losses[r] for _, losses in window) for r in window[-1][1]}
         for rank in streaks:

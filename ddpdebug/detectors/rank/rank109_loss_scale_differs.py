@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
 from typing import Any
 
-from ddpdebug.detectors.base import Examples, RankClasses
 from ddpdebug.detectors.comparison import replica_groups
 from ddpdebug.detectors.examples import step_at, steps
-from ddpdebug.detectors.kinds import ComparisonRule
-from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.detectors.kinds import ComparisonRule, Examples, Findings, RankClasses, Severity, Step
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step, outvoted
+from ddpdebug.schema.step import outvoted
 
 _AMP: dict[str, Any] = {"loss_scale": 65536.0}
 
@@ -42,18 +39,15 @@ class LossScaleDiffers(ComparisonRule):
     code = "RANK109"
     severity = Severity.CRITICAL
     title = "loss scale or skipped steps differ between ranks"
+    incident = ()  # a rank that skips alone has another scale afterwards
     fires_on = Examples(
-        lambda: (
-            (step_at(26, **_AMP), step_at(27, odd={1: {"flags": Flag.SKIPPED}}, **_AMP)),
-            (step_at(0, world=2, odd={1: {"loss_scale": 32768.0}}, **_AMP),),
-        )
+        lambda: (step_at(26, **_AMP), step_at(27, odd={1: {"flags": Flag.SKIPPED}}, **_AMP)),
+        lambda: step_at(0, world=2, odd={1: {"loss_scale": 32768.0}}, **_AMP),
     )
     silent_on = Examples(
-        lambda: (
-            steps(3, **_AMP),
-            (step_at(0, flags=Flag.SKIPPED, **_AMP), step_at(1, loss_scale=32768.0)),
-            (step_at(0, odd={1: {"loss_scale": math.nan}}, **_AMP),),
-        )
+        lambda: steps(3, **_AMP),
+        lambda: (step_at(0, flags=Flag.SKIPPED, **_AMP), step_at(1, loss_scale=32768.0)),
+        lambda: step_at(0, odd={1: {"loss_scale": math.nan}}, **_AMP),
     )
 
     def rank_classes(self, step: Step) -> RankClasses | None:
@@ -69,10 +63,7 @@ class LossScaleDiffers(ComparisonRule):
             for rank, row in step.rows.items()
         }
 
-    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
-        return ()  # a rank that skips alone has another scale afterwards
-
-    def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:
+    def report(self, step: Step, classes: RankClasses) -> Findings:
         scales = {rank: row.loss_scale for rank, row in step.rows.items() if math.isfinite(row.loss_scale)}
         apart = len(set(scales.values())) > 1
         skipped = step.ranks_with(Flag.SKIPPED)

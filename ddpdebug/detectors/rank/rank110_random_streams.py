@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.examples import digest, step_at, steps
-from ddpdebug.detectors.kinds import Streak, StreakRule
-from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.detectors.kinds import Examples, Findings, Severity, Step, Streak, StreakRule, Threshold
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 
 def _alike(number: int, **fields: Any) -> Step:
@@ -52,18 +49,14 @@ class RandomStreams(StreakRule):
         source="a decision that ranks share on purpose is drawn now and then",
     )
     fires_on = Examples(
-        lambda: (
-            tuple(_alike(n) for n in range(16)),
-            (*steps(3), *(_alike(n) for n in range(3, 19))),
-        )
+        lambda: tuple(_alike(n) for n in range(16)),
+        lambda: (*steps(3), *(_alike(n) for n in range(3, 19))),
     )
     silent_on = Examples(
-        lambda: (
-            steps(16, flags=Flag.RNG_USED_IN_FORWARD),
-            tuple(_alike(n) for n in range(15)),
-            tuple(step_at(n, rng_digest=digest(7, n)) for n in range(16)),  # nothing is drawn in forward
-            tuple(_alike(n, batch_digest=digest(8, n)) for n in range(16)),  # stages that share their batch
-        )
+        lambda: steps(16, flags=Flag.RNG_USED_IN_FORWARD),
+        lambda: tuple(_alike(n) for n in range(15)),
+        lambda: tuple(step_at(n, rng_digest=digest(7, n)) for n in range(16)),  # nothing is drawn in forward
+        lambda: tuple(_alike(n, batch_digest=digest(8, n)) for n in range(16)),  # stages that share their batch
     )
 
     def can_show(self, step: Step) -> bool:
@@ -75,7 +68,7 @@ class RandomStreams(StreakRule):
         drawn = step.all(Flag.RNG_USED_IN_FORWARD) and "batch_digest" in step.differing
         return {"state": drawn and step.agrees("rng_digest")}
 
-    def report(self, step: Step, streaks: Mapping[str, Streak]) -> Iterator[Finding]:
+    def report(self, step: Step, streaks: Mapping[str, Streak]) -> Findings:
         evidence = {"observed": "the ranks' generators were in the same state before forwards that draw from them"}
         # the masks of dropout are averaged over many steps as well: worth knowing, seldom worth a change
         first, ranks = streaks["state"].first, tuple(step.rows)

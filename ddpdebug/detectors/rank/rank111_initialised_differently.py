@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Mapping
 
-from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.comparison import MAX_NAMES, values_of
+from ddpdebug.detectors.kinds import Examples, Facts, Findings, Severity
 from ddpdebug.detectors.rank.wrapping import WrapRule
 from ddpdebug.schema.announcements import InitialValues
 from ddpdebug.schema.details import differing_names
-from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import outvoted
 
 _ONE, _TWO = {"digests": {"w": "1", "b": "0"}}, {"digests": {"w": "2", "b": "0"}}
@@ -38,24 +37,18 @@ class InitialisedDifferently(WrapRule):
     severity = Severity.INFO
     title = "ranks were initialised differently before DDP's broadcast"
     topics = ("init", "group")
+    incident = ("ranks",)  # told once: jobs that do not seed do so with each model that they wrap
     fires_on = Examples(
-        lambda: (
-            (Facts(topic="init:0", values={0: _ONE, 1: _TWO}),),
-            (Facts(topic="init:1", values={0: _ONE, 1: _ONE, 2: _TWO}),),
-        )
+        lambda: Facts(topic="init:0", values={0: _ONE, 1: _TWO}),
+        lambda: Facts(topic="init:1", values={0: _ONE, 1: _ONE, 2: _TWO}),
     )
     silent_on = Examples(
-        lambda: (
-            (Facts(topic="init:0", values={0: _ONE, 1: _ONE}),),
-            (Facts(topic="init:0", values={0: _ONE}),),
-            (Facts(topic="init:0", values={0: {"digests": {"w": "1"}}, 1: {"digests": {"other": "2"}}}),),
-        )
+        lambda: Facts(topic="init:0", values={0: _ONE, 1: _ONE}),
+        lambda: Facts(topic="init:0", values={0: _ONE}),
+        lambda: Facts(topic="init:0", values={0: {"digests": {"w": "1"}}, 1: {"digests": {"other": "2"}}}),
     )
 
-    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
-        return (finding.ranks,)  # told once: jobs that do not seed do so with each model that they wrap
-
-    def judge(self, index: int, facts: Mapping[int, InitialValues]) -> Iterator[Finding]:
+    def judge(self, index: int, facts: Mapping[int, InitialValues]) -> Findings:
         by_rank = {rank: fact.digests for rank, fact in sorted(facts.items())}
         everywhere = [name for name in differing_names(by_rank) if all(name in table for table in by_rank.values())]
         if not everywhere:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Examples, Facts, RankClasses, Threshold
 from ddpdebug.detectors.comparison import separate_groups
 from ddpdebug.detectors.examples import step_at, steps
-from ddpdebug.detectors.kinds import ComparisonRule
+from ddpdebug.detectors.kinds import (
+    ComparisonRule,
+    Examples,
+    Facts,
+    Fields,
+    Finding,
+    Findings,
+    RankClasses,
+    Severity,
+    Step,
+    Threshold,
+)
 from ddpdebug.schema.announcements import End
-from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step, outvoted
+from ddpdebug.schema.step import outvoted
 
 #: Where nothing ties the ranks together, one may be ahead of the others.
 _LOOSE = Flag.IN_JOIN | Flag.LOCAL_ONLY | Flag.NO_DDP | Flag.BYPASS | Flag.UNSYNCED_BACKWARD
@@ -45,6 +54,7 @@ class StepCountsDiffer(ComparisonRule):
     code = "RANK112"
     severity = Severity.ERROR
     title = "ranks are at different optimizer steps"
+    incident = ("phase",)
     topics = ("end",)
     missing_steps = Threshold(
         2,
@@ -52,23 +62,19 @@ class StepCountsDiffer(ComparisonRule):
         source="a rank that is late by one step may still catch up",
     )
     fires_on = Examples(
-        lambda: (
-            (step_at(0), step_at(1), step_at(2, odd={1: {"syncs": 4, "backwards": 4}})),
-            (step_at(0), step_at(1, absent=(2,)), step_at(2, absent=(2,))),
-            (step_at(0), Facts(topic="end", values={0: _END, 1: _SHORT, 2: _END, 3: _END})),
-        )
+        lambda: (step_at(0), step_at(1), step_at(2, odd={1: {"syncs": 4, "backwards": 4}})),
+        lambda: (step_at(0), step_at(1, absent=(2,)), step_at(2, absent=(2,))),
+        lambda: (step_at(0), Facts(topic="end", values={0: _END, 1: _SHORT, 2: _END, 3: _END})),
     )
     silent_on = Examples(
-        lambda: (
-            steps(4),
-            tuple(step_at(n, odd={0: {"syncs": 2 * n + 2}}) for n in range(4)),  # rank 0 drives one more DDP
-            (step_at(0), step_at(1, absent=(2,)), step_at(2)),
-            (step_at(0, flags=Flag.IN_JOIN), *steps(3, start=1, absent=(2,), flags=Flag.IN_JOIN)),
-            (step_at(0), Facts(topic="end", values={0: _END, 1: {**_SHORT, "reason": "exception: KeyError"}})),
-        )
+        lambda: steps(4),
+        lambda: tuple(step_at(n, odd={0: {"syncs": 2 * n + 2}}) for n in range(4)),  # rank 0 drives one more DDP
+        lambda: (step_at(0), step_at(1, absent=(2,)), step_at(2)),
+        lambda: (step_at(0, flags=Flag.IN_JOIN), *steps(3, start=1, absent=(2,), flags=Flag.IN_JOIN)),
+        lambda: (step_at(0), Facts(topic="end", values={0: _END, 1: {**_SHORT, "reason": "exception: KeyError"}})),
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._armed: dict[int, bool] = {}  # optimizer -> the ranks had the same number of reductions
         self._micro: dict[int, dict[int, int]] = {}  # optimizer -> rank -> micro-batches of its last regular step
@@ -76,9 +82,6 @@ class StepCountsDiffer(ComparisonRule):
         self._complete: set[int] = set()
         self._loose: set[int] = set()
         self._fired = False
-
-    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
-        return (finding.phase,)
 
     def explained_by(self, finding: Finding, cause: Finding) -> bool:
         return finding.phase != "skipped"
@@ -92,7 +95,7 @@ class StepCountsDiffer(ComparisonRule):
         least = min(counts.values())
         return {rank: count - least for rank, count in counts.items()} if len(set(counts.values())) > 1 else {}
 
-    def detect(self, step: Step) -> Iterator[Finding]:
+    def detect(self, step: Step) -> Findings:
         yield from super().detect(step)
         yield from self._absent(step)
 
@@ -103,7 +106,7 @@ class StepCountsDiffer(ComparisonRule):
         self._armed[step.optimizer] = len(counts) == 1 and 0 not in counts
         self._micro[step.optimizer] = {rank: row.micro_batches for rank, row in step.rows.items()}
 
-    def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:
+    def report(self, step: Step, classes: RankClasses) -> Findings:
         self._fired = True
         usual = self._micro.get(step.optimizer, {})
         odd = tuple(r for r, row in step.rows.items() if row.micro_batches != usual.get(r, row.micro_batches))
@@ -121,7 +124,7 @@ class StepCountsDiffer(ComparisonRule):
             },
         )
 
-    def _absent(self, step: Step) -> Iterator[Finding]:
+    def _absent(self, step: Step) -> Findings:
         if step.any(_LOOSE) or separate_groups(step):
             self._loose.add(step.optimizer)
         if len(step.rows) == step.world:
@@ -145,7 +148,7 @@ class StepCountsDiffer(ComparisonRule):
                 evidence={"stepped": sorted(step.rows), "missing": list(gone)},
             )
 
-    def compare(self, topic: str, facts: Mapping[int, End]) -> Iterator[Finding]:
+    def compare(self, topic: str, facts: Mapping[int, End]) -> Findings:
         told = dict(sorted(facts.items()))
         regular = all(fact.reason.startswith(("finished", "stopped")) for fact in told.values())
         if self._fired or not regular or len(told) < 2:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from ddpdebug.detectors.base import Examples, RankClasses
 from ddpdebug.detectors.comparison import MAX_NAMES, classes_of
 from ddpdebug.detectors.examples import digest, step_at, steps, tables as ranks
-from ddpdebug.detectors.kinds import ComparisonRule
+from ddpdebug.detectors.kinds import ComparisonRule, Examples, Finding, Findings, RankClasses, Severity, Step
 from ddpdebug.schema.details import Replica, Replicas, differing_names
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step, outvoted
+from ddpdebug.schema.step import outvoted
 
 #: Statistics of normalisation layers follow each rank's own data until someone averages them.
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -50,43 +48,34 @@ class ReplicaDiffers(ComparisonRule):
     title = "a copy outside DDP differs between ranks"
     wants = ("replicas",)
     fires_on = Examples(
-        lambda: (
-            (step_at(8, replicas_digest=digest(4), odd=_ODD, replicas=ranks(4, _look("a"), {1: _look("f")})),),
-            (
-                step_at(
-                    8,
-                    world=2,
-                    replicas_digest=digest(4),
-                    odd=_ODD,
-                    replicas={
-                        0: _look("a", changed=False, used=True),
-                        1: _look("f", changed=False, used=True),
-                    },
-                ),
-            ),
-        )
+        lambda: step_at(8, replicas_digest=digest(4), odd=_ODD, replicas=ranks(4, _look("a"), {1: _look("f")})),
+        lambda: step_at(
+            8,
+            world=2,
+            replicas_digest=digest(4),
+            odd=_ODD,
+            replicas={0: _look("a", changed=False, used=True), 1: _look("f", changed=False, used=True)},
+        ),
     )
     silent_on = Examples(
-        lambda: (
-            steps(3, replicas_digest=digest(4)),
-            (  # kept on rank 0 only
-                step_at(
-                    8,
-                    replicas_digest=digest(4),
-                    odd={0: {"replicas_digest": digest(5)}},
-                    replicas=ranks(4, _look("a", changed=False), {0: _look("f")}),
-                ),
+        lambda: steps(3, replicas_digest=digest(4)),
+        lambda: (  # kept on rank 0 only
+            step_at(
+                8,
+                replicas_digest=digest(4),
+                odd={0: {"replicas_digest": digest(5)}},
+                replicas=ranks(4, _look("a", changed=False), {0: _look("f")}),
             ),
-            (  # statistics of this rank's data
-                step_at(
-                    8,
-                    replicas_digest=digest(4),
-                    odd=_ODD,
-                    replicas=ranks(4, _look("a", name="bn.running_mean"), {1: _look("f", name="bn.running_mean")}),
-                ),
+        ),
+        lambda: (  # statistics of this rank's data
+            step_at(
+                8,
+                replicas_digest=digest(4),
+                odd=_ODD,
+                replicas=ranks(4, _look("a", name="bn.running_mean"), {1: _look("f", name="bn.running_mean")}),
             ),
-            (step_at(8, replicas_digest=digest(4), odd=_ODD),),  # no details: nobody can tell which copies count
-        )
+        ),
+        lambda: step_at(8, replicas_digest=digest(4), odd=_ODD),  # no details: nobody can tell which copies count
     )
 
     def rank_classes(self, step: Step) -> RankClasses | None:
@@ -95,7 +84,7 @@ class ReplicaDiffers(ComparisonRule):
     def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
         return (finding.evidence.get("copy"),)
 
-    def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:
+    def report(self, step: Step, classes: RankClasses) -> Findings:
         answers = {rank: told.copies for rank, told in step.answers(Replicas).items()}
         for name in sorted({name for copies in answers.values() for name in copies}):
             looks = {rank: copies[name] for rank, copies in answers.items() if name in copies}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector
+from ddpdebug.detectors.kinds import Detector, Fields, Finding, Findings, Step
 from ddpdebug.schema.announcements import InitialValues, Structure, WrapperGroup
-from ddpdebug.schema.finding import Finding
-from ddpdebug.schema.step import Step
 
 
 class WrapRule(Detector):
@@ -17,7 +15,7 @@ class WrapRule(Detector):
     The group is announced after the module, so facts wait for it; a step or the end of the run ends the wait.
     """
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._waiting: dict[int, Mapping[int, Any]] = {}
         self._groups: dict[int, dict[int, tuple[int, ...]]] = {}
@@ -26,11 +24,11 @@ class WrapRule(Detector):
     def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
         return finding.evidence.get("wrapper"), finding.ranks
 
-    def judge(self, index: int, facts: Mapping[int, Any]) -> Iterator[Finding]:
+    def judge(self, index: int, facts: Mapping[int, Any]) -> Findings:
         """Judge the announcements of ranks that reduce together."""
         yield from ()
 
-    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
+    def compare(self, topic: str, facts: Mapping[int, Any]) -> Findings:
         name, _, number = topic.partition(":")
         index = int(number) if number.isdigit() else 0
         groups = {rank: _group_of(fact) for rank, fact in facts.items()}
@@ -41,15 +39,15 @@ class WrapRule(Detector):
         if index in self._groups and index in self._waiting:
             yield from self._settle(index)
 
-    def detect(self, step: Step) -> Iterator[Finding]:
+    def detect(self, step: Step) -> Findings:
         yield from self.finish()
         self.next_step = max(self.next_step, step.step + 1)
 
-    def finish(self) -> Iterator[Finding]:
+    def finish(self) -> Findings:
         for index in sorted(self._waiting):
             yield from self._settle(index)
 
-    def _settle(self, index: int) -> Iterator[Finding]:
+    def _settle(self, index: int) -> Findings:
         facts = self._waiting.pop(index)
         groups = self._groups.pop(index, {})
         everyone = tuple(sorted(facts))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, ClassVar
 
-from ddpdebug.detectors.base import Threshold
-from ddpdebug.detectors.kinds import Streak, StreakRule
+from ddpdebug.detectors.kinds import Findings, Step, Streak, StreakRule, Threshold
 from ddpdebug.schema.details import Recipe
-from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.row import Flag, Row
-from ddpdebug.schema.step import Step
 from ddpdebug.schema.wire import to_json
 
 
@@ -36,9 +33,9 @@ class HabitRule(StreakRule):
         evidence = to_json(about)
         return {"location": evidence.pop("location"), "evidence": evidence}
 
-    def report(self, step: Step, streaks: Mapping[Any, Streak]) -> Iterator[Finding]:
+    def report(self, step: Step, streaks: Mapping[Any, Streak]) -> Findings:
         ranks = self._ranks(step)
-        known = (getattr(recipe, self.key) for rank, recipe in step.answers(Recipe).items() if rank in ranks)
+        known = (getattr(recipe, self.key) for rank, recipe in sorted(step.answers(Recipe).items()) if rank in ranks)
         about = next((entry for entry in known if entry is not None), None)
         if (fields := self.describe(about) if about is not None else {}) is not None:
             yield self.finding(**{"step": streaks[self.key].first, "last_step": step.step, "ranks": ranks, **fields})

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Examples, Facts, Threshold
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.detectors.kinds import EventRule, Examples, Facts, Fields, Severity, Threshold
 from ddpdebug.detectors.rcp.habits import WindowHabit
 from ddpdebug.schema.announcements import UnusedSchedule
 from ddpdebug.schema.details import ScheduledOften
-from ddpdebug.schema.finding import Severity
 from ddpdebug.schema.row import Flag
 
 _OFTEN: dict[int, Any] = {
@@ -82,7 +79,7 @@ class SchedulerOutOfStep(WindowHabit, EventRule):
         evidence = {"stepped": what, "calls": calls, "micro_batches": micro}
         return {"subject": (about.class_name,), "location": about.location, "evidence": evidence}
 
-    def judge(self, fact: UnusedSchedule) -> Mapping[str, Any] | None:
+    def judge(self, fact: UnusedSchedule) -> Fields | None:
         if fact.steps < self.schedule_unused_steps:
             return None
         return {

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Threshold
 from ddpdebug.detectors.examples import step_at, steps
+from ddpdebug.detectors.kinds import Detector, Examples, Fields, Findings, Severity, Step, Threshold
 from ddpdebug.schema.details import Recipe
-from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 _ZERO: dict[int, Any] = {r: {"lr": [0.0]} for r in range(4)}
 _ELSEWHERE: dict[int, Any] = {
@@ -61,22 +58,18 @@ class LearningRateZero(Detector):
         source="a warm-up that starts at 0 does so for one step",
     )
     fires_on = Examples(
-        lambda: (
-            steps(5, lr=0.0, recipe=_ZERO),
-            steps(5, flags=Flag.SCHEDULED_ELSEWHERE, recipe=_ELSEWHERE),
-            (*steps(5), *steps(20, start=5, lr=1e-9, recipe=_ZERO)),
-        )
+        lambda: steps(5, lr=0.0, recipe=_ZERO),
+        lambda: steps(5, flags=Flag.SCHEDULED_ELSEWHERE, recipe=_ELSEWHERE),
+        lambda: (*steps(5), *steps(20, start=5, lr=1e-9, recipe=_ZERO)),
     )
     silent_on = Examples(
-        lambda: (
-            steps(6),
-            (step_at(0, lr=0.0), *steps(5, start=1)),  # a warm-up that starts at zero
-            steps(5, lr=0.0, recipe={r: {"lr": [0.0, 0.1]} for r in range(4)}),
-            (*steps(5), *steps(5, start=5, lr=1e-9)),  # the end of a cosine
-        )
+        lambda: steps(6),
+        lambda: (step_at(0, lr=0.0), *steps(5, start=1)),  # a warm-up that starts at zero
+        lambda: steps(5, lr=0.0, recipe={r: {"lr": [0.0, 0.1]} for r in range(4)}),
+        lambda: (*steps(5), *steps(5, start=5, lr=1e-9)),  # the end of a cosine
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._runs: dict[tuple[int, str], tuple[int, int]] = {}  # (optimizer, what) -> (first step, steps)
         self._peak: dict[int, float] = {}
@@ -86,7 +79,7 @@ class LearningRateZero(Detector):
     def suspects(self, step: Step) -> bool:
         return any(self._run(step, what)[1] == int(self._lengths[what]) for what in self._shown(step))
 
-    def detect(self, step: Step) -> Iterator[Finding]:
+    def detect(self, step: Step) -> Findings:
         shown = self._shown(step)
         for what, length in self._lengths.items():
             run = self._runs[step.optimizer, what] = self._run(step, what) if what in shown else (step.step, 0)
@@ -114,7 +107,7 @@ class LearningRateZero(Detector):
         first, number = self._runs.get((step.optimizer, what), (step.step, 0))
         return (first if number else step.step), number + 1
 
-    def _report(self, step: Step, what: str, first: int) -> Iterator[Finding]:
+    def _report(self, step: Step, what: str, first: int) -> Findings:
         recipes = step.answers(Recipe).values()
         rates = [rate for recipe in recipes for rate in recipe.lr if isinstance(rate, int | float)]
         limit = self._end(step)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
+from ddpdebug.detectors.kinds import Examples, Severity
 from ddpdebug.detectors.rcp.habits import StepHabit
-from ddpdebug.schema.finding import Severity
 from ddpdebug.schema.row import Flag
 
 
@@ -37,15 +36,13 @@ class GradientsNotCleared(StepHabit):
     flag = Flag.GRADS_CARRIED
     key = "carried"
     fires_on = Examples(
-        lambda: (
-            steps(3, flags=Flag.GRADS_CARRIED, recipe={r: {"carried": {"location": "train.py:70"}} for r in range(4)}),
-            (*steps(2), *steps(3, start=2, flags=Flag.GRADS_CARRIED)),
-        )
+        lambda: steps(
+            3, flags=Flag.GRADS_CARRIED, recipe={r: {"carried": {"location": "train.py:70"}} for r in range(4)}
+        ),
+        lambda: (*steps(2), *steps(3, start=2, flags=Flag.GRADS_CARRIED)),
     )
     silent_on = Examples(
-        lambda: (
-            steps(5),
-            steps(2, flags=Flag.GRADS_CARRIED),
-            (step_at(0, flags=Flag.GRADS_CARRIED), step_at(1), step_at(2, flags=Flag.GRADS_CARRIED), step_at(3)),
-        )
+        lambda: steps(5),
+        lambda: steps(2, flags=Flag.GRADS_CARRIED),
+        lambda: (step_at(0, flags=Flag.GRADS_CARRIED), step_at(1), step_at(2, flags=Flag.GRADS_CARRIED), step_at(3)),
     )

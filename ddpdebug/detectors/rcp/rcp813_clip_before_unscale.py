@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import steps
+from ddpdebug.detectors.kinds import Examples, Severity
 from ddpdebug.detectors.rcp.habits import StepHabit
-from ddpdebug.schema.finding import Severity
 from ddpdebug.schema.row import Flag
 
 
@@ -37,18 +36,14 @@ class ClipBeforeUnscale(StepHabit):
     flag = Flag.CLIPPED_SCALED
     key = "clip"
     fires_on = Examples(
-        lambda: (
-            steps(
-                3,
-                flags=Flag.CLIPPED_SCALED,
-                recipe={r: {"clip": {"location": "train.py:70", "scale": 65536.0}} for r in range(4)},
-            ),
-            steps(3, flags=Flag.CLIPPED_SCALED | Flag.SKIPPED),
-        )
+        lambda: steps(
+            3,
+            flags=Flag.CLIPPED_SCALED,
+            recipe={r: {"clip": {"location": "train.py:70", "scale": 65536.0}} for r in range(4)},
+        ),
+        lambda: steps(3, flags=Flag.CLIPPED_SCALED | Flag.SKIPPED),
     )
     silent_on = Examples(
-        lambda: (
-            steps(5, flags=Flag.CLIPPED),
-            steps(2, flags=Flag.CLIPPED_SCALED),
-        )
+        lambda: steps(5, flags=Flag.CLIPPED),
+        lambda: steps(2, flags=Flag.CLIPPED_SCALED),
     )

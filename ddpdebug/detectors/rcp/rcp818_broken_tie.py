@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Facts, Threshold
 from ddpdebug.detectors.examples import step_at, steps
+from ddpdebug.detectors.kinds import Detector, Examples, Facts, Fields, Finding, Findings, Severity, Step, Threshold
 from ddpdebug.schema.announcements import InitialValues, Structure
 from ddpdebug.schema.details import Parameters
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step
 
 #: Only the pair that is usually tied is looked at: copies of whole networks start equal on purpose.
 EMBEDDING = re.compile(r"emb|wte|tok|vocab|lookup", re.IGNORECASE)
@@ -62,20 +60,16 @@ class BrokenTie(Detector):
         source="a warm-up from 0 has moved them by then",
     )
     fires_on = Examples(
-        lambda: (
-            (*_known("a1", "a1"), step_at(6, parameters=_after("b1", "c1"))),
-            (*_known("a1", "a1"), *steps(2), step_at(6, parameters=_after("b1", "c2"))),
-        )
+        lambda: (*_known("a1", "a1"), step_at(6, parameters=_after("b1", "c1"))),
+        lambda: (*_known("a1", "a1"), *steps(2), step_at(6, parameters=_after("b1", "c2"))),
     )
     silent_on = Examples(
-        lambda: (
-            (*_known("a1", "a2"), step_at(6, parameters=_after("b1", "c1"))),
-            (*_known("a1", "a1"), step_at(6, parameters=_after("b1", "b1"))),
-            (*_known("a1", "a1", "target.emb.weight"), step_at(6, parameters=_after("b1", "c1"))),
-        )
+        lambda: (*_known("a1", "a2"), step_at(6, parameters=_after("b1", "c1"))),
+        lambda: (*_known("a1", "a1"), step_at(6, parameters=_after("b1", "b1"))),
+        lambda: (*_known("a1", "a1", "target.emb.weight"), step_at(6, parameters=_after("b1", "c1"))),
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._pairs: list[tuple[str, str]] = []
@@ -86,7 +80,7 @@ class BrokenTie(Detector):
     def can_show(self, step: Step) -> bool:
         return False
 
-    def compare(self, topic: str, facts: Mapping[int, Structure | InitialValues]) -> Iterator[Finding]:
+    def compare(self, topic: str, facts: Mapping[int, Structure | InitialValues]) -> Findings:
         fact = facts[min(facts)]
         if isinstance(fact, Structure):
             trained = [entry for entry in fact.entries if entry[0] == "parameter" and entry[4]]
@@ -103,7 +97,7 @@ class BrokenTie(Detector):
     def suspects(self, step: Step) -> bool:
         return bool(self._pairs) and step.optimizer == 0 and step.step == int(self.tie_step)
 
-    def detect(self, step: Step) -> Iterator[Finding]:
+    def detect(self, step: Step) -> Findings:
         answers = step.answers(Parameters)
         if not self.suspects(step) or not answers:
             return

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar, TypeVar
 
-from ddpdebug.detectors.base import RankClasses
 from ddpdebug.detectors.comparison import MAX_NAMES, agree_within, classes_of, culprits, ordered, subset
-from ddpdebug.detectors.kinds import ChainRule, Verdict
+from ddpdebug.detectors.kinds import ChainRule, Finding, Findings, RankClasses, Severity, Step, Verdict
 from ddpdebug.schema.details import Contract, Gradients, differing_names
-from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 _ON_PURPOSE = Flag.LOCAL_ONLY | Flag.SHARDED_STATE
 
@@ -32,7 +29,7 @@ class GradientRule(ChainRule):
     def rank_classes(self, step: Step) -> RankClasses | None:
         return gradient_classes(step)
 
-    def report(self, step: Step, classes: RankClasses) -> Iterator[Finding]:
+    def report(self, step: Step, classes: RankClasses) -> Findings:
         tolerance = self.config.get("tolerance")
         close = tolerance and agree_within(float(tolerance), _norms(step), differing(step))
         if not close and not _different_models(step):
@@ -113,7 +110,12 @@ def _different_models(step: Step) -> bool:
 
 
 def misuse(step: Step, read: Callable[[Contract], T | None], flag: Flag) -> tuple[tuple[int, ...], Mapping[int, T]]:
-    """The ranks that have broken their contract with DDP in one way, none or some, and what they tell about it."""
+    """Return the ranks that misuse DDP in one way, and rank -> its detail about that.
+
+    Args:
+        read: returns the detail's part about this misuse, None where there was none.
+        flag: of the rows that show it, for ranks without a detail.
+    """
     found = {rank: entry for rank, told in step.answers(Contract).items() if (entry := read(told)) is not None}
     flagged = sorted(found) or list(step.ranks_with(flag))
     ranks = tuple(flagged) if subset(flagged, step) else odd_ranks(step) if flagged else ()

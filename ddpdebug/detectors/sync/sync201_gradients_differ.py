@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import contract, gradients, step_at
-from ddpdebug.detectors.kinds import Verdict
+from ddpdebug.detectors.kinds import Examples, Finding, Step, Verdict
 from ddpdebug.detectors.sync.gradients import GradientRule, differing, find_unused, hooks, missing, odd_ranks
 from ddpdebug.detectors.sync.sync206_changed_after_reduction import ChangedAfterReduction
-from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 _ODD: dict[int, Any] = {1: {"grads_digest": 5}}
 _UNUSED = (
@@ -47,19 +45,15 @@ class GradientsDiffer(GradientRule):
     title = "gradients differ between ranks"
     after = ChangedAfterReduction
     fires_on = Examples(
-        lambda: (
-            (step_at(5, odd=_ODD, gradients=gradients(4, {1: {"w": "ff"}}), contract=contract(4)),),
-            (step_at(5, world=2, odd=_ODD),),
-            (step_at(5, odd=_ODD, gradients=gradients(4, {1: {"w": "ff"}}, missing=["b"]), contract=contract(4)),),
-        )
+        lambda: step_at(5, odd=_ODD, gradients=gradients(4, {1: {"w": "ff"}}), contract=contract(4)),
+        lambda: step_at(5, world=2, odd=_ODD),
+        lambda: step_at(5, odd=_ODD, gradients=gradients(4, {1: {"w": "ff"}}, missing=["b"]), contract=contract(4)),
     )
     silent_on = Examples(
-        lambda: (
-            (step_at(0), step_at(1)),
-            (step_at(5, flags=Flag.LOCAL_ONLY, odd=_ODD),),
-            (step_at(5, odd=_ODD, contract=contract(4, ddp=0)),),
-            (step_at(5, world=1),),
-        )
+        lambda: (step_at(0), step_at(1)),
+        lambda: step_at(5, flags=Flag.LOCAL_ONLY, odd=_ODD),
+        lambda: step_at(5, odd=_ODD, contract=contract(4, ddp=0)),
+        lambda: step_at(5, world=1),
     )
 
     @classmethod
@@ -77,5 +71,4 @@ class GradientsDiffer(GradientRule):
             return finding
         rank, names = next(iter(without.items()))
         text = _UNUSED.format(names=", ".join(names[:3]), ranks=", ".join(without) or rank)
-        fields = {"causes": (text, *finding.causes), "evidence": finding.evidence, "subject": finding.subject}
-        return self.finding(step=step.step, ranks=finding.ranks, **fields)
+        return replace(finding, causes=(text, *finding.causes))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import contract, gradients, step_at
-from ddpdebug.detectors.kinds import Verdict
+from ddpdebug.detectors.kinds import Examples, Step, Verdict
 from ddpdebug.detectors.sync.gradients import GradientRule, differing, misuse
 from ddpdebug.detectors.sync.sync211_smaller_group import SmallerGroup
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 _ODD: dict[int, Any] = {rank: {"grads_digest": 5 + rank} for rank in range(4)}
 _PLACE: dict[str, Any] = {"bypass": {"location": "train.py:60"}}
@@ -41,16 +39,12 @@ class WrapperBypassed(GradientRule):
     title = "training runs around the DDP wrapper"
     after = SmallerGroup
     fires_on = Examples(
-        lambda: (
-            (step_at(0, odd=_ODD, flags=Flag.BYPASS, contract=contract(4, **_PLACE), gradients=gradients(4)),),
-            (step_at(3, odd=_ODD, flags=Flag.BYPASS),),
-        )
+        lambda: step_at(0, odd=_ODD, flags=Flag.BYPASS, contract=contract(4, **_PLACE), gradients=gradients(4)),
+        lambda: step_at(3, odd=_ODD, flags=Flag.BYPASS),
     )
     silent_on = Examples(
-        lambda: (
-            (step_at(0, flags=Flag.BYPASS, contract=contract(4, **_PLACE)),),  # gradients agree: reduced by the user
-            (step_at(1), step_at(2)),
-        )
+        lambda: step_at(0, flags=Flag.BYPASS, contract=contract(4, **_PLACE)),  # gradients agree: reduced by the user
+        lambda: (step_at(1), step_at(2)),
     )
 
     @classmethod

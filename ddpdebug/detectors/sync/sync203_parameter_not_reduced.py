@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import contract, gradients, step_at
-from ddpdebug.detectors.kinds import Verdict
+from ddpdebug.detectors.kinds import Examples, Step, Verdict
 from ddpdebug.detectors.sync.gradients import GradientRule, differing, odd_ranks
 from ddpdebug.detectors.sync.sync208_no_synchronisation import NoSynchronisation
 from ddpdebug.schema.details import Contract
-from ddpdebug.schema.step import Step
 
 _ODD: dict[int, Any] = {rank: {"grads_digest": 5 + rank} for rank in range(4)}
 _W: dict[int, Any] = {rank: {"w": f"{rank}"} for rank in range(4)}
@@ -46,23 +44,19 @@ class ParameterNotReduced(GradientRule):
     title = "a trained parameter is not reduced by any DDP"
     after = NoSynchronisation
     fires_on = Examples(
-        lambda: (
-            (step_at(9, odd=_ODD, gradients=gradients(4, _W), contract=contract(4, unreduced={"w": "unfrozen"})),),
-            (
-                step_at(
-                    0,
-                    odd={rank: {"foreign_grads_digest": 5 + rank} for rank in range(4)},
-                    gradients=_FOREIGN,
-                    contract=contract(4, unreduced={"head.w": "never-wrapped"}),
-                ),
-            ),
-        )
+        lambda: step_at(9, odd=_ODD, gradients=gradients(4, _W), contract=contract(4, unreduced={"w": "unfrozen"})),
+        lambda: step_at(
+            0,
+            odd={rank: {"foreign_grads_digest": 5 + rank} for rank in range(4)},
+            gradients=_FOREIGN,
+            contract=contract(4, unreduced={"head.w": "never-wrapped"}),
+        ),
     )
     silent_on = Examples(
-        lambda: (
-            (step_at(9, gradients=gradients(4), contract=contract(4, unreduced={"w": "unfrozen"})),),  # gradients agree
-            (step_at(9, odd=_ODD, gradients=gradients(4, _W), contract=contract(4)),),
-        )
+        lambda: step_at(
+            9, gradients=gradients(4), contract=contract(4, unreduced={"w": "unfrozen"})
+        ),  # gradients agree
+        lambda: step_at(9, odd=_ODD, gradients=gradients(4, _W), contract=contract(4)),
     )
 
     @classmethod

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Threshold
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import contract, step_at, steps
+from ddpdebug.detectors.kinds import Detector, Examples, Fields, Finding, Findings, Severity, Step, Threshold
 from ddpdebug.detectors.sync.gradients import hooks
 from ddpdebug.schema.details import Contract, Gradients
-from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import CHECKSUM_SLOTS, Flag
-from ddpdebug.schema.step import Step
 
 # The bound. Summing is linear, so sum(reduced) must equal the mean over ranks of sum(local), up to rounding:
 # - Each of the n elements of a slot is added over W ranks and divided once. An operation rounds by at most u times its
@@ -90,24 +88,23 @@ class NotTheMean(Detector):
         source="chosen: a lost share or a missing division is off by about its size, rounding by less than 0.01",
     )
     fires_on = Examples(
-        lambda: (
-            (step_at(0, **_SUMMED),),
-            (step_at(0, flags=Flag.CUSTOM_REDUCTION | Flag.HALF_REDUCTION, **_SUMMED),),
-            (step_at(0, **_SLIGHTLY), step_at(1, **_SLIGHTLY)),
-        )
+        lambda: step_at(0, **_SUMMED),
+        lambda: step_at(0, flags=Flag.CUSTOM_REDUCTION | Flag.HALF_REDUCTION, **_SUMMED),
+        lambda: (step_at(0, **_SLIGHTLY), step_at(1, **_SLIGHTLY)),
     )
     silent_on = Examples(
+        lambda: steps(3),
+        lambda: (step_at(0, **_SLIGHTLY), step_at(1)),
+        lambda: step_at(0, flags=Flag.LOSSY_REDUCTION | Flag.CUSTOM_REDUCTION, **_SUMMED),
         lambda: (
-            steps(3),
-            (step_at(0, **_SLIGHTLY), step_at(1)),
-            (step_at(0, flags=Flag.LOSSY_REDUCTION | Flag.CUSTOM_REDUCTION, **_SUMMED),),
-            (step_at(0, flags=Flag.HALF_REDUCTION, **_SLIGHTLY), step_at(1, flags=Flag.HALF_REDUCTION, **_SLIGHTLY)),
-            (step_at(0, odd={1: {"local_norm_0": float("nan")}}, **_SUMMED),),
-            (step_at(0, contract=contract(4, {rank: {"groups": [[rank]]} for rank in range(4)}), **_SUMMED),),
-        )
+            step_at(0, flags=Flag.HALF_REDUCTION, **_SLIGHTLY),
+            step_at(1, flags=Flag.HALF_REDUCTION, **_SLIGHTLY),
+        ),
+        lambda: step_at(0, odd={1: {"local_norm_0": float("nan")}}, **_SUMMED),
+        lambda: step_at(0, contract=contract(4, {rank: {"groups": [[rank]]} for rank in range(4)}), **_SUMMED),
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._doubtful: set[int] = set()  # optimizers whose last checked step was slightly off
 
@@ -119,7 +116,7 @@ class NotTheMean(Detector):
         off = _off(step, checks)
         return bool(off) and (step.optimizer in self._doubtful or self._gross(checks, off))
 
-    def detect(self, step: Step) -> Iterator[Finding]:
+    def detect(self, step: Step) -> Findings:
         checks = _checks(step)
         if not checks:
             return

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpdebug.detectors.base import Examples, Threshold
 from ddpdebug.detectors.examples import contract, gradients, step_at
-from ddpdebug.detectors.kinds import Verdict
+from ddpdebug.detectors.kinds import Examples, Step, Threshold, Verdict
 from ddpdebug.detectors.sync.gradients import GradientRule, differing, misuse
 from ddpdebug.detectors.sync.sync202_wrapper_bypassed import WrapperBypassed
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 _ODD: dict[int, Any] = {rank: {"grads_digest": 5 + rank} for rank in range(4)}
 _LAST: dict[str, Any] = {"no_sync": {"kind": "last-micro-batch", "location": "train.py:41"}}
@@ -46,20 +44,14 @@ class UnsynchronisedAccumulation(GradientRule):
         source="periods of 4 and 8 are the defaults of torch and accelerate; a mistake is told so many steps late",
     )
     fires_on = Examples(
-        lambda: (
-            (
-                step_at(
-                    2, odd=_ODD, flags=Flag.UNSYNCED_BACKWARD, contract=contract(4, **_LAST), gradients=gradients(4)
-                ),
-            ),
-            (step_at(2, odd=_ODD, flags=Flag.UNSYNCED_BACKWARD),),
-        )
+        lambda: step_at(
+            2, odd=_ODD, flags=Flag.UNSYNCED_BACKWARD, contract=contract(4, **_LAST), gradients=gradients(4)
+        ),
+        lambda: step_at(2, odd=_ODD, flags=Flag.UNSYNCED_BACKWARD),
     )
     silent_on = Examples(
-        lambda: (
-            (step_at(2, flags=Flag.UNSYNCED_BACKWARD, contract=contract(4, **_LAST)),),  # gradients agree
-            (step_at(2, micro_batches=4), step_at(3, micro_batches=4)),
-        )
+        lambda: step_at(2, flags=Flag.UNSYNCED_BACKWARD, contract=contract(4, **_LAST)),  # gradients agree
+        lambda: (step_at(2, micro_batches=4), step_at(3, micro_batches=4)),
     )
 
     @classmethod

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Examples, RankClasses, Threshold
 from ddpdebug.detectors.comparison import culprits
 from ddpdebug.detectors.examples import contract, gradients, step_at
-from ddpdebug.detectors.kinds import Verdict
+from ddpdebug.detectors.kinds import Examples, Findings, RankClasses, Severity, Step, Threshold, Verdict
 from ddpdebug.detectors.sync.gradients import (
     GradientRule,
     clip_factors,
@@ -21,9 +20,8 @@ from ddpdebug.detectors.sync.gradients import (
 )
 from ddpdebug.detectors.sync.sync205_unsynchronised_accumulation import UnsynchronisedAccumulation
 from ddpdebug.schema.details import Gradients
-from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step, outvoted
+from ddpdebug.schema.step import outvoted
 
 #: The norm of a gradient is taken twice by the same kernel: equal elements give equal norms.
 _UNCHANGED = 1e-6
@@ -65,38 +63,30 @@ class ChangedAfterReduction(GradientRule):
         source="chosen: ranks that clip by the same norm differ by rounding, ranks that clip their own by much more",
     )
     fires_on = Examples(
-        lambda: (
-            (
-                step_at(
-                    6,
-                    odd={2: {"grads_digest": 5}},
-                    gradients=gradients(4, {2: {"w": "ff"}}, **_EQUAL_SUMS),
-                    contract=contract(4),
-                ),
-            ),
-            (
-                step_at(
-                    6,
-                    odd={2: {"grads_digest": 5, "clip_max": 0.1}},
-                    flags=Flag.CLIPPED,
-                    **_CLIP,
-                    gradients=gradients(4, {2: {"w": "ff", "b": "ff"}}, **_EQUAL_SUMS),
-                    contract=contract(4),
-                ),
-            ),
-            (
-                step_at(
-                    6, flags=Flag.CLIPPED | Flag.CLIPPED_BEFORE_SYNC, clip_max=1.0, odd=_OWN_CLIP, contract=contract(4)
-                ),
-            ),
-        )
+        lambda: step_at(
+            6,
+            odd={2: {"grads_digest": 5}},
+            gradients=gradients(4, {2: {"w": "ff"}}, **_EQUAL_SUMS),
+            contract=contract(4),
+        ),
+        lambda: step_at(
+            6,
+            odd={2: {"grads_digest": 5, "clip_max": 0.1}},
+            flags=Flag.CLIPPED,
+            **_CLIP,
+            gradients=gradients(4, {2: {"w": "ff", "b": "ff"}}, **_EQUAL_SUMS),
+            contract=contract(4),
+        ),
+        lambda: step_at(
+            6, flags=Flag.CLIPPED | Flag.CLIPPED_BEFORE_SYNC, clip_max=1.0, odd=_OWN_CLIP, contract=contract(4)
+        ),
     )
     silent_on = Examples(
-        lambda: (
-            (step_at(6, flags=Flag.CLIPPED, **_CLIP),),
-            (step_at(6, flags=Flag.CLIPPED | Flag.CLIPPED_BEFORE_SYNC, **_CLIP),),
-            (step_at(6, odd={2: {"grads_digest": 5}}, gradients=gradients(4, {2: {"w": "ff"}}), contract=contract(4)),),
-        )
+        lambda: step_at(6, flags=Flag.CLIPPED, **_CLIP),
+        lambda: step_at(6, flags=Flag.CLIPPED | Flag.CLIPPED_BEFORE_SYNC, **_CLIP),
+        lambda: step_at(
+            6, odd={2: {"grads_digest": 5}}, gradients=gradients(4, {2: {"w": "ff"}}), contract=contract(4)
+        ),
     )
 
     @classmethod
@@ -130,7 +120,7 @@ class ChangedAfterReduction(GradientRule):
     def suspects(self, step: Step) -> bool:
         return bool(gradient_classes(step)) or bool(self._own_factors(step))
 
-    def detect(self, step: Step) -> Iterator[Finding]:
+    def detect(self, step: Step) -> Findings:
         yield from super().detect(step)
         factors = self._own_factors(step)
         if factors and not gradient_classes(step) and not step.any(Flag.LOCAL_ONLY):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Facts, Threshold
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import contract, gradients, step_at, steps
+from ddpdebug.detectors.kinds import Detector, Examples, Facts, Fields, Finding, Findings, Severity, Step, Threshold
 from ddpdebug.detectors.sync.gradients import find_unused, gradient_classes, missing
 from ddpdebug.schema.announcements import Failure
 from ddpdebug.schema.details import Contract
-from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 #: What torch's reducer raises at the forward after a step in which some gradient never came.
 _DDP_MESSAGE = "Expected to have finished reduction"
@@ -44,6 +42,7 @@ class ParameterWithoutGradient(Detector):
     code = "SYNC207"
     severity = Severity.WARNING
     title = "a trainable parameter receives no gradient"
+    incident = ("subject",)
     wants = ("gradients", "contract")
     topics = ("alone",)
     no_gradient_steps = Threshold(
@@ -52,41 +51,30 @@ class ParameterWithoutGradient(Detector):
         source="layers that are dropped at random change from step to step",
     )
     fires_on = Examples(
-        lambda: (
-            (
-                Facts(
-                    topic="alone:failure",
-                    values={1: {"reason": f"RuntimeError: {_DDP_MESSAGE} ...", "missing": ["aux.w"], "step": 12}},
-                ),
-            ),
-            steps(5, **_UNUSED),
-            (
-                step_at(
-                    1,
-                    without_grad=1,
-                    odd={1: {"grads_digest": 5}},
-                    gradients=gradients(4, {1: {"w": "ff"}}, missing=["b"]),
-                    contract=contract(4),
-                ),
-            ),
-        )
+        lambda: Facts(
+            topic="alone:failure",
+            values={1: {"reason": f"RuntimeError: {_DDP_MESSAGE} ...", "missing": ["aux.w"], "step": 12}},
+        ),
+        lambda: steps(5, **_UNUSED),
+        lambda: step_at(
+            1,
+            without_grad=1,
+            odd={1: {"grads_digest": 5}},
+            gradients=gradients(4, {1: {"w": "ff"}}, missing=["b"]),
+            contract=contract(4),
+        ),
     )
     silent_on = Examples(
-        lambda: (
-            steps(5),
-            steps(4, **_UNUSED),
-            tuple(step_at(n, without_grad=1, presence_digest=70 + n % 3) for n in range(10)),  # layers are dropped
-            steps(5, start=100, **_UNUSED)[:1],
-        )
+        lambda: steps(5),
+        lambda: steps(4, **_UNUSED),
+        lambda: tuple(step_at(n, without_grad=1, presence_digest=70 + n % 3) for n in range(10)),  # layers are dropped
+        lambda: steps(5, start=100, **_UNUSED)[:1],
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._seen: dict[int, tuple[tuple[tuple[int, int], ...], int]] = {}  # optimizer -> (presence by rank, steps)
         self._varies: set[int] = set()
-
-    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
-        return (finding.subject[:1],)
 
     def can_show(self, step: Step) -> bool:
         return step.known("presence_digest")
@@ -96,7 +84,7 @@ class ParameterWithoutGradient(Detector):
             return False
         return bool(gradient_classes(step)) or self._counted(step)[1] == int(self.no_gradient_steps)
 
-    def detect(self, step: Step) -> Iterator[Finding]:
+    def detect(self, step: Step) -> Findings:
         if not self.can_show(step) or step.any(Flag.SKIPPED):
             return
         counted = self._counted(step)
@@ -109,7 +97,7 @@ class ParameterWithoutGradient(Detector):
         elif counted[1] == int(self.no_gradient_steps) and _lacking(step):
             yield self._report(step, without, f"no gradient in {counted[1]} checked steps")
 
-    def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
+    def compare(self, topic: str, facts: Mapping[int, Any]) -> Findings:
         """Name the parameters when DDP itself ends the run: its own message gives indices at most."""
         for rank, fact in facts.items():
             if isinstance(fact, Failure) and _DDP_MESSAGE in fact.reason and fact.missing:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import contract, gradients, step_at
-from ddpdebug.detectors.kinds import Verdict
+from ddpdebug.detectors.kinds import Examples, Step, Verdict
 from ddpdebug.detectors.sync.gradients import GradientRule, differing, odd_ranks
 from ddpdebug.schema.details import Contract
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
 
 _ODD: dict[int, Any] = {rank: {"grads_digest": 0, "foreign_grads_digest": 5 + rank} for rank in range(4)}
 _FOREIGN: dict[int, Any] = {rank: {"digests": {}, "foreign": {"w": str(rank)}} for rank in range(4)}
@@ -41,25 +39,19 @@ class NoSynchronisation(GradientRule):
     code = "SYNC208"
     title = "several ranks train without any gradient synchronisation"
     fires_on = Examples(
-        lambda: (
-            (step_at(0, odd=_ODD, flags=Flag.NO_DDP, gradients=_FOREIGN, contract=contract(4, ddp=0, groups=[])),),
-            (step_at(0, odd=_ODD, flags=Flag.NO_DDP),),
-        )
+        lambda: step_at(0, odd=_ODD, flags=Flag.NO_DDP, gradients=_FOREIGN, contract=contract(4, ddp=0, groups=[])),
+        lambda: step_at(0, odd=_ODD, flags=Flag.NO_DDP),
     )
     silent_on = Examples(
-        lambda: (
-            (step_at(0, flags=Flag.NO_DDP, contract=contract(4, ddp=0)),),  # averaged by hand
-            (step_at(0, odd={1: {"grads_digest": 5}}, gradients=gradients(4, {1: {"w": "f"}}), contract=contract(4)),),
-            (
-                step_at(
-                    0,
-                    odd=_ODD,
-                    flags=Flag.NO_DDP,
-                    gradients={rank: {"foreign": {f"stage{rank}.w": "1"}} for rank in range(4)},
-                    contract=contract(4, ddp=0),
-                ),
-            ),
-        )
+        lambda: step_at(0, flags=Flag.NO_DDP, contract=contract(4, ddp=0)),  # averaged by hand
+        lambda: step_at(0, odd={1: {"grads_digest": 5}}, gradients=gradients(4, {1: {"w": "f"}}), contract=contract(4)),
+        lambda: step_at(
+            0,
+            odd=_ODD,
+            flags=Flag.NO_DDP,
+            gradients={rank: {"foreign": {f"stage{rank}.w": "1"}} for rank in range(4)},
+            contract=contract(4, ddp=0),
+        ),
     )
 
     @classmethod

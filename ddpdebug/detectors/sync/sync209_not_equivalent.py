@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Facts, Threshold
 from ddpdebug.detectors.comparison import MAX_NAMES
+from ddpdebug.detectors.kinds import Detector, Examples, Facts, Findings, Severity, Threshold
 from ddpdebug.schema.announcements import Equivalence
-from ddpdebug.schema.finding import Finding, Severity
 
 
 def _facts(ratio: float, world: int = 4, *, residual: float = 0.0, **more: Any) -> dict[str, Any]:
@@ -51,6 +50,7 @@ class NotEquivalent(Detector):
     code = "SYNC209"
     severity = Severity.ERROR
     title = "several ranks do not train like one process on the same global batch"
+    incident = ("subject", "phase", "location")
     topics = ("equivalence",)
     same_ratio = Threshold(
         1e-3,
@@ -58,30 +58,23 @@ class NotEquivalent(Detector):
         source="calculated: both sides are computed in float64, and the numbers that explain a ratio are whole",
     )
     fires_on = Examples(
-        lambda: (
-            (Facts(topic="equivalence", values=dict.fromkeys(range(4), _facts(4.0))),),
-            (Facts(topic="equivalence", values=dict.fromkeys(range(2), _facts(0.97, 2, residual=0.2))),),
-            (Facts(topic="equivalence", values={0: _facts(0.5, 2), 1: _AGREES}),),
-            (Facts(topic="equivalence", values=dict.fromkeys(range(2), _facts(1, 2, residual=0.1, batch_norm=True))),),
-        )
+        lambda: Facts(topic="equivalence", values=dict.fromkeys(range(4), _facts(4.0))),
+        lambda: Facts(topic="equivalence", values=dict.fromkeys(range(2), _facts(0.97, 2, residual=0.2))),
+        lambda: Facts(topic="equivalence", values={0: _facts(0.5, 2), 1: _AGREES}),
+        lambda: Facts(topic="equivalence", values=dict.fromkeys(range(2), _facts(1, 2, residual=0.1, batch_norm=True))),
     )
     silent_on = Examples(
-        lambda: (
-            (Facts(topic="equivalence", values=dict.fromkeys(range(2), _AGREES)),),
-            (Facts(topic="equivalence", values={0: _AGREES}),),
-        )
+        lambda: Facts(topic="equivalence", values=dict.fromkeys(range(2), _AGREES)),
+        lambda: Facts(topic="equivalence", values={0: _AGREES}),
     )
 
-    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
-        return finding.subject[:1], finding.phase, finding.location
-
-    def compare(self, topic: str, facts: Mapping[int, Equivalence]) -> Iterator[Finding]:
+    def compare(self, topic: str, facts: Mapping[int, Equivalence]) -> Findings:
         differing = {rank: fact for rank, fact in sorted(facts.items()) if fact.off}
         if not differing:
             return
         step = min(fact.step or 0 for fact in differing.values())
         first = {rank: fact for rank, fact in differing.items() if (fact.step or 0) == step}
-        fact = max(first.values(), key=_worst)
+        fact = max(first.values(), key=lambda fact: max(entry[2] for entry in fact.off.values()))
         off = sorted(fact.off, key=lambda name: -fact.off[name][2])
         causes, reading = self._explain(fact)
         only_batch_norm = fact.without_batch_norm == "agree"
@@ -144,7 +137,3 @@ class NotEquivalent(Detector):
 
     def _near(self, value: float, other: float) -> bool:
         return abs(value - other) <= self.same_ratio * abs(other)
-
-
-def _worst(fact: Equivalence) -> float:
-    return max(entry[2] for entry in fact.off.values())

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Facts
+from ddpdebug.detectors.kinds import Detector, Examples, Facts, Fields, Findings, Severity, Step
 from ddpdebug.schema.announcements import Gathered
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step
 
 _FACT: dict[str, Any] = {"location": "loss.py:31", "shapes": [[32, 128]]}
 
@@ -36,29 +34,26 @@ class GatherCutsGradient(Detector):
     code = "SYNC210"
     severity = Severity.ERROR
     title = "a gather in the forward or the loss cuts the gradient"
+    incident = ("location",)
     topics = ("gathered",)
     fires_on = Examples(
-        lambda: (
-            (Facts(topic="gathered:0", values={0: _FACT, 1: _FACT}),),
-            (Facts(topic="gathered:1", values={0: {"location": None, "shapes": [[8, 16]]}, 1: None}),),
-        )
+        lambda: Facts(topic="gathered:0", values={0: _FACT, 1: _FACT}),
+        lambda: Facts(topic="gathered:1", values={0: {"location": None, "shapes": [[8, 16]]}, 1: None}),
     )
     silent_on = Examples(
-        lambda: ((Facts(topic="gathered:0", values={0: None, 1: None}),), (Facts(topic="gathered:0", values={0: {}}),))
+        lambda: Facts(topic="gathered:0", values={0: None, 1: None}),
+        lambda: Facts(topic="gathered:0", values={0: {}}),
     )
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._step = 0
 
-    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
-        return (finding.location,)
-
-    def detect(self, step: Step) -> Iterator[Finding]:
+    def detect(self, step: Step) -> Findings:
         self._step = max(self._step, step.step + 1)
         yield from ()
 
-    def compare(self, topic: str, facts: Mapping[int, Gathered]) -> Iterator[Finding]:
+    def compare(self, topic: str, facts: Mapping[int, Gathered]) -> Findings:
         found = {rank: fact for rank, fact in facts.items() if fact.shapes}
         if not found:
             return

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import contract, gradients, step_at
-from ddpdebug.detectors.kinds import Verdict
+from ddpdebug.detectors.kinds import Examples, Step, Verdict
 from ddpdebug.detectors.sync.gradients import GradientRule, differing, gradient_classes, odd_ranks
 from ddpdebug.detectors.sync.sync203_parameter_not_reduced import ParameterNotReduced
 from ddpdebug.schema.details import Contract
-from ddpdebug.schema.step import Step
 
 _HALVES: dict[int, Any] = {2: {"grads_digest": 5}, 3: {"grads_digest": 5}}
 _GROUPS: dict[int, Any] = {rank: {"groups": [[0, 1] if rank < 2 else [2, 3]]} for rank in range(4)}
@@ -41,24 +39,18 @@ class SmallerGroup(GradientRule):
     title = "gradients are reduced over a part of the ranks only"
     after = ParameterNotReduced
     fires_on = Examples(
-        lambda: (
-            (step_at(0, odd=_HALVES, gradients=_GRADIENTS, contract=contract(4, _GROUPS)),),
-            (
-                step_at(
-                    0,
-                    world=2,
-                    odd={1: {"grads_digest": 5}},
-                    gradients=gradients(2, {1: {"w": "ff"}}),
-                    contract=contract(2, {0: {"groups": [[0]]}, 1: {"groups": [[1]]}}),
-                ),
-            ),
-        )
+        lambda: step_at(0, odd=_HALVES, gradients=_GRADIENTS, contract=contract(4, _GROUPS)),
+        lambda: step_at(
+            0,
+            world=2,
+            odd={1: {"grads_digest": 5}},
+            gradients=gradients(2, {1: {"w": "ff"}}),
+            contract=contract(2, {0: {"groups": [[0]]}, 1: {"groups": [[1]]}}),
+        ),
     )
     silent_on = Examples(
-        lambda: (
-            (step_at(0, gradients=gradients(4), contract=contract(4, _GROUPS)),),
-            (step_at(0, odd={1: {"grads_digest": 5}}, gradients=gradients(4, {1: {"w": "f"}}), contract=contract(4)),),
-        )
+        lambda: step_at(0, gradients=gradients(4), contract=contract(4, _GROUPS)),
+        lambda: step_at(0, odd={1: {"grads_digest": 5}}, gradients=gradients(4, {1: {"w": "f"}}), contract=contract(4)),
     )
 
     @classmethod

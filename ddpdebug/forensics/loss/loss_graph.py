@@ -7,6 +7,7 @@ gradients show while backward runs: a hook behind a node sees what it is given a
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -63,7 +64,7 @@ def explain_loss(loss: torch.Tensor, after: int) -> dict[str, Any] | None:
     Called before backward, which frees what is looked at here.
 
     Args:
-        after: the number of the first autograd node that does not belong to the model (`Scene.after`).
+        after: the number of the first autograd node that does not belong to the model (`ForwardCapture.after`).
     """
     nodes = _nodes(loss, after)
     for node in nodes:
@@ -102,7 +103,7 @@ def watch_backward(loss: torch.Tensor, after: int, guard: Guard, tell: Callable[
     risky = [i for i, name in enumerate(names) if kind_of(name) not in _HARMLESS]
     watch = _Watch(names, tell)
     for i in risky[:_MAX_HOOKS]:
-        entries_of(guard).after_node("probe:loss-backward", nodes[i], _AfterNode(watch, i).look)
+        entries_of(guard).after_node("probe:loss-backward", nodes[i], functools.partial(watch.look, i))
 
 
 class _Watch:
@@ -113,8 +114,8 @@ class _Watch:
         self.over = False
 
     def look(self, index: int, made: Sequence[torch.Tensor | None], given: Sequence[torch.Tensor | None]) -> None:
-        """Look at what a node has made of the gradients that it was given."""
-        value = _first_bad(made)
+        """Look at what a node has made of the gradients that it was given; called behind it, and changes nothing."""
+        value = None if self.over else _first_bad(made)
         if value is None:
             return
         self.over = True  # what comes later follows from this
@@ -124,20 +125,6 @@ class _Watch:
         about = {"node": self.names[index], "value": value, "index": index, "nodes": list(self.names)}
         saved = internals.saved_of(node)
         self._tell({**about, "operands": _described(saved)})
-
-
-class _AfterNode:
-    """The hook behind one node; it changes nothing."""
-
-    __slots__ = ("_index", "_watch")
-
-    def __init__(self, watch: _Watch, index: int) -> None:
-        self._watch, self._index = watch, index
-
-    def look(self, made: Sequence[torch.Tensor | None], given: Sequence[torch.Tensor | None]) -> None:
-        """Look at the gradients that the node was given, and at what it made of them."""
-        if not self._watch.over:
-            self._watch.look(self._index, made, given)
 
 
 def _first_bad(gradients: Sequence[torch.Tensor | None]) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 from ddpdebug.config.settings import Config
 from ddpdebug.detectors.mem.explanation import ExplainingRule
 from ddpdebug.disk import Disk
-from ddpdebug.forensics.memory.hunt import HolderHunt
+from ddpdebug.forensics.memory.holder_search import HolderSearch
 from ddpdebug.forensics.memory.oom import Reports
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.cpu_memory_limit import CpuLimit
@@ -49,7 +49,7 @@ class MemoryForensics:
         redactor: Redactor | None = None,
         disk: Disk | None = None,
     ) -> None:
-        self.hunt = HolderHunt(bus, state, plans)
+        self.holder_search = HolderSearch(bus, state, plans)
         self.reports = Reports(bus, state, guard, memory, add_to, announce, directory, redactor=redactor, disk=disk)
         self._guard, self._memory, self._announce = guard, memory, announce
         self._declared: tuple[ExpectedGrowth, ...] = ()
@@ -66,7 +66,7 @@ class MemoryForensics:
 
     def begin(self, rank: int, world: int) -> None:
         """Take the identity of this rank."""
-        self.hunt.rank = rank
+        self.holder_search.rank = rank
         self.reports.rank, self.reports.world = rank, world
 
     def hear(self, rank: int, announcement: Announcement | None) -> None:

@@ -221,7 +221,7 @@ class Reports:
 
 
 def where(error: BaseException, state: StepState) -> dict[str, Any]:
-    """Return phase, module and line, read from the frames that the error has left: costs nothing before it happens."""
+    """Return phase, module and line of an error, read from the frames of its traceback."""
     names = module_names(state)
     phase, module, line = None, None, None
     for frame in _callers(error.__traceback__):  # where it was caught lies above what it has left

@@ -27,7 +27,7 @@ from ddpdebug._version import __version__
 from ddpdebug.disk import Disk, NoRoomError
 from ddpdebug.forensics.replay.tensor_file import can_write, write_tensors
 from ddpdebug.nested import is_container, items, tensors_in
-from ddpdebug.probes.forward_capture import Scene
+from ddpdebug.probes.forward_capture import ForwardCapture
 from ddpdebug.probes.holding import Lost
 from ddpdebug.redaction import Redactor
 from ddpdebug.schema.finding import strict
@@ -49,11 +49,11 @@ class BundleError(Exception):
 def write_bundle(  # noqa: PLR0913 - what a bundle is made of
     parent: Path,
     name: str,
-    scene: Scene,
+    capture: ForwardCapture,
     facts: Mapping[str, Any],
     *,
     limit: int = LIMIT,
-    previous: Scene | None = None,
+    previous: ForwardCapture | None = None,
     redactor: Redactor | None = None,
     disk: Disk | None = None,
 ) -> Path:
@@ -69,11 +69,11 @@ def write_bundle(  # noqa: PLR0913 - what a bundle is made of
     Raises:
         BundleError: with the reason; nothing is left behind.
     """
-    module = scene.module()
+    module = capture.module()
     if module is None:
         raise BundleError("the model is gone")
     content = _Content(limit)
-    document = content.describe(internals.unwrap_compiled(module), scene, previous)
+    document = content.describe(internals.unwrap_compiled(module), capture, previous)
     clean = (redactor or Redactor()).value
     document = {**clean(_origin(internals.unwrap_compiled(module))), **document, **clean(strict(facts))}
     temporary = parent / f".{name}.{os.getpid()}.partial"
@@ -116,28 +116,30 @@ class _Content:
         self.size = 0
         self._limit = limit
 
-    def describe(self, module: torch.nn.Module, scene: Scene, previous: Scene | None) -> dict[str, Any]:
+    def describe(
+        self, module: torch.nn.Module, capture: ForwardCapture, previous: ForwardCapture | None
+    ) -> dict[str, Any]:
         """Return the JSON value; the tensors are in `tensors` then."""
-        rng = scene.rng
+        rng = capture.rng
         states = {"cpu": rng.cpu, "cuda": rng.cuda}
         random = {name: self._reference(f"rng.{name}", state) for name, state in states.items() if state is not None}
         numpy = None if rng.numpy is None else [rng.numpy[0], rng.numpy[1].tolist(), *rng.numpy[2:]]
-        arguments = [scene.args, scene.kwargs]
+        arguments = [capture.args, capture.kwargs]
         inputs = self._tree("inputs", arguments) if self._fits("inputs", tensors_in(arguments)) else None
-        buffers = {name: scene.buffers.get(name, buffer) for name, buffer in internals.named_buffers(module)}
+        buffers = {name: capture.buffers.get(name, buffer) for name, buffer in internals.named_buffers(module)}
         parameters, tied = _parameters(module)
         document: dict[str, Any] = {
             "inputs": inputs,
             "rng": {**random, "device": rng.device, "python": rng.python, "numpy": numpy},
             "autocast": {
-                "device": scene.autocast.device,
-                "enabled": scene.autocast.enabled,
-                "dtype": str(scene.autocast.dtype).removeprefix("torch."),
+                "device": capture.autocast.device,
+                "enabled": capture.autocast.enabled,
+                "dtype": str(capture.autocast.dtype).removeprefix("torch."),
             },
-            "modes": dict(zip(scene.names, map(bool, scene.modes), strict=False)),
+            "modes": dict(zip(capture.names, map(bool, capture.modes), strict=False)),
             "buffers": self._table("buffers", buffers),
-            "output_gradients": self._table("output_gradients", {str(k): v for k, v in scene.gradients.items()}),
-            "partial_gradients": scene.partial,
+            "output_gradients": self._table("output_gradients", {str(k): v for k, v in capture.gradients.items()}),
+            "partial_gradients": capture.partial,
             "parameters": self._table("parameters", parameters),
             "tied": tied,
             "frozen": [name for name, p in parameters.items() if not p.requires_grad],
@@ -146,10 +148,10 @@ class _Content:
             before = [previous.args, previous.kwargs]
             fits = self._fits("previous_inputs", tensors_in(before))
             document["previous_inputs"] = self._tree("previous_inputs", before) if fits else None
-        if scene.gradients_lost:
-            self.left_out.append({"what": "output_gradients", "bytes": scene.gradients_lost, "why": "not kept"})
-        document["changed_since_forward"] = scene.changed()
-        document["called_at"] = scene.location
+        if capture.gradients_lost:
+            self.left_out.append({"what": "output_gradients", "bytes": capture.gradients_lost, "why": "not kept"})
+        document["changed_since_forward"] = capture.changed()
+        document["called_at"] = capture.location
         document["left_out"] = self.left_out
         return document
 

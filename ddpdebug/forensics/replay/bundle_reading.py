@@ -6,13 +6,14 @@ Raises UsageError with what is wrong.
 
 from __future__ import annotations
 
+import functools
 import json
 import stat
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import safetensors
 import torch
@@ -20,7 +21,7 @@ import torch
 from ddpdebug.errors import UsageError
 from ddpdebug.forensics.replay.bundle import FORMAT, JSON_FILE, TENSOR_FILE
 from ddpdebug.isolation.process_state import Autocast, RandomState
-from ddpdebug.probes.forward_capture import Scene
+from ddpdebug.probes.forward_capture import ForwardCapture
 from ddpdebug.sinks.text import clean
 
 _MAX_JSON = 64 << 20
@@ -54,9 +55,9 @@ class Bundle:
     partial: bool
     left_out: list[str]
 
-    def scene(self, module: torch.nn.Module) -> Scene:
+    def capture(self, module: torch.nn.Module) -> ForwardCapture:
         """Return the forward, to be run on a module that has the bundle's parameters and buffers."""
-        return Scene(
+        return ForwardCapture(
             module=lambda: module,
             step=_number(self.facts.get("step"), -1),
             given=(self.args, self.kwargs),
@@ -261,22 +262,18 @@ def _left_out(document: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _mapping(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _MalformedError(f"{str(value)[:60]!r} stands where a table must be")
+T = TypeVar("T")
+
+
+def _is_a(kind: type[T], word: str, value: Any) -> T:
+    if not isinstance(value, kind):
+        raise _MalformedError(f"{str(value)[:60]!r} stands where a {word} must be")
     return value
 
 
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise _MalformedError(f"{str(value)[:60]!r} stands where a list must be")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise _MalformedError(f"{str(value)[:60]!r} stands where a text must be")
-    return value
+_mapping: Callable[[Any], dict[str, Any]] = functools.partial(_is_a, dict, "table")
+_list: Callable[[Any], list[Any]] = functools.partial(_is_a, list, "list")
+_text: Callable[[Any], str] = functools.partial(_is_a, str, "text")
 
 
 def _key(value: Any) -> str | int:

@@ -19,7 +19,7 @@ from ddpdebug.forensics.replay.replay import SECONDS, Trace, replay
 from ddpdebug.forensics.replay.stack_lines import line_of
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import is_users, shorten, user_frame
-from ddpdebug.probes.forward_capture import Scene, Scenes
+from ddpdebug.probes.forward_capture import ForwardCapture, ForwardCaptures
 from ddpdebug.probes.loop_calls import Losses
 from ddpdebug.probes.nonfinite_notes import Judgement, Looks
 from ddpdebug.probes.record import StepRecord
@@ -38,7 +38,7 @@ _MAX_PLACES = 64
 
 
 def investigate(  # noqa: PLR0913 - what a finding is known by
-    scenes: Scenes,
+    captures: ForwardCaptures,
     *,
     step: int,
     rank: int,
@@ -60,18 +60,18 @@ def investigate(  # noqa: PLR0913 - what a finding is known by
         code: of the finding, if it is known by now; it names the bundle. None takes what the replay suggests.
         facts: goes into the bundle (finding, scaler, command).
     """
-    kept = scenes.of_step(step) or list(scenes.current)
+    kept = captures.of_step(step) or list(captures.current)
     if not kept:
         return {"complete": False, "reason": "no forward of this step was kept"}
     deadline = time.monotonic() + seconds
-    trace, scene = _first_bad(kept, deadline, guard)
+    trace, capture = _first_bad(kept, deadline, guard)
     found = compact(trace)
     if len(kept) > 1:
-        found["micro_batch"] = scene.number
-    if scenes.dropped:
-        found["notes"] = [*found["notes"], f"{scenes.dropped} of the step's first micro-batches were not kept"]
+        found["micro_batch"] = capture.number
+    if captures.dropped:
+        found["notes"] = [*found["notes"], f"{captures.dropped} of the step's first micro-batches were not kept"]
     if directory is not None and limit > 0:
-        previous = next((s for s in reversed(scenes.previous) if s not in kept), None)
+        previous = next((s for s in reversed(captures.previous) if s not in kept), None)
         document = {
             **(facts or {}),
             "code": code or suggested_code(trace, facts or {}),
@@ -80,7 +80,7 @@ def investigate(  # noqa: PLR0913 - what a finding is known by
             "replay": trace.to_json(),
         }
         options = {"limit": limit, "previous": previous, "redactor": redactor, "disk": disk}
-        found |= _bundle(bundle_directory(directory, rank), scene, document, options)
+        found |= _bundle(bundle_directory(directory, rank), capture, document, options)
     return dict(strict(found))
 
 
@@ -88,7 +88,7 @@ class Investigator:
     """Looks into a bad step on the rank that has made it, called by the probes on the training thread.
 
     Args:
-        scenes: keeps the forwards of the step.
+        captures: keeps the forwards of the step.
         place: returns this rank's number and the run directory, as far as it is known.
         limit: bytes of a bundle; 0 writes none.
         facts: what every bundle says of the run.
@@ -100,7 +100,7 @@ class Investigator:
         self,
         bus: Bus,
         state: StepState,
-        scenes: Scenes,
+        captures: ForwardCaptures,
         guard: Guard,
         place: Callable[[], tuple[int, Path | None]],
         *,
@@ -110,7 +110,7 @@ class Investigator:
         disk: Disk | None = None,
     ) -> None:
         self._redactor, self._disk = redactor, disk or Disk()
-        self._state, self._scenes, self._guard = state, scenes, guard
+        self._state, self._captures, self._guard = state, captures, guard
         self._place, self._limit, self._facts = place, limit, dict(facts or {})
         self._places: dict[Any, dict[str, Any]] = {}
         bus.on("forensics:replay", NonfiniteMade, self.step)
@@ -124,7 +124,7 @@ class Investigator:
         read = record.since.parts[Losses].scale
         scale = read() if read is not None else None
         found = investigate(
-            self._scenes,
+            self._captures,
             step=record.step,
             rank=rank,
             directory=directory if self._limit else None,
@@ -142,18 +142,18 @@ class Investigator:
 
         Of a finite loss watch the backward instead, and note in `looks` the operation that spoils its gradient.
         """
-        scenes, loss, looks = self._scenes.current, event.loss, event.looks
-        if not scenes or not scenes[-1].ended:
+        captures, loss, looks = self._captures.current, event.loss, event.looks
+        if not captures or not captures[-1].ended:
             return
-        scene = scenes[-1]
-        model, called_at = scene.module, scene.called_at
+        capture = captures[-1]
+        model, called_at = capture.module, capture.called_at
         if event.finite:
 
             def tell(found: dict[str, Any]) -> None:  # belongs to the graph, which may live long: holds no input
                 looks.loss_backward = LossBackward(**self._placed(found, model(), called_at))
 
-            watch_backward(loss, scene.after, self._guard, tell)
-        elif looks.loss is not None and (found := explain_loss(loss, scene.after)) is not None:
+            watch_backward(loss, capture.after, self._guard, tell)
+        elif looks.loss is not None and (found := explain_loss(loss, capture.after)) is not None:
             looks.loss = replace(looks.loss, **self._placed(found, model(), called_at))
 
     def _placed(
@@ -229,34 +229,34 @@ def compact(trace: Trace) -> dict[str, Any]:
         "location": trace.location if culprit.is_operation else None,
         "stack": culprit.stack,
         "operands": culprit.operands[:_MAX_OPERANDS],
-        "made_of": None if culprit.made_of is None else _made_of(culprit.made_of.to_json()),
+        "made_of": None
+        if culprit.made_of is None
+        else {name: getattr(culprit.made_of, name) for name in ("kind", "name", "module", "stack")},
         "became_nan": culprit.became_nan,
         "calls": trace.calls[-_MAX_CALLS:],
     }
 
 
-def _made_of(origin: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: origin[key] for key in ("kind", "name", "module", "stack")}
-
-
-def _first_bad(kept: Sequence[Scene], deadline: float, guard: Guard | None) -> tuple[Trace, Scene]:
-    found: list[tuple[Trace, Scene]] = []
-    for scene in kept:
-        trace = replay(scene, seconds=deadline - time.monotonic(), guard=guard)
-        found.append((trace, scene))
+def _first_bad(kept: Sequence[ForwardCapture], deadline: float, guard: Guard | None) -> tuple[Trace, ForwardCapture]:
+    found: list[tuple[Trace, ForwardCapture]] = []
+    for capture in kept:
+        trace = replay(capture, seconds=deadline - time.monotonic(), guard=guard)
+        found.append((trace, capture))
         if trace.reproduced:
-            return trace, scene
+            return trace, capture
     incomplete = [pair for pair in found if not pair[0].complete]
     return (incomplete or found)[0]
 
 
-def _bundle(parent: Path, scene: Scene, document: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+def _bundle(
+    parent: Path, capture: ForwardCapture, document: Mapping[str, Any], options: Mapping[str, Any]
+) -> dict[str, Any]:
     """Write the bundle; return its path, or why there is none."""
     try:
         if parent.is_dir() and sum(1 for _ in parent.iterdir()) >= _MAX_BUNDLES:
             return {"bundle": None, "bundle_reason": f"{_MAX_BUNDLES} bundles are enough"}
         name = f"{document['code']}-step{document['step']}-rank{document['rank']}"
-        path = write_bundle(parent, name, scene, document, **options)
+        path = write_bundle(parent, name, capture, document, **options)
     except BundleError as error:
         return {"bundle": None, "bundle_reason": str(error)[:300]}
     except Exception as error:

@@ -26,7 +26,7 @@ from ddpdebug.forensics.replay.undisturbed import COPY_BYTES, CannotCopyError, S
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import is_users
 from ddpdebug.nested import leaves, tensors_in
-from ddpdebug.probes.forward_capture import Scene
+from ddpdebug.probes.forward_capture import ForwardCapture
 
 SECONDS = 30.0
 _MAX_CALLS = 400
@@ -82,7 +82,7 @@ class Trace:
 
 
 def replay(
-    scene: Scene,
+    capture: ForwardCapture,
     *,
     backward: bool = True,
     seconds: float = SECONDS,
@@ -98,12 +98,12 @@ def replay(
         alone: in a process that does nothing else, where what is written elsewhere does no harm.
     """
     started = time.monotonic()
-    trace = Trace(called_at=scene.location)
+    trace = Trace(called_at=capture.location)
     was_quiet = guard.quiet if guard is not None else False
     try:
         if guard is not None:
             guard.quiet = True
-        _Replay(scene, trace, started + seconds, autocast=autocast, alone=alone).run(backward=backward)
+        _Replay(capture, trace, started + seconds, autocast=autocast, alone=alone).run(backward=backward)
     except Exception as error:
         if is_users(error):
             raise
@@ -121,23 +121,23 @@ ends_stack(replay)
 class _Replay:
     """One replay while it runs."""
 
-    def __init__(self, scene: Scene, trace: Trace, deadline: float, *, autocast: bool, alone: bool) -> None:
-        self._scene, self._trace, self._autocast, self._alone = scene, trace, autocast, alone
+    def __init__(self, capture: ForwardCapture, trace: Trace, deadline: float, *, autocast: bool, alone: bool) -> None:
+        self._capture, self._trace, self._autocast, self._alone = capture, trace, autocast, alone
         self._modules = _ModuleStack()
         self._deadline = deadline
         self._done = False
 
     def run(self, *, backward: bool) -> None:
-        scene, trace = self._scene, self._trace
-        module = scene.module()
+        capture, trace = self._capture, self._trace
+        module = capture.module()
         if module is None:
             trace.reason = "the model is gone"
             return
         module = internals.unwrap_compiled(module)
-        if lost := scene.lost():
+        if lost := capture.lost():
             trace.reason = f"the inputs were not kept: {'; '.join(lost[:3])}"
             return
-        modes = dict(zip(scene.names, map(bool, scene.modes), strict=False))
+        modes = dict(zip(capture.names, map(bool, capture.modes), strict=False))
         trace.reason = _refusal(module, modes)
         if trace.reason is not None:
             return
@@ -152,10 +152,10 @@ class _Replay:
         self, module: torch.nn.Module, modes: Mapping[str, bool], wanted: set[int], *, backward: bool
     ) -> int | None:
         """Run; return the address of memory of which the run needs a copy and has none, if there is room for it."""
-        scene, trace = self._scene, self._trace
+        capture, trace = self._capture, self._trace
         made = StandIns(math.inf if self._alone and wanted else COPY_BYTES, wanted, alone=self._alone)
         try:
-            with undisturbed(module, scene.buffers, modes, (scene.args, scene.kwargs), made) as stand_ins:
+            with undisturbed(module, capture.buffers, modes, (capture.args, capture.kwargs), made) as stand_ins:
                 return self._follow(stand_ins, backward=backward)
         except CannotCopyError as error:
             trace.reason = str(error)
@@ -188,11 +188,11 @@ class _Replay:
         return None
 
     def _both(self, tracer: Tracer, stand_ins: StandIns, *, backward: bool) -> None:
-        scene = self._scene
-        args = tuple(stand_ins.argument(value) for value in scene.args)
-        kwargs = {key: stand_ins.argument(value) for key, value in scene.kwargs.items()}
+        capture = self._capture
+        args = tuple(stand_ins.argument(value) for value in capture.args)
+        kwargs = {key: stand_ins.argument(value) for key, value in capture.kwargs.items()}
         _add_sources(tracer, args, kwargs, stand_ins)
-        scene.rng.restore()
+        capture.rng.restore()
         with self._surroundings():
             with internals.as_users(), tracer:
                 output = stand_ins.module(*args, **kwargs)
@@ -207,7 +207,7 @@ class _Replay:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             if self._autocast:
-                stack.enter_context(self._scene.autocast.again())
+                stack.enter_context(self._capture.autocast.again())
             if internals.DYNAMO in sys.modules:  # what is compiled runs uncompiled
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
@@ -222,7 +222,7 @@ class _Replay:
         targets = [t for t in (*stand_ins.parameters.values(), *inputs) if t.requires_grad and t.is_leaf]
         roots = [output for _, output, _ in pairs]
         gradients = [gradient for _, _, gradient in pairs]
-        inner = _inner(roots) if len(roots) > 1 and not self._scene.partial else frozenset()
+        inner = _inner(roots) if len(roots) > 1 and not self._capture.partial else frozenset()
         late = None  # what to blame if nothing else is
         for i, (position, _, gradient) in enumerate(pairs):
             if i not in inner:
@@ -254,12 +254,12 @@ class _Replay:
         self._trace.culprit = _blamed(tracer, [t for t in found if t is not None]) or late
 
     def _gradients(self, outputs: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        scene, notes = self._scene, self._trace.notes
-        if scene.gradients_lost:
-            notes.append(f"no backward: output gradients of {scene.gradients_lost} bytes were not kept")
+        capture, notes = self._capture, self._trace.notes
+        if capture.gradients_lost:
+            notes.append(f"no backward: output gradients of {capture.gradients_lost} bytes were not kept")
             return []
         pairs = []
-        for position, gradient in sorted(scene.gradients.items()):
+        for position, gradient in sorted(capture.gradients.items()):
             if position >= len(outputs) or outputs[position].shape != gradient.shape:
                 notes.append("no backward: the outputs have other shapes than the first time")
                 return []
@@ -271,14 +271,14 @@ class _Replay:
         return pairs
 
     def _note_differences(self, module: torch.nn.Module) -> None:
-        scene, notes = self._scene, self._trace.notes
-        if changed := scene.changed():
+        capture, notes = self._capture, self._trace.notes
+        if changed := capture.changed():
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
             notes.append(f"written in place since the forward: {', '.join(changed[:3])}{more}")
-        if scene.buffers_lost:
-            notes.append(f"{scene.buffers_lost} buffers have their present values, not those before the forward")
+        if capture.buffers_lost:
+            notes.append(f"{capture.buffers_lost} buffers have their present values, not those before the forward")
         compiled = sum(internals.is_compiled(part) for part in internals.modules(module))
-        original = scene.module()
+        original = capture.module()
         if compiled or (original is not None and internals.is_compiled(original)):
             notes.append("torch.compile: the uncompiled code was run; values made by fused kernels are not seen")
 

@@ -10,7 +10,7 @@ import torch
 
 from ddpdebug.forensics.replay.replay import Trace
 from ddpdebug.nested import leaves, mapped
-from ddpdebug.probes.forward_capture import Scene
+from ddpdebug.probes.forward_capture import ForwardCapture
 
 _MAX_RUNS = 2000
 
@@ -26,17 +26,19 @@ class Shrunk:
 
 
 class _OutOfRunsError(Exception):
-    """Enough."""
+    """Ends the search after `max_runs` replays."""
 
 
-def shrink(scene: Scene, whole: Trace, run: Callable[[Scene], Trace], *, max_runs: int = _MAX_RUNS) -> Shrunk:
+def shrink(
+    capture: ForwardCapture, whole: Trace, run: Callable[[ForwardCapture], Trace], *, max_runs: int = _MAX_RUNS
+) -> Shrunk:
     """Run ever smaller parts of the batch; samples that fail alone are all found, others as one combination.
 
     Args:
         whole: the trace of the whole batch.
-        run: replays a scene.
+        run: replays a capture.
     """
-    batch = batch_size(scene)
+    batch = batch_size(capture)
     found = Shrunk(batch=batch)
     if whole.culprit is None or batch < 2:
         found.reason = "nothing failed" if whole.culprit is None else "the inputs have no first dimension to divide"
@@ -47,7 +49,7 @@ def shrink(scene: Scene, whole: Trace, run: Callable[[Scene], Trace], *, max_run
         if found.runs >= max_runs:
             raise _OutOfRunsError
         found.runs += 1
-        culprit = run(part(scene, samples, batch)).culprit
+        culprit = run(part(capture, samples, batch)).culprit
         return culprit is not None and (culprit.kind, culprit.name, culprit.phase) == wanted
 
     try:
@@ -88,13 +90,13 @@ def _minimal(samples: list[int], fails: Callable[[Sequence[int]], bool]) -> list
     return samples
 
 
-def batch_size(scene: Scene) -> int:
+def batch_size(capture: ForwardCapture) -> int:
     """Return the first dimension of the first input that has one, 0 without any."""
-    tensors = (value for _, value in leaves((scene.args, scene.kwargs)) if isinstance(value, torch.Tensor))
+    tensors = (value for _, value in leaves((capture.args, capture.kwargs)) if isinstance(value, torch.Tensor))
     return next((tensor.shape[0] for tensor in tensors if tensor.dim() > 0), 0)
 
 
-def part(scene: Scene, samples: Sequence[int], batch: int) -> Scene:
+def part(capture: ForwardCapture, samples: Sequence[int], batch: int) -> ForwardCapture:
     """Return the forward of some samples: what has the batch's size in its first dimension is cut."""
     rows = torch.tensor(samples)
 
@@ -103,5 +105,5 @@ def part(scene: Scene, samples: Sequence[int], batch: int) -> Scene:
             return value
         return value.detach().index_select(0, rows.to(value.device)).requires_grad_(value.requires_grad)
 
-    gradients = {position: cut(gradient) for position, gradient in scene.gradients.items()}
-    return replace(scene, given=(mapped(scene.args, cut), mapped(scene.kwargs, cut)), gradients=gradients)
+    gradients = {position: cut(gradient) for position, gradient in capture.gradients.items()}
+    return replace(capture, given=(mapped(capture.args, cut), mapped(capture.kwargs, cut)), gradients=gradients)

@@ -13,7 +13,7 @@ _stops: set[CodeType] = set()
 
 
 def ends_stack(function: object) -> None:
-    """Make a function the outermost that `user_stack` looks at: what called the replay is not what made the value."""
+    """Make a function the outermost frame of `user_stack`: callers of the replay did not make the value."""
     _stops.add(function.__code__)  # type: ignore[attr-defined]
 
 

@@ -57,8 +57,7 @@ class Capture:
         self.tapes: list[Tape] = []
         self.micro_batches: list[int] = []
         self.samples = Samples()
-        self.facts: dict[str, Any] = {"schedulers": [], "backward": None, "loaded": False}
-        self.facts["evaluated_in_train_mode"] = None
+        self.facts: dict[str, Any] = {"loaded": False, "evaluated_in_train_mode": None}
         self._wanted = steps
         self._pending: list[Tape | None] = []
         self._backwards = 0
@@ -92,7 +91,6 @@ class Capture:
         recorded(torch.amp.GradScaler, "scale", self._scales, ends)
         patch(torch.amp.GradScaler, "update", after=[(_STEPS, self._updated)])
         patch(nn.Module, "load_state_dict", before=[(_SCRIPT, self._loads)])
-        patch(torch.optim.lr_scheduler.LRScheduler, "__init__", after=[(_SCRIPT, self._scheduler)])
         patch(torch.optim.Optimizer, "__init__", after=[(_SCRIPT, self._optimizer_made)])
         patch(torch.utils.data.DataLoader, "__init__", after=[(_DATA, self._loader_made)])
         patch(torch.utils.data.DataLoader, "__iter__", before=[(_DATA, self.samples.read)])
@@ -171,7 +169,6 @@ class Capture:
         graph_kept = bool(kwargs.get("retain_graph") or (len(args) > 1 and args[1]))
         loss = tensors if isinstance(tensors, torch.Tensor) else (tensors[0] if len(tensors) == 1 else None)
         if not self.recorder.done:
-            self.facts["backward"] = self.facts["backward"] or user_location()
             self._pending.append(self.recorder.backward(loss, keep=graph_kept))
             self._backwards += 1
         self.recorder.begins(tensors, inside=True)
@@ -194,9 +191,6 @@ class Capture:
     def _updated(self, *_: Any, **__: Any) -> None:
         if self._pending and self._optimizer is None and not self.recorder.done:
             self._keep()  # a step that was skipped, which the hooks of the optimizer do not see
-
-    def _scheduler(self, _: None, scheduler: Any, /, *__: Any, **___: Any) -> None:
-        self.facts["schedulers"].append(type(scheduler).__name__)
 
     def _optimizer_made(self, _: None, optimizer: Any, /, *__: Any, **___: Any) -> None:
         self._optimizers.append(weakref.ref(optimizer))
@@ -274,7 +268,6 @@ class Capture:
             tape.roots = len(roots)
         trouble = self.recorder.trouble
         self.facts |= {"steps": self.steps, "not_recorded": None if self.tapes else trouble or "no loss was seen"}
-        self.facts["read"] = sorted({name for tape in self.tapes for name in tape.read})
         self.facts["loaders"] = self.samples.facts()
         return Subject(
             model=model,

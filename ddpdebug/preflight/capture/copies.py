@@ -143,7 +143,6 @@ def holdings(
     """
     return [
         {
-            "optimizer": type(optimizer).__name__,
             "stepped": stepped,
             "groups": [_group(group, names) for group in optimizer.param_groups],
         }
@@ -155,12 +154,10 @@ def _group(group: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]
     foreign = [p for p in group["params"] if id(p) not in names]
     return {
         "lr": _number(group.get("lr")),
-        "initial_lr": _number(group.get("initial_lr")),
         "weight_decay": _number(group.get("weight_decay")),
         "names": [names[id(p)] for p in group["params"] if id(p) in names],
         # parameters of no model that was called: with a gradient the script uses them in another way
         "foreign": [list(p.shape) for p in foreign if p.grad is None],
-        "others": sum(p.grad is not None for p in foreign),
     }
 
 

@@ -29,7 +29,7 @@ _MAX_BYTES = 1 << 20
 
 
 def digests(tapes: Iterable[Tape]) -> dict[str, Any]:
-    """Describe what the model was given, batch by batch."""
+    """Return the digests of all batches, and mean and deviation of the first floating input: what ranks compare."""
     batches = [list(tensors_in_objects(tape.inputs)) for tape in tapes]
     return {"batches": [of_inputs(inputs) for inputs in batches], "scale": scale(batches)}
 
@@ -65,7 +65,7 @@ def _joined(parts: list[int]) -> int:
 
 
 def share(record: Any) -> dict[int, Any]:
-    """Return by rank what all have given, on rank 0; the other ranks only give."""
+    """Gather a JSON value of each rank on rank 0, by rank, through the job's store; other ranks get their own alone."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     found = {rank: record}
     if world == 1:

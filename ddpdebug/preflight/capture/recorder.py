@@ -18,7 +18,7 @@ from ddpdebug.isolation.process_state import Autocast
 from ddpdebug.isolation.user_code import is_users
 from ddpdebug.nested import copy_of, mapped, tensors_in_objects
 from ddpdebug.preflight.capture.copies import copied
-from ddpdebug.preflight.capture.tape import READS, Constant, Made, Node, Tape, Weight, needed_for
+from ddpdebug.preflight.capture.tape import Constant, Made, Node, Tape, Weight, needed_for
 
 _WRITERS = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__"})
 Operand = Made | Weight | Constant
@@ -70,7 +70,6 @@ class Recorder(TorchFunctionMode):
     def _clear(self) -> None:
         self._nodes: list[Node] = []
         self._constants: list[Tensor] = []
-        self._read: set[str] = set()
         self._armed = False
         self._known.clear()
         for number, root in enumerate(self.roots):
@@ -136,8 +135,6 @@ class Recorder(TorchFunctionMode):
         node = self._node(args, kwargs)
 
         def finish(result: Any) -> None:
-            if name in READS:
-                self._read.add(name.strip("_"))
             with self._ours():
                 if node is not None and (writes or next(tensors_in_objects(result), None) is not None):
                     node.function, node.changes = func, writes
@@ -160,7 +157,7 @@ class Recorder(TorchFunctionMode):
         return finish
 
     def same(self, value: Any, like: Any) -> None:
-        """Note that `value` stands for `like`: what DDP returns, a scaled loss."""
+        """Note that `value` is the same node of the tape as `like`: an output of DDP's wrapper, a scaled loss."""
         with self._ours():
             own, other = list(tensors_in_objects(value)), list(tensors_in_objects(like))
             for new, old in zip(own, other, strict=len(own) == len(other)):
@@ -226,7 +223,6 @@ class Recorder(TorchFunctionMode):
             nodes=list(self._nodes),
             constants=list(self._constants),
             loss=loss,
-            read=tuple(sorted(self._read)),
             needed=needed,
         )
 

@@ -66,7 +66,9 @@ class Samples:
 
     def facts(self) -> list[dict[str, Any]]:
         """Return the settings of the loaders, JSON values."""
-        return [_facts(loader, trains=loader is self.training()) for loader in self._made if _is_plain(loader)]
+        return [
+            _facts(loader, trains=loader is self.training()) for loader in self._made if isinstance(loader, DataLoader)
+        ]
 
     def draw(self) -> None:
         """Read samples; what the data sets raise is noted, and random states are put back."""
@@ -78,16 +80,13 @@ class Samples:
                     self.train = _spread(own.dataset, SAMPLES)
                 if others:
                     self.validation = _spread(others[0].dataset, SAMPLES)
-                    self.repeats = [_twice(others[0].dataset, at) for at in _places(others[0].dataset, REPEATS)]
+                    data = others[0].dataset
+                    self.repeats = [(_sample(data, at), _sample(data, at)) for at in _places(data, REPEATS)]
         except Exception as error:  # noqa: BLE001 - the script's own data set
             self.trouble = f"{type(error).__name__}: {error}"
         finally:
             for restore in restores:
                 restore()
-
-
-def _is_plain(loader: Any) -> bool:
-    return isinstance(loader, DataLoader)
 
 
 def _places(dataset: Any, count: int) -> Sequence[int]:
@@ -102,20 +101,13 @@ def _spread(dataset: Any, count: int) -> list[Any]:
     """Read samples all over a data set, for as long as that is quick."""
     samples: list[Any] = []
     end = time.monotonic() + _SECONDS / 3
-    for at in _shuffled(_places(dataset, count)):
+    places = _places(dataset, count)
+    # in another order, so that the first ones are from all over the data set
+    for at in random.Random(0).sample(places, len(places)):  # noqa: S311 - an order, no secret
         samples.append(_sample(dataset, at))
         if time.monotonic() > end:
             break
     return samples
-
-
-def _shuffled(places: Sequence[int]) -> list[int]:
-    """Return the places in another order, so that the first ones are from all over the data set."""
-    return random.Random(0).sample(list(places), len(places))  # noqa: S311 - an order, no secret
-
-
-def _twice(dataset: Any, at: int) -> tuple[Any, Any]:
-    return _sample(dataset, at), _sample(dataset, at)
 
 
 def _sample(dataset: Any, at: int) -> Any:
@@ -135,7 +127,4 @@ def _facts(loader: Any, *, trains: bool) -> dict[str, Any]:
         "workers": loader.num_workers,
         "generator": loader.generator is not None,
         "worker_init": loader.worker_init_fn is not None,
-        "sampler": type(loader.sampler).__name__,
-        "pin_memory": loader.pin_memory,
-        "drop_last": loader.drop_last,
     }

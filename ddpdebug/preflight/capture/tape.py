@@ -18,9 +18,6 @@ from torch import Tensor, nn
 from ddpdebug.isolation.process_state import Autocast
 from ddpdebug.nested import copy_of, mapped, tensors_in_objects
 
-#: Reading a value into Python: what the script did with it is part of the recording.
-READS = frozenset({"item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__", "__array__"})
-
 
 @dataclass(frozen=True, slots=True)
 class Made:
@@ -70,14 +67,12 @@ class Tape:
 
     Args:
         loss: where the loss is.
-        read: the values that the script read into Python on the way, by the name of the function.
     """
 
     nodes: list[Node]
     constants: list[Tensor]
     loss: Made
     roots: int = 1
-    read: tuple[str, ...] = ()
     needed: set[int] = field(default_factory=set)
 
     @property

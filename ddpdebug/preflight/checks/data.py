@@ -12,12 +12,12 @@ from torch.nn import functional
 from ddpdebug.preflight.capture.copies import copied
 from ddpdebug.preflight.checks import duplicates, label_relation, labels, splits
 from ddpdebug.preflight.examine import each
-from ddpdebug.preflight.observe import Seen, floating, observe, observe_all
+from ddpdebug.preflight.observe import Seen, floating, moments, observe, observe_all
 from ddpdebug.preflight.output.results import Check, Picture, Status, Table
 from ddpdebug.preflight.sandbox.trials import looking
 from ddpdebug.preflight.subject import Subject
+from ddpdebug.probes.ranges import dtype_name
 
-GROUP = "data"
 #: Beyond these an input is "far from normalised": raw pixels (0 to 255) have a mean near 120 and a deviation near 60,
 #: standardised features 0 and 1. Between them lies what trains well enough.
 _HUGE = 30.0
@@ -46,7 +46,6 @@ def check(subject: Subject) -> list[Check]:
     """Return what the batches show."""
     seen = observe_all(subject)
     return each(
-        GROUP,
         inputs=lambda: _inputs(seen),
         labels=lambda: labels.check(seen),
         duplicates=lambda: duplicates.check(subject, seen),
@@ -67,11 +66,9 @@ def _inputs(seen: list[Seen]) -> Iterator[Check]:
     broken = any(s.loss is not None and not bool(torch.isfinite(s.loss).all()) for s in seen)
     if bad and broken:
         yield Check(
-            group=GROUP,
-            name="inputs",
-            status=Status.FAIL,
+            Status.FAIL,
+            f"{bad} values of the inputs are not finite, and so is the loss",
             code="NUM305",
-            summary=f"{bad} values of the inputs are not finite, and so is the loss",
             hypotheses=("missing values in the data", "a division by a standard deviation of 0 in the preprocessing"),
             actions=("find the samples with `~torch.isfinite(x)` and repair or leave them out",),
             tables=(table,),
@@ -80,20 +77,25 @@ def _inputs(seen: list[Seen]) -> Iterator[Check]:
     note = f"; {bad} values are not finite, which the loss survives" if bad else ""
     status = Status.INFO if bad or not rows else Status.PASS
     go = "1 tensor goes" if len(rows) == 1 else f"{len(rows)} tensors go"
-    summary = f"{go} into the model in {len(seen)} batches{note}"
-    yield Check(group=GROUP, name="inputs", status=status, summary=summary, tables=(table,))
+    yield Check(status, f"{go} into the model in {len(seen)} batches{note}", tables=(table,))
 
 
 def _row(number: int, tensor: Tensor, own: list[Tensor]) -> tuple[object, ...]:
-    kind = str(tensor.dtype).removeprefix("torch.")
+    kind = dtype_name(tensor)
     values = torch.cat([t.detach().flatten().double() for t in own]) if not tensor.is_complex() else torch.empty(0)
     finite = values[torch.isfinite(values)]
     shape = " x ".join(map(str, tensor.shape)) or "scalar"
     if not finite.numel():
         return (number, shape, kind, "", "", "", "", values.numel())
-    spread = float(finite.std()) if finite.numel() > 1 else 0.0
-    numbers = (float(finite.min()), float(finite.max()), float(finite.mean()), spread)
-    return (number, shape, kind, *numbers, values.numel() - finite.numel())
+    return (
+        number,
+        shape,
+        kind,
+        float(finite.min()),
+        float(finite.max()),
+        *moments(finite),
+        values.numel() - finite.numel(),
+    )
 
 
 def _scale(subject: Subject) -> Iterator[Check]:
@@ -101,23 +103,15 @@ def _scale(subject: Subject) -> Iterator[Check]:
     first = _first_layer_input(subject)
     problem = None if first is None else _off_scale(*first)
     if first is None:
-        yield Check(
-            group=GROUP,
-            name="normalisation",
-            status=Status.SKIPPED,
-            summary="the first layer takes no numbers with fractions, or normalises them itself",
-        )
+        yield Check(Status.SKIPPED, "the first layer takes no numbers with fractions, or normalises them itself")
     elif problem is None:
-        mean, std = _moments(first[1])
-        summary = f"{first[0]} gets values with mean {mean:.3g} and standard deviation {std:.3g}"
-        yield Check(group=GROUP, name="normalisation", status=Status.PASS, summary=summary)
+        mean, std = moments(first[1])
+        yield Check(Status.PASS, f"{first[0]} gets values with mean {mean:.3g} and standard deviation {std:.3g}")
     else:
         yield Check(
-            group=GROUP,
-            name="normalisation",
-            status=Status.WARN,
+            Status.WARN,
+            problem,
             code="DATA908",
-            summary=problem,
             hypotheses=("the scaling step is missing from the transform, or there twice", "a padded or empty column"),
             actions=("scale each feature to mean 0 and deviation 1 with the statistics of the training set",),
         )
@@ -125,7 +119,7 @@ def _scale(subject: Subject) -> Iterator[Check]:
 
 
 def _off_scale(name: str, values: Tensor) -> str | None:
-    mean, std = _moments(values)
+    mean, std = moments(values)
     what = f"the first layer ({name}) gets values with mean {mean:.4g} and standard deviation {std:.4g}"
     low, high = float(values.min()), float(values.max())
     if std == 0 and values.numel() > 1:
@@ -145,18 +139,13 @@ def _between_ranks(subject: Subject) -> Iterator[Check]:
     # random shards of one data set agree to some percent; what is a whole deviation apart is scaled otherwise
     differ = max(means) - min(means) > max(stds) or max(stds) > 3 * max(min(stds), 1e-12)
     yield Check(
-        group=GROUP,
+        Status.WARN if differ else Status.PASS,
+        "; ".join(f"rank {rank}: mean {m:.3g}, deviation {s:.3g}" for rank, (m, s) in sorted(scales.items())),
         name="normalisation on the ranks",
-        status=Status.WARN if differ else Status.PASS,
         code="DATA908",
-        summary="; ".join(f"rank {rank}: mean {m:.3g}, deviation {s:.3g}" for rank, (m, s) in sorted(scales.items())),
         evidence={"scales": {str(rank): s for rank, s in scales.items()}},
         actions=("preprocess with the same statistics on all ranks",),
     )
-
-
-def _moments(values: Tensor) -> tuple[float, float]:
-    return float(values.mean()), float(values.std()) if values.numel() > 1 else 0.0
 
 
 def _first_layer_input(subject: Subject) -> tuple[str, Tensor] | None:
@@ -196,8 +185,7 @@ def gallery(subject: Subject, seen: list[Seen]) -> Iterator[Check]:
             pictures = [Picture(title=titles(at), text=_text(row, tokenizer)) for at, row in enumerate(rows)]
             break
     if pictures:
-        summary = f"the first {len(pictures)} samples as the model gets them"
-        yield Check(group=GROUP, name="gallery", status=Status.INFO, summary=summary, pictures=tuple(pictures))
+        yield Check(Status.INFO, f"the first {len(pictures)} samples as the model gets them", pictures=tuple(pictures))
 
 
 def _titles(seen: Seen) -> Any:

@@ -18,7 +18,6 @@ from ddpdebug.preflight.sandbox.trials import attempt
 from ddpdebug.preflight.subject import Subject
 from ddpdebug.sinks.text import counted
 
-GROUP = "determinism"
 CODE = "RCP815"
 SECONDS = 6.0
 #: An optimizer's state is made in the first step and used from the second on; the third shows that it went on.
@@ -34,8 +33,8 @@ def check(subject: Subject, *, seconds: float = SECONDS) -> list[Check]:
         seconds: for both runs; a search for the operation that differs takes about ten times as long as a run.
     """
     return [
-        *attempt(GROUP, "seeds", lambda: [_seeds(subject)]),
-        *attempt(GROUP, "two runs", lambda: [_two_runs(subject, seconds)]),
+        *attempt("seeds", lambda: [_seeds(subject)]),
+        *attempt("two runs", lambda: [_two_runs(subject, seconds)]),
     ]
 
 
@@ -44,10 +43,8 @@ def _seeds(subject: Subject) -> Check:
     missing = [name for name, state, _ in rows if state == "not seeded"]
     words = f"not seeded: {', '.join(missing)}" if missing else "no generator was found without a seed"
     return Check(
-        group=GROUP,
-        name="seeds",
-        status=Status.INFO if missing else Status.PASS,
-        summary=f"{words}; deterministic algorithms are {'on' if _deterministic() else 'off'}",
+        Status.INFO if missing else Status.PASS,
+        f"{words}; deterministic algorithms are {'on' if _deterministic() else 'off'}",
         code=CODE,
         evidence={"not_seeded": missing},
         hypotheses=("nobody asked for runs that can be repeated",),
@@ -111,7 +108,7 @@ def _settings() -> list[tuple[str, str, str]]:
 
 def _two_runs(subject: Subject, seconds: float) -> Check:
     if not subject.batches:
-        return Check(group=GROUP, name="two runs", status=Status.SKIPPED, summary="there are no batches")
+        return Check(Status.SKIPPED, "there are no batches")
     with kept_random_state() as state:
         twice = Twice(subject, state)
         began, first = time.monotonic(), []
@@ -124,13 +121,7 @@ def _two_runs(subject: Subject, seconds: float) -> Check:
         step = next((i for i, (a, b) in enumerate(zip(first, second, strict=True)) if a[1] != b[1]), None)
         if step is None:
             words = f"losses, gradients and parameters were the same bit for bit over {counted(len(first), 'step')}"
-            return Check(
-                group=GROUP,
-                name="two runs",
-                status=Status.PASS,
-                summary=words,
-                evidence={"steps": len(first), "losses": [loss for loss, _ in first]},
-            )
+            return Check(Status.PASS, words, evidence={"steps": len(first), "losses": [loss for loss, _ in first]})
         return _differing(step, first[step][0], second[step][0], twice.search(step + 1))
 
 
@@ -148,10 +139,8 @@ def _differing(step: int, first: float, second: float, found: Difference | None)
         place += f", {kind}{', '.join(where)}" if where else ""
         evidence |= {"operation": found.operation, "module": found.module, "lines": list(found.stack)}
     return Check(
-        group=GROUP,
-        name="two runs",
-        status=Status.INFO,
-        summary=f"two runs from the same seeds and weights part in step {step}: {place}",
+        Status.INFO,
+        f"two runs from the same seeds and weights part in step {step}: {place}",
         code=CODE,
         evidence=evidence,
         hypotheses=(

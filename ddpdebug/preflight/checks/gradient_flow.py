@@ -7,14 +7,12 @@ from statistics import median
 
 from torch import nn
 
-from ddpdebug.errors import UsageError
 from ddpdebug.preflight.checks import leakage
 from ddpdebug.preflight.checks.layers import Layer, sampled
 from ddpdebug.preflight.examine import each
 from ddpdebug.preflight.output.results import Check, Plot, Series, Status
 from ddpdebug.preflight.subject import Subject
 
-GROUP = "gradient flow"
 _DEEP = 6
 #: Between the first and the last third of the layers the gradients may differ by so much. Adam evens out factors of
 #: hundreds; at 1e4 the front of an SGD run stands still, and beyond 1e7 float32 sums lose it altogether.
@@ -24,10 +22,8 @@ _MODAL = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
 
 def check(subject: Subject) -> list[Check]:
     """Judge one backward pass, and the model's dependence on what it should not see."""
-    if not subject.batches:
-        raise UsageError(f"the loss could not be recorded: {subject.facts.get('not_recorded') or 'no batches'}")
+    subject.recorded(1)
     return each(
-        GROUP,
         gradients_by_depth=lambda: _depth(sampled(subject, 1)[0].layers),
         train_mode=lambda: _modes(subject),
         eval_mode_repeats=lambda: leakage.check(subject),
@@ -44,20 +40,16 @@ def _depth(found: list[Layer]) -> Iterator[Check]:
         log_y=True,
     )
     if len(layers) < _DEEP:
-        summary = f"{len(layers)} layers with gradients are too few for a trend by depth"
-        yield Check(group=GROUP, name="gradients by depth", status=Status.INFO, summary=summary, plots=(plot,))
+        yield Check(Status.INFO, f"{len(layers)} layers with gradients are too few for a trend by depth", plots=(plot,))
         return
     third = len(layers) // 3
     front = median(layer.gradient for layer in layers[:third])
     back = median(layer.gradient for layer in layers[-third:])
     vanish, explode = front * _RATIO < back, front > back * _RATIO
     yield Check(
-        group=GROUP,
-        name="gradients by depth",
-        status=Status.WARN if vanish or explode else Status.PASS,
+        Status.WARN if vanish or explode else Status.PASS,
+        f"over {len(layers)} layers the gradient goes from {back:.3g} in the last third to {front:.3g} in the first",
         code="HLTH702" if vanish else "HLTH701" if explode else "",
-        summary=f"over {len(layers)} layers the gradient goes from {back:.3g} in the last third to {front:.3g} in the "
-        "first",
         evidence={layer.name: layer.gradient for layer in layers},
         hypotheses=("sigmoid or tanh between many layers", "weights too small for the depth")
         if vanish
@@ -82,22 +74,19 @@ def _modes(subject: Subject) -> Iterator[Check]:
     if wrong:
         of_a_step = "steps" in subject.facts  # what was given from Python may be put in train mode later
         yield Check(
-            group=GROUP,
-            name="train mode",
-            status=Status.FAIL if of_a_step else Status.WARN,
-            code="RCP804",
-            summary=f"the training forward of {type(wrong[0]).__name__} runs in eval mode: dropout is off, and norms "
+            Status.FAIL if of_a_step else Status.WARN,
+            f"the training forward of {type(wrong[0]).__name__} runs in eval mode: dropout is off, and norms "
             "use statistics that nobody updates",
+            code="RCP804",
             hypotheses=("`model.eval()` in an evaluation before training, without `model.train()` after it",),
             actions=("call `model.train()` at the start of each epoch",),
         )
     place = subject.facts.get("evaluated_in_train_mode")
     if place and any(isinstance(m, _MODAL) for m in model.modules()):
         yield Check(
-            group=GROUP,
+            Status.WARN,
+            f"a forward without gradients at {place} runs in train mode",
             name="evaluation mode",
-            status=Status.WARN,
             code="RCP805",
-            summary=f"a forward without gradients at {place} runs in train mode",
             actions=("call `model.eval()` before it and `model.train()` after it; no_grad does not change the mode",),
         )

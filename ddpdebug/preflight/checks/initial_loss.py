@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ddpdebug.preflight.checks.labels import classes_of, kept
 from ddpdebug.preflight.examine import each
-from ddpdebug.preflight.observe import LossCall, Seen, observe_all
+from ddpdebug.preflight.observe import LossCall, Seen, moments, observe_all
 from ddpdebug.preflight.output.results import Check, Status
 from ddpdebug.preflight.subject import Subject
+from ddpdebug.probes.ranges import dtype_name
 
-GROUP = "initial loss"
 #: How far above log C the first loss may be, as a share of it. Logits of deviation s cost about s*s / 2 on top:
 #: those of an ordinary initialisation (s up to 1) cost 0.5; 1.5 is s = 1.7, where one layer meets large inputs.
 _ABOVE = 0.5
@@ -43,7 +43,6 @@ def check(subject: Subject) -> list[Check]:
     seen = observe_all(subject)
     calls = [call for s in seen for call in s.calls]
     return each(
-        GROUP,
         value=lambda: _value(subject, seen),
         logits=lambda: _logits(calls),
         softmax_before_the_loss=lambda: _squashed(calls),
@@ -55,18 +54,15 @@ def check(subject: Subject) -> list[Check]:
 def _value(subject: Subject, seen: list[Seen]) -> Iterator[Check]:
     trouble = next((s.error for s in seen if s.error is not None), None)
     if trouble is not None:
-        summary = f"the loss raises {type(trouble).__name__}: {trouble}"
-        yield Check(group=GROUP, name="value", status=Status.FAIL, summary=summary)
+        yield Check(Status.FAIL, f"the loss raises {type(trouble).__name__}: {trouble}")
         return
     losses = [float(s.scalar) for s in seen]
     told = subject.settings.get("expect_loss")
     if not all(map(math.isfinite, losses)):
         yield Check(
-            group=GROUP,
-            name="value",
-            status=Status.FAIL,
+            Status.FAIL,
+            f"the loss of the untrained model is {next(v for v in losses if not math.isfinite(v))}",
             code="NUM302",
-            summary=f"the loss of the untrained model is {next(v for v in losses if not math.isfinite(v))}",
             actions=("run the script under `ddpdebug run --guard stop` and replay the bundle",),
         )
     elif told is not None:
@@ -88,10 +84,8 @@ def _against_chance(seen: list[Seen], losses: list[float], *, loaded: bool) -> C
     values, expected, floor, words = _expectation(seen)
     if not values:
         return Check(
-            group=GROUP,
-            name="value",
-            status=Status.INFO,
-            summary=f"the loss starts at {fmean(losses):.4g}; what to expect is not known (say it with --expect-loss)",
+            Status.INFO,
+            f"the loss starts at {fmean(losses):.4g}; what to expect is not known (say it with --expect-loss)",
         )
     mean = fmean(values)
     high = mean > expected + max(_ABOVE * expected, _ABOVE_NATS)
@@ -99,17 +93,15 @@ def _against_chance(seen: list[Seen], losses: list[float], *, loaded: bool) -> C
     summary = f"the loss of the untrained model is {mean:.4g}, expected is {expected:.4g} ({words})"
     if low and loaded:
         summary += "; weights were loaded, which know something already"
-        return Check(group=GROUP, name="value", status=Status.INFO, summary=summary)
+        return Check(Status.INFO, summary)
     if not (high or low):
-        return Check(group=GROUP, name="value", status=Status.PASS, summary=summary)
+        return Check(Status.PASS, summary)
     above = ("the last layer starts too large", "inputs of a huge scale", "reduction='sum', or a sum over positions")
     below = ("weights that are trained already (then say --expect-loss)", "the target is visible in the input")
     return Check(
-        group=GROUP,
-        name="value",
-        status=Status.WARN,
+        Status.WARN,
+        summary,
         code="RCP801",
-        summary=summary,
         evidence={"loss": mean, "expected": expected},
         hypotheses=above if high else below,
         actions=("start the last layer small: weights of deviation 0.02, bias at the log of the class frequencies",)
@@ -157,11 +149,9 @@ def _entropy(counts: Counter[int]) -> float:
 def _against(loss: float, told: float, words: str) -> Check:
     off = abs(loss - told) > max(_ABOVE * abs(told), 1e-6)
     return Check(
-        group=GROUP,
-        name="value",
-        status=Status.WARN if off else Status.PASS,
+        Status.WARN if off else Status.PASS,
+        f"the loss starts at {loss:.4g}, expected is {told:.4g} ({words})",
         code="RCP801",
-        summary=f"the loss starts at {loss:.4g}, expected is {told:.4g} ({words})",
         evidence={"loss": loss, "expected": told},
     )
 
@@ -178,14 +168,12 @@ def _logits(calls: list[LossCall]) -> Iterator[Check]:
     values = values[torch.isfinite(values) & (values > _MASKED)]
     if values.numel() < 2:
         return
-    mean, std = float(values.mean()), float(values.std())
+    mean, std = moments(values)
     wide = std > _WIDE_LOGITS
     yield Check(
-        group=GROUP,
-        name="logits",
-        status=Status.WARN if wide else Status.PASS,
+        Status.WARN if wide else Status.PASS,
+        f"the logits have mean {mean:.3g} and standard deviation {std:.3g}; about 0 and 0 to 1 are usual",
         code="HLTH715",
-        summary=f"the logits have mean {mean:.3g} and standard deviation {std:.3g}; about 0 and 0 to 1 are usual",
         hypotheses=("the last layer starts too large", "the scale grows with depth (initialisation)"),
     )
 
@@ -204,15 +192,12 @@ def _squashed(calls: list[LossCall]) -> Iterator[Check]:
     elif wrong is not None:
         summary = "nll_loss, which takes log-probabilities, gets positive values"
     else:
-        summary = "what the loss takes as logits has passed no softmax or sigmoid"
-        yield Check(group=GROUP, name="softmax before the loss", status=Status.PASS, summary=summary)
+        yield Check(Status.PASS, "what the loss takes as logits has passed no softmax or sigmoid")
         return
     yield Check(
-        group=GROUP,
-        name="softmax before the loss",
-        status=Status.FAIL,
+        Status.FAIL,
+        summary,
         code="RCP802",
-        summary=summary,
         hypotheses=("the model ends in a softmax or sigmoid for inference",)
         if wrong is None
         else ("the log_softmax is missing",),
@@ -236,18 +221,15 @@ def _shapes(seen: list[Seen], calls: list[LossCall]) -> Iterator[Check]:
     wrong = next((pair for pair in pairs if _grows(pair[1], pair[2])), None)
     if wrong is not None:
         yield Check(
-            group=GROUP,
-            name="shapes",
-            status=Status.FAIL,
-            code="RCP819",
-            summary=f"the loss compares {tuple(wrong[1])} with {tuple(wrong[2])} in {wrong[0]}: every prediction with "
+            Status.FAIL,
+            f"the loss compares {tuple(wrong[1])} with {tuple(wrong[2])} in {wrong[0]}: every prediction with "
             "every target",
+            code="RCP819",
             hypotheses=("a last dimension of 1 on one side only",),
             actions=("`output.squeeze(-1)` or `target.unsqueeze(-1)`",),
         )
     elif pairs:
-        summary = "predictions and targets have the same shape"
-        yield Check(group=GROUP, name="shapes", status=Status.PASS, summary=summary)
+        yield Check(Status.PASS, "predictions and targets have the same shape")
 
 
 def _grows(one: list[int], other: list[int]) -> bool:
@@ -258,19 +240,13 @@ def _grows(one: list[int], other: list[int]) -> bool:
 
 def _types(seen: list[Seen], calls: list[LossCall]) -> Iterator[Check]:
     notes = {
-        f"{c.name} compares {_kind(c.prediction)} with {_kind(c.target)}"
+        f"{c.name} compares {dtype_name(c.prediction)} with {dtype_name(c.target)}"
         for c in calls
         if c.target.is_floating_point() and c.prediction.dtype != c.target.dtype
     }
     doubled = any(s.loss is not None and s.loss.dtype is torch.float64 for s in seen)
     notes |= {"the loss is computed in float64: a float64 tensor among targets or weights?"} if doubled else set()
     yield Check(
-        group=GROUP,
-        name="types",
-        status=Status.INFO if notes else Status.PASS,
-        summary="; ".join(sorted(notes)) or "predictions, targets and the loss have matching types",
+        Status.INFO if notes else Status.PASS,
+        "; ".join(sorted(notes)) or "predictions, targets and the loss have matching types",
     )
-
-
-def _kind(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

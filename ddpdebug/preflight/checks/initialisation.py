@@ -8,13 +8,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from ddpdebug.errors import UsageError
 from ddpdebug.preflight.checks.layers import WEIGHTED, Pass, sampled
 from ddpdebug.preflight.examine import each
 from ddpdebug.preflight.output.results import Check, Plot, Series, Status, Table
 from ddpdebug.preflight.subject import Subject
 
-GROUP = "initialisation"
 _BATCHES = 2
 _DEEP = 4
 #: The deviation of the activations may change by so much from the first to the last hidden layer. Torch's default for
@@ -30,11 +28,8 @@ _NAMED = 4
 
 def check(subject: Subject) -> list[Check]:
     """Judge the weights, and one pass of the first batches."""
-    if not subject.batches:
-        raise UsageError(f"the loss could not be recorded: {subject.facts.get('not_recorded') or 'no batches'}")
     passes = sampled(subject, _BATCHES)
     return each(
-        GROUP,
         activations_by_depth=lambda: [_depth(passes[0])],
         dead_units=lambda: _dead(passes),
         saturated_units=lambda: _saturated(passes),
@@ -54,17 +49,14 @@ def _depth(first: Pass) -> Check:
     )
     inner = layers[:-1]
     if len(inner) < _DEEP:
-        summary = f"{len(layers)} layers are too few for a trend by depth"
-        return Check(group=GROUP, name="activations by depth", status=Status.INFO, summary=summary, plots=(plot,))
+        return Check(Status.INFO, f"{len(layers)} layers are too few for a trend by depth", plots=(plot,))
     change = inner[-1].spread / inner[0].spread
     bad = not 1 / _CHANGE < change < _CHANGE
     return Check(
-        group=GROUP,
-        name="activations by depth",
-        status=Status.WARN if bad else Status.PASS,
-        code="HLTH715",
-        summary=f"from {inner[0].name} to {inner[-1].name}, {len(inner)} layers, the deviation goes from "
+        Status.WARN if bad else Status.PASS,
+        f"from {inner[0].name} to {inner[-1].name}, {len(inner)} layers, the deviation goes from "
         f"{inner[0].spread:.3g} to {inner[-1].spread:.3g}",
+        code="HLTH715",
         evidence={layer.name: layer.spread for layer in layers},
         hypotheses=()
         if not bad
@@ -98,11 +90,10 @@ def _shares(shares: dict[str, float], name: str, code: str, words: str, causes: 
     worst = max(shares, key=lambda key: shares[key])
     bad = shares[worst] > _UNITS
     yield Check(
-        group=GROUP,
+        Status.WARN if bad else Status.PASS,
+        f"{100 * shares[worst]:.0f} % of the units of {worst} {words}, the most of {len(shares)} layers",
         name=name,
-        status=Status.WARN if bad else Status.PASS,
         code=code,
-        summary=f"{100 * shares[worst]:.0f} % of the units of {worst} {words}, the most of {len(shares)} layers",
         evidence={key: round(share, 4) for key, share in shares.items()},
         hypotheses=causes,
     )
@@ -124,13 +115,11 @@ def _symmetric(subject: Subject) -> Check:
         if len(rows) > 1 and groups == 1 and bool(rows.any()) and torch.equal(rows, rows[:1].expand_as(rows)):
             same.append(name)
     return Check(
-        group=GROUP,
-        name="symmetric weights",
-        status=Status.WARN if same else Status.PASS,
-        code="HLTH715",
-        summary=f"all units of {', '.join(same[:_NAMED])} start with the same weights and stay copies of each other"
+        Status.WARN if same else Status.PASS,
+        f"all units of {', '.join(same[:_NAMED])} start with the same weights and stay copies of each other"
         if same
         else "the units of each layer start with different weights",
+        code="HLTH715",
         hypotheses=("`nn.init.constant_` or `ones_` on a weight",),
         actions=("draw the weights at random; constants are for biases and norms",),
     )
@@ -156,13 +145,11 @@ def _scale(subject: Subject) -> Check:
     bad = bool(odd) and not loaded
     head = ("layer", "deviation", "He", "Xavier", "torch's default", "nearest")
     return Check(
-        group=GROUP,
-        name="scale of the weights",
-        status=Status.WARN if bad else Status.INFO if odd else Status.PASS,
-        code="HLTH715" if bad else "",
-        summary=f"far from every usual initialisation: {', '.join(odd[:_NAMED])}"
+        Status.WARN if bad else Status.INFO if odd else Status.PASS,
+        f"far from every usual initialisation: {', '.join(odd[:_NAMED])}"
         if odd
         else f"the deviations of {len(rows)} weights are those of usual initialisations",
+        code="HLTH715" if bad else "",
         actions=("`torch.nn.init.kaiming_normal_` for ReLU, `xavier_uniform_` for tanh, 0.02 for transformers",)
         if bad
         else (),

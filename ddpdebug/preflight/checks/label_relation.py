@@ -14,8 +14,6 @@ from ddpdebug.preflight.observe import Seen
 from ddpdebug.preflight.output.results import Check, Status
 from ddpdebug.preflight.subject import Subject
 
-GROUP = "data"
-NAME = "labels and inputs"
 #: With fewer samples, or fewer for each class, a weak relation is not seen and its absence proves nothing.
 _SAMPLES = 300
 _PER_CLASS = 30
@@ -33,8 +31,7 @@ def check(subject: Subject, seen: list[Seen]) -> Iterator[Check]:
     """Compare the pairing with shuffled ones; silence where there are too few samples."""
     pair = _from_samples(subject) or _from_batches(seen)
     if pair is None:
-        summary = "needs numbers with fractions as inputs and one class number for each"
-        yield Check(group=GROUP, name=NAME, status=Status.SKIPPED, summary=summary)
+        yield Check(Status.SKIPPED, "needs numbers with fractions as inputs and one class number for each")
         return
     inputs, labels = pair
     counts = torch.bincount(labels)
@@ -42,19 +39,17 @@ def check(subject: Subject, seen: list[Seen]) -> Iterator[Check]:
     if len(labels) < _SAMPLES or len(counts) < 2 or len(labels) < _PER_CLASS * len(counts):
         need = max(_SAMPLES, _PER_CLASS * max(2, len(counts)))
         summary = f"{len(labels)} samples of {len(counts)} classes are too few for a probe, which needs {need}"
-        yield Check(group=GROUP, name=NAME, status=Status.SKIPPED, summary=summary)
+        yield Check(Status.SKIPPED, summary)
         return
     results = probe(inputs, labels)
     best = min(results, key=lambda name: results[name][1])
     score, chance = results[best]
     alike = chance > _AS_GOOD
     yield Check(
-        group=GROUP,
-        name=NAME,
-        status=Status.WARN if alike else Status.PASS,
-        code="DATA909",
-        summary=f"of {_SHUFFLES} shuffled pairings {chance * _SHUFFLES:.0f} fit as well as the real one "
+        Status.WARN if alike else Status.PASS,
+        f"of {_SHUFFLES} shuffled pairings {chance * _SHUFFLES:.0f} fit as well as the real one "
         f"({len(labels)} samples, best of {', '.join(results)}: {100 * score:.0f} % right)",
+        code="DATA909",
         evidence={name: {"right": round(s, 3), "shuffled as good": round(c, 3)} for name, (s, c) in results.items()},
         hypotheses=(
             "inputs and labels were shuffled or sorted apart from each other",
@@ -66,10 +61,14 @@ def check(subject: Subject, seen: list[Seen]) -> Iterator[Check]:
 
 
 def probe(inputs: Tensor, labels: Tensor) -> dict[str, tuple[float, float]]:
-    """Return, by probe, the share that it gets right and the share of shuffled pairings that do as well.
+    """Return, by probe, its accuracy (0 to 1) and the share of shuffled pairings (0 to 1) that reach it.
 
     Nearest neighbour, and a ridge regression onto the classes of features and of their squares, both judged on samples
     that they were not given.
+
+    Args:
+        inputs: of shape (samples, ...), floating.
+        labels: class numbers of shape (samples,), int64 and not negative.
     """
     generator = torch.Generator().manual_seed(0)
     features = _features(inputs, generator)

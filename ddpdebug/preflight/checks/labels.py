@@ -10,7 +10,6 @@ from torch import Tensor
 from ddpdebug.preflight.observe import LossCall, Seen
 from ddpdebug.preflight.output.results import Check, Status, Table
 
-GROUP = "data"
 _INDEXED = frozenset({"cross_entropy", "nll_loss"})
 _BINARY = frozenset({"binary_cross_entropy", "binary_cross_entropy_with_logits"})
 #: Largest against smallest class; the default of SageMaker Debugger's ClassImbalance rule.
@@ -39,25 +38,21 @@ def check(seen: list[Seen]) -> Iterator[Check]:
     """Judge range and balance."""
     calls = [call for s in seen for call in s.calls]
     if not calls:
-        summary = "the loss is not computed by a function of torch that names its targets"
-        yield Check(group=GROUP, name="labels", status=Status.SKIPPED, summary=summary)
+        yield Check(Status.SKIPPED, "the loss is not computed by a function of torch that names its targets")
         return
     problem = next((p for call in calls if (p := _problem(call)) is not None), None)
     error = next((s.error for s in seen if s.error is not None), None)
     if problem is not None:
         yield Check(
-            group=GROUP,
-            name="labels",
-            status=Status.FAIL,
+            Status.FAIL,
+            problem + (f"; the loss raises {type(error).__name__}" if error else ""),
             code="DATA903",
-            summary=problem + (f"; the loss raises {type(error).__name__}" if error else ""),
             hypotheses=("classes counted from 1", "a head with too few outputs", "another label encoding"),
             actions=("compare `target.min(), target.max()` with the number of outputs of the last layer",),
         )
     else:
         names = ", ".join(sorted({call.name for call in calls}))
-        summary = f"{sum(call.target.numel() for call in calls)} targets of {names} are in range"
-        yield Check(group=GROUP, name="labels", status=Status.PASS, summary=summary)
+        yield Check(Status.PASS, f"{sum(call.target.numel() for call in calls)} targets of {names} are in range")
         yield from _balance([s for s in seen if s.calls])
 
 
@@ -95,25 +90,23 @@ def _balance(seen: list[Seen]) -> Iterator[Check]:
     absent = f", {classes - len(present)} classes have none" if len(present) < classes else ""
     if len(single) == len(batches) >= 3:
         yield Check(
-            group=GROUP,
+            Status.WARN,
+            f"each of {len(batches)} batches has a single class: {', '.join(map(str, single))}",
             name="label balance",
-            status=Status.WARN,
             code="DATA904",
-            summary=f"each of {len(batches)} batches has a single class: {', '.join(map(str, single))}",
             hypotheses=("the data lie sorted by class and are not shuffled",),
             actions=("shuffle: `DataLoader(shuffle=True)`, or `DistributedSampler(shuffle=True)`",),
             tables=(table,),
         )
     elif sum(counts) >= _PER_CLASS * classes and most > _IMBALANCE * max(1, least):
         yield Check(
-            group=GROUP,
+            Status.WARN,
+            f"the largest class has {most} labels, the smallest {least}, of {sum(counts)}{absent}",
             name="label balance",
-            status=Status.WARN,
             code="DATA907",
-            summary=f"the largest class has {most} labels, the smallest {least}, of {sum(counts)}{absent}",
             actions=("weight the loss or the sampler by class, and judge by a metric for each class",),
             tables=(table,),
         )
     else:
         summary = f"{len(present)} classes with {least} to {most} labels each in {len(batches)} batches{absent}"
-        yield Check(group=GROUP, name="label balance", status=Status.PASS, summary=summary, tables=(table,))
+        yield Check(Status.PASS, summary, name="label balance", tables=(table,))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ddpdebug.preflight.capture.copies import copied
+from ddpdebug.preflight.observe import moments
 from ddpdebug.preflight.sandbox.trials import looking
 from ddpdebug.preflight.subject import Subject
 
@@ -78,7 +79,7 @@ class _Nonlinearities(TorchFunctionMode):
 
 
 def one_pass(subject: Subject, batch: Any) -> Pass:
-    """Run a batch forward and backward through a copy of the model."""
+    """Return the statistics of a batch's forward and backward through a copy of the model."""
     model, result = copied(subject.model), Pass()
     mode = _Nonlinearities(result)
     outputs: dict[str, Tensor] = {}
@@ -99,19 +100,16 @@ def one_pass(subject: Subject, batch: Any) -> Pass:
         loss.backward()
     for name, output in outputs.items():
         gradient = output.grad
-        layer = Layer(name, _spread(output.detach()), 0.0 if gradient is None else _spread(gradient))
-        result.layers.append(layer)
+        # of a gradient, whose mean is no offset, the deviation is nearly its size
+        result.layers.append(Layer(name, moments(output)[1], 0.0 if gradient is None else moments(gradient)[1]))
     return result
 
 
-def _spread(values: Tensor) -> float:
-    """Return the deviation; of a gradient, whose mean is no offset, nearly its size."""
-    finite = values.double().flatten()
-    return float(finite.std()) if finite.numel() > 1 else 0.0
-
-
 def _dead(values: Tensor) -> Tensor:
-    """Return which units are 0 for all samples and places: channels of images, the last dimension otherwise."""
+    """Return a mask of shape (units,) of those that are 0 for all samples and places.
+
+    Units are the channels of (N, C, H, W), and the last dimension of (N, ..., units).
+    """
     unit = 1 if values.dim() >= 4 else values.dim() - 1
     return (values == 0).transpose(unit, -1).flatten(0, -2).all(0)
 
@@ -125,7 +123,7 @@ def _saturated(values: Tensor, name: str) -> float:
 def sampled(subject: Subject, count: int) -> list[Pass]:
     """Return the passes of the first batches, each with the model as it starts and from the same random state."""
     passes = []
-    for batch in subject.batches[:count]:
+    for batch in subject.recorded(count):
         torch.manual_seed(0)
         passes.append(one_pass(subject, batch))
     return passes

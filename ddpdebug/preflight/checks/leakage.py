@@ -20,7 +20,6 @@ from ddpdebug.preflight.output.results import Check, Status
 from ddpdebug.preflight.sandbox.trials import looking
 from ddpdebug.preflight.subject import Subject
 
-GROUP = "gradient flow"
 #: Relative change of an output that another kernel or order of summation may cause, and in units of its type's epsilon.
 _ROUNDING, _EPSILONS = 1e-4, 8
 _RANDOM = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"})
@@ -73,15 +72,13 @@ def check(subject: Subject) -> Iterator[Check]:
     random = any(_apart(a, b) for a, b in zip(base, other, strict=False))
     forgotten = random and dropouts.active > 0
     yield Check(
-        group=GROUP,
-        name="eval mode repeats",
-        status=Status.WARN if forgotten else Status.INFO if random else Status.PASS,
-        code="RCP820" if forgotten else "",
-        summary="in eval mode the outputs change from call to call: a dropout function runs with training=True"
+        Status.WARN if forgotten else Status.INFO if random else Status.PASS,
+        "in eval mode the outputs change from call to call: a dropout function runs with training=True"
         if forgotten
         else "in eval mode the outputs change from call to call: the model samples"
         if random
         else "in eval mode the same batch gives the same outputs",
+        code="RCP820" if forgotten else "",
         actions=("pass `training=self.training` to `F.dropout`",) if forgotten else (),
     )
     yield _batch(subject, call, base, call.run(seed=0))
@@ -97,16 +94,15 @@ def _batch(subject: Subject, call: _Call, base: list[Tensor], again: list[Tensor
         why = "the outputs are not the same even from one seed"
     if why or not outputs:
         summary = why or "the model's outputs do not count the samples in their first dimension"
-        return Check(group=GROUP, name="samples are independent", status=Status.SKIPPED, summary=summary)
+        return Check(Status.SKIPPED, summary, name="samples are independent")
     changed = call.run(lambda tensor: _replace_first(tensor, size))
     leaks = [at for at in outputs if _apart(base[at][1:], changed[at][1:])]
     return Check(
-        group=GROUP,
-        name="samples are independent",
-        status=Status.WARN if leaks else Status.PASS,
-        summary="another first sample changes the outputs of the other samples, in eval mode"
+        Status.WARN if leaks else Status.PASS,
+        "another first sample changes the outputs of the other samples, in eval mode"
         if leaks
         else f"another first sample leaves the outputs of the {size - 1} other samples as they are",
+        name="samples are independent",
         hypotheses=(
             "view or reshape where transpose or permute is meant",
             "a softmax, norm or attention over the batch dimension (batch_first=False)",
@@ -157,7 +153,7 @@ def _future(call: _Call, base: list[Tensor]) -> Check:
     )
     if first is None or not outputs:
         summary = "inputs and outputs do not have the same positions in their second dimension"
-        return Check(group=GROUP, name="causal", status=Status.SKIPPED, summary=summary)
+        return Check(Status.SKIPPED, summary, name="causal")
     middle = first.shape[1] // 2
 
     def change(tensor: Tensor) -> Tensor:
@@ -168,12 +164,11 @@ def _future(call: _Call, base: list[Tensor]) -> Check:
     changed = call.run(change)
     leaks = any(_apart(base[at][:, :middle], changed[at][:, :middle]) for at in outputs)
     return Check(
-        group=GROUP,
-        name="causal",
-        status=Status.FAIL if leaks else Status.PASS,
-        code="RCP821",
-        summary=f"other tokens from position {middle} on "
+        Status.FAIL if leaks else Status.PASS,
+        f"other tokens from position {middle} on "
         + ("change the outputs before it" if leaks else "leave the outputs before it as they are"),
+        name="causal",
+        code="RCP821",
         hypotheses=("the causal mask is missing, or inverted", "a norm or pooling over all positions"),
         actions=("`is_causal=True`, or a mask that is True where attention is forbidden",),
     )

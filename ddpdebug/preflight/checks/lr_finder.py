@@ -7,6 +7,7 @@ is given and puts everything back, since a copy of a DDP would need a second set
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,11 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug.errors import UsageError
 from ddpdebug.monitor import attach
-from ddpdebug.preflight.checks.lr_sweep import GROUP, NAME, End, Stop, Sweep, rates, skipped, verdict
+from ddpdebug.preflight.capture.copies import copied
+from ddpdebug.preflight.checks.lr_sweep import NAME, End, Stop, Sweep, rates, skipped, verdict
 from ddpdebug.preflight.output.results import Check
 from ddpdebug.preflight.sandbox.lockstep import Ranks
 from ddpdebug.preflight.sandbox.restoring import restored
-from ddpdebug.preflight.sandbox.trials import attempt, backward, copies, copy_of_batch, in_turn
+from ddpdebug.preflight.sandbox.trials import attempt, backward, copy_of_batch
 from ddpdebug.preflight.subject import LossOf, Subject
 
 #: The range of fastai's finder: below nothing moves, above everything breaks.
@@ -63,7 +65,7 @@ def check(subject: Subject, *, seconds: float = SECONDS, scaler: Any = None) -> 
         seconds: the sweep takes fewer steps where steps are slow, and is skipped where even those take longer.
         scaler: a GradScaler of the caller's kind, for this sweep only.
     """
-    return attempt(GROUP, NAME, lambda: _check(subject, seconds, scaler))
+    return attempt(NAME, lambda: _check(subject, seconds, scaler))
 
 
 def _check(subject: Subject, seconds: float, scaler: Any) -> list[Check]:
@@ -71,13 +73,13 @@ def _check(subject: Subject, seconds: float, scaler: Any) -> list[Check]:
         return [skipped("there is no optimizer")]
     if not subject.batches:
         return [skipped("there are no batches")]
-    model, optimizer = copies(subject)
+    model = copied(subject.model)
     plan = _Plan(
         lowest=LOWEST, highest=HIGHEST, steps=STEPS, micro_batches=max(1, subject.micro_batches), seconds=seconds
     )
-    trainer = _Trainer(model, optimizer, subject.loss_of, scaler, Ranks(model))
+    trainer = _Trainer(model, subject.optimizer_for(model), subject.loss_of, scaler, Ranks(model))
     try:
-        found = _sweep(trainer, in_turn(subject.batches), plan)
+        found = _sweep(trainer, map(copy_of_batch, itertools.cycle(subject.batches)), plan)
     except TooSlow as slow:
         return [skipped(str(slow))]
     return [verdict(found)]

@@ -46,7 +46,7 @@ LOST = 0.9
 _LEAST_ROOM = 0.5
 #: From the median of absolute deviations to the standard deviation of a normal distribution.
 _MAD = 1.4826
-GROUP, NAME = "learning rate", "sweep"
+NAME = "sweep"
 #: See the module's table.
 FAR_ABOVE, FAR_BELOW = 10.0, 300.0
 
@@ -227,7 +227,7 @@ def rates(lowest: float, highest: float, steps: int) -> list[float]:
 
 def skipped(words: str) -> Check:
     """Return the check that was not done."""
-    return Check(group=GROUP, name=NAME, status=Status.SKIPPED, summary=words)
+    return Check(Status.SKIPPED, words)
 
 
 def verdict(sweep: Sweep) -> Check:
@@ -240,41 +240,42 @@ def verdict(sweep: Sweep) -> Check:
     last = number(sweep.rates[-1], 2)
     edge = f"nothing breaks up to {last}" if sweep.edge is None else f"training breaks at {number(sweep.edge, 2)}"
     words = f"the loss falls fastest at {number(sweep.steepest, 2)}, {edge}"
-    current, evidence = sweep.current, _evidence(sweep)
+    current = sweep.current
     if current == 0:
-        return _check(Status.INFO, f"{words}; the script begins at a learning rate of 0", sweep, evidence)
+        return _check(Status.INFO, f"{words}; the script begins at a learning rate of 0", sweep)
     words = f"{words}; the script's learning rate is {number(current, 3)}"
     actions = (f"try a learning rate between {_between(sweep)} ({advice})",)
     if sweep.edge is not None and current >= sweep.edge:
         status = Status.FAIL if current > FAR_ABOVE * sweep.edge else Status.WARN
         text = f"{words}: {_times(current / sweep.edge)} times what breaks it"
-        return _check(status, text, sweep, evidence, "HLTH710", _TOO_HIGH, actions)
+        return _check(status, text, sweep, code="HLTH710", hypotheses=_TOO_HIGH, actions=actions)
     if current < min(sweep.steepest, sweep.tenth) / FAR_BELOW:
         text = f"{words}: {_times(sweep.steepest / current)} times lower"
-        return _check(Status.WARN, text, sweep, evidence, "HLTH709", _TOO_LOW, actions)
-    return _check(Status.PASS, f"{words} ({advice})", sweep, evidence)
+        return _check(Status.WARN, text, sweep, code="HLTH709", hypotheses=_TOO_LOW, actions=actions)
+    return _check(Status.PASS, f"{words} ({advice})", sweep)
 
 
 def _unfinished(sweep: Sweep) -> Check:
     if sweep.end is End.TIME:
-        return _check(Status.SKIPPED, f"{End.TIME.value} after {len(sweep.losses)} steps", sweep, _evidence(sweep))
+        return _check(Status.SKIPPED, f"{End.TIME.value} after {len(sweep.losses)} steps", sweep)
     causes = (
         "the loss or a gradient is NaN before anything is trained: see the steps before",
         "the first update alone breaks the model, at whatever rate",
     )
     actions = ("run the script with `ddpdebug run`: it names the operation that makes the first NaN",)
     text = "the loss was not finite from the beginning, at the lowest learning rate"
-    return _check(Status.FAIL, text, sweep, {"steps": len(sweep.losses)}, "NUM302", causes, actions)
+    steps = {"steps": len(sweep.losses)}
+    return _check(Status.FAIL, text, sweep, evidence=steps, code="NUM302", hypotheses=causes, actions=actions)
 
 
 def _flat(sweep: Sweep) -> Check:
     if sweep.too_noisy:
         words = "the loss scatters by its own size from batch to batch: no learning rate can be told from another"
-        return _check(Status.INFO, words, sweep, _evidence(sweep))
+        return _check(Status.INFO, words, sweep)
     ends = f"{number(min(sweep.losses), 4)} to {number(max(sweep.losses), 4)}"
     text = f"no learning rate from {number(sweep.rates[0], 2)} to {number(sweep.rates[-1], 2)} lowers the loss ({ends})"
     actions = ("see whether one batch can be overfitted, and which parameters get gradients",)
-    return _check(Status.WARN, text, sweep, _evidence(sweep), "HLTH709", _FLAT, actions)
+    return _check(Status.WARN, text, sweep, code="HLTH709", hypotheses=_FLAT, actions=actions)
 
 
 def _times(ratio: float) -> str:
@@ -297,23 +298,6 @@ def _evidence(sweep: Sweep) -> dict[str, Any]:
     }
 
 
-def _check(
-    status: Status,
-    summary: str,
-    sweep: Sweep,
-    evidence: dict[str, Any],
-    code: str = "",
-    hypotheses: tuple[str, ...] = (),
-    actions: tuple[str, ...] = (),
-) -> Check:
-    return Check(
-        group=GROUP,
-        name=NAME,
-        status=status,
-        summary=summary,
-        code=code,
-        evidence=evidence,
-        hypotheses=hypotheses,
-        actions=actions,
-        plots=(sweep.plot(),) if sweep.losses else (),
-    )
+def _check(status: Status, summary: str, sweep: Sweep, *, evidence: dict[str, Any] | None = None, **more: Any) -> Check:
+    plots = (sweep.plot(),) if sweep.losses else ()
+    return Check(status, summary, evidence=_evidence(sweep) if evidence is None else evidence, plots=plots, **more)

@@ -34,7 +34,7 @@ from ddpdebug.preflight.sandbox.trials import (
 from ddpdebug.preflight.subject import Subject
 from ddpdebug.sinks.text import counted, number
 
-GROUP, NAME = "overfit", "one batch"
+NAME = "one batch"
 CODE = "RCP814"
 SECONDS = 15.0
 STEPS = 200
@@ -86,7 +86,7 @@ def check(subject: Subject, *, seconds: float = SECONDS) -> list[Check]:
     Args:
         seconds: for all attempts together.
     """
-    return attempt(GROUP, NAME, lambda: _check(subject, seconds))
+    return attempt(NAME, lambda: _check(subject, seconds))
 
 
 def _check(subject: Subject, seconds: float) -> list[Check]:
@@ -98,7 +98,7 @@ def _check(subject: Subject, seconds: float) -> list[Check]:
 
 def _attempts(subject: Subject, seconds: float) -> list[Check]:
     if not subject.batches:
-        return [Check(group=GROUP, name=NAME, status=Status.SKIPPED, summary="there are no batches")]
+        return [Check(Status.SKIPPED, "there are no batches")]
     if not any(p.requires_grad for p in subject.model.parameters()):
         words = "no parameter of the model is trainable: nothing can be memorised"
         return [_hopeless(words, CODE, _ALL_FROZEN)]
@@ -126,14 +126,12 @@ def _too_short(run: Run) -> bool:
 def _too_slow(run: Run) -> Check:
     each = run.seconds / len(run.losses)
     words = f"a step takes {each:.3g} s: allow {_LEAST_STEPS * each / _SHARE * 1.5:.0f} s for this check"
-    return Check(group=GROUP, name=NAME, status=Status.SKIPPED, summary=words)
+    return Check(Status.SKIPPED, words)
 
 
 def _hopeless(words: str, code: str, causes: tuple[str, ...]) -> Check:
     actions = ("see in the step `parameters` what is trainable and what the loss reaches",)
-    return Check(
-        group=GROUP, name=NAME, status=Status.FAIL, summary=words, code=code, hypotheses=causes, actions=actions
-    )
+    return Check(Status.FAIL, words, code=code, hypotheses=causes, actions=actions)
 
 
 _ALL_FROZEN = ("everything was frozen, and what should be trained was not unfrozen",)
@@ -221,10 +219,8 @@ def verdict(runs: list[Run], *, scripted: bool) -> Check:
             "see in the steps `parameters` and `gradient flow` which parameters get a gradient",
         )
     return Check(
-        group=GROUP,
-        name=NAME,
-        status=status,
-        summary=f"{words} (dropout off, the batch and all randomness fixed)",
+        status,
+        f"{words} (dropout off, the batch and all randomness fixed)",
         code=CODE if status in {Status.WARN, Status.FAIL} else "",
         evidence={"first": first.losses[0], "last": ending(first.losses), "steps": len(first.losses) - 1},
         hypotheses=causes,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddpdebug.errors import UsageError
 from ddpdebug.preflight.capture.copies import copied
 from ddpdebug.preflight.checks.unregistered import unregistered
 from ddpdebug.preflight.examine import each
@@ -16,8 +17,8 @@ from ddpdebug.preflight.observe import gradients_of, observe
 from ddpdebug.preflight.output.results import Check, Status, Table
 from ddpdebug.preflight.sandbox.trials import looking
 from ddpdebug.preflight.subject import Subject
+from ddpdebug.probes.ranges import dtype_name
 
-GROUP = "parameters"
 #: Share of the parameters that is frozen from which on it is worth a line; fine-tuning freezes most on purpose.
 _LARGE_PART = 0.5
 _NAMED = 5
@@ -33,7 +34,6 @@ def check(subject: Subject) -> list[Check]:
     gradients, untouched = _gradients(subject)
     held = _Held(subject)
     return each(
-        GROUP,
         table=lambda: [_table(subject, held, gradients)],
         in_the_optimizer=lambda: _optimized(subject, held, gradients),
         optimizer_without_model=lambda: [_foreign(subject, held, gradients)],
@@ -62,9 +62,11 @@ class _Held:
 def _gradients(subject: Subject) -> tuple[dict[str, float | None] | None, str]:
     """Return the largest magnitude of each parameter's gradient over the batches; None and why where there are none."""
     found: dict[str, float | None] = {}
-    if not subject.batches:
-        return None, f"the loss could not be recorded: {subject.facts.get('not_recorded') or 'no batches'}"
-    for batch in subject.batches[:_BATCHES]:
+    try:
+        batches = subject.recorded(_BATCHES)
+    except UsageError as error:
+        return None, str(error)
+    for batch in batches:
         model = copied(subject.model)
         seen = observe(subject, batch, model)
         if seen.loss is None:
@@ -81,7 +83,7 @@ def _table(subject: Subject, held: _Held, gradients: Mapping[str, float | None] 
     for name, p in subject.model.named_parameters():
         groups = held.groups.get(name, [])
         _, at, group = groups[0] if groups else (None, "", {})
-        kind = str(p.dtype).removeprefix("torch.")
+        kind = dtype_name(p)
         gradient = "" if gradients is None or not p.requires_grad else gradients.get(name)
         settings = tuple("" if group.get(key) is None else group[key] for key in ("lr", "weight_decay"))
         shown = "none" if gradient is None else gradient
@@ -92,18 +94,15 @@ def _table(subject: Subject, held: _Held, gradients: Mapping[str, float | None] 
     trained = sum(p.numel() for p in own if p.requires_grad)
     head = ("parameter", "shape", "dtype", "trainable", "group", "lr", "weight decay", "largest gradient")
     return Check(
-        group=GROUP,
-        name="table",
-        status=Status.INFO,
-        summary=f"{len(own)} parameters with {sum(p.numel() for p in own)} numbers, {trained} of them trainable",
+        Status.INFO,
+        f"{len(own)} parameters with {sum(p.numel() for p in own)} numbers, {trained} of them trainable",
         tables=(Table(head=head, rows=tuple(rows)),),
     )
 
 
 def _optimized(subject: Subject, held: _Held, gradients: Mapping[str, float | None] | None) -> Iterator[Check]:
     if not held.optimizers:
-        summary = "no optimizer is known"
-        yield Check(group=GROUP, name="in the optimizer", status=Status.SKIPPED, summary=summary)
+        yield Check(Status.SKIPPED, "no optimizer is known")
         return
     reached = gradients or {}
     missing = [
@@ -116,11 +115,9 @@ def _optimized(subject: Subject, held: _Held, gradients: Mapping[str, float | No
         what = f"{_some(missing)} get a gradient and are in no optimizer" if missing else ""
         and_twice = f"{_some(twice)} are stepped by more than one group or optimizer" if twice else ""
         yield Check(
-            group=GROUP,
-            name="in the optimizer",
-            status=Status.FAIL,
+            Status.FAIL,
+            "; ".join(filter(None, (what, and_twice))),
             code="RCP803",
-            summary="; ".join(filter(None, (what, and_twice))),
             evidence={"missing": missing, "twice": twice},
             hypotheses=(
                 "a part of the model was added or replaced after the optimizer was built",
@@ -129,8 +126,7 @@ def _optimized(subject: Subject, held: _Held, gradients: Mapping[str, float | No
             actions=("build the optimizer last, from `model.parameters()`; freeze what is to stay as it is",),
         )
     else:
-        summary = f"{len(held.groups)} parameters are in one group each"
-        yield Check(group=GROUP, name="in the optimizer", status=Status.PASS, summary=summary)
+        yield Check(Status.PASS, f"{len(held.groups)} parameters are in one group each")
 
 
 def _foreign(subject: Subject, held: _Held, gradients: Mapping[str, float | None] | None) -> Check:
@@ -141,14 +137,11 @@ def _foreign(subject: Subject, held: _Held, gradients: Mapping[str, float | None
     stale = bool(foreign and own) and (len(replaced) > 0 or not held.groups)
     reached = gradients is not None and any(value is not None for value in gradients.values())
     return Check(
-        group=GROUP,
-        name="optimizer without model",
-        status=Status.FAIL if stale and reached else Status.INFO if foreign else Status.PASS,
-        code="RCP811" if stale and reached else "",
-        summary=f"the optimizer holds {len(foreign)} parameters that belong to no model that was called and get no "
-        f"gradient"
+        Status.FAIL if stale and reached else Status.INFO if foreign else Status.PASS,
+        f"the optimizer holds {len(foreign)} parameters that belong to no model that was called and get no gradient"
         if foreign
         else "every parameter of the optimizers belongs to the model or gets a gradient",
+        code="RCP811" if stale and reached else "",
         hypotheses=("the model was replaced, copied or moved after the optimizer was built",) if stale else (),
         actions=("build the optimizer from the model that is trained, after all changes to it",) if stale else (),
     )
@@ -156,7 +149,7 @@ def _foreign(subject: Subject, held: _Held, gradients: Mapping[str, float | None
 
 def _reached(subject: Subject, held: _Held, gradients: Mapping[str, float | None] | None, why: str) -> Iterator[Check]:
     if gradients is None:
-        yield Check(group=GROUP, name="reached by the loss", status=Status.SKIPPED, summary=why)
+        yield Check(Status.SKIPPED, why)
         return
     # of several optimizers each has its own loss; recorded was the one of the first that stepped
     trained = set(subject.facts.get("trained") or gradients)
@@ -170,12 +163,9 @@ def _reached(subject: Subject, held: _Held, gradients: Mapping[str, float | None
         what = "the loss reaches no trainable parameter"
         part = f"the loss depends on {_some(cut or shielded)} and sends no gradient there"
         yield Check(
-            group=GROUP,
-            name="reached by the loss",
-            status=Status.FAIL if whole or cut else Status.WARN,
+            Status.FAIL if whole or cut else Status.WARN,
+            (what if whole else part) + ("" if whole or cut else ": they run under no_grad, and are not frozen"),
             code="RCP810",
-            summary=(what if whole else part)
-            + ("" if whole or cut else ": they run under no_grad, and are not frozen"),
             evidence={"not reached": none},
             hypotheses=("detach(), .data, .item(), numpy or no_grad between model and loss", "argmax or a cast to int"),
             actions=("follow `loss.grad_fn` back to where it ends; freeze what is not to be trained",),
@@ -184,15 +174,14 @@ def _reached(subject: Subject, held: _Held, gradients: Mapping[str, float | None
         unused = f"; {_some(none)} take no part in the loss" if none else ""
         summary = f"the loss reaches {len(gradients) - len(none)} of {len(gradients)} trainable parameters{unused}"
         status = Status.INFO if none else Status.PASS
-        yield Check(group=GROUP, name="reached by the loss", status=status, summary=summary)
+        yield Check(status, summary)
     yield Check(
-        group=GROUP,
-        name="zero gradients",
-        status=Status.WARN if zero else Status.PASS,
-        code="HLTH714",
-        summary=f"{_some(zero)} have a gradient of exactly 0 in all batches"
+        Status.WARN if zero else Status.PASS,
+        f"{_some(zero)} have a gradient of exactly 0 in all batches"
         if zero
         else "no parameter has a gradient of exactly 0 in all batches",
+        name="zero gradients",
+        code="HLTH714",
         evidence={"zero": zero} if zero else {},
         hypotheses=("dead units in front of it", "a factor, gate or mask of 0"),
     )
@@ -218,13 +207,11 @@ def _frozen(subject: Subject, held: _Held) -> Check:
     note = f"; {_some(kept)} are in the optimizer all the same" if kept else ""
     large = share >= _LARGE_PART
     return Check(
-        group=GROUP,
-        name="frozen",
-        status=Status.INFO if frozen else Status.PASS,
-        code="RCP812" if large else "",
-        summary=f"{_some(frozen)} are frozen, {100 * share:.0f} % of the model: intended?{note}"
+        Status.INFO if frozen else Status.PASS,
+        f"{_some(frozen)} are frozen, {100 * share:.0f} % of the model: intended?{note}"
         if frozen
         else "nothing is frozen",
+        code="RCP812" if large else "",
     )
 
 
@@ -235,15 +222,13 @@ def _tied(subject: Subject) -> Iterator[Check]:
     tied = [group for group in names.values() if len(group) > 1]
     alike = _equal_pairs(subject.model)
     if tied:
-        summary = "tied: " + "; ".join(" = ".join(group) for group in tied[:_NAMED])
-        yield Check(group=GROUP, name="tied weights", status=Status.INFO, summary=summary)
+        yield Check(Status.INFO, "tied: " + "; ".join(" = ".join(group) for group in tied[:_NAMED]))
     if alike:
         yield Check(
-            group=GROUP,
+            Status.INFO,
+            "start equal and are not the same parameter: " + "; ".join(" = ".join(pair) for pair in alike),
             name="equal weights",
-            status=Status.INFO,
             code="RCP818",
-            summary="start equal and are not the same parameter: " + "; ".join(" = ".join(pair) for pair in alike),
             hypotheses=("copied where they should be tied", "copies of one module on purpose (deepcopy)"),
         )
 
@@ -272,10 +257,8 @@ def _decay(subject: Subject, held: _Held) -> Iterator[Check]:
     ]
     if decayed:
         yield Check(
-            group=GROUP,
-            name="decay of norms and biases",
-            status=Status.INFO,
-            summary=f"weight decay pulls {len(decayed)} scales and biases to 0, for example {_some(decayed)}",
+            Status.INFO,
+            f"weight decay pulls {len(decayed)} scales and biases to 0, for example {_some(decayed)}",
             actions=("many recipes give parameters with one dimension a group with weight_decay=0",),
         )
 

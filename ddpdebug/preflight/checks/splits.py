@@ -12,10 +12,10 @@ from torch import Tensor
 from ddpdebug.nested import tensors_in_objects
 from ddpdebug.preflight.capture.digests import of_inputs
 from ddpdebug.preflight.capture.sampling import Samples
+from ddpdebug.preflight.observe import moments
 from ddpdebug.preflight.output.results import Check, Status
 from ddpdebug.preflight.subject import Subject
 
-GROUP = "data"
 #: Numbers in a sample below which two may be equal by chance.
 _ELEMENTS = 16
 #: Splits of one data set differ by some percent of a deviation; half of one is another preprocessing.
@@ -33,7 +33,7 @@ def check(subject: Subject) -> Iterator[Check]:
     if samples is None or not samples.validation or not samples.train:
         why = None if samples is None else samples.trouble
         summary = f"the data sets could not be read: {why}" if why else "no validation data are known"
-        yield Check(group=GROUP, name="train and validation", status=Status.SKIPPED, summary=summary)
+        yield Check(Status.SKIPPED, summary)
         return
     yield _overlap(samples)
     yield from _statistics(samples)
@@ -68,12 +68,11 @@ def _overlap(samples: Samples) -> Check:
     both = sum(digest in own for digest in others)
     known = bool(own and others)
     return Check(
-        group=GROUP,
-        name="train and validation overlap",
-        status=Status.WARN if both else Status.PASS if known else Status.SKIPPED,
-        summary=f"{both} of {len(others)} validation samples are among {len(own)} training samples"
+        Status.WARN if both else Status.PASS if known else Status.SKIPPED,
+        f"{both} of {len(others)} validation samples are among {len(own)} training samples"
         if known
         else "the samples are too small to tell a repetition from a coincidence",
+        name="train and validation overlap",
         hypotheses=("both loaders read the same file", "split after augmentation or duplication") if both else (),
         actions=("split before anything is repeated, by a key of the record",) if both else (),
     )
@@ -91,12 +90,10 @@ def _statistics(samples: Samples) -> Iterator[Check]:
     factor = max(ratio, 1 / ratio)
     differ = (apart > _MEANS_APART and apart > chance) or (factor > _DEVIATIONS_APART and min(count, size) >= _ELEMENTS)
     yield Check(
-        group=GROUP,
+        Status.WARN if differ else Status.PASS,
+        f"training data have mean {mean:.3g} and deviation {std:.3g}, validation data {other:.3g} and {spread:.3g}",
         name="train and validation statistics",
-        status=Status.WARN if differ else Status.PASS,
         code="DATA908",
-        summary=f"training data have mean {mean:.3g} and deviation {std:.3g}, validation data {other:.3g} and "
-        f"{spread:.3g}",
         hypotheses=("the transforms differ in normalisation", "another source or another class mix"),
         actions=("share the deterministic part of the transforms between both data sets",),
     )
@@ -108,16 +105,15 @@ def _values(samples: list[Any]) -> tuple[float, float, int] | None:
         return None
     flat = torch.cat(found)
     flat = flat[torch.isfinite(flat)]
-    return (float(flat.mean()), float(flat.std()), len(found)) if flat.numel() > 1 else None
+    return (*moments(flat), len(found)) if flat.numel() > 1 else None
 
 
 def _repeats(samples: Samples) -> Check:
     changed = sum(not _equal(*pair) for pair in samples.repeats)
     return Check(
-        group=GROUP,
+        Status.WARN if changed else Status.PASS,
+        f"{changed} of {len(samples.repeats)} validation samples differ when they are read again",
         name="augmentation on validation",
-        status=Status.WARN if changed else Status.PASS,
-        summary=f"{changed} of {len(samples.repeats)} validation samples differ when they are read again",
         hypotheses=("the validation data set has the training transform", "a split that shares it (`random_split`)"),
         actions=("give the validation data set a transform without random parts",),
     )

@@ -27,7 +27,7 @@ from ddpdebug.preflight.sandbox.trials import (
 from ddpdebug.preflight.subject import Subject
 from ddpdebug.sinks.text import counted, number
 
-GROUP, NAME = "throughput", "where the time goes"
+NAME = "where the time goes"
 SECONDS = 5.0
 #: Below this an operation is mostly the way to it: Python, dispatch and a kernel's launch take 5 to 20 microseconds.
 SMALL = 20e-6
@@ -68,12 +68,12 @@ def check(subject: Subject, *, seconds: float = SECONDS) -> list[Check]:
     Args:
         seconds: for the steps and for the input pipeline together.
     """
-    return attempt(GROUP, NAME, lambda: _check(subject, seconds))
+    return attempt(NAME, lambda: _check(subject, seconds))
 
 
 def _check(subject: Subject, seconds: float) -> list[Check]:
     if not subject.batches:
-        return [Check(group=GROUP, name=NAME, status=Status.SKIPPED, summary="there are no batches")]
+        return [Check(Status.SKIPPED, "there are no batches")]
     step, counts = _steps(subject, seconds / 2)
     with kept_random_state():
         data = _data(subject, seconds / 2)
@@ -179,10 +179,8 @@ def _verdict(step: float, counts: Counts, data: float | None, workers: int) -> C
             "larger batches, a fused optimizer or torch.compile: most of the time is spent on small operations"
         )
     return Check(
-        group=GROUP,
-        name=NAME,
-        status=Status.WARN if slow else Status.INFO,
-        summary="; ".join([_computing(step, counts, small), _waiting(data, wait, workers), _moving(counts)]),
+        Status.WARN if slow else Status.INFO,
+        "; ".join([_computing(step, counts, small), _waiting(data, wait, workers), _moving(counts)]),
         code="SLOW602" if slow else "",
         evidence={
             "step_seconds": step,

@@ -14,7 +14,6 @@ from ddpdebug.preflight.output.results import Check, Status
 from ddpdebug.preflight.sandbox.trials import looking
 from ddpdebug.preflight.subject import Subject
 
-GROUP = "parameters"
 _DEPTH = 3
 _ITEMS = 200
 
@@ -33,19 +32,16 @@ def unregistered(subject: Subject) -> Iterator[Check]:
     called = _called(subject, model, found) if found else {}
     if called:
         yield Check(
-            group=GROUP,
-            name="registered",
-            status=Status.FAIL,
-            code="RCP817",
-            summary=f"the forward calls {', '.join(called)}, which the model does not hold as parts: their parameters "
+            Status.FAIL,
+            f"the forward calls {', '.join(called)}, which the model does not hold as parts: their parameters "
             "are not in `model.parameters()`",
+            code="RCP817",
             evidence={"modules": {path: type(module).__name__ for path, module in called.items()}},
             hypotheses=("modules in a plain list, tuple or dict",),
             actions=("use `nn.ModuleList` or `nn.ModuleDict`",),
         )
     else:
-        summary = "every module that is kept in the model is one of its parts"
-        yield Check(group=GROUP, name="registered", status=Status.PASS, summary=summary)
+        yield Check(Status.PASS, "every module that is kept in the model is one of its parts")
 
 
 def _modules_in(value: Any, path: str, depth: int) -> Iterator[tuple[str, nn.Module]]:

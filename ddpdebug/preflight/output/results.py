@@ -5,7 +5,8 @@ Everything in it is a JSON value (numbers, texts, lists, dictionaries), so that 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -84,16 +85,15 @@ class Table:
     rows: tuple[tuple[Any, ...], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Check:
     """One question that the preflight asked, and its answer.
 
     Args:
-        group: the step of the preflight (`data`, `parameters`, `initial loss`, `initialisation`, `gradient flow`,
-            `overfit`, `learning rate`, `determinism`, `throughput`).
-        name: what was asked, in a few words; unique within the group.
         status: the answer.
         summary: one sentence with what was measured and against what.
+        group: the step of the preflight, one of `GROUPS`; given by what runs its checks (`examine`).
+        name: what was asked, in a few words; unique within the group. That of the part which asks unless given.
         code: the finding's code in the catalogue when the status is warn or fail and one fits (`RCP801`), else "".
         evidence: the numbers.
         hypotheses: what may be behind it, the likeliest first.
@@ -102,10 +102,11 @@ class Check:
     A check that has passed has no code, hypotheses or actions, whatever it is given.
     """
 
-    group: str
-    name: str
     status: Status
     summary: str
+    _: KW_ONLY
+    group: str = ""
+    name: str = ""
     code: str = ""
     evidence: dict[str, Any] = field(default_factory=dict)
     hypotheses: tuple[str, ...] = ()
@@ -119,6 +120,11 @@ class Check:
         if self.status is Status.PASS:
             for name, nothing in (("code", ""), ("hypotheses", ()), ("actions", ())):
                 object.__setattr__(self, name, nothing)
+
+
+def named(name: str, checks: Iterable[Check]) -> list[Check]:
+    """Return checks of which those without a name have this one."""
+    return [check if check.name else replace(check, name=name) for check in checks]
 
 
 def chosen(names: str) -> list[str]:

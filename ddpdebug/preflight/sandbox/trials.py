@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,9 +16,8 @@ import torch
 
 from ddpdebug.isolation.process_state import kept_random_state
 from ddpdebug.nested import copy_of, mapped
-from ddpdebug.preflight.capture.copies import copied
-from ddpdebug.preflight.output.results import Check, Status
-from ddpdebug.preflight.subject import LossOf, Subject
+from ddpdebug.preflight.output.results import Check, Status, named
+from ddpdebug.preflight.subject import LossOf
 
 _MAX_ERROR = 300
 
@@ -36,18 +34,6 @@ def copy_of_batch(value: Any) -> Any:
             return item
 
     return mapped(value, fresh)
-
-
-def in_turn(batches: Sequence[Any]) -> Iterator[Any]:
-    """Yield copies of the batches, from the first again after the last."""
-    return (copy_of_batch(batch) for batch in itertools.cycle(batches))
-
-
-def copies(subject: Subject) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Return a copy of the model and an optimizer of the caller's kind for it."""
-    assert subject.optimizer_for is not None
-    model = copied(subject.model)
-    return model, subject.optimizer_for(model)
 
 
 @contextlib.contextmanager
@@ -67,20 +53,15 @@ def looking(
     handles: list[Any] = []
     for name, module in modules.items():
         if before is not None:
-            enter = functools.partial(_enter, before, name)
+            enter = functools.partial(before, name)
             handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
         if after is not None:
-            leave = functools.partial(_leave, after, name)
-            handles.append(module.register_forward_hook(leave, always_call=True))
+            handles.append(module.register_forward_hook(functools.partial(_leave, after, name), always_call=True))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _enter(before: Callable[..., None], name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-    before(name, module, args, kwargs)
 
 
 def _leave(after: Callable[..., None], name: str, module: torch.nn.Module, _: Any, output: Any) -> None:
@@ -116,11 +97,11 @@ def take_step(
     return total
 
 
-def attempt(group: str, name: str, examine: Callable[[], list[Check]]) -> list[Check]:
-    """Return what a check says; one that raises was not done, and says why."""
+def attempt(name: str, examine: Callable[[], list[Check]]) -> list[Check]:
+    """Return what a check says, under its name; one that raises was not done, and says why."""
     try:
         with kept_random_state(), torch.enable_grad():
-            return examine()
+            return named(name, examine())
     except Exception as error:  # noqa: BLE001 - one check that cannot be done takes no other with it
         words = f"{type(error).__name__}: {error}"[:_MAX_ERROR]
-        return [Check(group=group, name=name, status=Status.SKIPPED, summary=f"could not be done: {words}")]
+        return [Check(Status.SKIPPED, f"could not be done: {words}", name=name)]

@@ -22,7 +22,7 @@ from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import user_location
 from ddpdebug.probes import training_events as events
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.forward_capture import Scene, Scenes
+from ddpdebug.probes.forward_capture import ForwardCapture, ForwardCaptures
 from ddpdebug.probes.loop_calls import LoopCalls
 from ddpdebug.probes.models import Models
 from ddpdebug.probes.record import Part, StepRecord
@@ -115,7 +115,11 @@ class LeakSearch(Protocol):
     """Asks whether a language model sees the token that it shall predict; see `forensics/target_leak.py`."""
 
     def loss(
-        self, scene: Scene, target: torch.Tensor | None, ignored: int, reader: Callable[[], Callable[[], float]]
+        self,
+        capture: ForwardCapture,
+        target: torch.Tensor | None,
+        ignored: int,
+        reader: Callable[[], Callable[[], float]],
     ) -> None:
         """Take a loss and where it comes from."""
 
@@ -137,7 +141,7 @@ class Recipe:
     Args:
         models: finds the DDPs.
         calls: knows the loss scale.
-        scenes: keeps the forwards for `leaks`.
+        captures: keeps the forwards for `leaks`.
         announce: tells all ranks.
         leaks: asks whether a language model sees its targets; None does not ask.
         dropout_calls: reads the calls of dropout functions from a module's source.
@@ -151,12 +155,12 @@ class Recipe:
         *,
         models: Models,
         calls: LoopCalls,
-        scenes: Scenes,
+        captures: ForwardCaptures,
         announce: Announce,
         leaks: LeakSearch | None = None,
         dropout_calls: DropoutCalls = _none,
     ) -> None:
-        self._state, self._guard, self._models, self._calls, self._scenes = state, guard, models, calls, scenes
+        self._state, self._guard, self._models, self._calls, self._captures = state, guard, models, calls, captures
         self._entries, self._announce, self._pid = entries_of(guard), announce, os.getpid()
         self._run, self._threads = guard.run, self._entries.threads
         self.audit, self.clearing = Audit(self._entries.built), Clearing()
@@ -377,10 +381,10 @@ class Recipe:
 
     def _compare(self, term: Term, root: torch.Tensor, scale: float | None, *, scaled: bool) -> None:
         """Let one rank compare a loss's targets with the inputs, once it has fallen far."""
-        scenes = self._scenes.current
+        captures = self._captures.current
         if (
             self._leaks is None
-            or not scenes
+            or not captures
             or (scaled and (scale is None or math.isnan(scale)))
             or (dist.is_initialized() and dist.get_rank())
         ):
@@ -390,7 +394,7 @@ class Recipe:
             read = loss_reader(root.detach(), None)
             return lambda: read() / (scale or 1.0)
 
-        self._leaks.loss(scenes[-1], *target_of(term), reader)
+        self._leaks.loss(captures[-1], *target_of(term), reader)
 
     def _end_backward(self, _: events.BackwardEnded) -> None:
         """See which gradients have come."""

@@ -1,4 +1,4 @@
-"""When the search for a holder runs, and on which rank: on the lowest of those that grow, once for each cause."""
+"""The search for the object that holds growing memory: when it runs, and on which rank (the lowest that grows)."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class _Search:
     made: bool = False
 
 
-class HolderHunt:
-    """Asked in the background thread, carried out on the training thread at the end of its step.
+class HolderSearch:
+    """The searches of one rank, once for each cause: asked for in the background thread, made on the training thread.
 
     All state belongs to the background thread; `boundary` knows the plans only.
     """
