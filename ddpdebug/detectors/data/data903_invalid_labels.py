@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.detectors.kinds import EventRule, Examples, Facts, Fields, Severity
 from ddpdebug.schema.announcements import Failure, TargetRange
-from ddpdebug.schema.finding import Severity
 
 #: What torch's losses raise about labels.
 MESSAGES = (
@@ -38,7 +33,7 @@ def _between(low: float, high: float) -> tuple[Facts]:
 
 
 class InvalidLabels(EventRule):
-    """RankClasses lie outside what the loss defines, or their dtype selects another meaning of the loss.
+    """Labels lie outside what the loss defines, or their dtype selects another meaning of the loss.
 
     Impact: on cuda an index out of range ends in a device-side assert that leaves the process's cuda context
     unusable; binary cross entropy with logits accepts any target and has no lower bound; float targets of the
@@ -66,28 +61,22 @@ class InvalidLabels(EventRule):
     title = "labels are out of range or of the wrong dtype"
     events = ("loss:range", "failure")
     fires_on = Examples(
-        lambda: (
-            (Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),),
-            _between(0.0, 1.001),
-            _between(-0.001, 1.0),
-            (
-                Facts(
-                    topic="alone:failure", values={1: {"reason": "exception: IndexError: Target 10 is out of bounds."}}
-                ),
-            ),
-        )
+        lambda: Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),
+        lambda: _between(0.0, 1.001),
+        lambda: _between(-0.001, 1.0),
+        lambda: Facts(
+            topic="alone:failure", values={1: {"reason": "exception: IndexError: Target 10 is out of bounds."}}
+        ),
     )
     silent_on = Examples(
-        lambda: (
-            steps(3),
-            _between(0.0, 1.0),
-            _between(0.1, 0.9),
-            (Facts(topic="alone:loss", values={0: {**_FACT, "kind": "broadcast"}}),),
-            (Facts(topic="alone:failure", values={1: {"reason": "exception: IndexError: list index out of range"}}),),
-        )
+        lambda: steps(3),
+        lambda: _between(0.0, 1.0),
+        lambda: _between(0.1, 0.9),
+        lambda: Facts(topic="alone:loss", values={0: {**_FACT, "kind": "broadcast"}}),
+        lambda: Facts(topic="alone:failure", values={1: {"reason": "exception: IndexError: list index out of range"}}),
     )
 
-    def judge(self, fact: TargetRange | Failure) -> Mapping[str, Any] | None:
+    def judge(self, fact: TargetRange | Failure) -> Fields | None:
         if isinstance(fact, TargetRange):
             if fact.low >= 0 and fact.high <= 1:  # a probability
                 return None

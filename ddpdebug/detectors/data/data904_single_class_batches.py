@@ -66,12 +66,10 @@ class SingleClassBatches(Detector):
         ),
     )
     silent_on = Examples(
-        lambda: (
-            steps(21),
-            steps(21, flags=Flag.SINGLE_CLASS, recipe=_label(0)),  # the positive pair stands in column 0
-            tuple(step_at(n, flags=Flag.SINGLE_CLASS, recipe=_label(n % 3, labels=3)) for n in range(21)),
-            tuple(step_at(n, flags=Flag.SINGLE_CLASS if n % 2 else 0, recipe=_label(n % 3)) for n in range(21)),
-        )
+        lambda: steps(21),
+        lambda: steps(21, flags=Flag.SINGLE_CLASS, recipe=_label(0)),  # the positive pair stands in column 0
+        lambda: tuple(step_at(n, flags=Flag.SINGLE_CLASS, recipe=_label(n % 3, labels=3)) for n in range(21)),
+        lambda: tuple(step_at(n, flags=Flag.SINGLE_CLASS if n % 2 else 0, recipe=_label(n % 3)) for n in range(21)),
     )
 
     def __init__(self, config: Fields | None = None) -> None:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from ddpdebug.detectors.base import Examples, Facts, Threshold
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.detectors.kinds import EventRule, Examples, Facts, Fields, Severity, Threshold
 from ddpdebug.schema.announcements import LabelCounts
-from ddpdebug.schema.finding import Severity
 
 _FACT = {
     "kind": "labels",
@@ -57,24 +52,20 @@ class ClassImbalance(EventRule):
         0.95, "share of one class among all labels", source="a model that always says this class is right in 95 %"
     )
     fires_on = Examples(
-        lambda: (
-            (Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),),
-            (*steps(2), Facts(topic="alone:loss", values={1: {**_FACT, "share": 0.99, "classes": 20}})),
-        )
+        lambda: Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),
+        lambda: (*steps(2), Facts(topic="alone:loss", values={1: {**_FACT, "share": 0.99, "classes": 20}})),
     )
     silent_on = Examples(
-        lambda: (
-            steps(3),
-            (Facts(topic="alone:loss", values={0: {**_FACT, "share": 0.8}}),),
-            (Facts(topic="alone:loss", values={0: {**_FACT, "weighted": True}}),),  # known, and dealt with
-            (
-                Facts(topic="alone:loss", values={0: {**_FACT, "present": 1, "share": 1.0}}),
-            ),  # the first column is right
-            (Facts(topic="alone:loss", values={0: {**_FACT, "seen": 100}}),),
-        )
+        lambda: steps(3),
+        lambda: Facts(topic="alone:loss", values={0: {**_FACT, "share": 0.8}}),
+        lambda: Facts(topic="alone:loss", values={0: {**_FACT, "weighted": True}}),  # known, and dealt with
+        lambda: Facts(
+            topic="alone:loss", values={0: {**_FACT, "present": 1, "share": 1.0}}
+        ),  # the first column is right
+        lambda: Facts(topic="alone:loss", values={0: {**_FACT, "seen": 100}}),
     )
 
-    def judge(self, fact: LabelCounts) -> Mapping[str, Any] | None:
+    def judge(self, fact: LabelCounts) -> Fields | None:
         enough = fact.seen >= self.imbalance_labels and fact.share >= self.imbalance_share
         if fact.weighted or fact.present < 2 or not enough:
             return None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Detector, Examples, Facts, Threshold
 from ddpdebug.detectors.examples import steps
+from ddpdebug.detectors.kinds import Detector, Examples, Facts, Findings, Severity, Threshold
 from ddpdebug.schema.announcements import InputStatistics
-from ddpdebug.schema.finding import Finding, Severity
 
 _USUAL = {"layer": "Conv2d", "mean": 0.0, "std": 1.0, "min": -3.0, "max": 3.0, "from_bytes": None, "step": 4}
 _DIVIDED = {**_USUAL, "std": 0.001, "min": 0.0, "max": 1.01 / 255, "from_bytes": 0.01}
@@ -78,30 +77,26 @@ class InputScale(Detector):
         source="rounding in 32 bits leaves less than 1e-4; of other numbers some are 0.5 away",
     )
     fires_on = Examples(
-        lambda: (
-            _inputs(mean=110.0, std=62.0, max=255.0),
-            (Facts(topic="inputs:0", values={0: {**_USUAL, "std": 20.1}}),),
-            _inputs(std=0.0, min=0.0, max=0.0),
-            _divided(),
-            _divided(from_bytes=0.0),
-            (Facts(topic="inputs:0", values={0: _USUAL, 1: {**_USUAL, "std": 25.0, "min": -70.0, "max": 75.0}}),),
-        )
+        lambda: _inputs(mean=110.0, std=62.0, max=255.0),
+        lambda: Facts(topic="inputs:0", values={0: {**_USUAL, "std": 20.1}}),
+        lambda: _inputs(std=0.0, min=0.0, max=0.0),
+        _divided,
+        lambda: _divided(from_bytes=0.0),
+        lambda: Facts(topic="inputs:0", values={0: _USUAL, 1: {**_USUAL, "std": 25.0, "min": -70.0, "max": 75.0}}),
     )
     silent_on = Examples(
-        lambda: (
-            steps(3),
-            _inputs(mean=0.2, std=1.3),
-            _inputs(mean=0.13, std=0.3, min=0.0, max=1.0),
-            (Facts(topic="inputs:0", values={0: {**_USUAL, "std": 20.0}}),),
-            _inputs(std=7.9),
-            _divided(from_bytes=0.03),
-            _divided(max=1.02 / 255),
-            _divided(min=-0.001),
-            _divided(from_bytes=None),  # also where an older version has not said it
-        )
+        lambda: steps(3),
+        lambda: _inputs(mean=0.2, std=1.3),
+        lambda: _inputs(mean=0.13, std=0.3, min=0.0, max=1.0),
+        lambda: Facts(topic="inputs:0", values={0: {**_USUAL, "std": 20.0}}),
+        lambda: _inputs(std=7.9),
+        lambda: _divided(from_bytes=0.03),
+        lambda: _divided(max=1.02 / 255),
+        lambda: _divided(min=-0.001),
+        lambda: _divided(from_bytes=None),  # also where an older version has not said it
     )
 
-    def compare(self, topic: str, facts: Mapping[int, InputStatistics]) -> Iterator[Finding]:
+    def compare(self, topic: str, facts: Mapping[int, InputStatistics]) -> Findings:
         told = dict(sorted(facts.items()))
         found: dict[str, list[int]] = {}
         for rank, fact in told.items():

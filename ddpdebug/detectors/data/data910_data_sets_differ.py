@@ -100,18 +100,14 @@ class DataSetsDiffer(Detector):
         lambda: (Facts(topic="loader:0", values={0: _PLAIN, 1: _PLAIN}), *(_shifted(n) for n in range(6))),
     )
     silent_on = Examples(
-        lambda: (
-            (_facts(),),
-            (_facts(rank=1, batch_size=4),),
-            (_facts(attributes={"dataset.samples": "a", "dataset.class_to_idx": "c", "dataset.cache_dir": "z"}),),
-            (
-                Facts(
-                    topic="loader:0", values={0: _PLAIN, 1: {**_PLAIN, "length": 700, "attributes": {"dataset.x": "q"}}}
-                ),
-            ),
-            (Facts(topic="loader:0", values={0: _PLAIN, 1: _PLAIN}), *steps(8, world=2)),
-            (Facts(topic="loader:0", values={0: _PLAIN, 1: _PLAIN}), *steps(8, world=2, record_digest=5)),
-        )
+        _facts,
+        lambda: _facts(rank=1, batch_size=4),
+        lambda: _facts(attributes={"dataset.samples": "a", "dataset.class_to_idx": "c", "dataset.cache_dir": "z"}),
+        lambda: Facts(
+            topic="loader:0", values={0: _PLAIN, 1: {**_PLAIN, "length": 700, "attributes": {"dataset.x": "q"}}}
+        ),
+        lambda: (Facts(topic="loader:0", values={0: _PLAIN, 1: _PLAIN}), *steps(8, world=2)),
+        lambda: (Facts(topic="loader:0", values={0: _PLAIN, 1: _PLAIN}), *steps(8, world=2, record_digest=5)),
     )
 
     def __init__(self, config: Fields | None = None) -> None:

@@ -10,12 +10,10 @@ from importlib import resources
 from typing import Any, ClassVar
 
 from ddpdebug import detectors
-from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.detectors.kinds import EventRule, Examples, Facts, Fields, Finding, Severity
 from ddpdebug.schema.announcements import Failure
-from ddpdebug.schema.finding import Finding, Severity
 
 _MAX_TEXT = 400
 _PREFIX = "exception: "
@@ -29,7 +27,7 @@ class TorchError(EventRule):
     #: Another rank has failed first, and is the one to look at.
     victim: ClassVar[bool]
 
-    def judge(self, fact: Failure) -> Mapping[str, Any] | None:
+    def judge(self, fact: Failure) -> Fields | None:
         if code_of(fact.reason) != self.code:
             return None
         named = fact.named or (fact.missing if self.code == "FAIL1001" else ())
@@ -90,7 +88,9 @@ def _rule(code: str, entry: Mapping[str, Any]) -> type[TorchError]:
             lambda: tuple((_ends_with(text, **known),) for text in entry["examples"] for known in ({}, _KNOWN))
         ),
         "silent_on": Examples(
-            lambda: ((_ends_with("KeyError: 'labels'"),), (_ends_with("RuntimeError: the user's own"),), steps(3))
+            lambda: _ends_with("KeyError: 'labels'"),
+            lambda: _ends_with("RuntimeError: the user's own"),
+            lambda: steps(3),
         ),
     }
     return type(code, (TorchError,), fields)

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
-from ddpdebug.detectors.base import Examples, Facts, Threshold
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.detectors.kinds import EventRule, Examples, Facts, Fields, Severity, Threshold
 from ddpdebug.schema import announcements
-from ddpdebug.schema.finding import Severity
 
 _FACT = {"kind": "initial", "step": 0, "classes": 10, "loss": 40.0}
 
@@ -50,26 +46,20 @@ class InitialLoss(EventRule):
         source="logits with a standard deviation of s cost about s^2/2 more than log C: 4 is s = 2.8",
     )
     fires_on = Examples(
-        lambda: (
-            (Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),),
-            (Facts(topic="alone:loss", values={1: {**_FACT, "classes": 2, "loss": 5.5}}), *steps(2)),
-        )
+        lambda: Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),
+        lambda: (Facts(topic="alone:loss", values={1: {**_FACT, "classes": 2, "loss": 5.5}}), *steps(2)),
     )
     silent_on = Examples(
-        lambda: (
-            steps(3),
-            (Facts(topic="alone:loss", values={0: {**_FACT, "loss": 2.4}}),),
-            (Facts(topic="alone:loss", values={0: {**_FACT, "loss": 0.01}}),),  # loaded weights
-            (
-                Facts(
-                    topic="alone:loss",
-                    values={0: {"kind": "range", "step": 0, "loss": "BinaryCrossEntropy", "low": 0, "high": 9}},
-                ),
-            ),
-        )
+        lambda: steps(3),
+        lambda: Facts(topic="alone:loss", values={0: {**_FACT, "loss": 2.4}}),
+        lambda: Facts(topic="alone:loss", values={0: {**_FACT, "loss": 0.01}}),  # loaded weights
+        lambda: Facts(
+            topic="alone:loss",
+            values={0: {"kind": "range", "step": 0, "loss": "BinaryCrossEntropy", "low": 0, "high": 9}},
+        ),
     )
 
-    def judge(self, fact: announcements.InitialLoss) -> Mapping[str, Any] | None:
+    def judge(self, fact: announcements.InitialLoss) -> Fields | None:
         expected = math.log(max(2, fact.classes))
         if fact.loss <= expected + self.initial_loss_above:
             return None

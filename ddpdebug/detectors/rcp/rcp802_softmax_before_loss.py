@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.detectors.kinds import EventRule, Examples, Facts, Fields, Severity
 from ddpdebug.schema.announcements import LossInput
-from ddpdebug.schema.finding import Severity
 
 #: Operations that make probabilities, and what they are called.
 _PROBABILITIES = {"Softmax": "softmax", "Sigmoid": "sigmoid"}
@@ -53,25 +48,21 @@ class SoftmaxBeforeLoss(EventRule):
     title = "softmax or sigmoid is applied before a loss that expects logits"
     events = ("loss:input",)
     fires_on = Examples(
-        lambda: (
-            (Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),),
-            (*steps(2), *_given("NllLoss", "LogSoftmax", "Softmax")),
-            _given("NllLoss2D", "Softmax", "Convolution"),
-        )
+        lambda: Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),
+        lambda: (*steps(2), *_given("NllLoss", "LogSoftmax", "Softmax")),
+        lambda: _given("NllLoss2D", "Softmax", "Convolution"),
     )
     silent_on = Examples(
-        lambda: (
-            steps(3),
-            _given("NllLoss", "LogSoftmax", "Addmm"),
-            _given("NllLoss", "LogSoftmax", "LogSoftmax"),  # the second one changes nothing
-            _given("NllLoss", "Addmm", "Softmax"),  # a mixture, however made
-            _given("BinaryCrossEntropyWithLogits", "Addmm", "Sigmoid"),  # the activation of a hidden layer
-            _given("NllLoss"),  # what an older version said of it cannot be read
-            (Facts(topic="alone:loss", values={0: {"kind": "initial", "step": 0, "classes": 10, "loss": 2.3}}),),
-        )
+        lambda: steps(3),
+        lambda: _given("NllLoss", "LogSoftmax", "Addmm"),
+        lambda: _given("NllLoss", "LogSoftmax", "LogSoftmax"),  # the second one changes nothing
+        lambda: _given("NllLoss", "Addmm", "Softmax"),  # a mixture, however made
+        lambda: _given("BinaryCrossEntropyWithLogits", "Addmm", "Sigmoid"),  # the activation of a hidden layer
+        lambda: _given("NllLoss"),  # what an older version said of it cannot be read
+        lambda: Facts(topic="alone:loss", values={0: {"kind": "initial", "step": 0, "classes": 10, "loss": 2.3}}),
     )
 
-    def judge(self, fact: LossInput) -> Mapping[str, Any] | None:
+    def judge(self, fact: LossInput) -> Fields | None:
         applied = _probabilities(fact)
         evidence = {"applied_before": applied, "prediction": list(fact.shape)}
         return {"subject": (fact.loss,), "evidence": evidence} if applied is not None else None

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Examples, Facts, Threshold
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.detectors.kinds import EventRule, Examples, Facts, Fields, Severity, Threshold
 from ddpdebug.detectors.rcp.habits import StepHabit
 from ddpdebug.schema.announcements import MissingParameters
 from ddpdebug.schema.details import SteppedTwice
-from ddpdebug.schema.finding import Severity
 from ddpdebug.schema.row import Flag
 
 _MISSING = {"kind": "missing", "step": 8, "missing": ["head.weight"], "number": 1, "share": 0.1, "orphans": []}
@@ -55,24 +52,20 @@ class ParameterNotInOptimizer(StepHabit, EventRule):
         source="fine-tuning trains the smaller part",
     )
     fires_on = Examples(
-        lambda: (
-            (Facts(topic="alone:audit", values={0: _MISSING, 1: _MISSING}),),
-            steps(3, optimizer=1, flags=Flag.STEPPED_TWICE, recipe=_TWICE),
-        )
+        lambda: Facts(topic="alone:audit", values={0: _MISSING, 1: _MISSING}),
+        lambda: steps(3, optimizer=1, flags=Flag.STEPPED_TWICE, recipe=_TWICE),
     )
     silent_on = Examples(
-        lambda: (
-            steps(5),
-            steps(2, optimizer=1, flags=Flag.STEPPED_TWICE, recipe=_TWICE),
-            (Facts(topic="alone:audit", values={0: {**_MISSING, "orphans": ["head.weight"]}}),),  # RCP811
-        )
+        lambda: steps(5),
+        lambda: steps(2, optimizer=1, flags=Flag.STEPPED_TWICE, recipe=_TWICE),
+        lambda: Facts(topic="alone:audit", values={0: {**_MISSING, "orphans": ["head.weight"]}}),  # RCP811
     )
 
     def describe(self, about: SteppedTwice) -> dict[str, Any] | None:
         evidence = {"held": "by two optimizers that step with the same gradients", "other": about.other}
         return {"subject": about.names[:MAX_NAMES], "phase": "twice", "evidence": evidence}
 
-    def judge(self, fact: MissingParameters) -> Mapping[str, Any] | None:
+    def judge(self, fact: MissingParameters) -> Fields | None:
         if fact.orphans:
             return None
         # an optimizer that was given a small part of the model only may be meant so

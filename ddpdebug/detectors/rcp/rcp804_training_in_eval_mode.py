@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import step_at, steps
+from ddpdebug.detectors.kinds import Examples, Severity
 from ddpdebug.detectors.rcp.habits import StepHabit
 from ddpdebug.schema.details import EvalForwards
-from ddpdebug.schema.finding import Severity
 from ddpdebug.schema.row import Flag
 
 _EVAL: dict[int, Any] = {r: {"modes": {"modules": ["drop", "bn1"], "location": "train.py:40"}} for r in range(4)}
@@ -45,19 +44,15 @@ class TrainingInEvalMode(StepHabit):
     unless = Flag.MODES_MIXED | Flag.MODE_CHANGES_NOTHING  # somebody chose among them, or it makes no difference
     key = "modes"
     fires_on = Examples(
-        lambda: (
-            steps(3, flags=Flag.EVAL_MODE, recipe=_EVAL),
-            (*steps(4), *steps(3, start=4, flags=Flag.EVAL_MODE, recipe=_EVAL)),
-        )
+        lambda: steps(3, flags=Flag.EVAL_MODE, recipe=_EVAL),
+        lambda: (*steps(4), *steps(3, start=4, flags=Flag.EVAL_MODE, recipe=_EVAL)),
     )
     silent_on = Examples(
-        lambda: (
-            steps(6),
-            steps(2, flags=Flag.EVAL_MODE, recipe=_EVAL),
-            steps(4, flags=Flag.EVAL_MODE | Flag.MODES_MIXED, recipe=_EVAL),  # BatchNorm alone
-            steps(4, flags=Flag.EVAL_MODE | Flag.MODE_CHANGES_NOTHING, recipe=_EVAL),  # a frozen body
-            (step_at(0, flags=Flag.EVAL_MODE), step_at(1), *steps(2, start=2, flags=Flag.EVAL_MODE), step_at(4)),
-        )
+        lambda: steps(6),
+        lambda: steps(2, flags=Flag.EVAL_MODE, recipe=_EVAL),
+        lambda: steps(4, flags=Flag.EVAL_MODE | Flag.MODES_MIXED, recipe=_EVAL),  # BatchNorm alone
+        lambda: steps(4, flags=Flag.EVAL_MODE | Flag.MODE_CHANGES_NOTHING, recipe=_EVAL),  # a frozen body
+        lambda: (step_at(0, flags=Flag.EVAL_MODE), step_at(1), *steps(2, start=2, flags=Flag.EVAL_MODE), step_at(4)),
     )
 
     def describe(self, about: EvalForwards) -> dict[str, Any] | None:

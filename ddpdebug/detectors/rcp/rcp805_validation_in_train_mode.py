@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from ddpdebug.detectors.base import Examples, Facts, Threshold
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.detectors.kinds import EventRule, Examples, Facts, Fields, Severity, Threshold
 from ddpdebug.schema.announcements import TrainModeValidation
-from ddpdebug.schema.finding import Severity
 
 _FACT = {"step": 20, "forwards": 8, "since": 20, "location": "train.py:88"}
 
@@ -48,19 +43,15 @@ class ValidationInTrainMode(EventRule):
         source="a target network or a second view is evaluated in every step or every other",
     )
     fires_on = Examples(
-        lambda: (
-            (Facts(topic="alone:validation", values={0: _FACT, 1: _FACT}),),
-            (*steps(2), Facts(topic="alone:validation", values={1: {**_FACT, "forwards": 40}})),
-        )
+        lambda: Facts(topic="alone:validation", values={0: _FACT, 1: _FACT}),
+        lambda: (*steps(2), Facts(topic="alone:validation", values={1: {**_FACT, "forwards": 40}})),
     )
     silent_on = Examples(
-        lambda: (
-            steps(3),
-            (Facts(topic="alone:validation", values={0: {**_FACT, "since": 1}}),),  # a part of each step
-        )
+        lambda: steps(3),
+        lambda: Facts(topic="alone:validation", values={0: {**_FACT, "since": 1}}),  # a part of each step
     )
 
-    def judge(self, fact: TrainModeValidation) -> Mapping[str, Any] | None:
+    def judge(self, fact: TrainModeValidation) -> Fields | None:
         if fact.since < self.evaluation_apart:
             return None
         return {"evidence": {"forwards_without_gradient_in_train_mode": fact.forwards}}

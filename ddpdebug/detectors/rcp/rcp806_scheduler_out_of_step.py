@@ -59,18 +59,17 @@ class SchedulerOutOfStep(WindowHabit, EventRule):
         source="chosen: a run that is shorter may end before the first epoch does",
     )
     fires_on = Examples(
-        lambda: (
-            steps(4, flags=Flag.SCHEDULED_OFTEN, micro_batches=4, recipe=_OFTEN),
-            (Facts(topic="alone:schedule", values={0: {"class": "CosineAnnealingLR", "step": 80, "steps": 40}}),),
-        )
+        lambda: steps(4, flags=Flag.SCHEDULED_OFTEN, micro_batches=4, recipe=_OFTEN),
+        lambda: Facts(topic="alone:schedule", values={0: {"class": "CosineAnnealingLR", "step": 80, "steps": 40}}),
     )
     silent_on = Examples(
+        lambda: steps(6),
+        lambda: Facts(topic="alone:schedule", values={0: {"class": "CosineAnnealingLR", "step": 80, "steps": 39}}),
+        lambda: steps(3, flags=Flag.SCHEDULED_OFTEN, recipe=_OFTEN),
         lambda: (
-            steps(6),
-            (Facts(topic="alone:schedule", values={0: {"class": "CosineAnnealingLR", "step": 80, "steps": 39}}),),
-            steps(3, flags=Flag.SCHEDULED_OFTEN, recipe=_OFTEN),
-            (*steps(1, flags=Flag.SCHEDULED_OFTEN, recipe=_OFTEN), *steps(5, start=1)),  # wound forward after a resume
-        )
+            *steps(1, flags=Flag.SCHEDULED_OFTEN, recipe=_OFTEN),
+            *steps(5, start=1),
+        ),  # wound forward after a resume
     )
 
     def describe(self, about: ScheduledOften) -> dict[str, Any] | None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
+from ddpdebug.detectors.kinds import Examples, Severity
 from ddpdebug.detectors.rcp.habits import WindowHabit
-from ddpdebug.schema.finding import Severity
 from ddpdebug.schema.row import Flag
 
 
@@ -41,14 +40,12 @@ class AccumulationNotScaled(WindowHabit):
     unless = Flag.NOT_ONE_LINE | Flag.FEWER_FORWARDS | Flag.GRADS_DISCARDED | Flag.GRADS_CARRIED | Flag.GRADS_WRITTEN
     key = "accumulation"
     fires_on = Examples(
-        lambda: (
-            steps(
-                4,
-                flags=Flag.MEANS_ADDED,
-                recipe={r: {"accumulation": {"micro_batches": 8, "location": "train.py:50"}} for r in range(4)},
-            ),
-            (step_at(0), *steps(4, start=1, flags=Flag.MEANS_ADDED | Flag.CLIPPED)),
-        )
+        lambda: steps(
+            4,
+            flags=Flag.MEANS_ADDED,
+            recipe={r: {"accumulation": {"micro_batches": 8, "location": "train.py:50"}} for r in range(4)},
+        ),
+        lambda: (step_at(0), *steps(4, start=1, flags=Flag.MEANS_ADDED | Flag.CLIPPED)),
     )
     silent_on = Examples(
         lambda: (

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import gradients, steps
-from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.detectors.kinds import EventRule, Examples, Facts, Fields, Severity
 from ddpdebug.schema.announcements import DetachedParameters, NoGradParts
-from ddpdebug.schema.finding import Severity
 
 _MAX_MODULES = 5
 _PART = {"path": "encoder", "names": ["encoder.weight"], "location": "t.py:9", "in_eval": False, "copy_of": None}
@@ -58,25 +55,21 @@ class LossDetached(EventRule):
     title = "the loss is detached from part of the model"
     events = ("audit:detached", "audit:no_grad")
     fires_on = Examples(
-        lambda: (
-            (Facts(topic="alone:audit", values={0: _FACT, 1: _FACT}),),
-            (*steps(2), Facts(topic="alone:audit", values={1: {**_FACT, "after": "encoder.3", "before": "head"}})),
-            (*steps(2), *_no_grad({}), *steps(9, start=2, **_UNUSED)),
-            _no_grad({"in_eval": True}, {"path": "body"}),
-        )
+        lambda: Facts(topic="alone:audit", values={0: _FACT, 1: _FACT}),
+        lambda: (*steps(2), Facts(topic="alone:audit", values={1: {**_FACT, "after": "encoder.3", "before": "head"}})),
+        lambda: (*steps(2), *_no_grad({}), *steps(9, start=2, **_UNUSED)),
+        lambda: _no_grad({"in_eval": True}, {"path": "body"}),
     )
     silent_on = Examples(
-        lambda: (
-            steps(3),
-            (Facts(topic="alone:audit", values={0: {**_FACT, "kind": "unregistered"}}),),
-            _no_grad({"in_eval": True}),
-            _no_grad({"copy_of": "student"}),  # a teacher, a target network
-            _no_grad({"written": True}),  # an average of weights
-            _no_grad(),  # what an older version said of it cannot be read
-        )
+        lambda: steps(3),
+        lambda: Facts(topic="alone:audit", values={0: {**_FACT, "kind": "unregistered"}}),
+        lambda: _no_grad({"in_eval": True}),
+        lambda: _no_grad({"copy_of": "student"}),  # a teacher, a target network
+        lambda: _no_grad({"written": True}),  # an average of weights
+        _no_grad,  # what an older version said of it cannot be read
     )
 
-    def judge(self, fact: DetachedParameters | NoGradParts) -> Mapping[str, Any] | None:
+    def judge(self, fact: DetachedParameters | NoGradParts) -> Fields | None:
         about: dict[str, Any] = {"step": 0, "last_step": fact.step}
         if isinstance(fact, DetachedParameters):
             evidence = {"cut_between": [fact.after, fact.before]}

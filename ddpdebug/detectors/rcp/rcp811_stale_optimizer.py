@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.detectors.kinds import EventRule, Examples, Facts, Fields, Severity
 from ddpdebug.schema.announcements import MissingParameters
-from ddpdebug.schema.finding import Severity
 
 _FACT = {
     "kind": "missing",
@@ -50,20 +45,16 @@ class StaleOptimizer(EventRule):
     title = "the optimizer holds parameters that the model no longer uses"
     events = ("audit:missing",)
     fires_on = Examples(
-        lambda: (
-            (Facts(topic="alone:audit", values={0: _FACT, 1: _FACT}),),
-            (*steps(2), Facts(topic="alone:audit", values={1: {**_FACT, "missing": ["a", "b"], "number": 2}})),
-        )
+        lambda: Facts(topic="alone:audit", values={0: _FACT, 1: _FACT}),
+        lambda: (*steps(2), Facts(topic="alone:audit", values={1: {**_FACT, "missing": ["a", "b"], "number": 2}})),
     )
     silent_on = Examples(
-        lambda: (
-            steps(3),
-            (Facts(topic="alone:audit", values={0: {**_FACT, "orphans": []}}),),
-            (Facts(topic="alone:audit", values={0: {**_FACT, "kind": "frozen"}}),),
-        )
+        lambda: steps(3),
+        lambda: Facts(topic="alone:audit", values={0: {**_FACT, "orphans": []}}),
+        lambda: Facts(topic="alone:audit", values={0: {**_FACT, "kind": "frozen"}}),
     )
 
-    def judge(self, fact: MissingParameters) -> Mapping[str, Any] | None:
+    def judge(self, fact: MissingParameters) -> Fields | None:
         if not fact.orphans:
             return None
         evidence = {"held_instead": list(fact.orphans), "parameters_in_no_optimizer": fact.number}

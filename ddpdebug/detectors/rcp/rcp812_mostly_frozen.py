@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from ddpdebug.detectors.base import Examples, Facts, Threshold
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.detectors.kinds import EventRule, Examples, Facts, Fields, Severity, Threshold
 from ddpdebug.schema.announcements import FrozenParameters
-from ddpdebug.schema.finding import Severity
 
 _FACT = {"kind": "frozen", "step": 32, "share": 0.9, "first": 0.9}
 
@@ -50,22 +45,18 @@ class MostlyFrozen(EventRule):
         source="chosen: the larger part; a stage of a recipe that freezes for a moment is over by step 32",
     )
     fires_on = Examples(
-        lambda: (
-            (Facts(topic="alone:audit", values={0: _FACT, 1: _FACT}),),
-            (*steps(2), Facts(topic="alone:audit", values={1: {**_FACT, "share": 1.0}})),
-            _frozen(share=0.51, first=0.51),
-        )
+        lambda: Facts(topic="alone:audit", values={0: _FACT, 1: _FACT}),
+        lambda: (*steps(2), Facts(topic="alone:audit", values={1: {**_FACT, "share": 1.0}})),
+        lambda: _frozen(share=0.51, first=0.51),
     )
     silent_on = Examples(
-        lambda: (
-            steps(3),
-            _frozen(share=0.5),
-            _frozen(first=0.5),
-            (Facts(topic="alone:audit", values={0: {**_FACT, "kind": "missing", "orphans": []}}),),
-        )
+        lambda: steps(3),
+        lambda: _frozen(share=0.5),
+        lambda: _frozen(first=0.5),
+        lambda: Facts(topic="alone:audit", values={0: {**_FACT, "kind": "missing", "orphans": []}}),
     )
 
-    def judge(self, fact: FrozenParameters) -> Mapping[str, Any] | None:
+    def judge(self, fact: FrozenParameters) -> Fields | None:
         first = fact.share if fact.first is None else fact.first  # older versions said it of the larger part only
         if min(first, fact.share) <= self.frozen_share:
             return None

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpdebug.detectors.base import Examples
 from ddpdebug.detectors.examples import step_at, steps
+from ddpdebug.detectors.kinds import Examples, Severity
 from ddpdebug.detectors.rcp.habits import StepHabit
 from ddpdebug.schema.details import DiscardedGradients
-from ddpdebug.schema.finding import Severity
 from ddpdebug.schema.row import Flag, Row
 
 _GONE: dict[int, Any] = {r: {"discarded": {"kind": "all", "count": 1, "location": "train.py:61"}} for r in range(4)}
@@ -44,11 +43,9 @@ class GradientsThrownAway(StepHabit):
     unless = Flag.INPUT_GRADIENT  # those of an attack, or of a penalty, are thrown away on purpose
     key = "discarded"
     fires_on = Examples(
-        lambda: (
-            steps(3, flags=Flag.GRADS_DISCARDED, recipe=_GONE),
-            (*steps(2), *steps(3, start=2, flags=Flag.GRADS_DISCARDED)),
-            steps(3, flags=Flag.GRADS_DISCARDED | Flag.GRADS_GONE | Flag.NOT_ONE_LINE | Flag.FEWER_FORWARDS),
-        )
+        lambda: steps(3, flags=Flag.GRADS_DISCARDED, recipe=_GONE),
+        lambda: (*steps(2), *steps(3, start=2, flags=Flag.GRADS_DISCARDED)),
+        lambda: steps(3, flags=Flag.GRADS_DISCARDED | Flag.GRADS_GONE | Flag.NOT_ONE_LINE | Flag.FEWER_FORWARDS),
     )
     silent_on = Examples(
         lambda: (

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.detectors.kinds import EventRule, Examples, Facts, Fields, Severity
 from ddpdebug.schema.announcements import UnregisteredParameters
-from ddpdebug.schema.finding import Severity
 
 _FACT = {"kind": "unregistered", "step": 1, "names": ["layers[0].weight", "layers[0].bias"]}
 
@@ -43,17 +38,16 @@ class UnregisteredModules(EventRule):
     title = "modules called in forward are not registered in the model"
     events = ("audit:unregistered",)
     fires_on = Examples(
+        lambda: Facts(topic="alone:audit", values={0: _FACT, 1: _FACT}),
         lambda: (
-            (Facts(topic="alone:audit", values={0: _FACT, 1: _FACT}),),
-            (*steps(2), Facts(topic="alone:audit", values={1: {**_FACT, "names": ["a parameter of shape (4, 4)"]}})),
-        )
+            *steps(2),
+            Facts(topic="alone:audit", values={1: {**_FACT, "names": ["a parameter of shape (4, 4)"]}}),
+        ),
     )
     silent_on = Examples(
-        lambda: (
-            steps(3),
-            (Facts(topic="alone:audit", values={0: {"kind": "frozen", "step": 1, "share": 0.9}}),),
-        )
+        lambda: steps(3),
+        lambda: Facts(topic="alone:audit", values={0: {"kind": "frozen", "step": 1, "share": 0.9}}),
     )
 
-    def judge(self, fact: UnregisteredParameters) -> Mapping[str, Any] | None:
+    def judge(self, fact: UnregisteredParameters) -> Fields | None:
         return {"subject": fact.names[:MAX_NAMES], "evidence": {"parameters": len(fact.names)}}

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.detectors.kinds import EventRule, Examples, Facts, Fields, Severity
 from ddpdebug.schema import announcements
-from ddpdebug.schema.finding import Severity
 
 _FACT = {
     "kind": "broadcast",
@@ -52,30 +49,24 @@ class LossBroadcast(EventRule):
     title = "prediction and target broadcast against each other in the loss"
     events = ("loss:broadcast",)
     fires_on = Examples(
-        lambda: (
-            (Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),),
-            (*steps(2), *_spread([32], [32, 32])),
-            _spread([2, 1], [2, 2]),
-        )
+        lambda: Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),
+        lambda: (*steps(2), *_spread([32], [32, 32])),
+        lambda: _spread([2, 1], [2, 2]),
     )
     silent_on = Examples(
-        lambda: (
-            steps(3),
-            _spread([32, 1], [32, 31]),  # several targets for each sample
-            _spread([32], [1, 32]),
-            _spread([1], [1, 1]),
-            _spread([32, 1], [32, 32], explicit=True),  # all pairs
-            _spread([32, 1, 8], [32, 32, 8]),
-            (
-                Facts(
-                    topic="alone:loss",
-                    values={0: {"kind": "range", "step": 0, "loss": "BinaryCrossEntropy", "low": 0, "high": 9}},
-                ),
-            ),
-        )
+        lambda: steps(3),
+        lambda: _spread([32, 1], [32, 31]),  # several targets for each sample
+        lambda: _spread([32], [1, 32]),
+        lambda: _spread([1], [1, 1]),
+        lambda: _spread([32, 1], [32, 32], explicit=True),  # all pairs
+        lambda: _spread([32, 1, 8], [32, 32, 8]),
+        lambda: Facts(
+            topic="alone:loss",
+            values={0: {"kind": "range", "step": 0, "loss": "BinaryCrossEntropy", "low": 0, "high": 9}},
+        ),
     )
 
-    def judge(self, fact: announcements.LossBroadcast) -> Mapping[str, Any] | None:
+    def judge(self, fact: announcements.LossBroadcast) -> Fields | None:
         rows, columns = fact.result if len(fact.result) == 2 else (0, 0)
         if fact.explicit or not 1 < rows == columns or fact.prediction not in {(rows,), (rows, 1)}:
             return None

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from ddpdebug.detectors.base import Examples, Facts
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.detectors.kinds import EventRule, Examples, Facts, Fields, Severity
 from ddpdebug.schema.announcements import DrawingModule, DropoutCall, EvalDraws
-from ddpdebug.schema.finding import Severity
 
 _CALL = {"function": "dropout", "p": 0.1, "location": "model.py:31", "active": True}
 _MODULE = {"path": "encoder.0", "class": "Block", "training": False, "draws_otherwise": False}
@@ -56,24 +54,20 @@ class EvalNotDeterministic(EventRule):
     title = "eval mode is not deterministic"
     events = ("chance",)
     fires_on = Examples(
-        lambda: (
-            _draws(_CALL),
-            (*steps(2), *_draws(_ATTENTION)),
-            _draws({**_CALL, "active": None}),
-            _draws(_CALL, draws_otherwise=True),
-        )
+        lambda: _draws(_CALL),
+        lambda: (*steps(2), *_draws(_ATTENTION)),
+        lambda: _draws({**_CALL, "active": None}),
+        lambda: _draws(_CALL, draws_otherwise=True),
     )
     silent_on = Examples(
-        lambda: (
-            steps(3),
-            _draws(_CALL, training=True),  # Monte Carlo dropout
-            _draws({**_CALL, "active": None}, draws_otherwise=True),  # the other may have been it
-            _draws(),  # what an older version said of it cannot be read
-            (Facts(topic="alone:validation", values={0: {"step": 20, "forwards": 4, "since": 0}}),),
-        )
+        lambda: steps(3),
+        lambda: _draws(_CALL, training=True),  # Monte Carlo dropout
+        lambda: _draws({**_CALL, "active": None}, draws_otherwise=True),  # the other may have been it
+        _draws,  # what an older version said of it cannot be read
+        lambda: Facts(topic="alone:validation", values={0: {"step": 20, "forwards": 4, "since": 0}}),
     )
 
-    def judge(self, fact: EvalDraws) -> Mapping[str, Any] | None:
+    def judge(self, fact: EvalDraws) -> Fields | None:
         found: dict[tuple[str, str | None], tuple[DrawingModule, DropoutCall]] = {}
         for part in fact.modules:
             for call in _culprits(part):

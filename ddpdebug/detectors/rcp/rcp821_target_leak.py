@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.base import Examples, Facts, Threshold
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.detectors.kinds import EventRule, Examples, Facts, Fields, Severity, Threshold
 from ddpdebug.schema.announcements import TokenChange
-from ddpdebug.schema.finding import Severity
 
 _FACT = {
     "step": 40,
@@ -71,26 +68,22 @@ class TargetLeak(EventRule):
         source="rounding and other kernels stay far below",
     )
     fires_on = Examples(
-        lambda: (
-            _told(_FACT),
-            _told(_FACT, before=0.021),
-            (*steps(2), *_told(_SAME)),
-            _told(_SAME, behind=0.021),
-        )
+        lambda: _told(_FACT),
+        lambda: _told(_FACT, before=0.021),
+        lambda: (*steps(2), *_told(_SAME)),
+        lambda: _told(_SAME, behind=0.021),
     )
     silent_on = Examples(
-        lambda: (
-            steps(3),
-            _told(_FACT, before=0.02),
-            _told(_FACT, here=0.0),  # what it is asked for does not depend on the token that was changed
-            _told(_FACT, summary=0.001),  # an auto-encoder tells its decoder about the whole text on purpose
-            _told(_SAME, behind=0.02),
-            _told(_SAME, before=1e-6),  # a model that sees everything reconstructs
-            (Facts(topic="alone:audit", values={0: {"kind": "frozen", "step": 1, "share": 0.9}}),),
-        )
+        lambda: steps(3),
+        lambda: _told(_FACT, before=0.02),
+        lambda: _told(_FACT, here=0.0),  # what it is asked for does not depend on the token that was changed
+        lambda: _told(_FACT, summary=0.001),  # an auto-encoder tells its decoder about the whole text on purpose
+        lambda: _told(_SAME, behind=0.02),
+        lambda: _told(_SAME, before=1e-6),  # a model that sees everything reconstructs
+        lambda: Facts(topic="alone:audit", values={0: {"kind": "frozen", "step": 1, "share": 0.9}}),
     )
 
-    def judge(self, fact: TokenChange) -> Mapping[str, Any] | None:
+    def judge(self, fact: TokenChange) -> Fields | None:
         moved = fact.targets == "moved"
         if moved:
             change = fact.before if fact.summary == 0 < max(fact.here, fact.behind) else 0.0
