@@ -35,16 +35,16 @@ def _run(python: Python, source: str, cwd: Path) -> subprocess.CompletedProcess[
 
 
 def test_import_is_light(python: Python, tmp_path: Path) -> None:
-    """`import ddpdebug` loads nothing heavy, starts no thread, prints nothing, and takes a moment."""
+    """`import ddpdebug` loads nothing heavy, starts no thread, prints nothing."""
     source = """
-import sys, threading, time
-started = time.perf_counter()
+import sys, threading
+before = set(sys.modules)
 import ddpdebug
-seconds = time.perf_counter() - started
+loaded = sys.modules.keys() - before
 heavy = {"torch", "numpy", "rich", "click", "prometheus_client", "xxhash", "asyncio"} & sys.modules.keys()
 assert not heavy, heavy
 assert threading.active_count() == 1
-assert seconds < 0.1, seconds
+assert len(loaded) < 60, loaded
 """
     done = _run(python, source, tmp_path)
     assert done.stdout + done.stderr == ""
@@ -201,12 +201,12 @@ def test_dead_exchange_holds_nothing(python: Python, tmp_path: Path) -> None:
     """Steps that nobody fetches any more do not pile up: after the group has died, and when it never came up."""
     source = """
 from ddpdebug.exchange.ticks import MEET_SECONDS, Exchange, _MAX_WAITING
-import time, threading
+import threading
 lost = []
 def dies(*_): raise RuntimeError("dead")
 exchange = Exchange(0, 2, dies, lambda tick: False, lost.append)
 exchange.start()
-exchange._thread.join(10)
+exchange._thread.join()
 for _ in range(10): exchange.post(b""); exchange.say({})
 assert len(lost) == 1 and not exchange._rows and not exchange._outbox
 gate = threading.Event()
@@ -218,9 +218,10 @@ assert len(lost) == 1 and len(exchange._rows) == _MAX_WAITING  # the others may 
 exchange._started -= 2 * MEET_SECONDS
 exchange.post(b"")
 assert len(lost) == 2 and not exchange._rows
-started = time.monotonic()
-exchange.close()
-assert time.monotonic() - started < 1
+joined = []
+exchange._thread.join = joined.append
+assert not exchange.close()  # waits for nobody: the gate is still shut
+assert sum(joined) < 1, joined
 gate.set()
 """
     _run(python, source, tmp_path)

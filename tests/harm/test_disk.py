@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machine import PATIENCE
 
 pytestmark = [pytest.mark.jobs, pytest.mark.slow]
 
@@ -112,7 +113,7 @@ for step in range(6):
         p.grad.nan_to_num_(0.0)
     optimizer.step()
 url = json.loads(Path("run/ranks/0/place.json").read_text())["metrics_url"]
-Path("metrics").write_bytes(urllib.request.urlopen(url, timeout=20).read())
+Path("metrics").write_bytes(urllib.request.urlopen(url, timeout=200).read())
 raise ValueError(f"cannot log in with {given.api_key} and {given.hub} at {given.db}")
 """
 
@@ -130,7 +131,7 @@ def test_no_secret_of_the_line_or_the_environment_is_written(tmp_path: Path, env
         env={**environment, "MY_SECRET_TOKEN": other, "HF_TOKEN": hub},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 3, done.stderr

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.jobs, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.jobs]
 
 Run = Callable[[list[dict[str, Any]]], list[list[dict[str, Any]]]]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.jobs, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.jobs, pytest.mark.slow]
 _SERIOUS = {"error", "critical"}
 
 
