@@ -379,7 +379,7 @@ def run(chosen: Iterable[Situation], *, twice: bool = False, options: Iterable[s
     folder = Path(tempfile.mkdtemp(prefix="pairs"))
     try:
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            size = max(1, -(-len(forked) // 2))
+            size = max(8, -(-len(forked) // 2))  # each part has a process of its own, which loads torch
             parts = [forked[i : i + size] for i in range(0, len(forked), size)]
             waiting = [pool.submit(_run_forked, part, folder, **more) for part in parts]
             alone = [pool.submit(_run_alone, s, folder, **more) for s in chosen if s.how != "forked"]

@@ -17,14 +17,8 @@ from ddpdebug.schema.finding import Severity
 
 pytestmark = [pytest.mark.jobs, pytest.mark.slow]
 
-#: The sampled tier runs in four steps only; at the end a rank waits for one that the machine has kept from running.
-_SAMPLED = """
-from ddpdebug.exchange import ticks
-from ddpdebug.monitor.sampling import Schedule
-Schedule.due = lambda self, optimizer, step: step < 4
-ticks.LEAVE_SECONDS = ticks._SILENCE_SECONDS = 40.0
-ticks.Exchange.close.__defaults__ = (41.0,)
-"""
+#: The sampled tier runs in four steps only.
+_SAMPLED = "from ddpdebug.monitor.sampling import Schedule; Schedule.due = lambda self, optimizer, step: step < 4"
 
 #: Ways to end, with the exit status that plain Python gives each rank.
 ENDINGS = {
@@ -53,7 +47,7 @@ SILENT = [
 def _job(ending: str, event: str, folder: Path | None, *more: str) -> dict[str, Any]:
     options = None if folder is None else ["--metrics", "off", "--quiet", "--out", str(folder), *more]
     inject = {str(rank): _SAMPLED for rank in range(2)}
-    return {"script": "last_steps.py", "args": [ending, event], "options": options, "inject": inject}
+    return {"script": "last_steps.py", "args": [ending, event], "options": options, "inject": inject, "patient": True}
 
 
 def _findings(folder: Path) -> list[dict[str, Any]]:

@@ -142,9 +142,9 @@ def done(run_jobs: Callable[..., Any], selected: set[tuple[Any, ...]], tmp_path_
     plain = [args for args in (_LONG, _FAULT) if any(CASES[name][0] is args for name in names)]
     jobs += [{"script": "steady.py", "args": args, "options": None} for args in plain]
     for name in names:
-        args, options, inject, _, _ = CASES[name]
+        args, options, inject, _, compared = CASES[name]
         job = {"script": "steady.py", "args": args, "options": options, "inject": inject, "cwd": str(folders[name])}
-        jobs.append(job)
+        jobs.append({**job, "patient": compared})
     results = run_jobs(jobs)
     plains = {id(args): result for args, result in zip(plain, results, strict=False)}
     watched = dict(zip(names, results[len(plain) :], strict=True))

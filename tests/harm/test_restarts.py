@@ -79,7 +79,9 @@ def test_groups_that_come_and_go(
 ) -> None:
     """The ranks meet in the group that stays; a store that gives us no connection is left alone, and that is said."""
     job = {"script": "regroup.py", "args": [kind]}
-    plain, watched = run_jobs([{**job, "options": None}, {**job, "options": ["--out", "run"], "cwd": str(tmp_path)}])
+    plain, watched = run_jobs(
+        [{**job, "options": None}, {**job, "options": ["--out", "run"], "cwd": str(tmp_path), "patient": True}]
+    )
     assert [rank["status"] for rank in plain] == [0, 0], plain
     assert compare(plain, watched) == []
     err = watched[0]["err"]
