@@ -67,8 +67,10 @@ def _child(job: dict[str, Any], rank: int, port: int, folder: Path) -> None:
     status = 1
     try:
         os.setsid()
-        for number in _PIPES:
-            os.close(number)
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in _PIPES:  # not closed: their files are, where the interpreter tears itself down
+            os.dup2(null, number, inheritable=False)
+        os.close(null)
         for number, name in ((1, "out"), (2, "err")):
             file = os.open(folder / f"{rank}.{name}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
             os.dup2(file, number)

@@ -210,8 +210,8 @@ def where():
 
 
 def threads():
-    """Three threads train models of their own."""
-    found = {}
+    """Three threads train models of their own, at the same time."""
+    found, together = {}, threading.Barrier(3)
 
     def go(i):
         generator = torch.Generator().manual_seed(i)
@@ -221,6 +221,7 @@ def threads():
                 p.copy_(torch.randn(p.shape, generator=generator) / 4)
         optimizer, losses = torch.optim.Adam(model.parameters(), lr=1e-2), []
         for _ in range(60):
+            together.wait()
             optimizer.zero_grad()
             loss = model(torch.randn(4, 8, generator=generator)).square().mean()
             loss.backward()
