@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import re
 import shutil
 import socket
 import subprocess
@@ -144,12 +145,17 @@ def test_template(
         "OMP_NUM_THREADS": "1",
         "DDPDEBUG_METRICS": "off",
     }
-    words = ["sbatch", "--wait", *layout, "--output", str(tmp_path / "log"), _ROOT / "deploy" / "ci" / "slurm.sbatch"]
-    done = subprocess.run(
-        words, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
-    log = (tmp_path / "log").read_text(errors="replace") if (tmp_path / "log").exists() else ""
-    assert done.returncode == code, f"{done.stdout}{done.stderr}\n{log}"
+    words = ["sbatch", "--parsable", *layout, "--output", str(tmp_path / "log"), _ROOT / "deploy/ci/slurm.sbatch"]
+    job = subprocess.run(words, env=environ, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+
+    def state() -> str:
+        words = ["scontrol", "show", "job", job]
+        return subprocess.run(words, env=environ, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+    # `sbatch --wait` would look after 2, 6, 12, 20, 30, 42 seconds
+    assert until(lambda: re.search(r"JobState=(COMPLETED|FAILED)", state()), pause=0.3), state()
+    log = (tmp_path / "log").read_text(errors="replace")
+    assert f"ExitCode={code}:0" in state(), f"{state()}\n{log}"
     record = json.loads((tmp_path / "run" / "verdict.json").read_text(encoding="utf-8"))
     assert (record["verdict"], set(record["ranks"])) == (word, {"0", "1"})
     if mode == "lr":
