@@ -357,7 +357,7 @@ class Monitor:
                 if generation > 0 or not self._group_replaced(group):
                     raise
 
-    def _meet(self, group: int | None) -> str:
+    def _meet(self, group: object | None) -> str:
         self.covering.meeting()
         waiting = Waiting()
         give_up = partial(self._why_not_wait, group, waiting)
@@ -386,7 +386,7 @@ class Monitor:
             "~every_step": self.config.every_step,
         }
 
-    def _why_not_wait(self, group: int | None, waiting: Waiting) -> str | None:
+    def _why_not_wait(self, group: object | None, waiting: Waiting) -> str | None:
         exchange = self._exchange
         assert exchange is not None
         exchange.missing = self.covering.missing = waiting.missing
@@ -396,7 +396,7 @@ class Monitor:
             return "the process group has ended before all ranks had come"
         return None
 
-    def _group_replaced(self, group: int | None) -> bool:
+    def _group_replaced(self, group: object | None) -> bool:
         """Wait for the next process group where this one has ended, or is about to; take its store."""
         exchange = self._exchange
         assert exchange is not None

@@ -7,6 +7,7 @@ import datetime
 import inspect
 import os
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -131,9 +132,12 @@ def private_store() -> Any | None:
     return None
 
 
-def default_group_id() -> int | None:
-    """Return an id of the job's default process group, None while there is none; keeps no reference to the group."""
-    return id(dist.group.WORLD) if dist.is_available() and dist.is_initialized() else None
+def default_group_id() -> object | None:
+    """Return what tells the job's process groups apart, None while there is none; holds none of them alive.
+
+    It is no address: a group is often made where the one before it was.
+    """
+    return weakref.ref(dist.group.WORLD) if dist.is_available() and dist.is_initialized() else None
 
 
 def _gloo_options(timeout: datetime.timedelta) -> tuple[Any, ...]:

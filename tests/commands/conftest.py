@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from machine import PATIENCE
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -20,14 +21,14 @@ def command(tmp_path: Path) -> Command:
     environ = {key: value for key, value in os.environ.items() if key not in {"RANK", "WORLD_SIZE"}}
     environ.update(DDPDEBUG_METRICS="off", OMP_NUM_THREADS="1")
 
-    def run(*words: object, within: float = 110, cwd: Path = tmp_path, **more: str) -> subprocess.CompletedProcess[str]:
+    def run(*words: object, cwd: Path = tmp_path, **more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, *map(str, words)],
             cwd=cwd,
             env={**environ, **more},
             capture_output=True,
             text=True,
-            timeout=within,
+            timeout=PATIENCE,
             check=False,
         )
 

@@ -83,13 +83,12 @@ def _state(folder: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_planted_commit_is_found(command: Command, repository: tuple[Path, list[str]], tmp_path: Path) -> None:
     """Through a merge, commits that do not build and a flaky one, without a trace in the user's repository."""
     folder, commits = repository
     before = _state(folder)
     words = ("-m", "ddpdebug", "bisect", "--good", commits[0], "--bad", "main", "--repeat", 3, "--", "train.py")
-    done = command(*words, within=380, cwd=folder, TEST_FLAKY=str(tmp_path / "flaky"))
+    done = command(*words, cwd=folder, TEST_FLAKY=str(tmp_path / "flaky"))
     assert done.returncode == 0, done.stderr
     assert f"first bad commit: {commits[PLANTED][:7]} A" in done.stderr
     assert f"change {PLANTED}" in done.stderr
@@ -101,20 +100,19 @@ def test_planted_commit_is_found(command: Command, repository: tuple[Path, list[
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_untestable_commits_are_named(command: Command, repository: tuple[Path, list[str]]) -> None:
     """Where the culprit may hide behind a commit that does not build, all that remain are named."""
     folder, commits = repository
     _git(folder, "checkout", "-q", "--force", commits[26])
     (folder / "settings.py").write_text("number = 99\n", encoding="utf-8")
     _git(folder, "commit", "-qam", "bad")
-    done = command("-m", "ddpdebug", "bisect", "--good", commits[24], "--", "train.py", cwd=folder, within=180)
+    done = command("-m", "ddpdebug", "bisect", "--good", commits[24], "--", "train.py", cwd=folder)
     assert done.returncode == 0, done.stderr  # the one before it is good: no doubt
     broken = commits[25]
     _git(folder, "checkout", "-q", "--force", broken)
     (folder / "settings.py").write_text("number = 99\n", encoding="utf-8")
     _git(folder, "commit", "-qam", "bad")
-    done = command("-m", "ddpdebug", "bisect", "--good", commits[24], "--", "train.py", cwd=folder, within=180)
+    done = command("-m", "ddpdebug", "bisect", "--good", commits[24], "--", "train.py", cwd=folder)
     assert done.returncode == 1, done.stderr
     assert "one of these 2" in done.stderr
     assert f"change {25}" in done.stderr

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from machine import PATIENCE
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug.commands import main
@@ -85,7 +86,7 @@ def test_a_library_that_hides_a_wrapper(tmp_path: Path) -> None:
     )
     words = [sys.executable, "-m", "ddpdebug", "doctor", "--import", "their_library"]
     env = {"PYTHONPATH": f"{_ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1", "PATH": ""}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, env=env, cwd=tmp_path)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=False, env=env, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (1, "")
     assert "torch.nn.utils.clip_grad_norm_  clipping; hidden under their_library.clip" in done.stdout
     assert "off: 1\n" in done.stdout

@@ -15,11 +15,10 @@ SCRIPT = Path(__file__).parent.parent / "support" / "scripts" / "train.py"
 
 @pytest.mark.jobs
 @pytest.mark.slow
-@pytest.mark.timeout(330)
 def test_record_and_follow(command: Command, tmp_path: Path) -> None:
     """The same script keeps to its path bit by bit; one with another learning rate leaves it where the rate changes."""
     check = ("-m", "ddpdebug", "check", "--nproc-per-node", 2, "--quiet", "--json", "v.json")
-    done = command(*check, "--record", "g.json", SCRIPT, "clean", 6, within=150)
+    done = command(*check, "--record", "g.json", SCRIPT, "clean", 6)
     assert (done.returncode, "can be compared bit by bit" in done.stderr) == (0, True), done.stderr
     done = command(*check, "--golden", "g.json", SCRIPT, "clean", 6)
     assert (done.returncode, "6 steps as recorded, bit by bit" in done.stderr) == (0, True), done.stderr

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from machine import PATIENCE, free_port
 
 from ddpdebug.commands import main
 
@@ -31,13 +31,11 @@ def test_reports_come_over_the_network(
     mode: str, code: int, words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Rank 0 knows how rank 1 ended though it cannot read its files, at once and from its run directory later."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     run = tmp_path / "run"
     run.mkdir()
     launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-    launch += ["--rdzv-backend", "c10d", "--rdzv-id", "1", "--rdzv-endpoint", f"127.0.0.1:{port}"]
-    launch += ["--local-addr", "127.0.0.1", "-m", "ddpdebug", "check", "--quiet", "--out", str(run), "--timeout", "90"]
+    launch += ["--rdzv-backend", "c10d", "--rdzv-id", "1", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    launch += ["--local-addr", "127.0.0.1", "-m", "ddpdebug", "check", "--quiet", "--out", str(run), "--timeout", "250"]
     launch += [str(SCRIPT), mode, "8"]
     environ = {key: value for key, value in os.environ.items() if key not in {"RANK", "WORLD_SIZE"}}
     environ |= {"OMP_NUM_THREADS": "1", "DDPDEBUG_METRICS": "off"}
@@ -55,7 +53,7 @@ def test_reports_come_over_the_network(
     for copy in copies:
         copy.mkdir()
         nodes.append(subprocess.Popen([*own, *launch], env={**environ, "COPY": str(copy)}, cwd=tmp_path))
-    ended = [node.wait(110) for node in nodes]
+    ended = [node.wait(PATIENCE) for node in nodes]
     assert (max(ended) == 0) is (code == 0)
     first = next(copy for copy in copies if (copy / "run.json").is_file())
     assert [path.name for path in (first / "ranks").iterdir()] == ["0"]

@@ -7,11 +7,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from machine import PATIENCE, processes, until
 
 from ddpdebug.run_directory.reader import read_findings, read_outcomes
 
@@ -37,7 +37,7 @@ def test_single_process(command: Command, tmp_path: Path) -> None:
 def plain() -> list[str]:
     """Return what the job prints under torchrun without us."""
     words = [sys.executable, *map(str, _TORCHRUN), str(SCRIPT), "lr", "8"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=110, check=True)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=True)
     return _results(done.stdout)
 
 
@@ -93,22 +93,7 @@ def test_signals_reach_the_ranks(number: signal.Signals, tmp_path: Path) -> None
     ) as process:
         assert process.stdout is not None
         assert [process.stdout.readline().split()[0] for _ in range(2)] == ["argv", "argv"]
-        time.sleep(0.5)
         process.send_signal(number)
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE)
     assert process.returncode != 0
-    deadline = time.monotonic() + 5
-    while (left := _marked(str(tmp_path))) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert left == []
-
-
-def _marked(mark: str) -> list[str]:
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if f"MARK={mark}".encode() in entry.read_bytes():
-                found.append(entry.parent.name)
-        except OSError:
-            continue
-    return found
+    assert until(lambda: not processes(f"MARK={tmp_path}"))

@@ -73,12 +73,11 @@ def test_a_missed_fault_fails_the_check() -> None:
 
 @pytest.mark.jobs
 @pytest.mark.slow
-@pytest.mark.timeout(330)
 def test_faults_are_found_in_a_script(command: Command, tmp_path: Path) -> None:
     """All five faults are put into an ordinary script with a DataLoader and are found."""
     (tmp_path / "train.py").write_text(_LOADER, encoding="utf-8")
     options = ("--nproc-per-node", 2, "--self-test", "--json", "v.json", "--out", "o")
-    done = command("-m", "ddpdebug", "check", *options, "train.py", within=300)
+    done = command("-m", "ddpdebug", "check", *options, "train.py")
     assert done.returncode == 0, done.stderr
     assert "detectors verified" in done.stderr
     proofs = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))["self_test"]

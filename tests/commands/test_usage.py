@@ -156,7 +156,5 @@ def test_what_a_script_does_wrong_keeps_its_traceback(tmp_path: Path, monkeypatc
 
 def test_module_is_the_command() -> None:
     """`python -m ddpdebug` is `ddpdebug`."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ddpdebug", "--version"], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-m", "ddpdebug", "--version"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, f"ddpdebug {__version__}\n")

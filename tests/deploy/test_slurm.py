@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from machine import PATIENCE, free_port, until
 
-pytestmark = [pytest.mark.jobs, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.jobs, pytest.mark.slow]
 _ROOT = Path(__file__).parent.parent.parent
 _SCRIPT = _ROOT / "tests" / "support" / "scripts" / "train.py"
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "sinfo")
@@ -48,14 +49,6 @@ PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubscri
 """
 
 
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(server.getsockname()[1]) for server in sockets]
-    for server in sockets:
-        server.close()
-    return ports
-
-
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[dict[str, str]]:
     """Start munge and Slurm and return the environment in which jobs are submitted."""
@@ -66,7 +59,7 @@ def slurm() -> Iterator[dict[str, str]]:
         pytest.skip("needs slurm-wlm and munge, and to be root")
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     folder.chmod(0o755)
-    host, ports = socket.gethostname().split(".")[0], _free_ports(2)
+    host, ports = socket.gethostname().split(".")[0], (free_port(), free_port())
     (folder / "state").mkdir()
     (folder / "spool").mkdir()
     cpus = len(os.sched_getaffinity(0))
@@ -85,7 +78,7 @@ def slurm() -> Iterator[dict[str, str]]:
         for process in reversed(processes):
             process.terminate()
             try:
-                process.wait(10)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -110,14 +103,13 @@ def _munge(folder: Path) -> subprocess.Popen[bytes]:
 
 
 def _wait_for_idle(environ: dict[str, str], folder: Path) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
+    def ask() -> str:
         done = subprocess.run(["sinfo", "-h", "-o", "%T"], env=environ, capture_output=True, text=True, check=False)
-        if done.stdout.strip() == "idle":
-            return
-        time.sleep(0.3)
-    logs = "\n".join(file.read_text(errors="replace")[-2000:] for file in folder.glob("*.log"))
-    pytest.fail(f"Slurm did not come up: {done.stdout} {done.stderr}\n{logs}")
+        return done.stdout.strip()
+
+    if not until(lambda: ask() == "idle", 200):
+        logs = "\n".join(file.read_text(errors="replace")[-2000:] for file in folder.glob("*.log"))
+        pytest.fail(f"Slurm did not come up: {ask()}\n{logs}")
 
 
 _SINGLE = ("--nodes=1", "--ntasks=1")
@@ -140,7 +132,6 @@ def test_template(
     mode: str, layout: tuple[str, ...], code: int, word: str, slurm: dict[str, str], tmp_path: Path
 ) -> None:
     """The job's exit code is that of the verdict, on one node and on two, whatever srun and torchrun made of it."""
-    (port,) = _free_ports(1)
     environ = {
         **slurm,
         "SCRIPT": f"{_SCRIPT} {mode} 8",
@@ -148,16 +139,23 @@ def test_template(
         "PYTHON": sys.executable,
         "RANKS_PER_NODE": "1" if layout is _TWO else "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "TORCHRUN_OPTIONS": "--local-addr 127.0.0.1",
-        "TIMEOUT": "150",
+        "TIMEOUT": "400",
         "OMP_NUM_THREADS": "1",
         "DDPDEBUG_METRICS": "off",
     }
-    words = ["sbatch", "--wait", *layout, "--output", str(tmp_path / "log"), _ROOT / "deploy" / "ci" / "slurm.sbatch"]
-    done = subprocess.run(words, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    log = (tmp_path / "log").read_text(errors="replace") if (tmp_path / "log").exists() else ""
-    assert done.returncode == code, f"{done.stdout}{done.stderr}\n{log}"
+    words = ["sbatch", "--parsable", *layout, "--output", str(tmp_path / "log"), _ROOT / "deploy/ci/slurm.sbatch"]
+    job = subprocess.run(words, env=environ, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+
+    def state() -> str:
+        words = ["scontrol", "show", "job", job]
+        return subprocess.run(words, env=environ, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+    # `sbatch --wait` would look after 2, 6, 12, 20, 30, 42 seconds
+    assert until(lambda: re.search(r"JobState=(COMPLETED|FAILED)", state()), pause=0.3), state()
+    log = (tmp_path / "log").read_text(errors="replace")
+    assert f"ExitCode={code}:0" in state(), f"{state()}\n{log}"
     record = json.loads((tmp_path / "run" / "verdict.json").read_text(encoding="utf-8"))
     assert (record["verdict"], set(record["ranks"])) == (word, {"0", "1"})
     if mode == "lr":
@@ -171,12 +169,13 @@ def test_template(
 )
 def test_ranks_started_by_srun(mode: str, code: int, word: str, slurm: dict[str, str], tmp_path: Path) -> None:
     """Without torchrun the ranks' own exit codes come through srun, and one of them writes the verdict."""
-    (port,) = _free_ports(1)
     variables = "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID MASTER_ADDR=127.0.0.1"
-    check = f"{sys.executable} -m ddpdebug check --quiet --out run --json v.json --timeout 150 {_SCRIPT} {mode} 8"
-    environ = {**slurm, "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "DDPDEBUG_METRICS": "off"}
+    check = f"{sys.executable} -m ddpdebug check --quiet --out run --json v.json --timeout 400 {_SCRIPT} {mode} 8"
+    environ = {**slurm, "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "DDPDEBUG_METRICS": "off"}
     words = ["srun", "--nodes=1", "--ntasks=2", "--overcommit", "bash", "-c", f"{variables} exec {check}"]
-    done = subprocess.run(words, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        words, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
     assert done.returncode == code, f"{done.stdout}{done.stderr}"
     assert json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))["verdict"] == word
     assert done.stderr.count("ddpdebug: verdict:") == 1

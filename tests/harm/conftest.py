@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,39 +50,64 @@ def environment() -> dict[str, str]:
 def python() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run Python source in a fresh process."""
 
-    def run(source: str, cwd: Path, *args: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    def run(source: str, cwd: Path, *args: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         return run_hard([sys.executable, "-c", source, *args], timeout, cwd=cwd)
 
     return run
 
 
+class _Jobs:
+    """Runs jobs one after the other in a process that has loaded torch, and that lasts."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        words = [sys.executable, str(_HERE.parent / "support" / "zygote.py"), "-"]
+        with log.open("wb") as file:
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(
+                words, stdin=pipe, stdout=pipe, stderr=file, env=_environment(), start_new_session=True
+            )
+
+    def __call__(self, jobs: list[Job]) -> list[Result]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(jobs).encode() + b"\n")
+        self._process.stdin.flush()
+        seconds = 100 + sum(job["timeout"] for job in jobs)
+        if not select.select([self._process.stdout], [], [], seconds)[0]:
+            pytest.fail(f"the jobs did not end in {seconds} s: {self._log.read_text()}")
+        line = self._process.stdout.readline()
+        assert line, self._log.read_text()
+        results: list[Result] = json.loads(line)
+        return results
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+
+
 @pytest.fixture(scope="session")
-def run_jobs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[Job]], list[Result]]:
+def run_jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[list[Job]], list[Result]]]:
     """Run jobs one after the other; each has a folder of its own unless it names one."""
+    started: list[_Jobs] = []
 
     def run(jobs: list[Job]) -> list[Result]:
         folder = tmp_path_factory.mktemp("jobs")
         for number, job in enumerate(jobs):
             job.setdefault("ranks", 2)
             job.setdefault("args", [])
-            job.setdefault("timeout", 100)
+            job.setdefault("timeout", 300)
             if "cwd" not in job:
                 job["cwd"] = str(folder / str(number))
                 Path(job["cwd"]).mkdir()
-        (folder / "jobs.json").write_text(json.dumps(jobs))
-        timeout = 30 + sum(job["timeout"] for job in jobs)
-        words = [
-            sys.executable,
-            str(_HERE.parent / "support" / "zygote.py"),
-            str(folder / "jobs.json"),
-            str(folder / "results.json"),
-        ]
-        done = run_hard(words, timeout)
-        assert done.returncode == 0, done.stderr
-        results: list[Result] = json.loads((folder / "results.json").read_text())
-        return results
+        if not started:
+            started.append(_Jobs(folder / "log"))
+        return started[0](jobs)
 
-    return run
+    yield run
+    for jobs in started:
+        jobs.end()
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +118,8 @@ def selected(request: pytest.FixtureRequest) -> set[tuple[str, ...]]:
 
 
 def differences(plain: Result, watched: Result) -> list[str]:
-    """Say what a user could tell the two runs apart by. 15 s more are a wait that is bounded; a hang lasts longer."""
-    seconds = 15.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    """Say what a user could tell the two runs apart by. 60 s more are a wait; a hang lasts longer."""
+    seconds = 60.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
     found: list[str] = []
     for rank, (a, b) in enumerate(zip(plain, watched, strict=True)):
         if a["status"] != b["status"]:

@@ -10,7 +10,6 @@ A situation is one script. The first line of its docstring names it; lines `key:
 - "ranks": number of processes; with "alone" the variables of a rank are set only where it is given
 - "python": flags of the interpreter; "env": variables; "torchrun": options of the launcher
 - "under": a shell line around the command, which is "$@"
-- "timeout": seconds
 - "slow": "yes" where a run takes more than a few seconds; what is not forked is slow anyway
 - "watched": "no" where ddpdebug cannot see a step
 - "parts": "all" where no part of ddpdebug may switch itself off
@@ -27,7 +26,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -39,9 +37,14 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent / "support"))
+from machine import free_port  # noqa: E402
+
 ROOT = HERE.parent.parent
 FOLDER = HERE / "situations"
-_KEYS = {"run", "ranks", "python", "env", "torchrun", "under", "timeout", "slow", "watched", "parts", "needs"}
+_KEYS = {"run", "ranks", "python", "env", "torchrun", "under", "slow", "watched", "parts", "needs"}
+#: A run that takes longer does not end.
+_SECONDS = 300
 
 Result = dict[str, Any]
 
@@ -61,10 +64,6 @@ class Situation:
     @property
     def ranks(self) -> int:
         return int(self.options.get("ranks", "1"))
-
-    @property
-    def timeout(self) -> float:
-        return float(self.options.get("timeout", "90"))
 
     @property
     def watched(self) -> bool:
@@ -105,18 +104,12 @@ def situations() -> list[Situation]:
     return [read(path) for path in sorted(FOLDER.glob("[a-z]*.py"))]
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 def _environment(situation: Situation) -> dict[str, str]:
     taken = ("DDPDEBUG_", "PYTEST_", "PYTHON", "RANK", "WORLD_", "LOCAL_", "MASTER_", "TORCHELASTIC_")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(taken)}
     kept.update(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", PYTHONHASHSEED="0")
     if situation.how == "alone" and "ranks" in situation.options:
-        kept.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+        kept.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     kept.update(situation.env)
     return {key: value for key, value in kept.items() if value != "-"}
 
@@ -152,7 +145,7 @@ def _run_fresh(situation: Situation, options: list[str] | None, cwd: Path) -> li
     ):
         status: int | None
         try:
-            status = process.wait(situation.timeout)
+            status = process.wait(_SECONDS)
         except subprocess.TimeoutExpired:
             status = None
         seconds = time.monotonic() - started
@@ -167,7 +160,7 @@ def _run_fresh(situation: Situation, options: list[str] | None, cwd: Path) -> li
 
 def _ended(group: int) -> bool:
     """End what is left of a process group, and tell whether there was something."""
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 20
     while True:
         try:
             os.killpg(group, 0)
@@ -325,7 +318,7 @@ def _forked_jobs(chosen: list[Situation], folder: Path, *, twice: bool, options:
                     "args": [],
                     "ranks": situation.ranks,
                     "cwd": str(cwd),
-                    "timeout": situation.timeout,
+                    "timeout": _SECONDS,
                     "env": {**situation.env, "PYTHONPATH": str(FOLDER)},
                     "options": None if mode == "plain" or twice else options,
                 }
@@ -386,7 +379,7 @@ def run(chosen: Iterable[Situation], *, twice: bool = False, options: Iterable[s
     folder = Path(tempfile.mkdtemp(prefix="pairs"))
     try:
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            size = max(1, -(-len(forked) // 2))
+            size = max(8, -(-len(forked) // 2))  # each part has a process of its own, which loads torch
             parts = [forked[i : i + size] for i in range(0, len(forked), size)]
             waiting = [pool.submit(_run_forked, part, folder, **more) for part in parts]
             alone = [pool.submit(_run_alone, s, folder, **more) for s in chosen if s.how != "forked"]

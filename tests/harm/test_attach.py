@@ -14,8 +14,18 @@ pytestmark = pytest.mark.slow
 Python = Callable[..., subprocess.CompletedProcess[str]]
 
 _WATCH = """
-import gc, sys, threading, weakref
+import gc, sys, threading, time, weakref
 import torch, ddpdebug
+def until(look):
+    deadline = time.monotonic() + 200
+    while not look() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return look()
+def alone():
+    return [thread.name for thread in threading.enumerate()] == ["MainThread"]
+def alive(refs):
+    gc.collect()
+    return [type(r()).__name__ for r in refs if r() is not None]
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -35,16 +45,16 @@ def _run(python: Python, source: str, cwd: Path) -> subprocess.CompletedProcess[
 
 
 def test_import_is_light(python: Python, tmp_path: Path) -> None:
-    """`import ddpdebug` loads nothing heavy, starts no thread, prints nothing, and takes a moment."""
+    """`import ddpdebug` loads nothing heavy, starts no thread, prints nothing."""
     source = """
-import sys, threading, time
-started = time.perf_counter()
+import sys, threading
+before = set(sys.modules)
 import ddpdebug
-seconds = time.perf_counter() - started
+loaded = sys.modules.keys() - before
 heavy = {"torch", "numpy", "rich", "click", "prometheus_client", "xxhash", "asyncio"} & sys.modules.keys()
 assert not heavy, heavy
 assert threading.active_count() == 1
-assert seconds < 0.1, seconds
+assert len(loaded) < 60, loaded
 """
     done = _run(python, source, tmp_path)
     assert done.stdout + done.stderr == ""
@@ -60,7 +70,7 @@ with ddpdebug.watch(model, optimizer, out="run", metrics="off") as monitor:
     assert monitor.findings == []
 monitor.close()
 monitor.close()
-assert [t.name for t in threading.enumerate()] == ["MainThread"], threading.enumerate()
+assert until(alone), threading.enumerate()  # one that ends needs its turn
 train(model, optimizer)
 """
     )
@@ -112,7 +122,7 @@ after = state()
 for owner, a, b in zip(owners, before[0], after[0]):
     assert {k: (a.get(k), v) for k, v in b.items() if a.get(k) is not v} == {}, owner
 assert before[1] == after[1]
-assert [t.name for t in threading.enumerate()] == ["MainThread"]
+assert until(alone), threading.enumerate()
 del ddp; gc.collect(); dist.destroy_process_group()
 """
     )
@@ -133,14 +143,12 @@ def once(width):
     ddp = DDP(model)
     train(ddp, torch.optim.Adam(ddp.parameters()), 2)
     return [weakref.ref(o) for o in (ddp, model, *model.parameters())]
-def alive(refs):
-    gc.collect()
-    return [type(r()).__name__ for r in refs if r() is not None]
 refs = [r for i in range(8) for r in once(8)]
 last = once(8)
-assert alive(refs) == [], alive(refs)
-assert set(alive(last)) <= {"Parameter"}, alive(last)  # a small model may stay for a last look
-assert alive(once(1 << 18)) == []  # a large one does not
+assert until(lambda: not alive(refs)), alive(refs)
+assert until(lambda: set(alive(last)) <= {"Parameter"}), alive(last)  # a small model may stay for a last look
+large = once(1 << 18)
+assert until(lambda: not alive(large)), alive(large)  # a large one does not
 assert sum(len(w.params) for w in monitor.probes.state.watches) <= 4
 assert len(monitor.probes.hooks._handles) <= 8
 monitor.close()
@@ -163,8 +171,7 @@ for i in range(3):
     monitor.close()
     refs.append(weakref.ref(monitor))
 del monitor
-gc.collect()
-assert sum(r() is not None for r in refs) <= 1, refs  # the module remembers the last one
+assert until(lambda: len(alive(refs)) <= 1), refs  # the module remembers the last one
 """
     )
     _run(python, source, tmp_path)
@@ -201,12 +208,12 @@ def test_dead_exchange_holds_nothing(python: Python, tmp_path: Path) -> None:
     """Steps that nobody fetches any more do not pile up: after the group has died, and when it never came up."""
     source = """
 from ddpdebug.exchange.ticks import MEET_SECONDS, Exchange, _MAX_WAITING
-import time, threading
+import threading
 lost = []
 def dies(*_): raise RuntimeError("dead")
 exchange = Exchange(0, 2, dies, lambda tick: False, lost.append)
 exchange.start()
-exchange._thread.join(10)
+exchange._thread.join()
 for _ in range(10): exchange.post(b""); exchange.say({})
 assert len(lost) == 1 and not exchange._rows and not exchange._outbox
 gate = threading.Event()
@@ -218,9 +225,10 @@ assert len(lost) == 1 and len(exchange._rows) == _MAX_WAITING  # the others may 
 exchange._started -= 2 * MEET_SECONDS
 exchange.post(b"")
 assert len(lost) == 2 and not exchange._rows
-started = time.monotonic()
-exchange.close()
-assert time.monotonic() - started < 1
+joined = []
+exchange._thread.join = joined.append
+assert not exchange.close()  # waits for nobody: the gate is still shut
+assert sum(joined) < 1, joined
 gate.set()
 """
     _run(python, source, tmp_path)

@@ -1,4 +1,4 @@
-"""Disk, files and ports: what the job needs, and what a run directory must not tell, in real runs."""
+"""Disk and files: what the job needs, and what a run directory must not tell, in real runs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machine import PATIENCE
 
 pytestmark = [pytest.mark.jobs, pytest.mark.slow]
 
@@ -74,16 +75,6 @@ def test_the_size_of_model_and_state_decides(
         path.unlink()
 
 
-def test_a_port_of_the_script_is_free(run_jobs: Callable[..., Any], compare: Callable[..., list[str]]) -> None:
-    """The script binds a well-known port after ddpdebug has begun to serve."""
-    job = {"script": "serves.py", "ranks": 1}
-    plain, watched = run_jobs([{**job, "options": None}, {**job, "options": ["--out", "run"]}])
-    if plain[0]["status"] != 0:
-        pytest.skip("the port is taken on this machine")
-    assert compare(plain, watched) == []
-    assert watched[0]["out"] == "listening\n"
-
-
 _SECRETS = [
     "hunter2-and-more",
     "hf_" + "aBcDeFgHiJkLmNoPqRsT",
@@ -112,7 +103,7 @@ for step in range(6):
         p.grad.nan_to_num_(0.0)
     optimizer.step()
 url = json.loads(Path("run/ranks/0/place.json").read_text())["metrics_url"]
-Path("metrics").write_bytes(urllib.request.urlopen(url, timeout=20).read())
+Path("metrics").write_bytes(urllib.request.urlopen(url, timeout=200).read())
 raise ValueError(f"cannot log in with {given.api_key} and {given.hub} at {given.db}")
 """
 
@@ -130,7 +121,7 @@ def test_no_secret_of_the_line_or_the_environment_is_written(tmp_path: Path, env
         env={**environment, "MY_SECRET_TOKEN": other, "HF_TOKEN": hub},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 3, done.stderr

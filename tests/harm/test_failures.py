@@ -9,12 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from machine import PATIENCE, processes, until
 
 from ddpdebug.run_directory.reader import read_rows
 
@@ -124,7 +124,6 @@ def gather(self, data):
 GlooGroup.gather = gather
 """
 _GATHER_HANGS = """
-import time
 from ddpdebug.torch_internals import GlooGroup
 original = GlooGroup.gather
 calls = []
@@ -192,14 +191,12 @@ def broken(run_jobs: Callable[..., Any], selected: set[tuple[Any, ...]]) -> dict
     return {"plain": done[0], **dict(zip(names, done[1:], strict=True))}
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_part(name: str, broken: dict[str, Any], compare: Callable[..., list[str]]) -> None:
     """A part of ddpdebug that fails leaves the job's results and status as they are, and ends soon."""
     assert compare(broken["plain"], broken[name]) == []
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "name, says",
     [
@@ -222,7 +219,8 @@ def _job(what: str, steps: int = 12, pause: float = 0.0, **more: Any) -> dict[st
     return {"script": "steady.py", "args": [str(steps), what, str(pause)], **more}
 
 
-_LONG = {"steps": 40, "pause": 0.05}
+#: They train on until the signal has come.
+_LONG = {"steps": 4000, "pause": 0.05}
 #: name -> (job, options per rank)
 ENDS: dict[str, tuple[dict[str, Any], Any]] = {
     "os._exit at the end": (_job("os._exit"), []),
@@ -247,7 +245,6 @@ def ends(run_jobs: Callable[..., Any], selected: set[tuple[Any, ...]]) -> dict[s
     return {name: (next(done), next(done)) for name in names}
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", ENDS)
 def test_same_end(name: str, ends: dict[str, Any], compare: Callable[..., list[str]]) -> None:
     """The job ends as it would have ended: status and output, and soon."""
@@ -261,7 +258,6 @@ def _findings(folder: Path) -> list[str]:
     return [json.loads(line)["code"] for line in file.read_text().splitlines()]
 
 
-@pytest.mark.timeout(120)
 def test_a_part_of_the_row_that_fails(
     run_jobs: Callable[..., Any], compare: Callable[..., list[str]], tmp_path: Path
 ) -> None:
@@ -279,7 +275,6 @@ def test_a_part_of_the_row_that_fails(
     assert all(row.params_before_digest and row.grads_digest and row.record_digest and row.clip_norm for row in rows)
 
 
-@pytest.mark.timeout(120)
 def test_stopped_rank(run_jobs: Callable[..., Any], tmp_path: Path) -> None:
     """A rank that is stopped for 8 s and goes on is not lost: the job finishes, and a later fault is found."""
     events = [["step 4", 1, signal.SIGSTOP], [8.0, 1, signal.SIGCONT]]
@@ -290,7 +285,6 @@ def test_stopped_rank(run_jobs: Callable[..., Any], tmp_path: Path) -> None:
     assert "RANK101" in _findings(tmp_path)
 
 
-@pytest.mark.timeout(120)
 def test_places_that_cannot_be_written(
     run_jobs: Callable[..., Any], compare: Callable[..., list[str]], tmp_path: Path
 ) -> None:
@@ -318,7 +312,6 @@ def test_places_that_cannot_be_written(
         assert "ddpdebug: the outcome is not written: " in full[1][0]["err"], full[1][0]["err"]
 
 
-@pytest.mark.timeout(120)
 def test_taken_port(run_jobs: Callable[..., Any], compare: Callable[..., list[str]]) -> None:
     """A metrics port that somebody else has moves on to the next one, which is announced."""
     with socket.socket() as taken:
@@ -332,34 +325,31 @@ def test_taken_port(run_jobs: Callable[..., Any], compare: Callable[..., list[st
 
 
 @pytest.fixture
-def launched(tmp_path: Path, environment: dict[str, str]) -> Iterator[Callable[..., tuple[int, float]]]:
-    """Run a job through torch's launcher, signal it or one of its ranks, and return (exit status, seconds after)."""
+def launched(tmp_path: Path, environment: dict[str, str]) -> Iterator[Callable[..., int]]:
+    """Run a job through torch's launcher, signal it or one of its ranks, and return the exit status."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def run(watched: bool, number: int, *, rank: int | None = None) -> tuple[int, float]:
+    def run(watched: bool, number: int, *, rank: int | None = None) -> int:
         port = ["--master-port", "0", "--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
         words = [sys.executable, "-m", "torch.distributed.run", *port, "--nproc-per-node", "2"]
         words += ["-m", "ddpdebug", "run"] if watched else []
-        words += [str(_SCRIPTS / "steady.py"), "2000", "-", "0.02"]
+        words += [str(_SCRIPTS / "steady.py"), "40000", "-", "0.05"]
         folder = tmp_path / str(len(started))
         folder.mkdir()
         env = {**environment, "PYTHONPATH": f"{environment['PYTHONPATH']}:{_SCRIPTS}", "DDPDEBUG_METRICS": "off"}
+        env["TEST_LAUNCHED"] = str(folder)
         with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
             process = subprocess.Popen(words, cwd=folder, env=env, stdout=out, stderr=err, start_new_session=True)
         started.append(process)
-        deadline = time.monotonic() + 60
-        while (folder / "out").read_text().count("step 4") < 2:
-            assert process.poll() is None, (folder / "err").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: process.poll() is not None or (folder / "out").read_text().count("step 4") == 2)
+        assert process.poll() is None, (folder / "err").read_text()
         os.kill(process.pid if rank is None else _ranks(process.pid)[rank], number)
-        sent = time.monotonic()
-        status = process.wait(60)
-        seconds = time.monotonic() - sent
-        assert _ranks(process.pid) == []
+        status = process.wait(PATIENCE)
+        assert until(lambda: not processes(f"TEST_LAUNCHED={folder}"))
         text = (folder / "err").read_text()
+        assert "forcefully exiting" not in text, text  # a rank that does not end when it is asked to
         assert "ddpdebug/" not in text.replace("ddpdebug-runs/", "").split("Root Cause")[0].split("File")[0], text
-        return status, seconds
+        return status
 
     yield run
     for process in started:
@@ -380,15 +370,11 @@ def _ranks(launcher: int) -> list[int]:
     return [pid for _, pid in sorted(found)]
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "number, rank",
     [(signal.SIGKILL, 1), (signal.SIGINT, None), (signal.SIGTERM, None)],
     ids=["a rank is killed", "the launcher is interrupted", "the launcher is terminated"],
 )
-def test_launcher(number: int, rank: int | None, launched: Callable[..., tuple[int, float]]) -> None:
-    """Torch's launcher ends with the same status, at most 5 s later, and no rank is left."""
-    plain, plain_seconds = launched(False, number, rank=rank)
-    watched, seconds = launched(True, number, rank=rank)
-    assert watched == plain
-    assert seconds < plain_seconds + 5 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+def test_launcher(number: int, rank: int | None, launched: Callable[..., int]) -> None:
+    """Torch's launcher ends with the same status, has to kill no rank, and no rank is left."""
+    assert launched(True, number, rank=rank) == launched(False, number, rank=rank)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.jobs, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.jobs]
 
 Run = Callable[[list[dict[str, Any]]], list[list[dict[str, Any]]]]
 
@@ -123,7 +123,8 @@ def test_a_fault_costs_only_what_depends_on_it(run_jobs: Run, tmp_path: Path) ->
     def job(folder: Path, inject: str) -> dict[str, Any]:
         folder.mkdir()
         ranks = {"0": inject, "1": inject}
-        return {"script": "faulty.py", "ranks": 2, "options": _OPTIONS, "inject": ranks, "cwd": str(folder)}
+        job = {"script": "faulty.py", "ranks": 2, "options": _OPTIONS, "inject": ranks, "cwd": str(folder)}
+        return {**job, "patient": True}
 
     place = tmp_path / "seen.json"
     (recorded,) = run_jobs([job(tmp_path / "whole", f"PLACE = {str(place)!r}\n{_RECORD}")])

@@ -15,7 +15,7 @@ import pytest
 from ddpdebug.diagnosis.rejudge import rejudge
 from ddpdebug.schema.finding import Severity
 
-pytestmark = [pytest.mark.jobs, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.jobs, pytest.mark.slow]
 
 #: The sampled tier runs in four steps only.
 _SAMPLED = "from ddpdebug.monitor.sampling import Schedule; Schedule.due = lambda self, optimizer, step: step < 4"
@@ -47,7 +47,7 @@ SILENT = [
 def _job(ending: str, event: str, folder: Path | None, *more: str) -> dict[str, Any]:
     options = None if folder is None else ["--metrics", "off", "--quiet", "--out", str(folder), *more]
     inject = {str(rank): _SAMPLED for rank in range(2)}
-    return {"script": "last_steps.py", "args": [ending, event], "options": options, "inject": inject, "timeout": 60}
+    return {"script": "last_steps.py", "args": [ending, event], "options": options, "inject": inject, "patient": True}
 
 
 def _findings(folder: Path) -> list[dict[str, Any]]:

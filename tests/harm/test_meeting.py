@@ -87,7 +87,7 @@ def broken(self, *args): raise RuntimeError("broken vote")
 NumericGuard.hear = broken
 """
 
-_LONG, _FAULT = ["200", "-", "0.02"], ["60", "fault", "0.03"]
+_LONG, _FAULT = ["400", "-", "0.02"], ["60", "fault", "0.03"]
 #: name -> (arguments of the script, options per rank or of all, source per rank, what rank 0 says, is compared)
 CASES: dict[str, tuple[list[str], Any, dict[str, str], str, bool]] = {
     "another layout": (_FAULT, [], {"1": _LAYOUT}, "different layouts of rows (rank 0 ", False),
@@ -142,16 +142,15 @@ def done(run_jobs: Callable[..., Any], selected: set[tuple[Any, ...]], tmp_path_
     plain = [args for args in (_LONG, _FAULT) if any(CASES[name][0] is args for name in names)]
     jobs += [{"script": "steady.py", "args": args, "options": None} for args in plain]
     for name in names:
-        args, options, inject, _, _ = CASES[name]
+        args, options, inject, _, compared = CASES[name]
         job = {"script": "steady.py", "args": args, "options": options, "inject": inject, "cwd": str(folders[name])}
-        jobs.append(job)
+        jobs.append({**job, "patient": compared})
     results = run_jobs(jobs)
     plains = {id(args): result for args, result in zip(plain, results, strict=False)}
     watched = dict(zip(names, results[len(plain) :], strict=True))
     return {name: (plains[id(CASES[name][0])], watched[name], folders[name]) for name in names}
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES)
 def test_the_job_is_the_same_and_it_is_said(name: str, done: dict[str, Any], compare: Callable[..., list[str]]) -> None:
     """Bits, output and status as without ddpdebug; one line names what is off; what can be compared is compared."""

@@ -41,7 +41,6 @@ def results(run_jobs: Callable[..., Any]) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.jobs
 @pytest.mark.slow
-@pytest.mark.timeout(500)
 @pytest.mark.parametrize("mode", [mode for mode in _MODES if mode != "plain"])
 @pytest.mark.parametrize("situation", _SITUATIONS)
 def test_memory(situation: str, mode: str, results: dict[str, dict[str, Any]]) -> None:
@@ -55,7 +54,6 @@ def test_memory(situation: str, mode: str, results: dict[str, dict[str, Any]]) -
 
 @pytest.mark.jobs
 @pytest.mark.slow
-@pytest.mark.timeout(500)
 def test_what_fits_is_kept(results: dict[str, dict[str, Any]]) -> None:
     """The comparison means something: batches below the bound are there for a replay."""
     assert LEAST // 2 < results["default"]["token_ids"]["alive"] <= LEAST

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.jobs, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.jobs, pytest.mark.slow]
 _SERIOUS = {"error", "critical"}
 
 
@@ -22,7 +22,8 @@ def _job(fault: str, tmp_path: Path, *options: str, optimizer: str = "adamw") ->
     folder = tmp_path / f"{fault}-{'-'.join(options)}-{optimizer}"
     folder.mkdir()
     args = [fault, optimizer]
-    return {"script": "numerics.py", "args": args, "options": ["--metrics", "off", *options], "cwd": str(folder)}
+    job = {"script": "numerics.py", "args": args, "options": ["--metrics", "off", *options], "cwd": str(folder)}
+    return {**job, "patient": True}
 
 
 @pytest.fixture(scope="module")

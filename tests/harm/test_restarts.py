@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machine import PATIENCE
 
 pytestmark = [pytest.mark.jobs, pytest.mark.slow]
 
@@ -41,7 +42,7 @@ def start(tmp_path: Path, environment: dict[str, str]) -> Iterator[Callable[...,
     for process in started:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait(20)
+        process.wait(PATIENCE)
 
 
 def _findings(folder: Path) -> list[dict[str, Any]]:
@@ -51,14 +52,13 @@ def _findings(folder: Path) -> list[dict[str, Any]]:
 _ONE_NODE = ("--standalone", "--nproc-per-node", "2")
 
 
-@pytest.mark.timeout(400)
 def test_the_second_attempt_is_compared_in_two_jobs_at_once(
     start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     """The keys of the first attempt are still in the agent's store; nobody follows them, nor those of another job."""
     jobs = {"a": start("a", *_ONE_NODE), "b": start("b", *_ONE_NODE)}
     for name, process in jobs.items():
-        process.wait(180)
+        process.wait(PATIENCE)
         out, err = (tmp_path / name / "out").read_text(), (tmp_path / name / "err").read_text()
         assert out.count("trained") == 2, err
         assert out.count("attempt 1 keys of ddpdebug True") == 2
@@ -73,14 +73,15 @@ def test_the_second_attempt_is_compared_in_two_jobs_at_once(
 _KINDS = {"again": "", "file": "", "mine": "the job's store gives no connection of our own"}
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", _KINDS)
 def test_groups_that_come_and_go(
     kind: str, run_jobs: Callable[..., Any], compare: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     """The ranks meet in the group that stays; a store that gives us no connection is left alone, and that is said."""
     job = {"script": "regroup.py", "args": [kind]}
-    plain, watched = run_jobs([{**job, "options": None}, {**job, "options": ["--out", "run"], "cwd": str(tmp_path)}])
+    plain, watched = run_jobs(
+        [{**job, "options": None}, {**job, "options": ["--out", "run"], "cwd": str(tmp_path), "patient": True}]
+    )
     assert [rank["status"] for rank in plain] == [0, 0], plain
     assert compare(plain, watched) == []
     err = watched[0]["err"]

@@ -74,7 +74,6 @@ def results(
 
 
 @pytest.mark.jobs
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name, mode", _cases())
 def test_same(name: str, mode: str, results: dict[tuple[str, str], Any], compare: Callable[..., list[str]]) -> None:
     """Weights, optimizer state, random state, losses, output and exit status are equal."""
@@ -97,7 +96,6 @@ def _was_watched(result: tuple[str, Any]) -> None:
 
 @pytest.mark.jobs
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name, mode", [("EMA by deepcopy, whole modules pickled", "every step")])
 def test_pickles_need_no_ddpdebug(
     name: str,
@@ -123,7 +121,6 @@ for module in saved.values():
 
 @pytest.mark.jobs
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "name, mode", [("dropout in eval mode and a mask that is missing, compiled too", "every step")]
 )
@@ -142,7 +139,6 @@ _HARMS = {
 
 @pytest.mark.slow
 @pytest.mark.jobs
-@pytest.mark.timeout(120)
 def test_sees_harm(run_jobs: Callable[..., Any], compare: Callable[..., list[str]]) -> None:
     """The comparison is not blind: one random number drawn, or one bit flipped, is seen on every rank."""
     jobs: list[dict[str, Any]] = [{"script": "steady.py", "args": ["6", "-"], "options": None}]

@@ -31,7 +31,6 @@ def seen(request: pytest.FixtureRequest) -> dict[str, pairs.Pair]:
 
 
 @pytest.mark.jobs
-@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("name", _cases())
 def test_same(name: str, seen: dict[str, pairs.Pair]) -> None:
     """Exit, output, warnings, files, memory, and the bits of everything that was trained."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.jobs, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.jobs]
 
 Run = Callable[[list[dict[str, Any]]], list[list[dict[str, Any]]]]
 _OPTIONS = ["--metrics", "off", "--every-step", "--out", "run"]

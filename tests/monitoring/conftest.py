@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import threading
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machine import PATIENCE, free_port, until
 
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Digest, Flag, Row
@@ -26,13 +26,6 @@ from ddpdebug.sinks.prometheus.exporter import PrometheusSink
 WORLD = 4
 
 
-def free_port() -> int:
-    """Return a port that nobody has at the moment."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
-
-
 class Server:
     """A program with an HTTP interface, ready to be asked."""
 
@@ -40,20 +33,23 @@ class Server:
         self.url = url
         with log.open("wb") as output:
             self.process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT)
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and self.process.poll() is None:
-            try:
-                with urllib.request.urlopen(url + ready, timeout=5):
-                    return
-            except OSError:
-                time.sleep(0.1)
-        pytest.fail(log.read_text())
+        self._ready = url + ready
+        until(lambda: self._answers() or self.process.poll() is not None)
+        if not self._answers():
+            pytest.fail(log.read_text())
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(self._ready, timeout=30):
+                return True
+        except OSError:
+            return False
 
     def get(self, path: str, **parameters: str | float) -> Any:
         """Fetch JSON."""
         query = urllib.parse.urlencode(parameters)
         try:
-            with urllib.request.urlopen(f"{self.url}{path}?{query}", timeout=30) as answer:
+            with urllib.request.urlopen(f"{self.url}{path}?{query}", timeout=100) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             with error:
@@ -63,10 +59,10 @@ class Server:
         """End the program that this object started."""
         self.process.terminate()
         try:
-            self.process.wait(20)
+            self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait(20)
+            self.process.wait(60)
 
 
 class Prometheus(Server):
@@ -86,14 +82,11 @@ class Prometheus(Server):
         assert answer["status"] == "success", f"{answer.get('error')} in {expression}"
         return list(answer["data"]["result"])
 
-    def wait_for(self, expression: str, seconds: float = 60) -> list[dict[str, Any]]:
+    def wait_for(self, expression: str) -> list[dict[str, Any]]:
         """Wait until the expression returns something, and return it."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if found := self.query(expression):
-                return found
-            time.sleep(0.2)
-        pytest.fail(f"nothing within {seconds} s: {expression}")
+        found = until(lambda: self.query(expression), pause=0.2)
+        assert found, f"nothing within {PATIENCE} s: {expression}"
+        return found
 
 
 @pytest.fixture(scope="session")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from machine import PATIENCE, until
 
 from ddpdebug.disk import Disk
 from ddpdebug.processes import stacks
@@ -19,19 +20,36 @@ _HANGS = {
 }
 
 
+#: The time begins where the interpreter and the import, which take what they take, are over.
+_ARMED = """
+import os, runpy
+from pathlib import Path
+from ddpdebug.processes import stacks
+stacks.arm({"RANK": "3", stacks.DEADLINE: stacks.deadline(2.0, Path.cwd())})
+runpy.run_path("train.py")
+"""
+
+
+@pytest.fixture(scope="module")
+def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """Start all that hang, beside each other, and return their folders."""
+    folders, started = {}, []
+    for name, text in _HANGS.items():
+        folders[name] = tmp_path_factory.mktemp("hangs")
+        (folders[name] / "train.py").write_text(text, encoding="utf-8")
+        started.append(subprocess.Popen([sys.executable, "-c", _ARMED], cwd=folders[name]))
+    yield folders
+    for process in started:
+        process.kill()
+        process.wait()
+
+
 @pytest.mark.parametrize("name", _HANGS)
-def test_stacks_come_at_the_deadline(name: str, tmp_path: Path) -> None:
+def test_stacks_come_at_the_deadline(name: str, hanging: dict[str, Path]) -> None:
     """Whatever holds the process, its stacks are written, and the user's line is named."""
-    (tmp_path / "train.py").write_text(_HANGS[name], encoding="utf-8")
-    code = "import os, runpy; from ddpdebug.processes import stacks; stacks.arm(os.environ); runpy.run_path('train.py')"
-    environ = {**os.environ, "RANK": "3", stacks.DEADLINE: stacks.deadline(1.0, tmp_path)}
-    with subprocess.Popen([sys.executable, "-c", code], env=environ, cwd=tmp_path) as process:
-        try:
-            process.wait(3)
-        except subprocess.TimeoutExpired:
-            found = stacks.collect(tmp_path, range(4))
-        finally:
-            process.kill()
+    file = hanging[name] / "3"
+    assert until(lambda: file.is_file() and "<module>" in file.read_text(encoding="utf-8"))
+    found = stacks.collect(hanging[name], range(4))
     assert list(found) == [3]
     assert stacks.place(found[3]).startswith("in train.py:3 (wait)" if "Python" in name or "other" in name else "in ")
     assert "train.py" in stacks.place(found[3])
@@ -40,12 +58,10 @@ def test_stacks_come_at_the_deadline(name: str, tmp_path: Path) -> None:
 def test_the_scripts_own_is_left_alone(tmp_path: Path) -> None:
     """A process has one such timer: ours is set before the script's first line, and the script's replaces it."""
     script = (
-        "import faulthandler, time\nfaulthandler.dump_traceback_later(0.2, file=open('own.txt', 'w'))\ntime.sleep(1.5)"
+        "import faulthandler, time\nfaulthandler.dump_traceback_later(0.2, file=open('own.txt', 'w'))\ntime.sleep(2.5)"
     )
     (tmp_path / "train.py").write_text(script, encoding="utf-8")
-    code = "import os, runpy; from ddpdebug.processes import stacks; stacks.arm(os.environ); runpy.run_path('train.py')"
-    environ = {**os.environ, "RANK": "3", stacks.DEADLINE: stacks.deadline(1.0, tmp_path)}
-    subprocess.run([sys.executable, "-c", code], env=environ, cwd=tmp_path, timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", _ARMED], cwd=tmp_path, timeout=PATIENCE, check=True)
     assert "train.py" in (tmp_path / "own.txt").read_text(encoding="utf-8")
     assert (tmp_path / "3").read_text(encoding="utf-8") == ""
 

@@ -6,10 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from functools import partial
 from pathlib import Path
 
 import pytest
+from machine import PATIENCE, until
 
 from ddpdebug.processes import supervisor
 from ddpdebug.processes.supervisor import supervise
@@ -33,6 +34,12 @@ def _environ(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "TEST_MARK": str(tmp_path)}
 
 
+def _ended(file: Path) -> bool:
+    """Tell whether both processes of a tree have ended; one that was killed needs its turn for that."""
+    pids = [int(word) for word in file.read_text(encoding="utf-8").split()]
+    return len(pids) == 2 and until(lambda: not any(map(_alive, pids)))
+
+
 def _alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").split()[2] != "Z"
@@ -43,15 +50,16 @@ def _alive(pid: int) -> bool:
 @pytest.mark.parametrize("source, status", [("pass", 0), ("raise SystemExit(5)", 5), ("import os; os.abort()", -6)])
 def test_status(source: str, status: int, tmp_path: Path) -> None:
     """The exit status of the command comes back."""
-    assert supervise([sys.executable, "-c", source], _environ(tmp_path), 60, "TEST_MARK") == status
+    assert supervise([sys.executable, "-c", source], _environ(tmp_path), PATIENCE, "TEST_MARK") == status
 
 
 def test_timeout_ends_the_tree(tmp_path: Path) -> None:
     """Processes that ignore SIGTERM and have sessions of their own are ended too."""
     file = tmp_path / "pids"
-    assert supervise([sys.executable, "-c", _TREE, str(file)], _environ(tmp_path), 2, "TEST_MARK") is None
-    pids = [int(word) for word in file.read_text(encoding="utf-8").split()]
-    assert [pid for pid in pids if _alive(pid)] == []
+    words = [sys.executable, "-c", _TREE, str(file)]
+    late = partial(until, lambda: file.exists() and file.read_text(encoding="utf-8").count(" "))
+    assert supervise(words, _environ(tmp_path), 1, "TEST_MARK", late=late) is None
+    assert _ended(file)
 
 
 def test_stopped_process_is_ended(tmp_path: Path) -> None:
@@ -71,11 +79,7 @@ supervisor.GRACE_SECONDS = 0.5
 supervisor.supervise([sys.executable, "-c", {_TREE!r}, {str(file)!r}], os.environ, 600, "TEST_MARK")
 """
     with subprocess.Popen([sys.executable, "-c", code], env=_environ(tmp_path), stderr=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 30
-        while not (file.exists() and len(file.read_text(encoding="utf-8").split()) == 2):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        assert until(lambda: file.exists() and file.read_text(encoding="utf-8").count(" "))
         process.send_signal(number)
-        assert process.wait(30) == -number
-    pids = [int(word) for word in file.read_text(encoding="utf-8").split()]
-    assert [pid for pid in pids if _alive(pid)] == []
+        assert process.wait(PATIENCE) == -number
+    assert _ended(file)

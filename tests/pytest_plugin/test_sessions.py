@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from machine import PATIENCE, processes, until
 
 pytestmark = pytest.mark.jobs
 _SCRIPTS = Path(__file__).parent / "scripts"
@@ -47,7 +46,7 @@ class Run:
         return self.cases[name].findtext("system-out") or ""
 
 
-def run_pytest(folder: Path, *words: str, timeout: float = 110) -> Run:
+def run_pytest(folder: Path, *words: str) -> Run:
     """Run pytest in `folder` with settings of its own."""
     if not (folder / "pytest.ini").exists():
         (folder / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers -p no:cacheprovider\n")
@@ -61,22 +60,17 @@ def run_pytest(folder: Path, *words: str, timeout: float = 110) -> Run:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=PATIENCE,
         check=False,
     )
-    assert left(str(folder)) == [], done.stdout
+    assert until(lambda: not left(folder)), done.stdout
     cases = {case.get("name", ""): case for case in ElementTree.parse(xml).iter("testcase")} if xml.exists() else {}
     return Run(code=done.returncode, output=done.stdout + done.stderr, cases=cases)
 
 
-def left(token: str) -> list[int]:
-    """Return the processes that are alive and carry `token` in their environment, zombies left out."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if f"{TOKEN}={token}".encode() in entry.read_bytes().split(b"\0"):
-                found.append(int(entry.parent.name))
-    return found
+def left(folder: Path) -> list[int]:
+    """Return the processes of the session in this folder that are alive."""
+    return processes(f"{TOKEN}={folder}")
 
 
 @pytest.fixture
@@ -129,7 +123,7 @@ def test_a_failed_assertion_is_shown_by_the_rank_that_failed_first(wrong: Run) -
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("test_hangs", r"rank 1 did not finish in 3 s: it was at test_wrong_ways.py:\d+ in test_hangs"),
+        ("test_hangs", r"rank 1 did not finish in 6 s: it was at test_wrong_ways.py:\d+ in test_hangs"),
         ("test_leaves", "rank 0 left with exit status 0 before it reported"),
         ("test_leaves_with_7", "rank 1 left with exit status 7 before it reported"),
         ("test_killed", "rank 1 died by SIGKILL"),
@@ -137,7 +131,7 @@ def test_a_failed_assertion_is_shown_by_the_rank_that_failed_first(wrong: Run) -
         ("test_ignores_sigterm_and_hangs", "rank 0: ValueError: the cause"),
         ("test_teardown_waits", "rank 1: assert 1 == 0"),
         ("test_skips_on_one", "rank 1 skipped the test and others did not"),
-        ("test_waits_on_both", r"rank 0 did not finish in 2 s: .*, inside recv"),
+        ("test_waits_on_both", r"rank 0 did not finish in 6 s: .*, inside recv"),
     ],
 )
 def test_every_way_to_fail_is_one_failure_that_names_the_cause(wrong: Run, name: str, message: str) -> None:
@@ -210,7 +204,7 @@ import pytest, torch.distributed as dist
 
 @pytest.mark.ranks(2)
 def test_first(rank):
-    print("said by", rank)
+    print(f"said by {rank}")
     assert dist.get_world_size() == 2
     assert rank < {limit}
 
@@ -331,13 +325,9 @@ def test_nothing_outlives_pytest(tmp_path: Path, number: signal.Signals) -> None
     environ = {**os.environ, TOKEN: str(tmp_path), "TMPDIR": str(tmp_path / "tmp")}
     words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
     process = subprocess.Popen(words, cwd=tmp_path, env=environ, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert len(left(str(tmp_path))) >= 6
+    assert until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(2)))
+    assert len(left(tmp_path)) >= 6
     process.send_signal(number)
-    process.wait(20)
-    while left(str(tmp_path)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert left(str(tmp_path)) == []
+    process.wait(PATIENCE)
+    assert until(lambda: not left(tmp_path))
     assert list((tmp_path / "tmp").glob("ddpdebug-*")) == []

@@ -1,11 +1,15 @@
 """Runs jobs of several ranks, each rank forked from this process after torch was loaded, which saves the start-up.
 
+Watched ranks are forked from a second process, which has loaded what `ddpdebug run` loads before the script begins.
+
     python zygote.py jobs.json results.json
+    python zygote.py -    # takes lists of jobs, one a line, and answers with a line each
 
 A job is {"script", "args", "ranks", "cwd", "timeout"}; a script without a folder is one of `harm/scripts`. It may have
 - "env": further environment variables
 - "options": of `ddpdebug run`, or null for plain Python; one for all ranks, or {"0": ..., "1": ...}
 - "inject": Python source per rank that runs before ddpdebug does
+- "patient": at its end a rank waits long for the others, which a busy machine may keep from running
 - "events": [[what to wait for: a text in the rank's output, or seconds; rank; signal], ...] in this order
 - "teardown": let the interpreter tear itself down at the end, where gloo may abort; by default that is skipped
 Its result is one {"status", "out", "err", "seconds", "left"} per rank; `left` tells of processes that outlived it.
@@ -14,32 +18,26 @@ Nothing of a job is left behind.
 
 from __future__ import annotations
 
-import contextlib
 import gc
+import importlib
 import json
 import os
 import runpy
-import secrets
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from machine import free_port
+
 _SCRIPTS = Path(__file__).resolve().parent.parent / "harm" / "scripts"
-
-
-def free_port() -> int:
-    """Return a port below those that systems hand out: nobody takes it by chance until the ranks do."""
-    while True:
-        port = secrets.choice(range(12_000, 32_000))
-        with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind(("127.0.0.1", port))
-            return port
+#: Descriptors of this process that its ranks must not have.
+_PIPES: list[int] = []
 
 
 def _become(job: dict[str, Any], rank: int, words: list[str]) -> None:
@@ -55,6 +53,11 @@ def _become(job: dict[str, Any], rank: int, words: list[str]) -> None:
         return
     from ddpdebug.commands import main
 
+    if job.get("patient"):
+        from ddpdebug.exchange import ticks
+
+        ticks.LEAVE_SECONDS = ticks._SILENCE_SECONDS = 60.0
+        ticks.Exchange.close.__defaults__ = (61.0,)
     exec(job.get("inject", {}).get(str(rank), ""), {})
     sys.argv[:] = ["ddpdebug", "run", *options, *words]
     sys.exit(main(sys.argv[1:]))
@@ -64,6 +67,10 @@ def _child(job: dict[str, Any], rank: int, port: int, folder: Path) -> None:
     status = 1
     try:
         os.setsid()
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in _PIPES:  # not closed: their files are, where the interpreter tears itself down
+            os.dup2(null, number, inheritable=False)
+        os.close(null)
         for number, name in ((1, "out"), (2, "err")):
             file = os.open(folder / f"{rank}.{name}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
             os.dup2(file, number)
@@ -95,8 +102,8 @@ def _child(job: dict[str, Any], rank: int, port: int, folder: Path) -> None:
 
 
 def _left_behind(group: int) -> bool:
-    """Tell whether a rank left processes behind (after a moment for helpers that end with it), and end them."""
-    deadline = time.monotonic() + 3
+    """Tell whether a rank left processes behind (after some time for helpers that end with it), and end them."""
+    deadline = time.monotonic() + 20
     while _alive(group):
         if time.monotonic() > deadline:
             os.killpg(group, signal.SIGKILL)
@@ -191,12 +198,68 @@ def spare_the_collector() -> None:
     gc.freeze()
 
 
-def main(jobs: Path, results: Path) -> None:
-    """Run all jobs, one after the other."""
-    preload()
-    done = [run(job) for job in json.loads(jobs.read_text())]
-    results.write_text(json.dumps(done))
+#: What is loaded before a watched script begins.
+_OURS = ("ddpdebug.commands.run", "ddpdebug.monitor.attach", "ddpdebug.detectors.catalog")
+
+
+class Zygote:
+    """This process, which has loaded torch, and a fork of it that has loaded ddpdebug as well and ends with it."""
+
+    def __init__(self) -> None:
+        preload()
+        reading, requests = os.pipe()
+        results, writing = os.pipe()
+        if os.fork() == 0:
+            os.close(requests)
+            os.close(results)
+            for name in _OURS:
+                importlib.import_module(name)
+            sys.modules["ddpdebug.detectors.catalog"].catalog()  # the rules
+            spare_the_collector()
+            _answer(reading, writing, run)
+            os._exit(0)
+        os.close(reading)
+        os.close(writing)
+        _PIPES.extend((requests, results))
+        self._requests, self._results = os.fdopen(requests, "w"), os.fdopen(results)
+
+    def run(self, jobs: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+        """Run jobs, one after the other."""
+        return [self._ask(job) if _is_watched(job) else run(job) for job in jobs]
+
+    def _ask(self, job: dict[str, Any]) -> list[dict[str, Any]]:
+        self._requests.write(json.dumps(job) + "\n")
+        self._requests.flush()
+        results: list[dict[str, Any]] = json.loads(self._results.readline())
+        return results
+
+
+def _is_watched(job: dict[str, Any]) -> bool:
+    """Tell whether all ranks are."""
+    options = job["options"]
+    return None not in options.values() if isinstance(options, dict) else options is not None
+
+
+def _answer(reading: int, writing: int, how: Callable[[Any], Any]) -> None:
+    """Answer each line of JSON with one, until there are no more."""
+    _PIPES.extend((reading, writing))
+    with os.fdopen(reading) as requests, os.fdopen(writing, "w") as results:
+        for line in requests:
+            results.write(json.dumps(how(json.loads(line))) + "\n")
+            results.flush()
+
+
+def main(words: list[str]) -> None:
+    """Run the jobs of a file, or those that come."""
+    if words == ["-"]:
+        reading, writing = os.dup(0), os.dup(1)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(2, 1)
+        _answer(reading, writing, Zygote().run)
+        return
+    jobs, results = map(Path, words)
+    results.write_text(json.dumps(Zygote().run(json.loads(jobs.read_text()))))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(sys.argv[1:])

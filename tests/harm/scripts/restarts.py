@@ -13,6 +13,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 ATTEMPT, WORLD = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["WORLD_SIZE"])
 
 
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())  # one write: lines of two ranks do not mix
+
+
 def sweep():
     """Remove what the last attempt's process group has left in the agent's store; torch 2.13 may trip over it."""
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
@@ -22,7 +26,7 @@ def sweep():
             if "default_pg" in key and "ddpdebug" not in key:
                 store.delete_key(key)
         store.set(f"swept/{ATTEMPT}", str(len(ours)))
-    print("attempt", ATTEMPT, "keys of ddpdebug", int(store.get(f"swept/{ATTEMPT}")) > 0, flush=True)
+    say("attempt", ATTEMPT, "keys of ddpdebug", int(store.get(f"swept/{ATTEMPT}")) > 0)
 
 
 def main(steps, pause):
@@ -42,8 +46,7 @@ def main(steps, pause):
             with torch.no_grad():
                 model.module[0].weight[0, 0] += 1
         time.sleep(pause)
-    print("trained", rank, flush=True)
-    sys.stdout.flush()
+    say("trained", rank)
     dist.destroy_process_group()
 
 

@@ -1,6 +1,5 @@
 """Functions that call models and losses, compiled for the first time in an evaluation, with warnings as errors.
 
-timeout: 120
 slow: yes
 parts: all
 """

@@ -1,6 +1,5 @@
 """torch.compile of the model and of the step, without a C++ compiler.
 
-timeout: 120
 slow: yes
 """
 

@@ -1,6 +1,5 @@
 """torch.compile of whole training steps: loop, loader, clipping, scaler, schedule and backward inside, breaks and all.
 
-timeout: 240
 slow: yes
 """
 

@@ -2,7 +2,6 @@
 
 ranks: 2
 needs: root
-timeout: 150
 slow: yes
 """
 

@@ -4,7 +4,6 @@ run: torchrun
 ranks: 2
 torchrun: --max-restarts=1 --monitor-interval=0.1
 parts: all
-timeout: 150
 """
 
 import os

@@ -1,6 +1,7 @@
 """A model, its optimizer and its DDP are dropped: what is left of them, and the live tensors."""
 
 import gc
+import time
 import weakref
 
 import torch
@@ -17,7 +18,10 @@ for seed in range(3):
     refs += [weakref.ref(inner), weakref.ref(model), weakref.ref(optimizer), weakref.ref(inner[0].weight)]
     del inner, model, optimizer
     gc.collect()
-gc.collect()
+deadline = time.monotonic() + 60
+while any(ref() is not None for ref in refs) and time.monotonic() < deadline:
+    gc.collect()  # a thread that looks at one of them needs its turn to end
+    time.sleep(0.01)
 alive = [ref() is not None for ref in refs]
 live = sum(isinstance(found, torch.nn.Parameter) for found in gc.get_objects())
 report([], [], losses, alive=alive, live=live)

@@ -1,6 +1,5 @@
 """A handler of SIGALRM raises an Exception wherever the script is; the script catches each one.
 
-timeout: 120
 slow: yes
 """
 

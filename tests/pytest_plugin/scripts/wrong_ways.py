@@ -12,6 +12,14 @@ import torch
 import torch.distributed as dist
 
 
+def gone(look):
+    """Wait until nothing is seen any more: what was killed needs its turn to end."""
+    until = time.monotonic() + 50
+    while look() and time.monotonic() < until:
+        time.sleep(0.02)
+    return not look()
+
+
 def read(path):
     try:
         return path.read_bytes()
@@ -39,7 +47,7 @@ def test_after_raises(rank):
     assert sum_of_ranks(rank) == 1
 
 
-@pytest.mark.ranks(2, timeout=3)
+@pytest.mark.ranks(2, timeout=6)
 def test_hangs(rank):
     if rank == 1:
         time.sleep(1000)  # the culprit
@@ -112,7 +120,7 @@ def test_after_leaves_a_grandchild(rank):
     session = os.environ["RANKS_TEST_SESSION"].encode()
     mine = [path.parent for path in Path("/proc").glob("[0-9]*/environ") if session in read(path)]
     assert len(mine) >= 2  # this process, and the one that made it
-    assert [path for path in mine if b"grandchild-of-a-test" in read(path / "cmdline")] == []
+    assert gone(lambda: [path for path in mine if b"grandchild-of-a-test" in read(path / "cmdline")])
 
 
 @pytest.mark.ranks(2)
@@ -126,11 +134,16 @@ def test_ignores_sigterm_and_hangs(rank):
 
 def test_ranks_are_killed_between_tests():
     session = os.environ["RANKS_TEST_SESSION"].encode()
-    mine = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if session in read(path)]
-    oldest = sorted(mine)[:2]  # this process, and the one that makes the ranks
-    for pid in set(mine) - set(oldest):
+
+    def ranks():
+        """All of the session but this process and its child, which makes the ranks."""
+        found = [path.parent for path in Path("/proc").glob("[0-9]*/environ") if session in read(path)]
+        parents = {int(path.name): int(read(path / "stat").rpartition(b")")[2].split()[1]) for path in found}
+        return [pid for pid, parent in parents.items() if os.getpid() not in (pid, parent)]
+
+    for pid in ranks():
         os.kill(pid, signal.SIGKILL)
-    time.sleep(0.2)
+    assert gone(ranks)
 
 
 @pytest.mark.ranks(2)
@@ -171,7 +184,7 @@ def test_teardown_waits(rank, slow_to_end):
     assert rank == 0
 
 
-@pytest.mark.ranks(2, timeout=2)
+@pytest.mark.ranks(2, timeout=6)
 def test_waits_on_both(rank):
     dist.recv(torch.ones(1), 1 - rank)
 
