@@ -237,7 +237,6 @@ def ended(
     return {name: (*results[2 * i : 2 * i + 2], folders[i]) for i, name in enumerate(chosen)}
 
 
-@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("name", CASES)
 def test_the_error_is_explained_and_the_same(name: str, ended: dict[str, tuple[Any, Any, Path]]) -> None:
     """The job ends by the same error, and one finding names its code, the first rank, the line and the parameters."""
