@@ -269,8 +269,8 @@ class Patches:
     def _module_begins(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         self._bus.emit(events.ModuleForwardBegan(module, args, kwargs))
 
-    def _module_ends(self, output: Any, module: torch.nn.Module, *_: Any, **__: Any) -> None:
-        self._bus.emit(events.ModuleForwardEnded(module, Tensors(output)))
+    def _module_ends(self, output: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        self._bus.emit(events.ModuleForwardEnded(module, Tensors((args, kwargs)), Tensors(output)))
 
     def _module_fails(self, *_: Any, **__: Any) -> None:
         self._bus.emit(events.ModuleForwardFailed())

@@ -65,6 +65,11 @@ class Wrapper:
         self.pending: dict[str, Any] | None = None
         self.call_site: CallSite | None = None  # looked for once the wrapper has been bypassed
 
+    @property
+    def prefix(self) -> str:
+        """What stands before the names of its parameters where there are several models."""
+        return f"ddp{self.index}"
+
     def forget(self) -> None:
         """Let go of what would outlive the model: the nodes hold its parameters."""
         self._accumulators.clear()

@@ -181,7 +181,7 @@ class FirstForward(Event):
 class ModuleForwardBegan(Event):
     """A model that no DDP wraps is called."""
 
-    order = ("probe:evaluation", "probe:scene", "probe:numerics-forward")
+    order = ("probe:evaluation", "probe:recipe-forward", "probe:scene", "probe:numerics-forward")
     module: torch.nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -191,8 +191,9 @@ class ModuleForwardBegan(Event):
 class ModuleForwardEnded(Event):
     """A model that no DDP wraps returns."""
 
-    order = ("probe:numerics-forward", "probe:scene")
+    order = ("probe:numerics-forward", "probe:recipe-forward", "probe:scene")
     module: torch.nn.Module
+    tensors: Tensors
     outputs: Tensors
 
 

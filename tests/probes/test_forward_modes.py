@@ -28,7 +28,7 @@ def look(model: nn.Module, x: torch.Tensor) -> list[dict[str, Any]]:
     told: list[dict[str, Any]] = []
     inputs = Inputs(told.append, ENTRIES)
     for _ in range(FORWARDS + 2):
-        inputs.begin()
+        inputs.begin(lambda: [x])
         model(x)
         inputs.end()
     assert not hooks._global_forward_pre_hooks  # nothing stays behind
@@ -60,6 +60,28 @@ def test_models_that_normalise_by_themselves_are_left_alone() -> None:
     """Behind a normalisation, or of numbers that are no data, nothing is told."""
     assert look(nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 2)), 1e4 * torch.randn(8, 64)) == []
     assert look(nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2)), torch.randint(0, 9, (8, 3))) == []
+
+
+class Cell(nn.Module):
+    """A recurrent cell that begins with a state of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state, self.step, self.out = nn.Linear(16, 16), nn.Linear(8, 16), nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x.new_zeros(x.shape[0], 16)
+        for t in range(x.shape[1]):
+            h = torch.tanh(self.state(h) + self.step(x[:, t]))
+        return self.out(h)
+
+
+def test_a_constant_of_the_models_own_is_no_input() -> None:
+    """What comes from outside counts, and is constant where it really is."""
+    (told,) = look(Cell(), torch.randn(4, 3, 8))
+    assert told.min < 0 < told.max
+    (told,) = look(Cell(), torch.ones(4, 3, 8))
+    assert told.min == told.max == 1
 
 
 class Pair(nn.Module):

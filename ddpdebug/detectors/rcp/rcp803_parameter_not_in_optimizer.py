@@ -68,9 +68,10 @@ class ParameterNotInOptimizer(StepHabit, EventRule):
     def judge(self, fact: MissingParameters) -> Fields | None:
         if fact.orphans:
             return None
-        # an optimizer that was given a small part of the model only may be meant so
+        # an optimizer that was given a small part of the model only may be meant so, one that trains nothing is not
+        meant = self.missing_share < fact.share < 1
         return {
-            "severity": Severity.WARNING if fact.share > self.missing_share else self.severity,
+            "severity": Severity.WARNING if meant else self.severity,
             "subject": fact.missing[:MAX_NAMES],
             "phase": "missing",
             "evidence": {"parameters_in_no_optimizer": fact.number, "share_of_the_model": round(fact.share, 4)},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,16 +40,19 @@ class Inputs:
         self._hook = entries.before_modules("probe:inputs", self._look)
         self._seen: list[_Seen] = []
         self._layer = ""
+        self._given: Callable[[], Sequence[torch.Tensor]] = tuple  # what the forward was called with
         self.over = False
 
-    def begin(self) -> None:
-        """Look at the forward that begins now."""
+    def begin(self, tensors: Callable[[], Sequence[torch.Tensor]]) -> None:
+        """Look at the forward that begins now, with these tensors."""
         if not self.over and not self._hook.is_on and not anything_compiled():
+            self._given = tensors
             self._hook.on()
 
     def release(self) -> None:
         """Take the hook away."""
         self._hook.off()
+        self._given = tuple
 
     def end(self) -> None:
         """Take the hook away; announce once enough was seen."""
@@ -73,13 +76,21 @@ class Inputs:
             self.over = True  # the model brings its inputs into shape by itself
         if self.over or not self._hook.is_on or not isinstance(module, _LAYERS):
             return
-        self.release()
         tensor = args[0] if args else None
         if not isinstance(tensor, torch.Tensor) or not _readable(tensor):
             self.over = True
+            self.release()
             return
+        seen = _look(tensor.detach())
+        if seen.low == seen.high and not self._is_given(tensor):
+            return  # what the model itself begins with: the first state of a recurrent cell
+        self.release()
         self._layer = type(module).__name__
-        self._seen.append(_look(tensor.detach()))
+        self._seen.append(seen)
+
+    def _is_given(self, tensor: torch.Tensor) -> bool:
+        place = tensor.untyped_storage().data_ptr()
+        return any(is_plain(t) and t.untyped_storage().data_ptr() == place for t in self._given())
 
 
 def _readable(tensor: torch.Tensor) -> bool:

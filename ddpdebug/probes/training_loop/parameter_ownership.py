@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from ddpdebug import torch_internals as internals
 from ddpdebug.probes.built import Built
 from ddpdebug.probes.ddp_wrapper import Wrapper
+from ddpdebug.probes.plain_models import PlainModel
 from ddpdebug.schema.announcements import FrozenParameters, MissingParameters
 from ddpdebug.torch_internals.graph import leaf_of
 
@@ -42,7 +43,7 @@ class Audit:
         return held_by(self._all.optimizers)
 
     def at_step(
-        self, step: int, optimizer: torch.optim.Optimizer, wrappers: Sequence[Wrapper]
+        self, step: int, optimizer: torch.optim.Optimizer, wrappers: Sequence[Wrapper | PlainModel]
     ) -> MissingParameters | FrozenParameters | None:
         """Look around before a step of an optimizer; return what is to be announced."""
         if step == FIRST:
@@ -54,12 +55,12 @@ class Audit:
             return FrozenParameters(step=step, share=share, first=self._frozen)
         return None
 
-    def lacking(self, wrapper: Wrapper) -> list[torch.Tensor]:
+    def lacking(self, wrapper: Wrapper | PlainModel) -> list[torch.Tensor]:
         """Return the parameters of a model that optimizers hold and that have no gradient."""
         held = self.held()
         return [p for _, p in _named(wrapper) if id(p) in held and p.requires_grad and p.grad is None]
 
-    def _still_missing(self, step: int, wrappers: Sequence[Wrapper]) -> MissingParameters | None:
+    def _still_missing(self, step: int, wrappers: Sequence[Wrapper | PlainModel]) -> MissingParameters | None:
         """Return what no optimizer holds and nobody has written since it was first looked at."""
 
         def untouched(p: torch.Tensor) -> bool:
@@ -78,16 +79,16 @@ class Audit:
             orphans=tuple(self._orphans(wrappers)[:_MAX_NAMES]),
         )
 
-    def _missing(self, wrappers: Sequence[Wrapper]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _missing(self, wrappers: Sequence[Wrapper | PlainModel]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the parameters that get gradients and that no known optimizer holds."""
         held = self.held()
         for wrapper in wrappers:
-            prefix = f"ddp{wrapper.index}." if len(wrappers) > 1 else ""
+            prefix = f"{wrapper.prefix}." if len(wrappers) > 1 else ""
             for name, p in _named(wrapper):
                 if id(p) not in held and p.requires_grad and p.grad is not None and name not in wrapper.ignored:
                     yield prefix + name, p
 
-    def _orphans(self, wrappers: Sequence[Wrapper]) -> list[str]:
+    def _orphans(self, wrappers: Sequence[Wrapper | PlainModel]) -> list[str]:
         """Name parameters of optimizers that never got a gradient and that no model has."""
         names = {key: name for wrapper in wrappers for key, name in wrapper.wrapped.items()}
         owned = {id(p) for wrapper in wrappers for _, p in _named(wrapper)}
@@ -156,7 +157,7 @@ def _inside(value: Any, depth: int) -> Iterator[tuple[str, Any]]:
         yield "", value
 
 
-def _named(wrapper: Wrapper) -> Iterable[tuple[str, torch.Tensor]]:
+def _named(wrapper: Wrapper | PlainModel) -> Iterable[tuple[str, torch.Tensor]]:
     module = wrapper.module()
     return () if module is None else internals.named_parameters(module)
 

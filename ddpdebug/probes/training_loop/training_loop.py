@@ -21,13 +21,15 @@ from ddpdebug.errors import text_of
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import user_location
 from ddpdebug.probes import training_events as events
+from ddpdebug.probes.ddp_wrapper import Wrapper
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.forward_capture import ForwardCapture, ForwardCaptures
 from ddpdebug.probes.loop_calls import LoopCalls
 from ddpdebug.probes.models import Models
+from ddpdebug.probes.plain_models import PlainModel, PlainModels
 from ddpdebug.probes.record import Part, StepRecord
 from ddpdebug.probes.step_state import StepState
-from ddpdebug.probes.training_events import Bus
+from ddpdebug.probes.training_events import Bus, Tensors
 from ddpdebug.probes.training_loop.detached_parts import Cuts
 from ddpdebug.probes.training_loop.eval_dropout import Chance, DropoutCalls
 from ddpdebug.probes.training_loop.input_statistics import Inputs
@@ -174,7 +176,8 @@ class Recipe:
         self._inputs: dict[int, Inputs] = {}
         self._cuts: dict[int, Cuts] = {}
         self._no_grad: dict[int, NoGrad] = {}
-        self._forwards: dict[int, int] = {}  # of each wrapper, with gradients
+        self._plain = PlainModels(state)
+        self._forwards: dict[int, int] = {}  # of each model, with gradients
         self._stepping: list[int] = []
         self._last: tuple[weakref.ref[torch.optim.Optimizer], int] | None = None  # who stepped, after how many passes
         self._backwards = 0
@@ -190,6 +193,9 @@ class Recipe:
         bus.on("probe:recipe-forward", events.ForwardBegan, self._forward)
         bus.on("probe:recipe-forward", events.ForwardEnded, self._output)
         bus.on("probe:recipe-forward", events.ForwardFailed, self._fails)
+        bus.on("probe:recipe-forward", events.ModuleForwardBegan, self._module_forward)
+        bus.on("probe:recipe-forward", events.ModuleForwardEnded, self._module_output)
+        bus.on("probe:recipe-forward", events.ModuleForwardFailed, lambda _: self.abort())
         bus.on("probe:losses", events.BackwardBegan, self._look_at_loss)
         bus.on("probe:recipe", events.BackwardBegan, self._begin_backward)
         bus.on("probe:recipe", events.BackwardEnded, self._end_backward)
@@ -234,8 +240,19 @@ class Recipe:
 
     def _forward(self, event: events.ForwardBegan) -> None:
         """Look at a DDP forward that begins."""
-        ddp = event.ddp
-        root = internals.unwrap_compiled(ddp.module)
+        wrapper = self._models.wrapped(event.ddp)
+        self._begins(internals.unwrap_compiled(event.ddp.module), wrapper.index, event.tensors)
+
+    def _module_forward(self, event: events.ModuleForwardBegan) -> None:
+        """Look at the forward of a model that no DDP wraps: in one process, where it is what trains."""
+        if (index := self._plain.index(event.module)) is not None:
+            self._begins(event.module, index, Tensors((event.args, event.kwargs)))
+
+    def _trained(self) -> Sequence[Wrapper | PlainModel]:
+        """Return the models that train: those that DDPs wrap, or in one process those that none does."""
+        return self._state.wrappers or self._plain.living()
+
+    def _begins(self, root: torch.nn.Module, key: int, tensors: Tensors) -> None:
         self._stepping.clear()
         run = self._run
         if not root.training:
@@ -257,25 +274,32 @@ class Recipe:
                 loop.eval_modules, loop.location = modes.names, user_location()
             if modes.mixed or not modes.names:
                 loop.mode_flags |= Flag.MODES_MIXED if modes.mixed else Flag.MODE_CHANGES_NOTHING
-        loop.input_gradient |= has_input_with_gradient(event.tensors())
-        key = self._models.wrapped(ddp).index
+        loop.input_gradient |= has_input_with_gradient(tensors())
         self._forwards[key] = self._forwards.get(key, 0) + 1
         inputs = self._inputs.get(key)
         if inputs is None:
             inputs = self._inputs[key] = Inputs(lambda fact: self._announce(self._at(fact), key), self._entries)
-        run("probe:inputs", inputs.begin)
+        run("probe:inputs", inputs.begin, tensors)
         if key in self._cuts:
-            run("probe:cuts", self._cuts[key].begin, list(event.tensors()))
+            run("probe:cuts", self._cuts[key].begin, list(tensors()))
         if self._forwards[key] == 1 and not self._steps:
             self._no_grad[key] = NoGrad(root, self._entries)
             run("probe:no-grad", self._no_grad[key].begin)
 
     def _output(self, event: events.ForwardEnded) -> None:
         """Look at a DDP forward that has ended."""
-        ddp, run = event.ddp, self._run
-        if draws := run("probe:chance", self._chance.end, internals.unwrap_compiled(ddp.module)):
+        wrapper = self._models.wrapped(event.ddp)
+        self._ends(internals.unwrap_compiled(event.ddp.module), wrapper.index, event)
+
+    def _module_output(self, event: events.ModuleForwardEnded) -> None:
+        """Look at the forward of a model that no DDP wraps."""
+        if (index := self._plain.index(event.module)) is not None:
+            self._ends(event.module, index, event)
+
+    def _ends(self, root: torch.nn.Module, key: int, event: events.ForwardEnded | events.ModuleForwardEnded) -> None:
+        run = self._run
+        if draws := run("probe:chance", self._chance.end, root):
             self.tell(draws)
-        key = self._models.wrapped(ddp).index
         if key in self._inputs:
             run("probe:inputs", self._inputs[key].end)
         if key in self._no_grad:
@@ -285,17 +309,16 @@ class Recipe:
             if cut is not None:
                 self.tell(cut)
         if torch.is_grad_enabled() and self._forwards.get(key) == 2:
-            run("probe:unregistered", self._unregistered, event)
+            run("probe:unregistered", self._unregistered, root, event)
 
-    def _unregistered(self, event: events.ForwardEnded) -> None:
+    def _unregistered(self, root: torch.nn.Module, event: events.ForwardEnded | events.ModuleForwardEnded) -> None:
         """Look for parameters that an output was computed with and that nobody has."""
         if not self._threads.several:
-            modules = [m for w in self._state.wrappers if (m := w.module()) is not None]
+            modules = [m for model in self._trained() if (m := model.module()) is not None]
             known = {id(p) for module in modules for p in internals.parameters(module)}
             known |= held_by(o for watch in self._state.watches for o in watch.optimizers())
             tensors = list(event.tensors())
             known |= self.audit.held() | {id(t) for t in tensors}
-            root = internals.unwrap_compiled(event.ddp.module)
             names = unregistered(list(event.outputs()), tensors, root, known)
             if names:
                 self.tell(UnregisteredParameters(names=tuple(names)))
@@ -498,7 +521,7 @@ class Recipe:
         both = held_by([optimizer]) & held_by([other])
         if not both:
             return None
-        modules = [m for w in self._state.wrappers if (m := w.module()) is not None]
+        modules = [m for model in self._trained() if (m := model.module()) is not None]
         names = [n for m in modules for n, p in internals.named_parameters(m) if id(p) in both and p.grad is not None]
         return SteppedTwice(other=type(other).__name__, names=tuple(names[:_MAX_NAMES])) if names else None
 
@@ -507,12 +530,12 @@ class Recipe:
             self._first = weakref.ref(optimizer)
         if self._first() is not optimizer:
             return
-        fact = self.audit.at_step(self._steps, optimizer, self._state.wrappers)
+        fact = self.audit.at_step(self._steps, optimizer, self._trained())
         if self._no_grad:
             self._look_for_gradients(optimizer)
         self._steps += 1
         if self._steps == _CUTS:
-            pairs = [(w, module) for w in self._state.wrappers if (module := w.module()) is not None]
+            pairs = [(w, module) for w in self._trained() if (module := w.module()) is not None]
             self._cuts = {
                 w.index: Cuts(m, lacking, self._entries) for w, m in pairs if (lacking := self.audit.lacking(w))
             }
@@ -523,7 +546,7 @@ class Recipe:
         """Follow what ran without gradients in the first forward."""
         if self._steps == 0:
             held = held_by([optimizer])
-            for wrapper in self._state.wrappers:
+            for wrapper in self._trained():
                 if (seen := self._no_grad.get(wrapper.index)) is not None:
                     seen.mark(p for p in self.audit.lacking(wrapper) if id(p) in held)
             return

@@ -1,0 +1,47 @@
+"""Models that train in one process without a DDP: what the rules about the loop look at there."""
+
+from __future__ import annotations
+
+import weakref
+from typing import ClassVar
+
+import torch
+
+from ddpdebug import torch_internals as internals
+from ddpdebug.probes.step_state import StepState
+
+
+class PlainModel:
+    """One such model, as it was when it was first seen; the counterpart of `ddp_wrapper.Wrapper`."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset()  # all of its parameters count
+
+    def __init__(self, module: torch.nn.Module, index: int) -> None:
+        self.index, self.module = index, weakref.ref(module)
+        self.wrapped = {id(p): name for name, p in internals.named_parameters(module)}
+
+    @property
+    def prefix(self) -> str:
+        """What stands before the names of its parameters where there are several models."""
+        return f"model{self.index}"
+
+
+class PlainModels:
+    """The models of this process that no DDP wraps, numbered as they come; none where several ranks train."""
+
+    def __init__(self, state: StepState) -> None:
+        self._state = state
+        self._known: list[PlainModel] = []
+
+    def living(self) -> list[PlainModel]:
+        """Return those that are followed and still live."""
+        if self._state.world > 1 or self._state.wrappers:
+            return []
+        for module in self._state.models():
+            if all(model.module() is not module for model in self._known):
+                self._known.append(PlainModel(module, len(self._known)))
+        return [model for model in self._known if model.module() is not None]
+
+    def index(self, module: torch.nn.Module) -> int | None:
+        """Return the number of a model; None where it is not one of them."""
+        return next((model.index for model in self.living() if model.module() is module), None)
