@@ -204,7 +204,7 @@ import pytest, torch.distributed as dist
 
 @pytest.mark.ranks(2)
 def test_first(rank):
-    print(f"said by {rank}")
+    print(f"said by {{rank}}")
     assert dist.get_world_size() == 2
     assert rank < {limit}
 

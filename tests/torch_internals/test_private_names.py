@@ -36,6 +36,7 @@ _NOT_TORCH = {
 #: Strings and attributes with an underscore in front that are not torch's, by file.
 _ALLOWED = {
     ("probes/coverage.py", "_start_method"): "of multiprocessing: how a process starts",
+    ("probes/coverage.py", "_target"): "of multiprocessing: what a process runs",
     ("probes/coverage.py", "torch._inductor"): "begins the names of classes whose processes are no ranks",
     ("probes/threads.py", "_DummyThread"): "of threading",
     ("pytest_plugin/pool.py", "_tmp_path_factory"): "of pytest",

@@ -110,7 +110,7 @@ def gist(fact: LossInput | TargetRange | LossBroadcast) -> Hashable:
     if isinstance(fact, TargetRange):
         return fact.loss, math.floor(fact.low), math.ceil(fact.high)
     sizes = fact.prediction + fact.result
-    return fact.loss, fact.explicit, len(fact.prediction), tuple(map(sizes.index, sizes))
+    return fact.loss, fact.explicit, len(fact.prediction), tuple(sizes.index(size) for size in sizes)
 
 
 def target_of(term: Term) -> tuple[torch.Tensor | None, int]:
