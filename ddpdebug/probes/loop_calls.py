@@ -29,17 +29,23 @@ class Losses(Part, key="probe:losses"):
     """What was given to backward, told or seen, and the loss scale in force at the step."""
 
     given: list[Callable[[], float]] = field(default_factory=list)  # one for each micro-batch, unscaled
+    divisors: list[float | None] = field(default_factory=list)  # by which the script has divided each at last
     validation: list[Callable[[], float]] = field(default_factory=list)
     seen: bool = False  # the validation losses: nobody has told them
     scale: Callable[[], float] | None = None
 
     def columns(self, _: StepRecord) -> dict[str, Any]:
-        """Return the means, and the scale."""
+        """Return the loss of the step, and the scale.
+
+        Losses that were divided by the number of micro-batches are shares of it, others are losses of their own.
+        """
         found: dict[str, Any] = {"flags": int(Flag.VAL_LOSS_SEEN) if self.seen else 0}
         if self.scale is not None:
             found["loss_scale"] = self.scale()
         if losses := [read() for read in self.given]:
-            found["loss"] = math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.nan
+            shares = all(n is not None and math.isclose(n, len(losses)) for n in self.divisors)
+            whole = math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan
+            found["loss"] = whole if shares else whole / len(losses)
             found["flags"] |= 0 if math.isfinite(found["loss"]) else int(Flag.LOSS_NONFINITE)
         if self.validation:
             found["val_loss"] = math.fsum(read() for read in self.validation) / len(self.validation)

@@ -29,6 +29,7 @@ from ddpdebug.probes.record import Part, SinceLastStep, StepRecord, combined
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.step_veto import StepVeto
 from ddpdebug.probes.training_events import Bus, Tensors
+from ddpdebug.probes.training_loop.loss_graph import divisor
 from ddpdebug.probes.values import loss_reader, rng_digest
 from ddpdebug.schema.announcements import Announce
 from ddpdebug.schema.row import Flag
@@ -208,8 +209,11 @@ class Recorder:
         self._started.append(time.perf_counter())
         known = "probe:scaler" not in self._guard.off  # else nobody knows what the loss was multiplied with
         if known and len(roots) == state.in_backward == 1 and internals.is_plain(roots[0]) and roots[0].numel() == 1:
-            read = loss_reader(roots[0].detach(), self._calls.take_scale())
-            state.since.parts[Losses].given.append(read)
+            scale = self._calls.take_scale()
+            read = loss_reader(roots[0].detach(), scale)
+            losses = state.since.parts[Losses]
+            losses.given.append(read)
+            losses.divisors.append(self._guard.run("probe:losses", divisor, roots[0], by_scaler=scale is not None))
             self._bus.emit(events.LossGiven(roots[0], read))
         self._started[-1] = time.perf_counter()
 

@@ -19,9 +19,11 @@ from ddpdebug.detectors.rcp.rcp819_loss_broadcast import LossBroadcast
 from ddpdebug.instrument.probes import Probes
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.entries import entries_of
+from ddpdebug.probes.loop_calls import Losses
+from ddpdebug.probes.record import SinceLastStep, StepRecord
 from ddpdebug.probes.training_events import BackwardBegan, BackwardEnded
 from ddpdebug.probes.training_loop.labels import Labels
-from ddpdebug.probes.training_loop.loss_graph import facts, is_mean, terms
+from ddpdebug.probes.training_loop.loss_graph import divisor, facts, is_mean, terms
 from ddpdebug.probes.training_loop.modes import Modes
 from ddpdebug.probes.training_loop.parameter_ownership import unregistered
 from ddpdebug.probes.training_loop.schedulers import Schedules
@@ -35,6 +37,7 @@ from ddpdebug.schema.announcements import (
     TargetRange,
     UnusedSchedule,
 )
+from ddpdebug.schema.row import Flag
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 ENTRIES = entries_of(GUARD)
@@ -148,6 +151,37 @@ def test_division_of_the_loss_is_seen() -> None:
     assert [term.scaled for term in terms(divided * torch.tensor(1024.0), by_scaler=True)] == [True]
     assert [term.scaled for term in terms(plain + 0.1 * x.pow(2).mean(), by_scaler=False)] == [False, True]
     assert not is_mean(terms(functional.cross_entropy(x, y, reduction="sum"), by_scaler=False)[0])
+
+
+def test_the_number_that_a_loss_is_divided_by() -> None:
+    """At last and by a number of the script's: not by the scaler, not by what was computed."""
+    x = torch.randn(4, requires_grad=True)
+    loss, scale = x.square().mean(), torch.tensor(1024.0)
+    assert [divisor(one, by_scaler=False) for one in (loss / 4, loss * 0.25, 0.25 * loss)] == [4.0, 4.0, 4.0]
+    assert divisor(loss / 4 * scale, by_scaler=True) == divisor(scale * (loss / 4), by_scaler=True) == 4.0
+    others = (loss, loss + 1, loss / x.sum(), loss * 0, x.detach().requires_grad_())
+    assert [divisor(one, by_scaler=False) for one in others] == [1.0] * 5
+
+
+@pytest.mark.parametrize(
+    "losses, divisors, step",
+    [
+        ([1.0, 2.0], [2.0, 2.0], 3.0),
+        ([1.0, 2.0], [1.0, 1.0], 1.5),
+        ([1.0, 2.0], [4.0, 4.0], 1.5),  # the average of four heads, or a window that was cut short
+        ([1.0, 2.0], [2.0, 1.0], 1.5),
+        ([1.0, 2.0], [2.0, None], 1.5),
+        ([3.0], [1.0], 3.0),
+        ([3.0], [2.0], 3.0),
+    ],
+)
+def test_the_loss_of_a_step_is_what_the_script_means(
+    losses: list[float], divisors: list[float | None], step: float
+) -> None:
+    """The sum of losses that are divided by their number, the mean of others."""
+    part = Losses(given=[lambda value=value: value for value in losses], divisors=divisors)  # type: ignore[misc]
+    record = StepRecord(optimizer=0, step=0, flags=Flag(0), since=SinceLastStep())
+    assert part.columns(record)["loss"] == step
 
 
 def test_saved_tensors_of_the_user_are_not_unpacked() -> None:

@@ -84,6 +84,19 @@ def terms(root: torch.Tensor, *, by_scaler: bool) -> list[Term]:
     return found
 
 
+def divisor(root: torch.Tensor, *, by_scaler: bool) -> float:
+    """Return the number that a loss was divided by at last, 1 where there is none; not by GradScaler."""
+    node = root.grad_fn
+    if by_scaler and node is not None and node.name() in _SCALED:
+        node = next((below for below, _ in node.next_functions if below is not None), None)
+    if node is None or node.name() not in _SCALED or node.next_functions[1][0] is not None:
+        return 1.0
+    other = graph.saved_tensor(node, "other")
+    if other is None or other.numel() != 1 or other.device.type != "cpu" or not float(other):
+        return 1.0
+    return float(other) if node.name() == "DivBackward0" else 1 / float(other)
+
+
 def is_mean(term: Term) -> bool:
     """Tell whether a loss function averages over its elements."""
     return term.node.name() in _MEANS or graph.saved_number(term.node, "reduction") == _MEAN
