@@ -204,7 +204,7 @@ class Patches:
             self._entries.patch(
                 kind,
                 "forward",
-                "inputs and outputs of a model that no DDP wraps, for replays",
+                "inputs and outputs of a model that no DDP wraps, for replays and the rules about the loop",
                 before=[_emits(events.ModuleForwardBegan, self._module_begins)],
                 after=[_emits(events.ModuleForwardEnded, self._module_ends)],
                 failed=[_emits(events.ModuleForwardFailed, self._module_fails)],
