@@ -103,7 +103,7 @@ arguments. All of it is registered in `ddpdebug/probes/entries.py`; what to look
 else has wrapped. This page is made by `make docs` from a real attaching."""
 
 _PATCHES_MORE = (
-    "Of the class of a model that no DDP wraps, `forward` is wrapped as well: its inputs and outputs, for replays."
+    "Of the class of a model that no DDP wraps, `forward` is wrapped as well: its inputs and outputs, for replays and rules."
 )
 
 
