@@ -53,12 +53,12 @@ Exchange._tick = tick_or_not
 """
 _NONSENSE = """
 import random
-from ddpdebug.monitor import monitor
-encode, noise, rows = monitor.encode, random.Random(0), []
+from ddpdebug.probes import record
+encode, noise, rows = record.encode, random.Random(0), []
 def nonsense(row):
     rows.append(row)
     return noise.randbytes(len(encode(row))) if len(rows) % 4 == 0 else encode(row)
-monitor.encode = nonsense
+record.encode = nonsense
 """
 _CIRCLE = """
 from ddpdebug.monitor.monitor import Monitor

@@ -92,7 +92,10 @@ ddp = DDP(model)
         "FAIL1009", _MODEL + "model.second = nn.Linear(16, 4 + rank)\nddp = DDP(model)  # here\n", **_BOTH
     ),
     "nothing to train": Case("FAIL1010", _MODEL + "ddp = DDP(model.requires_grad_(False))  # here\n", **_BOTH),
-    "labels": Case("FAIL1011", _ALONE + "nn.functional.cross_entropy(model(torch.randn(2, 8)), y)  # here\n"),
+    "labels": Case(
+        "FAIL1011",
+        _ALONE + "y = torch.tensor([1, 4])\nnn.functional.cross_entropy(model(torch.randn(2, 8)), y)  # here\n",
+    ),
     "an embedding": Case("FAIL1012", _ALONE + "nn.Embedding(10, 4)(torch.tensor([3, 10]))  # here\n"),
     "shapes": Case("FAIL1013", _ALONE + "model(torch.randn(4, 9))  # here\n"),
     "dtypes": Case("FAIL1014", _ALONE + "model(torch.randn(4, 8, dtype=torch.float64))  # here\n"),

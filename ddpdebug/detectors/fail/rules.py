@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any, ClassVar
+from typing import Any
 
 from ddpdebug import detectors
 from ddpdebug.detectors.comparison import MAX_NAMES
@@ -24,8 +25,6 @@ class TorchError(EventRule):
 
     severity = Severity.CRITICAL
     events = ("failure",)
-    #: Another rank has failed first, and is the one to look at.
-    victim: ClassVar[bool]
 
     def judge(self, fact: Failure) -> Fields | None:
         if code_of(fact.reason) != self.code:
@@ -40,15 +39,29 @@ class TorchError(EventRule):
         return ()  # the same on every rank is one cause; who was first is named
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """An entry of the table: see its head."""
+
+    title: str
+    patterns: list[str]
+    examples: list[str]
+    meaning: str
+    impact: str
+    diagnosis: str
+    causes: list[str]
+    remedy: list[str]
+
+
 @cache
 def _patterns() -> dict[str, re.Pattern[str]]:
-    return {code: re.compile("|".join(entry["patterns"])) for code, entry in _table().items()}
+    return {code: re.compile("|".join(entry.patterns)) for code, entry in _table().items()}
 
 
 @cache
-def _table() -> dict[str, dict[str, Any]]:
+def _table() -> dict[str, Entry]:
     text = resources.files(detectors).joinpath("fail/errors.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
+    return {code: Entry(**fields) for code, fields in tomllib.loads(text).items()}
 
 
 @cache
@@ -60,13 +73,13 @@ def code_of(reason: str) -> str | None:
     return next((code for code, pattern in _patterns().items() if pattern.search(text)), None)
 
 
-def _prose(entry: Mapping[str, Any]) -> str:
+def _prose(entry: Entry) -> str:
     def bullets(items: Iterable[str]) -> str:
         return "\n".join(f"    - {item}" for item in items)
 
     return (
-        f"{entry['meaning']}\n\n    Impact: {entry['impact']}\n\n    Diagnosis: {entry['diagnosis']}\n\n"
-        f"    Causes:\n{bullets(entry['causes'])}\n\n    Remedy:\n{bullets(entry['remedy'])}\n    "
+        f"{entry.meaning}\n\n    Impact: {entry.impact}\n\n    Diagnosis: {entry.diagnosis}\n\n"
+        f"    Causes:\n{bullets(entry.causes)}\n\n    Remedy:\n{bullets(entry.remedy)}\n    "
     )
 
 
@@ -77,15 +90,14 @@ def _ends_with(reason: str, **known: Any) -> Facts:
     return Facts(topic="alone:failure", values={1: {"reason": f"{_PREFIX}{reason}", **known}})
 
 
-def _rule(code: str, entry: Mapping[str, Any]) -> type[TorchError]:
+def _rule(code: str, entry: Entry) -> type[TorchError]:
     fields = {
         "__module__": __name__,
         "__doc__": _prose(entry),
         "code": code,
-        "title": entry["title"],
-        "victim": bool(entry.get("victim")),
+        "title": entry.title,
         "fires_on": Examples(
-            lambda: tuple((_ends_with(text, **known),) for text in entry["examples"] for known in ({}, _KNOWN))
+            lambda: tuple((_ends_with(text, **known),) for text in entry.examples for known in ({}, _KNOWN))
         ),
         "silent_on": Examples(
             lambda: _ends_with("KeyError: 'labels'"),
