@@ -102,7 +102,9 @@ arguments. All of it is registered in `ddpdebug/probes/entries.py`; what to look
 `ddpdebug/instrument/patches.py`. `ddpdebug doctor --verbose` says what is in place on a machine, and what somebody
 else has wrapped. This page is made by `make docs` from a real attaching."""
 
-_PATCHES_MORE = "Of the class of a model without a DDP, `forward` is wrapped as well: its inputs and outputs, for replays and rules."
+_PATCHES_MORE = (
+    "Of the class of a model without a DDP, `forward` is wrapped too: inputs, outputs, for replays and rules."
+)
 
 
 def findings_page() -> str:
