@@ -155,6 +155,8 @@ def judge(  # noqa: PLR0913 - all that is known of a run
     counting = [finding for finding in findings if finding.severity >= fail_on and finding.severity > Severity.INFO]
     counting.sort(key=lambda finding: -finding.severity)
     word, blamed = _worst(ends, outcomes, timed_out=timed_out)
+    if word is Word.FAILED and (early := _left_early(ends, outcomes, blamed)):
+        blamed = early
     if word is Word.CLEAN and (counting or _End.BY_FINDING in ends.values()):
         word = Word.FINDINGS
     if word is Word.CLEAN and damage:
@@ -168,7 +170,9 @@ def judge(  # noqa: PLR0913 - all that is known of a run
         ranks={
             rank: _late(outcomes.get(rank), (places or {}).get(rank))
             if timed_out
-            else _words(ends[rank], outcomes.get(rank), statuses.get(rank))
+            else _words(
+                ends[rank], outcomes.get(rank), statuses.get(rank), early=word is Word.FAILED and rank in blamed
+            )
             for rank in range(world)
         },
         outcomes=outcomes,
@@ -220,6 +224,15 @@ def _ends(outcomes: Mapping[int, Outcome], statuses: Mapping[int, int], world: i
     return ends
 
 
+def _left_early(ends: Mapping[int, _End], outcomes: Mapping[int, Outcome], failed: Sequence[int]) -> list[int]:
+    """Return the ranks that finished after fewer steps than those that failed for want of them."""
+    if not all(_lost_its_peer(outcomes.get(rank)) for rank in failed):
+        return []
+    reached = min(sum(outcomes[rank].steps.values()) for rank in failed)
+    done = [rank for rank, end in ends.items() if end is _End.DONE and rank in outcomes]
+    return [rank for rank in done if sum(outcomes[rank].steps.values()) <= reached]
+
+
 def _gravity(end: _End, status: int | None) -> int:
     """Order ends by how likely they are a cause: launchers send SIGTERM, and torch may abort when a peer has gone."""
     order = {-signal.SIGTERM: 0, -signal.SIGABRT: 1}
@@ -243,7 +256,9 @@ def _end(outcome: Outcome | None, status: int | None) -> _End:
     return _End.FAILED if status > 0 else _End.LOST
 
 
-def _words(end: _End, outcome: Outcome | None, status: int | None) -> str:
+def _words(end: _End, outcome: Outcome | None, status: int | None, *, early: bool = False) -> str:
+    if outcome is not None and early and end is _End.DONE:
+        return f"left after {sum(outcome.steps.values())} optimizer steps while others went on: {outcome.reason}"
     if outcome is not None:
         return outcome.reason
     if status is None or (status == 0 and end is _End.LOST):

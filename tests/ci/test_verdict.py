@@ -152,3 +152,13 @@ def test_places() -> None:
     assert verdict.ranks[0] == "finished"
     assert verdict.ranks[1] == "did not end in time: in train.py:3 (main)"
     assert "nobody knows" in verdict.ranks[2]
+
+
+def test_who_left_early_is_blamed_and_not_who_missed_it() -> None:
+    """A rank that finished after fewer steps than those that lost it; a failure of its own comes first, as ever."""
+    verdict = judge([], {0: _failed(0, _PEER), 1: _done(1, steps=4)}, world=2)
+    assert (verdict.word, verdict.blamed) == (Word.FAILED, (1,))
+    assert verdict.ranks[1] == "left after 4 optimizer steps while others went on: finished"
+    assert judge([], {0: _failed(0, _PEER), 1: _done(1, steps=9)}, world=2).blamed == (0,)
+    assert judge([], {0: _failed(0), 1: _done(1, steps=4)}, world=2).blamed == (0,)
+    assert judge([], {0: _failed(0, _PEER), 1: _done(1, steps=4), 2: _failed(2)}, world=3).blamed == (2,)
