@@ -7,7 +7,7 @@ randomness, no set order. A step that a rule wants details of is parked; later s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from operator import itemgetter
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from ddpdebug.detectors.base import Detector, RankClasses
 from ddpdebug.detectors.catalog import catalog
 from ddpdebug.detectors.kinds import ComparisonRule
-from ddpdebug.diagnosis.local_steps import LocalSteps
+from ddpdebug.diagnosis.local_steps import LocalSteps, mark, unmarked
 from ddpdebug.diagnosis.root_causes import Group, Incidents
 from ddpdebug.schema.announcements import Announcement, Failure, Scope, scope_of
 from ddpdebug.schema.details import KINDS, Detail
@@ -116,11 +116,12 @@ class Diagnosis:
         self._facts: dict[str, dict[int, Announcement]] = {}
         self._held: list[_Held] = []
         self.local_steps = LocalSteps(config or {})
+        self._undecided: dict[int, list[_Queued]] = {}  # optimizer -> steps in which it parted, judged as local so far
 
     @property
     def busy(self) -> bool:
         """Whether steps wait for answers."""
-        return any(not queued.complete() for queued in self._queue)
+        return bool(self._queue)
 
     # --- input --------------------------------------------------------------------------------------------------------
 
@@ -128,6 +129,7 @@ class Diagnosis:
         """Queue the next step; return what the ranks are asked now."""
         for held in self._held:
             held.steps += 1
+        step = unmarked(step)
         self.local_steps.read(step)
         self._queue.append(_Queued(replace(step, facts=self._facts)))
         self._ask(self._queue[-1])
@@ -193,9 +195,7 @@ class Diagnosis:
             overdue = head.ticks > DETAIL_TICKS or len(self._queue) > QUEUE_STEPS
             if not head.complete() and not overdue:
                 break
-            if self.local_steps.undecided(head.step) and len(self._queue) <= QUEUE_STEPS:
-                break
-            self._judge(head)
+            self._judge_as_meant(head)
             self._queue.popleft()
         return self._incidents.news()
 
@@ -203,7 +203,9 @@ class Diagnosis:
         """Judge everything left with the details that are there, and what only the end shows."""
         self._release(everything=True)
         while self._queue:
-            self._judge(self._queue.popleft())
+            self._judge_as_meant(self._queue.popleft())
+        for optimizer in list(self._undecided):
+            self._judge_parted(optimizer)
         for rule in list(self._rules):
             self._admit([(rule, f, None) for f in self._findings(rule, rule.finish)], None)
         return self._incidents.news(last=True)
@@ -278,18 +280,44 @@ class Diagnosis:
 
     # --- judgement ----------------------------------------------------------------------------------------------------
 
-    def _judge(self, queued: _Queued) -> None:
+    def _judge_as_meant(self, queued: _Queued) -> None:
+        """Judge a step; one in which the replicas part is local SGD until later steps show that it is not."""
+        optimizer, local = queued.step.optimizer, self.local_steps
+        if local.parted(optimizer):
+            self._judge_parted(optimizer)
+        step = local.marked(queued.step)
+        if local.undecided(queued.step):
+            step = mark(step)
+            if queued.step.differing:
+                self._undecided.setdefault(optimizer, []).append(queued)
+        elif not local.parted(optimizer) and step is not queued.step:
+            self._undecided.pop(optimizer, None)
+        self._judge(queued, step)
+
+    def _judge_parted(self, optimizer: int) -> None:
+        """Judge the steps of replicas that were not averaged by the rules that have not looked at them yet."""
+        for queued in self._undecided.pop(optimizer, ()):
+            rules = [rule for rule in self._rules if isinstance(rule, ComparisonRule)]
+            local = mark(queued.step)
+            pairs = [
+                (rule, [self._run(rule, _UNKNOWN, self._read, rule, s)[0] for s in (queued.step, local)])
+                for rule in rules
+            ]
+            self._judge(queued, queued.step, only={rule.code for rule, (now, then) in pairs if now is not then})
+
+    def _judge(self, queued: _Queued, step: Step, only: Container[str] | None = None) -> None:
         details = {
             kind: {rank: answer for rank, answer in sorted(answers.items()) if answer is not None}
             for kind, answers in queued.asked.items()
         }
-        step = self.local_steps.marked(queued.step.with_details(details) if details else queued.step)
+        step = step.with_details(details) if details else step
         found: dict[str, list[Finding]] = {}
         seeing, last = self._seeing_all, queued.last
-        read = [rule for rule in self._rules if last or isinstance(rule, ComparisonRule)]
-        readings = dict.fromkeys((rule.code for rule in self._rules), _FREE)
+        rules = self._rules if only is None else [rule for rule in self._rules if rule.code in only]
+        read = [rule for rule in rules if last or isinstance(rule, ComparisonRule)]
+        readings = dict.fromkeys((rule.code for rule in rules), _FREE)
         readings.update((rule.code, self._run(rule, _UNKNOWN, self._read, rule, step)) for rule in read)
-        for rule in tuple(self._rules):
+        for rule in tuple(rules):
             code = rule.code
             if last and not rule.last_state:
                 continue
@@ -311,7 +339,7 @@ class Diagnosis:
         admitted: list[tuple[Detector, Finding, RankClasses | None]] = []
         resting: list[Group] = []
         telling = asked.union(found)
-        for group, rules in self._groups(step.optimizer).items():
+        for group, rules in self._groups(step.optimizer, readings).items():
             reading, shown = max((readings[r.code] for r in rules), key=itemgetter(0))
             if not shown and group.idle and not (telling and any(r.code in telling for r in rules)):
                 continue
@@ -336,13 +364,17 @@ class Diagnosis:
         for group in resting:
             self._incidents.close(group.rest())
 
-    def _groups(self, optimizer: int) -> Mapping[Group, list[Detector]]:
-        """Return the rules by group, in code order."""
+    def _groups(self, optimizer: int, judging: Collection[str]) -> Mapping[Group, list[Detector]]:
+        """Return the rules that judge now by group, in code order."""
         if optimizer not in self._members:
             members = self._members[optimizer] = {}
             for rule in self._rules:
                 members.setdefault(self._incidents.group(rule, optimizer), []).append(rule)
-        return self._members[optimizer]
+        everyone = self._members[optimizer]
+        if len(judging) == len(self._rules):
+            return everyone
+        some = {group: [rule for rule in rules if rule.code in judging] for group, rules in everyone.items()}
+        return {group: rules for group, rules in some.items() if rules}
 
     @staticmethod
     def _repeats(group: Group, rules: Sequence[Detector], asked: frozenset[str]) -> bool:

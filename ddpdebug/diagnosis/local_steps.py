@@ -6,7 +6,7 @@ agree again. Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -16,6 +16,8 @@ from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
 
 _DECLARED = Flag.LOCAL_ONLY | Flag.IN_JOIN | Flag.SHARDED_STATE
+_PARAMETERS = frozenset({"params_before_digest", "params_after_digest"})
+_PARTED = _PARAMETERS | {"grads_digest"}
 
 
 class _Kind(Enum):
@@ -27,10 +29,10 @@ class _Kind(Enum):
 
 @dataclass(slots=True)
 class _Replicas:
+    alike: bool  # models without DDP have begun with the same parameters
     kind: _Kind = _Kind.TOGETHER
-    apart: int = 0  # steps without synchronisation
+    apart: int = 0  # checked steps without synchronisation, from the first that differed
     differed: bool = False  # the parameters themselves, not only the gradients
-    alike: bool = False  # models without DDP have begun with the same parameters
 
 
 class LocalSteps:
@@ -50,31 +52,52 @@ class LocalSteps:
             return
         known = self._replicas.get(step.optimizer)
         if known is None:
-            alike = step.agrees("params_before_digest")
-            known = self._replicas[step.optimizer] = _Replicas(alike=alike)
+            known = self._replicas[step.optimizer] = _Replicas(alike=step.agrees("params_before_digest"))
         if known.kind in {_Kind.LOCAL, _Kind.PARTED}:
             return
         if known.differed and step.agrees("params_before_digest"):
             known.kind = _Kind.LOCAL
         elif _is_apart(step, known):
-            known.apart += 1
-            known.differed |= not step.differing.isdisjoint({"params_before_digest", "params_after_digest"})
-            known.kind = _Kind.UNDECIDED if known.apart <= self._patience else _Kind.PARTED
+            if known.kind is _Kind.UNDECIDED or not step.differing.isdisjoint(_PARTED):
+                known.differed |= not step.differing.isdisjoint(_PARAMETERS)
+                known.apart += step.known("params_before_digest")
+                known.kind = _Kind.UNDECIDED if known.apart <= self._patience else _Kind.PARTED
         elif known.kind is _Kind.UNDECIDED:
             known.kind = _Kind.PARTED  # they synchronise again, and were not averaged before
 
     def undecided(self, step: Step) -> bool:
         """Tell whether later steps have to show what it means that the replicas part in this one."""
-        known = self._replicas.get(step.optimizer)
-        return known is not None and known.kind is _Kind.UNDECIDED and _is_apart(step, known)
+        return self._is(step, _Kind.UNDECIDED)
+
+    def parted(self, optimizer: int) -> bool:
+        """Tell whether later steps have shown that the replicas of an optimizer have parted by mistake."""
+        known = self._replicas.get(optimizer)
+        return known is not None and known.kind is _Kind.PARTED
 
     def marked(self, step: Step) -> Step:
-        """Return the step, with the flag of local SGD where that is what it belongs to."""
+        """Return the step, with the flags of local SGD where that is what it belongs to."""
+        return mark(step) if self._is(step, _Kind.LOCAL) else step
+
+    def _is(self, step: Step, kind: _Kind) -> bool:
         known = self._replicas.get(step.optimizer)
-        if known is None or known.kind is not _Kind.LOCAL or not _is_apart(step, known) or step.any(_DECLARED):
-            return step
-        rows = {rank: row._replace(flags=row.flags | Flag.LOCAL_ONLY) for rank, row in step.rows.items()}
-        return replace(step, rows=rows)
+        return known is not None and known.kind is kind and _is_apart(step, known) and not step.any(_DECLARED)
+
+
+def mark(step: Step) -> Step:
+    """Return the step as one of local SGD."""
+    return _with_flags(step, lambda flags: flags | _MARKS)
+
+
+def unmarked(step: Step) -> Step:
+    """Return a saved step as the ranks have sent it."""
+    return _with_flags(step, lambda flags: flags & ~_MARKS) if step.any(Flag.AVERAGED) else step
+
+
+_MARKS = int(Flag.LOCAL_ONLY | Flag.AVERAGED)
+
+
+def _with_flags(step: Step, change: Callable[[int], int]) -> Step:
+    return replace(step, rows={rank: row._replace(flags=change(int(row.flags))) for rank, row in step.rows.items()})
 
 
 def _is_apart(step: Step, replicas: _Replicas) -> bool:

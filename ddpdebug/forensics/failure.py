@@ -9,7 +9,7 @@ from ddpdebug.forensics.memory.oom import where
 from ddpdebug.probes.step_state import StepState
 
 #: How the reducer of DDP names parameters: by their places among those that require a gradient.
-_PLACES = re.compile(r"Parameter at index (\d+)|did not receive grad for rank \d+:((?: \d+)+)|params\[(\d+)\]")
+_PLACES = re.compile(r"Parameter at index (\d+)|did not receive grad for rank \d+:((?: \d+)+)")
 _MAX_NAMES = 20
 
 
@@ -26,8 +26,8 @@ def about_error(error: BaseException | None, reason: str, state: StepState) -> d
 
 def _named(text: str, state: StepState) -> tuple[str, ...]:
     places = [int(n) for groups in _PLACES.findall(text) for group in groups for n in group.split()]
-    if not places or not state.wrappers:
+    if not places or len(state.wrappers) != 1:  # of several, the text does not say which
         return ()
-    wrapper = state.wrappers[-1]
+    (wrapper,) = state.wrappers
     names = [name for key, name in wrapper.wrapped.items() if key in wrapper.trainable]
     return tuple(names[place] for place in places[:_MAX_NAMES] if place < len(names))

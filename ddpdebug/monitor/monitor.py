@@ -592,8 +592,8 @@ class Monitor:
         run("forensics:holders", self.memory.holder_search.learn, step)
         run("diagnosis", lambda: self._answering.ask(self._diagnosis.feed(step)))
         interval = 1 if self.schedule.every_step else self.schedule.interval(step.step)
-        step = self._diagnosis.local_steps.marked(step)
-        self._write(StepJudged(step=step, interval=interval, overhead_ratio=self.schedule.ratio))
+        meant = run("diagnosis", self._diagnosis.local_steps.marked, step) or step
+        self._write(StepJudged(step=meant, interval=interval, overhead_ratio=self.schedule.ratio))
 
     def _judge_last(self, step: Step) -> None:
         """Compare what the last step has left; it is no step of its own."""

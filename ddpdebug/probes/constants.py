@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from types import CodeType, FunctionType, MethodType
@@ -66,17 +67,16 @@ def _names_read(module: torch.nn.Module) -> set[str] | None:
     """Return all names that occur in the code of the module's forward, and in what it calls of its classes and files.
 
     A tensor that only an evaluation uses may differ between ranks: its name is not among them. None where the code
-    reads attributes by names that it computes.
+    reads attributes by names that it computes, or calls what cannot be followed.
     """
     names: set[str] = set()
-    kinds = {type(part) for part in internals.modules(module)}
-    waiting: list[Any] = [part.forward for part in internals.modules(module)]
+    parts = list(internals.modules(module))
+    kinds = {kind for part in parts for kind in type(part).__mro__ if not _is_torchs(kind)}
+    waiting: list[Any] = [part.forward for part in parts]
     seen: set[CodeType] = set()
     while waiting:
-        function = waiting.pop()
-        function = function.__func__ if isinstance(function, MethodType) else function
-        function = function.fget if isinstance(function, property) else function
-        if not isinstance(function, FunctionType) or function.__module__.startswith("torch."):
+        function = _unwrapped(waiting.pop())
+        if not isinstance(function, FunctionType) or _is_torchs(function):
             continue
         codes = [function.__code__]
         waiting += [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
@@ -86,11 +86,35 @@ def _names_read(module: torch.nn.Module) -> set[str] | None:
                 continue
             seen.add(code)
             codes += [value for value in code.co_consts if isinstance(value, CodeType)]
-            new = {*code.co_names} - names
-            names |= new
+            names.update(code.co_names)
             waiting += [function.__globals__.get(name) for name in code.co_names]
-            waiting += [getattr(kind, name, None) for kind in kinds for name in new]
-    return None if names & {"getattr", "__dict__", "vars", "attrgetter"} else names
+            waiting += [vars(kind)[name] for kind in kinds for name in code.co_names if name in vars(kind)]
+            # every forward of the classes: `super()` leads to one by a name that is no longer looked up here
+            waiting += [vars(kind)["forward"] for kind in kinds if "super" in code.co_names and "forward" in vars(kind)]
+    return None if names & _COMPUTED else names
+
+
+_COMPUTED = {"getattr", "__dict__", "vars", "attrgetter", "import_module"}
+
+
+def _unwrapped(value: Any) -> Any:
+    """Return the function inside of what stands for one: methods, properties, partial objects, decorators."""
+    for _ in range(8):
+        if isinstance(value, MethodType | staticmethod | classmethod):
+            value = value.__func__
+        elif isinstance(value, property):
+            value = value.fget
+        elif isinstance(value, functools.cached_property | functools.partial):
+            value = value.func
+        elif not isinstance(value, FunctionType) and isinstance(getattr(value, "__wrapped__", None), FunctionType):
+            value = value.__wrapped__
+        else:
+            break
+    return value
+
+
+def _is_torchs(thing: Any) -> bool:
+    return str(getattr(thing, "__module__", None) or "").partition(".")[0] == "torch"
 
 
 def _is_filled(cell: Any) -> bool:

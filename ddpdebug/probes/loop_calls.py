@@ -1,4 +1,4 @@
-"""StepCalls of the loop beside forward, backward and step: clipping, loss scaling, loads, gathers, observed losses."""
+"""Calls of the loop beside forward, backward and step: clipping, loss scaling, loads, gathers, observed losses."""
 
 from __future__ import annotations
 
@@ -34,18 +34,32 @@ class Losses(Part, key="probe:losses"):
     seen: bool = False  # the validation losses: nobody has told them
     scale: Callable[[], float] | None = None
 
-    def columns(self, _: StepRecord) -> dict[str, Any]:
-        """Return the loss of the step, and the scale.
+    shares: int = 1  # the losses are so many parts of one, fewer of them in a window that was cut short
 
-        Losses that were divided by the number of micro-batches are shares of it, others are losses of their own.
+    def settle(self, usual: int) -> int:
+        """Learn whether the losses are shares of one, or losses of their own; the step has all of its micro-batches.
+
+        Args:
+            usual: of how many parts losses were until now.
+
+        Returns:
+            the same, as this step has it.
         """
+        count, divisors = len(self.given), set(self.divisors)
+        divisor = divisors.pop() if len(divisors) == 1 else None
+        if divisor is not None and count > 1 and math.isclose(divisor, count):
+            usual = count
+        self.shares = usual if divisor is not None and math.isclose(divisor, usual) and count <= usual else 1
+        return usual
+
+    def columns(self, _: StepRecord) -> dict[str, Any]:
+        """Return the loss of the step, and the scale."""
         found: dict[str, Any] = {"flags": int(Flag.VAL_LOSS_SEEN) if self.seen else 0}
         if self.scale is not None:
             found["loss_scale"] = self.scale()
         if losses := [read() for read in self.given]:
-            shares = all(n is not None and math.isclose(n, len(losses)) for n in self.divisors)
             whole = math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan
-            found["loss"] = whole if shares else whole / len(losses)
+            found["loss"] = whole / len(losses) * self.shares
             found["flags"] |= 0 if math.isfinite(found["loss"]) else int(Flag.LOSS_NONFINITE)
         if self.validation:
             found["val_loss"] = math.fsum(read() for read in self.validation) / len(self.validation)

@@ -32,15 +32,18 @@ class PlainModels:
     def __init__(self, state: StepState) -> None:
         self._state = state
         self._known: list[PlainModel] = []
+        self._made = 0
 
     def living(self) -> list[PlainModel]:
         """Return those that are followed and still live."""
         if self._state.world > 1 or self._state.wrappers:
             return []
+        self._known = [model for model in self._known if model.module() is not None]
         for module in self._state.models():
             if all(model.module() is not module for model in self._known):
-                self._known.append(PlainModel(module, len(self._known)))
-        return [model for model in self._known if model.module() is not None]
+                self._known.append(PlainModel(module, self._made))
+                self._made += 1
+        return self._known
 
     def index(self, module: torch.nn.Module) -> int | None:
         """Return the number of a model; None where it is not one of them."""

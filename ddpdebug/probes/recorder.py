@@ -101,6 +101,7 @@ class Recorder:
         self._models, self._hooks, self._calls, self._veto = models, hooks, calls, veto
         self._hand_over, self._announce, self._due = hand_over, announce, due
         self._started: list[float] = []  # of the forwards and backwards that run
+        self._shares = 1  # losses that are given to backward are so many parts of one
         self._averaged = False  # a ModelAverager was used: replicas differ on purpose in between
         self._by_optimizer: dict[int, OptimizerWatch] = {}
         self._fused: OptimizerWatch | None = None
@@ -156,7 +157,7 @@ class Recorder:
             return
         location = None if ddp.require_backward_grad_sync else user_location()
         wrapper.begin_forward(ddp, in_no_sync=self._models.in_no_sync(ddp), location=location)
-        for told in wrapper.settings.at_forward(ddp.module):
+        for told in self._guard.run("probe:constants", wrapper.settings.at_forward, ddp.module) or ():
             self._announce(replace(told, step=self._state.next_step()), wrapper.index)
         if self._state.checking:
             noted.modes += bytes([m.training for m in internals.modules(ddp.module)])
@@ -346,6 +347,7 @@ class Recorder:
             run("probe:gradients", self._hook, watch)
             if not any(watch.owned):
                 self._bus.emit(events.ParametersUnwrapped(watch.params))
+        self._shares = state.since.parts[Losses].settle(self._shares)
         flags = Flag.FIRST if watch.step == 0 else Flag(0)
         flags |= contract.flags(watch) | (Flag.LOCAL_ONLY if self._averaged else Flag(0))
         record = StepRecord(

@@ -244,7 +244,7 @@ class Summary:
         known = [row for row in rows if int(row["params_after_digest"], 16) or int(row["foreign_params_digest"], 16)]
         if len(known) == len(rows) > 1:
             self.last_states.add((payload["optimizer"], payload["step"]))
-        intended = any(row["flags"] & int(Flag.LOCAL_ONLY | Flag.IN_JOIN) for row in rows)
+        intended = self.local or any(row["flags"] & int(Flag.LOCAL_ONLY | Flag.IN_JOIN) for row in rows)
         counted = self._parted.get(payload["optimizer"]) == payload["step"]
         self.disagreed += not (intended or counted) and len({row["params_after_digest"] for row in known}) > 1
 

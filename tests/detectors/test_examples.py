@@ -11,6 +11,7 @@ from rule_examples import diagnose, judge
 
 from ddpdebug.detectors.base import Detector, Examples, runbook
 from ddpdebug.detectors.catalog import FAMILIES, catalog, planned
+from ddpdebug.detectors.fail.rules import code_of
 from ddpdebug.diagnosis.engine import Diagnosis
 from ddpdebug.schema.finding import Finding, Severity
 
@@ -143,3 +144,29 @@ def test_nothing_fires_on_a_healthy_run() -> None:
             assert diagnosis.feed(step) == []
             assert diagnosis.tick() == []
         assert diagnosis.finish() == []
+
+
+@pytest.mark.parametrize(
+    "text, code",
+    [
+        (
+            "RuntimeError: Input type (torch.cuda.IntTensor) and bias type (torch.IntTensor) should be the same",
+            1015,
+        ),
+        (
+            "RuntimeError: Input type (torch.cuda.IntTensor) and bias type (torch.cuda.Half) should be the same",
+            1014,
+        ),
+        ("RuntimeError: Input type (double) and bias type (float) should be the same", 1014),
+        ("RuntimeError: unable to open shared memory object </torch_1> in read-write mode", 1039),
+        ("sqlite3.OperationalError: unable to open database file", None),
+        ("MySQLdb.OperationalError: Lock wait timeout exceeded; try restarting transaction", None),
+        ("OSError: [Errno 98] Address already in use", None),
+        ("TimeoutError: Timed out while connecting to database", None),
+        ("BrokenPipeError: [Errno 32] Broken pipe", None),
+        ("ConnectionResetError: [Errno 104] Connection reset by peer", None),
+    ],
+)
+def test_an_error_of_torch_is_told_from_others(text: str, code: int | None) -> None:
+    """By its class or by words that nobody else uses; the first rule that knows it counts."""
+    assert code_of(f"exception: {text}") == (None if code is None else f"FAIL{code}")

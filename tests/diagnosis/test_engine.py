@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ddpdebug.diagnosis.root_causes import QUIET_STEPS, explains, refine
 from ddpdebug.schema.announcements import read_announcement
 from ddpdebug.schema.details import read_detail
 from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.row import Flag
+from ddpdebug.schema.row import DIGESTS, Flag
 from ddpdebug.schema.step import Step
 
 Answers = Callable[[str, int, int], Any]
@@ -238,6 +239,49 @@ def test_replicas_that_are_averaged_are_meant_to_part(flags: Flag, answers: Answ
     for period in (None, 40):
         told, _ = run([apart(n, period=period, flags=flags) for n in range(80)], answers)
         assert codes(told)[0] == (code, 0)
+
+
+def test_replicas_may_be_averaged_after_a_time_together_and_seen_now_and_then() -> None:
+    """A phase of synchronised steps before does not count, and steps that were not checked show nothing."""
+    assert codes(run([apart(n, since=48, period=8, flags=Flag.NO_DDP) for n in range(90)], without_ddp)[0]) == []
+    digests = dict.fromkeys(DIGESTS, 0)
+    for every in (3, 5, 10):
+        steps = [apart(n, period=8) for n in range(240)]
+        rows = [{rank: row._replace(**digests) for rank, row in step.rows.items()} for step in steps]
+        seen = [s if s.step % every == 0 else replace(s, rows=r) for s, r in zip(steps, rows, strict=True)]
+        assert codes(run(seen, not_synchronised)[0]) == []
+
+
+def test_saved_steps_of_local_sgd_are_judged_like_those_of_the_run() -> None:
+    """From the average on they are saved as local; those before it were not yet known to be."""
+    steps = [apart(n, period=4) for n in range(20)]
+    diagnosis, saved = Diagnosis(world=4), []
+    for step in steps:
+        diagnosis.feed(step)
+        diagnosis.tick()
+        saved.append(diagnosis.local_steps.marked(step))
+    assert [step.any(Flag.AVERAGED) for step in saved] == [False] * 4 + [True] * 16
+    assert codes(run(saved, not_synchronised)[0]) == []
+    assert codes(run([*saved[:4], *(apart(n) for n in range(4, 8))], not_synchronised)[0])[0] == ("SYNC205", 0)
+
+
+def test_what_has_nothing_to_do_with_the_replicas_is_told_at_once() -> None:
+    """While nobody knows yet whether they are averaged, and while ranks without DDP agree."""
+    for flags in (Flag.UNSYNCED_BACKWARD, Flag.NO_DDP):
+        for parted in (True, False):
+            diagnosis = Diagnosis(world=4)
+            for n in range(8):
+                step = apart(n, flags=flags) if parted else step_at(n, flags=flags)
+                odd = {rank: row._replace(flags=row.flags | Flag.CLIPPED_SCALED) for rank, row in step.rows.items()}
+                for request in diagnosis.feed(replace(step, rows=odd)):
+                    for rank in range(4):
+                        value = not_synchronised(request.kind, rank, request.step)
+                        answer(diagnosis, rank, 0, request.step, request.kind, value)
+                told = codes(diagnosis.tick())
+                assert not diagnosis.busy
+                if told:
+                    break
+            assert told[0][0] == "RCP813"
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
+import torch.fx
 from torch import nn
 
 from ddpdebug.probes.constants import Settings
@@ -126,6 +128,38 @@ def test_a_tensor_that_training_does_not_read_is_none_of_the_constants() -> None
     forward = model.forward
     model.forward = lambda x: getattr(model, "ga" + "in") * forward(x)  # type: ignore[method-assign]
     assert "validation_z" in told(model, 9)
+
+
+class Derived(Embedding):
+    """Reads by way of `super`, of a cached property, and of a method with a decorator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seed, self.more, self.never = torch.ones(2), torch.ones(2), torch.ones(2)
+
+    @functools.cached_property
+    def shift(self) -> torch.Tensor:
+        """Made once."""
+        return 2 * self.seed
+
+    @functools.lru_cache(maxsize=1)  # noqa: B019 - as people do
+    def _more(self) -> torch.Tensor:
+        return self.more
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.shift + self._more())
+
+
+def test_what_is_inherited_and_what_is_cached_is_read() -> None:
+    """The forward of a base class is one of them."""
+    assert set(told(Derived(), 9)) == {"table", "scales[0]", "seed", "more"}
+
+
+def test_code_that_belongs_to_no_module() -> None:
+    """What torch.fx makes has no name of a module; it is followed like any other."""
+    model = nn.Sequential(torch.fx.symbolic_trace(nn.Linear(2, 2)))
+    model[0].offset = torch.ones(2)
+    assert told(model, 9) == {}
 
 
 def test_a_forward_that_leads_to_another_method() -> None:

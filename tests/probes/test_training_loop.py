@@ -168,18 +168,21 @@ def test_the_number_that_a_loss_is_divided_by() -> None:
     [
         ([1.0, 2.0], [2.0, 2.0], 3.0),
         ([1.0, 2.0], [1.0, 1.0], 1.5),
-        ([1.0, 2.0], [4.0, 4.0], 1.5),  # the average of four heads, or a window that was cut short
+        ([1.0, 2.0], [4.0, 4.0], 6.0),  # a window that was cut short
+        ([1.0, 2.0], [3.0, 3.0], 1.5),  # the average of three heads
         ([1.0, 2.0], [2.0, 1.0], 1.5),
         ([1.0, 2.0], [2.0, None], 1.5),
         ([3.0], [1.0], 3.0),
         ([3.0], [2.0], 3.0),
+        ([0.5], [4.0], 2.0),
     ],
 )
 def test_the_loss_of_a_step_is_what_the_script_means(
     losses: list[float], divisors: list[float | None], step: float
 ) -> None:
-    """The sum of losses that are divided by their number, the mean of others."""
+    """The sum of losses that are shares of one, also where some are missing; the mean of others. Four were usual."""
     part = Losses(given=[lambda value=value: value for value in losses], divisors=divisors)  # type: ignore[misc]
+    assert part.settle(4) == (2 if divisors == [2.0, 2.0] else 4)
     record = StepRecord(optimizer=0, step=0, flags=Flag(0), since=SinceLastStep())
     assert part.columns(record)["loss"] == step
 

@@ -27,6 +27,7 @@ class ValidationInTrainMode(EventRule):
     - `eval()` was called on another object, or only on a submodule
     - a callback or a sampling function calls `train()` in the middle of evaluation
     - dropout or batch statistics in evaluation on purpose
+    - none of these: forwards that collect data for training (reinforcement learning), which dropout disturbs as well
 
     Remedy:
     - `model.eval()` with `torch.no_grad()` or `torch.inference_mode()` around evaluation, `model.train()` after it
