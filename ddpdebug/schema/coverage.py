@@ -67,7 +67,7 @@ _PROBES = {
     "parameters": "parameters frozen replicas built last-state structure",
     "gradients": "gradients step-gradients wrapper no-sync comm-hook backward clip gather call-site",
     "optimizer": "optimizer row scaler hyper state threads",
-    "forward": "forward batch output broadcast buffers layers",
+    "forward": "forward batch output broadcast buffers layers constants",
     "numerics": "numerics numerics-forward numerics-loss numerics-gradients numerics-after modules entry guard "
     "loss-backward",
     "recipe": "recipe recipe-forward losses labels leaks clearing schedules audit modes chance inputs cuts no-grad "
