@@ -1,4 +1,7 @@
-"""Three threads train three models of their own at the same time."""
+"""Three threads train three models of their own at the same time.
+
+run: alone
+"""
 
 import threading
 
