@@ -288,7 +288,7 @@ class Diagnosis:
         step = local.marked(queued.step)
         if local.undecided(queued.step):
             step = mark(step)
-            if queued.step.differing:
+            if queued.step.any(Flag.CHECKED):  # no other shows more later; so they are no more than the patience allows
                 self._undecided.setdefault(optimizer, []).append(queued)
         elif not local.parted(optimizer) and step is not queued.step:
             self._undecided.pop(optimizer, None)

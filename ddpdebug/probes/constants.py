@@ -67,7 +67,7 @@ def _names_read(module: torch.nn.Module) -> set[str] | None:
     """Return all names that occur in the code of the module's forward, and in what it calls of its classes and files.
 
     A tensor that only an evaluation uses may differ between ranks: its name is not among them. None where the code
-    reads attributes by names that it computes, or calls what cannot be followed.
+    reads attributes by names that it computes. What is called through an object of another kind is not followed.
     """
     names: set[str] = set()
     parts = list(internals.modules(module))

@@ -252,6 +252,22 @@ def test_replicas_may_be_averaged_after_a_time_together_and_seen_now_and_then() 
         assert codes(run(seen, not_synchronised)[0]) == []
 
 
+def test_steps_that_nobody_has_checked_are_not_kept() -> None:
+    """Batches differ in every step, and a run may check few: what waits for an average is bounded all the same."""
+    diagnosis = Diagnosis(world=4)
+    for number in range(200):
+        step = apart(number)
+        if number % 20:
+            rows = {
+                rank: row._replace(**{**dict.fromkeys(DIGESTS, 0), "batch_digest": rank + 1}, flags=row.flags & ~2)
+                for rank, row in step.rows.items()
+            }
+            step = replace(step, rows=rows)
+        diagnosis.feed(step)
+        diagnosis.finish() if number == 199 else diagnosis.tick()
+        assert sum(map(len, diagnosis._undecided.values())) <= 1 + number // 20
+
+
 def test_saved_steps_of_local_sgd_are_judged_like_those_of_the_run() -> None:
     """From the average on they are saved as local; those before it were not yet known to be."""
     steps = [apart(n, period=4) for n in range(20)]
