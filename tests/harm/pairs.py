@@ -273,11 +273,12 @@ def _measured(text: str) -> list[tuple[str, int, int]]:
     return found
 
 
-#: Lines of the launcher, of gloo and of torch's teardown: they carry times and ports, or come now and then.
+#: Lines of the launcher, of gloo and of torch's teardown: they carry times and ports, or come now and then. The last
+#: ones stand below a store's warning.
 _NOISE = re.compile(
     r"^(\[?[WEIF]\d{4} |\*+$|Setting OMP_NUM|\[Gloo\]|\[rank\d\]:\[?[WEI]|terminate called|\[W\d"
     r"|USDT:|.*SyncActivityProfiler|=====|-----|\s*$"
-    r"|Exception raised from \w+ at .*\(most recent call first\):$|frame #\d+: )"  # below a store's warning
+    r"|Exception raised from \w+ at .*\(most recent call first\):$|frame #\d+: |<omitting python frames>$)"
 )
 _OURS = re.compile(r"^(\[rank\d\]: )?ddpdebug")
 _OURS_MORE = re.compile(r"^  (where|what|evidence|perhaps|next|      )")

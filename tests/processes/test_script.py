@@ -163,8 +163,10 @@ def test_symlink(tmp_path: Path) -> None:
 
 def test_interrupt_from_outside(tmp_path: Path) -> None:
     """Ctrl-C ends the script by SIGINT after its own `finally`, like plain Python."""
-    # on one line, which the traceback names wherever the signal comes
-    source = "import time\ntry:\n    print('up', flush=True); time.sleep(600)\nfinally:\n    print('down')"
+    # on one line, which the traceback names wherever the signal comes; and in short naps: a signal between two of them
+    # is seen after the next one, but before a single long one it would be seen only when that is over
+    loop = "while print(*up, end='', flush=True) is None: up.clear(); time.sleep(0.01)"
+    source = f"import time\nup = ['up\\n']\ntry:\n    {loop}\nfinally:\n    print('down')"
     _write({"a.py": source}, tmp_path)
     ends = []
     for words in (["a.py"], [str(_RUNNER), "a.py"]):

@@ -18,6 +18,7 @@ Nothing of a job is left behind.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import json
@@ -38,6 +39,8 @@ from machine import free_port
 _SCRIPTS = Path(__file__).resolve().parent.parent / "harm" / "scripts"
 #: Descriptors of this process that its ranks must not have.
 _PIPES: list[int] = []
+#: A rank that has not ended in time prints its stacks at this one, before it is killed. No test uses it.
+_WHERE = signal.SIGRTMAX - 1
 
 
 def _become(job: dict[str, Any], rank: int, words: list[str]) -> None:
@@ -81,6 +84,7 @@ def _child(job: dict[str, Any], rank: int, port: int, folder: Path) -> None:
         sys.path.insert(1, str(_SCRIPTS))
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
+        faulthandler.register(_WHERE, sys.stderr)
         _become(job, rank, [str(_SCRIPTS / job["script"]), *job["args"]])
         status = 0
     except SystemExit as error:
@@ -163,6 +167,8 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
             late = time.monotonic() - started > job["timeout"]
             for rank in pids.keys() - results.keys():
                 if late:
+                    os.kill(pids[rank], _WHERE)
+                    time.sleep(1)
                     os.killpg(pids[rank], signal.SIGKILL)
                 pid, status = os.waitpid(pids[rank], 0 if late else os.WNOHANG)
                 if pid:
