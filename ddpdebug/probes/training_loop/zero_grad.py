@@ -12,8 +12,8 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -118,8 +118,8 @@ class Clearing:
 
     def begin_backward(self) -> None:
         """See which gradients were cleared since the last backward or step."""
-        with self._readable() as readable:
-            for fed in readable:
+        with self._alone() as alone:
+            for fed in self._readable(alone=alone):
                 now = fed.look()
                 cleared = now != fed.marks or not any(now)
                 if fed.stale and (cleared or fed.is_zero()):
@@ -131,8 +131,8 @@ class Clearing:
 
     def end_backward(self) -> None:
         """See which gradients the backward has fed."""
-        with self._readable() as readable:
-            for fed in readable:
+        with self._alone() as alone:
+            for fed in self._readable(alone=alone):
                 now = fed.look()
                 if now != fed.marks:
                     fed.carried = fed.carried or fed.stale
@@ -160,11 +160,9 @@ class Clearing:
         fed.marks = fed.look()
         fed.stale, fed.carried, fed.discards = any(fed.marks), False, 0
 
-    @contextmanager
-    def _readable(self) -> Iterator[list[Fed]]:
-        """Give those whose gradients may be read now, while they may."""
-        with self._alone() as alone:
-            yield [fed for fed in self._living() if alone or self._is_own(fed)]
+    def _readable(self, *, alone: bool) -> list[Fed]:
+        """Return those whose gradients may be read now."""
+        return [fed for fed in self._living() if alone or self._is_own(fed)]
 
     def _is_own(self, fed: Fed) -> bool:
         """Tell whether this thread alone trains an optimizer."""
