@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from ddpdebug.forensics.memory.oom import where
 from ddpdebug.probes.step_state import StepState
+from ddpdebug.probes.threads import always_alone
 
 #: How the reducer of DDP names parameters: by their places among those that require a gradient.
 _PLACES = re.compile(r"Parameter at index (\d+)|did not receive grad for rank \d+:((?: \d+)+)")
 _MAX_NAMES = 20
 
 
-def about_error(error: BaseException | None, reason: str, state: StepState) -> dict[str, Any]:
+def about_error(
+    error: BaseException | None,
+    reason: str,
+    state: StepState,
+    alone: Callable[[], AbstractContextManager[bool]] = always_alone,
+) -> dict[str, Any]:
     """Return the fields of `Failure` that the exception and the models tell.
 
     Args:
         error: None where nobody has it: only its text is known then.
         reason: with its class and text.
+        alone: tells whether gradients may be read here.
     """
-    found = {} if error is None else where(error, state)
+    found = {} if error is None else where(error, state, alone)
     return {**found, "raised_in": state.next_step(), "named": _named(reason, state)}
 
 

@@ -253,7 +253,8 @@ class Monitor:
         if self._exchange is None and (self._steps or self.command):
             self._begin(alone=True)
         if reason.startswith("exception"):
-            known = self.guard.run("close:failure", about_error, error, reason, self.probes.state) or {}
+            state, alone = self.probes.state, self.probes.entries.threads.alone
+            known = self.guard.run("close:failure", about_error, error, reason, state, alone) or {}
             if (newest := self._records.newest()) is not None:
                 gradients = newest.parts.get(GradientDigests)
                 known |= {"step": newest.step, "missing": () if gradients is None else tuple(gradients.missing)}

@@ -46,6 +46,10 @@ class StepState:
         """Return the newest watch of the optimizer with this number."""
         return next(watch for watch in reversed(tuple(self.watches)) if watch.index == index)
 
+    def is_given_up(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Tell whether several threads step the parameters of an optimizer."""
+        return any(watch.given_up and optimizer in watch.optimizers() for watch in tuple(self.watches))
+
     def follow(self, module: torch.nn.Module) -> None:
         """Take a model that trains without a DDP."""
         self._unwrapped = [ref for ref in self._unwrapped if ref() is not None]

@@ -4,12 +4,26 @@ What belongs to a step (its batch, its gradients, the lines that ran) is told ap
 so the events of two threads would be mixed up, and gradients would be read while another thread writes them. The first
 thread that trains is followed until it ends. Where ranks are compared, all must follow the same one of several threads:
 the one of the first model.
+
+To read is not safe either. `p.grad = None`, as in `zero_grad`, lets go of the interpreter's lock while it frees the
+gradient, and `p.grad` still leads to it (torch 2.13): a thread that reads `p.grad` at that moment gets what is being
+freed, and the process ends by a signal. So `.grad` is read of what this thread itself trains, in its own events, and of
+anything else only inside of `alone`.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+#: How long a thread waits for another's look to end before it trains regardless, in seconds: a look takes microseconds.
+_PATIENCE = 1.0
+
+
+def always_alone() -> AbstractContextManager[bool]:
+    """Stand in for `Threads.alone` where there is one thread."""
+    return nullcontext(True)
 
 
 class Threads:
@@ -25,6 +39,7 @@ class Threads:
         self.compared = False  # between ranks
         self._thread: threading.Thread | None = None
         self._tell = tell
+        self._changing = threading.RLock()  # a signal handler of the looking thread may train
 
     def is_here(self) -> bool:
         """Tell whether this is the followed thread, or may still become it."""
@@ -38,11 +53,18 @@ class Threads:
         """
         if self.ident == threading.get_ident():
             return True
-        if (self.ident is None or not self._lives()) and (not self.compared or self._is_alike(model)):
-            self._thread, self.ident = threading.current_thread(), threading.get_ident()
-            return True
-        if not self.several:
-            self.several = True
+        if self.several and self._lives():
+            return False
+        taken = self._changing.acquire(timeout=_PATIENCE)
+        try:
+            if (self.ident is None or not self._lives()) and (not self.compared or self._is_alike(model)):
+                self._thread, self.ident = threading.current_thread(), threading.get_ident()
+                return True
+            first, self.several = not self.several, True
+        finally:
+            if taken:
+                self._changing.release()
+        if first:
             followed = "the first model's" if self._thread is None else repr(self._thread.name)
             self._tell(
                 "threads",
@@ -50,6 +72,10 @@ class Threads:
                 f"{threading.current_thread().name!r} and any further one do is not checked",
             )
         return False
+
+    def alone(self) -> AbstractContextManager[bool]:
+        """Tell whether only this thread trains; no other begins to before the block ends."""
+        return _Alone(self, self._changing)
 
     def may_build(self) -> bool:
         """Tell whether a model that is built here gets the same number on every rank."""
@@ -77,3 +103,23 @@ class Threads:
         """Yield the threads that may train as well; helpers (loaders, loggers, ours) are daemons."""
         own = threading.current_thread()
         return (t for t in threading.enumerate() if t is not own and not t.daemon)
+
+
+class _Alone(AbstractContextManager[bool]):
+    """One look. A class: as a generator it would take three times as long, some times in each step."""
+
+    __slots__ = ("_changing", "_taken", "_threads")
+
+    def __init__(self, threads: Threads, changing: threading.RLock) -> None:
+        self._threads, self._changing, self._taken = threads, changing, False
+
+    def __enter__(self) -> bool:
+        threads = self._threads
+        if threads.several:
+            return False
+        self._taken = self._changing.acquire(timeout=_PATIENCE)
+        return self._taken and threads.is_here() and not threads.several
+
+    def __exit__(self, *_: object) -> None:
+        if self._taken:
+            self._changing.release()

@@ -343,7 +343,8 @@ class MemoryState(Announcement):
     peak: int = 0
     limit: int = 0
     sample: Mapping[str, int] = field(default_factory=dict)  # every number of `probes.memory.MemorySample`
-    split: Mapping[str, int] = field(default_factory=dict)  # parameters, gradients, optimizer_state, buffers, other
+    #: parameters, gradients, optimizer_state, buffers, other; gradients that could not be read: gradients_and_other
+    split: Mapping[str, int] = field(default_factory=dict)
     largest: Mapping[str, str] = field(default_factory=dict)  # module -> what its parameters and their like take
     operation: str | None = None  # the autograd node that ran
     lines: Mapping[str, int] = field(default_factory=dict)  # by the line that allocated, with a memory history

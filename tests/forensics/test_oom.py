@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,9 @@ from ddpdebug.forensics.memory import oom
 from ddpdebug.forensics.memory.memory import MemoryForensics
 from ddpdebug.forensics.memory.oom import Reports, is_out_of_memory, requested_bytes, where
 from ddpdebug.isolation.guard import Guard
+from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.memory import Failure, MemoryProbe, MemorySample
+from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus, ForwardBegan, Tensors
 from ddpdebug.schema.announcements import AllocationFailure, MemoryState
@@ -193,6 +196,28 @@ def test_other_ranks_write_when_they_hear_of_it(rank: Rank, tmp_path: Path) -> N
     )
     mine.hear(1, summary)
     assert told[1:] == [{"batch": {"1": "0 elements (none yet)", "3": "32768 elements (8x4096)"}}]
+
+
+def test_the_background_thread_reads_no_gradients(rank: Rank) -> None:
+    """The training thread may be clearing them: what they take is then in the rest."""
+    told: list[Any] = []
+    model = nn.Linear(4, 4, bias=False)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = OptimizerWatch(optimizer, 0)
+    watch.refresh([])
+    rank.state.watches.append(watch)
+    mine = reports(rank, None, told)
+    assert entries_of(rank.guard).threads.begins()
+    mine.failed(raised(fail))
+    thread = threading.Thread(target=mine.hear, args=(3, AllocationFailure()))
+    thread.start()
+    thread.join()
+    here, there = (summary.split for summary in told)
+    assert (here["parameters"], here["gradients"]) == (64, 64)
+    assert there["parameters"] == 64
+    assert {"gradients_and_other"} == there.keys() - here.keys()
+    assert {"gradients", "other"} == here.keys() - there.keys()
 
 
 def test_a_summary_waits_for_its_directory(rank: Rank, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from torch import nn
 from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.guard import Guard, contained
 from ddpdebug.isolation.user_code import is_users
-from ddpdebug.probes import entries as entries_module
+from ddpdebug.probes import entries as entries_module, threads as threads_module
 from ddpdebug.probes.entries import Entries, entries_of
 from ddpdebug.probes.threads import Threads
 
@@ -734,6 +734,64 @@ def test_ranks_follow_the_same_one_of_several_threads() -> None:
     for thread in both:
         thread.join()
     assert found == {1: False, 0: True}
+
+
+def test_who_looks_alone_is_let_finish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins to train when the look is over; from then on nobody is alone, and another never was."""
+    monkeypatch.setattr(threads_module, "_PATIENCE", 600.0)
+    threads = Threads(lambda part, text: None)
+    assert threads.begins()
+    order: list[str] = []
+    ready = threading.Event()
+
+    def second() -> None:
+        with threads.alone() as alone:
+            order.append(f"second {alone}")
+        ready.set()
+        threads.begins()
+        order.append("second begins")
+
+    thread = threading.Thread(target=second)
+    with threads.alone() as alone:
+        order.append(f"first {alone}")
+        assert threads.begins()  # a signal handler of this thread may train
+    thread.start()
+    ready.wait(600)
+    thread.join()
+    with threads.alone() as alone:
+        order.append(f"first {alone}")
+    assert order == ["first True", "second False", "second begins", "first False"]
+
+
+def test_a_thread_does_not_begin_to_train_while_another_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for the end of the look, but not for ever: the job goes on whatever holds the look up."""
+    monkeypatch.setattr(threads_module, "_PATIENCE", 600.0)
+    threads = Threads(lambda part, text: None)
+    assert threads.begins()
+    order: list[str] = []
+    about_to = threading.Event()
+
+    def second() -> None:
+        about_to.set()
+        threads.begins()
+        order.append("second begins")
+
+    thread = threading.Thread(target=second)
+    with threads.alone() as alone:
+        assert alone
+        thread.start()
+        about_to.wait(600)
+        thread.join(0.2)  # without the lock it would be through
+        assert not threads.several
+        order.append("the look ends")
+    thread.join()
+    assert order == ["the look ends", "second begins"]
+    monkeypatch.setattr(threads_module, "_PATIENCE", 0.01)
+    other = Threads(lambda part, text: None)
+    assert other.begins()
+    with other.alone():
+        assert not _in_thread(other.begins)
+        assert other.several
 
 
 def test_names_of_the_wrappers_file() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.loop_calls import Losses
 from ddpdebug.probes.record import SinceLastStep, StepRecord
+from ddpdebug.probes.threads import Threads
 from ddpdebug.probes.training_events import BackwardBegan, BackwardEnded
 from ddpdebug.probes.training_loop.labels import Labels
 from ddpdebug.probes.training_loop.loss_graph import divisor, facts, is_mean, terms
@@ -324,6 +327,79 @@ def test_the_other_networks_gradients_may_be_cleared() -> None:
             assert clearing.before_step(optimizer) == UNTOUCHED
             optimizer.step()
             clearing.after_step(optimizer)
+
+
+class Spied(nn.Parameter):
+    """Notes that its gradient is read: while another thread clears it, that would end the process."""
+
+    readers: ClassVar[list[int]] = []
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        self.readers.append(id(self))
+        found: torch.Tensor | None = torch._C.TensorBase.grad.__get__(self)
+        return found
+
+
+def spied() -> tuple[int, torch.optim.Optimizer]:
+    """An optimizer of one such parameter, with the parameter's number."""
+    parameter = Spied(torch.ones(2))
+    torch._C.TensorBase.grad.__set__(parameter, torch.ones(2))
+    return id(parameter), torch.optim.SGD([parameter], lr=0.1)
+
+
+def elsewhere(call: Callable[..., Any], *args: Any) -> None:
+    """Call something in a thread that ends with it."""
+    thread = threading.Thread(target=call, args=args)
+    thread.start()
+    thread.join()
+
+
+def read_in_a_step(clearing: Clearing, optimizer: torch.optim.Optimizer) -> set[int]:
+    """Whose gradients a step of this thread reads."""
+    Spied.readers.clear()
+    clearing.begin_backward()
+    clearing.end_backward()
+    clearing.before_step(optimizer)
+    clearing.after_step(optimizer)
+    return set(Spied.readers)
+
+
+def test_gradients_that_another_thread_may_clear_are_not_read() -> None:
+    """An optimizer is looked at from when it is built, in one thread; with several, from its first step in this one."""
+    threads = Threads(lambda part, text: None)
+    clearing = Clearing(threads.alone)
+    (own, mine), (later, second), (others, third) = spied(), spied(), spied()
+    Spied.readers.clear()
+    for optimizer in (mine, second, third):
+        elsewhere(clearing.of, optimizer)
+    assert not Spied.readers  # whoever builds an optimizer may do so while another thread trains its parameters
+    assert threads.begins()
+    assert read_in_a_step(clearing, mine) == {own, later, others}
+    clearing.begin_backward()
+    elsewhere(threads.begins)  # between the two ends of a backward
+    Spied.readers.clear()
+    clearing.end_backward()
+    assert set(Spied.readers) == {own}
+    assert read_in_a_step(clearing, second) == {own, later}
+    assert clearing.before_step(second) == UNTOUCHED
+    assert clearing.number() == 3
+    assert others not in read_in_a_step(clearing, mine)
+    del third
+
+
+def test_what_an_ended_thread_has_trained_may_be_another_ones_by_now() -> None:
+    """Its optimizers are read again once this thread has stepped them, and none that is given up."""
+    given_up: list[torch.optim.Optimizer] = []
+    clearing = Clearing(lambda: nullcontext(False), given_up.__contains__)
+    (own, mine), (before, theirs) = spied(), spied()
+    elsewhere(clearing.before_step, theirs)
+    elsewhere(clearing.after_step, theirs)
+    assert read_in_a_step(clearing, mine) == {own}
+    assert clearing.before_step(theirs) == UNTOUCHED
+    assert read_in_a_step(clearing, mine) == {own, before}
+    given_up.append(theirs)
+    assert read_in_a_step(clearing, mine) == {own}
 
 
 def test_schedulers_are_counted_where_the_user_calls_them() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.forensics.memory.holders import search
 from ddpdebug.probes.handover import Plans
 from ddpdebug.probes.step_state import StepState
+from ddpdebug.probes.threads import always_alone
 from ddpdebug.probes.training_events import Bus, StepClosing
 from ddpdebug.schema.details import Holders
 from ddpdebug.schema.step import Step
@@ -38,10 +41,16 @@ class HolderSearch:
     All state belongs to the background thread; `boundary` knows the plans only.
     """
 
-    def __init__(self, bus: Bus, state: StepState, plans: Plans | None = None) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        state: StepState,
+        plans: Plans | None = None,
+        alone: Callable[[], AbstractContextManager[bool]] = always_alone,
+    ) -> None:
         self.rank = 0
         self.searches = 0
-        self._state, self._plans = state, plans or Plans()
+        self._state, self._plans, self._alone = state, plans or Plans(), alone
         self._first: dict[int, int] = {}
         self._now: dict[int, tuple[int, int]] = {}  # rank -> (live graphs, growth)
         self._search: _Search | None = None  # the newest
@@ -98,13 +107,19 @@ class HolderSearch:
         for wanted in self._plans.take(_KIND):
             try:
                 frame = sys._getframe(1)  # noqa: SLF001 - to walk the stack
-                wanted.result = search(known_tensors(self._state), frame)
+                with self._alone() as alone:
+                    known = known_tensors(self._state, gradients=alone)
+                wanted.result = search(known, frame)
             finally:
                 wanted.made = True
 
 
-def known_tensors(state: StepState) -> set[int]:
-    """Return the ids of the tensors that are meant to stay: parameters, gradients, buffers, optimizer state."""
+def known_tensors(state: StepState, *, gradients: bool) -> set[int]:
+    """Return the ids of the tensors that are meant to stay: parameters, gradients, buffers, optimizer state.
+
+    Args:
+        gradients: they may be read here.
+    """
     known: set[int] = set()
     for wrapper in state.wrappers:
         module = wrapper.module()
@@ -116,6 +131,6 @@ def known_tensors(state: StepState) -> set[int]:
         for optimizer in watch.optimizers():
             for held in list(optimizer.state.values()):
                 known.update(map(id, held.values()))
-    for watch in state.watches:
+    for watch in state.watches if gradients else ():
         known.update(id(p.grad) for p in watch.params if p.grad is not None)
     return known

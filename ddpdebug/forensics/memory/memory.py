@@ -49,7 +49,7 @@ class MemoryForensics:
         redactor: Redactor | None = None,
         disk: Disk | None = None,
     ) -> None:
-        self.holder_search = HolderSearch(bus, state, plans)
+        self.holder_search = HolderSearch(bus, state, plans, entries_of(guard).threads.alone)
         self.reports = Reports(bus, state, guard, memory, add_to, announce, directory, redactor=redactor, disk=disk)
         self._guard, self._memory, self._announce = guard, memory, announce
         self._declared: tuple[ExpectedGrowth, ...] = ()

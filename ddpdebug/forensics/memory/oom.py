@@ -11,6 +11,7 @@ import pickle
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -30,6 +31,7 @@ from ddpdebug.isolation.user_code import is_user_file, is_users, local_values, s
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.memory import Failure, MemoryProbe
 from ddpdebug.probes.step_state import StepState
+from ddpdebug.probes.threads import always_alone
 from ddpdebug.probes.training_events import BackwardFailed, Bus, FirstForward, ForwardFailed
 from ddpdebug.redaction import Redactor
 from ddpdebug.run_directory import reader as run_files
@@ -79,6 +81,7 @@ class Reports:
         self.level = "off"  # how much of the allocator's history CUDA records: `off`, `light` or `full`
         self.rule = ExplainingRule()  # whose thresholds are those of MEM401
         self._state, self._guard, self._memory = state, guard, memory
+        self._alone = entries_of(guard).threads.alone
         self._add_to, self._announce = add_to, announce
         self._directory = directory
         self._seen: set[int] = set()
@@ -134,7 +137,7 @@ class Reports:
             return
         self._seen.add(id(error))
         failure = self._memory.take_failure()
-        place = where(error, self._state)
+        place = where(error, self._state, self._alone)
         numbers = self._numbers(failure)
         requested = failure.requested if failure is not None else requested_bytes(str(error))
         known = {**place, **numbers, "requested": requested, "error": str(error)[:2000]}
@@ -160,7 +163,8 @@ class Reports:
         sample = failure.sample if failure is not None else memory.provider.sample()
         on_device = bool(sample.device_allocated_bytes)
         used = sample.device_allocated_bytes or sample.host_private_bytes
-        split, largest = split_of(state, used)
+        with self._alone() as alone:  # not in the background thread
+            split, largest = split_of(state, used, gradients=alone)
         names = module_names(state)
         modules = failure.modules.items() if failure is not None else ()
         return {
@@ -220,8 +224,14 @@ class Reports:
 # --- where ------------------------------------------------------------------------------------------------------------
 
 
-def where(error: BaseException, state: StepState) -> dict[str, Any]:
-    """Return phase, module and line of an error, read from the frames of its traceback."""
+def where(
+    error: BaseException, state: StepState, alone: Callable[[], AbstractContextManager[bool]] = always_alone
+) -> dict[str, Any]:
+    """Return phase, module and line of an error, read from the frames of its traceback.
+
+    Args:
+        alone: tells whether gradients may be read here; without them the module of a backward is not known.
+    """
     names = module_names(state)
     phase, module, line = None, None, None
     for frame in _callers(error.__traceback__):  # where it was caught lies above what it has left
@@ -242,7 +252,8 @@ def where(error: BaseException, state: StepState) -> dict[str, Any]:
                 module = names.get(id(running), type(running).__name__)
                 phase = phase or "forward"
     if phase == "backward" and module is None:
-        module = _backward_module(state)
+        with alone() as readable:
+            module = _backward_module(state) if readable else None
     return {"phase": phase or "between", "module": module, "location": line}
 
 
@@ -298,12 +309,16 @@ def module_names(state: StepState) -> dict[int, str]:
     return names
 
 
-def split_of(state: StepState, used: int) -> tuple[dict[str, int], dict[str, str]]:
-    """Return bytes by kind (what is left is `other`: activations, buckets, caches), and the largest modules."""
+def split_of(state: StepState, used: int, *, gradients: bool = True) -> tuple[dict[str, int], dict[str, str]]:
+    """Return bytes by kind (what is left is `other`: activations, buckets, caches), and the largest modules.
+
+    Args:
+        gradients: they may be read here; otherwise they are among what is left, `gradients_and_other`.
+    """
     sizes = Counter[str]()
     modules = Counter[str]()
     seen: set[int] = set()
-    found = [*_of_models(state), *_of_optimizers(state)]
+    found = [*_of_models(state, gradients=gradients), *_of_optimizers(state, gradients=gradients)]
     main = Counter(t.device.type for kind, _, t in found if kind == "parameters").most_common(1)
     for kind, name, tensor in found:
         here = isinstance(tensor, torch.Tensor) and tensor.device.type == main[0][0]
@@ -311,8 +326,9 @@ def split_of(state: StepState, used: int) -> tuple[dict[str, int], dict[str, str
             seen.add(id(tensor))
             sizes[kind] += tensor.nbytes
             modules[name.rpartition(".")[0] or name] += tensor.nbytes
-    sizes["other"] = max(0, used - sum(sizes.values()))
-    order = ("parameters", "gradients", "optimizer_state", "buffers", "other")
+    rest = "other" if gradients else "gradients_and_other"
+    sizes[rest] = max(0, used - sum(sizes.values()))
+    order = ("parameters", *(("gradients",) if gradients else ()), "optimizer_state", "buffers", rest)
     top = {name: size_text(size) for name, size in modules.most_common(_MAX_CONTRIBUTORS) if name}
     return {kind: sizes[kind] for kind in order}, top
 
@@ -320,13 +336,13 @@ def split_of(state: StepState, used: int) -> tuple[dict[str, int], dict[str, str
 def checkpoint_bytes(state: StepState) -> int:
     """Return the bytes of all watched parameters, buffers and optimizer states: what a checkpoint holds."""
     sizes: dict[int, int] = {}
-    for kind, _, tensor in (*_of_models(state), *_of_optimizers(state)):
-        if kind != "gradients" and isinstance(tensor, torch.Tensor):
+    for _, _, tensor in (*_of_models(state, gradients=False), *_of_optimizers(state, gradients=False)):
+        if isinstance(tensor, torch.Tensor):
             sizes[id(tensor)] = tensor.nbytes
     return sum(sizes.values())
 
 
-def _of_models(state: StepState) -> Iterator[tuple[str, str, Any]]:
+def _of_models(state: StepState, *, gradients: bool) -> Iterator[tuple[str, str, Any]]:
     for wrapper in state.wrappers:
         module = wrapper.module()
         if module is None:
@@ -335,15 +351,17 @@ def _of_models(state: StepState) -> Iterator[tuple[str, str, Any]]:
             yield "buffers", name, buffer
         for name, parameter in internals.named_parameters(module):
             yield "parameters", name, parameter
-            yield "gradients", name, parameter.grad
+            if gradients:
+                yield "gradients", name, parameter.grad
 
 
-def _of_optimizers(state: StepState) -> Iterator[tuple[str, str, Any]]:
+def _of_optimizers(state: StepState, *, gradients: bool) -> Iterator[tuple[str, str, Any]]:
     for watch in state.watches:
         names = {id(p): name for name, p in zip(watch.names, watch.params, strict=True)}
         for name, parameter in zip(watch.names, watch.params, strict=True):
             yield "parameters", name, parameter
-            yield "gradients", name, parameter.grad
+            if gradients:
+                yield "gradients", name, parameter.grad
         for optimizer in watch.optimizers():
             for parameter, held in list(optimizer.state.items()):
                 for value in list(held.values()):

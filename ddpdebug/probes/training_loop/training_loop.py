@@ -165,7 +165,8 @@ class Recipe:
         self._state, self._guard, self._models, self._calls, self._captures = state, guard, models, calls, captures
         self._entries, self._announce, self._pid = entries_of(guard), announce, os.getpid()
         self._run, self._threads = guard.run, self._entries.threads
-        self.audit, self.clearing = Audit(self._entries.built), Clearing()
+        self.audit = Audit(self._entries.built)
+        self.clearing = Clearing(self._threads.alone, state.is_given_up)
         self.schedules = Schedules(self._entries)
         self._modes, self._labels, self._chance = Modes(), Labels(), Chance(self._entries, dropout_calls)
         self._leaks = leaks
@@ -370,7 +371,6 @@ class Recipe:
         """Note a backward that begins."""
         if self._state.in_backward:
             return
-        self.clearing.alone = not self._threads.several
         self._run("probe:clearing", self.clearing.begin_backward)
         loop = self._loop
         loop.scale = self._calls.known_scale() if self._calls.is_scaled else None
@@ -479,8 +479,9 @@ class Recipe:
         flags |= Flag.SCHEDULED_OFTEN if "scheduler" in found else Flag(0)
         flags |= Flag.SCHEDULED_ELSEWHERE if "elsewhere" in found else Flag(0)
         shown.flags |= flags
-        if not self._threads.several:
-            run("probe:audit", self._count, optimizer)
+        with self._threads.alone() as alone:
+            if alone:
+                run("probe:audit", self._count, optimizer)
 
     def _gradients(self, optimizer: torch.optim.Optimizer, detail: dict[str, Any]) -> Flag:
         """Say what became of the gradients since the last step, and how many passes, of which lines, have made them."""

@@ -2,19 +2,25 @@
 
 Of each optimizer a few parameters stand for all. A gradient is known by its object and its version counter, so nothing
 is read from a device; what the counter cannot tell (an old-style `p.grad.data.zero_()`) is looked up in host memory.
+
+Where several threads train, those optimizers are looked at that this thread has stepped and no other has: to read a
+gradient that another one clears ends the process (`probes/threads.py`).
 """
 
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.probes.threads import always_alone
 
 _SAMPLE = 4
 _GLANCE = 256
@@ -44,7 +50,7 @@ class Fed:
     carried: bool = False  # ... and a backward has added to that
     unused: bool = False  # a backward has fed them and no optimizer has stepped since
     versions: list[int | None] = field(default_factory=list)  # of the parameters at that time
-    stepped: bool = False  # in the thread that is followed
+    thread: weakref.ref[threading.Thread] | None = None  # in which it has stepped
     discards: int = 0  # times that they were cleared unused, in this step
 
     def sample(self) -> list[torch.Tensor]:
@@ -79,67 +85,98 @@ class Fed:
         return all(_begins_with_zeros(grad) for grad in grads)
 
 
-class Clearing:
-    """All optimizers that have stepped."""
+def _never(_: torch.optim.Optimizer) -> bool:
+    return False
 
-    def __init__(self) -> None:
+
+class Clearing:
+    """All optimizers.
+
+    Args:
+        alone: tells whether no other thread trains, and sees to it that none begins to meanwhile.
+        is_given_up: tells of an optimizer whether other threads step its parameters too.
+    """
+
+    def __init__(
+        self,
+        alone: Callable[[], AbstractContextManager[bool]] = always_alone,
+        is_given_up: Callable[[torch.optim.Optimizer], bool] = _never,
+    ) -> None:
         self._fed: dict[int, Fed] = {}
-        self.alone = True  # no other thread trains: one that does may change gradients while they are read
+        self._alone, self._is_given_up = alone, is_given_up
 
     def of(self, optimizer: torch.optim.Optimizer) -> Fed:
-        """Return what is known of an optimizer."""
+        """Return what is known of an optimizer; in any thread, for no gradient is looked at."""
         known = self._fed.get(id(optimizer))
         if known is None or known.optimizer() is not optimizer:
             known = self._fed[id(optimizer)] = Fed(weakref.ref(optimizer))
-            known.marks = known.look()
         return known
 
     def number(self) -> int:
-        """Return how many optimizers are followed."""
+        """Return how many optimizers are known."""
         return len(self._living())
 
     def begin_backward(self) -> None:
         """See which gradients were cleared since the last backward or step."""
-        for fed in self._living():
-            now = fed.look()
-            cleared = now != fed.marks or not any(now)
-            if fed.stale and (cleared or fed.is_zero()):
-                fed.stale = fed.carried = False
-            if fed.unused and cleared and (not any(now) or fed.is_zero()):
-                fed.discards += fed.versions == _versions(fed)
-                fed.unused = False
-            fed.marks = now
+        with self._alone() as alone:
+            for fed in self._readable(alone=alone):
+                now = fed.look()
+                cleared = now != fed.marks or not any(now)
+                if fed.stale and (cleared or fed.is_zero()):
+                    fed.stale = fed.carried = False
+                if fed.unused and cleared and (not any(now) or fed.is_zero()):
+                    fed.discards += fed.versions == _versions(fed)
+                    fed.unused = False
+                fed.marks = now
 
     def end_backward(self) -> None:
         """See which gradients the backward has fed."""
-        for fed in self._living():
-            now = fed.look()
-            if now != fed.marks:
-                fed.carried = fed.carried or fed.stale
-                fed.unused, fed.versions = not fed.is_zero(), _versions(fed)
-            fed.marks = now
+        with self._alone() as alone:
+            for fed in self._readable(alone=alone):
+                now = fed.look()
+                if now != fed.marks:
+                    fed.carried = fed.carried or fed.stale
+                    fed.unused, fed.versions = not fed.is_zero(), _versions(fed)
+                fed.marks = now
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> Cleared:
-        """Return what was done to an optimizer's gradients before its step."""
+        """Return what was done to an optimizer's gradients before its step, which reads them itself."""
         fed = self.of(optimizer)
-        fed.stepped = True
+        with self._alone() as alone:
+            seen = fed.key and (alone or self._is_own(fed))
         now = fed.look()
+        if not seen:
+            fed.marks, fed.carried, fed.unused = now, False, False
+        if fed.thread is None or fed.thread() is not threading.current_thread():
+            fed.thread = weakref.ref(threading.current_thread())
         gone = fed.unused and now != fed.marks and (not any(now) or fed.is_zero()) and fed.versions == _versions(fed)
         return Cleared(fed.carried and fed.stale and not gone, gone, fed.discards, now != fed.marks)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that a step has used the gradients."""
-        for other in self._living():
+        for other in self._living():  # nothing of theirs is read
             other.unused = False
         fed = self.of(optimizer)
         fed.marks = fed.look()
         fed.stale, fed.carried, fed.discards = any(fed.marks), False, 0
 
+    def _readable(self, *, alone: bool) -> list[Fed]:
+        """Return those whose gradients may be read now."""
+        return [fed for fed in self._living() if alone or self._is_own(fed)]
+
+    def _is_own(self, fed: Fed) -> bool:
+        """Tell whether this thread alone trains an optimizer."""
+        if fed.thread is None or fed.thread() is not threading.current_thread():
+            return False
+        optimizer = fed.optimizer()
+        return optimizer is not None and not self._is_given_up(optimizer)
+
     def _living(self) -> list[Fed]:
-        gone = [key for key, fed in self._fed.items() if fed.optimizer() is None]
-        for key in gone:
-            del self._fed[key]
-        return [fed for fed in list(self._fed.values()) if self.alone or fed.stepped]
+        known = list(self._fed.items())  # another thread may build an optimizer meanwhile
+        for key, fed in known:
+            if fed.optimizer() is None and self._fed.get(key) is fed:
+                del self._fed[key]
+        return [fed for _, fed in known if fed.optimizer() is not None]
 
 
 def _begins_with_zeros(grad: torch.Tensor) -> bool:

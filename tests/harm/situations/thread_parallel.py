@@ -1,7 +1,4 @@
-"""Three threads train three models of their own at the same time.
-
-run: alone
-"""
+"""Three threads train three models of their own at the same time."""
 
 import threading
 
