@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpdebug import torch_internals as internals
 from ddpdebug.config.settings import Config
 from ddpdebug.monitor.monitor import Monitor
+from ddpdebug.monitor.spawned import Origin
 from ddpdebug.probes.importlib_bootstrap import after_that
 
 _CURRENT: list[Monitor] = []  # at most one per process: the patches are process-wide
@@ -24,16 +25,25 @@ def current() -> Monitor | None:
     return _CURRENT[0] if _CURRENT and not _CURRENT[0].closed else None
 
 
-def install(config: Config, *, command: Sequence[str] = (), late: bool = False) -> Monitor:
+def install(
+    config: Config,
+    *,
+    command: Sequence[str] = (),
+    late: bool = False,
+    starts: bool | None = None,
+    origin: Origin | None = None,
+) -> Monitor:
     """Attach to this process: every DDP made from now on, and every optimizer, is watched. Returns the monitor.
 
     Args:
         late: the job may have built modules and optimizers already; they are looked for among all objects, once.
+        starts: also attach to ranks that the script starts by itself; whether it runs under `check`, None for not.
+        origin: by what such a rank was started.
     """
     known = current()
     if known is not None:
         return known
-    monitor = Monitor(config, command)
+    monitor = Monitor(config, command, starts=starts, origin=origin)
     monitor.install()
     if late:
         monitor.guard.run("probe:built", monitor.probes.entries.built.look_around)

@@ -132,13 +132,14 @@ class Covering:
         """Tell the other ranks this rank's account, as it is when it leaves."""
         self._announce(self._account())
 
-    def close(self) -> None:
-        """Look for the last time."""
+    def close(self, *, look: bool = True) -> None:
+        """Look for the last time; not where this was no rank of the run."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(0.5)
         self._ended = True
-        self.look()
+        if look:
+            self.look()
 
     # --- what is known ------------------------------------------------------------------------------------------------
 

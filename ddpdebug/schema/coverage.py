@@ -74,7 +74,7 @@ _PROBES = {
     "unregistered evaluation observe load",
     "data": "loader",
     "memory": "memory memory-limit",
-    "other": "coverage cut scene place loss_line disk",
+    "other": "coverage cut scene place loss_line disk spawned",
 }
 _NOTES = {"scene", "place", "loss_line", "disk"}
 _KINDS: dict[str, tuple[str, Weight]] = {
@@ -200,9 +200,9 @@ class Coverage:
         elif children:
             text = (
                 f"no optimizer step was seen: the script has started {_counted(children, 'process', 'processes')} of "
-                f"its own, which {'is' if children == 1 else 'are'} not watched"
+                f"its own, and {'it has' if children == 1 else 'they have'} not joined a process group"
             )
-            action = "start the ranks by torchrun or --nproc-per-node, or call ddpdebug.watch() in each"
+            action = "train in a process group, or start what trains by torchrun or --nproc-per-node"
         elif backwards:
             text = (
                 f"no optimizer step was seen, although backward ran {_counted(backwards, 'time')}: only the steps of "

@@ -78,6 +78,12 @@ GLOO_DEVICES, GLOO_THREADS, GLOO_TIMEOUT = (
 _ALONE = Feature("a world of one rank", "`equivalence` and `preflight` cannot run one rank of several alone")
 default_group: Callable[[], Any] = thing(f"{_C10D}._get_default_group", _ALONE)
 update_default_group: Callable[[Any], None] = thing(f"{_C10D}._update_default_pg", _ALONE)
+#: What every way to make or end the default process group calls, whoever has imported it by name.
+UPDATE_DEFAULT_GROUP = key(
+    f"{_C10D}._update_default_pg",
+    Feature("ranks that a script starts", "ranks of `mp.spawn` are not seen"),
+    applies=dist.is_available,
+)
 
 # --- DistributedDataParallel ------------------------------------------------------------------------------------------
 
