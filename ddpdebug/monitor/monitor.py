@@ -250,6 +250,7 @@ class Monitor:
         if self._closed or os.getpid() != self._pid:
             return
         run, error = self.guard.run, error or sys.exc_info()[1]
+        run("close:by-hand", self.probes.recorder.end_by_hand)
         run("close:memory", self.memory.close, error)
         run("close:last-state", self.probes.last_state.look_back)
         self.probes.last_state.close()
@@ -556,6 +557,7 @@ class Monitor:
             rank=self.rank,
             steps=max(dict(self._steps).values(), default=0),
             made=counts.made,
+            by_hand=self.probes.recorder.by_hand,
             backwards=self.probes.state.backwards,
             wrappers=len(self.probes.state.wrappers),
             parameters=counts.parameters,
