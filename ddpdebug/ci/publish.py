@@ -96,13 +96,17 @@ def judge_directory(directory: Path, witness: Witness | None, fail_on: str, *, r
     if not statuses and coverage is not None and coverage.apart and coverage.joined is None:
         # the others could not report to this directory: silence says nothing about them
         statuses = dict.fromkeys(range(world) if 0 in outcomes else (), 0)
+    late = witness is not None and witness.timed_out
+    if witness is not None and late and written and len(outcomes) == world and read_spawned(directory, witness.run) is not None:
+        # a script that waits for a word of its ranks, which `--steps` has stopped, is no hang of these
+        late = any(outcome.reason != "stopped" for outcome in outcomes.values())
     unreadable = known is None and (directory / RUN).exists()
     verdict = judge(
         _findings(directory, known) if written else (),
         outcomes,
         world=world,
         fail_on=Severity.parse(fail_on),
-        timed_out=witness is not None and witness.timed_out,
+        timed_out=late,
         statuses=statuses,
         places=None if witness is None else witness.places,
         script=None if witness is None else witness.script,

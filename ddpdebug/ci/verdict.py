@@ -92,7 +92,13 @@ class Verdict:
     @property
     def exit_code(self) -> int:
         """The exit code of the command."""
-        return self.word.exit_code or int(self.required and bool(self.unchecked))
+        return self.word.exit_code or int(self.fails_unchecked)
+
+    @property
+    def fails_unchecked(self) -> bool:
+        """Tell whether what was not checked fails the check: where that is required, or was everything."""
+        nothing = self.coverage is not None and any(gap.part == "steps" for gap in self.coverage.missed)
+        return bool(self.unchecked) and (self.required or nothing)
 
     @property
     def unchecked(self) -> tuple[str, ...]:
@@ -160,10 +166,10 @@ def judge(  # noqa: PLR0913 - all that is known of a run
     if word is Word.FAILED and (early := _left_early(ends, outcomes, blamed)):
         blamed = early
     notes = [*_notes(ends, outcomes, statuses), *damage]
-    if word is Word.CLEAN and script:
+    if word is Word.CLEAN and script and _End.BY_FINDING not in ends.values():
         word = Word.LOST if script < 0 else Word.FAILED
         how = f"died by {signal_name(-script)}" if script < 0 else f"ended with exit status {script}"
-        notes.insert(0, f"the script, which has started the ranks by itself, {how} although they have ended well")
+        notes.insert(0, f"the script, which has started the ranks by itself, {how} although they have ended by themselves")
     if word is Word.CLEAN and (counting or _End.BY_FINDING in ends.values()):
         word = Word.FINDINGS
     if word is Word.CLEAN and damage:

@@ -231,11 +231,14 @@ class HandWatch(OptimizerWatch):
 
     def __init__(self, index: int, entries: Entries) -> None:
         super().__init__(None, index, entries)
+        self._entries = entries
         self._models: list[weakref.ref[torch.nn.Module]] = []
 
     def take(self, models: Sequence[torch.nn.Module]) -> None:
         """Watch what these models train."""
-        self._models = [weakref.ref(model) for model in models]
+        me = weakref.ref(self)
+        gone = lambda: None if (watch := me()) is None else watch.forget()  # noqa: E731
+        self._models = [self._entries.when_gone("probe:by-hand", model, gone) for model in models]
 
     def groups(self) -> list[dict[str, Any]]:
         """Return one group without settings."""
