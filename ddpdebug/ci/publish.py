@@ -97,7 +97,7 @@ def judge_directory(directory: Path, witness: Witness | None, fail_on: str, *, r
         # the others could not report to this directory: silence says nothing about them
         statuses = dict.fromkeys(range(world) if 0 in outcomes else (), 0)
     late = witness is not None and witness.timed_out
-    if witness is not None and late and written and len(outcomes) == world and read_spawned(directory, witness.run) is not None:
+    if late and known is not None and len(outcomes) == world and read_spawned(directory, known) is not None:
         # a script that waits for a word of its ranks, which `--steps` has stopped, is no hang of these
         late = any(outcome.reason != "stopped" for outcome in outcomes.values())
     unreadable = known is None and (directory / RUN).exists()

@@ -169,7 +169,7 @@ def judge(  # noqa: PLR0913 - all that is known of a run
     if word is Word.CLEAN and script and _End.BY_FINDING not in ends.values():
         word = Word.LOST if script < 0 else Word.FAILED
         how = f"died by {signal_name(-script)}" if script < 0 else f"ended with exit status {script}"
-        notes.insert(0, f"the script, which has started the ranks by itself, {how} although they have ended by themselves")
+        notes.insert(0, f"the script, which has started the ranks by itself, {how} although they ended well")
     if word is Word.CLEAN and (counting or _End.BY_FINDING in ends.values()):
         word = Word.FINDINGS
     if word is Word.CLEAN and damage:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,20 @@ def install(
     known = current()
     if known is not None:
         return known
-    monitor = Monitor(config, command, starts=starts, origin=origin)
+    then = None if starts is None else partial(Origin, as_check=starts, attach=_attach_to_spawned)
+    monitor = Monitor(config, command, starts=then, origin=origin)
     monitor.install()
     if late:
         monitor.guard.run("probe:built", monitor.probes.entries.built.look_around)
     _CURRENT[:] = [monitor]
     return monitor
+
+
+def _attach_to_spawned(origin: Origin) -> Monitor | None:
+    """Attach to a rank that the script has started, unless the script has attached to it by itself."""
+    if current() is not None:
+        return None
+    return install(origin.config, command=origin.command, late=True, origin=origin)
 
 
 def watch(

@@ -9,7 +9,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -50,7 +50,6 @@ from ddpdebug.probes.memory import private_bytes
 from ddpdebug.probes.record import StepRecord, encode_row
 from ddpdebug.probes.step_digests import GradientDigests
 from ddpdebug.probes.training_events import NeverStepped, OptimizerEnded, StepClosed
-from ddpdebug.processes import stacks
 from ddpdebug.redaction import Redactor
 from ddpdebug.run_directory.reader import SPAWNED, last_state
 from ddpdebug.schema.announcements import (
@@ -95,7 +94,7 @@ class Monitor:
     Args:
         config: the settings, already validated.
         command: what runs, for the records.
-        starts: also attach to ranks that the script starts by itself; whether it runs under `check`, None for not.
+        starts: makes what ranks must know that the script starts by itself; None leaves these alone.
         origin: by what such a rank was started.
     """
 
@@ -104,7 +103,7 @@ class Monitor:
         config: Config,
         command: Sequence[str] = (),
         *,
-        starts: bool | None = None,
+        starts: Callable[..., Origin] | None = None,
         origin: Origin | None = None,
     ) -> None:
         self.config, self.redactor = config, Redactor(command)
@@ -239,9 +238,7 @@ class Monitor:
         if self.rank == 0:
             self.agreement.offer(batch)
 
-    def close(
-        self, reason: str = "finished", exit_code: int | None = 0, error: BaseException | None = None
-    ) -> None:
+    def close(self, reason: str = "finished", exit_code: int | None = 0, error: BaseException | None = None) -> None:
         """Deliver what is queued, write the outcome and take all hooks away. Idempotent; takes 5 s at most.
 
         Args:
@@ -281,18 +278,17 @@ class Monitor:
         self.starts.close()
         return yields
 
-    def _become_origin(self, as_check: bool, notes: Path) -> Origin:  # noqa: FBT001 - bound once
+    def _become_origin(self, make: Callable[..., Origin], notes: Path) -> Origin:
         """Return what ranks that the script starts must know; a run directory of this process's own stays its own."""
         if self._home is not None:
             out = self._home / SPAWNED
         else:
             out = (self.config.out or run_directory(self.run_id, datetime.datetime.now(datetime.UTC))).absolute()
-        return Origin(
+        return make(
             config=replace(self.config, out=out),
             command=self.command,
             run_id=self.run_id,
             number=self._number,
-            as_check=as_check,
             notes=notes,
         )
 
@@ -360,10 +356,7 @@ class Monitor:
             if self._store is None and not lost:
                 self.rank, self.world = 0, 1
             self.covering.begin(self.rank, expected, self._store, f"ddpdebug/{self._number}")
-        if self._origin is not None:
-            note(self._origin, self.rank)
-            if self._origin.as_check:
-                stacks.arm_spawned(os.environ, self.rank)
+        note(self._origin, self.rank)
         self.probes.meet(self.world)
         self.elements.rank, self.disk.ranks = self.rank, self.world
         self.numeric_guard.meet(range(self.world))

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpdebug.errors import StopRun
+from ddpdebug.processes import stacks
 
 if TYPE_CHECKING:
     from ddpdebug.config.settings import Config
-    from ddpdebug.monitor.monitor import Monitor
 
 #: Without it there is no process group in a process, and none that could come without an import.
 _GROUPS = "torch.distributed.distributed_c10d"
@@ -44,6 +44,7 @@ class Origin:
         number: of the monitor, among those of its process: the ranks' n-th ones belong together.
         as_check: the script runs under `ddpdebug check`.
         notes: a folder in which each rank notes that it is one, for the process that has started it.
+        attach: attaches to the process, and returns the monitor, or None where the script does so by itself.
     """
 
     config: Config
@@ -52,6 +53,7 @@ class Origin:
     number: int
     as_check: bool
     notes: Path
+    attach: Callable[[Origin], Any]
 
 
 class Running:
@@ -84,7 +86,7 @@ class Arrival:
 
     def __init__(self, origin: bytes) -> None:
         self._origin = origin
-        self._monitor: Monitor | None = None
+        self._monitor: Any = None
         self._pid = os.getpid()
         self._entries: Any = None
 
@@ -106,12 +108,8 @@ class Arrival:
         if group is None or self._entries.closed or os.getpid() != self._pid:
             return
         self._entries.close()
-        from ddpdebug.monitor.attach import current, install  # noqa: PLC0415 - as above
-
-        if current() is not None:  # the script attaches by itself
-            return
         origin: Origin = pickle.loads(self._origin)  # noqa: S301 - made by the process that has started this one
-        self._monitor = install(origin.config, command=origin.command, late=True, origin=origin)
+        self._monitor = origin.attach(origin)
 
     def leave(self, reason: str, exit_code: int | None, error: BaseException | None = None) -> None:
         """Close what was attached."""
@@ -217,8 +215,12 @@ class Starts:
         return self._origin.config.out, statuses
 
 
-def note(origin: Origin, rank: int) -> None:
-    """Note for the process that has started this one that it is a rank."""
+def note(origin: Origin | None, rank: int) -> None:
+    """Note for the process that has started this one that it is a rank; nothing without an origin."""
+    if origin is None:
+        return
+    if origin.as_check:
+        stacks.arm_spawned(os.environ, rank)
     with suppress(OSError):  # that one has ended
         (origin.notes / str(os.getpid())).write_text(str(rank), encoding="ascii")
 

@@ -467,8 +467,8 @@ class Recorder:
         if self._hand_open is None or self._hand is None or (forward and not torch.is_grad_enabled()):
             return
         record, contents = self._hand_open
-        if contents is not None and self._hand.contents() == contents:
-            return  # gradients are added up, or nothing is trained
+        if contents is not None and self._hand.contents() in {None, contents}:
+            return  # gradients are added up, nothing is trained, or the models are gone
         self._hand_open = None
         self._state.by_hand = True
         self._finish(self._hand, record)

@@ -153,7 +153,14 @@ class Coverage:
     @property
     def gaps(self) -> tuple[Gap, ...]:
         """What is not checked, the gravest first; before `certain` it may only not have begun yet."""
-        found = [*self._step_gaps(), *self._hand_gaps(), *self._rank_gaps(), *self._parameter_gaps(), *self._off_gaps(), *self._notes()]
+        found = [
+            *self._step_gaps(),
+            *self._hand_gaps(),
+            *self._rank_gaps(),
+            *self._parameter_gaps(),
+            *self._off_gaps(),
+            *self._notes(),
+        ]
         return tuple(sorted(found, key=lambda gap: -gap.weight))
 
     @property

@@ -48,7 +48,7 @@ def _of_torch(error: BaseException) -> Callable[[], None]:
     def run() -> None:
         try:
             raise error
-        except Exception:
+        except (ValueError, KeyError):
             sys.exit(1)
 
     return run
@@ -100,7 +100,8 @@ def test_a_rank_ends_as_it_would_without_us(
 
 def _starts(folder: Path, *, is_rank: bool = False) -> Starts:
     def origin(notes: Path) -> Origin:
-        return Origin(config=Config(out=folder), command=(), run_id="r", number=0, as_check=True, notes=notes)
+        known: dict[str, Any] = {"command": (), "run_id": "r", "number": 0, "as_check": False, "attach": len}
+        return Origin(config=Config(out=folder), notes=notes, **known)
 
     return Starts(origin, lambda: is_rank)
 
@@ -156,7 +157,8 @@ _LIGHT = """
 import multiprocessing, sys
 from ddpdebug.monitor.spawned import Running
 def target():
-    sys.exit(10 * ("torch" in sys.modules) + len([name for name in sys.modules if name.startswith("ddpdebug.monitor.m")]))
+    ours = [name for name in sys.modules if name.startswith("ddpdebug.monitor.m")]
+    sys.exit(10 * ("torch" in sys.modules) + len(ours))
 if __name__ == "__main__":
     process = multiprocessing.get_context("spawn").Process(target=target)
     process.run = Running(b"never read")

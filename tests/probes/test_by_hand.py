@@ -40,7 +40,7 @@ def _in_place(model: nn.Module) -> None:
     with torch.no_grad():
         for p in model.parameters():
             assert p.grad is not None
-            p -= 0.1 * p.grad
+            p.sub_(0.1 * p.grad)
 
 
 def _through_data(model: nn.Module) -> None:
@@ -74,7 +74,8 @@ def _train(model: nn.Module, update: Update | None, steps: int = 5, parts: int =
 @pytest.mark.parametrize("parts", [1, 3])
 def test_every_update_is_a_step(update: Update, parts: int, attached: _Attached) -> None:
     """However it is written; backwards whose gradients are added up belong to one step."""
-    _train(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), update, parts=parts)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    _train(model, update, parts=parts)
     attached.probes.recorder.end_by_hand()
     assert [record.step for record in attached.records] == list(range(5))
     assert [record.fields["micro_batches"] for record in attached.records] == [parts] * 5
@@ -87,7 +88,8 @@ def test_every_update_is_a_step(update: Update, parts: int, attached: _Attached)
 
 def test_without_an_update_there_is_no_step(attached: _Attached) -> None:
     """Gradients of the input, saliency, a loop that has forgotten to update: nothing is trained."""
-    _train(nn.Linear(4, 2), None)
+    model = nn.Linear(4, 2)
+    _train(model, None)
     attached.probes.recorder.end_by_hand()
     assert attached.records == []
     assert attached.probes.recorder.by_hand == 0
