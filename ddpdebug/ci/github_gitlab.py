@@ -84,7 +84,7 @@ def to_github(verdict: Verdict, root: str | None = None) -> list[str]:
         title = f"{clean(finding.code, 40)} {clean(finding.title, 200)}"
         place = f"file={_property(file)},line={line}," if file else ""
         lines.append(f"::error {place}title={_property(title)}::{_message(describe(finding)[:4000])}")
-    kind = "error" if verdict.required else "warning"
+    kind = "error" if verdict.fails_unchecked else "warning"
     lines += [f"::{kind} title=ddpdebug%3A not checked::{_message(clean(words))}" for words in verdict.unchecked]
     return lines[:MAX_ANNOTATIONS]
 

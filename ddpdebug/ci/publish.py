@@ -21,7 +21,9 @@ from ddpdebug.redaction import Redactor
 from ddpdebug.run_directory.reader import (
     CHECK,
     MAX_WORLD,
+    PREVIOUS,
     RUN,
+    SPAWNED,
     DamagedError,
     damage,
     read_check,
@@ -29,23 +31,28 @@ from ddpdebug.run_directory.reader import (
     read_findings,
     read_outcomes,
     read_run,
+    read_spawned,
     read_steps,
 )
 from ddpdebug.schema.coverage import Coverage, Tally
-from ddpdebug.schema.finding import Severity
+from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.sinks.fanout import redacted_finding
 from ddpdebug.sinks.text import clean, subjects, where
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Witness:
-    """The launcher's account of the ranks (exit statuses, time-out, places), kept as `check.json`."""
+    """The launcher's account of the ranks (exit statuses, time-out, places), kept as `check.json`.
+
+    `script` is the exit status of a script that has started the ranks by itself; None where it is a rank.
+    """
 
     run: str
     world: int
     timed_out: bool = False
     statuses: Mapping[int, int] = field(default_factory=dict)
     places: Mapping[int, str] = field(default_factory=dict)
+    script: int | None = None
 
     @classmethod
     def of(cls, directory: Path) -> Witness | None:
@@ -60,6 +67,7 @@ class Witness:
                 timed_out=record["timed_out"] is True,
                 statuses={int(rank): int(status) for rank, status in dict(record["statuses"]).items()},
                 places={int(rank): clean(place) for rank, place in dict(record["places"]).items()},
+                script=None if record.get("script") is None else int(record["script"]),
             )
         except (KeyError, TypeError, ValueError, OverflowError):
             return None
@@ -88,18 +96,30 @@ def judge_directory(directory: Path, witness: Witness | None, fail_on: str, *, r
     if not statuses and coverage is not None and coverage.apart and coverage.joined is None:
         # the others could not report to this directory: silence says nothing about them
         statuses = dict.fromkeys(range(world) if 0 in outcomes else (), 0)
+    late = witness is not None and witness.timed_out
+    if late and known is not None and len(outcomes) == world and read_spawned(directory, known) is not None:
+        # a script that waits for a word of its ranks, which `--steps` has stopped, is no hang of these
+        late = any(outcome.reason != "stopped" for outcome in outcomes.values())
     unreadable = known is None and (directory / RUN).exists()
     verdict = judge(
-        read_findings(directory) if written else (),
+        _findings(directory, known) if written else (),
         outcomes,
         world=world,
         fail_on=Severity.parse(fail_on),
-        timed_out=witness is not None and witness.timed_out,
+        timed_out=late,
         statuses=statuses,
         places=None if witness is None else witness.places,
+        script=None if witness is None else witness.script,
         damage=damage(directory) if written else [f"{RUN} cannot be read"] if unreadable else (),
     )
     return with_coverage(verdict, coverage, required=require_checks)
+
+
+def _findings(directory: Path, run: str | None) -> list[Finding]:
+    """Return the findings of a run; of a script that has started ranks several times, those of each time."""
+    earlier = [path for path in (directory / SPAWNED, *sorted(directory.glob(PREVIOUS))) if path.is_dir()]
+    found = [finding for path in earlier if run and read_spawned(path, run) for finding in read_findings(path)]
+    return [*found, *read_findings(directory)]
 
 
 def covered(directory: Path, world: int) -> Coverage | None:

@@ -92,7 +92,13 @@ class Verdict:
     @property
     def exit_code(self) -> int:
         """The exit code of the command."""
-        return self.word.exit_code or int(self.required and bool(self.unchecked))
+        return self.word.exit_code or int(self.fails_unchecked)
+
+    @property
+    def fails_unchecked(self) -> bool:
+        """Tell whether what was not checked fails the check: where that is required, or was everything."""
+        nothing = self.coverage is not None and any(gap.part == "steps" for gap in self.coverage.missed)
+        return bool(self.unchecked) and (self.required or nothing)
 
     @property
     def unchecked(self) -> tuple[str, ...]:
@@ -137,6 +143,7 @@ def judge(  # noqa: PLR0913 - all that is known of a run
     timed_out: bool = False,
     statuses: Mapping[int, int] | None = None,
     places: Mapping[int, str] | None = None,
+    script: int | None = None,
     damage: Sequence[str] = (),
 ) -> Verdict:
     """Judge a run that has ended.
@@ -148,6 +155,7 @@ def judge(  # noqa: PLR0913 - all that is known of a run
         outcomes: by rank; a rank that could not write one is absent.
         statuses: exit statuses that the launcher saw, negative for a signal; ranks that it ended itself are absent.
         places: where the ranks were when the time was over, in words.
+        script: exit status of a script that has started the ranks by itself, negative for a signal.
         damage: what cannot be read of the findings; a run that would be clean is not then.
     """
     statuses = statuses or {}
@@ -157,6 +165,11 @@ def judge(  # noqa: PLR0913 - all that is known of a run
     word, blamed = _worst(ends, outcomes, timed_out=timed_out)
     if word is Word.FAILED and (early := _left_early(ends, outcomes, blamed)):
         blamed = early
+    notes = [*_notes(ends, outcomes, statuses), *damage]
+    if word is Word.CLEAN and script and _End.BY_FINDING not in ends.values():
+        word = Word.LOST if script < 0 else Word.FAILED
+        how = f"died by {signal_name(-script)}" if script < 0 else f"ended with exit status {script}"
+        notes.insert(0, f"the script, which has started the ranks by itself, {how} although they ended well")
     if word is Word.CLEAN and (counting or _End.BY_FINDING in ends.values()):
         word = Word.FINDINGS
     if word is Word.CLEAN and damage:
@@ -177,7 +190,7 @@ def judge(  # noqa: PLR0913 - all that is known of a run
         },
         outcomes=outcomes,
         blamed=tuple(blamed),
-        notes=(*_notes(ends, outcomes, statuses), *damage),
+        notes=tuple(notes),
     )
 
 

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from ddpdebug.processes import stacks
 from ddpdebug.processes.launch import RUN_ID, Request, rank_words, ranks_environment, torchrun_words
 from ddpdebug.processes.script import Attached, end_hard, run_script
 from ddpdebug.processes.supervisor import supervise
-from ddpdebug.run_directory.reader import CHECK, RANKS, STACKS
+from ddpdebug.run_directory.reader import CHECK, RANKS, STACKS, read_spawned
 from ddpdebug.schema.coverage import Coverage
 from ddpdebug.schema.finding import Finding, Severity
 
@@ -95,9 +95,12 @@ def run_ranks(request: Request, directory: Path, run_id: str, environ: Mapping[s
             },
             config.timeout,
             RUN_ID,
-            late=lambda: found.update(stacks.collect(folder, range(world))),
+            late=lambda: found.update(stacks.collect(*_who(folder, world))),
         )
         statuses = _statuses(status, failures, world, launched=config.nproc_per_node is not None)
+    script = None
+    if config.nproc_per_node is None and (spawned := read_spawned(directory, run_id)) is not None:
+        (world, statuses), script = spawned, status
     disk = Disk(mode_of(config.file_mode))
     for rank, text in found.items():
         _keep(directory, rank, text, disk)
@@ -107,6 +110,7 @@ def run_ranks(request: Request, directory: Path, run_id: str, environ: Mapping[s
         timed_out=status is None,
         statuses=statuses,
         places={rank: stacks.place(text) for rank, text in found.items()},
+        script=script,
     )
     witness.save(directory, disk)
     return witness
@@ -131,6 +135,13 @@ def _keep(directory: Path, rank: int, text: str, disk: Disk) -> None:
         disk.make_directory(folder, below=directory)
         if disk.refusal(folder, len(text), "summaries") is None:
             disk.write(folder / STACKS, text.encode("utf-8", "backslashreplace"))
+
+
+def _who(folder: Path, world: int) -> tuple[Path, Iterable[int]]:
+    """Return where the stacks of the ranks lie, and whose: of those that the script has started, if there are any."""
+    own = folder / stacks.SPAWNED
+    ranks = [int(file.name) for file in own.iterdir() if file.name.isdecimal()] if own.is_dir() else []
+    return (own, ranks) if ranks else (folder, range(world))
 
 
 def _statuses(status: int | None, failures: Path, world: int, *, launched: bool) -> dict[int, int]:

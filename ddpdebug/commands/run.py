@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,6 +15,10 @@ from ddpdebug.isolation.user_code import is_users
 from ddpdebug.processes import stacks
 from ddpdebug.processes.launch import Request, rank_words, ranks_environment, torchrun_words
 from ddpdebug.processes.script import Attached, end_hard, run_script
+from ddpdebug.run_directory.reader import ENDS
+
+if TYPE_CHECKING:
+    from ddpdebug.monitor.monitor import Monitor
 
 _TEXT = """Run a training script with ddpdebug attached; the script needs no change.
 
@@ -26,7 +31,7 @@ class Ending:
     """The end of the script, remembered for the verdict and passed on to the monitor."""
 
     def __init__(self) -> None:
-        self.monitor: Attached | None = None
+        self.monitor: Monitor | None = None
         self.reason: str | None = None
         self.exit_code: int | None = None
 
@@ -37,13 +42,23 @@ class Ending:
         if self.monitor is not None:
             self.monitor.close(reason, exit_code)
 
+    def conclude(self) -> int | None:
+        """Tell how ranks have ended that the script has started by itself; return the script's own exit code."""
+        starts = None if self.monitor is None else self.monitor.starts
+        known = None if starts is None else starts.account()
+        if known is not None:
+            from ddpdebug.monitor.spawned import keep  # noqa: PLC0415 - it is loaded
 
-def attach(request: Request, *, strict: bool = False) -> Attached | None:
+            keep(known[0], ENDS, known[1])
+        return self.exit_code
+
+
+def attach(request: Request, *, strict: bool = False) -> Monitor | None:
     """Load torch and watch this process. A failure of ours must not keep the script from running, unless `strict`."""
     try:
         from ddpdebug.monitor.attach import install  # noqa: PLC0415 - loads torch
 
-        return install(request.config, command=request.target.command)
+        return install(request.config, command=request.target.command, starts=strict)
     except Exception as error:
         if strict or is_users(error):  # a signal handler's is the job's
             raise
@@ -64,7 +79,7 @@ def _act(request: Request, *, as_check: bool) -> int:
         return 0
     stacks.arm(os.environ)
     ending = Ending()
-    end_hard(lambda: ending.exit_code)
+    end_hard(ending.conclude)
 
     def before() -> Attached:
         if os.environ.get(FAULT) or os.environ.get(TRAJECTORY):

@@ -209,8 +209,13 @@ class Patches:
                 after=[_emits(events.ModuleForwardEnded, self._module_ends)],
                 failed=[_emits(events.ModuleForwardFailed, self._module_fails)],
                 who=self._follows_module,
+                stop=self._stop_by_hand,
                 always_ask=True,
             )
+
+    def _stop_by_hand(self) -> None:
+        if self._state.by_hand:
+            self._stop()
 
     def _adopt(self, event: events.ParametersUnwrapped) -> None:
         for module in self._entries.built.roots(event.params):

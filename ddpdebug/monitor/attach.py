@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpdebug import torch_internals as internals
 from ddpdebug.config.settings import Config
 from ddpdebug.monitor.monitor import Monitor
+from ddpdebug.monitor.spawned import Origin
 from ddpdebug.probes.importlib_bootstrap import after_that
 
 _CURRENT: list[Monitor] = []  # at most one per process: the patches are process-wide
@@ -24,21 +26,38 @@ def current() -> Monitor | None:
     return _CURRENT[0] if _CURRENT and not _CURRENT[0].closed else None
 
 
-def install(config: Config, *, command: Sequence[str] = (), late: bool = False) -> Monitor:
+def install(
+    config: Config,
+    *,
+    command: Sequence[str] = (),
+    late: bool = False,
+    starts: bool | None = None,
+    origin: Origin | None = None,
+) -> Monitor:
     """Attach to this process: every DDP made from now on, and every optimizer, is watched. Returns the monitor.
 
     Args:
         late: the job may have built modules and optimizers already; they are looked for among all objects, once.
+        starts: also attach to ranks that the script starts by itself; whether it runs under `check`, None for not.
+        origin: by what such a rank was started.
     """
     known = current()
     if known is not None:
         return known
-    monitor = Monitor(config, command)
+    then = None if starts is None else partial(Origin, as_check=starts, attach=_attach_to_spawned)
+    monitor = Monitor(config, command, starts=then, origin=origin)
     monitor.install()
     if late:
         monitor.guard.run("probe:built", monitor.probes.entries.built.look_around)
     _CURRENT[:] = [monitor]
     return monitor
+
+
+def _attach_to_spawned(origin: Origin) -> Monitor | None:
+    """Attach to a rank that the script has started, unless the script has attached to it by itself."""
+    if current() is not None:
+        return None
+    return install(origin.config, command=origin.command, late=True, origin=origin)
 
 
 def watch(

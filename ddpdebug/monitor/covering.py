@@ -30,6 +30,8 @@ _LOOK_SECONDS, _LOOK_SECONDS_LATER, _EARLY_SECONDS = 5.0, 15.0, 90.0
 _KEEP_SECONDS = 60.0
 #: Ranks that give no sign for so long while this one trains on are not compared.
 _SILENT_SECONDS = 60.0
+#: What is said besides: of a part that fails there is a line already, when it fails.
+_SAID = frozenset({("parameters", Weight.PART), ("optimizer", Weight.NOTE)})
 _NOT_REACHED = "the other ranks were not reached (port closed? other ranks not started with ddpdebug?)"
 _NO_CONNECTION = "the ranks found each other but cannot connect (a firewall between them?)"
 
@@ -132,13 +134,14 @@ class Covering:
         """Tell the other ranks this rank's account, as it is when it leaves."""
         self._announce(self._account())
 
-    def close(self) -> None:
-        """Look for the last time."""
+    def close(self, *, look: bool = True) -> None:
+        """Look for the last time; not where this was no rank of the run."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(0.5)
         self._ended = True
-        self.look()
+        if look:
+            self.look()
 
     # --- what is known ------------------------------------------------------------------------------------------------
 
@@ -203,11 +206,10 @@ class Covering:
 
     def _news(self, known: Coverage) -> list[str]:
         """Return what was not said yet: gaps, and that they have closed."""
-        # of a part that fails there is a line already, when it fails
         gaps: dict[tuple[str, Weight], Gap] = {
             (gap.part, gap.weight): gap
             for gap in known.gaps
-            if gap.weight is Weight.ESSENTIAL or (gap.weight is Weight.PART and gap.part == "parameters")
+            if gap.weight is Weight.ESSENTIAL or (gap.part, gap.weight) in _SAID
         }
         fresh = [gap for key, gap in gaps.items() if key not in self._said]
         lines = [gap.words for gap in fresh]

@@ -9,9 +9,9 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -43,6 +43,7 @@ from ddpdebug.monitor.covering import Covering
 from ddpdebug.monitor.detail_requests import Answering
 from ddpdebug.monitor.sampling import Schedule
 from ddpdebug.monitor.sinks import gpu_uuid, open_sinks
+from ddpdebug.monitor.spawned import Origin, Starts, note
 from ddpdebug.probes.coverage import CoverageProbe
 from ddpdebug.probes.handover import Plans, StepStore
 from ddpdebug.probes.memory import private_bytes
@@ -50,7 +51,7 @@ from ddpdebug.probes.record import StepRecord, encode_row
 from ddpdebug.probes.step_digests import GradientDigests
 from ddpdebug.probes.training_events import NeverStepped, OptimizerEnded, StepClosed
 from ddpdebug.redaction import Redactor
-from ddpdebug.run_directory.reader import last_state
+from ddpdebug.run_directory.reader import SPAWNED, last_state
 from ddpdebug.schema.announcements import (
     Announcement,
     Device,
@@ -93,14 +94,26 @@ class Monitor:
     Args:
         config: the settings, already validated.
         command: what runs, for the records.
+        starts: makes what ranks must know that the script starts by itself; None leaves these alone.
+        origin: by what such a rank was started.
     """
 
-    def __init__(self, config: Config, command: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        config: Config,
+        command: Sequence[str] = (),
+        *,
+        starts: Callable[..., Origin] | None = None,
+        origin: Origin | None = None,
+    ) -> None:
         self.config, self.redactor = config, Redactor(command)
         self.command = tuple(self.redactor.words)  # as it is written and shown
         self.disk = Disk(mode_of(config.file_mode))
-        self.rank, self.world, self._number = 0, 1, next(_NUMBERS)
-        self.run_id = os.environ.get("DDPDEBUG_RUN_ID") or secrets.token_hex(3)
+        self.rank, self.world = 0, 1
+        self._number = next(_NUMBERS) if origin is None else origin.number
+        self.run_id = os.environ.get("DDPDEBUG_RUN_ID") or secrets.token_hex(3) if origin is None else origin.run_id
+        self._origin = origin
+        self.starts = None if starts is None else Starts(partial(self._become_origin, starts), lambda: self.world > 1)
         self.reporter = Reporter(self._write, utc)
         self.schedule = Schedule(budget=config.budget, every_step=config.every_step)
         self.guard = Guard(self._trouble)
@@ -168,7 +181,8 @@ class Monitor:
         )
         self._members, self._progress, self._unoffered = 1, 0, False
         self.covering = Covering(self._account, self._write, self._announce, quiet=config.quiet)
-        self._counts = CoverageProbe(self.probes.entries, state.wrappers, self._on_child)
+        starting = None if self.starts is None else (self.starts.before, self.starts.after)
+        self._counts = CoverageProbe(self.probes.entries, state.wrappers, self._on_child, starting)
         bus.on("probe:coverage", NeverStepped, lambda _: self.covering.start())
         self._last = StepStore(_LAST_STATES)
         self._promised = 0  # last states that this rank has handed over
@@ -224,11 +238,16 @@ class Monitor:
         if self.rank == 0:
             self.agreement.offer(batch)
 
-    def close(self, reason: str = "finished", exit_code: int | None = 0) -> None:
-        """Deliver what is queued, write the outcome and take all hooks away. Idempotent; takes 5 s at most."""
+    def close(self, reason: str = "finished", exit_code: int | None = 0, error: BaseException | None = None) -> None:
+        """Deliver what is queued, write the outcome and take all hooks away. Idempotent; takes 5 s at most.
+
+        Args:
+            error: why it ends, by default the exception that is being handled.
+        """
         if self._closed or os.getpid() != self._pid:
             return
-        run, error = self.guard.run, sys.exc_info()[1]
+        run, error = self.guard.run, error or sys.exc_info()[1]
+        run("close:by-hand", self.probes.recorder.end_by_hand)
         run("close:memory", self.memory.close, error)
         run("close:last-state", self.probes.last_state.look_back)
         self.probes.last_state.close()
@@ -240,14 +259,38 @@ class Monitor:
         )
         run("close:patches", self.probes.remove, finished=bool(whole))  # of a script, or of an epoch
         run("close:hooks", self.probes.release)
-        run("close:exchange", self._leave, reason, error)
-        run("close:coverage", self.covering.close)
+        yields = run("close:spawned", self._is_run_of_others)
+        if not yields:
+            run("close:exchange", self._leave, reason, error)
+        run("close:coverage", self.covering.close, look=not yields)
         self.guard.contain("close:end", self._end, reason, exit_code)
         if self.fanout is not None:
             self.guard.contain("close:sinks", self.fanout.close)
 
     def _end(self, reason: str, exit_code: int | None) -> None:
         self._write(RunEnded(reason=reason, exit_code=exit_code, steps=dict(self._steps), time=utc()))
+
+    def _is_run_of_others(self) -> bool:
+        """Tell whether the ranks of the run are those that the script has started, and this process was none."""
+        if self.starts is None:
+            return False
+        yields = self._exchange is None and not self._steps and self.starts.has_run
+        self.starts.close()
+        return yields
+
+    def _become_origin(self, make: Callable[..., Origin], notes: Path) -> Origin:
+        """Return what ranks that the script starts must know; a run directory of this process's own stays its own."""
+        if self._home is not None:
+            out = self._home / SPAWNED
+        else:
+            out = (self.config.out or run_directory(self.run_id, datetime.datetime.now(datetime.UTC))).absolute()
+        return make(
+            config=replace(self.config, out=out),
+            command=self.command,
+            run_id=self.run_id,
+            number=self._number,
+            notes=notes,
+        )
 
     def _leave(self, reason: str, error: BaseException | None) -> None:
         if self._exchange is None and (self._steps or self.command):
@@ -314,6 +357,7 @@ class Monitor:
             if self._store is None and not lost:
                 self.rank, self.world = 0, 1
             self.covering.begin(self.rank, expected, self._store, f"ddpdebug/{self._number}")
+        note(self._origin, self.rank)
         self.probes.meet(self.world)
         self.elements.rank, self.disk.ranks = self.rank, self.world
         self.numeric_guard.meet(range(self.world))
@@ -420,7 +464,7 @@ class Monitor:
             self._home = directory.absolute()
         self._home = self._home or directory
         who: dict[str, Any] = {"rank": self.rank, "world": self.world, "run_id": self.run_id, "time": utc()}
-        who |= {"redactor": self.redactor, "disk": self.disk}
+        who |= {"redactor": self.redactor, "disk": self.disk, "spawned": self._origin is not None}
         self.fanout, started = open_sinks(self.config, directory, self._home, **who)
         self._write(started)
         self.covering.opened()
@@ -507,13 +551,14 @@ class Monitor:
             rank=self.rank,
             steps=max(dict(self._steps).values(), default=0),
             made=counts.made,
+            by_hand=self.probes.recorder.by_hand,
             backwards=self.probes.state.backwards,
             wrappers=len(self.probes.state.wrappers),
             parameters=counts.parameters,
             unwatched=dict(counts.unwatched),
             left_out=dict(counts.left_out),
             off=dict(self.covering.off),
-            children=counts.children,
+            children=0 if self.starts is not None and self.starts.any_ranks else counts.children,
             evaluations=self.probes.evaluations.without_loss,
         )
 

@@ -37,6 +37,7 @@ def open_sinks(  # noqa: PLR0913 - who the rank is
     redactor: Redactor,
     disk: Disk,
     time: str,
+    spawned: bool = False,
 ) -> tuple[Fanout, RunStarted]:
     """Return the sinks of a rank and the record with which the run begins.
 
@@ -84,6 +85,7 @@ def open_sinks(  # noqa: PLR0913 - who the rank is
         metrics_url=url,
         node=platform.node(),
         local_rank=local_rank,
+        spawned=spawned,
     )
 
 

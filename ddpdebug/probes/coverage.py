@@ -27,10 +27,17 @@ class CoverageProbe:
 
     Args:
         on_child: called after the script has started a process, with whether a new interpreter was started for it.
+        starts: is told of such a process before it starts, and after it has started or has failed to.
     """
 
-    def __init__(self, entries: Entries, wrappers: list[Wrapper], on_child: Callable[[bool], None]) -> None:
-        self._entries, self._wrappers, self._on_child = entries, wrappers, on_child
+    def __init__(
+        self,
+        entries: Entries,
+        wrappers: list[Wrapper],
+        on_child: Callable[[bool], None],
+        starts: tuple[Callable[[Any], None], Callable[[Any], None]] | None = None,
+    ) -> None:
+        self._entries, self._wrappers, self._on_child, self._starting = entries, wrappers, on_child, starts
         self.made = self.children = self.parameters = 0
         self.unwatched: dict[str, int] = {}
         self.left_out: dict[str, int] = {}
@@ -40,13 +47,17 @@ class CoverageProbe:
     def install(self) -> None:
         """Begin to count, in all threads."""
         self._entries.on_step(before=(), after=[("probe:coverage", self._stepped)], who=lambda _: True)
-        start = [("probe:coverage", self._starts)], [("probe:coverage", self._started)]
+        before, after = [("probe:coverage", self._starts)], [("probe:coverage", self._started)]
+        if self._starting is not None:
+            before.append(("probe:spawned", self._lets_start))
+            after.insert(0, ("close:spawned", self._has_started))
         self._entries.patch(
             multiprocessing.process.BaseProcess,
             "start",
-            "processes that the script starts",
-            before=start[0],
-            after=start[1],
+            "processes that the script starts; ranks among them are attached to",
+            before=before,
+            after=after,
+            failed=[("probe:coverage", self._failed)],
         )
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
@@ -58,10 +69,20 @@ class CoverageProbe:
     def _starts(self, process: Any) -> None:
         self._targets[id(process)] = getattr(process, "_target", None)  # it is gone once the process has started
 
+    def _lets_start(self, process: Any) -> None:
+        if self._starting is not None and not _is_helper(process, getattr(process, "_target", None)):
+            self._starting[0](process)
+
+    def _has_started(self, _: object, process: Any) -> None:
+        if self._starting is not None:
+            self._starting[1](process)
+
+    def _failed(self, _: BaseException, process: Any) -> None:
+        self._targets.pop(id(process), None)
+        self._has_started(None, process)
+
     def _started(self, _: None, process: Any) -> None:
-        target = self._targets.pop(id(process), None)
-        home = str(getattr(target, "__module__", "") or type(process).__module__)
-        if home.startswith(_LIBRARIES) and not home.startswith("torch.multiprocessing"):
+        if _is_helper(process, self._targets.pop(id(process), None)):
             return
         self.children += 1
         self._on_child(getattr(process, "_start_method", None) in {"spawn", "forkserver"})
@@ -88,6 +109,12 @@ class CoverageProbe:
             left_out["their optimizer state is sharded over the ranks"] += count
         self.parameters += count
         self.unwatched, self.left_out = dict(unwatched), dict(left_out)
+
+
+def _is_helper(process: Any, target: Any) -> bool:
+    """Tell whether a process is a worker of a library's."""
+    home = str(getattr(target, "__module__", "") or type(process).__module__)
+    return home.startswith(_LIBRARIES) and not home.startswith("torch.multiprocessing")
 
 
 def why_unwatched(parameter: Any) -> str | None:

@@ -321,7 +321,7 @@ class Numerics:
         known = self._known.get(watch.index)
         small = record.checked and sum(p.nbytes for p in watch.params) <= _TINY_BYTES
         thoroughly = thoroughly or bool(record.flags & Flag.FIRST or small)
-        if record.flags & Flag.CLOSURE or watch.ref is None or not (thoroughly or known):
+        if record.flags & Flag.CLOSURE or not watch.has_raw_gradients or not (thoroughly or known):
             return []
         if thoroughly:
             self._verified[watch.index] = watch.step

@@ -72,6 +72,8 @@ class OptimizerWatch:
         elif optimizer is not None:
             self.ref = weakref.ref(optimizer)
         self.given_up = False  # several threads step its parameters
+        #: There is a moment at which the gradients are as they are used, or, of the second, as backward has left them.
+        self.has_gradients = self.has_raw_gradients = optimizer is not None
         self._on_end = on_end
         self.step = 0
         self.members: list[weakref.ref[torch.optim.Optimizer]] = []  # optimizers fused into backward
@@ -222,6 +224,38 @@ class OptimizerWatch:
             self.state_is_small = False
             return self.state()
         return keys, tensors, plain
+
+
+class HandWatch(OptimizerWatch):
+    """The parameters of models that the script updates by hand, without any optimizer of torch's."""
+
+    def __init__(self, index: int, entries: Entries) -> None:
+        super().__init__(None, index, entries)
+        self._entries = entries
+        self._models: list[weakref.ref[torch.nn.Module]] = []
+
+    def take(self, models: Sequence[torch.nn.Module]) -> None:
+        """Watch what these models train."""
+        me = weakref.ref(self)
+        gone = lambda: None if (watch := me()) is None else watch.forget()  # noqa: E731
+        self._models = [self._entries.when_gone("probe:by-hand", model, gone) for model in models]
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return one group without settings."""
+        models = [model for ref in self._models if (model := ref()) is not None]
+        held = {id(p): p for model in models for p in internals.parameters(model) if p.requires_grad}
+        return [{"params": list(held.values())}] if held else []
+
+    def forget(self) -> None:
+        """Let go of the parameters when their models have gone."""
+        if all(ref() is None for ref in self._models):
+            super().forget()
+
+    def contents(self) -> int | None:
+        """Return what changes with an update, from a few bytes of each parameter; None where reading would wait."""
+        if not self.params or any(p.device.type != "cpu" or not internals.is_plain(p) for p in self.params):
+            return None
+        return fingerprint.spots(self.params)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

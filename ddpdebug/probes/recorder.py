@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.isolation.guard import Guard
@@ -24,7 +25,7 @@ from ddpdebug.probes.gradient_hooks import GradientHooks
 from ddpdebug.probes.loaders import Deliveries
 from ddpdebug.probes.loop_calls import LoopCalls, Losses
 from ddpdebug.probes.models import Models
-from ddpdebug.probes.optimizers import GroupSettings, OptimizerWatch, first_step, index_of
+from ddpdebug.probes.optimizers import GroupSettings, HandWatch, OptimizerWatch, first_step, index_of
 from ddpdebug.probes.record import Part, SinceLastStep, StepRecord, combined
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.step_veto import StepVeto
@@ -108,6 +109,9 @@ class Recorder:
         self._fused_stepped = False
         self._stepping: list[int] = []
         self._pre: tuple[OptimizerWatch, StepRecord, float] | None = None
+        self._hand: HandWatch | None = None
+        self._hand_open: tuple[StepRecord, int | None] | None = None  # with what the parameters held then
+        self._modules_seen = 0
         self._halt: BaseException | None = None
         guard.when_cut(self.cut)
         guard.when_off("probe:backward", self._forget_backward)
@@ -122,6 +126,10 @@ class Recorder:
         bus.on("probe:optimizer", events.StepBegan, self.pre_step)
         bus.on("probe:optimizer", events.StepEnded, self.post_step)
         bus.on("probe:optimizer", events.StepSkipped, self._skipped)
+        bus.on("probe:by-hand", events.BackwardEnded, self._open_by_hand)
+        bus.on("probe:by-hand", events.ForwardBegan, self._close_by_hand)
+        bus.on("probe:by-hand", events.ModuleForwardBegan, self._close_by_hand)
+        bus.on("probe:by-hand", events.GroupEnds, self._close_by_hand)
         bus.on("probe:wrapper", events.Averaged, self._averages)
 
     def take_halt(self) -> BaseException | None:
@@ -136,6 +144,7 @@ class Recorder:
         self._stepping.clear()
         self._started.clear()
         self._pre, state.in_backward, self._fused_stepped = None, 0, False
+        self._hand_open = None
         for wrapper in state.wrappers:
             wrapper.cut()
 
@@ -240,7 +249,7 @@ class Recorder:
         since.backward_seconds += time.perf_counter() - started
         since.micro_batches += 1
         state.backwards += 1
-        if state.backwards == _LONELY_BACKWARDS and not state.watches:
+        if state.backwards == _LONELY_BACKWARDS and not any(watch.step for watch in state.watches):
             self._bus.emit(events.NeverStepped())
         location: str | None = None
         for wrapper in state.wrappers:
@@ -417,6 +426,52 @@ class Recorder:
         record = self._begin(self._fused)
         self._bus.emit(events.GradientsFinal(self._fused, record))
         self._finish(self._fused, record)
+
+    # --- updates by hand ----------------------------------------------------------------------------------------------
+
+    @property
+    def by_hand(self) -> int:
+        """The updates by hand that were seen."""
+        return 0 if self._hand is None else self._hand.step
+
+    def end_by_hand(self) -> None:
+        """Close the record of the last update by hand; a call before the end of everything that takes records."""
+        self._guard.run("probe:by-hand", self._close_by_hand, None)
+
+    def _open_by_hand(self, _: events.BackwardEnded) -> None:
+        """Open the record of an update that the script may make now; an earlier one was not followed by any."""
+        state, built = self._state, self._entries.built
+        if state.in_backward or built.optimizers or any(watch is not self._hand for watch in state.watches):
+            self._hand_open = None
+            return
+        if self._modules_seen != built.modules_seen:
+            self._modules_seen = built.modules_seen
+            models = [m for m in built.outermost() if any(p.grad is not None for p in internals.parameters(m))]
+            if not models:
+                return
+            if self._hand is None:
+                self._hand = HandWatch(0, self._entries)
+                state.watches.append(self._hand)
+            self._hand.take([m.module if isinstance(m, DistributedDataParallel) else m for m in models])
+        if (watch := self._hand) is None:
+            return
+        record = self._begin(watch)
+        # without a DDP the script has its gradients reduced later, if at all
+        watch.has_raw_gradients, watch.has_gradients = True, state.world == 1 or all(watch.owned)
+        self._bus.emit(events.GradientsFinal(watch, record))
+        self._hand_open = record, watch.contents()
+
+    def _close_by_hand(self, event: events.ForwardBegan | events.ModuleForwardBegan | events.GroupEnds | None) -> None:
+        """Close the record where the parameters have changed since: as the next forward with gradients begins."""
+        forward = isinstance(event, events.ForwardBegan | events.ModuleForwardBegan)
+        if self._hand_open is None or self._hand is None or (forward and not torch.is_grad_enabled()):
+            return
+        record, contents = self._hand_open
+        if contents is not None and self._hand.contents() in {None, contents}:
+            return  # gradients are added up, nothing is trained, or the models are gone
+        self._hand_open = None
+        self._state.by_hand = True
+        self._finish(self._hand, record)
 
 
 def _digests(tensors: Tensors, limit: int) -> list[int]:

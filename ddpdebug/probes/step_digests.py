@@ -203,7 +203,7 @@ class StepDigests:
         watch, record = event.watch, event.record
         if not record.checked:
             return
-        if watch.ref is None:  # optimizers inside backward have used and cleared them
+        if not watch.has_gradients:  # optimizers inside backward have used and cleared them
             record.parts[GradientDigests] = GradientDigests()
             return
         sums = record.since.parts[GradientSums]

@@ -32,6 +32,7 @@ class StepState:
         self.backwards = self.syncs = 0
         self.wrappers: list[Wrapper] = []  # the DDPs
         self.watches: list[OptimizerWatch] = []
+        self.by_hand = False  # the script updates its parameters without any optimizer of torch's
         self._unwrapped: list[weakref.ref[torch.nn.Module]] = []
 
     def next_step(self) -> int:

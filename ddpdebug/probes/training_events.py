@@ -26,6 +26,10 @@
                                                      StateRead          the optimizer's state
                                                    StepClosed           the record is complete
         scheduler.step()                         SchedulerStepped
+
+    Where no optimizer exists and the script updates its parameters by hand, GradientsFinal comes after BackwardEnded,
+    and StepClosing and StepClosed as the next forward with gradients begins, if the parameters have changed until then.
+
         model.load_state_dict(...)               Paused, Loaded
 
 A model that no DDP wraps has ModuleForwardBegan, ModuleForwardEnded and ModuleForwardFailed instead. Beside the loop:
@@ -123,6 +127,7 @@ class ForwardBegan(Event):
     """
 
     order = (
+        "probe:by-hand",
         "probe:evaluation",
         "probe:broadcast",
         "probe:gather",
@@ -181,7 +186,7 @@ class FirstForward(Event):
 class ModuleForwardBegan(Event):
     """A model that no DDP wraps is called."""
 
-    order = ("probe:evaluation", "probe:recipe-forward", "probe:scene", "probe:numerics-forward")
+    order = ("probe:by-hand", "probe:evaluation", "probe:recipe-forward", "probe:scene", "probe:numerics-forward")
     module: torch.nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -246,7 +251,7 @@ class LossExamined(Event):
 class BackwardEnded(Event):
     """A backward returns: gradients have come, and are reduced where DDP reduces them."""
 
-    order = ("probe:backward", "probe:recipe")
+    order = ("probe:backward", "probe:recipe", "probe:by-hand")
 
 
 @dataclass(frozen=True, slots=True)
@@ -527,3 +532,5 @@ class Averaged(Event):
 @dataclass(frozen=True, slots=True)
 class GroupEnds(Event):
     """`destroy_process_group` is called: most scripts do this last, while their models are alive."""
+
+    order = ("probe:by-hand", "probe:last-state")

@@ -11,6 +11,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -19,6 +20,8 @@ from ddpdebug.isolation.user_code import is_user_file
 
 #: `<seconds of the monotonic clock> <folder>`: when the ranks write their stacks, and where to.
 DEADLINE = "DDPDEBUG_DEADLINE"
+#: The folder beside those of the ranks that were started for the check: of ranks that the script has started.
+SPAWNED = "spawned"
 #: How long the stacks may take after the deadline.
 PATIENCE_SECONDS = 2.0
 _MAX_BYTES = 1 << 20
@@ -42,6 +45,15 @@ def arm(environ: Mapping[str, str]) -> None:
         return
     _FILES.append(file)
     faulthandler.dump_traceback_later(max(left, 0.01), file=file)
+
+
+def arm_spawned(environ: Mapping[str, str], rank: int) -> None:
+    """Arm the stack dump of a rank that the script has started; without a deadline do nothing."""
+    when, _, folder = environ.get(DEADLINE, "").partition(" ")
+    if folder:
+        with suppress(OSError):
+            (Path(folder) / SPAWNED).mkdir(exist_ok=True)
+        arm({DEADLINE: f"{when} {folder}/{SPAWNED}", "RANK": str(rank)})
 
 
 def collect(folder: Path, ranks: Iterable[int]) -> dict[int, str]:

@@ -14,6 +14,8 @@ cut off or malformed, check every type, and never read beyond fixed bounds. This
 | `ranks/<rank>/stacks.txt` | `check` | where the rank's threads were when the time was over |
 | `ranks/<rank>/trouble.jsonl` | each rank | parts of ddpdebug that failed |
 | `check.json` | `check` | what the one who started the ranks saw: exit statuses, whether the time was over |
+| `ends.json` | `check` | exit statuses of ranks that the script has started by itself, by rank |
+| `spawned/` | these ranks | their own run directory, where the script trains in its own process as well |
 | `bundles/*/`, `ranks/<rank>/bundles/*/` | rank 0, each other rank | replay bundles; `docs/replay.md` |
 | `ranks/<rank>/memory/` | each rank | summaries of failed allocations, see `forensics/memory/oom.py` |
 
@@ -49,6 +51,9 @@ PLACE = "place.json"
 BALLAST = ".ballast"
 TROUBLE = "trouble.jsonl"
 CHECK = "check.json"
+ENDS = "ends.json"
+SPAWNED = "spawned"
+PREVIOUS = "previous-*"
 STACKS = "stacks.txt"
 
 CAP_BYTES = 64 << 20
@@ -156,6 +161,22 @@ def read_ends(directory: Path) -> dict[int, dict[str, Any]]:
             if end is not None:
                 ends[int(str(rank))] = {"reason": end.reason, "steps": end.steps}
     return ends
+
+
+def read_spawned(directory: Path, run: str) -> tuple[int, dict[int, int]] | None:
+    """Return how many ranks the script of a run has started by itself, and the exit statuses that are known of them.
+
+    None where it is another run, or one whose ranks the script has not started.
+    """
+    try:
+        known = read_run(directory)
+    except ValueError:
+        return None
+    if known.get("run") != run or known.get("spawned") is not True or "world" not in known:
+        return None
+    ends = (_document(directory / ENDS) or {}).items()
+    statuses = {int(rank): code for rank, code in ends if rank.isdecimal() and isinstance(code, int)}
+    return known["world"], {rank: code for rank, code in statuses.items() if rank < known["world"]}
 
 
 def read_check(directory: Path) -> dict[str, Any] | None:

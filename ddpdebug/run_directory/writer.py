@@ -146,6 +146,7 @@ class RunDirectory:
             "run": record.run_id,
             "time": record.time,
             "world": record.world,
+            "spawned": record.spawned,
             "command": list(record.command),
             "node": record.node,
             "metrics_url": record.metrics_url,

@@ -261,6 +261,7 @@ class RankCoverage(Announcement):
     Args:
         steps: optimizer steps whose row it made.
         made: optimizer steps that torch has taken on it, seen or not.
+        by_hand: of `steps`, updates that the script makes without an optimizer.
         backwards: backward passes.
         wrappers: DDPs that it watches.
         parameters: parameters of its optimizers.
@@ -276,6 +277,7 @@ class RankCoverage(Announcement):
     rank: int = 0
     steps: int = 0
     made: int = 0
+    by_hand: int = 0
     backwards: int = 0
     wrappers: int = 0
     parameters: int = 0
@@ -288,12 +290,12 @@ class RankCoverage(Announcement):
     @property
     def remarkable(self) -> bool:
         """Tell whether there is something to say about this rank."""
-        return bool(self.unwatched or self.left_out or self.off or self.children)
+        return bool(self.unwatched or self.left_out or self.off or self.children or self.by_hand)
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> RankCoverage:
         """Read an account from anywhere; raise ValueError on anything else."""
-        counts = ("rank", "steps", "made", "backwards", "wrappers", "parameters", "children", "evaluations")
+        counts = ("rank", "steps", "made", "by_hand", "backwards", "wrappers", "parameters", "children", "evaluations")
         try:
             values: dict[str, Any] = {name: int(record.get(name, 0)) for name in counts}
             for name in ("unwatched", "left_out"):

@@ -66,7 +66,7 @@ PARTS = (
 _PROBES = {
     "parameters": "parameters frozen replicas built last-state structure",
     "gradients": "gradients step-gradients wrapper no-sync comm-hook backward clip gather call-site",
-    "optimizer": "optimizer row scaler hyper state threads",
+    "optimizer": "optimizer by-hand row scaler hyper state threads",
     "forward": "forward batch output broadcast buffers layers constants",
     "numerics": "numerics numerics-forward numerics-loss numerics-gradients numerics-after modules entry guard "
     "loss-backward",
@@ -74,7 +74,7 @@ _PROBES = {
     "unregistered evaluation observe load",
     "data": "loader",
     "memory": "memory memory-limit",
-    "other": "coverage cut scene place loss_line disk",
+    "other": "coverage cut scene place loss_line disk spawned",
 }
 _NOTES = {"scene", "place", "loss_line", "disk"}
 _KINDS: dict[str, tuple[str, Weight]] = {
@@ -153,7 +153,14 @@ class Coverage:
     @property
     def gaps(self) -> tuple[Gap, ...]:
         """What is not checked, the gravest first; before `certain` it may only not have begun yet."""
-        found = [*self._step_gaps(), *self._rank_gaps(), *self._parameter_gaps(), *self._off_gaps(), *self._notes()]
+        found = [
+            *self._step_gaps(),
+            *self._hand_gaps(),
+            *self._rank_gaps(),
+            *self._parameter_gaps(),
+            *self._off_gaps(),
+            *self._notes(),
+        ]
         return tuple(sorted(found, key=lambda gap: -gap.weight))
 
     @property
@@ -200,19 +207,27 @@ class Coverage:
         elif children:
             text = (
                 f"no optimizer step was seen: the script has started {_counted(children, 'process', 'processes')} of "
-                f"its own, which {'is' if children == 1 else 'are'} not watched"
+                f"its own, and {'it has' if children == 1 else 'they have'} not joined a process group"
             )
-            action = "start the ranks by torchrun or --nproc-per-node, or call ddpdebug.watch() in each"
+            action = "train in a process group, or start what trains by torchrun or --nproc-per-node"
         elif backwards:
             text = (
-                f"no optimizer step was seen, although backward ran {_counted(backwards, 'time')}: only the steps of "
-                "torch.optim optimizers are looked at"
+                f"no optimizer step was seen, although backward ran {_counted(backwards, 'time')}: no optimizer of "
+                "torch.optim steps, and no module's parameters change between a backward and the next forward"
             )
-            action = "use one, for example torch.optim.SGD in place of an update by hand"
+            action = "train modules, and use an optimizer, for example torch.optim.SGD in place of an update by hand"
         else:
             text = "no optimizer step was seen"
             action = "give a script that trains, and let it take at least one step"
         yield Gap(part="steps", weight=Weight.ESSENTIAL, text=text, action=action)
+
+    def _hand_gaps(self) -> Iterator[Gap]:
+        if any(rank.by_hand and rank.by_hand == rank.steps for rank in self.ranks):
+            text = (
+                "parameters are updated by hand: a step ends where the next forward begins, and learning rate, "
+                "optimizer state and the order of the calls are not looked at"
+            )
+            yield Gap(part="optimizer", weight=Weight.NOTE, text=text)
 
     def _rank_gaps(self) -> Iterator[Gap]:
         if self.world < 2:

@@ -27,6 +27,7 @@ class RunStarted:
     metrics_url: str | None = None  # of this rank
     node: str = ""
     local_rank: int = 0
+    spawned: bool = False  # the script has started its ranks by itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,6 +56,7 @@ from ddpdebug.torch_internals.names import (
     PARAMETERS as PARAMETERS,
     PRE_FORWARD as PRE_FORWARD,
     RUN_BACKWARD as RUN_BACKWARD,
+    UPDATE_DEFAULT_GROUP as UPDATE_DEFAULT_GROUP,
     MissingError as MissingError,
     as_plain as as_plain,
     as_users as as_users,
@@ -130,6 +131,11 @@ def private_store() -> Any | None:
         )
         return PrefixStore(f"ddpdebug/attempt_{attempt}", store)
     return None
+
+
+def group_module() -> Any:
+    """Return the module of torch's in which the default process group is made."""
+    return dist.distributed_c10d
 
 
 def default_group_id() -> object | None:

@@ -77,7 +77,19 @@ GLOO_DEVICES, GLOO_THREADS, GLOO_TIMEOUT = (
 
 _ALONE = Feature("a world of one rank", "`equivalence` and `preflight` cannot run one rank of several alone")
 default_group: Callable[[], Any] = thing(f"{_C10D}._get_default_group", _ALONE)
-update_default_group: Callable[[Any], None] = thing(f"{_C10D}._update_default_pg", _ALONE)
+#: What every way to make or end the default process group calls, by whatever name a script has imported that.
+UPDATE_DEFAULT_GROUP = key(
+    f"{_C10D}._update_default_pg",
+    _ALONE,
+    off="ranks of `mp.spawn` are not seen; `equivalence` and `preflight` cannot run one rank of several alone",
+    applies=dist.is_available,
+)
+
+
+def update_default_group(group: Any) -> None:
+    """Make a group the default one."""
+    getattr(dist.distributed_c10d, UPDATE_DEFAULT_GROUP)(group)
+
 
 # --- DistributedDataParallel ------------------------------------------------------------------------------------------
 

@@ -162,3 +162,22 @@ def test_who_left_early_is_blamed_and_not_who_missed_it() -> None:
     assert judge([], {0: _failed(0, _PEER), 1: _done(1, steps=9)}, world=2).blamed == (0,)
     assert judge([], {0: _failed(0), 1: _done(1, steps=4)}, world=2).blamed == (0,)
     assert judge([], {0: _failed(0, _PEER), 1: _done(1, steps=4), 2: _failed(2)}, world=3).blamed == (2,)
+
+
+@pytest.mark.parametrize(
+    "script, outcomes, word, note",
+    [
+        (0, BOTH, Word.CLEAN, None),
+        (1, BOTH, Word.FAILED, "ended with exit status 1"),
+        (_KILL, BOTH, Word.LOST, "died by SIGKILL"),
+        (1, {r: _failed(r, "exception: FindingError: RANK101") for r in (0, 1)}, Word.FINDINGS, None),
+        (1, {0: _done(0), 1: _failed(1)}, Word.FAILED, None),
+    ],
+)
+def test_a_script_that_has_started_its_ranks(
+    script: int, outcomes: dict[int, Outcome], word: Word, note: str | None
+) -> None:
+    """What it does after its ranks counts as well, unless it only passes on how they have ended."""
+    verdict = judge((), outcomes, world=2, statuses={0: 0, 1: 0}, script=script)
+    assert verdict.word is word
+    assert [note in text for text in verdict.notes if "by itself" in text] == ([] if note is None else [True])

@@ -108,10 +108,9 @@ def test_junit_skips_families_without_rules_and_shows_what_does_not_count() -> N
 @pytest.mark.parametrize("required, kind", [(False, "skipped"), (True, "failure")])
 def test_what_was_not_checked(required: bool, kind: str) -> None:
     """It is a case of its own: skipped, or failed where checks are required; JSON, Markdown and GitHub have it too."""
-    account = {0: RankCoverage(backwards=8)}
-    missed = Tally(1).coverage(account, certain=True, ended=True)
+    missed = Tally(1).coverage({0: RankCoverage(steps=3, unwatched={"of the type Odd": 2})}, certain=True, ended=True)
     verdict = with_coverage(VERDICTS["clean"], missed, required=required)
-    words = "no optimizer step was seen, although backward ran 8 times"
+    words = "2 parameters not compared: of the type Odd"
     text = to_junit(verdict, "runs/x", time="2026-01-02T03:04:05")
     _SCHEMA.validate(text.split("\n", 1)[1])
     case = _suites(verdict)["coverage"].find(f"testcase/{kind}")

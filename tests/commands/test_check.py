@@ -53,8 +53,62 @@ def test_single_process(command: Command) -> None:
     done = command("-m", "ddpdebug", "check", "--steps", 3, SCRIPT, "clean", 8)
     assert (done.returncode, "verdict: clean" in done.stderr) == (0, True), done.stderr
     done = command("-m", "ddpdebug", "check", "-m", "this")
-    assert done.returncode == 0
+    assert done.returncode == 1
+    assert "no findings, but not checked (exit 1)" in done.stderr
     assert "no optimizer step was seen" in done.stderr
+
+
+_SPAWNS = """
+import os, signal, sys, time
+import torch
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed import barrier, destroy_process_group, init_process_group
+from torch.nn.parallel import DistributedDataParallel
+def train(rank, mode):
+    init_process_group("gloo", init_method="file://" + os.path.abspath("store"), rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.Generator().manual_seed(10 + rank)
+    for step in range(8):
+        if (mode, step, rank) == ("lr", 3, 1):
+            optimizer.param_groups[0]["lr"] = 0.2
+        optimizer.zero_grad()
+        model(torch.randn(8, 4, generator=data)).pow(2).mean().backward()
+        optimizer.step()
+    if mode in ("raise", "kill"):
+        if rank == 0:
+            time.sleep(600)
+        if mode == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("bad batch")
+    barrier()
+    del model
+    destroy_process_group()
+if __name__ == "__main__":
+    mp.spawn(train, (sys.argv[1],), 2)
+    if sys.argv[1] == "after":
+        raise ValueError("after the ranks")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mode, code, blamed", [("clean", 0, []), ("lr", 1, []), ("raise", 3, [1]), ("kill", 4, [1]), ("after", 3, [])]
+)
+def test_ranks_that_the_script_starts(
+    mode: str, code: int, blamed: list[int], command: Command, tmp_path: Path
+) -> None:
+    """The verdict is made of their rows and ends, and of the script's own."""
+    (tmp_path / "spawns.py").write_text(_SPAWNS, encoding="utf-8")
+    done = command("-m", "ddpdebug", "check", "--json", "v.json", "--out", "o", "spawns.py", mode)
+    record = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))
+    assert (done.returncode, record["blamed"]) == (code, blamed), done.stderr
+    assert json.loads((tmp_path / "o" / "run.json").read_text(encoding="utf-8"))["world"] == 2
+    if code < 3:
+        found = [(finding["code"], finding["step"]) for finding in record["findings"]]
+        assert (("RANK104", 3) in found) is (mode == "lr"), found
 
 
 @pytest.mark.slow

@@ -41,12 +41,10 @@ dist.barrier(); dist.destroy_process_group()
 """
 _BY_HAND = """
 import torch
-from torch import nn
-model = nn.Linear(4, 2)
+weight = torch.randn(4, 2, requires_grad=True)  # no module has it
 for i in range(20):
-    model.zero_grad(); model(torch.randn(8, 4)).pow(2).mean().backward()
-    with torch.no_grad():
-        for p in model.parameters(): p.add_(p.grad, alpha=-0.1)
+    (torch.randn(8, 4) @ weight).pow(2).mean().backward()
+    with torch.no_grad(): weight.add_(weight.grad, alpha=-0.1); weight.grad = None
 """
 _SPAWN = """
 import multiprocessing

@@ -54,14 +54,17 @@ CASES = {
         _seen(world=1, ranks=_rank(backwards=50)),
         "steps",
         (
-            "no optimizer step was seen, although backward ran 50 times: only the steps of torch.optim optimizers are "
-            "looked at"
+            "no optimizer step was seen, although backward ran 50 times: no optimizer of torch.optim steps, and no "
+            "module's parameters change between a backward and the next forward"
         ),
     ),
     "spawned": (
         _seen(world=1, ranks=_rank(children=2)),
         "steps",
-        "no optimizer step was seen: the script has started 2 processes of its own, which are not watched",
+        (
+            "no optimizer step was seen: the script has started 2 processes of its own, and they have not joined a "
+            "process group"
+        ),
     ),
     "off": (
         _seen(world=1, ranks=_rank(made=1, backwards=1)),
@@ -169,6 +172,26 @@ def test_verdict(required: bool, code: int) -> None:
     assert with_coverage(clean, _seen(_step(0)), required=required).word is Word.CLEAN
     failed = judge((), {}, world=2, statuses={0: 1, 1: 1})
     assert with_coverage(failed, CASES["never met"][0], required=required).exit_code == 3
+
+
+@pytest.mark.parametrize("name", ["nothing", "by hand", "spawned", "off"])
+def test_nothing_seen_is_no_green_check(name: str) -> None:
+    """A job that stops attaching, or starts what is not seen, does not stay green for ever."""
+    verdict = with_coverage(judge((), _done(), world=2), CASES[name][0])
+    assert (verdict.word, verdict.exit_code) == (Word.UNCHECKED, 1)
+
+
+def test_updates_by_hand_are_said() -> None:
+    """They take nothing from the words *no findings*; a script that also has an optimizer hears nothing."""
+    by_hand = _seen(_step(0), world=1, ranks=_rank(steps=9, by_hand=9))
+    assert [gap.text for gap in by_hand.gaps if "by hand" in gap.text] == [
+        (
+            "parameters are updated by hand: a step ends where the next forward begins, and learning rate, optimizer "
+            "state and the order of the calls are not looked at"
+        )
+    ]
+    assert by_hand.complete is not False
+    assert not [gap for gap in _seen(_step(0), world=1, ranks=_rank(steps=9, by_hand=2)).gaps if "hand" in gap.text]
 
 
 class _Run:

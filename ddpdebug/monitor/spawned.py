@@ -1,0 +1,253 @@
+"""Ranks that a watched script starts by itself, through `torch.multiprocessing` or `multiprocessing`.
+
+In the script's process `Starts` puts a `Running` in the place of the process object's `run` while it starts. In the
+new process, spawned, forked or from a fork server, that calls the process's own `run` and nothing else, until a process
+group comes into being: then this is a rank, and is attached to. What never joins a group is no rank. See
+docs/decisions/022.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import multiprocessing.connection
+import multiprocessing.process
+import multiprocessing.spawn
+import os
+import pickle
+import shutil
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddpdebug.errors import StopRun
+from ddpdebug.processes import stacks
+
+if TYPE_CHECKING:
+    from ddpdebug.config.settings import Config
+
+#: Without it there is no process group in a process, and none that could come without an import.
+_GROUPS = "torch.distributed.distributed_c10d"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What a rank that the script has started must know of its run.
+
+    Args:
+        config: the settings, with the run directory that all such ranks share.
+        number: of the monitor, among those of its process: the ranks' n-th ones belong together.
+        as_check: the script runs under `ddpdebug check`.
+        notes: a folder in which each rank notes that it is one, for the process that has started it.
+        attach: attaches to the process, and returns the monitor, or None where the script does so by itself.
+    """
+
+    config: Config
+    command: tuple[str, ...]
+    run_id: str
+    number: int
+    as_check: bool
+    notes: Path
+    attach: Callable[[Origin], Any]
+
+
+class Running:
+    """What stands for the `run` of a process while it is started; picklable, and light to load."""
+
+    def __init__(self, origin: bytes) -> None:
+        self._origin = origin  # loaded by a rank only
+
+    def __call__(self) -> None:
+        """Run the process as it would run without ddpdebug; its exceptions carry no frame of ours."""
+        process = multiprocessing.process.current_process()
+        vars(process).pop("run", None)
+        arrival = Arrival(self._origin)
+        arrival.await_group()
+        try:
+            process.run()
+        except StopRun:
+            arrival.leave("stopped", 0)
+        except BaseException as error:
+            if error.__traceback__ is not None:
+                error.__traceback__ = error.__traceback__.tb_next
+            arrival.leave_by(error)
+            raise
+        else:
+            arrival.leave("finished", 0)
+
+
+class Arrival:
+    """The way of one started process: to a process group, where there will be one, and out again."""
+
+    def __init__(self, origin: bytes) -> None:
+        self._origin = origin
+        self._monitor: Any = None
+        self._pid = os.getpid()
+        self._entries: Any = None
+
+    def await_group(self) -> None:
+        """Be called when a process group comes into being; does and loads nothing where torch is not loaded."""
+        if _GROUPS not in sys.modules:
+            return
+        with suppress(Exception):  # nothing of ours keeps a process from running
+            from ddpdebug import torch_internals as internals  # noqa: PLC0415 - a process that never trains needs none
+            from ddpdebug.isolation.guard import Guard  # noqa: PLC0415
+            from ddpdebug.probes.entries import entries_of  # noqa: PLC0415
+
+            self._entries = entries_of(Guard(_tell))
+            what = "ranks that the script starts"
+            where = internals.group_module(), internals.UPDATE_DEFAULT_GROUP
+            self._entries.patch(*where, what, after=[("attach", self._group_set)])
+
+    def _group_set(self, _: Any, group: Any = None) -> None:
+        if group is None or self._entries.closed or os.getpid() != self._pid:
+            return
+        self._entries.close()
+        origin: Origin = pickle.loads(self._origin)  # noqa: S301 - made by the process that has started this one
+        self._monitor = origin.attach(origin)
+
+    def leave(self, reason: str, exit_code: int | None, error: BaseException | None = None) -> None:
+        """Close what was attached."""
+        monitor, self._monitor = self._monitor, None
+        if monitor is not None and os.getpid() == self._pid:
+            monitor.close(reason, exit_code, error)
+
+    def leave_by(self, error: BaseException) -> None:
+        """Close because of an exception that ends the process."""
+        if isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+            cause = error.__context__  # torch leaves so, once it has kept the error for the process that waits
+            if code and cause is not None:
+                self.leave(_reason(cause), code, cause)
+            else:
+                self.leave("finished" if code == 0 else f"exception: SystemExit: {error.code}", code, error)
+        elif isinstance(error, KeyboardInterrupt):
+            self.leave("interrupted", 130, error)
+        else:
+            self.leave(_reason(error), 1, error)
+
+
+def _reason(error: BaseException) -> str:
+    return f"exception: {type(error).__name__}: {error}"
+
+
+def _tell(part: str, message: str) -> None:
+    del part
+    print(f"ddpdebug: could not attach to process {os.getpid()}, it runs without it: {message}", file=sys.stderr)
+
+
+class Starts:
+    """The processes that the script starts, and which of them have become ranks.
+
+    Args:
+        origin: makes what they must know, with their folder for notes.
+        is_rank: tells whether this process is one rank of several itself; its children are then no ranks of the run.
+    """
+
+    def __init__(self, origin: Callable[[Path], Origin], is_rank: Callable[[], bool]) -> None:
+        self._make, self._is_rank = origin, is_rank
+        self._origin: Origin | None = None
+        self._pickled = b""
+        self._pid = os.getpid()
+        self._started: list[weakref.ref[Any]] = []
+        self._ranks: dict[int, Any] = {}  # process objects of those that are known to be ranks, by their rank
+
+    def before(self, process: Any) -> None:
+        """Let a process that is about to start be attached to once it joins a group."""
+        if self._is_rank() or "run" in vars(process) or not _loads_the_same():
+            return
+        if self._origin is None:
+            self._origin = self._make(Path(tempfile.mkdtemp(prefix="ddpdebug-")))
+            self._pickled = pickle.dumps(self._origin)
+        vars(process)["run"] = Running(self._pickled)
+
+    def after(self, process: Any) -> None:
+        """Take back what `before` has done; the process has started, or has failed to."""
+        if isinstance(vars(process).get("run"), Running):
+            del vars(process)["run"]
+            self._started = [ref for ref in self._started if ref() is not None]
+            self._started.append(weakref.ref(process))
+
+    def ranks(self) -> dict[int, Any]:
+        """Return the process objects of those that have become ranks, by their rank."""
+        if self._origin is None:
+            return {}
+        for process in [process for ref in tuple(self._started) if (process := ref()) is not None]:
+            with suppress(OSError, ValueError):  # it has left no note, or was closed
+                rank = int((self._origin.notes / str(process.pid)).read_text(encoding="ascii"))
+                self._ranks[rank] = process
+        return self._ranks
+
+    @property
+    def any_ranks(self) -> bool:
+        """Tell whether a started process has become a rank, also one whose object is gone."""
+        if self._origin is None:
+            return False
+        with suppress(OSError):
+            return bool(self.ranks()) or any(self._origin.notes.iterdir())
+        return bool(self._ranks)
+
+    @property
+    def has_run(self) -> bool:
+        """Tell whether the run is that of the started processes: some are ranks, or may become ranks yet."""
+        return self.any_ranks or any(_lives(process) for ref in self._started if (process := ref()) is not None)
+
+    def close(self) -> None:
+        """Take the notes away, once the ranks are known."""
+        if self._origin is not None and os.getpid() == self._pid:
+            self.ranks()
+            shutil.rmtree(self._origin.notes, ignore_errors=True)
+
+    def account(self) -> tuple[Path, dict[int, int]] | None:
+        """Return the ranks' run directory and their exit statuses, negative for a signal; None without such ranks."""
+        if self._origin is None or self._origin.config.out is None or not self._ranks:
+            return None
+        statuses: dict[int, int] = {}
+        for rank, process in self._ranks.items():
+            with suppress(ValueError, AssertionError):  # it was closed
+                if process.exitcode is not None:
+                    statuses[rank] = process.exitcode
+        return self._origin.config.out, statuses
+
+
+def note(origin: Origin | None, rank: int) -> None:
+    """Note for the process that has started this one that it is a rank; nothing without an origin."""
+    if origin is None:
+        return
+    if origin.as_check:
+        stacks.arm_spawned(os.environ, rank)
+    with suppress(OSError):  # that one has ended
+        (origin.notes / str(os.getpid())).write_text(str(rank), encoding="ascii")
+
+
+def keep(directory: Path, name: str, statuses: dict[int, int]) -> None:
+    """Write exit statuses for the one who judges the run; where that fails they are not known."""
+    with suppress(OSError):
+        (directory / name).write_text(json.dumps({str(rank): code for rank, code in statuses.items()}), "ascii")
+
+
+def _lives(process: Any) -> bool:
+    """Tell whether a process runs, without taking its exit status from the one who waits for it."""
+    try:
+        return not multiprocessing.connection.wait([process.sentinel], 0)
+    except (OSError, ValueError):
+        return False
+
+
+def _loads_the_same() -> bool:
+    """Tell whether a new interpreter finds this ddpdebug: what it cannot load would end it."""
+    executable = multiprocessing.spawn.get_executable()
+    if executable is not None and os.fsdecode(executable) != sys.executable:
+        return False
+    here = str(Path(__file__).parent.parent / "__init__.py")
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        spec = None if find is None else find("ddpdebug", None)
+        if isinstance(spec, importlib.machinery.ModuleSpec):
+            return spec.origin is not None and Path(spec.origin).samefile(here)
+    return False
