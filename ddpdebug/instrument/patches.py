@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.guard import Guard
@@ -122,6 +122,8 @@ class Patches:
         patch(dist, "init_process_group", "when ranks begin to exist", after=[("exchange", self._initialized)])
         ends = [_emits(events.GroupEnds, self._group_ends)]
         patch(dist, "destroy_process_group", "when ranks cease to exist", before=ends, who=here)
+        made = [_emits(events.SubsetMade, self._subset_made)]
+        patch(Subset, "__init__", "where splits are made", after=made, who=here)
         patch(
             DataLoader,
             "__iter__",
@@ -337,6 +339,9 @@ class Patches:
 
     def _scheduler_steps(self, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         self._bus.emit(events.SchedulerStepped(scheduler, absolute=bool(args or kwargs)))
+
+    def _subset_made(self, _: Any, subset: Any, *__: Any, **___: Any) -> None:
+        self._bus.emit(events.SubsetMade(subset, user_location()))
 
     def _epoch_begins(self, loader: DataLoader[Any]) -> None:
         self._bus.emit(events.EpochBegan(loader))

@@ -30,7 +30,7 @@
 
 A model that no DDP wraps has ModuleForwardBegan, ModuleForwardEnded and ModuleForwardFailed instead. Beside the loop:
 DDPBuilds, DDPBuilt, NoSyncEntered, HookRegistered, OptimizerBuilt, OptimizerEnded, SchedulerBuilt, Gathered, Averaged,
-GroupEnds.
+SubsetMade, GroupEnds.
 
 `instrument/patches.py` emits what torch is called for, each event once; events that are indented further are emitted by
 the probe that knows them. A probe subscribes in its constructor. Each subscriber runs under the guard with a part of
@@ -435,6 +435,14 @@ class EpochBegan(Event):
     """`iter(loader)` is called."""
 
     loader: torch.utils.data.DataLoader[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SubsetMade(Event):
+    """A `Subset` has been made, by `random_split` or by hand."""
+
+    subset: torch.utils.data.Subset[Any]
+    location: str | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,6 +116,20 @@ class IndexList(Struct):
 
     digest: str
     length: int
+    members: str | None = None  # digest whatever their order
+    sketch: tuple[int, ...] = ()  # the smallest hashes of the indices, sorted: the same of them where they overlap
+    location: str | None = None  # that made it
+    drawn: str | None = None  # by `random_split`: from the "default" generator or from one of the script's "own"
+    seed: int | None = None  # of that generator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content(Struct):
+    """The records in an attribute of a data set."""
+
+    length: int
+    unordered: str  # digest of the rows whatever their order
+    columns: Mapping[str, str] = field(default_factory=dict)  # place in a record, or key -> digest; of several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +154,8 @@ class Loader(Announcement):
     drop_last: bool | int | None = None
     iterations: int = 0  # epochs begun, this one too
     attributes: Mapping[str, str] = field(default_factory=dict)  # attribute path -> digest of the data set's plain data
+    content: Mapping[str, Content] = field(default_factory=dict)  # of the attributes that hold records
+    location: str | None = None  # that iterates over it
     step: int | None = None
 
 
