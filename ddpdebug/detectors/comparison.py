@@ -79,6 +79,17 @@ def _groups(step: Step) -> list[Sequence[int]]:
     return [fact.ranks for facts in told for fact in facts.values() if fact.ranks]
 
 
+def averaging_groups(step: Step) -> Sequence[Sequence[int]]:
+    """Return the groups of ranks that average gradients with each other: all ranks, where nothing else is known."""
+    return sorted({tuple(group) for group in _groups(step)}) or [tuple(step.rows)]
+
+
+def groups_beside(step: Step) -> set[tuple[int, ...]]:
+    """Return the ranks of the smaller process groups that the script has made."""
+    told: list[Mapping[int, WrapperGroup]] = _facts(step, "group:")
+    return {tuple(group) for facts in told for fact in facts.values() for group in fact.beside}
+
+
 def _facts(step: Step, prefix: str) -> list[Mapping[int, Any]]:
     return [facts for topic, facts in sorted(step.facts.items()) if topic.startswith(prefix)]
 

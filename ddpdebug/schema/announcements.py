@@ -84,6 +84,7 @@ class WrapperGroup(Announcement):
     topic: ClassVar[str] = "group"
 
     ranks: tuple[int, ...]
+    beside: tuple[tuple[int, ...], ...] = ()  # other groups of the script that the rank is in, smaller than the world
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +94,7 @@ class Precision(Announcement):
     topic: ClassVar[str] = "precision"
 
     step: int | None = None
+    location: str | None = None  # that calls the model
     autocast: str | None = None  # dtype
     matmul: str | None = None  # torch's setting for float32 products, on CUDA
 
@@ -623,6 +625,7 @@ class TokenChange(Announcement):
     length: int = 0  # of the text
     first_loss: float = 0.0
     loss: float = 0.0  # now
+    location: str | None = None  # that called backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

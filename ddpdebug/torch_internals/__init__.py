@@ -211,6 +211,15 @@ def ignored_names(module: torch.nn.Module) -> frozenset[str]:
     return frozenset(getattr(module, names.IGNORED, ()))
 
 
+def groups_beside(largest: int = 64, most: int = 8) -> list[tuple[int, ...]]:
+    """Return the ranks of the script's process groups that this rank is in, without its own and those of all ranks."""
+    if not dist.is_initialized():
+        return []
+    tables = getattr(names.group_world, "pg_group_ranks", None) or {}
+    found = {tuple(sorted(ranks)) for ranks in tables.values() if dist.get_rank() in ranks}
+    return sorted(ranks for ranks in found if 1 < len(ranks) < min(dist.get_world_size(), largest + 1))[:most]
+
+
 def ranks_of(group: Any) -> list[int]:
     """Return the global ranks of a process group, of the default one for None."""
     return sorted(dist.get_process_group_ranks(group))

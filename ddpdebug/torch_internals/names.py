@@ -81,6 +81,9 @@ update_default_group: Callable[[Any], None] = thing(f"{_C10D}._update_default_pg
 
 # --- DistributedDataParallel ------------------------------------------------------------------------------------------
 
+_GROUPS = Feature("groups that the script has made", "ranks that share batches on purpose may be told to be in error")
+group_world: Any = thing(f"{_C10D}._world", _GROUPS, otherwise=None)
+
 _WRAPPER = Feature("what DDP does", "what DDP does to buffers, inputs and uneven ranks is not known")
 #: The part of DDP's forward that broadcasts buffers.
 PRE_FORWARD = key(f"{_DDP}._pre_forward", _WRAPPER, off="buffers are not looked at after a broadcast, no step is kept")
