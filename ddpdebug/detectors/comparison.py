@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ddpdebug.detectors.base import RankClasses
-from ddpdebug.schema.announcements import Loader, Structure, WrapperGroup
+from ddpdebug.schema.announcements import Items, Loader, Structure, WrapperGroup
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step, outvoted
 
@@ -153,6 +153,6 @@ def text_of(ranks: Collection[int]) -> str:
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + f" and {words[-1]}" if words else "none"
 
 
-def announced_at(facts: Mapping[int, Loader], otherwise: int) -> int:
+def announced_at(facts: Mapping[int, Loader | Items], otherwise: int) -> int:
     """Return the newest step that the announcements name, `otherwise` where none does."""
     return max((fact.step for fact in facts.values() if fact.step is not None), default=otherwise)

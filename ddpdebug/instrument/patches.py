@@ -137,8 +137,12 @@ class Patches:
             "batches, and the time that is waited for them",
             before=[_emits(events.BatchAwaited, self._batch_awaited)],
             after=[_emits(events.BatchDelivered, self._batch_delivered)],
-            failed=[_emits(events.Paused, self._epoch_ends)],
+            failed=[_emits(events.EpochEnded, self._epoch_over), _emits(events.Paused, self._epoch_ends)],
             who=here,
+        )
+        drawn = [_emits(events.IndicesDrawn, self._indices_drawn)]
+        patch(
+            internals.LoaderIterator, internals.NEXT_INDICES, "which items batches are made of", after=drawn, who=here
         )
         if self._functions and not internals.anything_compiled():
             what = "the code of the loss functions of torch.nn.functional"
@@ -349,11 +353,18 @@ class Patches:
     def _workers_begin(self, iterator: Any, *_: Any) -> None:
         self._bus.emit(events.WorkersBegan(iterator))
 
-    def _batch_awaited(self, *_: Any) -> None:
-        self._bus.emit(events.BatchAwaited())
+    def _batch_awaited(self, iterator: Any, *_: Any) -> None:
+        self._bus.emit(events.BatchAwaited(iterator))
 
-    def _batch_delivered(self, batch: Any, *_: Any) -> None:
-        self._bus.emit(events.BatchDelivered(batch))
+    def _batch_delivered(self, batch: Any, iterator: Any, *_: Any) -> None:
+        self._bus.emit(events.BatchDelivered(batch, iterator))
+
+    def _indices_drawn(self, indices: Any, iterator: Any, *_: Any) -> None:
+        self._bus.emit(events.IndicesDrawn(iterator, indices))
+
+    def _epoch_over(self, error: BaseException, iterator: Any, *_: Any, **__: Any) -> None:
+        if isinstance(error, StopIteration):
+            self._bus.emit(events.EpochEnded(iterator))
 
     def _epoch_ends(self, error: BaseException, *_: Any, **__: Any) -> None:
         if isinstance(error, StopIteration):

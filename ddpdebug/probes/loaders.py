@@ -14,6 +14,7 @@ from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.isolation.user_code import user_location
 from ddpdebug.nested import tensors_in
 from ddpdebug.probes.datasets import Splits, held_by, length_of, source_of
+from ddpdebug.probes.delivered_items import DeliveredItems
 from ddpdebug.probes.record import Part, StepRecord, combined
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import BatchAwaited, BatchDelivered, Bus, EpochBegan, SubsetMade, WorkersBegan
@@ -42,7 +43,7 @@ class Loaders:
         self._state, self._announce = state, announce
         self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
         self._known: weakref.WeakKeyDictionary[DataLoader[Any], dict[str, Any]] = weakref.WeakKeyDictionary()
-        self._splits = Splits()
+        self._splits, self._items = Splits(), DeliveredItems(bus, state, announce)
         self._asked = time.perf_counter()
         self.samples: int | None = None  # in the data set over which an epoch was begun last
         bus.on("probe:splits", SubsetMade, self._subset_made)
@@ -71,6 +72,7 @@ class Loaders:
             self._known[loader] = known
         known["iterations"] += 1
         self.samples = length_of(loader.dataset)
+        self._items.begin(loader, known["index"], self.samples)
         step = self._state.next_step()
         about = {key: known[key] for key in ("iterations", "attributes", "content")}
         split, line = self._splits.of(loader.dataset), user_location()

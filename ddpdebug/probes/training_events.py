@@ -1,6 +1,7 @@
 """Events of a training loop: what happens, where in the loop, and which probes hear of it in which order.
 
-    for batch in loader:                         EpochBegan, WorkersBegan, BatchAwaited, BatchDelivered, Paused
+    for batch in loader:                         EpochBegan, WorkersBegan, BatchAwaited, IndicesDrawn, BatchDelivered,
+                                                 EpochEnded, Paused
         output = ddp(batch)                      ForwardBegan
                                                    ForwardPrepared      inputs are on the device, buffers broadcast
                                                      FirstForward       once
@@ -453,8 +454,18 @@ class WorkersBegan(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class IndicesDrawn(Event):
+    """A loader's iterator has drawn the indices of a batch, which is delivered now or, with workers, later."""
+
+    iterator: Any
+    indices: Any
+
+
+@dataclass(frozen=True, slots=True)
 class BatchAwaited(Event):
     """The loop asks for a batch."""
+
+    iterator: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -462,6 +473,14 @@ class BatchDelivered(Event):
     """The loop gets a batch."""
 
     batch: Any
+    iterator: Any
+
+
+@dataclass(frozen=True, slots=True)
+class EpochEnded(Event):
+    """A loader's iterator has no more batches."""
+
+    iterator: Any
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,6 +162,19 @@ class Loader(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Items(Announcement):
+    """What the k-th DataLoader has delivered in an epoch for some fixed indices, the same on all ranks."""
+
+    topic: ClassVar[str] = "items"
+
+    step: int | None = None
+    #: index -> digests of its numbers (labels, as a rule) and of its tensors; empty where there are none
+    items: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    exact: bool = False  # batches are put together by torch, in the order of their indices
+    whole: bool = False  # all tensors hold whole numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InputStatistics(Announcement):
     """What the k-th DDP's first layer with weights was given in its first training forwards."""
 
@@ -661,6 +674,7 @@ TOPICS = _by_topic(
         Precision,
         Constants,
         Loader,
+        Items,
         InputStatistics,
         Gathered,
         Agreement,

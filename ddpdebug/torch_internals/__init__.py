@@ -52,6 +52,7 @@ from ddpdebug.torch_internals.names import (
     COLLECTIVES as COLLECTIVES,
     DYNAMO as DYNAMO,
     MODULES as MODULES,
+    NEXT_INDICES as NEXT_INDICES,
     ORIGINAL as ORIGINAL,
     PARAMETERS as PARAMETERS,
     PRE_FORWARD as PRE_FORWARD,

@@ -359,6 +359,11 @@ compiled_backends: Callable[[], Any] = later(
 _DATA = Feature("iterating over a DataLoader", "batches, and the time that is waited for them, are not seen")
 #: What iterating over a DataLoader returns; batches come out of its `__next__`.
 LoaderIterator: Any = thing("torch.utils.data.dataloader._BaseDataLoaderIter", _DATA, otherwise=type("Nobody", (), {}))
+NEXT_INDICES = key(
+    "torch.utils.data.dataloader._BaseDataLoaderIter._next_index",
+    _DATA,
+    off="what ranks are given for the same index is not compared",
+)
 WORKERS = key(
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._workers",
     _DATA,

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import combinations
+from types import MappingProxyType
 from typing import Any
 
 from ddpdebug.detectors.base import runbook
 from ddpdebug.detectors.comparison import MAX_NAMES, announced_at
 from ddpdebug.detectors.examples import digest, step_at, steps
 from ddpdebug.detectors.kinds import Detector, Examples, Facts, Fields, Finding, Findings, Severity, Step, Threshold
-from ddpdebug.schema.announcements import Loader
+from ddpdebug.schema.announcements import Items, Loader
 from ddpdebug.schema.step import outvoted
 
 #: What the samplers of one data set must have in common.
@@ -97,6 +98,29 @@ def _split(seed: int) -> dict[str, Any]:
     return {"digest": f"{seed}", "members": f"{seed}", "length": 800, "sketch": sketch, **about}
 
 
+def _delivered(
+    item: Callable[[int, int], tuple[str, str]],
+    loader: Mapping[str, Any] = MappingProxyType({}),
+    again: str = "",
+    **more: Any,
+) -> tuple[Facts, ...]:
+    """Return three epochs of two ranks; `again`: "y" or "x" is another one in each."""
+
+    def found(rank: int, index: int, epoch: int) -> list[str]:
+        label, record = item(rank, index)
+        return [label + f"{epoch}" * (again == "y"), record + f"{epoch}" * (again == "x")]
+
+    usual = {**_LOADER, **loader, "location": "train.py:30"}
+    told = [Facts(topic="loader:0", values={0: usual, 1: usual})]
+    for epoch in range(3):
+        values = {
+            rank: {"items": {str(i): found(rank, i, epoch) for i in range(6)}, "exact": True, "step": 9, **more}
+            for rank in range(2)
+        }
+        told.append(Facts(topic="items:0", values=values))
+    return tuple(told)
+
+
 def _shard(rank: int) -> dict[str, Any]:
     return {**_split(rank), "sketch": list(range(rank, 128, 2))}
 
@@ -113,6 +137,36 @@ def _shifted(number: int) -> Step:
     """One rank reads what the other one read two steps ago."""
     own = {rank: {"record_digest": digest(60, number - 2 * rank)} for rank in range(2)}
     return step_at(number, world=2, odd=own)
+
+
+class _Delivered:
+    """What one loader has delivered on all ranks, for the indices that are followed."""
+
+    def __init__(self) -> None:
+        self.items: dict[str, dict[int, tuple[str, str]]] = {}  # index -> rank -> labels, record
+        self.repeats: dict[int, int] = {}  # rank -> deliveries of what it had before
+        self.changing = [False, False]  # labels, records: a rank was given another one for the same index
+        self.exact = self.whole = True
+        self.labelled = False
+
+    def add(self, rank: int, fact: Items) -> None:
+        """Take an epoch of a rank."""
+        self.exact, self.whole = self.exact and fact.exact, self.whole and fact.whole
+        for index, item in fact.items.items():
+            before = self.items.setdefault(index, {}).setdefault(rank, item)
+            self.labelled = self.labelled or bool(item[0])
+            if before is not item:
+                self.repeats[rank] = self.repeats.get(rank, 0) + 1
+                self.changing = [flag or before[i] != item[i] for i, flag in enumerate(self.changing)]
+
+    def unlike(self, kind: int, ranks: Collection[int]) -> dict[str, dict[int, str]]:
+        """Return index -> rank -> what it was given, where that differs."""
+        shown = {i: {r: item[kind] for r, item in found.items() if r in ranks} for i, found in self.items.items()}
+        return {i: v for i, v in sorted(shown.items(), key=lambda pair: int(pair[0])) if len(set(v.values())) > 1}
+
+    def compared(self, ranks: Collection[int]) -> int:
+        """Return how many indices more than one of the ranks was given."""
+        return sum(len(set(found) & set(ranks)) > 1 for found in self.items.values())
 
 
 class DataSetsDiffer(Detector):
@@ -148,7 +202,7 @@ class DataSetsDiffer(Detector):
     severity = Severity.ERROR
     title = "ranks disagree about the data set"
     incident = ("subject", "phase")
-    topics = ("loader",)
+    topics = ("loader", "items")
     overlap_batches = Threshold(
         3,
         "batches of one rank that turn up on another one in the same pass over the data",
@@ -164,7 +218,21 @@ class DataSetsDiffer(Detector):
         "the same where `random_split` has made both",
         source="calculated: 4 of 64 hashes; its parts share none where the ranks draw alike, independent tenths 0.053",
     )
+    same_item_repeats = Threshold(
+        4,
+        "deliveries of an index that a rank has had before, all equal, from which on its items are fixed",
+        source="chosen: what is augmented or drawn differs each time",
+    )
+    same_item_repeats_collated = Threshold(
+        16,
+        "the same where a collate function of the script may have put the items of a batch in another order",
+        source="calculated: labels of two classes agree 16 times by chance once in 65,536",
+    )
+    other_items = Threshold(2, "indices under which ranks have other items", source="chosen: one may be a defect")
     fires_on = Examples(
+        lambda: _delivered(lambda rank, index: (f"y{index}{rank % 2}", f"x{index}")),
+        lambda: _delivered(lambda rank, index: (f"y{(index + rank) % 5}", f"x{index + rank}")),
+        lambda: _delivered(lambda rank, index: ("", f"x{index + rank}"), whole=True),
         lambda: _facts(seed=1),
         lambda: Facts(topic="loader:0", values={rank: {**_LOADER, "indices": _split(rank)} for rank in range(2)}),
         lambda: _plain(lambda rank: {"attributes": _BASE, "content": _CONTENT, "indices": _split(rank)}),
@@ -174,6 +242,15 @@ class DataSetsDiffer(Detector):
     )
     silent_on = Examples(
         _facts,
+        lambda: _delivered(lambda rank, index: (f"y{index % 5}", f"x{index}")),
+        # other pixels, fixed on a rank; other pixels each time; each rank its own records, without a common sampler
+        lambda: _delivered(lambda rank, index: (f"y{index % 5}", f"x{index}{rank}")),
+        lambda: _delivered(lambda rank, index: (f"y{index % 5}", ""), again="x"),
+        lambda: _delivered(lambda rank, index: (f"y{index}{rank}", f"x{index}{rank}"), _PLAIN),
+        # labels that are drawn; a collate function that sorts
+        lambda: _delivered(lambda rank, index: (f"y{index}{rank}", f"x{index}"), again="y"),
+        lambda: _delivered(lambda rank, index: (f"y{index}{rank}", f"x{index}"), exact=False),
+        lambda: _delivered(lambda rank, index: ("", f"x{index + rank}")),
         lambda: _facts(rank=1, batch_size=4),
         # shards dealt out by hand; splits of shards; splits of what nobody knows to be the same
         lambda: _plain(lambda rank: {"attributes": _BASE, "content": _CONTENT, "indices": _shard(rank)}),
@@ -196,9 +273,64 @@ class DataSetsDiffer(Detector):
         self._epoch = 0  # passes over loaders announced so far
         self._seen: dict[int, tuple[int, list[int]]] = {}  # fingerprint -> (epoch, ranks that had it, the first first)
         self._overlaps: list[tuple[int, int, int]] = []  # (step, rank, rank that had it first)
+        self._loaders: dict[str, Mapping[int, Loader]] = {}  # number -> what was told of it last
+        self._told: set[str] = set()  # numbers of loaders whose data sets are known to differ
+        self._items: dict[str, _Delivered] = {}  # number of the loader -> what it has delivered
 
-    def compare(self, topic: str, facts: Mapping[int, Loader]) -> Findings:
-        told = dict(sorted(facts.items()))
+    def compare(self, topic: str, facts: Mapping[int, Loader | Items]) -> Findings:
+        loaders = {rank: fact for rank, fact in sorted(facts.items()) if isinstance(fact, Loader)}
+        number = topic.partition(":")[2]
+        if loaders:
+            self._loaders[number] = loaders
+            yield from self._begun(topic, loaders)
+            return
+        items = {rank: fact for rank, fact in sorted(facts.items()) if isinstance(fact, Items)}
+        seen = self._items.setdefault(number, _Delivered())
+        for rank, fact in items.items():
+            seen.add(rank, fact)
+        yield from self._unlike(topic, seen, self._loaders.get(number, {}), announced_at(items, self._next))
+
+    def _unlike(self, topic: str, seen: _Delivered, told: Mapping[int, Loader], step: int) -> Findings:
+        """Compare what the ranks were given for the same indices."""
+        least = self.same_item_repeats if seen.exact else self.same_item_repeats_collated
+        fixed = {rank for rank, times in seen.repeats.items() if times >= least}
+        labels, records = (seen.unlike(kind, fixed) for kind in (0, 1))
+        shared = bool(told) and all(fact.distributed for fact in told.values())
+        if len(labels) >= self.other_items and not seen.changing[0]:
+            contradict = not seen.changing[1] and not set(labels) & set(records)
+            part = "labels" if contradict or seen.changing[1] else "records"
+            known = contradict or shared
+            odd = labels
+        else:
+            # numbers alone: pictures and sounds may be altered in a way that is fixed on a rank
+            part, odd = "records", records
+            known = shared and seen.whole and not seen.labelled and not seen.changing[1]
+        if not known or len(odd) < self.other_items or topic.partition(":")[2] in self._told:
+            return
+        index, values = next(iter(odd.items()))
+        one = next(iter(told.values()), None)
+        prose, (cause, word) = runbook(type(self)), _FIRST["numbering" if part == "labels" else "order"]
+        yield self.finding(
+            title=f"{self.title}: {_SAID[part]}",
+            step=step,
+            ranks=_odd_ones(odd),
+            subject=("items",),
+            phase="items",
+            location=None if one is None else one.location,
+            evidence={
+                "loader": topic.replace("items", "loader"),
+                "differs": part,
+                "indices": [int(i) for i in list(odd)[:MAX_NAMES]],
+                "of": seen.compared(fixed),
+                "values": {str(rank): f"index {index}: {value}" for rank, value in values.items()},
+                **({} if one is None or one.dataset is None else {"dataset": one.dataset}),
+            },
+            causes=list(dict.fromkeys([prose["causes"][cause], *prose["causes"]])),
+            actions=list(dict.fromkeys([*(text for text in prose["remedy"] if word in text), *prose["remedy"]])),
+        )
+
+    def _begun(self, topic: str, facts: Mapping[int, Loader]) -> Findings:
+        told = dict(facts)
         self._epoch += 1
         self._overlaps.clear()
         if len(told) < 2:
@@ -209,6 +341,7 @@ class DataSetsDiffer(Detector):
             differing = {**_settings(told, distributed=distributed), **_indices(told), **differing}
         if differing:
             first = next(iter(differing))
+            self._told.add(topic.partition(":")[2])
             yield self._differing(topic, told, differing, announced_at(facts, self._next), _part(first, told))
 
     def _differing(self, topic: str, told: Mapping[int, Loader], differing: _Columns, step: int, part: str) -> Finding:
@@ -290,6 +423,13 @@ class DataSetsDiffer(Detector):
             phase="overlap",
             evidence={"same_batches_on": [list(pair) for pair in pairs], "overlaps": count},
         )
+
+
+def _odd_ones(odd: Mapping[str, Mapping[int, str]]) -> tuple[int, ...]:
+    """Return the one rank without which the others agree; all that disagree where there is no such rank."""
+    ranks = sorted({rank for values in odd.values() for rank in values})
+    alone = [r for r in ranks if all(len({v for o, v in found.items() if o != r}) == 1 for found in odd.values())]
+    return tuple(alone) if len(alone) == 1 else tuple(ranks)
 
 
 def _settings(told: Mapping[int, Loader], *, distributed: bool) -> dict[str, dict[int, Any]]:
