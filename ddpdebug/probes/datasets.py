@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 import weakref
 from array import array
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import PurePath
+from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -35,6 +36,8 @@ _MAX_COLUMNS = 8
 _MAX_PARTS = 64
 #: Hashes of indices that are told of a split: the smallest ones, which are a fair sample of the indices.
 _SKETCH = 64
+_DICTS = frozenset({OrderedDict, Counter, defaultdict})
+_PATHS = frozenset({PosixPath, PurePosixPath, PureWindowsPath, WindowsPath})
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 #: Of an array in a file so many rows are read, else more.
 _FILE_ROWS, _ARRAY_ROWS, _ROW_ITEMS = 16, 256, 1024
@@ -104,15 +107,15 @@ def _held(value: Any) -> Held | None:  # noqa: PLR0911 - one for each kind
         return Held(digest, min(value.nbytes, _TENSOR_BYTES), _content([("", _rows(value))]))
     if _is_array(value):
         return _array(value)
-    if isinstance(value, bool | int | float | str):
+    if type(value) in {bool, int, float, str}:
         return Held(fingerprint.of_text(_short(repr(value))), 8)
     if type(value) in {set, frozenset} and 0 < len(value) <= _MAX_ITEMS:
         texts = [_text(item) for item in value]
         known = sorted(text for text in texts if text is not None)
         return Held(fingerprint.of_text("\n".join(known)), 16 * len(known)) if len(known) == len(texts) else None
-    if isinstance(value, dict):
+    if type(value) is dict or type(value) in _DICTS:
         return _listed([*value, *value.values()], records=False) if 0 < len(value) <= _MAX_ITEMS else None
-    if isinstance(value, list | tuple) and len(value):
+    if type(value) in {list, tuple} and len(value):
         return _listed(value, records=True)
     return None
 
@@ -191,7 +194,7 @@ def _columns(items: Sequence[Any]) -> dict[str, Sequence[Any]]:
 
 def _hashes(items: Sequence[Any]) -> torch.Tensor | None:
     """Return a hash of each item; what all paths begin with (the folder of this node or rank) does not count."""
-    if all(isinstance(item, str | PurePath) for item in items):
+    if all(type(item) is str or type(item) in _PATHS for item in items):
         texts = [str(item) for item in items]
         low, high = min(texts), max(texts)
         same = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
@@ -216,7 +219,7 @@ def _text(item: Any, depth: int = 0) -> str | None:  # noqa: PLR0911 - likewise
     kind = type(item)
     if kind in _SCALARS:
         return repr(item)
-    if isinstance(item, PurePath):
+    if kind in _PATHS:
         return repr(str(item))
     if kind in {torch.Tensor, torch.nn.Parameter}:
         return f"{fingerprint.glance(item):x}"
