@@ -353,8 +353,8 @@ class Patches:
     def _workers_begin(self, iterator: Any, *_: Any) -> None:
         self._bus.emit(events.WorkersBegan(iterator))
 
-    def _batch_awaited(self, iterator: Any, *_: Any) -> None:
-        self._bus.emit(events.BatchAwaited(iterator))
+    def _batch_awaited(self, *_: Any) -> None:
+        self._bus.emit(events.BatchAwaited())
 
     def _batch_delivered(self, batch: Any, iterator: Any, *_: Any) -> None:
         self._bus.emit(events.BatchDelivered(batch, iterator))
@@ -363,8 +363,7 @@ class Patches:
         self._bus.emit(events.IndicesDrawn(iterator, indices))
 
     def _epoch_over(self, error: BaseException, iterator: Any, *_: Any, **__: Any) -> None:
-        if isinstance(error, StopIteration):
-            self._bus.emit(events.EpochEnded(iterator))
+        self._bus.emit(events.EpochEnded(iterator, failed=not isinstance(error, StopIteration)))
 
     def _epoch_ends(self, error: BaseException, *_: Any, **__: Any) -> None:
         if isinstance(error, StopIteration):

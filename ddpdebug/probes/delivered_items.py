@@ -18,13 +18,12 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.nested import tensors_in
 from ddpdebug.probes.step_state import StepState
-from ddpdebug.probes.training_events import BatchAwaited, BatchDelivered, Bus, EpochEnded, IndicesDrawn, WorkersBegan
+from ddpdebug.probes.training_events import BatchDelivered, Bus, EpochEnded, IndicesDrawn, WorkersBegan
 from ddpdebug.schema.announcements import Announce, Items
 
 _FOLLOWED = 32
 #: Epochs of a loader that are told.
 _EPOCHS = 12
-_MAX_WAITING = 4096
 
 
 @dataclass(slots=True)
@@ -34,6 +33,7 @@ class _Source:
     number: int
     exact: bool  # rows of a batch are in the order of its indices
     followed: frozenset[int]
+    workers: bool
     found: dict[str, tuple[str, str]] = field(default_factory=dict)
     whole: bool = True  # all that was delivered are whole numbers
     epochs: int = 0  # begun
@@ -52,7 +52,6 @@ class _Reading:
     begun: object | None = None  # the epoch in which they were drawn
     source: _Source | None = None
     waiting: deque[Sequence[Any]] = field(default_factory=deque)
-    awaited: bool = False
     broken: bool = False
 
 
@@ -66,7 +65,6 @@ class DeliveredItems:
         self._beginning: tuple[_Source | None] | None = None
         bus.on("probe:items", IndicesDrawn, self._drawn)
         bus.on("probe:items", WorkersBegan, self._began)
-        bus.on("probe:items", BatchAwaited, self._awaited)
         bus.on("probe:items", BatchDelivered, self._delivered)
         bus.on("probe:items", EpochEnded, self._ended)
 
@@ -75,7 +73,7 @@ class DeliveredItems:
         source = self._sources.get(loader)
         if source is None and _can_be_followed(loader) and length is not None and length > 1:
             collates = loader.collate_fn is default_collate
-            source = self._sources[loader] = _Source(number, collates, _followed(length))
+            source = self._sources[loader] = _Source(number, collates, _followed(length), loader.num_workers > 0)
         if source is not None:
             if source.epochs > source.told:
                 self._tell(source)
@@ -94,14 +92,15 @@ class DeliveredItems:
             reading = self._readings[event.iterator] = _Reading()
         if self._beginning is not None and reading.begun is not self._beginning:
             self._begins(reading)
-        if not reading.broken and len(reading.waiting) < _MAX_WAITING:
-            reading.waiting.append(event.indices)
-        else:
-            reading.broken = True
+        if reading.source is None or reading.broken:
+            return
+        if not reading.source.workers:
+            reading.waiting.clear()  # what was drawn before has failed
+        reading.waiting.append(event.indices)
 
     def _begins(self, reading: _Reading) -> None:
         """Forget what is left of the epoch before: an iterator with persistent workers goes on to the next one."""
-        reading.begun, reading.broken, reading.awaited = self._beginning, False, False
+        reading.begun, reading.broken = self._beginning, False
         reading.source = None if self._beginning is None else self._beginning[0]
         reading.waiting.clear()
 
@@ -116,18 +115,9 @@ class DeliveredItems:
             self._begins(reading)
         self._beginning = None
 
-    def _awaited(self, event: BatchAwaited) -> None:
-        reading = self._readings.get(event.iterator)
-        if reading is not None:
-            reading.broken = reading.broken or reading.awaited  # a batch has failed, and the script goes on
-            reading.awaited = True
-
     def _delivered(self, event: BatchDelivered) -> None:
         reading = self._readings.get(event.iterator)
-        if reading is None:
-            return
-        reading.awaited = False
-        if reading.broken or not reading.waiting:
+        if reading is None or reading.broken or not reading.waiting:
             return
         indices, source = reading.waiting.popleft(), reading.source
         if source is None or source.over or type(indices) is not list or not indices or type(indices[0]) is not int:
@@ -148,7 +138,11 @@ class DeliveredItems:
 
     def _ended(self, event: EpochEnded) -> None:
         reading = self._readings.get(event.iterator)
-        if reading is not None and reading.source is not None and reading.source.epochs > reading.source.told:
+        if reading is None or reading.source is None:
+            return
+        if event.failed:  # a batch of workers is lost, and the script may go on
+            reading.broken = reading.source.workers
+        elif reading.source.epochs > reading.source.told:
             self._tell(reading.source)
 
 

@@ -465,8 +465,6 @@ class IndicesDrawn(Event):
 class BatchAwaited(Event):
     """The loop asks for a batch."""
 
-    iterator: Any
-
 
 @dataclass(frozen=True, slots=True)
 class BatchDelivered(Event):
@@ -478,9 +476,10 @@ class BatchDelivered(Event):
 
 @dataclass(frozen=True, slots=True)
 class EpochEnded(Event):
-    """A loader's iterator has no more batches."""
+    """A loader's iterator has no more batches, or has `failed` to deliver one."""
 
     iterator: Any
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from ddpdebug.probes import delivered_items
 from ddpdebug.probes.datasets import Splits, held_by
 from ddpdebug.probes.delivered_items import DeliveredItems
 from ddpdebug.probes.step_state import StepState
-from ddpdebug.probes.training_events import BatchAwaited, BatchDelivered, Bus, EpochEnded, IndicesDrawn, WorkersBegan
+from ddpdebug.probes.training_events import BatchDelivered, Bus, EpochEnded, IndicesDrawn, WorkersBegan
 from ddpdebug.schema.announcements import IndexList, Items, Loader
 from ddpdebug.schema.details import hex_digest
 
@@ -256,6 +256,9 @@ class Epochs:
         self.items.begin(loader, 0, len(loader.dataset))  # type: ignore[arg-type]
         iterator = iter(loader)
         next_index = iterator._next_index  # type: ignore[attr-defined]
+        if ahead := getattr(iterator, "_task_info", None):  # drawn before this could look
+            for number in ahead:
+                self.bus.emit(IndicesDrawn(iterator, list(range(4 * number, 4 * number + 4))))
 
         def drawn() -> Any:
             indices = next_index()
@@ -265,10 +268,10 @@ class Epochs:
         iterator._next_index = drawn  # type: ignore[attr-defined]
         self.bus.emit(WorkersBegan(iterator))
         for _ in range(stop):
-            self.bus.emit(BatchAwaited(iterator))
             try:
                 batch = next(iterator)
             except ValueError:
+                self.bus.emit(EpochEnded(iterator, failed=True))
                 continue
             except StopIteration:
                 self.bus.emit(EpochEnded(iterator))
@@ -316,10 +319,13 @@ def test_a_batch_that_failed_moves_nothing() -> None:
                 raise ValueError
             return super().__getitem__(index)
 
-    rank, whole = Epochs(), Epochs()
-    rank.read(DataLoader(Failing(*pairs().tensors), 4))
+    whole = Epochs()
     whole.read(DataLoader(pairs(), 4))
-    assert rank.told[0].items.items() <= whole.told[0].items.items()
+    for workers in (0, 2):
+        rank = Epochs()
+        rank.read(DataLoader(Failing(*pairs().tensors), 4, num_workers=workers))
+        assert rank.told[0].items
+        assert rank.told[0].items.items() <= whole.told[0].items.items()
 
 
 def test_loaders_whose_indices_are_not_known() -> None:
