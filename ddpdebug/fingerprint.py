@@ -158,6 +158,31 @@ def device_fingerprints(tensors: Sequence[Tensor]) -> Tensor:
         return torch.where(sums == 0, _signed(_NEVER_ZERO), sums)
 
 
+def mixed(values: Tensor) -> Tensor:
+    """Return each number of an int64 tensor scrambled: what was near each other is not any more."""
+    found = values * _signed(0x9E3779B97F4A7C15)
+    found ^= found >> 32
+    found *= _signed(0xD6E8FEB86659FD93)
+    return found ^ (found >> 29)
+
+
+def rows(tensor: Tensor) -> Tensor:
+    """Return one int64 hash for each row of a dense CPU tensor that has elements, in bounded temporary memory."""
+    with torch.no_grad():
+        words = _words(tensor).reshape(len(tensor), -1)
+        weights = _weights(words.shape[1], words.device)
+        chunks = torch.split(words, max(1, _CHUNK_WORDS // words.shape[1]))
+        return mixed(torch.cat([(chunk * weights).sum(1) for chunk in chunks]))
+
+
+def unordered(columns: Sequence[Tensor]) -> int:
+    """Return the fingerprint of the rows of a table, whatever their order; its columns are int64 tensors."""
+    with torch.no_grad():
+        weights = _weights(len(columns), columns[0].device).tolist()
+        whole = mixed(sum((column * weight for column, weight in zip(columns, weights, strict=True)), columns[0] * 0))
+        return combine([int(whole.sum()), len(whole)])
+
+
 # -- host memory
 
 
@@ -288,11 +313,7 @@ def _signed(value: int) -> int:
 
 def _weights(count: int, device: torch.device) -> Tensor:
     """Return odd weights of the positions 0 to `count`: consecutive integers, scrambled."""
-    mixed = torch.arange(1, count + 1, dtype=torch.int64, device=device)
-    for factor, shift in ((0x9E3779B97F4A7C15, 32), (0xD6E8FEB86659FD93, 29)):
-        mixed *= _signed(factor)
-        mixed ^= mixed >> shift
-    return mixed | 1
+    return mixed(torch.arange(1, count + 1, dtype=torch.int64, device=device)) | 1
 
 
 def _words(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ddpdebug.detectors.base import RankClasses
-from ddpdebug.schema.announcements import Loader, Structure, WrapperGroup
+from ddpdebug.schema.announcements import Items, Loader, Structure, WrapperGroup
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step, outvoted
 
@@ -79,6 +79,17 @@ def _groups(step: Step) -> list[Sequence[int]]:
     return [fact.ranks for facts in told for fact in facts.values() if fact.ranks]
 
 
+def averaging_groups(step: Step) -> Sequence[Sequence[int]]:
+    """Return the groups of ranks that average gradients with each other: all ranks, where nothing else is known."""
+    return sorted({tuple(group) for group in _groups(step)}) or [tuple(step.rows)]
+
+
+def groups_beside(step: Step) -> set[tuple[int, ...]]:
+    """Return the ranks of the smaller process groups that the script has made."""
+    told: list[Mapping[int, WrapperGroup]] = _facts(step, "group:")
+    return {tuple(group) for facts in told for fact in facts.values() for group in fact.beside}
+
+
 def _facts(step: Step, prefix: str) -> list[Mapping[int, Any]]:
     return [facts for topic, facts in sorted(step.facts.items()) if topic.startswith(prefix)]
 
@@ -142,6 +153,6 @@ def text_of(ranks: Collection[int]) -> str:
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + f" and {words[-1]}" if words else "none"
 
 
-def announced_at(facts: Mapping[int, Loader], otherwise: int) -> int:
+def announced_at(facts: Mapping[int, Loader | Items], otherwise: int) -> int:
     """Return the newest step that the announcements name, `otherwise` where none does."""
     return max((fact.step for fact in facts.values() if fact.step is not None), default=otherwise)

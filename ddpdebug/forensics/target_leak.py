@@ -1,8 +1,9 @@
 """Asks once what a language model makes of the token that it shall predict: one forward again with another token.
 
 Nothing happens before the loss is a small share of what it was at first and the targets turn out to be the inputs,
-moved by one position. Then a copy of the inner module runs twice in eval mode on the inputs of the last forward, on one
-rank, without gradients and in the way of a replay, and is ended by any operation that would communicate.
+moved by one position, or before they are the inputs themselves in two early steps. Then a copy of the inner module runs
+twice in eval mode on the inputs of the last forward, on one rank, without gradients and in the way of a replay, and is
+ended by any operation that would communicate.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from ddpdebug import torch_internals as internals
 from ddpdebug.forensics.replay.tracer import Tracer
 from ddpdebug.forensics.replay.undisturbed import StandIns, Stopped, undisturbed
-from ddpdebug.isolation.user_code import is_users
+from ddpdebug.isolation.user_code import is_users, user_location
 from ddpdebug.nested import leaves, mapped, tensors_in
 from ddpdebug.probes.forward_capture import ForwardCapture
 from ddpdebug.schema.announcements import TokenChange
@@ -240,6 +241,7 @@ class Leaks:
         self._quiet = quiet
         self._levels: dict[int, _Level] = {}
         self._case: tuple[ForwardCapture, Relation, float, float] | None = None
+        self._line: str | None = None  # that gave the case's loss to backward
 
     def loss(
         self, capture: ForwardCapture, target: torch.Tensor | None, ignored: int, reader: Callable[[], Value]
@@ -255,12 +257,18 @@ class Leaks:
         if not level.ready():
             return
         low = level.take(reader(), _arrival(target.device))
-        if low is None or self._case is not None:
+        early = low is None and level.is_early()
+        if (low is None and not early) or self._case is not None:
             return
-        level.over = True
         known = relation(capture, target, ignored)
+        if early:
+            level.unmoved = 0 if known is None or known.moved else level.unmoved + 1
+            if level.unmoved < _EARLY_LOOKS:
+                return
+        level.over = True
         if known is not None:
-            self._case = capture, known, level.first, low
+            self._case = capture, known, level.first, level.last if low is None else low
+            self._line = user_location()
 
     def work(self) -> TokenChange | None:
         """Look, if there is a case; return what was seen."""
@@ -272,7 +280,7 @@ class Leaks:
             found = look(capture, known)
         finally:
             self._quiet(False)
-        return None if found is None else replace(found, first_loss=first, loss=low)
+        return None if found is None else replace(found, first_loss=first, loss=low, location=self._line)
 
     def drop(self) -> None:
         """Let go of a forward that is kept."""
@@ -293,6 +301,9 @@ def _arrival(device: torch.device) -> Callable[[], bool]:
 _SHARE, _FIRST = 0.1, 0.5
 #: So many looks at the loss; what comes that low later has been learned.
 _LOOKS = 4000
+#: After so many looks the targets are compared with the inputs, in so many steps one after the other: where nobody has
+#: moved them, the loss falls for a reason of its own, and how far does not matter.
+_EARLY, _EARLY_LOOKS = 3, 2
 
 
 class _Level:
@@ -303,8 +314,14 @@ class _Level:
         self.over = False
         self.step = -1
         self.ready: Callable[[], bool] = lambda: True  # the loss before can be read without waiting
+        self.unmoved = 0  # looks in a row in which the targets were the inputs themselves
+        self.last = 0.0
         self._looks = 0
         self._pending: Value | None = None
+
+    def is_early(self) -> bool:
+        """Tell whether targets that were not moved are looked for now."""
+        return not self.over and self._looks == _EARLY + self.unmoved
 
     def take(self, value: Value, ready: Callable[[], bool]) -> float | None:
         """Return the loss before this one if it is low enough to ask."""
@@ -312,7 +329,7 @@ class _Level:
         pending, self._pending = self._pending, value
         if pending is None:
             return None
-        last = pending()
+        last = self.last = pending()
         self._looks += 1
         self.first = self.first if self._looks > 1 else last
         self.over = self._looks >= _LOOKS or not self.first > _FIRST

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.guard import Guard
@@ -122,6 +122,8 @@ class Patches:
         patch(dist, "init_process_group", "when ranks begin to exist", after=[("exchange", self._initialized)])
         ends = [_emits(events.GroupEnds, self._group_ends)]
         patch(dist, "destroy_process_group", "when ranks cease to exist", before=ends, who=here)
+        made = [_emits(events.SubsetMade, self._subset_made)]
+        patch(Subset, "__init__", "where splits are made", after=made, who=here)
         patch(
             DataLoader,
             "__iter__",
@@ -135,8 +137,12 @@ class Patches:
             "batches, and the time that is waited for them",
             before=[_emits(events.BatchAwaited, self._batch_awaited)],
             after=[_emits(events.BatchDelivered, self._batch_delivered)],
-            failed=[_emits(events.Paused, self._epoch_ends)],
+            failed=[_emits(events.EpochEnded, self._epoch_over), _emits(events.Paused, self._epoch_ends)],
             who=here,
+        )
+        drawn = [_emits(events.IndicesDrawn, self._indices_drawn)]
+        patch(
+            internals.LoaderIterator, internals.NEXT_INDICES, "which items batches are made of", after=drawn, who=here
         )
         if self._functions and not internals.anything_compiled():
             what = "the code of the loss functions of torch.nn.functional"
@@ -343,6 +349,9 @@ class Patches:
     def _scheduler_steps(self, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         self._bus.emit(events.SchedulerStepped(scheduler, absolute=bool(args or kwargs)))
 
+    def _subset_made(self, _: Any, subset: Any, *__: Any, **___: Any) -> None:
+        self._bus.emit(events.SubsetMade(subset, user_location()))
+
     def _epoch_begins(self, loader: DataLoader[Any]) -> None:
         self._bus.emit(events.EpochBegan(loader))
 
@@ -352,8 +361,14 @@ class Patches:
     def _batch_awaited(self, *_: Any) -> None:
         self._bus.emit(events.BatchAwaited())
 
-    def _batch_delivered(self, batch: Any, *_: Any) -> None:
-        self._bus.emit(events.BatchDelivered(batch))
+    def _batch_delivered(self, batch: Any, iterator: Any, *_: Any) -> None:
+        self._bus.emit(events.BatchDelivered(batch, iterator))
+
+    def _indices_drawn(self, indices: Any, iterator: Any, *_: Any) -> None:
+        self._bus.emit(events.IndicesDrawn(iterator, indices))
+
+    def _epoch_over(self, error: BaseException, iterator: Any, *_: Any, **__: Any) -> None:
+        self._bus.emit(events.EpochEnded(iterator, failed=not isinstance(error, StopIteration)))
 
     def _epoch_ends(self, error: BaseException, *_: Any, **__: Any) -> None:
         if isinstance(error, StopIteration):

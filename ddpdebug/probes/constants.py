@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.user_code import user_location
 from ddpdebug.probes import async_copy as device
 from ddpdebug.probes.values import precision
 from ddpdebug.schema.announcements import Constants, Precision
@@ -44,7 +46,7 @@ class Settings:
             return ()
         self._forwards += 1
         if self._forwards == 1:
-            return (precision(module),)
+            return (replace(precision(module), location=user_location()),)
         return (Constants(tensors=self._unchanged(module)),) if self._forwards > _FORWARDS else ()
 
     def _unchanged(self, module: torch.nn.Module) -> dict[str, str]:

@@ -52,7 +52,8 @@ class Models:
             return known
         wrapper = Wrapper(ddp, len(self._state.wrappers), self._entries)
         self._state.wrappers.append(wrapper)
-        self._announce(WrapperGroup(ranks=tuple(wrapper.group)), wrapper.index)
+        beside = tuple(internals.groups_beside())
+        self._announce(WrapperGroup(ranks=tuple(wrapper.group), beside=beside), wrapper.index)
         for parameter in internals.parameters(ddp.module):
             if id(parameter) in wrapper.trainable:
                 self._hooks.add(parameter, wrapper)

@@ -1,6 +1,7 @@
 """Events of a training loop: what happens, where in the loop, and which probes hear of it in which order.
 
-    for batch in loader:                         EpochBegan, WorkersBegan, BatchAwaited, BatchDelivered, Paused
+    for batch in loader:                         EpochBegan, WorkersBegan, BatchAwaited, IndicesDrawn, BatchDelivered,
+                                                 EpochEnded, Paused
         output = ddp(batch)                      ForwardBegan
                                                    ForwardPrepared      inputs are on the device, buffers broadcast
                                                      FirstForward       once
@@ -34,7 +35,7 @@
 
 A model that no DDP wraps has ModuleForwardBegan, ModuleForwardEnded and ModuleForwardFailed instead. Beside the loop:
 DDPBuilds, DDPBuilt, NoSyncEntered, HookRegistered, OptimizerBuilt, OptimizerEnded, SchedulerBuilt, Gathered, Averaged,
-GroupEnds.
+SubsetMade, GroupEnds.
 
 `instrument/patches.py` emits what torch is called for, each event once; events that are indented further are emitted by
 the probe that knows them. A probe subscribes in its constructor. Each subscriber runs under the guard with a part of
@@ -443,10 +444,26 @@ class EpochBegan(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class SubsetMade(Event):
+    """A `Subset` has been made, by `random_split` or by hand."""
+
+    subset: torch.utils.data.Subset[Any]
+    location: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class WorkersBegan(Event):
     """`iter(loader)` has returned an iterator, which has the workers."""
 
     iterator: Any
+
+
+@dataclass(frozen=True, slots=True)
+class IndicesDrawn(Event):
+    """A loader's iterator has drawn the indices of a batch, which is delivered now or, with workers, later."""
+
+    iterator: Any
+    indices: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,6 +476,15 @@ class BatchDelivered(Event):
     """The loop gets a batch."""
 
     batch: Any
+    iterator: Any
+
+
+@dataclass(frozen=True, slots=True)
+class EpochEnded(Event):
+    """A loader's iterator has no more batches, or has `failed` to deliver one."""
+
+    iterator: Any
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,7 @@ class WrapperGroup(Announcement):
     topic: ClassVar[str] = "group"
 
     ranks: tuple[int, ...]
+    beside: tuple[tuple[int, ...], ...] = ()  # other groups of the script that the rank is in, smaller than the world
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +94,7 @@ class Precision(Announcement):
     topic: ClassVar[str] = "precision"
 
     step: int | None = None
+    location: str | None = None  # that calls the model
     autocast: str | None = None  # dtype
     matmul: str | None = None  # torch's setting for float32 products, on CUDA
 
@@ -116,6 +118,20 @@ class IndexList(Struct):
 
     digest: str
     length: int
+    members: str | None = None  # digest whatever their order
+    sketch: tuple[int, ...] = ()  # the smallest hashes of the indices, sorted: the same of them where they overlap
+    location: str | None = None  # that made it
+    drawn: str | None = None  # by `random_split`: from the "default" generator or from one of the script's "own"
+    seed: int | None = None  # of that generator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content(Struct):
+    """The records in an attribute of a data set."""
+
+    length: int
+    unordered: str  # digest of the rows whatever their order
+    columns: Mapping[str, str] = field(default_factory=dict)  # place in a record, or key -> digest; of several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +156,22 @@ class Loader(Announcement):
     drop_last: bool | int | None = None
     iterations: int = 0  # epochs begun, this one too
     attributes: Mapping[str, str] = field(default_factory=dict)  # attribute path -> digest of the data set's plain data
+    content: Mapping[str, Content] = field(default_factory=dict)  # of the attributes that hold records
+    location: str | None = None  # that iterates over it
     step: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Items(Announcement):
+    """What the k-th DataLoader has delivered in an epoch for some fixed indices, the same on all ranks."""
+
+    topic: ClassVar[str] = "items"
+
+    step: int | None = None
+    #: index -> digests of its numbers (labels, as a rule) and of its tensors; empty where there are none
+    items: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    exact: bool = False  # batches are put together by torch, in the order of their indices
+    whole: bool = False  # all tensors hold whole numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -610,6 +641,7 @@ class TokenChange(Announcement):
     length: int = 0  # of the text
     first_loss: float = 0.0
     loss: float = 0.0  # now
+    location: str | None = None  # that called backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -645,6 +677,7 @@ TOPICS = _by_topic(
         Precision,
         Constants,
         Loader,
+        Items,
         InputStatistics,
         Gathered,
         Agreement,

@@ -52,6 +52,7 @@ from ddpdebug.torch_internals.names import (
     COLLECTIVES as COLLECTIVES,
     DYNAMO as DYNAMO,
     MODULES as MODULES,
+    NEXT_INDICES as NEXT_INDICES,
     ORIGINAL as ORIGINAL,
     PARAMETERS as PARAMETERS,
     PRE_FORWARD as PRE_FORWARD,
@@ -215,6 +216,15 @@ class GlooGroup:
 def ignored_names(module: torch.nn.Module) -> frozenset[str]:
     """Return the names on DDP's ignore list (`_set_params_and_buffers_to_ignore_for_model`)."""
     return frozenset(getattr(module, names.IGNORED, ()))
+
+
+def groups_beside(largest: int = 64, most: int = 8) -> list[tuple[int, ...]]:
+    """Return the ranks of the script's process groups that this rank is in, without its own and those of all ranks."""
+    if not dist.is_initialized():
+        return []
+    tables = getattr(names.group_world, "pg_group_ranks", None) or {}
+    found = {tuple(sorted(ranks)) for ranks in tables.values() if dist.get_rank() in ranks}
+    return sorted(ranks for ranks in found if 1 < len(ranks) < min(dist.get_world_size(), largest + 1))[:most]
 
 
 def ranks_of(group: Any) -> list[int]:

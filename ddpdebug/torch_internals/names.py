@@ -93,6 +93,9 @@ def update_default_group(group: Any) -> None:
 
 # --- DistributedDataParallel ------------------------------------------------------------------------------------------
 
+_GROUPS = Feature("groups that the script has made", "ranks that share batches on purpose may be told to be in error")
+group_world: Any = thing(f"{_C10D}._world", _GROUPS, otherwise=None)
+
 _WRAPPER = Feature("what DDP does", "what DDP does to buffers, inputs and uneven ranks is not known")
 #: The part of DDP's forward that broadcasts buffers.
 PRE_FORWARD = key(f"{_DDP}._pre_forward", _WRAPPER, off="buffers are not looked at after a broadcast, no step is kept")
@@ -368,6 +371,11 @@ compiled_backends: Callable[[], Any] = later(
 _DATA = Feature("iterating over a DataLoader", "batches, and the time that is waited for them, are not seen")
 #: What iterating over a DataLoader returns; batches come out of its `__next__`.
 LoaderIterator: Any = thing("torch.utils.data.dataloader._BaseDataLoaderIter", _DATA, otherwise=type("Nobody", (), {}))
+NEXT_INDICES = key(
+    "torch.utils.data.dataloader._BaseDataLoaderIter._next_index",
+    _DATA,
+    off="what ranks are given for the same index is not compared",
+)
 WORKERS = key(
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._workers",
     _DATA,

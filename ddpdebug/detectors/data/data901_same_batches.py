@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from ddpdebug.detectors.comparison import replica_groups
+from ddpdebug.detectors.comparison import averaging_groups, groups_beside, replica_groups
 from ddpdebug.detectors.examples import digest, step_at, steps
 from ddpdebug.detectors.kinds import Detector, Examples, Facts, Fields, Finding, Findings, Severity, Step, Threshold
-from ddpdebug.schema.announcements import Loader
+from ddpdebug.schema.announcements import Loader, Precision
 
 _SAMPLER: dict[str, Any] = {"distributed": True, "replicas": 4, "shuffle": True, "seed": 0, "iterations": 1}
 
 
 def _same(number: int, **fields: Any) -> Step:
     return step_at(number, batch_digest=digest(40, number), record_digest=digest(41, number), **fields)
+
+
+def _pairs(group: Callable[[int], Mapping[str, Any]]) -> tuple[Any, ...]:
+    """Return steps in which ranks 0 and 1 share a batch, and 2 and 3; `group` is what a rank tells of its groups."""
+    told = Facts(topic="group:0", values={rank: group(rank) for rank in range(4)})
+    odd = [
+        {r: {"record_digest": digest(41, n, r // 2), "batch_digest": digest(40, n, r // 2)} for r in range(4)}
+        for n in range(6)
+    ]
+    return (told, *(replace(step_at(n, odd=odd[n]), facts={"group:0": told.values}) for n in range(6)))
 
 
 class SameBatches(Detector):
@@ -41,7 +52,7 @@ class SameBatches(Detector):
     code = "DATA901"
     severity = Severity.ERROR
     title = "ranks receive the same batches"
-    topics = ("loader",)
+    topics = ("loader", "precision")
     same_batches_steps = Threshold(
         3,
         "steps in a row in which the same ranks had equal batches, each time other ones",
@@ -51,6 +62,9 @@ class SameBatches(Detector):
         lambda: tuple(_same(n) for n in range(3)),
         lambda: tuple(step_at(n, odd={1: {"record_digest": digest(3, 0, n)}}) for n in range(3)),
         lambda: Facts(topic="loader:0", values={rank: {**_SAMPLER, "rank": 0} for rank in range(4)}),
+        lambda: _pairs(lambda rank: {"ranks": [0, 1, 2, 3]}),
+        # groups that have nothing to do with it
+        lambda: _pairs(lambda rank: {"ranks": [0, 1, 2, 3], "beside": [[rank % 2, rank % 2 + 2]]}),
     )
     silent_on = Examples(
         lambda: steps(6),
@@ -59,12 +73,18 @@ class SameBatches(Detector):
         lambda: steps(6, batch_digest=digest(1)),  # a constant input, records differ
         lambda: Facts(topic="loader:0", values={rank: {**_SAMPLER, "rank": rank} for rank in range(4)}),
         lambda: (_same(0), step_at(1), _same(2), step_at(3), _same(4)),
+        # tensor parallel: the pairs 0-1 and 2-3 hold one model each, 0 and 2 average, and 1 and 3
+        lambda: _pairs(lambda rank: {"ranks": [rank % 2, rank % 2 + 2]}),
+        # sequence parallel: all average, and the pairs have a group to exchange keys and values in
+        lambda: _pairs(lambda rank: {"ranks": [0, 1, 2, 3], "beside": [[rank // 2 * 2, rank // 2 * 2 + 1]]}),
     )
 
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._runs: dict[tuple[int, tuple[int, ...]], list[tuple[int, int]]] = {}  # -> (step, digest)
         self._next = 0
+        self._loader: str | None = None  # the line that iterates over the loader that was begun last
+        self._forward: str | None = None  # the line that calls the model
 
     def can_show(self, step: Step) -> bool:
         return bool(_fingerprints(step))
@@ -77,10 +97,11 @@ class SameBatches(Detector):
         alike: dict[int, list[int]] = {}
         for rank, value in shown.items():
             alike.setdefault(value, []).append(rank)
-        # Stages of a pipeline are fed the same records on purpose.
-        families = [set(family) for family in replica_groups(step)] if len(alike) < len(shown) else []
-        parts = [(value, sorted(family & set(ranks))) for value, ranks in alike.items() for family in families]
-        groups = {tuple(ranks): value for value, ranks in parts if len(ranks) > 1}
+        # Stages of a pipeline and slices of one model or one sequence are fed the same records on purpose.
+        families = _families(step) if len(alike) < len(shown) else []
+        parts = [(value, tuple(sorted(family & set(ranks)))) for value, ranks in alike.items() for family in families]
+        beside = groups_beside(step) if parts else set()
+        groups = {ranks: value for value, ranks in parts if len(ranks) > 1 and ranks not in beside}
         enough = int(self.same_batches_steps)
         runs = {key: run for key, run in self._runs.items() if key[0] != step.optimizer}
         for ranks, value in groups.items():
@@ -91,14 +112,26 @@ class SameBatches(Detector):
         full = {r: run for r, run in full.items() if len({value for _, value in run}) == enough}
         if full:
             first = min(run[0][0] for run in full.values())
-            yield self._report(first, step.step, [list(ranks) for ranks in full], "batches")
+            place = self._loader if step.known("record_digest") else self._forward
+            yield self._report(first, step.step, [list(ranks) for ranks in full], "batches", place or self._forward)
 
-    def _report(self, first: int, last: int, groups: list[list[int]], what: str) -> Finding:
+    def _report(self, first: int, last: int, groups: list[list[int]], what: str, location: str | None) -> Finding:
         ranks = tuple(sorted(rank for group in groups for rank in group))
         evidence = {"groups": groups, "equal": what, "of_the_work_wasted": 1 - len(groups) / len(ranks)}
-        return self.finding(step=first, last_step=last, ranks=ranks, subject=("model input",), evidence=evidence)
+        return self.finding(
+            step=first, last_step=last, ranks=ranks, subject=("model input",), location=location, evidence=evidence
+        )
 
-    def compare(self, topic: str, facts: Mapping[int, Loader]) -> Findings:
+    def compare(self, topic: str, facts: Mapping[int, Loader | Precision]) -> Findings:
+        if topic.startswith("precision"):
+            self._forward = self._forward or next((fact.location for fact in facts.values()), None)
+        elif topic.startswith("loader"):
+            loaders = {rank: fact for rank, fact in facts.items() if isinstance(fact, Loader)}
+            self._loader = next((fact.location for fact in loaders.values()), None)
+            yield from self._places(loaders)
+
+    def _places(self, facts: Mapping[int, Loader]) -> Findings:
+        """Compare what samplers take for their ranks."""
         told = {r: f for r, f in sorted(facts.items()) if f.distributed}
         places: dict[tuple[str, ...], list[int]] = {}
         for rank, fact in told.items():
@@ -108,7 +141,13 @@ class SameBatches(Detector):
                 places.setdefault(tuple(repr(getattr(fact, key)) for key in keys), []).append(rank)
         groups = [ranks for ranks in places.values() if len(ranks) > 1]
         if groups and len(facts) > 1:
-            yield self._report(self._next, self._next, groups, "place in the sampler")
+            yield self._report(self._next, self._next, groups, "place in the sampler", self._loader)
+
+
+def _families(step: Step) -> list[set[int]]:
+    """Return the sets of ranks that train the same model together."""
+    together = averaging_groups(step)
+    return list(map(set, sorted({tuple(sorted({*f} & {*g})) for f in replica_groups(step) for g in together})))
 
 
 def _fingerprints(step: Step) -> dict[int, int]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import combinations
+from types import MappingProxyType
 from typing import Any
 
+from ddpdebug.detectors.base import runbook
 from ddpdebug.detectors.comparison import MAX_NAMES, announced_at
 from ddpdebug.detectors.examples import digest, step_at, steps
 from ddpdebug.detectors.kinds import Detector, Examples, Facts, Fields, Finding, Findings, Severity, Step, Threshold
-from ddpdebug.schema.announcements import Loader
+from ddpdebug.schema.announcements import Items, Loader
 from ddpdebug.schema.step import outvoted
 
 #: What the samplers of one data set must have in common.
@@ -21,10 +24,43 @@ _NUMBERING = (
 #: Attributes whose names contain one of these differ between ranks or nodes for good reasons.
 _OWN = (
     *("rank", "seed", "rng", "generator", "random", "cache", "device", "worker", "root", "dir", "path", "folder"),
-    *("prefix", "host", "node", "time", "epoch", "counter", "index_", "position", "port", "pid", "tmp"),
+    *("prefix", "host", "node", "time", "epoch", "counter", "index_", "position", "port", "pid", "tmp", "fingerprint"),
+)
+#: ... these of lists as well, which may be as long as the data set.
+_OWN_LISTS = ("rank", "seed", "rng", "generator", "random", "cache", "device", "worker", "counter")
+#: Attributes, and keys of records, that hold labels.
+_LABELS = (
+    "label",
+    "labels",
+    "target",
+    "targets",
+    "class_id",
+    "class_ids",
+    "category",
+    "categories",
+    "annotations",
+    "y",
 )
 #: Records are often listed as paths; these names are lists of records for all that.
 _RECORDS = ("paths", "files", "filenames", "image_paths", "file_list", "filepaths")
+#: What differs, in the words of the title.
+_SAID = {
+    "settings": "the settings of the sampler",
+    "split": "the split",
+    "numbering": "the numbers of the labels",
+    "order": "the order of the records",
+    "labels": "the labels",
+    "records": "the records",
+}
+#: ... and the number of the cause in the runbook, and a word of the remedy, that come first then.
+_FIRST = {
+    "split": (0, "random_split"),
+    "settings": (1, "samplers"),
+    "order": (2, "listings"),
+    "numbering": (3, "classes"),
+    "labels": (4, "checksums"),
+    "records": (5, "checksums"),
+}
 #: Batches of each rank that are remembered.
 _HISTORY = 4096
 _LOADER: dict[str, Any] = {
@@ -50,6 +86,49 @@ _PLAIN: dict[str, Any] = {
 }
 
 
+_BASE = {"dataset.dataset.tensors": "a"}
+_CONTENT = {"dataset.dataset.tensors": {"length": 1000, "unordered": "b", "columns": {}}}
+_Columns = Mapping[str, dict[int, Any]]
+
+
+def _split(seed: int) -> dict[str, Any]:
+    """Return what a rank tells of four fifths of a data set."""
+    sketch = sorted(number for number in range(80) if (number * 7 + seed * 11) % 5)[:64]
+    about = {"location": "train.py:12", "drawn": "default", "seed": 100 + seed}
+    return {"digest": f"{seed}", "members": f"{seed}", "length": 800, "sketch": sketch, **about}
+
+
+def _delivered(
+    item: Callable[[int, int], tuple[str, str]],
+    loader: Mapping[str, Any] = MappingProxyType({}),
+    again: str = "",
+    **more: Any,
+) -> tuple[Facts, ...]:
+    """Return three epochs of two ranks; `again`: "y" or "x" is another one in each."""
+
+    def found(rank: int, index: int, epoch: int) -> list[str]:
+        label, record = item(rank, index)
+        return [label + f"{epoch}" * (again == "y"), record + f"{epoch}" * (again == "x")]
+
+    usual = {**_LOADER, **loader, "location": "train.py:30"}
+    told = [Facts(topic="loader:0", values={0: usual, 1: usual})]
+    for epoch in range(3):
+        values = {
+            rank: {"items": {str(i): found(rank, i, epoch) for i in range(6)}, "exact": True, "step": 9, **more}
+            for rank in range(2)
+        }
+        told.append(Facts(topic="items:0", values=values))
+    return tuple(told)
+
+
+def _shard(rank: int) -> dict[str, Any]:
+    return {**_split(rank), "sketch": list(range(rank, 128, 2))}
+
+
+def _plain(more: Callable[[int], dict[str, Any]]) -> Facts:
+    return Facts(topic="loader:0", values={rank: {**_PLAIN, **more(rank)} for rank in range(2)})
+
+
 def _facts(**odd: Any) -> Facts:
     return Facts(topic="loader:0", values={0: _LOADER, 1: {**_LOADER, **odd}})
 
@@ -60,8 +139,41 @@ def _shifted(number: int) -> Step:
     return step_at(number, world=2, odd=own)
 
 
+class _Delivered:
+    """What one loader has delivered on all ranks, for the indices that are followed."""
+
+    def __init__(self) -> None:
+        self.items: dict[str, dict[int, tuple[str, str]]] = {}  # index -> rank -> labels, record
+        self.repeats: dict[int, int] = {}  # rank -> deliveries of what it had before
+        self.changing = [False, False]  # labels, records: a rank was given another one for the same index
+        self.exact = self.whole = True
+        self.labelled = False
+
+    def add(self, rank: int, fact: Items) -> None:
+        """Take an epoch of a rank."""
+        self.exact, self.whole = self.exact and fact.exact, self.whole and fact.whole
+        for index, item in fact.items.items():
+            before = self.items.setdefault(index, {}).setdefault(rank, item)
+            self.labelled = self.labelled or bool(item[0])
+            if before is not item:
+                self.repeats[rank] = self.repeats.get(rank, 0) + 1
+                self.changing = [flag or before[i] != item[i] for i, flag in enumerate(self.changing)]
+
+    def unlike(self, kind: int, ranks: Collection[int]) -> dict[str, dict[int, str]]:
+        """Return index -> rank -> what it was given, where that differs."""
+        shown = {i: {r: item[kind] for r, item in found.items() if r in ranks} for i, found in self.items.items()}
+        return {i: v for i, v in sorted(shown.items(), key=lambda pair: int(pair[0])) if len(set(v.values())) > 1}
+
+    def compared(self, ranks: Collection[int]) -> int:
+        """Return how many indices more than one of the ranks was given."""
+        return sum(len(set(found) & set(ranks)) > 1 for found in self.items.values())
+
+
 class DataSetsDiffer(Detector):
-    """The ranks disagree about the data set that they divide: sampler settings, records, split or label numbering.
+    """The ranks disagree about the data set that they divide: sampler settings, split, records, labels, their numbers.
+
+    The title says which of these it is. Compared are samplers, the indices of a `Subset`, and what the data set holds
+    in plain attributes (lists, tensors, arrays; nothing of its code is run).
 
     Impact: with different seeds or lists the shards overlap, some samples are seen several times and others never;
     with different splits validation data leaks into training; with different label numbers the ranks contradict
@@ -71,37 +183,82 @@ class DataSetsDiffer(Detector):
     lists print the length and the first five entries, or a hash of the whole.
 
     Causes:
-    - `DistributedSampler(seed=...)` or `random_split` under a seed that contains the rank
-    - a file listing without `sorted`: `os.listdir`, `glob` and `set` have no fixed order
+    - `random_split` or a shuffled list under a seed that contains the rank, or without any seed
+    - `DistributedSampler(seed=...)` with a seed that contains the rank, or `set_epoch` called on some ranks only
+    - a file listing without `sorted` (`os.listdir`, `glob` and `set` have no fixed order), or shuffled on each rank
     - class or vocabulary numbers built from a `set`, or from what this rank has seen
-    - data sets of different length on the nodes: a download or a filter that did not finish everywhere
-    - `set_epoch` called on some ranks only
+    - labels from another file, or in another order than the records
+    - another version of a file on a node: a download or a filter that did not finish everywhere
 
     Remedy:
     - give samplers and splits the same seed on all ranks; only their `rank` may differ
+    - `random_split(data, sizes, generator=torch.Generator().manual_seed(0))` on all ranks
     - sort listings and classes: `sorted(os.listdir(root))`, `{c: i for i, c in enumerate(sorted(names))}`
     - build vocabularies and splits once, on rank 0, and broadcast or save them
+    - compare sizes and checksums of the files on all nodes
     """
 
     code = "DATA910"
     severity = Severity.ERROR
     title = "ranks disagree about the data set"
     incident = ("subject", "phase")
-    topics = ("loader",)
+    topics = ("loader", "items")
     overlap_batches = Threshold(
         3,
         "batches of one rank that turn up on another one in the same pass over the data",
         source="DistributedSampler's padding repeats single samples, no batches",
     )
+    split_overlap = Threshold(
+        0.5,
+        "indices in both of two ranks' splits as a share of those in either, above which they are no shards",
+        source="calculated: two independent splits of 67 % or more share that; shards of a data set share none",
+    )
+    split_overlap_drawn = Threshold(
+        0.05,
+        "the same where `random_split` has made both",
+        source="calculated: 4 of 64 hashes; its parts share none where the ranks draw alike, independent tenths 0.053",
+    )
+    same_item_repeats = Threshold(
+        4,
+        "deliveries of an index that a rank has had before, all equal, from which on its items are fixed",
+        source="chosen: what is augmented or drawn differs each time",
+    )
+    same_item_repeats_collated = Threshold(
+        16,
+        "the same where a collate function of the script may have put the items of a batch in another order",
+        source="calculated: labels of two classes agree 16 times by chance once in 65,536",
+    )
+    other_items = Threshold(2, "indices under which ranks have other items", source="chosen: one may be a defect")
     fires_on = Examples(
+        lambda: _delivered(lambda rank, index: (f"y{index}{rank % 2}", f"x{index}")),
+        lambda: _delivered(lambda rank, index: (f"y{(index + rank) % 5}", f"x{index + rank}")),
+        lambda: _delivered(lambda rank, index: ("", f"x{index + rank}"), whole=True),
         lambda: _facts(seed=1),
+        lambda: Facts(topic="loader:0", values={rank: {**_LOADER, "indices": _split(rank)} for rank in range(2)}),
+        lambda: _plain(lambda rank: {"attributes": _BASE, "content": _CONTENT, "indices": _split(rank)}),
         lambda: _facts(attributes={"dataset.samples": "b", "dataset.class_to_idx": "c"}),
         lambda: Facts(topic="loader:0", values={0: _PLAIN, 1: {**_PLAIN, "attributes": {"dataset.class_to_idx": "d"}}}),
         lambda: (Facts(topic="loader:0", values={0: _PLAIN, 1: _PLAIN}), *(_shifted(n) for n in range(6))),
     )
     silent_on = Examples(
         _facts,
+        lambda: _delivered(lambda rank, index: (f"y{index % 5}", f"x{index}")),
+        # other pixels, fixed on a rank; other pixels each time; each rank its own records, without a common sampler
+        lambda: _delivered(lambda rank, index: (f"y{index % 5}", f"x{index}{rank}")),
+        lambda: _delivered(lambda rank, index: (f"y{index % 5}", ""), again="x"),
+        lambda: _delivered(lambda rank, index: (f"y{index}{rank}", f"x{index}{rank}"), _PLAIN),
+        # labels that are drawn; a collate function that sorts
+        lambda: _delivered(lambda rank, index: (f"y{index}{rank}", f"x{index}"), again="y"),
+        lambda: _delivered(lambda rank, index: (f"y{index}{rank}", f"x{index}"), exact=False),
+        lambda: _delivered(lambda rank, index: ("", f"x{index + rank}")),
         lambda: _facts(rank=1, batch_size=4),
+        # shards dealt out by hand; splits of shards; splits of what nobody knows to be the same
+        lambda: _plain(lambda rank: {"attributes": _BASE, "content": _CONTENT, "indices": _shard(rank)}),
+        lambda: _plain(
+            lambda rank: {"attributes": {"dataset.dataset": f"{rank}"}, "content": _CONTENT, "indices": _split(rank)}
+        ),
+        lambda: _plain(lambda rank: {"indices": _split(rank), "attributes": {}}),
+        lambda: _plain(lambda rank: {"attributes": _BASE, "content": _CONTENT, "indices": _split(0)}),
         lambda: _facts(attributes={"dataset.samples": "a", "dataset.class_to_idx": "c", "dataset.cache_dir": "z"}),
         lambda: Facts(
             topic="loader:0", values={0: _PLAIN, 1: {**_PLAIN, "length": 700, "attributes": {"dataset.x": "q"}}}
@@ -116,26 +273,118 @@ class DataSetsDiffer(Detector):
         self._epoch = 0  # passes over loaders announced so far
         self._seen: dict[int, tuple[int, list[int]]] = {}  # fingerprint -> (epoch, ranks that had it, the first first)
         self._overlaps: list[tuple[int, int, int]] = []  # (step, rank, rank that had it first)
+        self._loaders: dict[str, Mapping[int, Loader]] = {}  # number -> what was told of it last
+        self._told: set[str] = set()  # numbers of loaders whose data sets are known to differ
+        self._items: dict[str, _Delivered] = {}  # number of the loader -> what it has delivered
 
-    def compare(self, topic: str, facts: Mapping[int, Loader]) -> Findings:
-        told = dict(sorted(facts.items()))
+    def compare(self, topic: str, facts: Mapping[int, Loader | Items]) -> Findings:
+        loaders = {rank: fact for rank, fact in sorted(facts.items()) if isinstance(fact, Loader)}
+        number = topic.partition(":")[2]
+        if loaders:
+            self._loaders[number] = loaders
+            yield from self._begun(topic, loaders)
+            return
+        items = {rank: fact for rank, fact in sorted(facts.items()) if isinstance(fact, Items)}
+        seen = self._items.setdefault(number, _Delivered())
+        for rank, fact in items.items():
+            seen.add(rank, fact)
+        yield from self._unlike(topic, seen, self._loaders.get(number, {}), announced_at(items, self._next))
+
+    def _unlike(self, topic: str, seen: _Delivered, told: Mapping[int, Loader], step: int) -> Findings:
+        """Compare what the ranks were given for the same indices."""
+        least = self.same_item_repeats if seen.exact else self.same_item_repeats_collated
+        fixed = {rank for rank, times in seen.repeats.items() if times >= least}
+        labels, records = (seen.unlike(kind, fixed) for kind in (0, 1))
+        shared = bool(told) and all(fact.distributed for fact in told.values())
+        if len(labels) >= self.other_items and not seen.changing[0]:
+            contradict = not seen.changing[1] and not set(labels) & set(records)
+            part = "labels" if contradict or seen.changing[1] else "records"
+            known = contradict or shared
+            odd = labels
+        else:
+            # numbers alone: pictures and sounds may be altered in a way that is fixed on a rank
+            part, odd = "records", records
+            known = shared and seen.whole and not seen.labelled and not seen.changing[1]
+        if not known or len(odd) < self.other_items or topic.partition(":")[2] in self._told:
+            return
+        index, values = next(iter(odd.items()))
+        one = next(iter(told.values()), None)
+        prose, (cause, word) = runbook(type(self)), _FIRST["numbering" if part == "labels" else "order"]
+        yield self.finding(
+            title=f"{self.title}: {_SAID[part]}",
+            step=step,
+            ranks=_odd_ones(odd),
+            subject=("items",),
+            phase="items",
+            location=None if one is None else one.location,
+            evidence={
+                "loader": topic.replace("items", "loader"),
+                "differs": part,
+                "indices": [int(i) for i in list(odd)[:MAX_NAMES]],
+                "of": seen.compared(fixed),
+                "values": {str(rank): f"index {index}: {value}" for rank, value in values.items()},
+                **({} if one is None or one.dataset is None else {"dataset": one.dataset}),
+            },
+            causes=list(dict.fromkeys([prose["causes"][cause], *prose["causes"]])),
+            actions=list(dict.fromkeys([*(text for text in prose["remedy"] if word in text), *prose["remedy"]])),
+        )
+
+    def _begun(self, topic: str, facts: Mapping[int, Loader]) -> Findings:
+        told = dict(facts)
         self._epoch += 1
         self._overlaps.clear()
         if len(told) < 2:
             return
         distributed = all(fact.distributed for fact in told.values())
         differing = _attributes(told, everything=distributed)
-        if distributed:
-            differing = {**_settings(told), **_indices(told), **differing}
+        if distributed or self._splits_overlap(told):
+            differing = {**_settings(told, distributed=distributed), **_indices(told), **differing}
         if differing:
             first = next(iter(differing))
-            yield self.finding(
-                step=announced_at(facts, self._next),
-                ranks=outvoted(differing[first]),
-                subject=tuple(differing)[:MAX_NAMES],
-                phase="loader",
-                evidence={"loader": topic, "values": {str(rank): value for rank, value in differing[first].items()}},
-            )
+            self._told.add(topic.partition(":")[2])
+            yield self._differing(topic, told, differing, announced_at(facts, self._next), _part(first, told))
+
+    def _differing(self, topic: str, told: Mapping[int, Loader], differing: _Columns, step: int, part: str) -> Finding:
+        """Say what differs, and its usual cause before the others."""
+        first = next(iter(differing))
+        one = next(iter(told.values()))
+        split = one.indices if first == "indices" else None
+        number, word = _FIRST[part]
+        prose = runbook(type(self))
+        causes = [prose["causes"][number], *prose["causes"]]
+        actions = [next(text for text in prose["remedy"] if word in text), *prose["remedy"]]
+        values = {str(rank): value for rank, value in differing[first].items()}
+        evidence: dict[str, Any] = {"loader": topic, "differs": part, "values": values, "dataset": one.dataset}
+        if split is not None and split.drawn is not None:
+            seeds = {str(rank): fact.indices.seed for rank, fact in told.items() if fact.indices is not None}
+            causes.insert(0, _cause_of_split(split.drawn, list(seeds.values())))
+            evidence |= {"seeds": seeds}
+        return self.finding(
+            title=f"{self.title}: {_SAID[part]}",
+            step=step,
+            ranks=outvoted(differing[first]),
+            subject=tuple(differing)[:MAX_NAMES],
+            phase="loader",
+            location=one.location if split is None else split.location,
+            evidence={key: value for key, value in evidence.items() if value is not None},
+            causes=list(dict.fromkeys(causes)),
+            actions=list(dict.fromkeys(actions)),
+        )
+
+    def _splits_overlap(self, told: Mapping[int, Loader]) -> bool:
+        """Tell whether ranks without a common sampler have drawn splits of one data set, each its own.
+
+        Shards that a script deals out by hand do not overlap; what `random_split` has drawn once on each rank does.
+        """
+        splits = [fact.indices for fact in told.values() if fact.indices is not None]
+        if len(splits) < len(told) or len({split.length for split in splits}) > 1 or not _same_base(told):
+            return False
+        drawn = all(split.drawn is not None for split in splits)
+        least = self.split_overlap_drawn if drawn else self.split_overlap
+        return any(
+            one.members != other.members and _overlap(one.sketch, other.sketch) >= least
+            for one, other in combinations(splits, 2)
+        )
 
     def detect(self, step: Step) -> Findings:
         self._next = max(self._next, step.step + 1)
@@ -176,8 +425,16 @@ class DataSetsDiffer(Detector):
         )
 
 
-def _settings(told: Mapping[int, Loader]) -> dict[str, dict[int, Any]]:
-    return _parted({key: {rank: getattr(fact, key) for rank, fact in told.items()} for key in _SETTINGS})
+def _odd_ones(odd: Mapping[str, Mapping[int, str]]) -> tuple[int, ...]:
+    """Return the one rank without which the others agree; all that disagree where there is no such rank."""
+    ranks = sorted({rank for values in odd.values() for rank in values})
+    alone = [r for r in ranks if all(len({v for o, v in found.items() if o != r}) == 1 for found in odd.values())]
+    return tuple(alone) if len(alone) == 1 else tuple(ranks)
+
+
+def _settings(told: Mapping[int, Loader], *, distributed: bool) -> dict[str, dict[int, Any]]:
+    names = _SETTINGS if distributed else ()
+    return _parted({key: {rank: getattr(fact, key) for rank, fact in told.items()} for key in names})
 
 
 def _indices(told: Mapping[int, Loader]) -> dict[str, dict[int, Any]]:
@@ -186,11 +443,64 @@ def _indices(told: Mapping[int, Loader]) -> dict[str, dict[int, Any]]:
     return _parted({"indices": digests}) if all(digests.values()) else {}
 
 
+def _same_base(told: Mapping[int, Loader]) -> bool:
+    """Tell whether subsets are known to be of one data set: all that it holds is the same, and records are there."""
+    tables = [{name: value for name, value in fact.attributes.items() if not _own(name)} for fact in told.values()]
+    records = any(set(fact.content) & set(table) for fact, table in zip(told.values(), tables, strict=True))
+    return records and all(table == tables[0] for table in tables)
+
+
+def _overlap(one: Sequence[int], other: Sequence[int]) -> float:
+    """Return the share of indices that are in both of two sets, estimated from the smallest hashes of each."""
+    least = sorted({*one, *other})[: min(len(one), len(other))]
+    both = {*one} & {*other}
+    return sum(value in both for value in least) / len(least) if least else 0.0
+
+
+def _part(name: str, told: Mapping[int, Loader]) -> str:
+    """Return which part of the data the ranks disagree about, by what differs first."""
+    if name in _SETTINGS:
+        return "settings"
+    if name.rpartition(".")[2] == "indices":
+        members = {fact.indices.members for fact in told.values() if fact.indices is not None}
+        return "order" if name == "indices" and len(members) == 1 and None not in members else "split"
+    if _numbering(name):
+        return "numbering"
+    held = [fact.content[name] for fact in told.values() if name in fact.content]
+    if len(held) < len(told):
+        return "records"
+    called_so = name.rpartition(".")[2].lower().strip("_") in _LABELS
+    if len({content.unordered for content in held}) == 1 and not (called_so and _others_agree(name, told)):
+        return "order"
+    names = list(held[0].columns)
+    odd = {key for key in names if len({content.columns.get(key) for content in held}) > 1}
+    of_labels = {key for key in names if key.lower() in _LABELS} or set(names[-1:])
+    return "labels" if called_so or (odd and odd < set(names) and odd <= of_labels) else "records"
+
+
+def _others_agree(name: str, told: Mapping[int, Loader]) -> bool:
+    """Tell whether other records, as many as these, are the same on all ranks: then these alone were moved."""
+    first = next(iter(told.values()))
+    alike = [n for n, held in first.content.items() if n != name and held.length == first.content[name].length]
+    return any(len({fact.attributes.get(other) for fact in told.values()}) == 1 for other in alike)
+
+
+def _cause_of_split(drawn: str, seeds: Sequence[int | None]) -> str:
+    if drawn == "own":
+        return "the generator that `random_split` is given has another seed on each rank, or was drawn from before"
+    if len(set(seeds)) > 1:
+        return (
+            "`random_split` without a generator: it takes the default one, which nobody has seeded alike on all ranks"
+        )
+    return "`random_split` without a generator: the ranks had drawn differently often from the default one before"
+
+
 def _attributes(told: Mapping[int, Loader], *, everything: bool) -> dict[str, dict[int, Any]]:
     """Return attributes of the data sets that differ and should not; label numbering only unless `everything`."""
     tables = {rank: fact.attributes for rank, fact in told.items()}
     names = sorted(name for name in next(iter(tables.values())) if all(name in table for table in tables.values()))
-    chosen = [name for name in names if _numbering(name) or (everything and not _own(name))]
+    listed = {name for name in names if all(_is_listed(name, fact) for fact in told.values())}
+    chosen = [name for name in names if _numbering(name) or (everything and not _own(name, listed=name in listed))]
     found = _parted({name: {rank: table[name] for rank, table in tables.items()} for name in chosen})
     return dict(sorted(found.items(), key=lambda item: (not _numbering(item[0]), item[0])))
 
@@ -199,9 +509,14 @@ def _numbering(name: str) -> bool:
     return name.rpartition(".")[2].lower().strip("_") in _NUMBERING
 
 
-def _own(name: str) -> bool:
+def _is_listed(name: str, fact: Loader) -> bool:
+    """Tell whether an attribute has a record for each item of the data set."""
+    return name in fact.content and fact.content[name].length == fact.length
+
+
+def _own(name: str, *, listed: bool = False) -> bool:
     last = name.rpartition(".")[2].lower()
-    return last not in _RECORDS and any(part in last for part in _OWN)
+    return last not in _RECORDS and any(part in last for part in (_OWN_LISTS if listed else _OWN))
 
 
 def _parted(columns: Mapping[str, dict[int, Any]]) -> dict[str, dict[int, Any]]:

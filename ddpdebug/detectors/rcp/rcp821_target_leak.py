@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ddpdebug.detectors.base import runbook
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.kinds import EventRule, Examples, Facts, Fields, Severity, Threshold
 from ddpdebug.schema.announcements import TokenChange
@@ -22,6 +23,7 @@ _FACT = {
     "loss": 0.1,
 }
 _SAME = {**_FACT, "targets": "same", "before": 0.0, "behind": 0.6, "module": None}
+_UNMOVED = "the targets are the input tokens, not moved by one: the model learns to copy the token that it is given"
 
 
 def _told(fact: dict[str, Any], **more: Any) -> tuple[Facts]:
@@ -32,9 +34,10 @@ class TargetLeak(EventRule):
     """The model is given what it shall predict: a later token changes earlier outputs, or the target is the input.
 
     While training it is asked once, when the loss has fallen below a tenth of what it was and the targets are the input
-    tokens, moved by one position: one rank runs the last forward twice more, in eval mode, with another token. Compiled
-    models, models whose forward communicates, and those that sum a text up on the way (auto-encoders) are not asked;
-    `ddpdebug preflight --causal` asks before training.
+    tokens, moved by one position, or in the first steps where they are the input tokens and were not moved: one rank
+    runs the last forward twice more, in eval mode, with another token. Compiled models, models whose forward
+    communicates, and those that sum a text up on the way (auto-encoders) are not asked; `ddpdebug preflight --causal`
+    asks before training.
 
     Impact: training and validation look excellent, and the model fails when the target is not there.
 
@@ -67,18 +70,24 @@ class TargetLeak(EventRule):
         "change of outputs by another token, as a share of the largest output, above which the model sees it",
         source="rounding and other kernels stay far below",
     )
+    leak_copy = Threshold(
+        1e-4,
+        "the same where the targets were not moved, of the outputs at and behind the token",
+        source="kernels compute each row alike: what sees no other token changes by nothing at all",
+    )
     fires_on = Examples(
         lambda: _told(_FACT),
         lambda: _told(_FACT, before=0.021),
         lambda: (*steps(2), *_told(_SAME)),
-        lambda: _told(_SAME, behind=0.021),
+        lambda: _told(_SAME, behind=0.0011, loss=4.1, location="train.py:40"),
     )
     silent_on = Examples(
         lambda: steps(3),
         lambda: _told(_FACT, before=0.02),
         lambda: _told(_FACT, here=0.0),  # what it is asked for does not depend on the token that was changed
         lambda: _told(_FACT, summary=0.001),  # an auto-encoder tells its decoder about the whole text on purpose
-        lambda: _told(_SAME, behind=0.02),
+        lambda: _told(_SAME, behind=1e-4),  # a model of single tokens
+        lambda: _told(_SAME, here=0.0),  # the model moves its inputs itself
         lambda: _told(_SAME, before=1e-6),  # a model that sees everything reconstructs
         lambda: Facts(topic="alone:audit", values={0: {"kind": "frozen", "step": 1, "share": 0.9}}),
     )
@@ -86,10 +95,10 @@ class TargetLeak(EventRule):
     def judge(self, fact: TokenChange) -> Fields | None:
         moved = fact.targets == "moved"
         if moved:
-            change = fact.before if fact.summary == 0 < max(fact.here, fact.behind) else 0.0
+            change, least = fact.before if fact.summary == 0 < max(fact.here, fact.behind) else 0.0, self.leak_change
         else:
-            change = fact.behind if fact.before == 0 else 0.0
-        if change <= self.leak_change:
+            change, least = min(fact.here, fact.behind) if fact.before == 0 else 0.0, self.leak_copy
+        if change <= least:
             return None
         evidence = {
             "changed_token": fact.position,
@@ -101,4 +110,15 @@ class TargetLeak(EventRule):
         }
         # every rank trains the same model; the one that was asked is no culprit
         subject = (fact.module,) if moved and fact.module is not None else ()
-        return {"ranks": (), "subject": subject, "evidence": evidence}
+        if moved:
+            return {"ranks": (), "subject": subject, "evidence": evidence}
+        prose = runbook(type(self))
+        shift = [text for text in prose["remedy"] if "tokens[:, 1:]" in text]
+        return {
+            "ranks": (),
+            "title": "the targets of a language model are its inputs, not moved by one position",
+            "subject": ("targets",),
+            "evidence": evidence,
+            "causes": [_UNMOVED, *prose["causes"]],
+            "actions": list(dict.fromkeys([*shift, *prose["remedy"]])),
+        }
