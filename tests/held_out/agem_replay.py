@@ -1,7 +1,7 @@
 # title: Gradients are projected by a reference gradient that each rank takes from its own memory of old samples
 # source: constructed
 # nproc: 2
-# expect.codes: SYNC201, SYNC206
+# expect.codes: SYNC206, SYNC201
 # expect.ranks: any
 # expect.subject: any
 # expect.step: 30
