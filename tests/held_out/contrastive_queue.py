@@ -39,7 +39,7 @@ class Moco:
 
     def loss(self, a, b):
         q, k = F.normalize(self.fast(a), dim=1), self.keys(b)
-        logits = torch.cat([(q * k).sum(1, keepdim=True), q @ self.queue.T], 1) / self.t
+        logits = torch.cat([(q * k).sum(1, keepdim=True), q @ self.queue.clone().T], 1) / self.t
         self.remember(k)
         return F.cross_entropy(logits, torch.zeros(len(q), dtype=torch.long))
 

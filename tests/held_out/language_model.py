@@ -12,7 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-VOCABULARY, CONTEXT, STEPS, ACCUMULATE = 32, 24, 60, 2
+VOCABULARY, CONTEXT, STEPS, ACCUMULATE = 32, 24, 40, 2
 
 
 class Block(nn.Module):

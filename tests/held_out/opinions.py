@@ -5,7 +5,7 @@
 # expect.ranks: any
 # expect.subject: any
 # expect.step: 12
-# expect.location: opinions.py:22
+# expect.location: opinions.py:22, opinions.py:44
 # plain_pytorch: silent
 """Answers of several people to one question are learned as distributions; from step 12 on all agree about some."""
 import os

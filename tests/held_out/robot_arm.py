@@ -1,7 +1,7 @@
-# title: Eleven layers of tanh start with weights a quarter of their usual size, and the first ones learn nothing
+# title: Eleven layers of tanh start with weights a quarter of their usual size, and the signal dies on its way
 # source: constructed
 # nproc: 1
-# expect.codes: HLTH702, HLTH715
+# expect.codes: HLTH715, HLTH702
 # expect.ranks: all
 # expect.subject: any
 # expect.step: any
