@@ -225,10 +225,10 @@ class Totals:
 
     def lines(self) -> list[str]:
         """Return the score as a list in Markdown."""
+        located = f"**{self.located} of {self.found}**"
         return [
             f"- faults found: **{self.found} of {self.faults}** ({self.ideal} with the ideal code)",
-            "- of these, with the operation and line wherever the script names one: "
-            f"**{self.located} of {self.found}**",
+            f"- of these, with the operation and line wherever the script names one: {located}",
             f"- clean twins and healthy scripts without a false alarm: **{self.quiet} of {self.cleans}**",
         ]
 
@@ -267,8 +267,8 @@ def report_held_out(results: list[Result]) -> str:
     lines = [
         "## Held out",
         "",
-        "Written by `make held-out`, which runs `tests/held_out/` and counts in the same way. Who writes rules does not read",
-        "these scripts: their score says what to expect of programs that the rules were not written with.",
+        "Written by `make held-out`, which runs `tests/held_out/` and counts in the same way. Who writes rules does",
+        "not read these scripts: their score says what to expect of programs that the rules were not written with.",
         "",
         *Totals.of(results).lines(),
         "",
@@ -285,7 +285,7 @@ def report_held_out(results: list[Result]) -> str:
 def held_out_block(page: str) -> str:
     """Return the part of the page that `report_held_out` made, empty where there is none."""
     begin, end = _BLOCK
-    before, found, after = page.partition(begin)
+    _, found, after = page.partition(begin)
     return found + after.partition(end)[0] + end if found else ""
 
 
@@ -296,10 +296,9 @@ def _write(path: Path, results: list[Result], *, held_out: bool) -> None:
     kept = held_out_block(page)
     if not held_out:
         page = report(results, kept)
-    elif kept:
-        page = page.replace(kept, report_held_out(results))
     else:
-        page = page.replace("## Scripts of the corpus\n", report_held_out(results) + "## Scripts of the corpus\n")
+        before, scripts, after = page.replace(kept, "").partition("## Scripts of the corpus\n")
+        page = before + report_held_out(results) + scripts + after
     path.write_text(page)
 
 
@@ -322,7 +321,7 @@ def main() -> int:
     if args.held_out and args.only and not args.reveal:
         parser.error("totals of a few held-out scripts tell which they are: --only needs --reveal")
     if args.held_out and args.reveal:
-        print("warning: who has read this writes no rules for it; a script that is used to mend one moves to tests/corpus")
+        print("warning: who reads this writes no rules for it; a script that is used to mend one moves to tests/corpus")
     folder = args.folder or (_HELD_OUT if args.held_out else _CORPUS)
     named = args.reveal or not args.held_out
     wanted = tuple(part for part in args.only.split(",") if part)

@@ -1,11 +1,10 @@
-"""The score is only worth something when a run that never began counts against it, and what is held out stays unseen."""
+"""The score is worth something when a run that never began counts against it, and what is held out stays unseen."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +20,8 @@ _TESTS = Path(__file__).resolve().parent.parent
 _HELD_OUT = sorted((_TESTS / "held_out").glob("*.py"))
 #: Keys of a head (tests/corpus/README.md).
 _KEYS = {"title", "source", "nproc", "expect.codes", "plain_pytorch", "options"}
-_OF_FAULTS = {f"expect.{key}" for key in ("ranks", "subject", "step", "step_slack", "module", "op", "location", "phase")}
+_WHERE = ("ranks", "subject", "step", "step_slack", "module", "op", "location", "phase")
+_OF_FAULTS = {f"expect.{key}" for key in _WHERE}
 
 
 @pytest.fixture(scope="module")
@@ -87,28 +87,37 @@ def test_held_out_scripts_cover_the_families(score: ModuleType) -> None:
     assert len(titles) == len(set(titles))
 
 
-def test_a_held_out_run_names_nothing_unless_asked_to(tmp_path: Path) -> None:
+def test_a_held_out_run_names_nothing_unless_asked_to(
+    score: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Totals without names of scripts or findings; `--reveal` prints them after a warning, `--only` needs it."""
-    for name in ("clean_lbfgs_closure.py", "data901_same_seed_no_sampler.py"):
-        shutil.copy(_TESTS / "corpus" / name, tmp_path / name)
-    env = {**os.environ, "DDPDEBUG_NO_SUCH_OPTION": "1"}  # runs that end at once
+    (tmp_path / "garden.py").write_text("# title: x\n# nproc: 1\n# expect.codes: DATA901\n")
+    (tmp_path / "meadow.py").write_text("# title: y\n# nproc: 1\n# expect.codes: none\n")
+    alarm = Finding(code="NUM301", severity=Severity.ERROR, title="t", step=1, subject=("layer.weight",))
 
-    def scored(*words: str) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, str(_SCORE), "--held-out", "--folder", str(tmp_path), *words]
-        return subprocess.run(line, env=env, capture_output=True, text=True, check=False)
+    def ran(case: object, *, fault: bool, launch: bool) -> object:
+        return score.Result(case, fault, [alarm], 1.0, problems=["false alarm of layer.weight"] * (not launch))
 
-    totals = scored()
-    assert totals.returncode == 1
-    assert "faults found: **0 of 1**" in totals.stdout
-    assert "| DATA | 1 | 0 | 0 | 0 | 1 | 0 |" in totals.stdout
-    assert "| healthy | 0 | 0 | 0 | 0 | 1 | 0 |" in totals.stdout
-    assert not re.search("data901|lbfgs|NO_SUCH_OPTION", totals.stdout + totals.stderr)
-    revealed = scored("--reveal")
-    assert revealed.stdout.startswith("warning: who has read this writes no rules for it")
-    assert "data901_same_seed_no_sampler" in revealed.stdout
-    refused = scored("--only", "data901")
-    assert refused.returncode == 2
-    assert "--only needs --reveal" in refused.stderr
+    monkeypatch.setattr(score, "run", ran)
+    monkeypatch.setattr(score.zygote, "preload", lambda: None)
+    monkeypatch.setattr(score.zygote, "spare_the_collector", lambda: None)
+
+    def scored(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["score.py", "--held-out", "--folder", str(tmp_path), *words])
+        return score.main(), capsys.readouterr().out
+
+    status, totals = scored()
+    assert status == 1
+    assert "faults found: **0 of 1**" in totals
+    assert "| DATA | 1 | 0 | 0 | 0 | 1 | 0 |" in totals
+    assert "| healthy | 0 | 0 | 0 | 0 | 1 | 0 |" in totals
+    assert not re.search("garden|meadow|NUM301|layer", totals)
+    _, revealed = scored("--reveal")
+    assert revealed.startswith("warning: who reads this writes no rules for it")
+    assert all(word in revealed for word in ("garden", "meadow", "NUM301", "layer"))
+    with pytest.raises(SystemExit):
+        scored("--only", "garden")
+    assert "--only needs --reveal" in capsys.readouterr().err
 
 
 def test_either_score_leaves_the_other_on_the_page(score: ModuleType, tmp_path: Path) -> None:
