@@ -1,6 +1,7 @@
 """Runs the fault corpus under ddpdebug and scores what is found; writes docs/detection.md.
 
     python tests/detection/score.py [--jobs 1] [--only sync205,clean] [--write docs/detection.md] [--folder DIR]
+    python tests/detection/score.py --held-out [--reveal] [--jobs 1] [--write docs/detection.md]
 
 Each script runs through `ddpdebug run` with default options and those that its head names (`options`), once with
 FAULT=1 and once with FAULT=0 (its clean twin); healthy scripts run once. The ranks are forked from a process that has
@@ -9,6 +10,9 @@ A fault counts as found when a finding has one of the expected codes, an expecte
 expected first step; a HLTH or RCP code must be one of the first two. A clean run fails when anything at `error` or
 above is reported, or more than one warning.
 The operation and its `file:line` are a promise beyond that: a finding without them is found, but not located.
+
+`--held-out` runs `tests/held_out` and prints totals by family, no script and no finding: who writes rules does not see
+what they are scored with (CONTRIBUTING.md). `--reveal` prints them all the same.
 """
 
 from __future__ import annotations
@@ -37,6 +41,9 @@ from ddpdebug.run_directory.reader import read_findings
 from ddpdebug.schema.finding import Finding, Severity
 
 _CORPUS = Path(__file__).resolve().parent.parent / "corpus"
+_HELD_OUT = _CORPUS.with_name("held_out")
+#: Where the score of what is held out begins and ends on the page that both scores are written to.
+_BLOCK = ("<!-- held out -->\n", "<!-- end of held out -->\n")
 _HEADER = re.compile(r"^# ([a-z_.]+): (.*)$")
 _TIMEOUT = 120
 
@@ -190,14 +197,44 @@ def _names(word: str, texts: list[str]) -> bool:
     return any(re.search(rf"(?<![a-zA-Z])(?i:{re.escape(word)})(?![a-z0-9])", text) for text in texts)
 
 
-def report(results: list[Result]) -> str:
-    """Return the score as Markdown."""
-    faults = [r for r in results if r.fault and r.case.codes]
-    cleans = [r for r in results if not (r.fault and r.case.codes)]
-    found = [r for r in faults if not r.problems]
-    located = [r for r in found if not r.unlocated]
-    ideal = [r for r in found if any(f.code == r.case.codes[0] for f in r.findings)]
-    quiet = [r for r in cleans if not r.problems]
+@dataclass(frozen=True)
+class Totals:
+    """How many of some runs were right."""
+
+    faults: int
+    found: int
+    ideal: int
+    located: int
+    cleans: int
+    quiet: int
+
+    @classmethod
+    def of(cls, results: list[Result]) -> Totals:
+        """Count the runs of faults, and apart from them those that have nothing to report."""
+        faults = [r for r in results if r.fault and r.case.codes]
+        cleans = [r for r in results if not (r.fault and r.case.codes)]
+        found = [r for r in faults if not r.problems]
+        return cls(
+            faults=len(faults),
+            found=len(found),
+            ideal=sum(any(f.code == r.case.codes[0] for f in r.findings) for r in found),
+            located=sum(not r.unlocated for r in found),
+            cleans=len(cleans),
+            quiet=sum(not r.problems for r in cleans),
+        )
+
+    def lines(self) -> list[str]:
+        """Return the score as a list in Markdown."""
+        located = f"**{self.located} of {self.found}**"
+        return [
+            f"- faults found: **{self.found} of {self.faults}** ({self.ideal} with the ideal code)",
+            f"- of these, with the operation and line wherever the script names one: {located}",
+            f"- clean twins and healthy scripts without a false alarm: **{self.quiet} of {self.cleans}**",
+        ]
+
+
+def report(results: list[Result], held_out: str = "") -> str:
+    """Return the score as Markdown, with that of what is held out in it."""
     lines = [
         "# Detection score",
         "",
@@ -206,9 +243,10 @@ def report(results: list[Result]) -> str:
         "code, rank, name and first step are right, and a HLTH or RCP code is one of the first two; a run is clean",
         "when nothing at `error` or above is reported and at most one warning.",
         "",
-        f"- faults found: **{len(found)} of {len(faults)}** ({len(ideal)} with the ideal code)",
-        f"- of these, with the operation and line wherever the script names one: **{len(located)} of {len(found)}**",
-        f"- clean twins and healthy scripts without a false alarm: **{len(quiet)} of {len(cleans)}**",
+        *Totals.of(results).lines(),
+        "",
+        *held_out.splitlines(),
+        "## Scripts of the corpus",
         "",
         "| script | run | reported | verdict | not located |",
         "|---|---|---|---|---|",
@@ -219,6 +257,49 @@ def report(results: list[Result]) -> str:
         verdict, missing = "; ".join(r.problems) or "ok", "; ".join(r.unlocated)
         lines.append(f"| {r.case.path.stem} | {kind} | {codes} | {verdict} | {missing} |")
     return "\n".join(lines) + "\n"
+
+
+def report_held_out(results: list[Result]) -> str:
+    """Return the totals by family as a block for the page, without names."""
+    families: dict[str, list[Result]] = {}
+    for r in sorted(results, key=lambda r: (not r.case.codes, r.case.codes)):
+        families.setdefault(re.split(r"\d", r.case.codes[0])[0] if r.case.codes else "healthy", []).append(r)
+    lines = [
+        "## Held out",
+        "",
+        "Written by `make held-out`, which runs `tests/held_out/` and counts in the same way. Who writes rules does",
+        "not read these scripts: their score says what to expect of programs that the rules were not written with.",
+        "",
+        *Totals.of(results).lines(),
+        "",
+        "| family | faults | found | with the ideal code | located | clean runs | without a false alarm |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for family, of_it in families.items():
+        t = Totals.of(of_it)
+        lines.append(f"| {family} | {t.faults} | {t.found} | {t.ideal} | {t.located} | {t.cleans} | {t.quiet} |")
+    begin, end = _BLOCK
+    return begin + "\n".join(lines) + "\n\n" + end
+
+
+def held_out_block(page: str) -> str:
+    """Return the part of the page that `report_held_out` made, empty where there is none."""
+    begin, end = _BLOCK
+    _, found, after = page.partition(begin)
+    return found + after.partition(end)[0] + end if found else ""
+
+
+def _write(path: Path, results: list[Result], *, held_out: bool) -> None:
+    """Write one of the two scores into the page and leave the other as it is."""
+    path.parent.mkdir(exist_ok=True)
+    page = path.read_text() if path.exists() else report([])
+    kept = held_out_block(page)
+    if not held_out:
+        page = report(results, kept)
+    else:
+        before, scripts, after = page.replace(kept, "").partition("## Scripts of the corpus\n")
+        page = before + report_held_out(results) + scripts + after
+    path.write_text(page)
 
 
 def _job(job: tuple[Case, bool], *, launch: bool) -> Result:
@@ -232,11 +313,19 @@ def main() -> int:
     parser.add_argument("--only", default="")
     parser.add_argument("--write", type=Path)
     parser.add_argument("--require", type=float, default=1.0, help="share of runs that must be right")
-    parser.add_argument("--folder", type=Path, default=_CORPUS)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--held-out", action="store_true", help="run tests/held_out and print totals only")
+    parser.add_argument("--reveal", action="store_true", help="print what is held out: not for who writes rules")
     parser.add_argument("--launch", action="store_true", help="start ranks as a user does")
     args = parser.parse_args()
+    if args.held_out and args.only and not args.reveal:
+        parser.error("totals of a few held-out scripts tell which they are: --only needs --reveal")
+    if args.held_out and args.reveal:
+        print("warning: who reads this writes no rules for it; a script that is used to mend one moves to tests/corpus")
+    folder = args.folder or (_HELD_OUT if args.held_out else _CORPUS)
+    named = args.reveal or not args.held_out
     wanted = tuple(part for part in args.only.split(",") if part)
-    cases = [load(path) for path in sorted(args.folder.resolve().glob("*.py"))]
+    cases = [load(path) for path in sorted(folder.resolve().glob("*.py"))]
     cases = [case for case in cases if not wanted or case.path.name.startswith(wanted)]
     jobs = [(case, fault) for case in cases for fault in ((True, False) if case.codes else (False,))]
     results: list[Result] = []
@@ -250,17 +339,17 @@ def main() -> int:
         judged = pool.map if args.jobs > 1 else map
         for result in judged(partial(_job, launch=args.launch), jobs):
             results.append(result)
+            if not named:
+                continue
             kind = "fault" if result.fault else "clean"
             codes = " ".join(f"{f.code}@{f.step}{list(f.ranks)}" for f in result.findings)
             verdict = "ok  " if not result.problems else "FAIL"
             name = result.case.path.stem
             words = "; ".join([*result.problems, *result.unlocated])
             print(f"{verdict} {kind} {name:48} {result.seconds:5.1f}s {codes} {words}", flush=True)
-    text = report(results)
-    print("\n".join(text.splitlines()[5:10]))
+    print(*report_held_out(results).splitlines()[6:-2] if args.held_out else Totals.of(results).lines(), sep="\n")
     if args.write:
-        args.write.parent.mkdir(exist_ok=True)
-        args.write.write_text(text)
+        _write(args.write, results, held_out=args.held_out)
     failed = sum(bool(r.problems) for r in results)
     print(f"{len(results) - failed} passed, {failed} failed")
     return int(len(results) - failed < args.require * len(results))
