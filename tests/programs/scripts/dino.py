@@ -1,4 +1,4 @@
-"""A student learns from its own average: several crops, a centre reduced over the ranks, schedules by hand.
+r"""A student learns from its own average: several crops, a centre reduced over the ranks, schedules by hand.
 
 manner = "facebookresearch/dino, main_dino.py"
 ranks = 2

@@ -1,12 +1,12 @@
-"""A residual network with command-line switches, meters, a best checkpoint, and a validation reduced over ranks.
+r"""A residual network with command-line switches, meters, a best checkpoint, and a validation reduced over ranks.
 
 manner = "pytorch/examples, imagenet/main.py under torchrun"
 ranks = 2
 
 [[fault]]
 name = "the branch for machines without GPUs stands first, as published: a job on CPUs gets no DDP"
-old = "    if args.distributed:\n"
-new = "    if not torch.cuda.is_available():\n        print(\"using CPU, this will be slow\")\n    elif args.distributed:\n"
+old = "    if args.distributed:\n        model ="
+new = "    if not torch.cuda.is_available():\n        print(\"using CPU, this will be slow\")\n    elif args.distributed:\n        model ="
 codes = ["SYNC208"]
 """
 import argparse

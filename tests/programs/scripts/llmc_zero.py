@@ -1,4 +1,4 @@
-"""A GPT whose optimizer state is sharded over the ranks, with accumulation and a rate that is set by hand.
+r"""A GPT whose optimizer state is sharded over the ranks, with accumulation and a rate that is set by hand.
 
 manner = "karpathy/llm.c, train_gpt2.py with --zero_stage 1"
 ranks = 2

@@ -1,4 +1,4 @@
-"""A Trainer class with snapshots, mixed precision with a GradScaler, and an evaluation after every epoch.
+r"""A Trainer class with snapshots, mixed precision with a GradScaler, and an evaluation after every epoch.
 
 manner = "pytorch/examples, minGPT-ddp; its split seeded, its evaluation in eval mode, its clipping after unscaling"
 ranks = 2

@@ -1,4 +1,4 @@
-"""A small convolutional network on digits, tested after every epoch.
+r"""A small convolutional network on digits, tested after every epoch.
 
 manner = "pytorch/examples, mnist"
 

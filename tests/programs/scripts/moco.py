@@ -1,4 +1,4 @@
-"""Contrastive learning with a momentum encoder, a queue of keys and batch normalisation shuffled over the ranks.
+r"""Contrastive learning with a momentum encoder, a queue of keys and batch normalisation shuffled over the ranks.
 
 manner = "facebookresearch/moco, main_moco.py"
 ranks = 2

@@ -4,12 +4,6 @@ manner = "karpathy/nanoGPT, train.py under torchrun"
 ranks = 2
 
 [[fault]]
-name = "the seed does not contain the rank, and batches are drawn from it"
-old = "seed_offset = ddp_rank"
-new = "seed_offset = 0"
-codes = ["DATA901"]
-
-[[fault]]
 name = "gradients are synchronised in the first micro-batch instead of the last"
 old = "micro_step == gradient_accumulation_steps - 1"
 new = "micro_step == 0"

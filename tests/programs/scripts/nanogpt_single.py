@@ -1,4 +1,4 @@
-"""A character GPT in one process, with the attention written out.
+r"""A character GPT in one process, with the attention written out.
 
 manner = "karpathy/nanoGPT, train.py without torchrun and without flash attention"
 

@@ -82,7 +82,7 @@ class SimCLR(nn.Module):
 def main():
     dist.init_process_group("gloo")
     torch.manual_seed(7)
-    model = nn.parallel.DistributedDataParallel(SimCLR(), broadcast_buffers=True)
+    model = nn.parallel.DistributedDataParallel(SimCLR())
     torch.manual_seed(7 + dist.get_rank())
     dataset = Pairs(256)
     sampler = DistributedSampler(dataset, shuffle=True)

@@ -1,4 +1,4 @@
-"""Sine waves predicted by two recurrent cells in float64, with LBFGS and a closure.
+r"""Sine waves predicted by two recurrent cells in float64, with LBFGS and a closure.
 
 manner = "pytorch/examples, time_sequence_prediction"
 

@@ -1,4 +1,4 @@
-"""A vision transformer with stochastic depth, bf16 autocast, accumulation, clipping, mixup and an averaged copy.
+r"""A vision transformer with stochastic depth, bf16 autocast, accumulation, clipping, mixup and an averaged copy.
 
 manner = "huggingface/pytorch-image-models, train.py"
 ranks = 2

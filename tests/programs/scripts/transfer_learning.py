@@ -1,4 +1,4 @@
-"""A pretrained body with a new head, of which the head alone is trained, and the best weights are kept.
+r"""A pretrained body with a new head, of which the head alone is trained, and the best weights are kept.
 
 manner = "pytorch/tutorials, transfer_learning_tutorial.py, feature extraction"
 

@@ -1,4 +1,4 @@
-"""Label smoothing, mixup in the collate function, an averaged model, warm-up and cosine, repeated augmentation.
+r"""Label smoothing, mixup in the collate function, an averaged model, warm-up and cosine, repeated augmentation.
 
 manner = "pytorch/vision, references/classification/train.py"
 ranks = 2

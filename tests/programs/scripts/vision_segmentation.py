@@ -1,4 +1,4 @@
-"""A segmentation network with an auxiliary head, SyncBatchNorm left out, a polynomial schedule per iteration.
+r"""A segmentation network with an auxiliary head, SyncBatchNorm left out, a polynomial schedule per iteration.
 
 manner = "pytorch/vision, references/segmentation/train.py"
 ranks = 2

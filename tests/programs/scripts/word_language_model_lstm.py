@@ -1,11 +1,11 @@
-"""A recurrent language model that updates its parameters by hand, without an optimizer.
+r"""A recurrent language model that updates its parameters by hand, without an optimizer.
 
 manner = "pytorch/examples, word_language_model, LSTM"
 
 [[fault]]
 name = "the hidden state is carried over without cutting its history"
-old = "            hidden = repackage_hidden(hidden)\n"
-new = ""
+old = "            hidden = repackage_hidden(hidden)\n            output"
+new = "            output"
 codes = ["FAIL1006"]
 where = "loss.backward()"
 """
