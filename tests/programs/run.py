@@ -9,9 +9,9 @@ A program is one file of `scripts/`. The first line of its docstring says what i
 - `[[fault]]`: `name`; `old` and `new`, the change of the text; `codes`, of which one must be reported, the ideal one
   first; `ranks`, the culprits, and `where`, a text in the line that the finding must name, where there is one
 
-Each runs plain and under `ddpdebug run` with default options, and so does each of its faults. Plain and attached must end
-alike: exit, output (with the bits of parameters, optimizer, losses and generators) and files. Findings are judged as
-those of the corpus are (`tests/detection/score.py`).
+Each runs plain and under `ddpdebug run` with default options, and so does each of its faults. Plain and attached must
+end alike: exit, output (with the bits of parameters, optimizer, losses and generators) and files. Findings are judged
+as those of the corpus are (`tests/detection/score.py`).
 """
 
 from __future__ import annotations
@@ -253,19 +253,20 @@ def page(outcomes: list[Outcome], skipped: list[Program]) -> str:
     lines = [
         "# Public programs",
         "",
-        f"Written by `make programs`, which runs the programs of `tests/programs/scripts/`: {made} on trainers of published",
-        "packages (the newest of Transformers, PEFT, Accelerate and Lightning that the registry has, in an environment of",
-        f"its own), {n['programs'] - made} written anew in the manner of public ones, none of them copied: the loop, the",
-        "calls and the order are those of the program that is named, the model is small and the data are made up. Each runs",
-        "plain and under `ddpdebug run` with default options, as it is and with realistic faults put into it.",
+        "Written by `make programs`, which runs the programs of `tests/programs/scripts/`:",
+        f"{made} on trainers of published packages (Transformers, PEFT, Accelerate and Lightning, as the registry",
+        f"has them, in an environment of its own), {n['programs'] - made} written anew in the manner of public ones, none",
+        "of them copied: the loop, the calls and their order are those of the program that is named; the model is small,",
+        "and the data are made up. Each runs plain and under `ddpdebug run` with default options, as it is and with",
+        "faults that people make. Faults are chosen without a look at thresholds, and one that is missed stays here.",
         "",
         "A healthy run is right when nothing at `error` or above is reported and at most one warning; a fault is found",
-        "when one of its codes is reported, for the ranks that have it, and a HLTH or RCP code is one of the first two.",
+        "when one of its codes is reported, and a HLTH or RCP code is one of the first two findings.",
         "",
-        f"- healthy programs: **{n['programs']}**, findings at `error` or above: **{n['errors']}** (aim: 0), warnings:",
-        f"  **{n['warnings']}** (aim: at most {n['programs'] // 10}, one in ten runs)",
-        f"- faults with the right code: **{n['found']} of {n['faults']}** (aim: 90 %); with the line, where one is"
-        f" expected: **{n['located']} of {n['places']}**",
+        f"- findings at `error` or above in **{n['programs']}** healthy programs: **{n['errors']}** (aim: 0)",
+        f"- warnings in them: **{n['warnings']}** (aim: at most {n['programs'] // 10}, one in ten runs)",
+        f"- faults found: **{n['found']} of {n['faults']}** (aim: 90 %)",
+        f"- of these, with the line wherever the program names one: **{n['located']} of {n['places']}**",
         f"- pairs of runs, plain and attached, that end alike, to the bit: **{n['equal']} of {n['pairs']}**",
         "",
         "## Healthy",
@@ -293,7 +294,14 @@ def page(outcomes: list[Outcome], skipped: list[Program]) -> str:
         assert o.fault is not None
         line = "" if o.fault.where is None or o.problems else "; ".join(o.unlocated) or "right"
         expected = " or ".join(o.fault.codes)
-        cells = [o.program.path.stem, o.fault.name, expected, _codes(o.findings), "; ".join(o.problems) or "found", line]
+        cells = [
+            o.program.path.stem,
+            o.fault.name,
+            expected,
+            _codes(o.findings),
+            "; ".join(o.problems) or "found",
+            line,
+        ]
         lines.append("| " + " | ".join(pairs._cell(cell) for cell in [*cells, _alike(o)]) + " |")
     return "\n".join(lines) + "\n"
 

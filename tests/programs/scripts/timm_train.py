@@ -5,7 +5,7 @@ ranks = 2
 
 [[fault]]
 name = "the loss is not divided by the number of accumulated batches"
-old = "                    loss /= accum_steps\n"
+old = "                if accum_steps > 1:\n                    loss /= accum_steps\n"
 new = ""
 codes = ["RCP809"]
 """
