@@ -255,10 +255,10 @@ def page(outcomes: list[Outcome], skipped: list[Program]) -> str:
         "",
         "Written by `make programs`, which runs the programs of `tests/programs/scripts/`:",
         f"{made} on trainers of published packages (Transformers, PEFT, Accelerate and Lightning, as the registry",
-        f"has them, in an environment of its own), {n['programs'] - made} written anew in the manner of public ones, none",
-        "of them copied: the loop, the calls and their order are those of the program that is named; the model is small,",
-        "and the data are made up. Each runs plain and under `ddpdebug run` with default options, as it is and with",
-        "faults that people make. Faults are chosen without a look at thresholds, and one that is missed stays here.",
+        f"has them, in an environment of its own), {n['programs'] - made} written anew in the manner of public ones,",
+        "none of them copied: the loop, the calls and their order are those of the program that is named; the model is",
+        "small, and the data are made up. Each runs plain and under `ddpdebug run` with default options, as it is and",
+        "with faults that people make. Faults are chosen without a look at thresholds, and one that is missed stays.",
         "",
         "A healthy run is right when nothing at `error` or above is reported and at most one warning; a fault is found",
         "when one of its codes is reported, and a HLTH or RCP code is one of the first two findings.",
@@ -324,6 +324,7 @@ def main(words: list[str] | None = None) -> int:
     skipped = [p for p in chosen if p.missing]
     for program in skipped:
         print(f"skip {program.path.stem}: {', '.join(program.missing)} is not installed", flush=True)
+    chosen.sort(key=lambda p: len(p.packages))  # the quick ones first
     tasks = [(p, fault) for p in chosen if not p.missing for fault in (None, *p.faults)]
     os.environ["OMP_NUM_THREADS"] = "1"
     outcomes = []
