@@ -162,8 +162,11 @@ def run(program: Program, fault: Fault | None, ask: Zygote) -> Outcome:
         script = folder / program.path.name
         script.write_text(text := program.changed(fault), "utf-8")
         report = (HERE.parent / "harm" / "situations" / "_report.py").read_text("utf-8")
-        # a program seeds what it uses; the generators that it does not use are compared as well
-        (folder / "_report.py").write_text(report + "\n\nrandom.seed(0)\nnp.random.seed(0)\n", "utf-8")
+        # what a program does not seed begins differently on each rank, as it does in processes that are not forked from
+        # one, and alike in the plain and the attached run
+        seeds = "own = 1000 + int(os.environ.get('RANK', '0'))\ntorch.default_generator.manual_seed(own)\n"
+        seeds += "random.seed(own)\nnp.random.seed(own)\n"
+        (folder / "_report.py").write_text(f"{report}\n\n{seeds}", "utf-8")
         options = {"run": program.how, "ranks": str(program.ranks)}
         if program.how == "alone":
             del options["ranks"]
