@@ -35,6 +35,7 @@ class GatherLayer(torch.autograd.Function):
 def gather_plainly(tensor):
     output = [torch.zeros_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(output, tensor)
+    output[dist.get_rank()] = tensor
     return output
 
 

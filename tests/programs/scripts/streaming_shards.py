@@ -39,7 +39,7 @@ class Clicks(IterableDataset):
         slope = torch.randn(DENSE, generator=truth)
         for shard in self.shards[self.rank :: self.world]:
             g = torch.Generator().manual_seed(1000 + shard)
-            for _ in range(190 + 20 * (shard % 2)):
+            for _ in range(380 + 40 * (shard % 2)):
                 dense = torch.randn(DENSE, generator=g)
                 sparse = torch.stack([torch.randint(0, size, (1,), generator=g)[0] for size in SIZES])
                 score = dense @ slope * 0.5 + sum(effect[i] for effect, i in zip(effects, sparse))
@@ -73,11 +73,11 @@ def main():
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = DDP(DLRM())
-    loader = DataLoader(Clicks(dist.get_rank(), dist.get_world_size(), 736), batch_size=16)
+    loader = DataLoader(Clicks(dist.get_rank(), dist.get_world_size(), 1472), batch_size=16)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.03)
     loss_fn = nn.BCEWithLogitsLoss()
     losses = []
-    for epoch in range(2):
+    for epoch in range(1):
         for it, (dense, sparse, clicked) in enumerate(loader):
             loss = loss_fn(model(dense, sparse), clicked)
             optimizer.zero_grad()
