@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help format lint types test test-slow test-harm harm-table test-dist test-monitoring retest detection held-out bench demo docs dashboards rules up down size check
+.PHONY: help format lint types test test-slow test-harm harm-table test-dist test-monitoring retest detection held-out programs bench demo docs dashboards rules up down size check
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -69,6 +69,20 @@ detection: $(STAMP) ## run the corpus of faults and healthy scripts, print the s
 
 held-out: $(STAMP) ## run the scripts that who writes rules does not read, print totals, write them into docs/detection.md
 	$(PYTHON) tests/detection/score.py --held-out --jobs $$(($(WORKERS) + 1)) --require 0.5 --write docs/detection.md
+
+# trainers of other projects, beside the torch of .venv; without them their programs are skipped, with a line each
+TRAINERS := transformers accelerate peft lightning
+.programs/.tried: $(STAMP)
+	rm -rf .programs
+	$(PYTHON) -m venv --without-pip .programs/venv
+	for site in .programs/venv/lib/python3*/site-packages; do echo "import site; \
+	  site.addsitedir('$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" > $$site/host.pth; done
+	$(PYTHON) -m pip --python .programs/venv/bin/python install --quiet -c constraints.txt $(TRAINERS) \
+	  || echo "$(TRAINERS): not installed, their programs are skipped"
+	touch $@
+
+programs: .programs/.tried ## run programs in the manner of public ones, healthy and with a fault each, write docs/programs.md
+	.programs/venv/bin/python tests/programs/run.py --write docs/programs.md
 
 bench: $(STAMP) ## what ddpdebug costs, against plain DDP and the naive methods
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/overhead.py --rounds 6
