@@ -160,6 +160,52 @@ class InputStatistics(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Draws(Struct):
+    """What one generator was drawn from in one part of each of the last checked steps."""
+
+    place: Literal[
+        "loop", "loading", "forward"
+    ]  # between the DDP's forwards and loads, as a batch is made, in forwards
+    generator: str  # "torch", "cuda:0", "random", "numpy", or the variable that holds it: "rng (numpy)"
+    state: str  # digest of its state as the step ends
+    numbers: int | None = None  # at least so many in a step, the median; None where it does not show
+    steps: int = 0  # checked steps in a row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input(Struct):
+    """A tensor that a DDP's forward was given."""
+
+    digest: str
+    rows: int  # length of the first dimension
+    elements: int
+    changed: bool = False  # another one than in the checked step before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawingLine(Struct):
+    """A call in the training loop whose name says that it draws random numbers, from no generator of its own."""
+
+    location: str
+    function: str
+    family: str = "torch"  # what it is called on, if that is a name: "random", "rng", "x"; "numpy" for `numpy.random`
+    chooses: bool = False  # which sample, or an order, rather than a value to compute with
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomDraws(Announcement):
+    """What the loop has drawn in each of many checked steps; said again after four times as many."""
+
+    topic: ClassVar[str] = "draws"
+
+    step: int | None = None
+    draws: tuple[Draws, ...] = ()
+    inputs: tuple[Input, ...] = ()  # of this step's forwards
+    loaded: bool = False  # a DataLoader has delivered this step's batch
+    lines: tuple[DrawingLine, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gathered(Announcement):
     """The n-th list of tensors that were gathered from all ranks without a gradient, before a backward."""
 
@@ -643,6 +689,7 @@ TOPICS = _by_topic(
         Constants,
         Loader,
         InputStatistics,
+        RandomDraws,
         Gathered,
         Agreement,
         Equivalence,
