@@ -206,6 +206,24 @@ class RandomDraws(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Targets(Announcement):
+    """The targets of a rank's losses so far, where each was one loss function; said again after twice as many."""
+
+    topic: ClassVar[str] = "targets"
+
+    step: int | None = None
+    loss: str  # the loss function, as in the graph: "NllLoss"
+    reads: int = 0  # losses whose targets were read
+    seen: int = 0  # labels, or rows of other targets
+    classes: int | None = None
+    counts: tuple[int, ...] = ()  # of the labels by class, where these are not many
+    chance: float | None = None  # the loss of the best answer that is the same for all inputs; None: not known
+    fixed: bool = False  # the targets were the same in each loss
+    #: What each of the last losses was divided by: its labels that count, or a number of the script's; 0: not known.
+    numbers: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gathered(Announcement):
     """The n-th list of tensors that were gathered from all ranks without a gradient, before a backward."""
 
@@ -690,6 +708,7 @@ TOPICS = _by_topic(
         Loader,
         InputStatistics,
         RandomDraws,
+        Targets,
         Gathered,
         Agreement,
         Equivalence,
