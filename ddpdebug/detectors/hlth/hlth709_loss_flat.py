@@ -11,12 +11,25 @@ from ddpdebug.detectors import causality
 from ddpdebug.detectors.hlth.curve import Evaluation, LossRule, Series, Shape, losses, noise, sample_noise, trend
 from ddpdebug.detectors.hlth.hlth705_update_ratio import UpdateRatio
 from ddpdebug.detectors.hlth.samples import update_ratio
-from ddpdebug.detectors.kinds import Examples, Fields, Finding, Findings, Severity, Step, Threshold
+from ddpdebug.detectors.kinds import Examples, Facts, Fields, Finding, Findings, Severity, Step, Threshold
 
 #: The series is judged every so many steps.
 _EVERY = 8
 #: What is an `info`, in the words of a curve.
 _INFO = {"plateau": "plateau", "underfitting": "underfitting (a hint)"}
+
+
+_MOVES = {"param_norm": 4.0, "update_norm": 0.01}
+
+
+def _chance(level: float, **fields: Any) -> Facts:
+    """Return what two ranks tell of their targets."""
+    told = {"loss": "NllLoss", "reads": 16, "seen": 512, "chance": level, **fields}
+    return Facts(topic="targets", values=dict.fromkeys(range(2), told))
+
+
+def _game(optimizer: int) -> tuple[Step, ...]:
+    return losses(104, lambda i: 0.7 + 0.02 * sample_noise(i), optimizer=optimizer, **_MOVES)
 
 
 class LossFlat(LossRule):
@@ -154,6 +167,8 @@ class LossFlat(LossRule):
         "be as large",
     )
     fires_on = Examples(
+        lambda: (_chance(2.3), *losses(104, lambda i: 2.32 + 0.05 * sample_noise(i), **_MOVES)),
+        lambda: (_chance(1.0), *losses(104, lambda i: 1.03 + 0.8 * 0.8**i + 0.1 * sample_noise(i), **_MOVES)),
         lambda: losses(48, lambda i: 2.302585),
         lambda: losses(240, lambda i: 2.3 + 0.05 * sample_noise(i)),
         lambda: losses(48, lambda i: 2.3 + 0.05 * sample_noise(i), param_norm=4.0, update_norm=1e-6),
@@ -164,6 +179,17 @@ class LossFlat(LossRule):
         ),
     )
     silent_on = Examples(
+        lambda: (_chance(2.3), *losses(104, lambda i: 2.25 + 0.05 * sample_noise(i), **_MOVES)),  # has learned a little
+        lambda: (_chance(2.3), *losses(104, lambda i: 2.32 - 0.001 * i, **_MOVES)),  # begins to learn
+        lambda: (_chance(2.3), *losses(104, lambda i: 2.31, lr=lambda i: 1e-4 * i, **_MOVES)),  # a warm-up
+        lambda: (_chance(2.3), *losses(80, lambda i: 2.32 + 0.05 * sample_noise(i), **_MOVES)),
+        lambda: (_chance(2.3), *losses(104, lambda i: 2.32 + 0.05 * sample_noise(i))),  # whether it moves is not known
+        lambda: (_chance(0.69, fixed=True), *losses(104, lambda i: 0.7 + 0.02 * sample_noise(i), **_MOVES)),
+        lambda: tuple(  # a game of two
+            step
+            for i, pair in enumerate(zip(_game(0), _game(1), strict=True))
+            for step in (*([_chance(0.69)] * (not i)), *pair)
+        ),
         lambda: losses(120, lambda i: 2.3 + 0.05 * sample_noise(i)),  # may still begin to learn
         lambda: losses(
             300, lambda i: 1.0 + 0.7 * 0.8**i + 0.05 * sample_noise(i)
@@ -242,21 +268,22 @@ class LossFlat(LossRule):
     def _at_chance(self, key: int, series: Series) -> bool:
         """Whether the newest losses are those of a model that has learned nothing of its inputs, although it has moved.
 
-        A loss that has been below, be it by little, has learned; so has one that still falls.
+        A loss that is below, be it by little, or has been by more than its noise, has learned; so has one that still
+        falls.
         """
         steps = int(self.chance_steps)
         if not self._chance or len(self.series) > 1 or series.count < steps or series.restarted(steps):
             return False
         values = series.last(steps // 2)
         level, error = statistics.median(values), 1.2533 * noise(values) / math.sqrt(len(values))
-        lowest = min(level, series.best) if math.isfinite(series.best) else level
+        lowest = min(level, series.best) + self.shape_errors * 1.2533 * noise(values) / math.sqrt(self.level_steps)
         below = max(self.chance_below * self._chance, self.flat_errors * error)
         change, errors = trend(series.last(steps))
         way = self._way.get(key)
         moved = statistics.fmean(way) * series.count >= self.chance_moved if way else False
         stands = -change < self.flat_change * level or abs(errors) < self.flat_errors
         near = level <= (1 + self.chance_above) * self._chance
-        return moved and stands and near and level > self._chance - below and lowest > 0.9 * self._chance
+        return moved and stands and near and level > self._chance - below and lowest > self._chance
 
     def _told_chance(self, step: Step, series: Series) -> Finding:
         chance = self._chance or math.nan
