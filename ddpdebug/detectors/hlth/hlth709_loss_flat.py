@@ -29,7 +29,7 @@ def _chance(level: float, **fields: Any) -> Facts:
 
 
 def _game(optimizer: int) -> tuple[Step, ...]:
-    return losses(104, lambda i: 0.7 + 0.02 * sample_noise(i), optimizer=optimizer, **_MOVES)
+    return losses(104, lambda i: 0.7 + 0.02 * sample_noise(i * i), optimizer=optimizer, **_MOVES)
 
 
 class LossFlat(LossRule):
@@ -167,8 +167,8 @@ class LossFlat(LossRule):
         "be as large",
     )
     fires_on = Examples(
-        lambda: (_chance(2.3), *losses(104, lambda i: 2.32 + 0.05 * sample_noise(i), **_MOVES)),
-        lambda: (_chance(1.0), *losses(104, lambda i: 1.03 + 0.8 * 0.8**i + 0.1 * sample_noise(i), **_MOVES)),
+        lambda: (_chance(2.3), *losses(104, lambda i: 2.32 + 0.03 * sample_noise(i * i), **_MOVES)),
+        lambda: (_chance(1.0), *losses(104, lambda i: 1.03 + 0.8 * 0.8**i + 0.05 * sample_noise(i * i), **_MOVES)),
         lambda: losses(48, lambda i: 2.302585),
         lambda: losses(240, lambda i: 2.3 + 0.05 * sample_noise(i)),
         lambda: losses(48, lambda i: 2.3 + 0.05 * sample_noise(i), param_norm=4.0, update_norm=1e-6),
@@ -179,12 +179,18 @@ class LossFlat(LossRule):
         ),
     )
     silent_on = Examples(
-        lambda: (_chance(2.3), *losses(104, lambda i: 2.25 + 0.05 * sample_noise(i), **_MOVES)),  # has learned a little
+        lambda: (
+            _chance(2.3),
+            *losses(104, lambda i: 2.25 + 0.03 * sample_noise(i * i), **_MOVES),
+        ),  # has learned a little
         lambda: (_chance(2.3), *losses(104, lambda i: 2.32 - 0.001 * i, **_MOVES)),  # begins to learn
         lambda: (_chance(2.3), *losses(104, lambda i: 2.31, lr=lambda i: 1e-4 * i, **_MOVES)),  # a warm-up
-        lambda: (_chance(2.3), *losses(80, lambda i: 2.32 + 0.05 * sample_noise(i), **_MOVES)),
-        lambda: (_chance(2.3), *losses(104, lambda i: 2.32 + 0.05 * sample_noise(i))),  # whether it moves is not known
-        lambda: (_chance(0.69, fixed=True), *losses(104, lambda i: 0.7 + 0.02 * sample_noise(i), **_MOVES)),
+        lambda: (_chance(2.3), *losses(80, lambda i: 2.32 + 0.03 * sample_noise(i * i), **_MOVES)),
+        lambda: (
+            _chance(2.3),
+            *losses(104, lambda i: 2.32 + 0.03 * sample_noise(i * i)),
+        ),  # whether it moves is not known
+        lambda: (_chance(0.69, fixed=True), *losses(104, lambda i: 0.7 + 0.02 * sample_noise(i * i), **_MOVES)),
         lambda: tuple(  # a game of two
             step
             for i, pair in enumerate(zip(_game(0), _game(1), strict=True))
@@ -278,10 +284,10 @@ class LossFlat(LossRule):
         level, error = statistics.median(values), 1.2533 * noise(values) / math.sqrt(len(values))
         lowest = min(level, series.best) + self.shape_errors * 1.2533 * noise(values) / math.sqrt(self.level_steps)
         below = max(self.chance_below * self._chance, self.flat_errors * error)
-        change, errors = trend(series.last(steps))
+        change, errors = trend(values)
         way = self._way.get(key)
         moved = statistics.fmean(way) * series.count >= self.chance_moved if way else False
-        stands = -change < self.flat_change * level or abs(errors) < self.flat_errors
+        stands = -change < self.flat_change * level or abs(errors) < self.shape_errors
         near = level <= (1 + self.chance_above) * self._chance
         return moved and stands and near and level > self._chance - below and lowest > self._chance
 
