@@ -21,7 +21,6 @@ _UNFIT = (
     *(Flag.LOCAL_ONLY, Flag.IN_JOIN, Flag.NO_DDP, Flag.BYPASS, Flag.SKIPPED, Flag.UNSYNCED_BACKWARD, Flag.CLOSURE),
     *(Flag.CLIPPED_BEFORE_SYNC, Flag.CUSTOM_REDUCTION, Flag.GRADS_CARRIED, Flag.GRADS_WRITTEN),
 )
-_FIRST = 4  # steps whose gradients are the first ones
 _SHOWN = 16
 _MAD = 1.4826  # a normal distribution's standard deviation / median absolute deviation
 
@@ -77,6 +76,12 @@ class LossOutlier(StreakRule):
     title = "one rank's loss is an outlier"
     incident = ("ranks", "phase")
     topics = ("targets",)
+    contrary_alone = Threshold(
+        1.5,
+        "norm of one rank's own gradient over the next largest, from which on it is the odd one of three and more",
+        source="calculated: where n - 1 ranks pull against one, its gradient is n - 1 times as large as theirs",
+    )
+    contrary_first = Threshold(4, "steps whose gradients are the first ones", source="as `level_steps`")
     contrary_least = Threshold(
         0.25,
         "median norm of the ranks' own gradients as a share of the first ones, below which they may contradict",
@@ -233,7 +238,7 @@ class LossOutlier(StreakRule):
             return
         squares = math.fsum(norm * norm for norm in local)
         first = self._first_norms.setdefault(step.optimizer, [])
-        if len(first) < _FIRST:
+        if len(first) < self.contrary_first:
             first.append(math.sqrt(squares / count))
         pulls = self._pulls.setdefault(step.optimizer, deque(maxlen=int(self.contrary_steps)))
         pulls.append((count * count * mean * mean / squares, math.sqrt(squares / count)))
@@ -246,7 +251,7 @@ class LossOutlier(StreakRule):
         self._said.add("gradients")
         largest = max(step.rows, key=lambda rank: step.rows[rank].local_grad_norm)
         second = sorted(local)[-2]
-        alone = count > 2 and step.rows[largest].local_grad_norm > 1.5 * second
+        alone = count > 2 and step.rows[largest].local_grad_norm > self.contrary_alone * second
         yield self.finding(
             step,
             step=step.step - int(self.contrary_steps) + 1,

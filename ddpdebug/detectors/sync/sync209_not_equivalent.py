@@ -24,7 +24,7 @@ _AGREES: dict[str, Any] = {"world": 2, "step": None, "bound": 1e-11, "dtype": "f
 
 def _counted(*numbers: float) -> dict[str, Any]:
     """Return what a rank tells of the numbers that its last 16 losses were divided by."""
-    return {"loss": "NllLoss", "reads": 16, "numbers": list(numbers if len(numbers) == 16 else numbers * 16)}
+    return {"loss": "NllLoss", "reads": 16, "numbers": list(numbers if len(numbers) > 1 else numbers * 16)}
 
 
 class NotEquivalent(Detector):
