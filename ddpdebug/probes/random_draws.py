@@ -38,7 +38,7 @@ from ddpdebug.probes.training_events import (
 )
 from ddpdebug.probes.values import raw_bytes
 from ddpdebug.schema import announcements
-from ddpdebug.schema.announcements import Announce
+from ddpdebug.schema.announcements import Announce, DrawingPlace
 from ddpdebug.schema.details import hex_digest
 from ddpdebug.torch_internals import mersenne_position
 
@@ -92,12 +92,17 @@ class _Streak:
     steps: int = 0
     numbers: deque[int | None] = field(default_factory=lambda: deque(maxlen=_FIRST_TOLD))
 
+    def usual(self) -> int | None:
+        """Return the median of the newest numbers, None where one is not known."""
+        known = [number for number in self.numbers if number is not None]
+        return int(statistics.median(known)) if len(known) == len(self.numbers) else None
+
 
 @dataclass(slots=True)
 class _Step:
     """The draws of the step in progress, by place and generator."""
 
-    drawn: dict[tuple[str, str], int | None] = field(default_factory=dict)
+    drawn: dict[tuple[DrawingPlace, str], int | None] = field(default_factory=dict)
     sizes: list[tuple[int, int]] = field(default_factory=list)  # of the tensors that the model is given: rows, elements
     loaded: bool = False  # a DataLoader has delivered a batch
 
@@ -114,7 +119,7 @@ class RandomDraws:
         self._state, self._announce, self._due = state, announce, due
         self._before: dict[str, _Look] | None = None  # the newest reading, where the loop was followed since then
         self._step = _Step()
-        self._streaks: dict[tuple[str, str], _Streak] = {}
+        self._streaks: dict[tuple[DrawingPlace, str], _Streak] = {}
         self._batch: list[int] = []  # digests of what the model was given in the step before
         self._held: dict[str, Any] | None = None
         self._told = 0
@@ -159,7 +164,7 @@ class RandomDraws:
     def _fails(self, _: ForwardFailed) -> None:
         self._before = None
 
-    def _read(self, place: str) -> None:
+    def _read(self, place: DrawingPlace) -> None:
         now, before = self._now(), self._before
         self._before = now
         for name, look in now.items():
@@ -212,15 +217,15 @@ class RandomDraws:
                 place=place,
                 generator=name,
                 state=hex_digest(states[name].digest()),
-                numbers=None if None in streak.numbers else int(statistics.median(streak.numbers)),  # type: ignore[arg-type]
+                numbers=streak.usual(),
                 steps=streak.steps,
             )
             for (place, name), streak in sorted(self._streaks.items())
             if name in states
         ]
-        lines = list(_lines(user_frame()))[:_MAX_LINES]
+        calls = tuple(_lines(user_frame()))[:_MAX_LINES]
         told = announcements.RandomDraws(
-            step=number, draws=tuple(draws), inputs=tuple(inputs), loaded=step.loaded, lines=tuple(lines)
+            step=number, draws=tuple(draws), inputs=tuple(inputs), loaded=step.loaded, calls=calls
         )
         self._announce(told)
 

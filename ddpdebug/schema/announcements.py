@@ -159,6 +159,10 @@ class InputStatistics(Announcement):
     from_bytes: float | None = None
 
 
+#: Between the forwards of DDPs and the loads, as a batch is made, in the forwards.
+DrawingPlace = Literal["loop", "loading", "forward"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draws(Struct):
     """What one generator was drawn from in one part of each of the last checked steps."""
@@ -202,7 +206,7 @@ class RandomDraws(Announcement):
     draws: tuple[Draws, ...] = ()
     inputs: tuple[Input, ...] = ()  # of this step's forwards
     loaded: bool = False  # a DataLoader has delivered this step's batch
-    lines: tuple[DrawingLine, ...] = ()
+    calls: tuple[DrawingLine, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

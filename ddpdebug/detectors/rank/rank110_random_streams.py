@@ -55,7 +55,7 @@ def _told(  # noqa: PLR0913 - one for each field
         "draws": [{"place": place, "generator": generator, "state": state, "numbers": numbers, "steps": 16}],
         "inputs": inputs,
         "loaded": loaded,
-        "lines": [
+        "calls": [
             {"location": "train.py:9", "function": name, "family": family, "chooses": chooses}
             for name, chooses in calls
         ],
@@ -71,8 +71,8 @@ def _calls(generator: str, fact: announcements.RandomDraws) -> list[announcement
     """Return the calls that may draw from a generator."""
     name = generator.partition(" ")[0]
     others = {"random", "numpy", *(d.generator.partition(" ")[0] for d in fact.draws if " " in d.generator)}
-    own = {name} if name in others else {line.family for line in fact.lines} - others
-    return [line for line in fact.lines if line.family in own]
+    own = {name} if name in others else {line.family for line in fact.calls} - others
+    return [line for line in fact.calls if line.family in own]
 
 
 def _is_computed_with(calls: list[announcements.DrawingLine], numbers: int | None) -> bool:
