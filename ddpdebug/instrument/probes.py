@@ -24,6 +24,7 @@ from ddpdebug.probes.loop_calls import LoopCalls
 from ddpdebug.probes.memory import MemoryProbe
 from ddpdebug.probes.models import Models
 from ddpdebug.probes.nonfinite import Numerics
+from ddpdebug.probes.random_draws import RandomDraws
 from ddpdebug.probes.record import StepRecord
 from ddpdebug.probes.recorder import Recorder
 from ddpdebug.probes.replicas import Replicas
@@ -95,6 +96,7 @@ class Probes:
             announce=announce,
             due=due,
         )
+        self.draws = RandomDraws(bus, state, announce, due)
         self.digests = StepDigests(bus, state, want_norms=want_norms)
         self.replicas = Replicas(bus, state, guard)
         self.last_state = LastState(bus, state, guard, hand_over_last or hand_over, due)
@@ -154,4 +156,5 @@ class Probes:
         """Remove every hook from the user's tensors and modules."""
         self.models.release()
         self.replicas.release()
+        self.draws.release()
         self.captures.clear()

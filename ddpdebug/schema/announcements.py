@@ -190,6 +190,74 @@ class InputStatistics(Announcement):
     from_bytes: float | None = None
 
 
+#: Between the forwards of DDPs and the loads, as a batch is made, in the forwards.
+DrawingPlace = Literal["loop", "loading", "forward"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draws(Struct):
+    """What one generator was drawn from in one part of each of the last checked steps."""
+
+    place: Literal[
+        "loop", "loading", "forward"
+    ]  # between the DDP's forwards and loads, as a batch is made, in forwards
+    generator: str  # "torch", "cuda:0", "random", "numpy", or the variable that holds it: "rng (numpy)"
+    state: str  # digest of its state as the step ends
+    numbers: int | None = None  # at least so many in a step, the median; None where it does not show
+    steps: int = 0  # checked steps in a row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input(Struct):
+    """A tensor that a DDP's forward was given."""
+
+    digest: str
+    rows: int  # length of the first dimension
+    elements: int
+    changed: bool = False  # another one than in the checked step before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawingLine(Struct):
+    """A call in the training loop whose name says that it draws random numbers, from no generator of its own."""
+
+    location: str
+    function: str
+    family: str = "torch"  # what it is called on, if that is a name: "random", "rng", "x"; "numpy" for `numpy.random`
+    chooses: bool = False  # which sample, or an order, rather than a value to compute with
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomDraws(Announcement):
+    """What the loop has drawn in each of many checked steps; said again after four times as many."""
+
+    topic: ClassVar[str] = "draws"
+
+    step: int | None = None
+    draws: tuple[Draws, ...] = ()
+    inputs: tuple[Input, ...] = ()  # of this step's forwards
+    loaded: bool = False  # a DataLoader has delivered this step's batch
+    calls: tuple[DrawingLine, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets(Announcement):
+    """The targets of a rank's losses so far, where each was one loss function; said again after twice as many."""
+
+    topic: ClassVar[str] = "targets"
+
+    step: int | None = None
+    loss: str  # the loss function, as in the graph: "NllLoss"
+    reads: int = 0  # losses whose targets were read
+    seen: int = 0  # labels, or rows of other targets
+    classes: int | None = None
+    counts: tuple[int, ...] = ()  # of the labels by class, where these are not many
+    chance: float | None = None  # the loss of the best answer that is the same for all inputs; None: not known
+    fixed: bool = False  # the targets were the same in each loss
+    #: What each of the last losses was divided by: its labels that count, or a number of the script's; 0: not known.
+    numbers: tuple[float, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathered(Announcement):
     """The n-th list of tensors that were gathered from all ranks without a gradient, before a backward."""
@@ -679,6 +747,8 @@ TOPICS = _by_topic(
         Loader,
         Items,
         InputStatistics,
+        RandomDraws,
+        Targets,
         Gathered,
         Agreement,
         Equivalence,

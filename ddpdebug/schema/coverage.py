@@ -72,7 +72,7 @@ _PROBES = {
     "loss-backward",
     "recipe": "recipe recipe-forward losses labels leaks clearing schedules audit modes chance inputs cuts no-grad "
     "unregistered evaluation observe load",
-    "data": "loader items splits",
+    "data": "loader items splits draws",
     "memory": "memory memory-limit",
     "other": "coverage cut scene place loss_line disk spawned",
 }

@@ -6,6 +6,7 @@ import ctypes
 import datetime
 import inspect
 import os
+import struct
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
@@ -290,6 +291,24 @@ def anything_compiled() -> bool:
     """Tell whether `torch.compile` was used in this process: a hook put in place now might get into a graph."""
     backends = names.compiled_backends() if names.DYNAMO in sys.modules else None
     return isinstance(backends, dict) and any(backend is not None for backend in backends.values())
+
+
+#: Bytes of the state of torch's generator on the CPU, where its 624 words begin, and what one takes.
+_TWISTER_BYTES, _TWISTER_WORDS, _TWISTER_WORD = 5056, 24, 8
+
+
+def mersenne_position(state: bytes) -> tuple[bytes, int, int] | None:
+    """Return the block of a state of torch's CPU generator, how many of its 624 numbers are used, and the seed.
+
+    None where the state has another form than torch gives it today.
+    """
+    if len(state) != _TWISTER_BYTES:
+        return None
+    seed, left, seeded = struct.unpack_from("<Qii", state)
+    if seeded != 1 or not 1 <= left <= 624:
+        return None
+    block = state[_TWISTER_WORDS : _TWISTER_WORDS + 624 * _TWISTER_WORD]
+    return block, 625 - left, seed
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

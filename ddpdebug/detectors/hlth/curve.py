@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ddpdebug.detectors.examples import step_at
 from ddpdebug.detectors.hlth.validation import ValidationSource
@@ -138,7 +138,7 @@ class CurveRule(Detector):
 class LossRule(CurveRule):
     """A rule that reads the losses of each optimizer."""
 
-    topics = ("alone",)
+    topics: ClassVar[tuple[str, ...]] = ("alone",)
 
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)

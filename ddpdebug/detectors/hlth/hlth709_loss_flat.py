@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddpdebug.detectors import causality
 from ddpdebug.detectors.hlth.curve import Evaluation, LossRule, Series, Shape, losses, noise, sample_noise, trend
 from ddpdebug.detectors.hlth.hlth705_update_ratio import UpdateRatio
 from ddpdebug.detectors.hlth.samples import update_ratio
-from ddpdebug.detectors.kinds import Examples, Fields, Finding, Findings, Severity, Step, Threshold
+from ddpdebug.detectors.kinds import Examples, Facts, Fields, Finding, Findings, Severity, Step, Threshold
 
 #: The series is judged every so many steps.
 _EVERY = 8
@@ -19,8 +19,25 @@ _EVERY = 8
 _INFO = {"plateau": "plateau", "underfitting": "underfitting (a hint)"}
 
 
+_MOVES = {"param_norm": 4.0, "update_norm": 0.01}
+
+
+def _chance(level: float, **fields: Any) -> Facts:
+    """Return what two ranks tell of their targets."""
+    told = {"loss": "NllLoss", "reads": 16, "seen": 512, "chance": level, **fields}
+    return Facts(topic="targets", values=dict.fromkeys(range(2), told))
+
+
+def _game(optimizer: int) -> tuple[Step, ...]:
+    return losses(104, lambda i: 0.7 + 0.02 * sample_noise(i * i), optimizer=optimizer, **_MOVES)
+
+
 class LossFlat(LossRule):
     """Over the window the loss shows no trend that stands out from its noise: since the first step, or after it fell.
+
+    Where the targets are known, a loss is also told that stays at chance (phase `chance`): at what a model loses that
+    knows how frequent the classes are (in a regression, the mean of the targets) and nothing of the inputs, although
+    the weights have moved. Where several optimizers step, or the targets never change, nothing is said of chance.
 
     A plateau after the loss fell is an `info`. Where validation losses are told, a plateau on which training and
     validation loss are both stuck, high and close together is said to hint at underfitting: also an `info`, and under
@@ -34,9 +51,10 @@ class LossFlat(LossRule):
     validation loss; it may simply be the end.
 
     Causes:
+    - at chance while weights move: labels without relation to the inputs
     - learning rate 0, far too low, or so high that the model jumped into a flat region at once
     - the optimizer does not hold the model's parameters, or the loss is detached from them
-    - labels without relation to the inputs: shuffled apart, wrong file, off by one
+    - labels that do not belong to the inputs: shuffled apart, wrong file, off by one
     - constant outputs: dead units, saturation, inputs that are all alike
     - a plateau: the rate is too high to go lower, or the model has reached its capacity
     - a hint at underfitting: the model is too small, regularised too much, or its inputs lack what decides
@@ -54,6 +72,26 @@ class LossFlat(LossRule):
     severity = Severity.WARNING
     title = "the loss is flat from the start, or has reached a plateau"
     update_small = UpdateRatio.update_small
+    chance_above = Threshold(
+        0.15,
+        "distance above chance as a share of it, up to which a loss is at chance",
+        source="chosen: a rate on the high side costs as much; above it something else is wrong",
+    )
+    chance_below = Threshold(
+        0.005,
+        "distance below chance as a share of it, from which on a loss is not at chance",
+        source="chosen: at log 10 it is 0.012, a fiftieth of what easy tasks have learned by then",
+    )
+    chance_moved = Threshold(
+        0.1,
+        "sum of the updates as a share of the weights, from which on a model has moved",
+        source="chosen: a hundred updates of a thousandth each, the usual size of one",
+    )
+    chance_steps = Threshold(
+        96,
+        "steps at chance, since the learning rate has risen, that are told",
+        source="chosen: healthy classifiers of the corpus have left it after 30",
+    )
     flat_certain = Threshold(
         0.005,
         "change as a share of the level, below which a trend is none however certain it is",
@@ -129,6 +167,8 @@ class LossFlat(LossRule):
         "be as large",
     )
     fires_on = Examples(
+        lambda: (_chance(2.3), *losses(104, lambda i: 2.32 + 0.03 * sample_noise(i * i), **_MOVES)),
+        lambda: (_chance(1.0), *losses(104, lambda i: 1.03 + 0.8 * 0.8**i + 0.05 * sample_noise(i * i), **_MOVES)),
         lambda: losses(48, lambda i: 2.302585),
         lambda: losses(240, lambda i: 2.3 + 0.05 * sample_noise(i)),
         lambda: losses(48, lambda i: 2.3 + 0.05 * sample_noise(i), param_norm=4.0, update_norm=1e-6),
@@ -139,6 +179,23 @@ class LossFlat(LossRule):
         ),
     )
     silent_on = Examples(
+        lambda: (
+            _chance(2.3),
+            *losses(104, lambda i: 2.25 + 0.03 * sample_noise(i * i), **_MOVES),
+        ),  # has learned a little
+        lambda: (_chance(2.3), *losses(104, lambda i: 2.32 - 0.001 * i, **_MOVES)),  # begins to learn
+        lambda: (_chance(2.3), *losses(104, lambda i: 2.31, lr=lambda i: 1e-4 * i, **_MOVES)),  # a warm-up
+        lambda: (_chance(2.3), *losses(80, lambda i: 2.32 + 0.03 * sample_noise(i * i), **_MOVES)),
+        lambda: (
+            _chance(2.3),
+            *losses(104, lambda i: 2.32 + 0.03 * sample_noise(i * i)),
+        ),  # whether it moves is not known
+        lambda: (_chance(0.69, fixed=True), *losses(104, lambda i: 0.7 + 0.02 * sample_noise(i * i), **_MOVES)),
+        lambda: tuple(  # a game of two
+            step
+            for i, pair in enumerate(zip(_game(0), _game(1), strict=True))
+            for step in (*([_chance(0.69)] * (not i)), *pair)
+        ),
         lambda: losses(120, lambda i: 2.3 + 0.05 * sample_noise(i)),  # may still begin to learn
         lambda: losses(
             300, lambda i: 1.0 + 0.7 * 0.8**i + 0.05 * sample_noise(i)
@@ -152,23 +209,40 @@ class LossFlat(LossRule):
         ),
     )
 
+    topics = ("alone", "targets")
+
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
+        self._chance: float | None = None  # the loss of the best constant answer
+        self._way: dict[int, list[float]] = {}  # optimizer -> ratios of update to weight, sampled
         self._moved: dict[int, float] = {}  # optimizer -> largest ratio of update to weight
         self._batches: dict[int, set[int]] = {}
 
     def explained_by(self, finding: Finding, cause: Finding) -> bool:
         return cause.code in causality.group("broken") or finding.phase not in _INFO
 
+    def compare(self, topic: str, facts: Mapping[int, Any]) -> Findings:
+        yield from super().compare(topic, facts)
+        if topic == "targets":
+            levels = [fact.chance for fact in facts.values()]
+            known = all(
+                level is not None and not fact.fixed for level, fact in zip(levels, facts.values(), strict=True)
+            )
+            self._chance = math.fsum(levels) / len(levels) if known and levels else None
+
     def judge(self, step: Step, series: Series) -> Findings:
         key = step.optimizer
         if (ratio := update_ratio(step)) is not None:
             self._moved[key] = max(self._moved.get(key, 0.0), ratio)
+            self._way.setdefault(key, []).append(ratio)
         seen = self._batches.setdefault(key, set())
         if len(seen) < 2:
             seen.add(next(iter(step.rows.values())).batch_digest)
         self.evaluated(step, series)
         if series.count % _EVERY:
+            return
+        if self._at_chance(key, series) and self.once(step, "flat"):
+            yield self._told_chance(step, series)
             return
         phase = self._phase(key, series, len(seen) > 1)
         if phase is None or not self.once(step, "flat" if phase == "still" else phase):
@@ -195,6 +269,44 @@ class LossFlat(LossRule):
             severity=Severity.INFO if known else self.severity,
             evidence=evidence,
             **(title if phase == "underfitting" else {}),
+        )
+
+    def _at_chance(self, key: int, series: Series) -> bool:
+        """Whether the newest losses are those of a model that has learned nothing of its inputs, although it has moved.
+
+        A loss that is below, be it by little, or has been by more than its noise, has learned; so has one that still
+        falls.
+        """
+        steps = int(self.chance_steps)
+        if not self._chance or len(self.series) > 1 or series.count < steps or series.restarted(steps):
+            return False
+        values = series.last(steps // 2)
+        level, error = statistics.median(values), 1.2533 * noise(values) / math.sqrt(len(values))
+        lowest = min(level, series.best) + self.shape_errors * 1.2533 * noise(values) / math.sqrt(self.level_steps)
+        below = max(self.chance_below * self._chance, self.flat_errors * error)
+        change, errors = trend(values)
+        way = self._way.get(key)
+        moved = statistics.fmean(way) * series.count >= self.chance_moved if way else False
+        stands = -change < self.flat_change * level or abs(errors) < self.shape_errors
+        near = level <= (1 + self.chance_above) * self._chance
+        return moved and stands and near and level > self._chance - below and lowest > self._chance
+
+    def _told_chance(self, step: Step, series: Series) -> Finding:
+        chance = self._chance or math.nan
+        return self.finding(
+            step=series.steps[0],
+            last_step=step.step,
+            ranks=tuple(step.rows),
+            subject=("loss",),
+            phase="chance",
+            title="the loss stays at chance: the model has learned nothing of the inputs",
+            evidence={
+                "curve": str(Shape("at chance", series.steps[0], step.step)),
+                "level": statistics.median(series.last(int(self.chance_steps) // 2)),
+                "chance": chance,
+                "steps": series.count,
+                "weights_moved_by": statistics.fmean(self._way[step.optimizer]) * series.count,
+            },
         )
 
     def _phase(self, key: int, series: Series, batches_differ: bool) -> str | None:  # noqa: FBT001 - one caller

@@ -8,13 +8,20 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ddpdebug.detectors.examples import step_at, steps
-from ddpdebug.detectors.kinds import Examples, Fields, Findings, Severity, Step, Streak, StreakRule, Threshold
+from ddpdebug.detectors.examples import digest, step_at, steps
+from ddpdebug.detectors.kinds import Examples, Facts, Fields, Findings, Severity, Step, Streak, StreakRule, Threshold
+from ddpdebug.schema.announcements import Targets
 from ddpdebug.schema.row import Flag
 
 #: The window is judged every so many steps.
 _EVERY = 10
 _LOOSE = Flag.LOCAL_ONLY | Flag.IN_JOIN
+#: Where the norms before and after the reduction are not those of one gradient.
+_UNFIT = (
+    *(Flag.LOCAL_ONLY, Flag.IN_JOIN, Flag.NO_DDP, Flag.BYPASS, Flag.SKIPPED, Flag.UNSYNCED_BACKWARD, Flag.CLOSURE),
+    *(Flag.CLIPPED_BEFORE_SYNC, Flag.CUSTOM_REDUCTION, Flag.GRADS_CARRIED, Flag.GRADS_WRITTEN),
+)
+_SHOWN = 16
 _MAD = 1.4826  # a normal distribution's standard deviation / median absolute deviation
 
 
@@ -25,8 +32,24 @@ class _Outlier:
     excess: float
 
 
+def _targets(*counts: tuple[int, ...]) -> Facts:
+    """Return what ranks tell of their labels."""
+    told = {"loss": "NllLoss", "reads": 16, "numbers": []}
+    size = max(len(own) for own in counts)
+    values = {
+        rank: {**told, "seen": sum(own), "classes": size, "counts": [*own, *[0] * (size - len(own))]}
+        for rank, own in enumerate(counts)
+    }
+    return Facts(topic="targets", values=values)
+
+
 class LossOutlier(StreakRule):
     """One rank's loss lies far from its peers' over a long window, well beyond the noise and the peers' own spread.
+
+    Or its labels show it. Phase `labels`: they are as frequent as those of the others once one is added or subtracted.
+    Phase `gradients`: the ranks have each label about as often, and their gradients contradict each other in most
+    steps, as large as at the start: what is right for one is wrong for another. Where two ranks disagree nobody can
+    tell from that who is right, and both are named.
 
     Impact: often none: shards differ. But broken labels, another tokenizer or unnormalised inputs on one rank look
     just like this, and pull the average gradient in a wrong direction.
@@ -37,6 +60,7 @@ class LossOutlier(StreakRule):
 
     Causes:
     - labels that do not belong to the inputs on this rank (shifted file, other class order, stale cache)
+    - numbers of classes that begin at 1 on one rank and at 0 on the others, or in another order
     - other preprocessing: normalisation left out, other vocabulary, other crop
     - a shard that really is harder or easier, which is no mistake
     - this rank computes the loss differently (weights, label smoothing, reduction)
@@ -50,7 +74,49 @@ class LossOutlier(StreakRule):
     code = "RANK108"
     severity = Severity.WARNING
     title = "one rank's loss is an outlier"
-    incident = ("ranks",)
+    incident = ("ranks", "phase")
+    topics = ("targets",)
+    contrary_alone = Threshold(
+        1.5,
+        "norm of one rank's own gradient over the next largest, from which on it is the odd one of three and more",
+        source="calculated: where n - 1 ranks pull against one, its gradient is n - 1 times as large as theirs",
+    )
+    contrary_first = Threshold(4, "steps whose gradients are the first ones", source="as `level_steps`")
+    contrary_least = Threshold(
+        0.25,
+        "median norm of the ranks' own gradients as a share of the first ones, below which they may contradict",
+        source="chosen: at the optimum of all, the gradients of parts of one data set cancel, and are small",
+    )
+    contrary_labels = Threshold(
+        3,
+        "standard deviations of chi-square, up to which two ranks have labels of one distribution",
+        source="three standard deviations of a normal distribution are passed once in 700",
+    )
+    contrary_share = Threshold(
+        0.6,
+        "squared norm of the mean gradient times the number of ranks, over the mean of the ranks' squared norms",
+        source="1 for gradients that have nothing in common, more for those that agree; of two ranks 0.6 is a cosine "
+        "of -0.4",
+    )
+    contrary_steps = Threshold(
+        32,
+        "steps of which half must show it",
+        source="with a share of one half by chance 16 of 32 are common, so the "
+        "median decides, and the noise of one step does not",
+    )
+    labels_each = Threshold(
+        10, "labels for each class that occurs, below which two ranks are not compared", source="chi-square asks for 5"
+    )
+    labels_far = Threshold(
+        6,
+        "standard deviations of chi-square, from which on the labels of two ranks are of two distributions",
+        source="twice `contrary_labels`",
+    )
+    labels_overlap = Threshold(
+        0.5,
+        "share of the labels that two ranks have in common at least, for an offset between them",
+        source="ranks that hold classes of their own, such as the even and the odd ones, have none in common",
+    )
     outlier_in_a_row = enough = Threshold(
         3, "judgements in a row that a rank must look odd in", source="with one every ten steps, thirty further steps"
     )
@@ -79,12 +145,24 @@ class LossOutlier(StreakRule):
     fires_on = Examples(
         lambda: steps(60, odd={3: {"loss": 2.3}}),
         lambda: steps(60, world=3, odd={0: {"loss": 0.02}}),
+        lambda: _targets((0, 90, 60, 40, 20, 10), (0, 0, 90, 60, 40, 20, 10)),  # counted from 2
+        lambda: _targets((300,) * 5 + (0,), (0,) + (300,) * 5),
+        lambda: (_targets((60,) * 4, (61, 58, 62, 59)), *steps(40, world=2, local_grad_norm=1.0, grad_norm=0.4)),
     )
     silent_on = Examples(
         lambda: steps(80),
         lambda: steps(40, world=2, odd={1: {"loss": 9.0}}),
         lambda: steps(39, odd={3: {"loss": 2.3}}),
         lambda: tuple(step_at(n, odd={1: {"loss": 5.0}} if n % 7 == 0 else {}) for n in range(80)),
+        lambda: _targets((90, 60, 40, 20), (88, 63, 41, 18)),
+        lambda: _targets((90, 0, 90, 0, 90, 0), (0, 90, 0, 90, 0, 90)),  # shards by class
+        lambda: _targets((90, 60, 40, 20), (20, 90, 10, 60)),  # shards that differ
+        lambda: (_targets((60,) * 4, (61, 58, 62, 59)), *steps(40, world=2, local_grad_norm=1.0, grad_norm=0.7)),
+        lambda: (_targets((90, 20), (20, 90)), *steps(40, world=2, local_grad_norm=1.0, grad_norm=0.4)),
+        lambda: (
+            _targets((60,) * 4, (61, 58, 62, 59)),  # one batch again and again, at its optimum
+            *steps(40, world=2, local_grad_norm=1.0, grad_norm=0.4, batch_digest=digest(7)),
+        ),
         lambda: steps(80, odd={0: {"loss": 1.0}, 1: {"loss": 1.3}, 2: {"loss": 1.6}, 3: {"loss": 2.0}}),
     )
 
@@ -93,6 +171,103 @@ class LossOutlier(StreakRule):
         self._windows: dict[int, deque[tuple[int, dict[int, float]]]] = {}
         self._counts: dict[int, int] = {}
         self._outliers: dict[int, _Outlier] = {}  # of the window that was judged last
+        self._alike: bool | None = None  # the ranks have each label about as often
+        self._pulls: dict[int, deque[tuple[float, float]]] = {}  # share of the mean, and the ranks' mean norm
+        self._first_norms: dict[int, list[float]] = {}
+        self._batches: dict[int, int] = {}
+        self._said: set[str] = set()
+
+    # --- labels and gradients -----------------------------------------------------------------------------------------
+
+    def detect(self, step: Step) -> Findings:
+        yield from super().detect(step)
+        yield from self._contradiction(step)
+
+    def compare(self, topic: str, facts: Mapping[int, Targets]) -> Findings:
+        counts = {rank: fact.counts for rank, fact in sorted(facts.items())}
+        least = min(sum(own) / max(1, sum(n > 0 for n in own)) for own in counts.values())
+        if len(counts) < 2 or len({len(own) for own in counts.values()}) > 1 or least < self.labels_each:
+            self._alike = None
+            return
+        ranks = list(counts)
+        apart = {(a, b): _chi(counts[a], counts[b]) for a in ranks for b in ranks if a < b}
+        self._alike = all(value <= self.contrary_labels for value in apart.values())
+        for offset in (1, -1):
+            odd = [
+                rank
+                for rank in ranks
+                if 2 * sum(self._is_moved(counts[other], counts[rank], offset) for other in ranks if other != rank)
+                > len(ranks) - 1
+            ]
+            if len(odd) == 1 and "labels" not in self._said:
+                rank = odd[0]
+                others = next(other for other in ranks if other != rank)
+                if len(ranks) == 2:  # the other one may be moved back as well
+                    odd = ranks if counts[others][0] and counts[rank][0] else [r for r in ranks if not counts[r][0]]
+                self._said.add("labels")
+                yield self.finding(
+                    step=0,
+                    last_step=max((fact.step or 0) for fact in facts.values()),
+                    ranks=tuple(odd or ranks),
+                    subject=("labels",),
+                    phase="labels",
+                    title="one rank's labels are those of the others, moved by one",
+                    evidence={
+                        "offset": f"rank {rank} {offset:+d}",
+                        "labels": {str(r): sum(own) for r, own in counts.items()},
+                        "counts": {str(r): list(own[:_SHOWN]) for r, own in counts.items()},
+                    },
+                )
+
+    def _is_moved(self, usual: Sequence[int], own: Sequence[int], offset: int) -> bool:
+        """Whether labels are as frequent as others, but for an offset."""
+        moved = [usual[(index - offset) % len(usual)] for index in range(len(usual))]
+        common = sum(min(a / sum(usual), b / sum(own)) for a, b in zip(usual, own, strict=True))
+        present = sum(n > 0 for n in usual)
+        far = _chi(usual, own) >= self.labels_far and _chi(moved, own) <= self.contrary_labels
+        return far and present > 2 and common >= self.labels_overlap
+
+    def _contradiction(self, step: Step) -> Findings:
+        """The gradients of ranks whose labels are of one distribution, and that pull against each other."""
+        local = [row.local_grad_norm for row in step.rows.values()]
+        mean, count = next(iter(step.rows.values())).grad_norm if step.rows else math.nan, len(local)
+        known = all(map(math.isfinite, (*local, mean))) and count == step.world > 1 and any(local)
+        batch = next(iter(step.rows.values())).batch_digest if step.rows else 0
+        again, self._batches[step.optimizer] = self._batches.get(step.optimizer) == batch, batch
+        if not known or again or any(step.any(flag) for flag in _UNFIT):
+            return
+        squares = math.fsum(norm * norm for norm in local)
+        first = self._first_norms.setdefault(step.optimizer, [])
+        if len(first) < self.contrary_first:
+            first.append(math.sqrt(squares / count))
+        pulls = self._pulls.setdefault(step.optimizer, deque(maxlen=int(self.contrary_steps)))
+        pulls.append((count * count * mean * mean / squares, math.sqrt(squares / count)))
+        if not self._alike or len(pulls) < self.contrary_steps or "gradients" in self._said:
+            return
+        share = statistics.median(share for share, _ in pulls)
+        size = statistics.median(norm for _, norm in pulls) / (statistics.median(first) or 1.0)
+        if share > self.contrary_share or size < self.contrary_least:
+            return
+        self._said.add("gradients")
+        largest = max(step.rows, key=lambda rank: step.rows[rank].local_grad_norm)
+        second = sorted(local)[-2]
+        alone = count > 2 and step.rows[largest].local_grad_norm > self.contrary_alone * second
+        yield self.finding(
+            step,
+            step=step.step - int(self.contrary_steps) + 1,
+            ranks=(largest,) if alone else tuple(step.rows),
+            subject=("gradients",),
+            phase="gradients",
+            title="the ranks' gradients contradict each other although their labels are alike",
+            evidence={
+                "mean_over_own": share,
+                "cosine": share - 1 if count == 2 else None,
+                "norm_over_first": size,
+                "steps": len(pulls),
+            },
+        )
+
+    # --- the loss -----------------------------------------------------------------------------------------------------
 
     def can_show(self, step: Step) -> bool:
         return self._counts.get(step.optimizer, 0) % _EVERY == 0
@@ -143,6 +318,15 @@ class LossOutlier(StreakRule):
             far = abs(z) >= self.outlier_z and abs(middle[rank]) >= self.outlier_share * peers
             if far and side >= self.outlier_same_side * len(window):
                 yield _Outlier(rank, z, middle[rank])
+
+
+def _chi(one: Sequence[int], other: Sequence[int]) -> float:
+    """Return by how many standard deviations chi-square of two samples lies above what one distribution gives."""
+    a, b = sum(one), sum(other)
+    pairs = [(x, y) for x, y in zip(one, other, strict=True) if x + y]
+    free = max(1, len(pairs) - 1)
+    chi = math.fsum((x * math.sqrt(b / a) - y * math.sqrt(a / b)) ** 2 / (x + y) for x, y in pairs)
+    return (chi - free) / math.sqrt(2 * free)
 
 
 def _median_without(values: Sequence[float], value: float) -> float:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddpdebug.detectors.comparison import MAX_NAMES
-from ddpdebug.detectors.kinds import Detector, Examples, Facts, Findings, Severity, Threshold
-from ddpdebug.schema.announcements import Equivalence
+from ddpdebug.detectors.kinds import Detector, Examples, Facts, Fields, Findings, Severity, Threshold
+from ddpdebug.schema.announcements import Equivalence, Targets
 
 
 def _facts(ratio: float, world: int = 4, *, residual: float = 0.0, **more: Any) -> dict[str, Any]:
@@ -20,11 +22,17 @@ def _facts(ratio: float, world: int = 4, *, residual: float = 0.0, **more: Any) 
 _AGREES: dict[str, Any] = {"world": 2, "step": None, "bound": 1e-11, "dtype": "float64", "compared": 2, "off": {}}
 
 
+def _counted(*numbers: float) -> dict[str, Any]:
+    """Return what a rank tells of the numbers that its last 16 losses were divided by."""
+    return {"loss": "NllLoss", "reads": 16, "numbers": list(numbers if len(numbers) > 1 else numbers * 16)}
+
+
 class NotEquivalent(Detector):
     """The gradient that the ranks agreed on differs from the gradient of one process that sees the whole global batch.
 
     `ddpdebug equivalence` and `assert_equivalent` measure it; a watched run does not, because it has no second process
-    to compare with.
+    to compare with. It says once, as an `info` (phase `counts`), where that is worth measuring: where each rank divides
+    its loss by a number of its own, such as its labels that count, and these differ in most steps.
 
     Impact: the result depends on the number of ranks: a change of world size silently changes the loss, the effective
     learning rate or the weight of single samples and tokens.
@@ -51,7 +59,12 @@ class NotEquivalent(Detector):
     severity = Severity.ERROR
     title = "several ranks do not train like one process on the same global batch"
     incident = ("subject", "phase", "location")
-    topics = ("equivalence",)
+    topics = ("equivalence", "targets")
+    counts_apart = Threshold(
+        0.05,
+        "median difference of the ranks' numbers as a share of their mean, from which on it is said",
+        source="chosen: the weight of a token differs by as much; a last batch that is short is one step of many",
+    )
     same_ratio = Threshold(
         1e-3,
         "relative distance of two ratios of gradients, or of a ratio and a number that explains it, that are the same",
@@ -62,13 +75,50 @@ class NotEquivalent(Detector):
         lambda: Facts(topic="equivalence", values=dict.fromkeys(range(2), _facts(0.97, 2, residual=0.2))),
         lambda: Facts(topic="equivalence", values={0: _facts(0.5, 2), 1: _AGREES}),
         lambda: Facts(topic="equivalence", values=dict.fromkeys(range(2), _facts(1, 2, residual=0.1, batch_norm=True))),
+        lambda: Facts(topic="targets", values={0: _counted(210), 1: _counted(*range(120, 136))}),
     )
     silent_on = Examples(
         lambda: Facts(topic="equivalence", values=dict.fromkeys(range(2), _AGREES)),
         lambda: Facts(topic="equivalence", values={0: _AGREES}),
+        lambda: Facts(topic="targets", values={0: _counted(32), 1: _counted(32)}),
+        lambda: Facts(topic="targets", values={0: _counted(32), 1: _counted(*[32] * 15, 20)}),  # a short last batch
+        lambda: Facts(topic="targets", values={0: _counted(0), 1: _counted(0)}),  # not known
     )
 
-    def compare(self, topic: str, facts: Mapping[int, Equivalence]) -> Findings:
+    def __init__(self, config: Fields | None = None) -> None:
+        super().__init__(config)
+        self._offered = False
+
+    def compare(self, topic: str, facts: Mapping[int, Equivalence | Targets]) -> Findings:
+        if topic == "targets":
+            yield from self._offer({r: fact for r, fact in sorted(facts.items()) if isinstance(fact, Targets)})
+            return
+        yield from self._measured({r: fact for r, fact in facts.items() if isinstance(fact, Equivalence)})
+
+    def _offer(self, facts: Mapping[int, Targets]) -> Findings:
+        """Say once that the ranks' losses are means over different numbers of labels."""
+        columns = list(zip(*(fact.numbers for fact in facts.values()), strict=False))
+        known = [column for column in columns if min(column) > 0]
+        if self._offered or len(facts) < 2 or len(known) < len(columns) or not columns:
+            return
+        apart = statistics.median((max(column) - min(column)) * len(column) / math.fsum(column) for column in known)
+        if apart < self.counts_apart:
+            return
+        self._offered = True
+        yield self.finding(
+            severity=Severity.INFO,
+            step=0,
+            last_step=max((fact.step or 0) for fact in facts.values()),
+            ranks=tuple(facts),
+            subject=("loss",),
+            phase="counts",
+            title="each rank divides its loss by a number of its own; `ddpdebug equivalence` says whether it matters",
+            causes=self.finding().causes[:1],
+            actions=("run `ddpdebug equivalence script.py`, if tokens shall weigh the same", self.finding().actions[0]),
+            evidence={"numbers": {str(rank): list(fact.numbers[-4:]) for rank, fact in facts.items()}, "apart": apart},
+        )
+
+    def _measured(self, facts: Mapping[int, Equivalence]) -> Findings:
         differing = {rank: fact for rank, fact in sorted(facts.items()) if fact.off}
         if not differing:
             return

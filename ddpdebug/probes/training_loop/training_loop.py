@@ -39,6 +39,7 @@ from ddpdebug.probes.training_loop.modes import EVALUATION, Modes, has_input_wit
 from ddpdebug.probes.training_loop.no_grad import LAST, NoGrad
 from ddpdebug.probes.training_loop.parameter_ownership import Audit, held_by, unregistered
 from ddpdebug.probes.training_loop.schedulers import Schedules
+from ddpdebug.probes.training_loop.targets import Targets
 from ddpdebug.probes.training_loop.zero_grad import Clearing
 from ddpdebug.probes.values import loss_reader
 from ddpdebug.schema.announcements import (
@@ -169,6 +170,7 @@ class Recipe:
         self.clearing = Clearing(self._threads.alone, state.is_given_up)
         self.schedules = Schedules(self._entries)
         self._modes, self._labels, self._chance = Modes(), Labels(), Chance(self._entries, dropout_calls)
+        self._targets = Targets()
         self._leaks = leaks
         self._loop = _Loop()
         self._passes: dict[str | None, int] = {}
@@ -395,6 +397,8 @@ class Recipe:
             for fact in facts(term):
                 self._tell_once(fact, line)
             self._run("probe:labels", self._labels.read, term)
+        if targets := self._run("probe:labels", self._targets.read, found, root, by_scaler=scaled):
+            self._announce(self._at(targets))
         if len(found) == 1:
             self._run("probe:leaks", self._compare, found[0], root, scale, scaled=scaled)
         if number == 1 and not state.next_step() and len(found) == 1:

@@ -1,0 +1,116 @@
+"""What the targets of the loss are like: what a model would lose that knows nothing but how frequent they are.
+
+Read from the graph of the loss, in the first backward passes and in checked steps, where the loss is one mean of
+cross entropies, of binary ones, or of squares, and where its targets are in host memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+import torch
+
+from ddpdebug import fingerprint
+from ddpdebug.probes.training_loop.loss_graph import Term, divisor, has_weights, is_mean, labels_of, name_of
+from ddpdebug.schema import announcements
+from ddpdebug.torch_internals import graph
+
+_MAX_CLASSES, _MAX_COLUMNS, _MAX_ELEMENTS = 4096, 256, 1 << 16
+_TOLD_CLASSES = 256  # of more, no counts are told
+#: Losses after which it is told, and then each time twice as many.
+_FIRST_TOLD, _LAST_TOLD = 16, 2048
+_NUMBERS = 16
+
+
+class Targets:
+    """The targets that have passed through one loss; begins anew with another one."""
+
+    def __init__(self) -> None:
+        self._key: tuple[str, int] | None = None
+        self._begin(None)
+
+    def _begin(self, key: tuple[str, int] | None) -> None:
+        self._key, self._reads, self._seen = key, 0, 0
+        self._counts: torch.Tensor | None = None  # of labels by class
+        self._sums: torch.Tensor | None = None  # of targets, and of their squares, by column
+        self._squares: torch.Tensor | None = None
+        self._digests: set[int] = set()
+        self._numbers: deque[float] = deque(maxlen=_NUMBERS)
+
+    def read(self, terms: list[Term], root: torch.Tensor, *, by_scaler: bool) -> announcements.Targets | None:
+        """Take the targets of a loss; return what is known of them where it is time to tell."""
+        if len(terms) != 1:
+            return None
+        term = terms[0]
+        labels = labels_of(term)
+        if not (self._classes(term, *labels) if labels is not None else self._columns(term)):
+            return None
+        self._reads += 1
+        parts = divisor(root, by_scaler=by_scaler)
+        local = is_mean(term) and not term.scaled
+        counted = 0 if labels is None else len(labels[0])
+        self._numbers.append(parts if parts != 1.0 else float(counted) if local else 0.0)
+        if self._reads not in range(_FIRST_TOLD, _LAST_TOLD + 1) or self._reads & (self._reads - 1):
+            return None
+        return self._told(term, plain=local and not has_weights(term))
+
+    def _classes(self, term: Term, labels: torch.Tensor, classes: int) -> bool:
+        if not labels.numel() or classes > _MAX_CLASSES:
+            return False
+        low, high = labels.aminmax()
+        if int(low) < 0 or int(high) >= classes:
+            return False
+        if self._key != (key := (name_of(term), classes)):
+            self._begin(key)
+        counts = torch.bincount(labels, minlength=classes)
+        self._counts = counts if self._counts is None else self._counts + counts
+        self._note(labels)
+        return True
+
+    def _columns(self, term: Term) -> bool:
+        target = graph.saved_tensor(term.node, "target")
+        known = target is not None and target.device.type == "cpu" and target.is_floating_point()
+        if target is None or not known or not 0 < target.numel() <= _MAX_ELEMENTS or not target.dim():
+            return False
+        table = target.detach().reshape(len(target), -1).double()
+        if table.shape[1] > _MAX_COLUMNS:
+            return False
+        if self._key != (key := (name_of(term), table.shape[1])):
+            self._begin(key)
+        sums, squares = table.sum(0), table.square().sum(0)
+        self._sums = sums if self._sums is None else self._sums + sums
+        self._squares = squares if self._squares is None else self._squares + squares
+        self._note(table[:, 0].contiguous(), len(table))
+        return True
+
+    def _note(self, values: torch.Tensor, number: int | None = None) -> None:
+        self._seen += len(values) if number is None else number
+        if len(self._digests) < 2:
+            self._digests.add(fingerprint.fingerprint(values))
+
+    def _told(self, term: Term, *, plain: bool) -> announcements.Targets:
+        counts = None if self._counts is None else self._counts.tolist()
+        return announcements.Targets(
+            loss=name_of(term),
+            reads=self._reads,
+            seen=self._seen,
+            classes=None if counts is None else len(counts),
+            counts=tuple(counts) if counts is not None and len(counts) <= _TOLD_CLASSES else (),
+            chance=self._chance(name_of(term)) if plain else None,
+            fixed=len(self._digests) < 2,
+            numbers=tuple(self._numbers),
+        )
+
+    def _chance(self, loss: str) -> float | None:
+        """Return the loss of the best constant answer."""
+        if self._counts is not None:
+            shares = (self._counts[self._counts > 0] / self._counts.sum()).tolist()
+            return -math.fsum(share * math.log(share) for share in shares)
+        if self._sums is None or self._squares is None:
+            return None
+        means = self._sums / self._seen
+        if loss.startswith("BinaryCrossEntropy"):
+            inner = means.clamp(1e-12, 1 - 1e-12)
+            return float(-(inner * inner.log() + (1 - inner) * (1 - inner).log()).mean())
+        return float((self._squares / self._seen - means.square()).mean()) if loss == "MseLoss" else None
