@@ -319,7 +319,7 @@ class Failure(Announcement):
     missing: tuple[str, ...] = ()  # parameters without a gradient in it
     raised_in: int | None = None  # the step that it was heading for
     location: str | None = None  # the user's line that was running, the innermost
-    phase: str | None = None  # "forward", "backward", "optimizer" or "between"
+    phase: str | None = None  # "forward", "loss", "backward", "optimizer" or "between"
     module: str | None = None  # that ran, or whose gradients were due
     named: tuple[str, ...] = ()  # parameters that the text means by their positions
 
@@ -332,7 +332,7 @@ class MemoryState(Announcement):
     scope: ClassVar[Scope] = Scope.ALONE
 
     failed: Literal[False] = False
-    phase: str | None = None  # "forward", "backward", "optimizer" or "between"
+    phase: str | None = None  # "forward", "loss", "backward", "optimizer" or "between"
     rank: int = 0
     world: int = 1
     step: int | None = None

@@ -240,7 +240,9 @@ def where(error: BaseException, state: StepState) -> dict[str, Any]:
             running = local_values(frame).get("self")
             if isinstance(running, torch.nn.Module) and not isinstance(running, DistributedDataParallel):
                 module = names.get(id(running), type(running).__name__)
-                phase = phase or "forward"
+                phase = phase or ("loss" if isinstance(running, internals.LOSS_MODULES) else "forward")
+        elif function in internals.LOSSES and file.endswith("/torch/nn/functional.py"):
+            phase = phase or "loss"
     if phase == "backward" and module is None:
         module = _backward_module(state)
     return {"phase": phase or "between", "module": module, "location": line}
