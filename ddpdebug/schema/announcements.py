@@ -417,6 +417,20 @@ class LossBroadcast(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SoftmaxOfOne(Announcement):
+    """A softmax over a single entry in a loss, which is constant whatever it is given; at the first loss of a line."""
+
+    topic: ClassVar[str] = "alone:loss"
+    scope: ClassVar[Scope] = Scope.SHARED
+
+    step: int | None = None
+    kind: Literal["softmax of one"] = "softmax of one"
+    operation: str  # as in the graph: "LogSoftmax"
+    shape: tuple[int, ...] = ()
+    location: str | None = None  # of the loss, as far as the source shows it, else of backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InitialLoss(Announcement):
     """The first loss of a run, of a classifier."""
 
@@ -657,6 +671,7 @@ TOPICS = _by_topic(
         LossInput,
         TargetRange,
         LossBroadcast,
+        SoftmaxOfOne,
         InitialLoss,
         LabelCounts,
         MissingParameters,

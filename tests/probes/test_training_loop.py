@@ -23,7 +23,7 @@ from ddpdebug.probes.loop_calls import Losses
 from ddpdebug.probes.record import SinceLastStep, StepRecord
 from ddpdebug.probes.training_events import BackwardBegan, BackwardEnded
 from ddpdebug.probes.training_loop.labels import Labels
-from ddpdebug.probes.training_loop.loss_graph import divisor, facts, is_mean, terms
+from ddpdebug.probes.training_loop.loss_graph import divisor, facts, is_mean, softmax_of_one, terms
 from ddpdebug.probes.training_loop.modes import Modes
 from ddpdebug.probes.training_loop.parameter_ownership import unregistered
 from ddpdebug.probes.training_loop.schedulers import Schedules
@@ -118,6 +118,28 @@ def test_what_a_loss_is_given_is_told_whatever_it_is() -> None:
     assert spread == announcements.LossBroadcast(loss="Mean", prediction=(6, 1), result=(6, 5))
     (spread,) = said((y[:, None] - x[:, 0][:, None]).pow(2).mean() * 1 + ((x[:, 0][:, None] - y) ** 2).mean())
     assert spread == announcements.LossBroadcast(loss="Mean", prediction=(6, 1), result=(6, 6), explicit=True)
+
+
+def test_a_softmax_over_one_entry_makes_a_loss_constant() -> None:
+    """By class numbers, by probabilities or by hand; attention over one key and rows of several are no such thing."""
+    one, three = torch.randn(4, 1, requires_grad=True) * 1, torch.randn(4, 3, requires_grad=True) * 1
+    none, share = torch.zeros(4, dtype=torch.long), torch.rand(4, 1)
+    for loss in (
+        functional.cross_entropy(one, none),
+        functional.cross_entropy(one, share) / 2,
+        -(one.softmax(-1).log() * share).sum(1).mean(),
+        functional.nll_loss(three.log_softmax(1), none) + functional.cross_entropy(one, none),
+    ):
+        found = softmax_of_one(loss)
+        assert found is not None
+        assert found.shape == (4, 1)
+    for loss in (
+        functional.cross_entropy(three, none),
+        functional.cross_entropy(three, three.detach().softmax(1)),
+        functional.binary_cross_entropy_with_logits(one, share),
+        functional.mse_loss(one.softmax(1) @ torch.randn(1, 3), three),
+    ):
+        assert softmax_of_one(loss) is None
 
 
 def test_a_loss_is_told_once_and_again_when_something_is_new() -> None:

@@ -19,12 +19,13 @@ import torch.distributed as dist
 from ddpdebug import torch_internals as internals
 from ddpdebug.errors import text_of
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.isolation.user_code import user_location
+from ddpdebug.isolation.user_code import user_frame, user_location
 from ddpdebug.probes import training_events as events
 from ddpdebug.probes.ddp_wrapper import Wrapper
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.forward_capture import ForwardCapture, ForwardCaptures
 from ddpdebug.probes.loop_calls import LoopCalls
+from ddpdebug.probes.loss_line import expression
 from ddpdebug.probes.models import Models
 from ddpdebug.probes.plain_models import PlainModel, PlainModels
 from ddpdebug.probes.record import Part, StepRecord
@@ -34,7 +35,16 @@ from ddpdebug.probes.training_loop.detached_parts import Cuts
 from ddpdebug.probes.training_loop.eval_dropout import Chance, DropoutCalls
 from ddpdebug.probes.training_loop.input_statistics import Inputs
 from ddpdebug.probes.training_loop.labels import Labels
-from ddpdebug.probes.training_loop.loss_graph import Term, facts, gist, is_mean, name_of, target_of, terms
+from ddpdebug.probes.training_loop.loss_graph import (
+    Term,
+    facts,
+    gist,
+    is_mean,
+    name_of,
+    softmax_of_one,
+    target_of,
+    terms,
+)
 from ddpdebug.probes.training_loop.modes import EVALUATION, Modes, has_input_with_gradient
 from ddpdebug.probes.training_loop.no_grad import LAST, NoGrad
 from ddpdebug.probes.training_loop.parameter_ownership import Audit, held_by, unregistered
@@ -397,6 +407,8 @@ class Recipe:
             self._run("probe:labels", self._labels.read, term)
         if len(found) == 1:
             self._run("probe:leaks", self._compare, found[0], root, scale, scaled=scaled)
+        if number == 1 and (single := softmax_of_one(root)) is not None:
+            self.tell(replace(single, location=expression(user_frame()) or line))
         if number == 1 and not state.next_step() and len(found) == 1:
             first = self._run("probe:labels", self._labels.initial, found[0], root, scale)
             if first is not None:
