@@ -554,6 +554,7 @@ class TrainModeValidation(Announcement):
     forwards: int = 0
     location: str | None = None
     since: int = 0  # steps since the evaluation before
+    collected: bool = False  # what they were given was trained on next; see probes/training_loop/rollouts.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,17 +16,19 @@ from torch.utils.checkpoint import checkpoint
 
 from ddpdebug.detectors.data.data903_invalid_labels import InvalidLabels
 from ddpdebug.detectors.rcp.rcp802_softmax_before_loss import SoftmaxBeforeLoss
+from ddpdebug.detectors.rcp.rcp805_validation_in_train_mode import ValidationInTrainMode
 from ddpdebug.detectors.rcp.rcp819_loss_broadcast import LossBroadcast
 from ddpdebug.instrument.probes import Probes
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.loop_calls import Losses
 from ddpdebug.probes.record import SinceLastStep, StepRecord
-from ddpdebug.probes.training_events import BackwardBegan, BackwardEnded
+from ddpdebug.probes.training_events import BackwardBegan, BackwardEnded, ModuleForwardBegan
 from ddpdebug.probes.training_loop.labels import Labels
 from ddpdebug.probes.training_loop.loss_graph import divisor, facts, is_mean, softmax_of_one, terms
 from ddpdebug.probes.training_loop.modes import Modes
 from ddpdebug.probes.training_loop.parameter_ownership import unregistered
+from ddpdebug.probes.training_loop.rollouts import Rollouts
 from ddpdebug.probes.training_loop.schedulers import Schedules
 from ddpdebug.probes.training_loop.zero_grad import Cleared, Clearing
 from ddpdebug.schema import announcements
@@ -35,8 +38,10 @@ from ddpdebug.schema.announcements import (
     LabelCounts,
     LossInput,
     TargetRange,
+    TrainModeValidation,
     UnusedSchedule,
 )
+from ddpdebug.schema.finding import Severity
 from ddpdebug.schema.row import Flag
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
@@ -447,6 +452,61 @@ def test_modes_matter_where_the_model_trains() -> None:
     assert modes.in_eval(frozen) == ([], False)
     assert not any(modes.evaluates_in_train(other) for other in (frozen, nn.Linear(1, 1)))
     assert modes.evaluates_in_train(model.train())
+
+
+def test_what_was_collected_is_trained_on_next_and_does_not_come_back() -> None:
+    """Rollouts of vectors, images or single observations; an evaluation on training data, or on other data, is none."""
+    draw = torch.Generator().manual_seed(0)
+
+    def played(shape: tuple[int, ...], number: int) -> list[bool]:
+        seen, told = Rollouts(), []
+        seen.trains([torch.randn(32, *shape, generator=draw)])
+        for _ in range(3):
+            steps = [torch.randn(*([number] if number else []), *shape, generator=draw) for _ in range(6)]
+            for step in steps:
+                seen.given([step])
+            rows = torch.stack(steps).reshape(-1, *shape)
+            told.append(seen.collected([rows[torch.randperm(len(rows), generator=draw)[:32]]]))
+        return told
+
+    for is_collection, severity in ((True, Severity.INFO), (False, Severity.WARNING)):
+        fact = TrainModeValidation(forwards=8, since=20, collected=is_collection)
+        (finding,) = ValidationInTrainMode().compare(fact.topic, {0: fact})
+        assert finding.severity is severity
+    for shape, number in (((4,), 8), ((4,), 1), ((4,), 0), ((3, 8, 8), 2)):
+        assert played(shape, number) == [True, True, True]
+
+    data, other = torch.randn(96, 4, generator=draw), torch.randn(96, 4, generator=draw)
+    for evaluated in (data, other):
+        seen = Rollouts()
+        for epoch in range(3):
+            batches = data[torch.randperm(96, generator=draw)].split(16)
+            if epoch:
+                assert not seen.collected([batches[0]])
+            elif not seen.has_batch:
+                seen.trains([batches[0]])
+            for part in evaluated.split(32):
+                seen.given([part])
+
+
+def test_harmless_evaluations_do_not_use_up_what_is_told() -> None:
+    """Three views in every step are told as such, and the evaluation at the end of the epoch as well."""
+    told: list[Any] = []
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    probes = _probes(lambda fact, number=None: told.append(fact))
+    probes.state.follow(model)
+
+    def forward(times: int) -> None:
+        for _ in range(times):
+            x = torch.randn(2, 4)
+            probes.bus.emit(ModuleForwardBegan(model, (x,), {}))
+
+    for length in (1, 1, 1, 1, 1, 1, 12):
+        with torch.no_grad():
+            forward(3)
+        probes.state.watches = [SimpleNamespace(step=probes.state.next_step() + length)]  # type: ignore[list-item]
+        forward(1)
+    assert [fact.since for fact in told if isinstance(fact, TrainModeValidation)] == [1, 1, 1, 12]
 
 
 def test_modules_in_a_plain_list_are_found_in_the_graph() -> None:

@@ -48,6 +48,7 @@ from ddpdebug.probes.training_loop.loss_graph import (
 from ddpdebug.probes.training_loop.modes import EVALUATION, Modes, has_input_with_gradient
 from ddpdebug.probes.training_loop.no_grad import LAST, NoGrad
 from ddpdebug.probes.training_loop.parameter_ownership import Audit, held_by, unregistered
+from ddpdebug.probes.training_loop.rollouts import Rollouts
 from ddpdebug.probes.training_loop.schedulers import Schedules
 from ddpdebug.probes.training_loop.zero_grad import Clearing
 from ddpdebug.probes.values import loss_reader
@@ -75,7 +76,9 @@ from ddpdebug.schema.row import Flag
 #: Of each line that calls backward so many passes are looked at in any case.
 _FIRST_PASSES = 16
 _MAX_FACTS = 3
-#: Different facts about losses, of each kind: other lines, and what is new at one.
+#: Evaluations that are further apart than this are told alike.
+_MAX_SINCE = 32
+#: Different facts of each kind: about losses, other lines, and what is new at one.
 _MAX_DIFFERENT = 32
 _MAX_NAMES = 20
 #: After so many steps of the first optimizer parameters without a gradient are looked after.
@@ -181,7 +184,7 @@ class Recipe:
         self._leaks = leaks
         self._loop = _Loop()
         self._passes: dict[str | None, int] = {}
-        self._told: dict[type[Announcement], int] = {}
+        self._told: dict[type[Announcement], dict[Hashable, int]] = {}
         self._known: dict[type[Announcement], set[Hashable]] = {}  # what was told once
         self._inputs: dict[int, Inputs] = {}
         self._cuts: dict[int, Cuts] = {}
@@ -193,7 +196,7 @@ class Recipe:
         self._backwards = 0
         self._steps = 0  # of the first optimizer
         self._first: weakref.ref[torch.optim.Optimizer] | None = None
-        self._evaluation = _Evaluation()
+        self._evaluation, self._rollouts = _Evaluation(), Rollouts()
         guard.when_cut(self.cut)
         guard.when_off("probe:recipe", self._forget_loop)
         guard.when_off("probe:recipe-forward", self._forget_forwards)
@@ -268,13 +271,11 @@ class Recipe:
         if not root.training:
             run("probe:chance", self._chance.begin, root)
         if not torch.is_grad_enabled():
-            if run("probe:modes", self._modes.evaluates_in_train, root):
-                self._evaluation.forwards += 1
-                self._evaluation.location = self._evaluation.location or user_location()
-            else:
-                self._evaluation.forwards = 0
+            self._begins_without_gradients(root, tensors)
             return
-        self._end_evaluation()
+        self._end_evaluation(tensors)
+        if not self._rollouts.has_batch:
+            run("probe:rollouts", self._rollouts.trains, tensors())
         loop = self._loop
         loop.trained += 1
         modes = run("probe:modes", self._modes.in_eval, root)
@@ -295,6 +296,17 @@ class Recipe:
         if self._forwards[key] == 1 and not self._steps:
             self._no_grad[key] = NoGrad(root, self._entries)
             run("probe:no-grad", self._no_grad[key].begin)
+
+    def _begins_without_gradients(self, root: torch.nn.Module, tensors: Tensors) -> None:
+        seen = self._evaluation
+        if not self._run("probe:modes", self._modes.evaluates_in_train, root):
+            seen.forwards = 0
+            self._rollouts.forget()
+            return
+        seen.forwards += 1
+        seen.location = seen.location or user_location()
+        if seen.forwards > 1:  # one or two views are a part of many training steps
+            self._run("probe:rollouts", self._rollouts.given, tensors())
 
     def _output(self, event: events.ForwardEnded) -> None:
         """Look at a DDP forward that has ended."""
@@ -364,14 +376,19 @@ class Recipe:
                 self.tell(fact)
         self._no_grad.clear()
 
-    def _end_evaluation(self) -> None:
+    def _end_evaluation(self, batch: Tensors | None = None) -> None:
+        """Tell of the forwards without gradients that are over; `batch` is trained on next, where that is known."""
         seen = self._evaluation
         if not seen.forwards:
             return
         step = self._state.next_step()
         if seen.forwards >= EVALUATION:
             since = step - seen.since
-            self.tell(TrainModeValidation(forwards=seen.forwards, location=seen.location, since=since))
+            collected = self._run("probe:rollouts", self._rollouts.collected, () if batch is None else batch()) or False
+            fact = TrainModeValidation(forwards=seen.forwards, location=seen.location, since=since, collected=collected)
+            self.tell(fact, (seen.location, min(since, _MAX_SINCE), collected))
+        else:
+            self._rollouts.forget()
         self._evaluation = _Evaluation(since=step)
 
     # --- backward -----------------------------------------------------------------------------------------------------
@@ -613,9 +630,10 @@ class Recipe:
             known.add(what)
             self._announce(self._at(replace(fact, location=line)))
 
-    def tell(self, fact: Announcement) -> None:
-        """Announce a fact of this step, the first few of each kind."""
-        kind = type(fact)
-        self._told[kind] = self._told.get(kind, 0) + 1
-        if self._told[kind] <= _MAX_FACTS:
-            self._announce(self._at(fact))
+    def tell(self, fact: Announcement, about: Hashable = None) -> None:
+        """Announce a fact of this step, the first few of each kind, or of what tells some of a kind from others."""
+        told = self._told.setdefault(type(fact), {})
+        if about in told or len(told) < _MAX_DIFFERENT:
+            told[about] = told.get(about, 0) + 1
+            if told[about] <= _MAX_FACTS:
+                self._announce(self._at(fact))
