@@ -479,7 +479,7 @@ class MissingParameters(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenParameters(Announcement):
-    """How much of what an optimizer was built to train is frozen as it steps, if anything was twice."""
+    """What is frozen as an optimizer steps: how much of what it was built to train, the output layer, all but norms."""
 
     topic: ClassVar[str] = "alone:audit"
     scope: ClassVar[Scope] = Scope.SHARED
@@ -488,6 +488,8 @@ class FrozenParameters(Announcement):
     kind: Literal["frozen"] = "frozen"
     share: float  # of the elements, as this step begins
     first: float | None = None  # likewise, as the second step began
+    norms: int = 0  # parameters that train where these are those of normalisation layers only, else 0
+    output: tuple[str, ...] = ()  # of the layer that makes the output, frozen while all before it trains
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,17 +17,20 @@ from torch.utils.checkpoint import checkpoint
 from ddpdebug.detectors.data.data903_invalid_labels import InvalidLabels
 from ddpdebug.detectors.rcp.rcp802_softmax_before_loss import SoftmaxBeforeLoss
 from ddpdebug.detectors.rcp.rcp805_validation_in_train_mode import ValidationInTrainMode
+from ddpdebug.detectors.rcp.rcp812_mostly_frozen import MostlyFrozen
 from ddpdebug.detectors.rcp.rcp819_loss_broadcast import LossBroadcast
 from ddpdebug.instrument.probes import Probes
 from ddpdebug.isolation.guard import Guard
+from ddpdebug.probes.built import Built
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.loop_calls import Losses
+from ddpdebug.probes.plain_models import PlainModel
 from ddpdebug.probes.record import SinceLastStep, StepRecord
 from ddpdebug.probes.training_events import BackwardBegan, BackwardEnded, ModuleForwardBegan
 from ddpdebug.probes.training_loop.labels import Labels
 from ddpdebug.probes.training_loop.loss_graph import divisor, facts, is_mean, softmax_of_one, terms
 from ddpdebug.probes.training_loop.modes import Modes
-from ddpdebug.probes.training_loop.parameter_ownership import unregistered
+from ddpdebug.probes.training_loop.parameter_ownership import Audit, unregistered
 from ddpdebug.probes.training_loop.rollouts import Rollouts
 from ddpdebug.probes.training_loop.schedulers import Schedules
 from ddpdebug.probes.training_loop.zero_grad import Cleared, Clearing
@@ -469,10 +472,6 @@ def test_what_was_collected_is_trained_on_next_and_does_not_come_back() -> None:
             told.append(seen.collected([rows[torch.randperm(len(rows), generator=draw)[:32]]]))
         return told
 
-    for is_collection, severity in ((True, Severity.INFO), (False, Severity.WARNING)):
-        fact = TrainModeValidation(forwards=8, since=20, collected=is_collection)
-        (finding,) = ValidationInTrainMode().compare(fact.topic, {0: fact})
-        assert finding.severity is severity
     for shape, number in (((4,), 8), ((4,), 1), ((4,), 0), ((3, 8, 8), 2)):
         assert played(shape, number) == [True, True, True]
 
@@ -487,6 +486,14 @@ def test_what_was_collected_is_trained_on_next_and_does_not_come_back() -> None:
                 seen.trains([batches[0]])
             for part in evaluated.split(32):
                 seen.given([part])
+
+
+def test_a_collection_in_train_mode_is_a_hint() -> None:
+    """An evaluation is a warning."""
+    for is_collection, severity in ((True, Severity.INFO), (False, Severity.WARNING)):
+        fact = TrainModeValidation(forwards=8, since=20, collected=is_collection)
+        (finding,) = ValidationInTrainMode().compare(fact.topic, {0: fact})
+        assert finding.severity is severity
 
 
 def test_harmless_evaluations_do_not_use_up_what_is_told() -> None:
@@ -558,3 +565,63 @@ def test_a_forked_child_announces_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     assert told == [LossInput, InitialLoss]
     recipe.close()
     assert told == [LossInput, InitialLoss, LabelCounts]
+
+
+def _fine_tuned(which: str) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer | None]:
+    """Return a model, its output layer, and another optimizer than the one that trains the model."""
+    body = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 16), nn.LayerNorm(16), nn.ReLU())
+    head = nn.Linear(16, 3)
+    model = nn.Sequential(body, head)
+    trains = {
+        "head frozen": lambda name: name.startswith("0."),
+        "head of another optimizer": lambda name: name.startswith("0."),
+        "probe": lambda name: name.startswith("1."),
+        "biases": lambda name: name.endswith("bias"),
+        "norms only": lambda name: name[:4] in {"0.1.", "0.4."},
+        "norms and head": lambda name: name[:4] in {"0.1.", "0.4."} or name.startswith("1."),
+        "norms frozen": lambda name: name[:4] not in {"0.1.", "0.4."},
+        "prompt": lambda name: False,
+    }
+    for name, p in model.named_parameters():
+        p.requires_grad_(trains.get(which, bool)(name))
+    if which == "prompt":
+        model.insert(0, nn.Linear(16, 16))
+    if which == "decoder":
+        model.extend([nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8)])
+        model[2:].requires_grad_(False)
+    other = torch.optim.SGD(head.parameters(), lr=0.1) if which == "head of another optimizer" else None
+    return model, head, other
+
+
+@pytest.mark.parametrize(
+    "which, told",
+    [
+        ("head frozen", "output"),
+        ("head of another optimizer", None),
+        ("probe", None),
+        ("biases", None),
+        ("norms only", "norms"),
+        ("norms and head", None),
+        ("norms frozen", None),
+        ("prompt", None),
+        ("decoder", None),
+        ("nothing frozen", None),
+    ],
+)
+def test_a_filter_that_froze_what_should_train(which: str, told: str | None) -> None:
+    """Ways of fine-tuning that people choose are let pass: probes, adapters, biases, prompts, frozen norms."""
+    model, head, other = _fine_tuned(which)
+    built = Built()
+    audit = Audit(built)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for one in (optimizer, *([other] if other else [])):
+        audit.built(one)
+    models = [PlainModel(model, 0)]
+    assert audit.at_step(1, optimizer, models) is None
+    audit.output(model, [model(torch.randn(4, 16))])
+    fact = audit.at_step(32, optimizer, models)
+    findings = [] if fact is None else list(MostlyFrozen().compare(fact.topic, {0: fact}))
+    assert [f.phase for f in findings] == {"output": ["output layer"], "norms": ["norms"]}.get(told or "", [])
+    if told == "output":
+        head.requires_grad_()
+        assert audit.at_step(32, optimizer, models) is None

@@ -332,6 +332,7 @@ class Recipe:
                 self.tell(cut)
         if torch.is_grad_enabled() and self._forwards.get(key) == 2:
             run("probe:unregistered", self._unregistered, root, event)
+            run("probe:audit", self.audit.output, root, event.outputs())
 
     def _unregistered(self, root: torch.nn.Module, event: events.ForwardEnded | events.ModuleForwardEnded) -> None:
         """Look for parameters that an output was computed with and that nobody has."""
