@@ -593,7 +593,10 @@ class EvalDraws(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnusedSchedule(Announcement):
-    """A scheduler that nothing had stepped when the run came to its end."""
+    """A scheduler and how often it was stepped: never, or so often that its length is reached early, or not at all.
+
+    Told of one that nothing had stepped when the run came to its end, or whose length was counted in another unit.
+    """
 
     topic: ClassVar[str] = "alone:schedule"
     scope: ClassVar[Scope] = Scope.SHARED
@@ -601,6 +604,10 @@ class UnusedSchedule(Announcement):
     step: int | None = None
     class_name: str = field(metadata=called("class"))
     steps: int = 0  # of its optimizer
+    calls: int = 0  # of the scheduler
+    length: int | None = None  # calls until its rate is at its lowest, of one that was stepped
+    passes: int = 0  # backward passes, where the run came to its end
+    location: str | None = None  # where it is stepped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

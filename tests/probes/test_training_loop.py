@@ -11,12 +11,24 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, ReduceLROnPlateau, SequentialLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    MultiStepLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
 from torch.utils.checkpoint import checkpoint
 
 from ddpdebug.detectors.data.data903_invalid_labels import InvalidLabels
 from ddpdebug.detectors.rcp.rcp802_softmax_before_loss import SoftmaxBeforeLoss
 from ddpdebug.detectors.rcp.rcp805_validation_in_train_mode import ValidationInTrainMode
+from ddpdebug.detectors.rcp.rcp806_scheduler_out_of_step import SchedulerOutOfStep
 from ddpdebug.detectors.rcp.rcp812_mostly_frozen import MostlyFrozen
 from ddpdebug.detectors.rcp.rcp819_loss_broadcast import LossBroadcast
 from ddpdebug.instrument.probes import Probes
@@ -32,7 +44,7 @@ from ddpdebug.probes.training_loop.loss_graph import divisor, facts, is_mean, so
 from ddpdebug.probes.training_loop.modes import Modes
 from ddpdebug.probes.training_loop.parameter_ownership import Audit, unregistered
 from ddpdebug.probes.training_loop.rollouts import Rollouts
-from ddpdebug.probes.training_loop.schedulers import Schedules
+from ddpdebug.probes.training_loop.schedulers import Schedules, length_of
 from ddpdebug.probes.training_loop.zero_grad import Cleared, Clearing
 from ddpdebug.schema import announcements
 from ddpdebug.schema.announcements import (
@@ -394,14 +406,14 @@ def test_a_schedule_that_nothing_has_stepped() -> None:
     seen, optimizer = Schedules(ENTRIES), torch.optim.SGD([weight], lr=1.0)
     schedule = noted(seen, CosineAnnealingLR(optimizer, 10))
     trained(seen, optimizer)
-    assert seen.never_called() == [("CosineAnnealingLR", 5)]
+    assert seen.at_end() == [UnusedSchedule(class_name="CosineAnnealingLR", steps=5)]
     del schedule
-    assert seen.never_called() == [("CosineAnnealingLR", 5)]
+    assert seen.at_end() == [UnusedSchedule(class_name="CosineAnnealingLR", steps=5)]
     plateau = ReduceLROnPlateau(optimizer)
     seen.built(plateau)
-    assert seen.never_called() == [("ReduceLROnPlateau", 5)]
+    assert seen.at_end() == [UnusedSchedule(class_name="ReduceLROnPlateau", steps=5)]
     seen.moved(plateau)  # step(metric)
-    assert seen.never_called() == []
+    assert seen.at_end() == []
 
 
 def test_a_schedule_whose_time_has_not_come() -> None:
@@ -414,14 +426,57 @@ def test_a_schedule_whose_time_has_not_come() -> None:
     for _ in range(5):
         trained(seen, optimizer, 1)
         seen.called(whole)
-    assert seen.never_called() == []
+    assert [fact for fact in seen.at_end() if not fact.calls] == []
     other = torch.optim.SGD([weight], lr=1.0)
     late = noted(seen, CosineAnnealingLR(other, 10))
     trained(seen, other)
     other.param_groups[0]["lr"] = 0.5
     trained(seen, other)
-    assert seen.never_called() == []
+    assert [fact for fact in seen.at_end() if not fact.calls] == []
     assert late.last_epoch == 0
+
+
+@pytest.mark.parametrize(
+    "make, length",
+    [
+        (lambda o: CosineAnnealingLR(o, 6), 6),
+        (lambda o: CosineAnnealingLR(o, 6, eta_min=0.5), None),
+        (lambda o: StepLR(o, 30), 90),
+        (lambda o: StepLR(o, 2, gamma=0.5), 20),
+        (lambda o: ExponentialLR(o, 1.0), None),
+        (lambda o: MultiStepLR(o, [3, 5]), 5),
+        (lambda o: LinearLR(o, 1.0, 0.0, total_iters=7), 7),
+        (lambda o: LinearLR(o, total_iters=7), None),  # a warm-up
+        (lambda o: SequentialLR(o, [LinearLR(o, total_iters=2), CosineAnnealingLR(o, 8)], [2]), 10),
+        (lambda o: CosineAnnealingWarmRestarts(o, 5), None),
+        (lambda o: LambdaLR(o, lambda n: 1 / (1 + n)), None),
+    ],
+)
+def test_the_length_of_a_schedule(make: Callable[[Any], LRScheduler], length: int | None) -> None:
+    """What begins again by design, only warms up, or is a function of the user's has none."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    assert length_of(make(optimizer)) == length
+
+
+@pytest.mark.parametrize(
+    "length, each, phase",
+    [(3, 1, "early"), (10, 1, "early"), (60, 1, None), (40, 1, None), (6, 10, None), (3, 10, None), (60, 10, "late")],
+)
+def test_a_schedule_counted_in_another_unit(length: int, each: int, phase: str | None) -> None:
+    """Of 60 steps in 6 epochs, stepped with each step or each epoch."""
+    seen, optimizer = Schedules(ENTRIES), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = noted(seen, CosineAnnealingLR(optimizer, length))
+    told = []
+    for number in range(1, 61):
+        trained(seen, optimizer, 1)
+        told += seen.paces()
+        if number % each == 0:
+            seen.called(schedule)
+            schedule.step()
+    told += seen.at_end()
+    rule = SchedulerOutOfStep()
+    found = [finding for fact in told for finding in rule.compare(fact.topic, {0: fact})]
+    assert [finding.phase for finding in found] == ([phase] if phase else [])
 
 
 def test_a_rate_that_the_optimizer_does_not_read() -> None:

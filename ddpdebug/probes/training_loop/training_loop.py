@@ -61,7 +61,6 @@ from ddpdebug.schema.announcements import (
     TargetRange,
     TrainModeValidation,
     UnregisteredParameters,
-    UnusedSchedule,
 )
 from ddpdebug.schema.details import (
     Accumulation,
@@ -506,6 +505,8 @@ class Recipe:
         flags |= run("probe:labels", self._labels.take, detail) or Flag(0)
         found = run("probe:schedules", self.schedules.before_step, optimizer, len(loop.lines)) or {}
         detail.update(found)
+        for pace in self.schedules.paces():
+            self.tell(pace)
         flags |= Flag.SCHEDULED_OFTEN if "scheduler" in found else Flag(0)
         flags |= Flag.SCHEDULED_ELSEWHERE if "elsewhere" in found else Flag(0)
         shown.flags |= flags
@@ -612,8 +613,8 @@ class Recipe:
         if os.getpid() != self._pid:  # a forked child (a loader's worker) is not the rank, and has no one to tell
             return
         self._end_evaluation()
-        for name, steps in self.schedules.never_called() if finished else ():
-            self.tell(UnusedSchedule(class_name=name, steps=steps))
+        for fact in self.schedules.at_end() if finished else ():
+            self.tell(replace(fact, passes=self._backwards))
         counts = self._labels.counts()
         if counts is not None:
             self.tell(counts)
