@@ -122,6 +122,21 @@ def spots(tensors: Sequence[Tensor]) -> int:
     return digest
 
 
+def row_fingerprints(tensor: Tensor, row_bytes: int, most: int) -> list[int]:
+    """Return fingerprints of the rows of a dense tensor in host memory, evenly spaced ones of more than `most`.
+
+    None, where it lies elsewhere or does not consist of whole rows. No operation of torch is called.
+    """
+    size = tensor.nbytes if type(tensor) in _PLAIN and tensor.is_cpu and tensor.layout is _STRIDED else 0
+    if not 0 < row_bytes <= size or size % row_bytes or not tensor.is_contiguous():
+        return []
+    if tensor.is_conj() or tensor.is_neg() or size + tensor.storage_offset() * tensor.itemsize > _storage_bytes(tensor):
+        return []
+    address, number, kind = tensor.data_ptr(), size // row_bytes, _memory_type(row_bytes)
+    places = range(0, number, max(1, -(-number // most)))
+    return [xxh3_64_intdigest(kind.from_address(address + i * row_bytes)) for i in places] if address else []
+
+
 def sampled_fingerprint(tensor: Tensor, limit_bytes: int = 1 << 20) -> tuple[int, bool]:
     """Return the fingerprint, and whether it covers only a sample of about `limit_bytes` because the tensor is larger.
 

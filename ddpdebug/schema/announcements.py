@@ -420,7 +420,7 @@ class Failure(Announcement):
     missing: tuple[str, ...] = ()  # parameters without a gradient in it
     raised_in: int | None = None  # the step that it was heading for
     location: str | None = None  # the user's line that was running, the innermost
-    phase: str | None = None  # "forward", "backward", "optimizer" or "between"
+    phase: str | None = None  # "forward", "loss", "backward", "optimizer" or "between"
     module: str | None = None  # that ran, or whose gradients were due
     named: tuple[str, ...] = ()  # parameters that the text means by their positions
 
@@ -433,7 +433,7 @@ class MemoryState(Announcement):
     scope: ClassVar[Scope] = Scope.ALONE
 
     failed: Literal[False] = False
-    phase: str | None = None  # "forward", "backward", "optimizer" or "between"
+    phase: str | None = None  # "forward", "loss", "backward", "optimizer" or "between"
     rank: int = 0
     world: int = 1
     step: int | None = None
@@ -519,6 +519,20 @@ class LossBroadcast(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SoftmaxOfOne(Announcement):
+    """A softmax over a single entry in a loss, which is constant whatever it is given; at the first loss of a line."""
+
+    topic: ClassVar[str] = "alone:loss"
+    scope: ClassVar[Scope] = Scope.SHARED
+
+    step: int | None = None
+    kind: Literal["softmax of one"] = "softmax of one"
+    operation: str  # as in the graph: "LogSoftmax"
+    shape: tuple[int, ...] = ()
+    location: str | None = None  # of the loss, as far as the source shows it, else of backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InitialLoss(Announcement):
     """The first loss of a run, of a classifier."""
 
@@ -567,7 +581,7 @@ class MissingParameters(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenParameters(Announcement):
-    """How much of what an optimizer was built to train is frozen as it steps, if anything was twice."""
+    """What is frozen as an optimizer steps: how much of what it was built to train, the output layer, all but norms."""
 
     topic: ClassVar[str] = "alone:audit"
     scope: ClassVar[Scope] = Scope.SHARED
@@ -576,6 +590,8 @@ class FrozenParameters(Announcement):
     kind: Literal["frozen"] = "frozen"
     share: float  # of the elements, as this step begins
     first: float | None = None  # likewise, as the second step began
+    norms: int = 0  # parameters that train where these are those of normalisation layers only, else 0
+    output: tuple[str, ...] = ()  # of the layer that makes the output, frozen while all before it trains
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -642,6 +658,7 @@ class TrainModeValidation(Announcement):
     forwards: int = 0
     location: str | None = None
     since: int = 0  # steps since the evaluation before
+    collected: bool = False  # what they were given was trained on next; see probes/training_loop/rollouts.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -678,7 +695,10 @@ class EvalDraws(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnusedSchedule(Announcement):
-    """A scheduler that nothing had stepped when the run came to its end."""
+    """A scheduler and how often it was stepped: never, or so often that its length is reached early, or not at all.
+
+    Told of one that nothing had stepped when the run came to its end, or whose length was counted in another unit.
+    """
 
     topic: ClassVar[str] = "alone:schedule"
     scope: ClassVar[Scope] = Scope.SHARED
@@ -686,6 +706,10 @@ class UnusedSchedule(Announcement):
     step: int | None = None
     class_name: str = field(metadata=called("class"))
     steps: int = 0  # of its optimizer
+    calls: int = 0  # of the scheduler
+    length: int | None = None  # calls until its rate is at its lowest, of one that was stepped
+    passes: int = 0  # backward passes, where the run came to its end
+    location: str | None = None  # where it is stepped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -763,6 +787,7 @@ TOPICS = _by_topic(
         LossInput,
         TargetRange,
         LossBroadcast,
+        SoftmaxOfOne,
         InitialLoss,
         LabelCounts,
         MissingParameters,

@@ -71,7 +71,7 @@ _PROBES = {
     "numerics": "numerics numerics-forward numerics-loss numerics-gradients numerics-after modules entry guard "
     "loss-backward",
     "recipe": "recipe recipe-forward losses labels leaks clearing schedules audit modes chance inputs cuts no-grad "
-    "unregistered evaluation observe load",
+    "unregistered rollouts evaluation observe load",
     "data": "loader items splits draws",
     "memory": "memory memory-limit",
     "other": "coverage cut scene place loss_line disk spawned",

@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from ddpdebug.torch_internals import names
 from ddpdebug.torch_internals.loss_functions import (
     LOSS_MODULES as LOSS_MODULES,
+    LOSSES as LOSSES,
     aside as aside,
     is_readable as is_readable,
     look_at_losses as look_at_losses,

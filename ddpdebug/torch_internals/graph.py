@@ -39,6 +39,11 @@ def leaf_of(node: Any) -> torch.Tensor | None:
     return variable if isinstance(variable, torch.Tensor) else None
 
 
+def milestones_of(scheduler: Any) -> list[int]:
+    """Return the calls after which each but the first of a scheduler's parts begins."""
+    return list(getattr(scheduler, names.MILESTONES, ()))
+
+
 def parts_of(scheduler: Any) -> list[Any]:
     """Return the schedulers that a scheduler is made of."""
     return list(getattr(scheduler, names.SCHEDULERS, ()))

@@ -128,6 +128,12 @@ FOUND_INF = key(
     stored_by="torch.amp.GradScaler.step",
     off="steps that a fused optimizer skips are taken for steps",
 )
+MILESTONES = key(
+    "torch.optim.lr_scheduler.SequentialLR._milestones",
+    _OPTIMIZER,
+    stored_by="torch.optim.lr_scheduler.SequentialLR.__init__",
+    off="a schedule of several parts whose length is counted in another unit is not seen",
+)
 SCHEDULERS = key(
     "torch.optim.lr_scheduler.SequentialLR._schedulers",
     _OPTIMIZER,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from ddpdebug.detectors.hlth.hlth703_dead_units import DeadUnits
+from ddpdebug.detectors.hlth.hlth714_zero_gradient import ZeroGradient
 from ddpdebug.detectors.hlth.samples import activation, parameters, ratios, sampled, sites, update_ratio, weight
 from ddpdebug.diagnosis.engine import Diagnosis
+from ddpdebug.schema.announcements import SoftmaxOfOne
 from ddpdebug.schema.details import LayerStatistics
+from ddpdebug.schema.finding import Severity
 
 
 def test_every_sample_is_asked_for_even_when_nothing_or_everything_was_found() -> None:
@@ -43,3 +46,21 @@ def test_tables_are_read_from_who_tells_them() -> None:
     assert [len(seen) for seen in sites(step).values()] == [2]
     assert parameters(step.with_details({"layers": {}})) == {}
     assert sites(step.with_details({"layers": {0: LayerStatistics()}})) == {}
+
+
+def test_zero_gradients_are_an_error_where_the_loss_is_known_to_be_constant() -> None:
+    """And the loss's line is named; a softmax over one entry beside other terms, or zeros of unknown cause, are not."""
+    one = SoftmaxOfOne(operation="LogSoftmax", shape=(32, 1), location="train.py:31")
+    for fact, other, severity in (
+        (one, 0.0, Severity.ERROR),
+        (one, 0.1, Severity.WARNING),
+        (None, 0.0, Severity.WARNING),
+    ):
+        rule, found = ZeroGradient(), []
+        if fact is not None:
+            assert list(rule.compare(fact.topic, {0: None, 1: fact})) == []
+        for step in sampled(24, lambda _: {"w": weight(grad_norm=0.0), "v": weight(grad_norm=other)}):  # noqa: B023
+            found += list(rule.detect(step))
+        (finding,) = found
+        assert finding.severity is severity
+        assert finding.location == ("train.py:31" if severity is Severity.ERROR else None)

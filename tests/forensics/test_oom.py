@@ -6,8 +6,9 @@ import json
 import pickle
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,16 @@ def fail(*_: object) -> None:
 class Failing(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         fail()
+        return x
+
+
+class Calling(nn.Module):
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.function()
         return x
 
 
@@ -109,6 +120,11 @@ def test_phase_and_module(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     found = where(raised(lambda: nn.Sequential(nn.Identity(), Failing())(torch.ones(2))), rank.state)
     assert (found["phase"], found["module"]) == ("forward", "Failing")
     assert "test_oom.py:" in found["location"]
+    for function in (nn.functional.mse_loss, nn.MSELoss()):
+        apart = partial(function, torch.ones(2), torch.ones(3))
+        assert where(raised(apart), rank.state)["phase"] == "loss"
+        inside = Calling(apart)
+        assert where(raised(partial(inside, torch.ones(2))), rank.state)["phase"] == "forward"
     loss = Deep.apply(torch.ones(2, requires_grad=True)).sum()
     assert where(raised(loss.backward), rank.state)["phase"] == "backward"
     parameter = nn.Parameter(torch.ones(2))

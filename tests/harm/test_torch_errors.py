@@ -48,6 +48,7 @@ class Case(NamedTuple):
     ranks: int = 1
     failing: tuple[int, ...] = (0,)
     subject: tuple[str, ...] = ()
+    phase: str | None = None
 
 
 _BOTH = {"ranks": 2, "failing": (0, 1)}
@@ -95,9 +96,10 @@ ddp = DDP(model)
     "labels": Case(
         "FAIL1011",
         _ALONE + "y = torch.tensor([1, 4])\nnn.functional.cross_entropy(model(torch.randn(2, 8)), y)  # here\n",
+        phase="loss",
     ),
     "an embedding": Case("FAIL1012", _ALONE + "nn.Embedding(10, 4)(torch.tensor([3, 10]))  # here\n"),
-    "shapes": Case("FAIL1013", _ALONE + "model(torch.randn(4, 9))  # here\n"),
+    "shapes": Case("FAIL1013", _ALONE + "model(torch.randn(4, 9))  # here\n", phase="forward"),
     "dtypes": Case("FAIL1014", _ALONE + "model(torch.randn(4, 8, dtype=torch.float64))  # here\n"),
     "device arguments": Case("FAIL1016", _MODEL + "DDP(model, device_ids=[0])  # here\n", **_BOTH),
     "no group": Case("FAIL1017", _ALONE + "dist.barrier()  # here\n"),
@@ -256,6 +258,10 @@ def test_the_error_is_explained_and_the_same(name: str, ended: dict[str, tuple[A
     here = next(number for number, line in enumerate(lines, 1) if line.endswith("# here"))
     assert finding["location"] == f"case.py:{here}"
     assert tuple(finding["subject"]) == case.subject or not case.subject
+    assert finding["phase"] == case.phase or not case.phase
+    about_labels = [f for f in found if f["code"] == "DATA903"]
+    assert {f["step"] for f in about_labels} <= {finding["step"]}
+    assert bool(about_labels) == (case.code == "FAIL1011")
     rank = finding["ranks"][0]
     first = _without_numbers(finding["evidence"]["error"].splitlines()[0][:60])
     assert first in _without_numbers(plain[rank]["err"])

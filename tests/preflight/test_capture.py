@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.optim import lr_scheduler
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ddpdebug.errors import StopRun
 from ddpdebug.preflight.capture.capture import Capture
-from ddpdebug.preflight.capture.copies import copied
+from ddpdebug.preflight.capture.copies import copied, optimizer_maker, peak_rates
 from ddpdebug.preflight.capture.recorder import Recorder
 from ddpdebug.preflight.capture.sampling import Samples
 from ddpdebug.preflight.examine import examine
@@ -365,6 +366,28 @@ def run_script(net: nn.Module, optimizer: Any, given: Callable[[torch.Tensor], A
         optimizer.zero_grad()
         functional.cross_entropy(net(given(inputs)), labels).backward()
         optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "make, peak",
+    [
+        (lambda o: None, None),
+        (lambda o: lr_scheduler.LinearLR(o, 0.01, total_iters=50), 0.1),
+        (lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.4, total_steps=100), 0.4),
+        (lambda o: lr_scheduler.LambdaLR(o, lambda n: min(1.0, n / 1000)), 0.1),
+        (lambda o: lr_scheduler.LambdaLR(o, lambda n: 0.002 * min((n + 1) / 400, 1.0)), 0.0002),
+        (lambda o: lr_scheduler.LambdaLR(o, [1.0, 0.5, 0.25].__getitem__), 0.1),
+    ],
+)
+def test_the_rate_of_a_copy_is_the_peak_of_the_schedule(make: Callable[[Any], Any], peak: float | None) -> None:
+    """A warm-up, a cycle, a function of the user's, one that is no more than a list; its own without a schedule."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    schedule = make(optimizer)  # noqa: F841 - lives as long as the optimizer
+    assert peak_rates(optimizer) == [None if peak is None else pytest.approx(peak, rel=0.06)]
+    made = optimizer_maker(optimizer, {id(p): name for name, p in net.named_parameters()})
+    assert made is not None
+    assert made(net).param_groups[0]["lr"] == pytest.approx(peak or 0.1, rel=0.06)
 
 
 class Looks(nn.Module):

@@ -117,6 +117,9 @@ FIRES: dict[str, tuple[Make, str, str, Status, str]] = {
     "dropout in eval": (
         lambda: cases.trained(cases.Dropping(always=True)),
         "gradient flow", "eval mode repeats", Status.WARN, "RCP820"),
+    "attention's dropout in eval": (
+        lambda: cases.trained(cases.Attention(causal=True, drops=False), cases.tokens(), cases.over_tokens),
+        "gradient flow", "eval mode repeats", Status.WARN, "RCP820"),
     "batch leaks": (
         lambda: cases.trained(cases.Mixing(0)), "gradient flow", "samples are independent", Status.WARN, ""),
 }  # fmt: skip
@@ -150,6 +153,10 @@ HEALTHY: dict[str, Make] = {
     "features mixed": lambda: cases.trained(cases.Mixing(1)),
     "dropout in training": lambda: cases.trained(cases.Dropping(always=False)),
     "tokens": lambda: cases.trained(cases.Attention(causal=True), cases.tokens(), cases.over_tokens),
+    "flat tokens": lambda: cases.trained(cases.Attention(causal=True), cases.texts(), cases.over_flat_tokens),
+    "attention's dropout in training": lambda: cases.trained(
+        cases.Attention(causal=True, drops=True), cases.tokens(), cases.over_tokens
+    ),
     "deep": lambda: cases.trained(cases.tower(nn.ReLU, he=True)),
     "ignored labels": lambda: cases.trained(cases.mlp(), cases.relabelled(lambda y: torch.where(y == 0, -100, y))),
     "zero head": lambda: cases.trained(cases.filled(cases.mlp(), 2, 0.0)),

@@ -54,6 +54,29 @@ def smoothed(model: nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
     return F.cross_entropy(out, batch[1], label_smoothing=0.05), out
 
 
+def of_two_classes(model: nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
+    out = model(batch[0])[:, :2]
+    return F.cross_entropy(out, batch[1] % 2, label_smoothing=0.3), out
+
+
+def soft(model: nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
+    out = model(batch[0])
+    return F.binary_cross_entropy_with_logits(out, 0.3 + 0.4 * F.one_hot(batch[1], out.shape[1])), out
+
+
+def with_a_bonus(model: nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
+    out = model(batch[0])
+    entropy = torch.distributions.Categorical(logits=out).entropy().mean()
+    return F.cross_entropy(out, batch[1]) - 1.5 * entropy + 3, out
+
+
+def variational(model: nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
+    out = model(batch[0])
+    mean, log = out[:, :2], out[:, 2:4]
+    made = F.pad(mean + torch.randn_like(mean) * (0.5 * log).exp(), (0, batch[0].shape[1] - 2))
+    return F.mse_loss(made, batch[0]) + 0.5 * (mean**2 + log.exp() - 1 - log).mean(), out
+
+
 def cut(model: nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
     out = model(batch[0]).argmax(1)
     return (out != batch[1]).float().mean(), out
@@ -89,6 +112,10 @@ SAME_INPUT = [(torch.ones_like(x), y) for x, y in batches()]
         ({"optimizer_for": other_parameters}, Status.WARN, "the model can, the recipe cannot"),
         ({"optimizer_for": sgd(1e30)}, Status.FAIL, "not finite; Adam, 0.01, goes"),
         ({"loss_of": smoothed, "optimizer_for": adam(0.03)}, Status.PASS, "memorised down to a floor"),
+        ({"loss_of": of_two_classes, "optimizer_for": adam(0.03)}, Status.PASS, "memorised"),
+        ({"loss_of": soft, "optimizer_for": adam(0.03)}, Status.PASS, "memorised"),
+        ({"loss_of": with_a_bonus, "optimizer_for": adam(0.03)}, Status.INFO, "may be its floor (it has terms beside"),
+        ({"loss_of": variational, "optimizer_for": adam(0.03)}, Status.INFO, "may be its floor (it has terms beside"),
         ({"loss_of": softmax_first}, Status.WARN, "plateau; Adam does not help"),
         ({"batches": SAME_INPUT}, Status.WARN, "plateau; Adam does not help"),
         ({"loss_of": detached}, Status.FAIL, "stuck at the initial value; Adam does not help"),

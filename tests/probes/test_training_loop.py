@@ -6,30 +6,48 @@ import math
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, ReduceLROnPlateau, SequentialLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    MultiStepLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
 from torch.utils.checkpoint import checkpoint
 
 from ddpdebug.detectors.data.data903_invalid_labels import InvalidLabels
 from ddpdebug.detectors.rcp.rcp802_softmax_before_loss import SoftmaxBeforeLoss
+from ddpdebug.detectors.rcp.rcp805_validation_in_train_mode import ValidationInTrainMode
+from ddpdebug.detectors.rcp.rcp806_scheduler_out_of_step import SchedulerOutOfStep
+from ddpdebug.detectors.rcp.rcp812_mostly_frozen import MostlyFrozen
 from ddpdebug.detectors.rcp.rcp819_loss_broadcast import LossBroadcast
 from ddpdebug.instrument.probes import Probes
 from ddpdebug.isolation.guard import Guard
+from ddpdebug.probes.built import Built
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.loop_calls import Losses
+from ddpdebug.probes.plain_models import PlainModel
 from ddpdebug.probes.record import SinceLastStep, StepRecord
 from ddpdebug.probes.threads import Threads
-from ddpdebug.probes.training_events import BackwardBegan, BackwardEnded
+from ddpdebug.probes.training_events import BackwardBegan, BackwardEnded, ModuleForwardBegan
 from ddpdebug.probes.training_loop.labels import Labels
-from ddpdebug.probes.training_loop.loss_graph import divisor, facts, is_mean, terms
+from ddpdebug.probes.training_loop.loss_graph import divisor, facts, is_mean, softmax_of_one, terms
 from ddpdebug.probes.training_loop.modes import Modes
-from ddpdebug.probes.training_loop.parameter_ownership import unregistered
-from ddpdebug.probes.training_loop.schedulers import Schedules
+from ddpdebug.probes.training_loop.parameter_ownership import Audit, unregistered
+from ddpdebug.probes.training_loop.rollouts import Rollouts
+from ddpdebug.probes.training_loop.schedulers import Schedules, length_of
 from ddpdebug.probes.training_loop.zero_grad import Cleared, Clearing
 from ddpdebug.schema import announcements
 from ddpdebug.schema.announcements import (
@@ -38,8 +56,10 @@ from ddpdebug.schema.announcements import (
     LabelCounts,
     LossInput,
     TargetRange,
+    TrainModeValidation,
     UnusedSchedule,
 )
+from ddpdebug.schema.finding import Severity
 from ddpdebug.schema.row import Flag
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
@@ -121,6 +141,28 @@ def test_what_a_loss_is_given_is_told_whatever_it_is() -> None:
     assert spread == announcements.LossBroadcast(loss="Mean", prediction=(6, 1), result=(6, 5))
     (spread,) = said((y[:, None] - x[:, 0][:, None]).pow(2).mean() * 1 + ((x[:, 0][:, None] - y) ** 2).mean())
     assert spread == announcements.LossBroadcast(loss="Mean", prediction=(6, 1), result=(6, 6), explicit=True)
+
+
+def test_a_softmax_over_one_entry_makes_a_loss_constant() -> None:
+    """By class numbers, by probabilities or by hand; attention over one key and rows of several are no such thing."""
+    one, three = torch.randn(4, 1, requires_grad=True) * 1, torch.randn(4, 3, requires_grad=True) * 1
+    none, share = torch.zeros(4, dtype=torch.long), torch.rand(4, 1)
+    for loss in (
+        functional.cross_entropy(one, none),
+        functional.cross_entropy(one, share) / 2,
+        -(one.softmax(-1).log() * share).sum(1).mean(),
+        functional.nll_loss(three.log_softmax(1), none) + functional.cross_entropy(one, none),
+    ):
+        found = softmax_of_one(loss)
+        assert found is not None
+        assert found.shape == (4, 1)
+    for loss in (
+        functional.cross_entropy(three, none),
+        functional.cross_entropy(three, three.detach().softmax(1)),
+        functional.binary_cross_entropy_with_logits(one, share),
+        functional.mse_loss(one.softmax(1) @ torch.randn(1, 3), three),
+    ):
+        assert softmax_of_one(loss) is None
 
 
 def test_a_loss_is_told_once_and_again_when_something_is_new() -> None:
@@ -440,14 +482,14 @@ def test_a_schedule_that_nothing_has_stepped() -> None:
     seen, optimizer = Schedules(ENTRIES), torch.optim.SGD([weight], lr=1.0)
     schedule = noted(seen, CosineAnnealingLR(optimizer, 10))
     trained(seen, optimizer)
-    assert seen.never_called() == [("CosineAnnealingLR", 5)]
+    assert seen.at_end() == [UnusedSchedule(class_name="CosineAnnealingLR", steps=5)]
     del schedule
-    assert seen.never_called() == [("CosineAnnealingLR", 5)]
+    assert seen.at_end() == [UnusedSchedule(class_name="CosineAnnealingLR", steps=5)]
     plateau = ReduceLROnPlateau(optimizer)
     seen.built(plateau)
-    assert seen.never_called() == [("ReduceLROnPlateau", 5)]
+    assert seen.at_end() == [UnusedSchedule(class_name="ReduceLROnPlateau", steps=5)]
     seen.moved(plateau)  # step(metric)
-    assert seen.never_called() == []
+    assert seen.at_end() == []
 
 
 def test_a_schedule_whose_time_has_not_come() -> None:
@@ -460,14 +502,57 @@ def test_a_schedule_whose_time_has_not_come() -> None:
     for _ in range(5):
         trained(seen, optimizer, 1)
         seen.called(whole)
-    assert seen.never_called() == []
+    assert [fact for fact in seen.at_end() if not fact.calls] == []
     other = torch.optim.SGD([weight], lr=1.0)
     late = noted(seen, CosineAnnealingLR(other, 10))
     trained(seen, other)
     other.param_groups[0]["lr"] = 0.5
     trained(seen, other)
-    assert seen.never_called() == []
+    assert [fact for fact in seen.at_end() if not fact.calls] == []
     assert late.last_epoch == 0
+
+
+@pytest.mark.parametrize(
+    "make, length",
+    [
+        (lambda o: CosineAnnealingLR(o, 6), 6),
+        (lambda o: CosineAnnealingLR(o, 6, eta_min=0.5), None),
+        (lambda o: StepLR(o, 30), 90),
+        (lambda o: StepLR(o, 2, gamma=0.5), 20),
+        (lambda o: ExponentialLR(o, 1.0), None),
+        (lambda o: MultiStepLR(o, [3, 5]), 5),
+        (lambda o: LinearLR(o, 1.0, 0.0, total_iters=7), 7),
+        (lambda o: LinearLR(o, total_iters=7), None),  # a warm-up
+        (lambda o: SequentialLR(o, [LinearLR(o, total_iters=2), CosineAnnealingLR(o, 8)], [2]), 10),
+        (lambda o: CosineAnnealingWarmRestarts(o, 5), None),
+        (lambda o: LambdaLR(o, lambda n: 1 / (1 + n)), None),
+    ],
+)
+def test_the_length_of_a_schedule(make: Callable[[Any], LRScheduler], length: int | None) -> None:
+    """What begins again by design, only warms up, or is a function of the user's has none."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    assert length_of(make(optimizer)) == length
+
+
+@pytest.mark.parametrize(
+    "length, each, phase",
+    [(3, 1, "early"), (10, 1, "early"), (60, 1, None), (40, 1, None), (6, 10, None), (3, 10, None), (60, 10, "late")],
+)
+def test_a_schedule_counted_in_another_unit(length: int, each: int, phase: str | None) -> None:
+    """Of 60 steps in 6 epochs, stepped with each step or each epoch."""
+    seen, optimizer = Schedules(ENTRIES), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = noted(seen, CosineAnnealingLR(optimizer, length))
+    told = []
+    for number in range(1, 61):
+        trained(seen, optimizer, 1)
+        told += seen.paces()
+        if number % each == 0:
+            seen.called(schedule)
+            schedule.step()
+    told += seen.at_end()
+    rule = SchedulerOutOfStep()
+    found = [finding for fact in told for finding in rule.compare(fact.topic, {0: fact})]
+    assert [finding.phase for finding in found] == ([phase] if phase else [])
 
 
 def test_a_rate_that_the_optimizer_does_not_read() -> None:
@@ -501,6 +586,65 @@ def test_modes_matter_where_the_model_trains() -> None:
     assert modes.in_eval(frozen) == ([], False)
     assert not any(modes.evaluates_in_train(other) for other in (frozen, nn.Linear(1, 1)))
     assert modes.evaluates_in_train(model.train())
+
+
+def test_what_was_collected_is_trained_on_next_and_does_not_come_back() -> None:
+    """Rollouts of vectors, images or single observations; an evaluation on training data, or on other data, is none."""
+    draw = torch.Generator().manual_seed(0)
+
+    def played(shape: tuple[int, ...], number: int) -> list[bool]:
+        seen, told = Rollouts(), []
+        seen.trains([torch.randn(32, *shape, generator=draw)])
+        for _ in range(3):
+            steps = [torch.randn(*([number] if number else []), *shape, generator=draw) for _ in range(6)]
+            for step in steps:
+                seen.given([step])
+            rows = torch.stack(steps).reshape(-1, *shape)
+            told.append(seen.collected([rows[torch.randperm(len(rows), generator=draw)[:32]]]))
+        return told
+
+    for shape, number in (((4,), 8), ((4,), 1), ((4,), 0), ((3, 8, 8), 2)):
+        assert played(shape, number) == [True, True, True]
+
+    data, other = torch.randn(96, 4, generator=draw), torch.randn(96, 4, generator=draw)
+    for evaluated in (data, other):
+        seen = Rollouts()
+        for epoch in range(3):
+            batches = data[torch.randperm(96, generator=draw)].split(16)
+            if epoch:
+                assert not seen.collected([batches[0]])
+            elif not seen.has_batch:
+                seen.trains([batches[0]])
+            for part in evaluated.split(32):
+                seen.given([part])
+
+
+def test_a_collection_in_train_mode_is_a_hint() -> None:
+    """An evaluation is a warning."""
+    for is_collection, severity in ((True, Severity.INFO), (False, Severity.WARNING)):
+        fact = TrainModeValidation(forwards=8, since=20, collected=is_collection)
+        (finding,) = ValidationInTrainMode().compare(fact.topic, {0: fact})
+        assert finding.severity is severity
+
+
+def test_harmless_evaluations_do_not_use_up_what_is_told() -> None:
+    """Three views in every step are told as such, and the evaluation at the end of the epoch as well."""
+    told: list[Any] = []
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    probes = _probes(lambda fact, number=None: told.append(fact))
+    probes.state.follow(model)
+
+    def forward(times: int) -> None:
+        for _ in range(times):
+            x = torch.randn(2, 4)
+            probes.bus.emit(ModuleForwardBegan(model, (x,), {}))
+
+    for length in (1, 1, 1, 1, 1, 1, 12):
+        with torch.no_grad():
+            forward(3)
+        probes.state.watches = [SimpleNamespace(step=probes.state.next_step() + length)]  # type: ignore[list-item]
+        forward(1)
+    assert [fact.since for fact in told if isinstance(fact, TrainModeValidation)] == [1, 1, 1, 12]
 
 
 def test_modules_in_a_plain_list_are_found_in_the_graph() -> None:
@@ -552,3 +696,63 @@ def test_a_forked_child_announces_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     assert told == [LossInput, InitialLoss]
     recipe.close()
     assert told == [LossInput, InitialLoss, LabelCounts]
+
+
+def _fine_tuned(which: str) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer | None]:
+    """Return a model, its output layer, and another optimizer than the one that trains the model."""
+    body = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 16), nn.LayerNorm(16), nn.ReLU())
+    head = nn.Linear(16, 3)
+    model = nn.Sequential(body, head)
+    trains = {
+        "head frozen": lambda name: name.startswith("0."),
+        "head of another optimizer": lambda name: name.startswith("0."),
+        "probe": lambda name: name.startswith("1."),
+        "biases": lambda name: name.endswith("bias"),
+        "norms only": lambda name: name[:4] in {"0.1.", "0.4."},
+        "norms and head": lambda name: name[:4] in {"0.1.", "0.4."} or name.startswith("1."),
+        "norms frozen": lambda name: name[:4] not in {"0.1.", "0.4."},
+        "prompt": lambda name: False,
+    }
+    for name, p in model.named_parameters():
+        p.requires_grad_(trains.get(which, bool)(name))
+    if which == "prompt":
+        model.insert(0, nn.Linear(16, 16))
+    if which == "decoder":
+        model.extend([nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8)])
+        model[2:].requires_grad_(False)
+    other = torch.optim.SGD(head.parameters(), lr=0.1) if which == "head of another optimizer" else None
+    return model, head, other
+
+
+@pytest.mark.parametrize(
+    "which, told",
+    [
+        ("head frozen", "output"),
+        ("head of another optimizer", None),
+        ("probe", None),
+        ("biases", None),
+        ("norms only", "norms"),
+        ("norms and head", None),
+        ("norms frozen", None),
+        ("prompt", None),
+        ("decoder", None),
+        ("nothing frozen", None),
+    ],
+)
+def test_a_filter_that_froze_what_should_train(which: str, told: str | None) -> None:
+    """Ways of fine-tuning that people choose are let pass: probes, adapters, biases, prompts, frozen norms."""
+    model, head, other = _fine_tuned(which)
+    built = Built()
+    audit = Audit(built)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for one in (optimizer, *([other] if other else [])):
+        audit.built(one)
+    models = [PlainModel(model, 0)]
+    assert audit.at_step(1, optimizer, models) is None
+    audit.output(model, [model(torch.randn(4, 16))])
+    fact = audit.at_step(32, optimizer, models)
+    findings = [] if fact is None else list(MostlyFrozen().compare(fact.topic, {0: fact}))
+    assert [f.phase for f in findings] == {"output": ["output layer"], "norms": ["norms"]}.get(told or "", [])
+    if told == "output":
+        head.requires_grad_()
+        assert audit.at_step(32, optimizer, models) is None

@@ -109,22 +109,35 @@ class Dropping(nn.Module):
 
 
 class Attention(nn.Module):
-    """A layer of attention over tokens, with its mask or without it."""
+    """A layer of attention over tokens, with its mask or without it, and with dropout in training or in eval mode."""
 
-    def __init__(self, *, causal: bool) -> None:
+    def __init__(self, *, causal: bool, drops: bool | None = None) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.embed, self.head, self.causal = nn.Embedding(20, 16), nn.Linear(16, 20), causal
+        self.drops = drops  # in the mode `training`, or never
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)[:, None]
-        return self.head(functional.scaled_dot_product_attention(x, x, x, is_causal=self.causal)[:, 0])
+        p = 0.3 if self.drops is not None and (self.training or not self.drops) else 0.0
+        return self.head(functional.scaled_dot_product_attention(x, x, x, None, p, is_causal=self.causal)[:, 0])
 
 
 def tokens() -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(8)
     rows = [torch.randint(0, 20, (8, 13), generator=generator) for _ in range(3)]
     return [(row[:, :-1], row[:, 1:]) for row in rows]
+
+
+def texts() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches of tokens, a few of which are frequent."""
+    generator = torch.Generator().manual_seed(8)
+    rows = [(torch.rand(16, 49, generator=generator) ** 6 * 20).long() for _ in range(6)]
+    return [(row[:, :-1], row[:, 1:].flatten()) for row in rows]
+
+
+def over_flat_tokens(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), target)
 
 
 def over_tokens(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

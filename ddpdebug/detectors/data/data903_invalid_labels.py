@@ -84,4 +84,5 @@ class InvalidLabels(EventRule):
             return {"subject": (fact.loss,), "evidence": evidence}
         if not any(message in fact.reason for message in MESSAGES):
             return None
-        return {"subject": ("labels",), "evidence": {"ended_with": fact.reason[:200]}}
+        step = fact.step if fact.raised_in is None else fact.raised_in  # the one that FAIL1011 names
+        return {"step": step, "subject": ("labels",), "evidence": {"ended_with": fact.reason[:200]}}

@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from ddpdebug.detectors.hlth.samples import SampledRule, parameters, sampled, weight
-from ddpdebug.detectors.kinds import Examples, Fields, Findings, Severity, Step, Threshold
+from ddpdebug.detectors.kinds import Examples, Facts, Fields, Findings, Severity, Step, Threshold
+from ddpdebug.schema.announcements import SoftmaxOfOne
 from ddpdebug.schema.details import LayerParameter
+
+_ONE: dict[str, Any] = {"kind": "softmax of one", "step": 0, "operation": "LogSoftmax", "shape": [32, 1]}
+_CONSTANT: Fields = {
+    "severity": Severity.ERROR,
+    "title": "the loss is constant: its softmax has one output to choose from",
+    "phase": "constant loss",
+    "causes": ("cross entropy over one output: the probability of the only class is 1, whatever the model says",),
+    "actions": (
+        "for one yes or no: `F.binary_cross_entropy_with_logits` on the output, with float targets of its shape",
+        "for a number: `F.mse_loss`",
+        "for classes: one output for each class in the last layer",
+        "where a softmax is meant, look at its `dim`",
+    ),
+}
 
 
 class ZeroGradient(SampledRule):
@@ -45,7 +61,12 @@ class ZeroGradient(SampledRule):
         source="an expert of a mixture may get no token for a few batches",
     )
     zero_gradient_steps = Threshold(16, "steps over which the samples must lie", source="as `zero_gradient_samples`")
+    topics = ("alone",)
     fires_on = Examples(
+        lambda: (
+            Facts(topic="alone:loss", values={0: {**_ONE, "location": "train.py:31"}, 1: _ONE}),
+            *sampled(24, lambda i: {"w": weight(grad_norm=0.0), "b": weight(grad_norm=0.0, dim=1)}),
+        ),
         lambda: sampled(24, lambda i: {"w": weight(grad_norm=0.0), "v": weight()}),
         lambda: sampled(24, lambda i: {"gate": weight(grad_norm=0.0, dim=1), "v": weight()}),
     )
@@ -66,6 +87,13 @@ class ZeroGradient(SampledRule):
         super().__init__(config)
         self._zero: dict[tuple[int, str], tuple[int, int]] = {}  # -> (first step, samples)
         self._done: set[tuple[int, str]] = set()
+        self._one: SoftmaxOfOne | None = None
+
+    def compare(self, topic: str, facts: Mapping[int, Any]) -> Findings:
+        del topic
+        if self._one is None:
+            self._one = next((fact for _, fact in sorted(facts.items()) if isinstance(fact, SoftmaxOfOne)), None)
+        yield from ()
 
     def detect(self, step: Step) -> Findings:
         table = parameters(step)
@@ -83,13 +111,15 @@ class ZeroGradient(SampledRule):
             if samples + 1 >= enough and step.step - first >= self.zero_gradient_steps:
                 self._done.add(key)
                 new.append(name)
-        if new:
-            yield self.finding(
-                step,
-                step=min(self._zero[step.optimizer, name][0] for name in new),
-                subject=tuple(new[:20]),
-                evidence={"parameters": f"{len(new)} of {len(table)}", "samples": enough},
-            )
+        if not new:
+            return
+        evidence: dict[str, Any] = {"parameters": f"{len(new)} of {len(table)}", "samples": enough}
+        fields: Fields = {}
+        if self._one is not None and len(new) == sum(about.grad_norm is not None for about in table.values()):
+            evidence |= {"operation": self._one.operation, "shape": list(self._one.shape)}
+            fields = {**_CONSTANT, "location": self._one.location}
+        first = min(self._zero[step.optimizer, name][0] for name in new)
+        yield self.finding(step, step=first, subject=tuple(new[:20]), evidence=evidence, **fields)
 
 
 def _cancelling(table: Mapping[str, LayerParameter]) -> set[str]:

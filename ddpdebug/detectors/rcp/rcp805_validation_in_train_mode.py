@@ -7,6 +7,18 @@ from ddpdebug.detectors.kinds import EventRule, Examples, Facts, Fields, Severit
 from ddpdebug.schema.announcements import TrainModeValidation
 
 _FACT = {"step": 20, "forwards": 8, "since": 20, "location": "train.py:88"}
+_COLLECTED: Fields = {
+    "severity": Severity.INFO,
+    "title": "training data are collected in train mode",
+    "phase": "collection",
+    "causes": (
+        "what was collected is trained on next (rollouts): dropout and batch statistics take part in the choices",
+    ),
+    "actions": (
+        "if intended, nothing",
+        "else `model.eval()` while data are collected, so that ratios of probabilities begin at 1",
+    ),
+}
 
 
 class ValidationInTrainMode(EventRule):
@@ -27,7 +39,8 @@ class ValidationInTrainMode(EventRule):
     - `eval()` was called on another object, or only on a submodule
     - a callback or a sampling function calls `train()` in the middle of evaluation
     - dropout or batch statistics in evaluation on purpose
-    - none of these: forwards that collect data for training (reinforcement learning), which dropout disturbs as well
+    - none of these: forwards that collect data for training (reinforcement learning), which dropout disturbs as well;
+      a hint where their inputs are seen to be trained on next
 
     Remedy:
     - `model.eval()` with `torch.no_grad()` or `torch.inference_mode()` around evaluation, `model.train()` after it
@@ -46,6 +59,7 @@ class ValidationInTrainMode(EventRule):
     fires_on = Examples(
         lambda: Facts(topic="alone:validation", values={0: _FACT, 1: _FACT}),
         lambda: (*steps(2), Facts(topic="alone:validation", values={1: {**_FACT, "forwards": 40}})),
+        lambda: Facts(topic="alone:validation", values={0: {**_FACT, "collected": True}}),  # a hint
     )
     silent_on = Examples(
         lambda: steps(3),
@@ -55,4 +69,5 @@ class ValidationInTrainMode(EventRule):
     def judge(self, fact: TrainModeValidation) -> Fields | None:
         if fact.since < self.evaluation_apart:
             return None
-        return {"evidence": {"forwards_without_gradient_in_train_mode": fact.forwards}}
+        evidence = {"forwards_without_gradient_in_train_mode": fact.forwards}
+        return {"evidence": evidence, **(_COLLECTED if fact.collected else {})}

@@ -22,8 +22,41 @@ _NEVER = (
 )
 
 
+_EARLY: Fields = {
+    "title": "the schedule is stepped per batch and has ended early",
+    "phase": "early",
+    "causes": (
+        "its lengths are counted in epochs, and it is stepped after each batch",
+        "its total was computed for a shorter run: fewer epochs, or a loader that was sharded once more",
+        "intended: a rate that goes up and down again, for which a schedule with restarts is meant",
+    ),
+    "actions": (
+        "call `scheduler.step()` once per epoch, or count `T_max`, `step_size`, `milestones`, `total_iters` in batches",
+        "for cycles use `CosineAnnealingWarmRestarts` or `CyclicLR`",
+    ),
+}
+_LATE: Fields = {
+    "title": "the schedule is stepped per epoch and its length is counted in batches",
+    "phase": "late",
+    "causes": (
+        "its total is the number of steps or batches, and it is stepped once per epoch: the rate hardly moves",
+        "`scheduler.step()` stands one level too far out",
+    ),
+    "actions": ("call `scheduler.step()` after each `optimizer.step()`, or give the schedule the number of epochs",),
+}
+#: What these are told is no total.
+_BY_FACTOR = frozenset({"StepLR", "MultiStepLR", "ExponentialLR"})
+
+
+def _used(calls: int, steps: int, length: int, **more: Any) -> Facts:
+    fact = {"class": "CosineAnnealingLR", "step": steps, "steps": steps, "calls": calls, "length": length, **more}
+    return Facts(topic="alone:schedule", values={0: fact})
+
+
 class SchedulerOutOfStep(WindowHabit, EventRule):
     """The learning-rate scheduler advanced more often than the optimizer, once per micro-batch say, or never.
+
+    Or it is stepped per batch and its lengths are counted in epochs, or the other way round.
 
     Impact: the learning rate decays too early or too late by a factor: a warm-up that ends after a fraction of its
     length, a rate near 0 for most of the run, or a schedule that never moves.
@@ -58,7 +91,36 @@ class SchedulerOutOfStep(WindowHabit, EventRule):
         "steps of an optimizer whose scheduler nothing has stepped, from which on it was forgotten",
         source="chosen: a run that is shorter may end before the first epoch does",
     )
+    schedule_per_batch = Threshold(
+        0.9,
+        "calls of a schedule for each optimizer step, from which on it is stepped per batch",
+        source="a gradient scaler skips a few steps",
+    )
+    schedule_early = Threshold(
+        0.5,
+        "share of the optimizer steps after which a schedule that is stepped per batch is at its lowest for good",
+        source="chosen: what decays to nothing does so towards the end, and no run spends half of its steps there",
+    )
+    schedule_longest = Threshold(
+        300,
+        "length of a schedule, up to which it may be a number of epochs",
+        source="recipes of image classifiers train for 90 to 300 epochs (DeiT: 300); longer ones may be cycles",
+    )
+    schedule_late = Threshold(
+        0.25,
+        "share of its length that a schedule has gone through at the end of a run",
+        source="per epoch instead of per batch it is one by the number of batches in an epoch, 4 at the least",
+    )
+    schedule_same_unit = Threshold(
+        0.05,
+        "difference between a schedule's length and the number of steps or batches of the run, as a share of that",
+        source="the last batch of an epoch may be dropped in the one count and not in the other",
+    )
     fires_on = Examples(
+        lambda: _used(40, 40, 6),
+        lambda: _used(4000, 4000, 90, **{"class": "StepLR"}),
+        lambda: _used(6, 240, 240),
+        lambda: _used(6, 120, 240, passes=240),
         lambda: steps(4, flags=Flag.SCHEDULED_OFTEN, micro_batches=4, recipe=_OFTEN),
         lambda: Facts(topic="alone:schedule", values={0: {"class": "CosineAnnealingLR", "step": 80, "steps": 40}}),
     )
@@ -66,6 +128,13 @@ class SchedulerOutOfStep(WindowHabit, EventRule):
         lambda: steps(6),
         lambda: Facts(topic="alone:schedule", values={0: {"class": "CosineAnnealingLR", "step": 80, "steps": 39}}),
         lambda: steps(3, flags=Flag.SCHEDULED_OFTEN, recipe=_OFTEN),
+        lambda: _used(240, 240, 240),
+        lambda: _used(240, 240, 121),
+        lambda: _used(6, 240, 6),  # per epoch
+        lambda: _used(6, 240, 3),  # per epoch, a cycle
+        lambda: _used(9000, 9000, 500),  # cycles of a thousand steps
+        lambda: _used(9, 90, 90, **{"class": "StepLR"}),
+        lambda: _used(5, 240, 90),  # a run that was cut short
         lambda: (
             *steps(1, flags=Flag.SCHEDULED_OFTEN, recipe=_OFTEN),
             *steps(5, start=1),
@@ -79,6 +148,28 @@ class SchedulerOutOfStep(WindowHabit, EventRule):
         return {"subject": (about.class_name,), "location": about.location, "evidence": evidence}
 
     def judge(self, fact: UnusedSchedule) -> Fields | None:
+        if not fact.calls:
+            return self._never(fact)
+        if fact.length is None or not fact.steps:
+            return None
+        per_step = fact.calls / fact.steps
+        units = (fact.steps, fact.passes)
+        if per_step >= self.schedule_per_batch:
+            ended = fact.length <= min(self.schedule_early * fact.steps, self.schedule_longest)
+            found = _EARLY if ended else None
+        else:
+            same = fact.class_name not in _BY_FACTOR and any(
+                abs(fact.length - unit) <= self.schedule_same_unit * unit for unit in units
+            )
+            found = _LATE if same and 1 < fact.calls <= self.schedule_late * fact.length else None
+        if found is None:
+            return None
+        evidence = {"calls": fact.calls, "optimizer_steps": fact.steps, "length_of_the_schedule": fact.length}
+        step = fact.length if found is _EARLY else 0
+        about = {"severity": Severity.WARNING, "step": step, "last_step": fact.step, "subject": (fact.class_name,)}
+        return {**found, **about, "evidence": evidence}
+
+    def _never(self, fact: UnusedSchedule) -> Fields | None:
         if fact.steps < self.schedule_unused_steps:
             return None
         return {

@@ -2,19 +2,51 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.kinds import EventRule, Examples, Facts, Fields, Severity, Threshold
 from ddpdebug.schema.announcements import FrozenParameters
 
 _FACT = {"kind": "frozen", "step": 32, "share": 0.9, "first": 0.9}
+_NORMS: Fields = {
+    "title": "only normalisation layers train",
+    "phase": "norms",
+    "causes": (
+        "a filter that was meant to freeze the normalisation layers and freezes the others: a `not` too many",
+        "the output layer was frozen with the rest and not unfrozen",
+        "intended: adaptation of normalisation layers alone",
+    ),
+    "actions": (
+        "print the names of what trains: `[n for n, p in model.named_parameters() if p.requires_grad]`",
+        "unfreeze the output layer, and what else shall train, by explicit module",
+        "if intended, nothing",
+    ),
+}
+_OUTPUT: Fields = {
+    "title": "the output layer is frozen, and what is before it trains",
+    "phase": "output layer",
+    "causes": (
+        "a filter that matches the new layer instead of the pre-trained ones: a `not` too many or too few",
+        "the layer was made anew after others were unfrozen by name, or frozen by its old name",
+        "intended: a classifier that is fixed on purpose",
+    ),
+    "actions": (
+        "print the names of what trains: `[n for n, p in model.named_parameters() if p.requires_grad]`",
+        "`requires_grad_(True)` for the output layer, before DDP and optimizer are built",
+        "if intended, nothing",
+    ),
+}
 
 
-def _frozen(**more: float) -> tuple[Facts]:
+def _frozen(**more: Any) -> tuple[Facts]:
     return (Facts(topic="alone:audit", values={0: {**_FACT, **more}}),)
 
 
 class MostlyFrozen(EventRule):
-    """The larger part of what the optimizer was built to train has been frozen since.
+    """The larger part of what the optimizer was built to train has been frozen since, or just what should train.
+
+    Only normalisation layers train, or all but the layer that makes the output.
 
     Impact: if it was not intended, only a small part learns and the result stays far below what the model can do.
 
@@ -48,6 +80,8 @@ class MostlyFrozen(EventRule):
         lambda: Facts(topic="alone:audit", values={0: _FACT, 1: _FACT}),
         lambda: (*steps(2), Facts(topic="alone:audit", values={1: {**_FACT, "share": 1.0}})),
         lambda: _frozen(share=0.51, first=0.51),
+        lambda: _frozen(share=0.0, first=0.0, norms=8),
+        lambda: _frozen(share=0.01, first=0.01, output=["head.weight"]),
     )
     silent_on = Examples(
         lambda: steps(3),
@@ -57,6 +91,10 @@ class MostlyFrozen(EventRule):
     )
 
     def judge(self, fact: FrozenParameters) -> Fields | None:
+        if fact.norms:
+            return {**_NORMS, "evidence": {"trainable_parameters_of_normalisation_layers": fact.norms}}
+        if fact.output:
+            return {**_OUTPUT, "subject": fact.output, "evidence": {"frozen": list(fact.output)}}
         first = fact.share if fact.first is None else fact.first  # older versions said it of the larger part only
         if min(first, fact.share) <= self.frozen_share:
             return None

@@ -239,22 +239,29 @@ def where(
             line = f"{shorten(frame.f_code.co_filename)}:{frame.f_lineno}"
             break
     for frame, number in _frames(error.__traceback__):
-        file, function = frame.f_code.co_filename, frame.f_code.co_name
-        if "/torch/optim/" in file:
-            phase = "optimizer"
-        elif "/torch/autograd/" in file and function in {"backward", "grad", internals.RUN_BACKWARD}:
-            phase = "backward"
-        elif is_user_file(file):
+        file = frame.f_code.co_filename
+        phase = _own_phase(file, frame.f_code.co_name) or phase
+        if is_user_file(file):
             line = f"{shorten(file)}:{number}"
-        if function in {"forward", *internals.CALLS}:
+        if frame.f_code.co_name in {"forward", *internals.CALLS}:
             running = local_values(frame).get("self")
             if isinstance(running, torch.nn.Module) and not isinstance(running, DistributedDataParallel):
                 module = names.get(id(running), type(running).__name__)
-                phase = phase or "forward"
+                phase = phase or ("loss" if isinstance(running, internals.LOSS_MODULES) else "forward")
+        elif frame.f_code.co_name in internals.LOSSES and file.endswith("/torch/nn/functional.py"):
+            phase = phase or "loss"
     if phase == "backward" and module is None:
         with alone() as readable:
             module = _backward_module(state) if readable else None
     return {"phase": phase or "between", "module": module, "location": line}
+
+
+def _own_phase(file: str, function: str) -> str | None:
+    """Return the phase that a frame begins, whatever it was called from."""
+    if "/torch/optim/" in file:
+        return "optimizer"
+    in_backward = "/torch/autograd/" in file and function in {"backward", "grad", internals.RUN_BACKWARD}
+    return "backward" if in_backward else None
 
 
 def _frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:

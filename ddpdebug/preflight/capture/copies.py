@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,9 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.process_state import kept_random_state
+from ddpdebug.isolation.user_code import is_users
 
+#: The calls of a user's schedule that are looked at for its highest rate: all at first, then 5 % apart.
+_PLACES = (*range(200), *(int(200 * 1.05**i) for i in range(180)))
 #: Makes an optimizer of the script's kind and settings, without state, for a copy of the model.
 OptimizerFor = Callable[[torch.nn.Module], torch.optim.Optimizer]
 
@@ -59,7 +65,9 @@ def optimizer_maker(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> 
         names: of the parameters, by the identity of the caller's.
     """
     kind: Any = type(getattr(optimizer, "optim", optimizer) if internals.is_sharded(optimizer) else optimizer)
+    peaks = peak_rates(optimizer)
     groups = [_settings(group, names) for group in optimizer.param_groups]
+    groups = [group if rate is None else {**group, "lr": rate} for group, rate in zip(groups, peaks, strict=True)]
     if not any(group["params"] for group in groups):
         return None
     taken = inspect.signature(kind).parameters
@@ -78,11 +86,27 @@ def optimizer_maker(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> 
 
 
 def _settings(group: dict[str, Any], names: dict[int, str]) -> dict[str, Any]:
-    """Return a group with names for its parameters and, under a schedule, its base learning rate."""
+    """Return a group with names for its parameters."""
     settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-    if "initial_lr" in settings:
-        settings["lr"] = settings["initial_lr"]
     return {**settings, "params": [names[id(p)] for p in group["params"] if id(p) in names]}
+
+
+def peak_rates(optimizer: torch.optim.Optimizer) -> list[float | None]:
+    """Return the highest learning rate of each group, as far as a scheduler of torch tells it; None without one."""
+    peaks = [_number(group.get("max_lr", group.get("initial_lr"))) for group in optimizer.param_groups]
+    own = [s for s in gc.get_objects() if issubclass(type(s), LambdaLR) and getattr(s, "optimizer", None) is optimizer]
+    for schedule in own:
+        try:
+            with kept_random_state():
+                highest = [
+                    base * max(map(f, _PLACES)) for base, f in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+                ]
+        except Exception as error:  # a function that knows no such call
+            if is_users(error):
+                raise
+            continue
+        peaks = [_number(rate) for rate in highest] if len(highest) == len(peaks) else peaks
+    return peaks
 
 
 def loader_restorer(loader: Any) -> Callable[[], None]:

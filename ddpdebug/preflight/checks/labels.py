@@ -75,11 +75,22 @@ def _problem(call: LossCall) -> str | None:
     return None
 
 
+def _are_tokens(seen: Seen, classes: int) -> bool:
+    """Tell whether the classes are the vocabulary of the model's own inputs: texts have no balance of classes."""
+    number = seen.calls[0].target.numel()
+    return any(
+        not t.is_floating_point() and t.dim() > 1 and t.numel() == number and 1 < int(t.max()) < classes
+        for t in seen.inputs
+    )
+
+
 def _balance(seen: list[Seen]) -> Iterator[Check]:
     firsts = [s.calls[0] for s in seen]
     sizes = {classes_of(call) for call in firsts}
     classes = next(iter(sizes))
     if len(sizes) != 1 or classes is None or not 2 <= classes <= _MANY_CLASSES or firsts[0].target.dim() > 1:
+        return
+    if any(_are_tokens(s, classes) for s in seen):
         return
     batches = [kept(call) for call in firsts]
     counts = torch.bincount(torch.cat(batches), minlength=classes).tolist()

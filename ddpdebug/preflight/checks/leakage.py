@@ -24,6 +24,12 @@ from ddpdebug.preflight.subject import Subject
 _ROUNDING, _EPSILONS = 1e-4, 8
 _RANDOM = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"})
 
+_ATTENTION = "scaled_dot_product_attention"
+_SWITCH = (
+    "pass `training=self.training` to `F.dropout`",
+    "pass `dropout_p=self.dropout if self.training else 0.0` to `F.scaled_dot_product_attention`",
+)
+
 
 class _Call:
     """The first call of the model in a batch's loss, to be made again with other inputs."""
@@ -73,13 +79,13 @@ def check(subject: Subject) -> Iterator[Check]:
     forgotten = random and dropouts.active > 0
     yield Check(
         Status.WARN if forgotten else Status.INFO if random else Status.PASS,
-        "in eval mode the outputs change from call to call: a dropout function runs with training=True"
+        "in eval mode the outputs change from call to call: a dropout function, or attention's, is switched on"
         if forgotten
         else "in eval mode the outputs change from call to call: the model samples"
         if random
         else "in eval mode the same batch gives the same outputs",
         code="RCP820" if forgotten else "",
-        actions=("pass `training=self.training` to `F.dropout`",) if forgotten else (),
+        actions=_SWITCH if forgotten else (),
     )
     yield _batch(subject, call, base, call.run(seed=0))
     if subject.settings.get("causal"):
@@ -187,6 +193,8 @@ class _Dropouts(TorchFunctionMode):
             training = kwargs.get("training", args[2] if len(args) > 2 else True)
             share = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
             self.active += bool(training) and share > 0
+        elif getattr(func, "__name__", "") == _ATTENTION:
+            self.active += kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0) > 0
         return func(*args, **kwargs)
 
 

@@ -5,8 +5,10 @@ layers that drop something are off, and before every step the random state is pu
 the forward is the same each time. Where the script's optimizer does not get there, Adam tries at a few rates: that
 tells a model that cannot from a recipe that cannot.
 
-The floor of a loss is not known (label smoothing, variational terms and rewards have others than zero), so that only
-what holds for every loss fails: nothing moved, it went up, or it is no number. A floor well above zero is a warning.
+What a loss cannot fall below is known for label smoothing and for soft targets, and is taken off. For others it is not
+known (variational terms, entropy bonuses, rewards), so that only what holds for every loss fails: nothing moved, it
+went up, or it is no number. A floor well above zero is a warning, and no more than a note where the loss has terms
+beside torch's loss function, or draws random numbers.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import torch
 
 from ddpdebug.isolation.process_state import RandomState, kept_random_state
 from ddpdebug.preflight.capture.copies import OptimizerFor, copied
+from ddpdebug.preflight.observe import LossCall, observe
 from ddpdebug.preflight.output.results import Check, Plot, Series, Status, Table
 from ddpdebug.preflight.sandbox.trials import (
     NoGradientError,
@@ -52,6 +55,8 @@ MEMORISED = 0.1
 FLOOR = 0.3
 #: A loss without a zero (rewards, likelihoods) has learned when it fell by this part of its size.
 FELL = 0.1
+#: A loss is its function's value where they differ by no more than this part.
+_SAME = 1e-3
 #: Less than this part of the initial loss is no movement: rounding and normalisation statistics move it by less.
 STILL = 0.02
 #: Ending this much above the beginning is no noise on a fixed batch.
@@ -66,6 +71,14 @@ STILL_FALLING = 0.05
 STEADY = 0.06
 
 
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """What is known of the floor of a loss on one batch."""
+
+    known: float = 0.0
+    reason: str = ""  # why there may be more
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """One attempt to memorise the batch."""
@@ -73,11 +86,14 @@ class Run:
     recipe: str
     losses: tuple[float, ...]
     seconds: float
+    floor: Floor = Floor()
 
     @property
     def shape(self) -> Shape:
-        """The shape of its loss curve."""
-        return shape_of(self.losses)
+        """The shape of its loss curve above what is known of the floor."""
+        shape = shape_of([loss - self.floor.known for loss in self.losses])
+        fell = bool(self.losses) and self.losses[0] - ending(self.losses) > FELL * abs(self.losses[0])
+        return Shape.UNKNOWN if shape is Shape.PLATEAU and self.floor.reason and fell else shape
 
 
 def check(subject: Subject, *, seconds: float = SECONDS) -> list[Check]:
@@ -103,15 +119,16 @@ def _attempts(subject: Subject, seconds: float) -> list[Check]:
         words = "no parameter of the model is trainable: nothing can be memorised"
         return [_hopeless(words, CODE, _ALL_FROZEN)]
     began = time.monotonic()
+    floor = _floor(subject)
     runs = []
     if subject.optimizer_for is not None:
-        runs.append(_run(subject, "the script's optimizer", subject.optimizer_for, seconds * _SHARE))
+        runs.append(_run(subject, "the script's optimizer", subject.optimizer_for, seconds * _SHARE, floor))
     if runs and _too_short(runs[0]):
         return [_too_slow(runs[0])]
     if not runs or runs[0].shape not in _HARMLESS:
         for i, rate in enumerate(RATES):
             left = (seconds - (time.monotonic() - began)) / (len(RATES) - i)
-            runs.append(_run(subject, f"Adam, {number(rate)}", _adam(rate), left))
+            runs.append(_run(subject, f"Adam, {number(rate)}", _adam(rate), left, floor))
             if runs[-1].shape is Shape.LEARNED or _too_short(runs[-1]):
                 break
     if _too_short(runs[0]):
@@ -149,14 +166,61 @@ def _adam(rate: float) -> OptimizerFor:
     return make
 
 
-def _run(subject: Subject, recipe: str, make: OptimizerFor, seconds: float) -> Run:
+def _run(subject: Subject, recipe: str, make: OptimizerFor, seconds: float, floor: Floor) -> Run:
     began = time.monotonic()
     with kept_random_state() as state:
         model = copied(subject.model)
         _still(model)
         optimizer = make(model)
         losses = _train(subject, model, optimizer, state, lambda: time.monotonic() - began > seconds)
-    return Run(recipe=recipe, losses=tuple(losses), seconds=time.monotonic() - began)
+    return Run(recipe=recipe, losses=tuple(losses), seconds=time.monotonic() - began, floor=floor)
+
+
+def _floor(subject: Subject) -> Floor:
+    """Return what is known of the floor of the first batch's loss, from one computation of it."""
+    model = copied(subject.model)
+    _still(model)
+    with kept_random_state() as state:
+        state.restore()
+        before = torch.random.get_rng_state()
+        seen = observe(subject, copy_of_batch(subject.batches[0]), model)
+        draws = not torch.equal(before, torch.random.get_rng_state())
+    if seen.loss is None or not seen.calls:
+        return Floor()
+    loss = float(seen.loss.detach())
+    values = [float(call.value.detach()) for call in seen.calls if call.value is not None and call.value.numel() == 1]
+    if len(values) < len(seen.calls):
+        return Floor()
+    value = sum(values)
+    share = loss / value if value else 0.0  # a loss may be divided by the number of micro-batches
+    whole = abs(share * subject.micro_batches - 1) < _SAME or abs(share - 1) < _SAME
+    known = sum(map(lowest_of, seen.calls)) * (share if whole else 1.0)
+    reason = "" if whole else "it has terms beside torch's loss function"
+    reason = reason or ("it draws random numbers" if draws else "")
+    return Floor(known if known < loss else 0.0, reason)
+
+
+def lowest_of(call: LossCall) -> float:
+    """Return what a call of a loss function cannot fall below: the entropy of its targets; 0 where it is not known."""
+    target, weights = call.target.detach(), (call.settings.get("weight"), call.settings.get("pos_weight"))
+    if call.reduction not in {"mean", "sum"} or any(w is not None for w in weights) or not target.numel():
+        return 0.0
+    if call.name.startswith("binary") and target.is_floating_point():
+        share = target.double().clamp(0, 1)
+        each = torch.special.entr(share) + torch.special.entr(1 - share)
+    elif call.name == "cross_entropy" and call.prediction.dim():
+        place = 1 if call.prediction.dim() > 1 else 0
+        classes, smooth = call.prediction.shape[place], float(call.settings.get("label_smoothing", 0.0))
+        if target.is_floating_point():
+            each = torch.special.entr(target.double() * (1 - smooth) + smooth / classes).sum(place)
+        else:
+            others, own = smooth / classes, 1 - smooth + smooth / classes
+            entropy = torch.special.entr(torch.tensor([own, others], dtype=torch.float64))
+            number = target[target != int(call.settings.get("ignore_index", -100))].numel()
+            each = (entropy[0] + (classes - 1) * entropy[1]).expand(number)
+    else:
+        return 0.0
+    return float(each.mean() if call.reduction == "mean" else each.sum()) if each.numel() else 0.0
 
 
 def _train(
@@ -197,9 +261,10 @@ def verdict(runs: list[Run], *, scripted: bool) -> Check:
     rescuer = min(better, key=lambda run: ending(run.losses), default=None)
     shape = first.shape
     words = f"loss {_way(first)} with {first.recipe}: {shape.value}"
+    words += f" ({first.floor.reason})" if shape is Shape.UNKNOWN else ""
     causes: tuple[str, ...] = ()
     actions: tuple[str, ...] = ()
-    status = Status.PASS
+    status = Status.INFO if shape is Shape.UNKNOWN else Status.PASS
     if not scripted:
         status, causes = (Status.PASS, ()) if rescuer else (_grave(shape), MODEL.get(shape, ()))
         words = f"loss {_way(rescuer or first)} with {(rescuer or first).recipe}: {(rescuer or first).shape.value}"
@@ -269,6 +334,7 @@ class Shape(StrEnum):
     FALLING = "still falling"
     FLOOR = "memorised down to a floor"
     PLATEAU = "plateau"
+    UNKNOWN = "a plateau that may be its floor"
     STUCK = "stuck at the initial value"
     OSCILLATING = "oscillating"
     WORSE = "rising"
@@ -322,7 +388,7 @@ def _swings(losses: Sequence[float], first: float) -> bool:
     return turns > TURNS and median(map(abs, steps)) > SWING * won
 
 
-_HARMLESS = (Shape.LEARNED, Shape.FLOOR, Shape.FALLING)
+_HARMLESS = (Shape.LEARNED, Shape.FLOOR, Shape.FALLING, Shape.UNKNOWN)
 #: What may be behind each way of failing, the likeliest first: where another optimizer could not do it either, ...
 MODEL = {
     Shape.STUCK: (

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddpdebug.schema.announcements import LossBroadcast, LossInput, TargetRange
+from ddpdebug.schema.announcements import LossBroadcast, LossInput, SoftmaxOfOne, TargetRange
 from ddpdebug.torch_internals import graph, is_sink
 
 _MAX_NODES = 64
@@ -35,6 +35,22 @@ _BINARY = frozenset({"BinaryCrossEntropyWithLogitsBackward0", "BinaryCrossEntrop
 _ELEMENTWISE = frozenset({"MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0"})
 _MEANS = frozenset({"MeanBackward0"})
 _PAIRS = frozenset({"SubBackward0", "MulBackward0", "RsubBackward1"})
+_SOFTMAX = frozenset({"LogSoftmaxBackward0", "SoftmaxBackward0"})
+#: What may stand between a softmax and the loss that is made of it.
+_AFTER_SOFTMAX = frozenset(
+    {
+        *_FORM,
+        *_SCALAR_SUMS,
+        *_SCALED,
+        *_CLASSES,
+        *_MEANS,
+        "NegBackward0",
+        "DivBackward1",
+        "SumBackward1",
+        "MeanBackward1",
+    }
+    | {"LogBackward0"}
+)
 _POINTWISE = frozenset(
     f"{name}Backward{i}"
     for name in (
@@ -111,6 +127,25 @@ def facts(term: Term) -> Iterator[LossInput | TargetRange | LossBroadcast]:
     if name in _BINARY and (span := _range(graph.saved_tensor(node, "target"))) is not None:
         yield TargetRange(loss=_plain(name), low=span[0], high=span[1])
     yield from dict.fromkeys(_spreads(node))  # two paths may lead to one
+
+
+def softmax_of_one(root: torch.Tensor) -> SoftmaxOfOne | None:
+    """Return a softmax over a single entry, if the loss is made of one."""
+    waiting = [root.grad_fn]
+    for _ in range(_MAX_NODES):
+        node = waiting.pop(0) if waiting else None
+        if node is None:
+            return None
+        name = node.name()
+        if name in _SOFTMAX:
+            shape, place = graph.shape_at(node), graph.saved_number(node, "dim")
+            if shape and place is not None:
+                place -= (1 << 64) * (place >= 1 << 63)  # kept without its sign
+                if shape[place] == 1:
+                    return SoftmaxOfOne(operation=_plain(name), shape=shape)
+        elif name in _AFTER_SOFTMAX:
+            waiting += [below for below, _ in node.next_functions if below is not None]
+    return None
 
 
 def gist(fact: LossInput | TargetRange | LossBroadcast) -> Hashable:

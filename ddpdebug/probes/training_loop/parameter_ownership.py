@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,13 +16,17 @@ from ddpdebug.probes.built import Built
 from ddpdebug.probes.ddp_wrapper import Wrapper
 from ddpdebug.probes.plain_models import PlainModel
 from ddpdebug.schema.announcements import FrozenParameters, MissingParameters
-from ddpdebug.torch_internals.graph import leaf_of
+from ddpdebug.torch_internals.graph import leaf_of, saved_tensor
 
 #: Steps of the first optimizer in which is looked: at both things, at who holds what again, at what is frozen again.
 FIRST, AGAIN, LATER = 1, 3, 32
 _MAX_NAMES = 20
 _MAX_NODES = 20_000
 _MAX_DEPTH = 2
+#: A model ends in an output layer of so many matrices, with at most this share of the elements of all; more is a
+#: decoder, a discriminator, a body.
+_MAX_OUTPUT_LAYERS, _MAX_OUTPUT_SHARE = 2, 0.3
+_MAX_LAST_NODES = 64
 
 
 class Audit:
@@ -32,6 +37,8 @@ class Audit:
         self._held: dict[int, int] = {}  # id of an optimizer -> elements that were trainable when it was built
         self._marked: dict[int, tuple[weakref.ref[torch.Tensor], int | None]] = {}
         self._frozen = 0.0
+        self._norms = 0
+        self._output = OutputLayer()
 
     def built(self, optimizer: torch.optim.Optimizer) -> None:
         """Note what a new optimizer trains."""
@@ -48,12 +55,25 @@ class Audit:
         """Look around before a step of an optimizer; return what is to be announced."""
         if step == FIRST:
             self._marked = {id(p): (weakref.ref(p), internals.version_of(p)) for _, p in self._missing(wrappers)}
-            self._frozen = self._frozen_share(optimizer)
+            self._frozen, self._norms = self._frozen_share(optimizer), _only_norms(optimizer, wrappers)
         if step == AGAIN:
             return self._still_missing(step, wrappers)
-        if step == LATER and self._frozen > 0 and (share := self._frozen_share(optimizer)) > 0:
-            return FrozenParameters(step=step, share=share, first=self._frozen)
-        return None
+        return self._still_frozen(step, optimizer, wrappers) if step == LATER else None
+
+    def output(self, root: nn.Module, outputs: Sequence[torch.Tensor]) -> None:
+        """Look at what made a model's output, in a forward that trains, before its graph is gone."""
+        self._output.look(root, outputs)
+
+    def _still_frozen(
+        self, step: int, optimizer: torch.optim.Optimizer, wrappers: Sequence[Wrapper | PlainModel]
+    ) -> FrozenParameters | None:
+        share = self._frozen_share(optimizer) if self._frozen > 0 else 0.0
+        norms = _only_norms(optimizer, wrappers) if self._norms else 0
+        others = held_by(known for known in self._all.optimizers if known is not optimizer)
+        output = self._output.still_frozen(others)
+        if not (share > 0 or norms or output):
+            return None
+        return FrozenParameters(step=step, share=share, first=self._frozen, norms=norms, output=output)
 
     def lacking(self, wrapper: Wrapper | PlainModel) -> list[torch.Tensor]:
         """Return the parameters of a model that optimizers hold and that have no gradient."""
@@ -99,6 +119,80 @@ class Audit:
         """Return how much of what an optimizer was built to train is frozen as it steps; 0 where it is not known."""
         before = self._held.get(id(optimizer), 0)
         return 1 - _elements(p for p in _params([optimizer]) if p.requires_grad) / before if before else 0.0
+
+
+class OutputLayer:
+    """Finds a frozen layer that makes a model's output, while what is before it trains.
+
+    Adapters, prompts and probes leave most weights frozen; a frozen decoder or discriminator is more than one layer; an
+    output layer that shares its weight with a frozen embedding is no layer of its own.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[tuple[str, weakref.ref[torch.Tensor], int | None]] = []
+
+    def look(self, root: nn.Module, outputs: Sequence[torch.Tensor]) -> None:
+        """Look at one forward with gradients."""
+        weights = {p.data_ptr(): p for _, p in _weights(root)}
+        frozen = {key: p for key, p in weights.items() if not p.requires_grad}
+        size = _elements(frozen.values())
+        if not frozen or len(frozen) > _MAX_OUTPUT_LAYERS or size > _MAX_OUTPUT_SHARE * _elements(weights.values()):
+            return
+        last = [weights[key] for key in _last_weights(outputs) if key in weights]
+        if last and not any(p.requires_grad for p in last):
+            names = [(n, p) for n, p in internals.named_parameters(root) if any(p is own for own in frozen.values())]
+            self._found = [(name, weakref.ref(p), internals.version_of(p)) for name, p in names]
+
+    def still_frozen(self, trained: set[int]) -> tuple[str, ...]:
+        """Name what was found, if nobody has written or unfrozen it since, and no other optimizer has it."""
+        known = [(name, ref(), version) for name, ref, version in self._found]
+        same = all(
+            p is not None and not p.requires_grad and internals.version_of(p) == version and id(p) not in trained
+            for _, p, version in known
+        )
+        return tuple(name for name, _, _ in known) if same else ()
+
+
+def _weights(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the matrices of a model that mix their inputs: what is looked up, or used in two places, is none."""
+    places = Counter(id(p) for _, p in internals.named_parameters(root, remove_duplicate=False))
+    for path, module in internals.named_modules(root):
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            continue
+        for p in internals.own_parameters(module):
+            if p.dim() > 1 and places[id(p)] == 1 and not is_lazy(p):
+                yield path, p
+
+
+def _last_weights(outputs: Sequence[torch.Tensor]) -> Iterator[int]:
+    """Yield the addresses of the weights that outputs were computed with last."""
+    waiting = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    seen: set[Any] = set()
+    while waiting and len(seen) < _MAX_LAST_NODES:
+        node = waiting.pop(0)
+        if node in seen:
+            continue
+        seen.add(node)
+        weight = next((t for name in ("mat2", "weight") if (t := saved_tensor(node, name)) is not None), None)
+        if weight is not None and weight.dim() > 1:
+            yield weight.data_ptr()
+        else:
+            waiting += [below for below, _ in node.next_functions if below is not None]
+
+
+def _only_norms(optimizer: torch.optim.Optimizer, wrappers: Sequence[Wrapper | PlainModel]) -> int:
+    """Return how many parameters an optimizer trains, if all belong to normalisation layers, and not all there are."""
+    norms: set[int] = set()
+    others = 0
+    for module in (m for wrapper in wrappers if (m := wrapper.module()) is not None):
+        for part in internals.modules(module):
+            own = [p for p in internals.own_parameters(part) if not is_lazy(p)]
+            if "Norm" in type(part).__name__:
+                norms.update(map(id, own))
+            else:
+                others += sum(p.dim() > 1 and not p.requires_grad for p in own)
+    trained = [p for p in _params([optimizer]) if p.requires_grad]
+    return len(trained) if trained and others > 1 and all(id(p) in norms for p in trained) else 0
 
 
 def unregistered(

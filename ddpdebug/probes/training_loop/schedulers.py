@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,11 +14,16 @@ from torch.optim import lr_scheduler
 
 from ddpdebug.isolation.user_code import calling_frame, is_user_file, user_location
 from ddpdebug.probes.entries import Entries
+from ddpdebug.schema.announcements import UnusedSchedule
 from ddpdebug.schema.details import ScheduledElsewhere, ScheduledOften
-from ddpdebug.torch_internals.graph import parts_of
+from ddpdebug.torch_internals.graph import milestones_of, parts_of
 
 #: Whether a schedule drives an optimizer that steps is known after so many calls, beside as many steps of another one.
 _IN_VAIN = 5
+#: A schedule's pace is judged after twice its length, and after so many steps of its optimizer.
+_LEAST = 32
+#: Share of the rate at which a schedule by factors has come to its end, and above which it hardly moves.
+_ENDED, _MOVED = 1e-3, 0.3
 #: Classes whose `step` is not the one that they inherit.
 STEPS: tuple[type, ...] = tuple(
     kind for kind in vars(lr_scheduler).values() if isinstance(kind, type) and "step" in vars(kind)
@@ -36,6 +42,9 @@ class Calls:
     inner: int = 0  # calls by torch itself
     optimizer: int = 0  # its id
     part: bool = False  # of another schedule
+    length: int | None = None  # calls until its rate is at its lowest
+    since: int = 0  # steps of its optimizer before it was made
+    told: bool = False
 
 
 @dataclass(slots=True)
@@ -56,7 +65,8 @@ class Schedules:
         self._calls: dict[int, Calls] = {}
         self._steps: dict[int, Steps] = {}
         self._attributes: dict[int, Any] = {}
-        self._unmoved: list[tuple[str, int]] = []  # class and optimizer steps of those that nothing has stepped
+        self._ended: list[UnusedSchedule] = []  # those that are gone
+        self._paces: list[UnusedSchedule] = []
 
     def called(self, scheduler: Any) -> None:
         """Note a call; those that torch makes itself, in a constructor or for a part, do not count."""
@@ -64,6 +74,9 @@ class Schedules:
         if caller is None or not is_user_file(caller.f_code.co_filename):
             calls.inner += 1
             return
+        if not calls.total:
+            calls.length = length_of(scheduler)
+            calls.since *= bool(calls.inner)  # one whose constructor does not step it was not seen before
         calls.total += 1
         calls.pending += 1
         if calls.pending != 1 or calls.location is None:
@@ -90,6 +103,8 @@ class Schedules:
                 name = type(scheduler).__name__
                 found["elsewhere"] = ScheduledElsewhere(kind="scheduler", class_name=name, location=calls.location)
             calls.pending = 0
+            if calls.length is not None and not calls.told and calls.optimizer == id(optimizer):
+                self._pace(type(scheduler).__name__, calls, number - calls.since)
         if self._attribute(optimizer):
             found["elsewhere"] = ScheduledElsewhere(kind="attribute", class_name=type(optimizer).__name__)
         return found
@@ -103,21 +118,38 @@ class Schedules:
         """Note a schedule whose constructor does not step it."""
         self._of(scheduler)
 
-    def never_called(self) -> list[tuple[str, int]]:
-        """Name the schedulers that nothing has ever stepped, with the steps of their optimizers.
-
-        One that ended with the function that made it is among them. Where the rate has changed by other means, by hand
-        or by another schedule, there are none: a second schedule may be meant for a phase that was not reached.
-        """
-        for calls in self._living():
-            self._note_unmoved(type(calls.scheduler()).__name__, calls)
-        found, self._unmoved = self._unmoved, []
+    def paces(self) -> list[UnusedSchedule]:
+        """Return the schedules, each once, that have been stepped for at least twice their lengths."""
+        found, self._paces = self._paces, []
         return found
 
-    def _note_unmoved(self, name: str, calls: Calls) -> None:
+    def _pace(self, name: str, calls: Calls, steps: int) -> None:
+        assert calls.length is not None
+        if steps >= max(_LEAST, 2 * calls.length) and calls.total >= calls.length:
+            calls.told = True
+            if not calls.inner > 1:
+                self._paces.append(_used(name, calls, steps))
+
+    def at_end(self) -> list[UnusedSchedule]:
+        """Name the schedulers that nothing has ever stepped, and those of a known length, with their optimizers' steps.
+
+        One that ended with the function that made it is among them. Where the rate has changed by other means, by hand
+        or by another schedule, those that were never stepped are left out: a second schedule may be meant for a phase
+        that was not reached.
+        """
+        for calls in self._living():
+            self._note_end(type(calls.scheduler()).__name__, calls)
+        found, self._ended = self._ended, []
+        return found
+
+    def _note_end(self, name: str, calls: Calls) -> None:
         steps = self._steps.get(calls.optimizer)
-        if steps is not None and calls.total == 0 and calls.inner <= 1 and not calls.part and steps.constant:
-            self._unmoved.append((name, steps.number))
+        if steps is None or calls.inner > 1 or calls.part:
+            return
+        if calls.total and calls.length is not None and not calls.told:
+            self._ended.append(_used(name, calls, steps.number - calls.since))
+        elif not calls.total and steps.constant:
+            self._ended.append(UnusedSchedule(class_name=name, steps=steps.number))
 
     def _count(self, optimizer: torch.optim.Optimizer) -> int:
         """Count a step; return how many there were before."""
@@ -136,9 +168,10 @@ class Schedules:
             key, name, calls = id(scheduler), type(scheduler).__name__, Calls(lambda: None)
 
             known = self._calls[key] = calls
-            gone = partial(self._note_unmoved, name, calls)
+            gone = partial(self._note_end, name, calls)
             calls.scheduler = self._entries.when_gone("probe:schedules", scheduler, gone)
             calls.optimizer = id(getattr(scheduler, "optimizer", None))
+            calls.since = steps.number if (steps := self._steps.get(calls.optimizer)) is not None else 0
             for part in parts_of(scheduler):
                 self._of(part).part = True
         return known
@@ -168,3 +201,49 @@ class Schedules:
         value = vars(optimizer)["lr"]
         before = self._attributes.setdefault(id(optimizer), value)
         return bool(before != value)
+
+
+def _used(name: str, calls: Calls, steps: int) -> UnusedSchedule:
+    return UnusedSchedule(class_name=name, steps=steps, calls=calls.total, length=calls.length, location=calls.location)
+
+
+def length_of(scheduler: Any) -> int | None:
+    """Return after how many calls the rate of one of torch's schedules is at its lowest, or next to nothing.
+
+    None of one that only warms up, that begins again by design, or whose form is not known.
+    """
+    if type(scheduler) is lr_scheduler.SequentialLR:
+        parts, milestones = parts_of(scheduler), milestones_of(scheduler)
+        last = length_of(parts[-1]) if parts else None
+        return milestones[-1] + last if milestones and last is not None else None
+    own = _LENGTHS.get(type(scheduler))
+    length = None if own is None else own(vars(scheduler))
+    return int(length) if isinstance(length, int | float) and length > 0 else None
+
+
+def _of_cosine(about: dict[str, Any]) -> Any:
+    return about["T_max"] if all(about["eta_min"] < _MOVED * rate for rate in about["base_lrs"]) else None
+
+
+def _of_line(about: dict[str, Any]) -> Any:
+    return about["total_iters"] if about["end_factor"] < _MOVED * about["start_factor"] else None
+
+
+def _of_factor(about: dict[str, Any]) -> Any:
+    gamma = about["gamma"]
+    return math.ceil(math.log(_ENDED) / math.log(gamma)) * about.get("step_size", 1) if 0 < gamma < 1 else None
+
+
+def _of_milestones(about: dict[str, Any]) -> Any:
+    drops = about["milestones"]
+    return max(drops, default=None) if about["gamma"] ** sum(drops.values()) < _MOVED else None
+
+
+_LENGTHS: dict[type, Callable[[dict[str, Any]], Any]] = {
+    lr_scheduler.CosineAnnealingLR: _of_cosine,
+    lr_scheduler.PolynomialLR: lambda about: about["total_iters"],
+    lr_scheduler.LinearLR: _of_line,
+    lr_scheduler.StepLR: _of_factor,
+    lr_scheduler.ExponentialLR: _of_factor,
+    lr_scheduler.MultiStepLR: _of_milestones,
+}

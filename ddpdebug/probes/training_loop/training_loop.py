@@ -19,12 +19,13 @@ import torch.distributed as dist
 from ddpdebug import torch_internals as internals
 from ddpdebug.errors import text_of
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.isolation.user_code import user_location
+from ddpdebug.isolation.user_code import user_frame, user_location
 from ddpdebug.probes import training_events as events
 from ddpdebug.probes.ddp_wrapper import Wrapper
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.forward_capture import ForwardCapture, ForwardCaptures
 from ddpdebug.probes.loop_calls import LoopCalls
+from ddpdebug.probes.loss_line import expression
 from ddpdebug.probes.models import Models
 from ddpdebug.probes.plain_models import PlainModel, PlainModels
 from ddpdebug.probes.record import Part, StepRecord
@@ -34,10 +35,20 @@ from ddpdebug.probes.training_loop.detached_parts import Cuts
 from ddpdebug.probes.training_loop.eval_dropout import Chance, DropoutCalls
 from ddpdebug.probes.training_loop.input_statistics import Inputs
 from ddpdebug.probes.training_loop.labels import Labels
-from ddpdebug.probes.training_loop.loss_graph import Term, facts, gist, is_mean, name_of, target_of, terms
+from ddpdebug.probes.training_loop.loss_graph import (
+    Term,
+    facts,
+    gist,
+    is_mean,
+    name_of,
+    softmax_of_one,
+    target_of,
+    terms,
+)
 from ddpdebug.probes.training_loop.modes import EVALUATION, Modes, has_input_with_gradient
 from ddpdebug.probes.training_loop.no_grad import LAST, NoGrad
 from ddpdebug.probes.training_loop.parameter_ownership import Audit, held_by, unregistered
+from ddpdebug.probes.training_loop.rollouts import Rollouts
 from ddpdebug.probes.training_loop.schedulers import Schedules
 from ddpdebug.probes.training_loop.targets import Targets
 from ddpdebug.probes.training_loop.zero_grad import Clearing
@@ -51,7 +62,6 @@ from ddpdebug.schema.announcements import (
     TargetRange,
     TrainModeValidation,
     UnregisteredParameters,
-    UnusedSchedule,
 )
 from ddpdebug.schema.details import (
     Accumulation,
@@ -66,7 +76,9 @@ from ddpdebug.schema.row import Flag
 #: Of each line that calls backward so many passes are looked at in any case.
 _FIRST_PASSES = 16
 _MAX_FACTS = 3
-#: Different facts about losses, of each kind: other lines, and what is new at one.
+#: Evaluations that are further apart than this are told alike.
+_MAX_SINCE = 32
+#: Different facts of each kind: about losses, other lines, and what is new at one.
 _MAX_DIFFERENT = 32
 _MAX_NAMES = 20
 #: After so many steps of the first optimizer parameters without a gradient are looked after.
@@ -174,7 +186,7 @@ class Recipe:
         self._leaks = leaks
         self._loop = _Loop()
         self._passes: dict[str | None, int] = {}
-        self._told: dict[type[Announcement], int] = {}
+        self._told: dict[type[Announcement], dict[Hashable, int]] = {}
         self._known: dict[type[Announcement], set[Hashable]] = {}  # what was told once
         self._inputs: dict[int, Inputs] = {}
         self._cuts: dict[int, Cuts] = {}
@@ -186,7 +198,7 @@ class Recipe:
         self._backwards = 0
         self._steps = 0  # of the first optimizer
         self._first: weakref.ref[torch.optim.Optimizer] | None = None
-        self._evaluation = _Evaluation()
+        self._evaluation, self._rollouts = _Evaluation(), Rollouts()
         guard.when_cut(self.cut)
         guard.when_off("probe:recipe", self._forget_loop)
         guard.when_off("probe:recipe-forward", self._forget_forwards)
@@ -261,13 +273,11 @@ class Recipe:
         if not root.training:
             run("probe:chance", self._chance.begin, root)
         if not torch.is_grad_enabled():
-            if run("probe:modes", self._modes.evaluates_in_train, root):
-                self._evaluation.forwards += 1
-                self._evaluation.location = self._evaluation.location or user_location()
-            else:
-                self._evaluation.forwards = 0
+            self._begins_without_gradients(root, tensors)
             return
-        self._end_evaluation()
+        self._end_evaluation(tensors)
+        if not self._rollouts.has_batch:
+            run("probe:rollouts", self._rollouts.trains, tensors())
         loop = self._loop
         loop.trained += 1
         modes = run("probe:modes", self._modes.in_eval, root)
@@ -288,6 +298,17 @@ class Recipe:
         if self._forwards[key] == 1 and not self._steps:
             self._no_grad[key] = NoGrad(root, self._entries)
             run("probe:no-grad", self._no_grad[key].begin)
+
+    def _begins_without_gradients(self, root: torch.nn.Module, tensors: Tensors) -> None:
+        seen = self._evaluation
+        if not self._run("probe:modes", self._modes.evaluates_in_train, root):
+            seen.forwards = 0
+            self._rollouts.forget()
+            return
+        seen.forwards += 1
+        seen.location = seen.location or user_location()
+        if seen.forwards > 1:  # one or two views are a part of many training steps
+            self._run("probe:rollouts", self._rollouts.given, tensors())
 
     def _output(self, event: events.ForwardEnded) -> None:
         """Look at a DDP forward that has ended."""
@@ -313,6 +334,7 @@ class Recipe:
                 self.tell(cut)
         if torch.is_grad_enabled() and self._forwards.get(key) == 2:
             run("probe:unregistered", self._unregistered, root, event)
+            run("probe:audit", self.audit.output, root, event.outputs())
 
     def _unregistered(self, root: torch.nn.Module, event: events.ForwardEnded | events.ModuleForwardEnded) -> None:
         """Look for parameters that an output was computed with and that nobody has."""
@@ -357,14 +379,19 @@ class Recipe:
                 self.tell(fact)
         self._no_grad.clear()
 
-    def _end_evaluation(self) -> None:
+    def _end_evaluation(self, batch: Tensors | None = None) -> None:
+        """Tell of the forwards without gradients that are over; `batch` is trained on next, where that is known."""
         seen = self._evaluation
         if not seen.forwards:
             return
         step = self._state.next_step()
         if seen.forwards >= EVALUATION:
             since = step - seen.since
-            self.tell(TrainModeValidation(forwards=seen.forwards, location=seen.location, since=since))
+            collected = self._run("probe:rollouts", self._rollouts.collected, () if batch is None else batch()) or False
+            fact = TrainModeValidation(forwards=seen.forwards, location=seen.location, since=since, collected=collected)
+            self.tell(fact, (seen.location, min(since, _MAX_SINCE), collected))
+        else:
+            self._rollouts.forget()
         self._evaluation = _Evaluation(since=step)
 
     # --- backward -----------------------------------------------------------------------------------------------------
@@ -401,6 +428,8 @@ class Recipe:
             self._announce(self._at(targets))
         if len(found) == 1:
             self._run("probe:leaks", self._compare, found[0], root, scale, scaled=scaled)
+        if number == 1 and (single := softmax_of_one(root)) is not None:
+            self.tell(replace(single, location=expression(user_frame()) or line))
         if number == 1 and not state.next_step() and len(found) == 1:
             first = self._run("probe:labels", self._labels.initial, found[0], root, scale)
             if first is not None:
@@ -480,6 +509,8 @@ class Recipe:
         flags |= run("probe:labels", self._labels.take, detail) or Flag(0)
         found = run("probe:schedules", self.schedules.before_step, optimizer, len(loop.lines)) or {}
         detail.update(found)
+        for pace in self.schedules.paces():
+            self.tell(pace)
         flags |= Flag.SCHEDULED_OFTEN if "scheduler" in found else Flag(0)
         flags |= Flag.SCHEDULED_ELSEWHERE if "elsewhere" in found else Flag(0)
         shown.flags |= flags
@@ -587,8 +618,8 @@ class Recipe:
         if os.getpid() != self._pid:  # a forked child (a loader's worker) is not the rank, and has no one to tell
             return
         self._end_evaluation()
-        for name, steps in self.schedules.never_called() if finished else ():
-            self.tell(UnusedSchedule(class_name=name, steps=steps))
+        for fact in self.schedules.at_end() if finished else ():
+            self.tell(replace(fact, passes=self._backwards))
         counts = self._labels.counts()
         if counts is not None:
             self.tell(counts)
@@ -606,9 +637,10 @@ class Recipe:
             known.add(what)
             self._announce(self._at(replace(fact, location=line)))
 
-    def tell(self, fact: Announcement) -> None:
-        """Announce a fact of this step, the first few of each kind."""
-        kind = type(fact)
-        self._told[kind] = self._told.get(kind, 0) + 1
-        if self._told[kind] <= _MAX_FACTS:
-            self._announce(self._at(fact))
+    def tell(self, fact: Announcement, about: Hashable = None) -> None:
+        """Announce a fact of this step, the first few of each kind, or of what tells some of a kind from others."""
+        told = self._told.setdefault(type(fact), {})
+        if about in told or len(told) < _MAX_DIFFERENT:
+            told[about] = told.get(about, 0) + 1
+            if told[about] <= _MAX_FACTS:
+                self._announce(self._at(fact))
