@@ -1,5 +1,5 @@
 # title: Each rank numbers the labels in the order in which it has met them; the map is used where batches are put together
-# source: https://discuss.pytorch.org/t/distributed-training-class-to-idx-mapping-differs-between-processes/126213
+# source: constructed
 # nproc: 2
 # expect.codes: DATA910
 # expect.ranks: any

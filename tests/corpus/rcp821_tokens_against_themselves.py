@@ -1,5 +1,5 @@
 # title: The loss compares the outputs of a causal transformer with its own input tokens at the same positions
-# source: https://discuss.huggingface.co/t/where-does-the-transformers-do-the-target-text-shifting-in-causal-lm/32408
+# source: constructed
 # nproc: 1
 # expect.codes: RCP821
 # expect.ranks: all

@@ -213,6 +213,24 @@ def test_a_model_is_asked_once_and_when_its_loss_is_low() -> None:
     assert quiet == [True, False]
 
 
+@pytest.mark.parametrize("moved, asked", [(False, [False] * 4 + [True, False, False]), (True, [False] * 7)])
+def test_targets_that_were_not_moved_are_asked_about_early(moved: bool, asked: list[bool]) -> None:
+    """In the fifth step, however high the loss is; two steps must have shown them."""
+    leaks, model = Leaks(lambda _: None), Model(causal)
+    found = []
+    for step in range(7):
+        capture = capture_of(model, text())
+        capture.step = step
+        target = text()[:, 1:].flatten() if moved else text().flatten()
+        leaks.loss(capture, target, -100, lambda: lambda: 3.0)
+        found.append(leaks.work())
+    assert [told is not None for told in found] == asked
+    for fact in filter(None, found):
+        assert fact.targets == "same"
+        assert fact.location is not None
+        assert TargetLeak().judge(fact) is not None
+
+
 def test_a_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss before is read once the device has come so far; what comes meanwhile is left out."""
     done, read = [False], []
