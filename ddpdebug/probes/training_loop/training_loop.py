@@ -428,9 +428,14 @@ class Recipe:
             self._announce(self._at(targets))
         if len(found) == 1:
             self._run("probe:leaks", self._compare, found[0], root, scale, scaled=scaled)
-        if number == 1 and (single := softmax_of_one(root)) is not None:
+        if number == 1:
+            self._look_at_first(found, root, scale, line)
+
+    def _look_at_first(self, found: list[Term], root: torch.Tensor, scale: float | None, line: str | None) -> None:
+        """Look at what only the first loss of a line can tell."""
+        if (single := softmax_of_one(root)) is not None:
             self.tell(replace(single, location=expression(user_frame()) or line))
-        if number == 1 and not state.next_step() and len(found) == 1:
+        if not self._state.next_step() and len(found) == 1:
             first = self._run("probe:labels", self._labels.initial, found[0], root, scale)
             if first is not None:
                 self.tell(replace(first, location=line))
