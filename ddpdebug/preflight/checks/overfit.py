@@ -172,7 +172,7 @@ def _run(subject: Subject, recipe: str, make: OptimizerFor, seconds: float, floo
         model = copied(subject.model)
         _still(model)
         optimizer = make(model)
-        losses = _train(subject, model, optimizer, state, lambda: time.monotonic() - began > seconds)
+        losses = _train(subject, model, optimizer, state, floor.known, lambda: time.monotonic() - began > seconds)
     return Run(recipe=recipe, losses=tuple(losses), seconds=time.monotonic() - began, floor=floor)
 
 
@@ -228,6 +228,7 @@ def _train(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     state: RandomState,
+    floor: float,
     over: Callable[[], bool],
 ) -> list[float]:
     losses: list[float] = []
@@ -237,7 +238,7 @@ def _train(
         losses.append(take_step(model, optimizer, subject.loss_of, [copy_of_batch(batch)]))
         if not math.isfinite(losses[-1]):
             break
-        if len(losses) > _LEAST_STEPS and all(has_learned(losses[0], loss) for loss in losses[-3:]):
+        if len(losses) > _LEAST_STEPS and all(has_learned(losses[0] - floor, loss - floor) for loss in losses[-3:]):
             break
     return losses
 
