@@ -215,12 +215,20 @@ def test_evidence_may_hold_them() -> None:
         "modes": Modes(training={"a": True}),
         "hyper": (HyperParameters(groups=({"lr": 0.1},)),),
         "clip": Clip(norm=math.nan, max=1.0),
-        "late": UnusedSchedule(class_name="StepLR"),
+        "late": UnusedSchedule(class_name="StepLR", length=3),
     }
     found = Finding(code="NUM301", title="t", severity=Severity.ERROR, evidence=held)
     assert json.loads(found.to_json())["evidence"] == {
         "modes": {"a": True},
         "hyper": [[{"lr": 0.1}]],
         "clip": {"norm": "nan", "max": 1.0, "before_sync": False, "location": None},
-        "late": {"step": None, "class": "StepLR", "steps": 0},
+        "late": {
+            "step": None,
+            "class": "StepLR",
+            "steps": 0,
+            "calls": 0,
+            "length": 3,
+            "passes": 0,
+            "location": None,
+        },
     }
