@@ -222,5 +222,13 @@ def test_evidence_may_hold_them() -> None:
         "modes": {"a": True},
         "hyper": [[{"lr": 0.1}]],
         "clip": {"norm": "nan", "max": 1.0, "before_sync": False, "location": None},
-        "late": {"step": None, "class": "StepLR", "steps": 0},
+        "late": {
+            "step": None,
+            "class": "StepLR",
+            "steps": 0,
+            "calls": 0,
+            "length": None,
+            "passes": 0,
+            "location": None,
+        },
     }
