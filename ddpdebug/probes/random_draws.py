@@ -300,24 +300,36 @@ def _held(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
 
 
 def _lines(frame: FrameType | None) -> Iterator[announcements.DrawingLine]:
-    """Yield the calls in a loop, and in what it calls in the same file, that draw numbers by their name."""
-    if frame is None or (tree := _source(file := frame.f_code.co_filename)) is None:
+    """Yield the calls in the training loop, and in what it calls in the same file, that draw numbers by their name.
+
+    The loop is the innermost one around the running line of one of the user's functions; that it stands in none, as
+    with a trainer of a library, tells nothing of what the function does beside it.
+    """
+    waiting: list[tuple[str, ast.AST]] = []
+    trees: dict[str, ast.Module] = {}
+    for _ in range(_MAX_FRAMES):
+        if frame is None or (tree := _source(file := frame.f_code.co_filename)) is None:
+            return
+        trees[file] = tree
+        inside = scope_at(tree, frame.f_lineno)
+        loops = [n for n in ast.walk(inside) if isinstance(n, ast.For | ast.While) and _spans(n, frame.f_lineno)]
+        waiting.append((file, max(loops, key=lambda loop: loop.lineno, default=inside)))
+        if loops:
+            break
+        frame = None if frame.f_back is None else user_frame(frame.f_back)
+    else:
         return
-    inside = scope_at(tree, frame.f_lineno)
-    loops = [n for n in ast.walk(inside) if isinstance(n, ast.For | ast.While) and _spans(n, frame.f_lineno)]
-    functions = {n.name: n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
-    waiting: list[ast.AST] = [max(loops, key=lambda loop: loop.lineno, default=inside)]
-    for part in waiting:
+    for file, part in waiting:
+        functions = {n.name: n for n in ast.walk(trees[file]) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
         for call in ast.walk(part):
             if not isinstance(call, ast.Call):
                 continue
             name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
             if name in functions:
-                if functions[name] not in waiting and len(waiting) < _MAX_FUNCTIONS:
-                    waiting.append(functions[name])
+                if (file, functions[name]) not in waiting and len(waiting) < _MAX_FUNCTIONS:
+                    waiting.append((file, functions[name]))
             elif (chooses := _chooses(call, name)) is not None:
-                place = location(file, call.lineno)
-                family = _family(call)
+                place, family = location(file, call.lineno), _family(call)
                 yield announcements.DrawingLine(location=place, function=name, family=family, chooses=chooses)
 
 

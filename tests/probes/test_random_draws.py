@@ -11,6 +11,7 @@ import torch
 
 from ddpdebug.probes import random_draws
 from ddpdebug.probes.random_draws import _held, _lines, _look_at
+from ddpdebug.schema.announcements import DrawingLine
 
 
 @pytest.mark.parametrize("before", [0, 1, 300, 620, 623, 624])
@@ -100,6 +101,21 @@ def test_lines_of_the_loop_are_named() -> None:
         ("permutation", "numpy", True),
         ("randn_like", "torch", False),
     }
+
+
+def test_outside_of_a_loop_nothing_is_named() -> None:
+    """What stands beside a call that trains, in a function without a loop, may have been drawn once."""
+    torch.randn(2)
+
+    def trainer() -> list[DrawingLine]:
+        return list(_lines(sys._getframe()))
+
+    assert trainer() == []
+    assert [[line.function for line in trainer()] for _ in range(1)] == [[]]
+    for _ in range(1):
+        torch.rand(1)
+        found = trainer()
+    assert [line.function for line in found] == ["rand"]
 
 
 def test_another_form_of_the_state_is_not_read() -> None:
