@@ -13,7 +13,7 @@ import torch
 from _report import report
 from peft import LoraConfig, get_peft_model
 from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, get_scheduler, set_seed
+from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainingArguments, get_scheduler, set_seed
 
 
 class Texts(Dataset):
@@ -53,6 +53,7 @@ def main():
     )
     scheduler = get_scheduler("cosine", optimizer, 2, 40)
     trainer = Trainer(model, args, train_dataset=Texts(320, 1), optimizers=(optimizer, scheduler))
+    trainer.remove_callback(PrinterCallback)  # it prints times
     trainer.train()
     report([trainer.accelerator.unwrap_model(trainer.model)], [optimizer])
     torch.distributed.destroy_process_group()
