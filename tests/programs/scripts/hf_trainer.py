@@ -12,7 +12,7 @@ where = "total = total +"
 """
 import torch
 import torch.nn.functional as F
-from _report import report
+from _report import finish, report
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainingArguments, set_seed
 
@@ -63,8 +63,8 @@ def main():
     trainer.remove_callback(PrinterCallback)  # it prints times
     trainer.train()
     report([trainer.accelerator.unwrap_model(trainer.model)], [trainer.optimizer])
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    finish()

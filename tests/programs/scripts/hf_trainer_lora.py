@@ -10,7 +10,7 @@ new = "    optimizer = make_optimizer(model)\n    model = get_peft_model(model, 
 codes = ["RCP803", "RCP811"]
 """
 import torch
-from _report import report
+from _report import finish, report
 from peft import LoraConfig, get_peft_model
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainingArguments, get_scheduler, set_seed
@@ -56,8 +56,8 @@ def main():
     trainer.remove_callback(PrinterCallback)  # it prints times
     trainer.train()
     report([trainer.accelerator.unwrap_model(trainer.model)], [optimizer])
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    finish()
