@@ -198,7 +198,8 @@ def run(program: Program, fault: Fault | None, ask: Zygote) -> Outcome:
     # a program that ends by an error: which rank notices first, and what it says of the other, differs in any two runs
     alike = fault is not None and any(result["status"] for result in pair.plain)
     differences = [d for d in pair.differences if "no step was watched" not in d and not (alike and "stderr" in d)]
-    return Outcome(program, fault, findings, differences, problems, unlocated, pair.steps, ", ".join(sorted(ends)))
+    texts = [[text.replace(f"{folder}/", "") for text in texts] for texts in (differences, problems, unlocated)]
+    return Outcome(program, fault, findings, *texts, pair.steps, ", ".join(sorted(ends)))
 
 
 @contextmanager

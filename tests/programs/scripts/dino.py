@@ -14,7 +14,7 @@ import math
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _report import report
+from _report import finish, report
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
@@ -135,8 +135,8 @@ def main():
             losses.append(loss.detach())
         print(f"Epoch: [{epoch}/{epochs}] loss {loss.item():.6f} lr {lr_schedule[it]:.6f}")
     report([student.module, teacher, dino_loss], [optimizer], losses)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    finish()

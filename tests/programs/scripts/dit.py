@@ -15,7 +15,7 @@ from copy import deepcopy
 
 import torch
 import torch.distributed as dist
-from _report import report
+from _report import finish, report
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -148,7 +148,6 @@ def main(args):
                 print(f"(step={train_steps:07d}) Train Loss: {avg_loss.item() / dist.get_world_size():.4f}")
                 running_loss = 0
     report([model.module, ema], [opt], losses)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
@@ -157,3 +156,4 @@ if __name__ == "__main__":
     parser.add_argument("--global-seed", type=int, default=0)
     parser.add_argument("--log-every", type=int, default=10)
     main(parser.parse_args())
+    finish()

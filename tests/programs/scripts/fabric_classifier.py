@@ -15,7 +15,7 @@ import warnings
 
 import torch
 import torch.nn.functional as F
-from _report import report
+from _report import finish, report
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -60,8 +60,8 @@ def main():
                 total += F.cross_entropy(model(data), target)
         fabric.print(f"epoch {epoch}: loss {loss.item():.4f} test {fabric.all_reduce(total).item() / len(test_loader):.4f}")
     report([net], [], losses)
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    finish()

@@ -12,9 +12,9 @@ where = "total = total +"
 """
 import torch
 import torch.nn.functional as F
-from _report import report
+from _report import finish, report
 from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainingArguments, set_seed
 
 
 class Texts(Dataset):
@@ -60,10 +60,11 @@ def main():
         logging_strategy="no", use_cpu=True, ddp_backend="gloo",
     )
     trainer = TextTrainer(GPT2LMHeadModel(config), args, train_dataset=Texts(320, 1), eval_dataset=Texts(39, 2))
+    trainer.remove_callback(PrinterCallback)  # it prints times
     trainer.train()
     report([trainer.accelerator.unwrap_model(trainer.model)], [trainer.optimizer])
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    finish()

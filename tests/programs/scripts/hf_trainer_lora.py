@@ -10,10 +10,10 @@ new = "    optimizer = make_optimizer(model)\n    model = get_peft_model(model, 
 codes = ["RCP803", "RCP811"]
 """
 import torch
-from _report import report
+from _report import finish, report
 from peft import LoraConfig, get_peft_model
 from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, get_scheduler, set_seed
+from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainingArguments, get_scheduler, set_seed
 
 
 class Texts(Dataset):
@@ -53,10 +53,11 @@ def main():
     )
     scheduler = get_scheduler("cosine", optimizer, 2, 40)
     trainer = Trainer(model, args, train_dataset=Texts(320, 1), optimizers=(optimizer, scheduler))
+    trainer.remove_callback(PrinterCallback)  # it prints times
     trainer.train()
     report([trainer.accelerator.unwrap_model(trainer.model)], [optimizer])
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    finish()

@@ -14,7 +14,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from _report import report
+from _report import finish, report
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Subset, TensorDataset
@@ -147,8 +147,8 @@ def main():
             torch.save({"epoch": epoch + 1, "state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}, "best.pth.tar")
         best_acc1 = max(acc1, best_acc1)
     report([model], [optimizer], losses)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    finish()

@@ -15,7 +15,7 @@ import warnings
 
 import torch
 import torch.nn.functional as F
-from _report import report
+from _report import finish, report
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -78,8 +78,8 @@ def main():
     torch.manual_seed(3 + trainer.global_rank)
     trainer.fit(model, DataLoader(ring(640), batch_size=16, shuffle=True))
     report([model], trainer.optimizers, model.losses)
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    finish()

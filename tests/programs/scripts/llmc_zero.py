@@ -14,8 +14,8 @@ import os
 
 import torch
 import torch.nn as nn
-from _report import digest, report
-from torch.distributed import ReduceOp, all_reduce, destroy_process_group, init_process_group
+from _report import digest, finish, report
+from torch.distributed import ReduceOp, all_reduce, init_process_group
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -126,4 +126,5 @@ for step in range(num_iterations):
     if master_process and step % 8 == 0:
         print(f"step {step + 1:4d}/{num_iterations} | train loss {lossf.item():.6f} | norm {norm:.4f} | lr {lr:.2e}")
 report([raw_model], [], losses, optimizer=digest(optimizer.optim.state_dict()))
-destroy_process_group()
+model = None  # before the group ends, which gloo may not survive otherwise
+finish()

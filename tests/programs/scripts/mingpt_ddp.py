@@ -20,9 +20,9 @@ import os
 from dataclasses import dataclass
 
 import torch
-from _report import report
+from _report import finish, report
 from torch import nn
-from torch.distributed import destroy_process_group, init_process_group
+from torch.distributed import init_process_group
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, random_split
@@ -140,8 +140,8 @@ def main():
     torch.manual_seed(int(os.environ["RANK"]))
     trainer.train()
     report([model], [optimizer], trainer.losses)
-    destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    finish()

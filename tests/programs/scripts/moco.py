@@ -11,7 +11,7 @@ codes = ["FAIL1001", "SYNC207"]
 """
 import torch
 import torch.distributed as dist
-from _report import report
+from _report import finish, report
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
@@ -122,8 +122,8 @@ def main():
             losses.append(loss.detach())
         print(f"Epoch {epoch} loss {loss.item():.4f} acc {(output.argmax(1) == target).float().mean():.3f}")
     report([model.module], [optimizer], losses)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    finish()

@@ -14,8 +14,8 @@ import os
 
 import torch
 import torch.nn as nn
-from _report import report
-from torch.distributed import destroy_process_group, init_process_group
+from _report import finish, report
+from torch.distributed import init_process_group
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -156,4 +156,5 @@ for iter_num in range(max_iters + 1):
     if iter_num % 10 == 0 and master_process:
         print(f"iter {iter_num}: loss {loss.item() * gradient_accumulation_steps:.4f}")
 report([raw_model], [optimizer], losses)
-destroy_process_group()
+model = None  # before the group ends, which gloo may not survive otherwise
+finish()

@@ -14,7 +14,7 @@ import math
 import numpy as np
 import torch
 import torch.distributed as dist
-from _report import report
+from _report import finish, report
 from torch import nn, optim
 from torch.distributions.categorical import Categorical
 
@@ -129,8 +129,8 @@ def main():
                 losses.append(loss.detach())
         print(f"update {update}: value loss {v_loss.item():.4f} falls {int(dones.sum())}")
     report([agent], [optimizer], losses)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    finish()

@@ -12,7 +12,7 @@ codes = ["SYNC210"]
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _report import report
+from _report import finish, report
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
@@ -35,7 +35,6 @@ class GatherLayer(torch.autograd.Function):
 def gather_plainly(tensor):
     output = [torch.zeros_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(output, tensor)
-    output[dist.get_rank()] = tensor
     return output
 
 
@@ -104,8 +103,8 @@ def main():
             loss_epoch += loss.item()
         print(f"Epoch [{epoch}/4]\t Loss: {loss_epoch / len(loader):.6f}")
     report([model.module], [optimizer], losses)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    finish()

@@ -19,7 +19,7 @@ import itertools
 
 import torch
 import torch.distributed as dist
-from _report import report
+from _report import finish, report
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, IterableDataset
@@ -87,8 +87,8 @@ def main():
             if it % 10 == 0:
                 print(f"Finished training it {it} of epoch {epoch}, loss {loss.item():.6f}")
     report([model.module], [optimizer], losses)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    finish()

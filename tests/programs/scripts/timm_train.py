@@ -14,7 +14,7 @@ import copy
 
 import torch
 import torch.distributed as dist
-from _report import report
+from _report import finish, report
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -166,8 +166,8 @@ def main():
         validate(model, loader_eval, "Test:")
         validate(model_ema.module, loader_eval, "Test (EMA):")
     report([model.module, model_ema], [optimizer], losses)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    finish()

@@ -19,7 +19,7 @@ import math
 
 import torch
 import torch.distributed as dist
-from _report import report
+from _report import finish, report
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
@@ -148,8 +148,8 @@ def main():
         if dist.get_rank() == 0:
             torch.save({"model": model.module.state_dict(), "model_ema": model_ema.state_dict()}, "checkpoint.pth")
     report([model.module, model_ema], [optimizer], losses)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    finish()
