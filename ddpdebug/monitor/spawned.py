@@ -162,7 +162,7 @@ class Starts:
         if self._is_rank() or "run" in vars(process) or not _loads_the_same():
             return
         if self._origin is None:
-            self._origin = self._make(Path(tempfile.mkdtemp(prefix="ddpdebug-")))
+            self._origin = self._make(_folder())
             self._pickled = pickle.dumps(self._origin)
         vars(process)["run"] = Running(self._pickled)
 
@@ -213,6 +213,15 @@ class Starts:
                 if process.exitcode is not None:
                     statuses[rank] = process.exitcode
         return self._origin.config.out, statuses
+
+
+def _folder() -> Path:
+    """Make a folder for temporary files; which one the script uses stays to be found out, in a forked process too."""
+    chosen = tempfile.tempdir
+    try:
+        return Path(tempfile.mkdtemp(prefix="ddpdebug-"))
+    finally:
+        tempfile.tempdir = chosen
 
 
 def note(origin: Origin | None, rank: int) -> None:

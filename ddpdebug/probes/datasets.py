@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch.utils.data import Subset, random_split
@@ -56,7 +56,7 @@ class Held(NamedTuple):
 
 def source_of(dataset: Any) -> str | None:
     """Return the class of the user's data set and where its items are made."""
-    while isinstance(dataset, Subset):
+    while _is(dataset, Subset):
         dataset = dataset.dataset
     made = getattr(type(dataset), "__getitem__", None) or getattr(type(dataset), "__iter__", None)
     code = getattr(made, "__code__", None)
@@ -75,6 +75,16 @@ def length_of(dataset: Any) -> int | None:
         return None
 
 
+def _is(value: Any, kind: type) -> bool:
+    """Tell whether a value is of a class; `isinstance` would also ask the `__class__` that an object makes up."""
+    return issubclass(type(value), kind)
+
+
+def _is_listed(value: Any) -> TypeGuard[Sequence[Any]]:
+    """Tell whether the indices of a subset can be gone through without any code of the user's."""
+    return type(value) in {list, tuple, range, torch.Tensor, array} or _is_array(value)
+
+
 def held_by(dataset: Any, prefix: str = "dataset", depth: int = 0) -> Iterator[tuple[str, Held]]:
     """Yield (attribute path, what it holds) of the plain data in a data set."""
     if depth > _MAX_DEPTH:
@@ -87,9 +97,9 @@ def held_by(dataset: Any, prefix: str = "dataset", depth: int = 0) -> Iterator[t
     budget = _BUDGET_BYTES
     for name, value in sorted(vars(dataset).items()):
         path = f"{prefix}.{name}"
-        if depth == 0 and name == "indices" and isinstance(dataset, Subset):
+        if depth == 0 and name == "indices" and _is(dataset, Subset):
             continue  # which `Splits` tells
-        if isinstance(value, torch.utils.data.Dataset):
+        if _is(value, torch.utils.data.Dataset):
             yield from held_by(value, path, depth + 1)
             continue
         if (found := _held(value)) is None:
@@ -102,7 +112,7 @@ def held_by(dataset: Any, prefix: str = "dataset", depth: int = 0) -> Iterator[t
 
 def _held(value: Any) -> Held | None:  # noqa: PLR0911 - one for each kind
     """Return what a value holds if it is plain data."""
-    if isinstance(value, torch.Tensor):
+    if _is(value, torch.Tensor):
         digest = fingerprint.sampled_fingerprint(value, _TENSOR_BYTES)[0]
         return Held(digest, min(value.nbytes, _TENSOR_BYTES), _content([("", _rows(value))]))
     if _is_array(value):
@@ -123,7 +133,7 @@ def _held(value: Any) -> Held | None:  # noqa: PLR0911 - one for each kind
 def _listed(items: Sequence[Any], *, records: bool) -> Held | None:
     """Return what a list holds; `records`: each item may be one."""
     total = len(items)
-    if all(isinstance(item, torch.Tensor) for item in items[:_MAX_PARTS]):
+    if all(_is(item, torch.Tensor) for item in items[:_MAX_PARTS]):
         return _tensors(items)
     if (limit := _limit(items)) is None:
         return None
@@ -140,7 +150,7 @@ def _listed(items: Sequence[Any], *, records: bool) -> Held | None:
 
 def _tensors(items: Sequence[Any]) -> Held | None:
     """Return what a list of tensors holds: the columns of one table, or one sample each."""
-    if not all(isinstance(item, torch.Tensor) for item in items):
+    if not all(_is(item, torch.Tensor) for item in items):
         return None
     chosen = items[:_MAX_PARTS] if len(items) <= _MAX_PARTS else items[:: len(items) // _MAX_PARTS][:_MAX_PARTS]
     digest = fingerprint.combine([len(items), *(fingerprint.glance(item) for item in chosen)])
@@ -163,7 +173,7 @@ def _limit(items: Sequence[Any]) -> int | None:
 
 def _is_heavy(item: Any, depth: int = 0) -> bool:
     """Tell whether tensors or arrays are in a record."""
-    if isinstance(item, torch.Tensor) or _is_array(item):
+    if _is(item, torch.Tensor) or _is_array(item):
         return True
     parts = _parts(item) or []
     return depth < _MAX_DEPTH and any(_is_heavy(part, depth + 1) for part in parts[:_MAX_PARTS])
@@ -224,7 +234,7 @@ def _text(item: Any, depth: int = 0) -> str | None:  # noqa: PLR0911 - likewise
     if kind in {torch.Tensor, torch.nn.Parameter}:
         return f"{fingerprint.glance(item):x}"
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(item, numpy.generic):
+    if numpy is not None and _is(item, numpy.generic):
         return repr(item.item())
     if _is_array(item):
         found = _array(item)
@@ -239,8 +249,8 @@ def _text(item: Any, depth: int = 0) -> str | None:  # noqa: PLR0911 - likewise
 def _parts(item: Any) -> list[Any] | None:
     """Return what a small record is made of."""
     kind = type(item)
-    if kind in {tuple, list} or (isinstance(item, tuple) and hasattr(kind, "_fields")):
-        return list(tuple.__iter__(item) if isinstance(item, tuple) else item)
+    if kind in {tuple, list} or (_is(item, tuple) and hasattr(kind, "_fields")):
+        return list(tuple.__iter__(item) if _is(item, tuple) else item)
     if kind is dict:
         return [*item, *item.values()]
     if hasattr(kind, "__dataclass_fields__") and hasattr(item, "__dict__"):
@@ -267,7 +277,7 @@ def _array(value: Any) -> Held | None:
     else:
         number = min(len(value), _FILE_ROWS if in_file else _ARRAY_ROWS)
         rows = [value[i * (len(value) - 1) // max(1, number - 1)] for i in range(number)]
-        texts = [row.reshape(-1)[:_ROW_ITEMS].tobytes() for row in rows]
+        texts = [row.flat[:_ROW_ITEMS].tobytes() for row in rows]  # `reshape` may copy a whole row
         digest = fingerprint.combine([value.nbytes, *(fingerprint.of_bytes(text) for text in texts)])
     columns: torch.Tensor | None = None
     if value.ndim and not in_file and value.size * value.itemsize <= _ROWS_ITEMS:
@@ -316,13 +326,14 @@ class Splits:
 
     def of(self, dataset: Any) -> IndexList | None:
         """Return the indices of a subset and where they come from."""
-        if not isinstance(dataset, Subset):
+        held = vars(dataset).get("indices") if _is(dataset, Subset) else None
+        if not _is_listed(held):
             return None
         reference, about = self._made.get(id(dataset), (None, None))
         if about is None or reference is None or reference() is not dataset:
             about = IndexList(digest="", length=0)
-        indices = list(dataset.indices)
-        length, chosen = len(indices), indices[:_MAX_ITEMS]
+        length, chosen = len(held), held[:_MAX_ITEMS]
+        chosen = chosen.tolist() if hasattr(chosen, "tolist") else list(chosen)
         try:
             numbers = torch.tensor(array("q", chosen), dtype=torch.int64)
         except (TypeError, ValueError, OverflowError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -130,6 +131,25 @@ def test_no_process_gets_what_it_could_not_load(tmp_path: Path, monkeypatch: pyt
         patched.setattr(sys, "meta_path", [])
         _starts(tmp_path).before(process)
     assert vars(process) == {"pid": 5}
+
+
+def test_where_temporary_files_go_is_still_for_the_script_to_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`tempfile` asks the environment once, and a forked process would inherit the answer."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    given: list[Path] = []
+
+    def make(notes: Path) -> Any:
+        given.append(notes)
+        return "made"
+
+    starts = Starts(make, lambda: False)
+    starts.before(_Object(pid=1))
+    assert given[0].parent == tmp_path
+    assert tempfile.tempdir is None
+    given[0].rmdir()
 
 
 def test_ranks_are_known_by_their_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

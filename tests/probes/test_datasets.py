@@ -373,3 +373,71 @@ def test_workers_deliver_in_the_order_of_the_indices() -> None:
         for index, item in fact.items.items():
             assert known.setdefault(index, item) == item
     assert len(known) == len(delivered_items._followed(COUNT))
+
+
+class Proxy:
+    """Stands for a record that is loaded as soon as anything of it is asked, its class too."""
+
+    asked = 0
+
+    @property
+    def __class__(self) -> type:  # what proxies of libraries do
+        type(self).asked += 1
+        return str
+
+    @__class__.setter
+    def __class__(self, kind: type) -> None:
+        raise AssertionError(kind)
+
+
+class Numbers(Sequence[int]):
+    """Indices of the script's own class."""
+
+    asked = 0
+
+    def __len__(self) -> int:
+        type(self).asked += 1
+        return COUNT
+
+    def __getitem__(self, index: Any) -> Any:
+        type(self).asked += 1
+        return range(COUNT)[index]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Proxy,
+        lambda: [Proxy() for _ in range(COUNT)],
+        lambda: [(Proxy(), 1) for _ in range(COUNT)],
+        lambda: {"records": Proxy()},
+        lambda: np.array([Proxy() for _ in range(COUNT)], dtype=object),
+    ],
+)
+def test_a_record_that_stands_for_another_one_is_not_asked_what_it_is(make: Callable[[], Any]) -> None:
+    data = Own(make())
+    Proxy.asked = 0
+    dict(held_by(data))
+    assert Proxy.asked == 0
+
+
+def test_indices_of_a_class_of_the_script_are_not_gone_through() -> None:
+    data = Subset(Own(3), Numbers())
+    Numbers.asked = 0
+    assert Splits().of(data) is None
+    assert Numbers.asked == 0
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
+def test_indices_are_the_same_in_whatever_they_are_kept(kind: Callable[[Any], Any]) -> None:
+    usual, other = Splits().of(Subset(Own(3), BACKWARD)), Splits().of(Subset(Own(3), kind(BACKWARD)))
+    assert usual is not None
+    assert usual == other
+
+
+@pytest.mark.parametrize("kind", ["f4", "U3", "M8[s]", "i8,f4"])
+def test_rows_of_a_large_array_are_read_of_any_kind(kind: str) -> None:
+    data = np.zeros(600_000, dtype=kind)
+    usual = dict(held_by(Own(data)))["dataset.value"].digest
+    data[-1] = np.ones(1, dtype=kind)[0]
+    assert dict(held_by(Own(data)))["dataset.value"].digest != usual
