@@ -206,8 +206,14 @@ class Schedules:
 
 
 def _used(name: str, calls: Calls, steps: int) -> UnusedSchedule:
-    about = {"steps": steps, "calls": calls.total, "length": calls.length}
-    return UnusedSchedule(class_name=name, left=calls.left, location=calls.location, **about)
+    return UnusedSchedule(
+        class_name=name,
+        steps=steps,
+        calls=calls.total,
+        length=calls.length,
+        left=calls.left,
+        location=calls.location,
+    )
 
 
 def length_of(scheduler: Any) -> int | None:
