@@ -708,6 +708,7 @@ class UnusedSchedule(Announcement):
     steps: int = 0  # of its optimizer
     calls: int = 0  # of the scheduler
     length: int | None = None  # calls until its rate is at its lowest, of one that was stepped
+    left: float = 0.0  # of the rate then, as a share of what it begins with
     passes: int = 0  # backward passes, where the run came to its end
     location: str | None = None  # where it is stepped
 

@@ -535,6 +535,30 @@ def test_the_length_of_a_schedule(make: Callable[[Any], LRScheduler], length: in
 
 
 @pytest.mark.parametrize(
+    "make, left",
+    [
+        (lambda o: MultiStepLR(o, [3], 0.1), 0.1),
+        (lambda o: MultiStepLR(o, [2, 4], 0.1), 0.01),
+        (lambda o: LinearLR(o, 1.0, 0.2, total_iters=5), 0.2),
+        (lambda o: CosineAnnealingLR(o, 5), 0.0),
+        (lambda o: CosineAnnealingLR(o, 5, eta_min=0.1), 0.1),
+        (lambda o: SequentialLR(o, [LinearLR(o), MultiStepLR(o, [3], 0.1)], milestones=[2]), 0.1),
+    ],
+)
+def test_what_a_schedule_leaves_of_the_rate_is_told(make: Callable[[Any], LRScheduler], left: float) -> None:
+    """After one drop to a tenth a run may well go on for most of its steps."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    seen, schedule = Schedules(ENTRIES), make(optimizer)
+    for _ in range(40):
+        seen.before_step(optimizer, 1)
+        optimizer.step()
+        seen.called(schedule)
+    seen.before_step(optimizer, 1)
+    (told,) = seen.paces()
+    assert told.left == pytest.approx(left)
+
+
+@pytest.mark.parametrize(
     "length, each, phase",
     [(3, 1, "early"), (10, 1, "early"), (60, 1, None), (40, 1, None), (6, 10, None), (3, 10, None), (60, 10, "late")],
 )

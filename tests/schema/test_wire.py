@@ -228,6 +228,7 @@ def test_evidence_may_hold_them() -> None:
             "steps": 0,
             "calls": 0,
             "length": 3,
+            "left": 0.0,
             "passes": 0,
             "location": None,
         },

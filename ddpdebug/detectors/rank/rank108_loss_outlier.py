@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ddpdebug.detectors.examples import digest, step_at, steps
 from ddpdebug.detectors.kinds import Examples, Facts, Fields, Findings, Severity, Step, Streak, StreakRule, Threshold
-from ddpdebug.schema.announcements import Targets
+from ddpdebug.schema.announcements import Loader, Targets
 from ddpdebug.schema.row import Flag
 
 #: The window is judged every so many steps.
@@ -75,7 +75,7 @@ class LossOutlier(StreakRule):
     severity = Severity.WARNING
     title = "one rank's loss is an outlier"
     incident = ("ranks", "phase")
-    topics = ("targets",)
+    topics = ("targets", "loader")
     contrary_alone = Threshold(
         1.5,
         "norm of one rank's own gradient over the next largest, from which on it is the odd one of three and more",
@@ -97,6 +97,12 @@ class LossOutlier(StreakRule):
         "squared norm of the mean gradient times the number of ranks, over the mean of the ranks' squared norms",
         source="1 for gradients that have nothing in common, more for those that agree; of two ranks 0.6 is a cosine "
         "of -0.4",
+    )
+    contrary_data = Threshold(
+        0.25,
+        "share of the data set that all ranks train on in one step, above which their gradients are not compared",
+        source="calculated: what is not on one rank is then on the other, so near the optimum the gradients of two "
+        "ranks have a cosine of -s / (2 - s): -0.14 for a quarter, -1 for the whole",
     )
     contrary_steps = Threshold(
         32,
@@ -148,6 +154,11 @@ class LossOutlier(StreakRule):
         lambda: _targets((0, 90, 60, 40, 20, 10), (0, 0, 90, 60, 40, 20, 10)),  # counted from 2
         lambda: _targets((300,) * 5 + (0,), (0,) + (300,) * 5),
         lambda: (_targets((60,) * 4, (61, 58, 62, 59)), *steps(40, world=2, local_grad_norm=1.0, grad_norm=0.4)),
+        lambda: (
+            Facts(topic="loader:0", values={rank: {"length": 640, "batches": 8} for rank in range(2)}),
+            _targets((60,) * 4, (61, 58, 62, 59)),
+            *steps(40, world=2, local_grad_norm=1.0, grad_norm=0.4),
+        ),
     )
     silent_on = Examples(
         lambda: steps(80),
@@ -159,6 +170,18 @@ class LossOutlier(StreakRule):
         lambda: _targets((90, 60, 40, 20), (20, 90, 10, 60)),  # shards that differ
         lambda: (_targets((60,) * 4, (61, 58, 62, 59)), *steps(40, world=2, local_grad_norm=1.0, grad_norm=0.7)),
         lambda: (_targets((90, 20), (20, 90)), *steps(40, world=2, local_grad_norm=1.0, grad_norm=0.4)),
+        lambda: (  # each step sees half of a small data set
+            Facts(topic="loader:0", values={rank: {"length": 160, "batches": 2} for rank in range(2)}),
+            _targets((60,) * 4, (61, 58, 62, 59)),
+            *steps(40, world=2, local_grad_norm=1.0, grad_norm=0.4),
+        ),
+        lambda: (  # so does each step of a loop that has its batches in a list
+            _targets((60,) * 4, (61, 58, 62, 59)),
+            *(
+                step_at(n, world=2, local_grad_norm=1.0, grad_norm=0.4, batch_digest=digest(7, n % 3))
+                for n in range(40)
+            ),
+        ),
         lambda: (
             _targets((60,) * 4, (61, 58, 62, 59)),  # one batch again and again, at its optimum
             *steps(40, world=2, local_grad_norm=1.0, grad_norm=0.4, batch_digest=digest(7)),
@@ -174,7 +197,8 @@ class LossOutlier(StreakRule):
         self._alike: bool | None = None  # the ranks have each label about as often
         self._pulls: dict[int, deque[tuple[float, float]]] = {}  # share of the mean, and the ranks' mean norm
         self._first_norms: dict[int, list[float]] = {}
-        self._batches: dict[int, int] = {}
+        self._batches: dict[int, deque[int]] = {}  # digests of the newest ones
+        self._epochs: dict[str, int] = {}  # loader -> batches of an epoch
         self._said: set[str] = set()
 
     # --- labels and gradients -----------------------------------------------------------------------------------------
@@ -183,8 +207,16 @@ class LossOutlier(StreakRule):
         yield from super().detect(step)
         yield from self._contradiction(step)
 
-    def compare(self, topic: str, facts: Mapping[int, Targets]) -> Findings:
-        counts = {rank: fact.counts for rank, fact in sorted(facts.items())}
+    def compare(self, topic: str, facts: Mapping[int, Targets | Loader]) -> Findings:
+        loaders = [fact.batches for fact in facts.values() if isinstance(fact, Loader)]
+        if loaders:
+            self._epochs[topic] = min((batches for batches in loaders if batches is not None), default=0)
+            return
+        yield from self._labels({rank: fact for rank, fact in sorted(facts.items()) if isinstance(fact, Targets)})
+
+    def _labels(self, facts: Mapping[int, Targets]) -> Findings:
+        """Compare how often the ranks have each label."""
+        counts = {rank: fact.counts for rank, fact in facts.items()}
         least = min(sum(own) / max(1, sum(n > 0 for n in own)) for own in counts.values())
         if len(counts) < 2 or len({len(own) for own in counts.values()}) > 1 or least < self.labels_each:
             self._alike = None
@@ -233,8 +265,10 @@ class LossOutlier(StreakRule):
         mean, count = next(iter(step.rows.values())).grad_norm if step.rows else math.nan, len(local)
         known = all(map(math.isfinite, (*local, mean))) and count == step.world > 1 and any(local)
         batch = next(iter(step.rows.values())).batch_digest if step.rows else 0
-        again, self._batches[step.optimizer] = self._batches.get(step.optimizer) == batch, batch
-        if not known or again or any(step.any(flag) for flag in _UNFIT):
+        batches = self._batches.setdefault(step.optimizer, deque(maxlen=max(1, int(1 / self.contrary_data) - 1)))
+        again = batch in batches
+        batches.append(batch)
+        if not known or again or self._covers_much(step) or any(step.any(flag) for flag in _UNFIT):
             return
         squares = math.fsum(norm * norm for norm in local)
         first = self._first_norms.setdefault(step.optimizer, [])
@@ -266,6 +300,12 @@ class LossOutlier(StreakRule):
                 "steps": len(pulls),
             },
         )
+
+    def _covers_much(self, step: Step) -> bool:
+        """Whether one step takes a large part of what the longest loader delivers in an epoch."""
+        batches = max(self._epochs.values(), default=0)
+        each = max(1, *(row.micro_batches for row in step.rows.values()))
+        return 0 < batches * self.contrary_data < each
 
     # --- the loss -----------------------------------------------------------------------------------------------------
 

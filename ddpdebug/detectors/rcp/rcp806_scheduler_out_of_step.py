@@ -101,6 +101,11 @@ class SchedulerOutOfStep(WindowHabit, EventRule):
         "share of the optimizer steps after which a schedule that is stepped per batch is at its lowest for good",
         source="chosen: what decays to nothing does so towards the end, and no run spends half of its steps there",
     )
+    schedule_left = Threshold(
+        0.05,
+        "share of the rate that a schedule ends with, up to which nothing is meant to be trained with it",
+        source="chosen: one drop to a tenth, after which most of a run follows, is usual where an epoch is one batch",
+    )
     schedule_longest = Threshold(
         300,
         "length of a schedule, up to which it may be a number of epochs",
@@ -118,6 +123,7 @@ class SchedulerOutOfStep(WindowHabit, EventRule):
     )
     fires_on = Examples(
         lambda: _used(40, 40, 6),
+        lambda: _used(300, 300, 80, left=0.01, **{"class": "MultiStepLR"}),
         lambda: _used(4000, 4000, 90, **{"class": "StepLR"}),
         lambda: _used(6, 240, 240),
         lambda: _used(6, 120, 240, passes=240),
@@ -134,6 +140,7 @@ class SchedulerOutOfStep(WindowHabit, EventRule):
         lambda: _used(6, 240, 3),  # per epoch, a cycle
         lambda: _used(9000, 9000, 500),  # cycles of a thousand steps
         lambda: _used(9, 90, 90, **{"class": "StepLR"}),
+        lambda: _used(300, 300, 80, left=0.1, **{"class": "MultiStepLR"}),  # one drop, epochs of one batch
         lambda: _used(5, 240, 90),  # a run that was cut short
         lambda: (
             *steps(1, flags=Flag.SCHEDULED_OFTEN, recipe=_OFTEN),
@@ -156,6 +163,7 @@ class SchedulerOutOfStep(WindowHabit, EventRule):
         units = (fact.steps, fact.passes)
         if per_step >= self.schedule_per_batch:
             ended = fact.length <= min(self.schedule_early * fact.steps, self.schedule_longest)
+            ended = ended and fact.left <= self.schedule_left
             found = _EARLY if ended else None
         else:
             same = fact.class_name not in _BY_FACTOR and any(

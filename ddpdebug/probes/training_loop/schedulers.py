@@ -43,6 +43,7 @@ class Calls:
     optimizer: int = 0  # its id
     part: bool = False  # of another schedule
     length: int | None = None  # calls until its rate is at its lowest
+    left: float = 0.0  # of the rate then, as a share
     since: int = 0  # steps of its optimizer before it was made
     told: bool = False
 
@@ -76,6 +77,7 @@ class Schedules:
             return
         if not calls.total:
             calls.length = length_of(scheduler)
+            calls.left = 0.0 if calls.length is None else left_by(scheduler)
             calls.since *= bool(calls.inner)  # one whose constructor does not step it was not seen before
         calls.total += 1
         calls.pending += 1
@@ -204,7 +206,14 @@ class Schedules:
 
 
 def _used(name: str, calls: Calls, steps: int) -> UnusedSchedule:
-    return UnusedSchedule(class_name=name, steps=steps, calls=calls.total, length=calls.length, location=calls.location)
+    return UnusedSchedule(
+        class_name=name,
+        steps=steps,
+        calls=calls.total,
+        length=calls.length,
+        left=calls.left,
+        location=calls.location,
+    )
 
 
 def length_of(scheduler: Any) -> int | None:
@@ -219,6 +228,20 @@ def length_of(scheduler: Any) -> int | None:
     own = _LENGTHS.get(type(scheduler))
     length = None if own is None else own(vars(scheduler))
     return int(length) if isinstance(length, int | float) and length > 0 else None
+
+
+def left_by(scheduler: Any) -> float:
+    """Return the share of the rate that one of torch's schedules of a known length ends with."""
+    about = vars(scheduler)
+    if type(scheduler) is lr_scheduler.SequentialLR:
+        return left_by(parts_of(scheduler)[-1])
+    if type(scheduler) is lr_scheduler.CosineAnnealingLR:
+        return max((float(about["eta_min"] / rate) for rate in about["base_lrs"] if rate), default=0.0)
+    if type(scheduler) is lr_scheduler.LinearLR:
+        return float(about["end_factor"] / about["start_factor"])
+    if type(scheduler) is lr_scheduler.MultiStepLR:
+        return float(about["gamma"] ** sum(about["milestones"].values()))
+    return 0.0
 
 
 def _of_cosine(about: dict[str, Any]) -> Any:
