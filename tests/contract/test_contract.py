@@ -50,6 +50,7 @@ _ON_CUDA_FIELDS = {
 #: Keys that need a GPU, and those of mistakes that the jobs do not make: scripts of the corpus do.
 _UNUSUAL = {
     ("place", "gpu_uuid"),
+    ("alone:loss", "operation"),  # hlth714_cross_entropy_over_one_output.py
     *(("numerics", f"{found}.candidates") for found in ("loss", "loss_backward")),
 }
 #: Topics that another command than `run` brings up, and where that is run for real.
