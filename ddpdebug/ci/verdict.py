@@ -96,9 +96,10 @@ class Verdict:
 
     @property
     def fails_unchecked(self) -> bool:
-        """Tell whether what was not checked fails the check: where that is required, or was everything."""
-        nothing = self.coverage is not None and any(gap.part == "steps" for gap in self.coverage.missed)
-        return bool(self.unchecked) and (self.required or nothing)
+        """Tell whether what was not checked fails the check: where that is required, or where no rank saw a step."""
+        stepless = self.coverage is not None and any(gap.part == "steps" for gap in self.coverage.missed)
+        told = any(sum(outcome.steps.values()) for outcome in self.outcomes.values())
+        return bool(self.unchecked) and (self.required or (stepless and not told))
 
     @property
     def unchecked(self) -> tuple[str, ...]:

@@ -108,13 +108,13 @@ class Threads:
 class _Alone(AbstractContextManager[bool]):
     """One look. A class: as a generator it would take three times as long, some times in each step."""
 
-    __slots__ = ("_changing", "_taken", "_threads")
+    __slots__ = ("_changing", "_of", "_taken")
 
     def __init__(self, threads: Threads, changing: threading.RLock) -> None:
-        self._threads, self._changing, self._taken = threads, changing, False
+        self._of, self._changing, self._taken = threads, changing, False
 
     def __enter__(self) -> bool:
-        threads = self._threads
+        threads = self._of
         if threads.several:
             return False
         self._taken = self._changing.acquire(timeout=_PATIENCE)

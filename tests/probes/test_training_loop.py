@@ -651,11 +651,13 @@ def test_a_collection_in_train_mode_is_a_hint() -> None:
         assert finding.severity is severity
 
 
-def test_harmless_evaluations_do_not_use_up_what_is_told() -> None:
+def test_harmless_evaluations_do_not_use_up_what_is_told(request: pytest.FixtureRequest) -> None:
     """Three views in every step are told as such, and the evaluation at the end of the epoch as well."""
     told: list[Any] = []
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     probes = _probes(lambda fact, number=None: told.append(fact))
+    request.addfinalizer(probes.release)
+    request.addfinalizer(probes.remove)
     probes.state.follow(model)
 
     def forward(times: int) -> None:

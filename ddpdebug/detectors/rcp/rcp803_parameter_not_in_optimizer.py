@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from ddpdebug.detectors.comparison import MAX_NAMES
-from ddpdebug.detectors.examples import steps
+from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.kinds import EventRule, Examples, Facts, Fields, Severity, Threshold
 from ddpdebug.detectors.rcp.habits import StepHabit
 from ddpdebug.schema.announcements import MissingParameters
 from ddpdebug.schema.details import SteppedTwice
 from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
 
 _MISSING = {"kind": "missing", "step": 8, "missing": ["head.weight"], "number": 1, "share": 0.1, "orphans": []}
 _TWICE: dict[int, Any] = {r: {"twice": {"other": "SGD", "names": ["head.weight"]}} for r in range(4)}
@@ -54,12 +56,20 @@ class ParameterNotInOptimizer(StepHabit, EventRule):
     fires_on = Examples(
         lambda: Facts(topic="alone:audit", values={0: _MISSING, 1: _MISSING}),
         lambda: steps(3, optimizer=1, flags=Flag.STEPPED_TWICE, recipe=_TWICE),
+        lambda: tuple(step_at(n, flags=n % 2 * Flag.STEPPED_TWICE, recipe=_TWICE) for n in range(6)),
     )
     silent_on = Examples(
         lambda: steps(5),
         lambda: steps(2, optimizer=1, flags=Flag.STEPPED_TWICE, recipe=_TWICE),
+        lambda: tuple(step_at(n, flags=(n % 3 == 2) * Flag.STEPPED_TWICE, recipe=_TWICE) for n in range(12)),
         lambda: Facts(topic="alone:audit", values={0: {**_MISSING, "orphans": ["head.weight"]}}),  # RCP811
     )
+
+    def shown(self, step: Step) -> Mapping[Hashable, bool] | None:
+        """Leave out the steps between: of two optimizers of one model each second step has fresh gradients."""
+        found, streak = super().shown(step), self._streaks.get((step.optimizer, self.key))
+        between = streak is not None and step.step < streak.first + 2 * streak.length
+        return None if between and not any((found or {}).values()) else found
 
     def describe(self, about: SteppedTwice) -> dict[str, Any] | None:
         evidence = {"held": "by two optimizers that step with the same gradients", "other": about.other}
