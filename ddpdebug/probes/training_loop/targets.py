@@ -44,8 +44,8 @@ class Targets:
     ) -> announcements.Targets | None:
         """Take the targets of a loss; return what is known of them where it is time to tell.
 
-        Chance is told where each sample has one target, and `rows` has their number: a language model that predicts each
-        token stays for a while at how frequent the tokens are, on its way to more.
+        Chance is told where each sample has one target, and `rows` has their number: a language model that predicts
+        each token stays for a while at how frequent the tokens are, on its way to more.
         """
         if len(terms) != 1:
             return None
