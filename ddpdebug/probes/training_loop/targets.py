@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Container
 
 import torch
 
@@ -38,12 +39,18 @@ class Targets:
         self._digests: set[int] = set()
         self._numbers: deque[float] = deque(maxlen=_NUMBERS)
 
-    def read(self, terms: list[Term], root: torch.Tensor, *, by_scaler: bool) -> announcements.Targets | None:
-        """Take the targets of a loss; return what is known of them where it is time to tell."""
+    def read(
+        self, terms: list[Term], root: torch.Tensor, rows: Container[int], *, by_scaler: bool
+    ) -> announcements.Targets | None:
+        """Take the targets of a loss; return what is known of them where it is time to tell.
+
+        Chance is told where each sample has one target, and `rows` has their number: a language model that predicts
+        each token stays for a while at how frequent the tokens are, on its way to more.
+        """
         if len(terms) != 1:
             return None
         term = terms[0]
-        labels = labels_of(term)
+        labels, before = labels_of(term), self._seen
         if not (self._classes(term, *labels) if labels is not None else self._columns(term)):
             return None
         self._reads += 1
@@ -53,7 +60,8 @@ class Targets:
         self._numbers.append(parts if parts != 1.0 else float(counted) if local else 0.0)
         if self._reads not in range(_FIRST_TOLD, _LAST_TOLD + 1) or self._reads & (self._reads - 1):
             return None
-        return self._told(term, plain=local and not has_weights(term))
+        by_sample = self._seen - before in rows
+        return self._told(term, plain=local and by_sample and not has_weights(term))
 
     def _classes(self, term: Term, labels: torch.Tensor, classes: int) -> bool:
         if not labels.numel() or classes > _MAX_CLASSES:

@@ -110,6 +110,7 @@ class _Loop:
     mode_flags: int = 0  # what these say of the modules
     location: str | None = None
     input_gradient: bool = False
+    rows: set[int] = field(default_factory=set)  # of what the newest forward was given: its samples, most likely
     lines: list[str | None] = field(default_factory=list)  # that called backward
     unscaled: list[str] = field(default_factory=list)  # losses whose mean went into backward as it was
     scale: float | None = None  # that the gradients carry
@@ -288,6 +289,7 @@ class Recipe:
             if modes.mixed or not modes.names:
                 loop.mode_flags |= Flag.MODES_MIXED if modes.mixed else Flag.MODE_CHANGES_NOTHING
         loop.input_gradient |= has_input_with_gradient(tensors())
+        loop.rows = {len(tensor) for tensor in tensors() if tensor.dim()}
         self._forwards[key] = self._forwards.get(key, 0) + 1
         inputs = self._inputs.get(key)
         if inputs is None:
@@ -424,7 +426,7 @@ class Recipe:
             for fact in facts(term):
                 self._tell_once(fact, line)
             self._run("probe:labels", self._labels.read, term)
-        if targets := self._run("probe:labels", self._targets.read, found, root, by_scaler=scaled):
+        if targets := self._run("probe:labels", self._targets.read, found, root, loop.rows, by_scaler=scaled):
             self._announce(self._at(targets))
         if len(found) == 1:
             self._run("probe:leaks", self._compare, found[0], root, scale, scaled=scaled)
