@@ -643,6 +643,17 @@ def test_what_was_collected_is_trained_on_next_and_does_not_come_back() -> None:
                 seen.given([part])
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_and_sparse_inputs_are_not_asked() -> None:
+    """They have no rows; a forward without gradients may be given them, and a training one as well."""
+    sparse, nested = torch.eye(3).to_sparse(), torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    seen = Rollouts()
+    seen.trains([nested, sparse])
+    for _ in range(3):
+        seen.given([nested, sparse])
+        assert not seen.collected([nested, sparse])
+
+
 def test_a_collection_in_train_mode_is_a_hint() -> None:
     """An evaluation is a warning."""
     for is_collection, severity in ((True, Severity.INFO), (False, Severity.WARNING)):

@@ -223,8 +223,8 @@ def zygotes() -> Iterator[Zygote]:
         yield ask
     finally:
         for process in started:
-            process.stdin.close()
-            process.wait()
+            with process:  # closes both pipes and waits; it ends with its input
+                process.stdin.close()
 
 
 def _codes(findings: list[Finding], least: Severity = Severity.INFO) -> str:

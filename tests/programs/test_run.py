@@ -82,7 +82,7 @@ def test_a_missing_package_is_a_line_and_no_failure(tmp_path, capsys):
 
 @pytest.mark.jobs
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ddp_tutorial_single", "simclr"])
+@pytest.mark.parametrize("name", ["ddp_tutorial_single", "llmc_zero"])
 def test_programs_are_run_and_judged(name, tmp_path, capsys):
     """Healthy and faulty, plain and attached: alike, the fault is found, and all of it stands on the page."""
     page = tmp_path / "programs.md"

@@ -70,6 +70,7 @@ class StepCountsDiffer(ComparisonRule):
         lambda: steps(4),
         lambda: tuple(step_at(n, odd={0: {"syncs": 2 * n + 2}}) for n in range(4)),  # rank 0 drives one more DDP
         lambda: (step_at(0), step_at(1, absent=(2,)), step_at(2)),
+        lambda: (step_at(0), step_at(2), step_at(4), step_at(1, absent=(2,)), step_at(3, absent=(2,))),
         lambda: (step_at(0, flags=Flag.IN_JOIN), *steps(3, start=1, absent=(2,), flags=Flag.IN_JOIN)),
         lambda: (step_at(0), Facts(topic="end", values={0: _END, 1: {**_SHORT, "reason": "exception: KeyError"}})),
     )
@@ -78,7 +79,7 @@ class StepCountsDiffer(ComparisonRule):
         super().__init__(config)
         self._armed: dict[int, bool] = {}  # optimizer -> the ranks had the same number of reductions
         self._micro: dict[int, dict[int, int]] = {}  # optimizer -> rank -> micro-batches of its last regular step
-        self._missed: dict[int, int] = {}
+        self._missed: dict[int, tuple[int, int]] = {}  # optimizer -> last step a rank lacked, number in a row
         self._complete: set[int] = set()
         self._loose: set[int] = set()
         self._fired = False
@@ -129,15 +130,17 @@ class StepCountsDiffer(ComparisonRule):
             self._loose.add(step.optimizer)
         if len(step.rows) == step.world:
             self._complete.add(step.optimizer)
-            self._missed[step.optimizer] = 0
             return
         gone = tuple(rank for rank in range(step.world) if rank not in step.rows)
         ended = set(step.facts.get("end", ()))
         if step.optimizer in self._loose or step.optimizer not in self._complete or ended & set(gone):
             return
-        self._missed[step.optimizer] = self._missed.get(step.optimizer, 0) + 1
+        # by their numbers: a step that some rank lacks may be judged long after the complete ones that follow it
+        last, number = self._missed.get(step.optimizer, (step.step, 0))
+        number = number + 1 if step.step == last + 1 else 1
+        self._missed[step.optimizer] = step.step, number
         enough = int(self.missing_steps)
-        if self._missed[step.optimizer] >= enough:
+        if number >= enough:
             self._fired = True
             yield self.finding(
                 step,

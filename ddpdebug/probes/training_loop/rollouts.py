@@ -32,13 +32,13 @@ class Rollouts:
     def trains(self, batch: Sequence[torch.Tensor]) -> None:
         """Remember rows of a batch that is trained on: of samples, and of vectors."""
         self.has_batch = True
-        for tensor in _whole(batch):
+        for tensor in with_rows(batch):
             for size in _sizes(tensor):
                 self._before.setdefault(size, row_fingerprints(tensor, size, _PER_BATCH))
 
     def given(self, tensors: Sequence[torch.Tensor]) -> None:
         """Remember what a forward without gradients is given: its first tensor's rows, or the whole of a vector."""
-        first = next(iter(_whole(tensors)), None)
+        first = next(iter(with_rows(tensors)), None)
         if first is None or self._evaluations >= _MAX_EVALUATIONS or len(self._given) >= _MAX_ROWS:
             return
         row_bytes = max(_sizes(first))
@@ -53,7 +53,7 @@ class Rollouts:
         self._evaluations += 1
         if not given:
             return False
-        known = (row_fingerprints(t, self._row_bytes, _PER_BATCH) for t in _whole(batch))
+        known = (row_fingerprints(t, self._row_bytes, _PER_BATCH) for t in with_rows(batch))
         rows = next((found for found in known if sum(row in given for row in found) * 2 > len(found)), None)
         before = self._before.get(self._row_bytes) or None
         if rows is None:
@@ -66,9 +66,10 @@ class Rollouts:
         self._given.clear()
 
 
-def _whole(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors that have rows; those of the user's classes are not asked."""
-    return [t for t in tensors if type(t) is torch.Tensor and t.dim() and t.numel()]
+def with_rows(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors that have rows; those of the user's classes, nested and sparse ones are not asked."""
+    plain = (t for t in tensors if type(t) is torch.Tensor and not t.is_nested and t.layout is torch.strided)
+    return [t for t in plain if t.dim() and t.numel()]
 
 
 def _sizes(tensor: torch.Tensor) -> set[int]:

@@ -48,7 +48,7 @@ from ddpdebug.probes.training_loop.loss_graph import (
 from ddpdebug.probes.training_loop.modes import EVALUATION, Modes, has_input_with_gradient
 from ddpdebug.probes.training_loop.no_grad import LAST, NoGrad
 from ddpdebug.probes.training_loop.parameter_ownership import Audit, held_by, unregistered
-from ddpdebug.probes.training_loop.rollouts import Rollouts
+from ddpdebug.probes.training_loop.rollouts import Rollouts, with_rows
 from ddpdebug.probes.training_loop.schedulers import Schedules
 from ddpdebug.probes.training_loop.targets import Targets
 from ddpdebug.probes.training_loop.zero_grad import Clearing
@@ -289,7 +289,7 @@ class Recipe:
             if modes.mixed or not modes.names:
                 loop.mode_flags |= Flag.MODES_MIXED if modes.mixed else Flag.MODE_CHANGES_NOTHING
         loop.input_gradient |= has_input_with_gradient(tensors())
-        loop.rows = {len(tensor) for tensor in tensors() if tensor.dim()}
+        loop.rows = {tensor.shape[0] for tensor in with_rows(tensors())}
         self._forwards[key] = self._forwards.get(key, 0) + 1
         inputs = self._inputs.get(key)
         if inputs is None:
