@@ -278,7 +278,7 @@ class Recipe:
             if modes.mixed or not modes.names:
                 loop.mode_flags |= Flag.MODES_MIXED if modes.mixed else Flag.MODE_CHANGES_NOTHING
         loop.input_gradient |= has_input_with_gradient(tensors())
-        loop.rows = {len(tensor) for tensor in tensors() if tensor.dim()}
+        loop.rows = {len(tensor) for tensor in tensors() if internals.is_plain(tensor) and tensor.dim()}
         self._forwards[key] = self._forwards.get(key, 0) + 1
         inputs = self._inputs.get(key)
         if inputs is None:
