@@ -40,7 +40,7 @@ from ddpdebug.probes.values import raw_bytes
 from ddpdebug.schema import announcements
 from ddpdebug.schema.announcements import Announce, DrawingPlace
 from ddpdebug.schema.details import hex_digest
-from ddpdebug.torch_internals import mersenne_position
+from ddpdebug.torch_internals import is_plain, mersenne_position
 
 _BLOCK = 624  # numbers that a Mersenne twister makes at once
 _MAX_HELD, _MAX_FRAMES, _MAX_VARIABLES = 8, 4, 2000
@@ -155,7 +155,7 @@ class RandomDraws:
         if self._held is None:
             self._held = dict(_held(user_frame()))
         self._read("loop")
-        self._step.sizes += [(len(t) if t.dim() else 1, t.numel()) for t in event.tensors()]
+        self._step.sizes += [_size(tensor) for tensor in event.tensors()]
 
     def _ends(self, _: ForwardEnded) -> None:
         if self._follows() and torch.is_grad_enabled():
@@ -243,6 +243,13 @@ class RandomDraws:
         for name, generator in (self._held or {}).items():
             found[name] = _look_at(generator)
         return found
+
+
+def _size(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the rows and elements of a tensor; (0, 0) of one whose memory has another layout."""
+    if not is_plain(tensor):
+        return 0, 0
+    return len(tensor) if tensor.dim() else 1, tensor.numel()
 
 
 def _twister(raw: bytes) -> _Look:

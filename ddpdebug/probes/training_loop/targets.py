@@ -15,7 +15,7 @@ import torch
 from ddpdebug import fingerprint
 from ddpdebug.probes.training_loop.loss_graph import Term, divisor, has_weights, is_mean, labels_of, name_of
 from ddpdebug.schema import announcements
-from ddpdebug.torch_internals import graph
+from ddpdebug.torch_internals import graph, is_plain
 
 _MAX_CLASSES, _MAX_COLUMNS, _MAX_ELEMENTS = 4096, 256, 1 << 16
 _TOLD_CLASSES = 256  # of more, no counts are told
@@ -78,7 +78,7 @@ class Targets:
 
     def _columns(self, term: Term) -> bool:
         target = graph.saved_tensor(term.node, "target")
-        known = target is not None and target.device.type == "cpu" and target.is_floating_point()
+        known = target is not None and is_plain(target) and target.device.type == "cpu" and target.is_floating_point()
         if target is None or not known or not 0 < target.numel() <= _MAX_ELEMENTS or not target.dim():
             return False
         table = target.detach().reshape(len(target), -1).double()
