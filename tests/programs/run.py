@@ -223,8 +223,7 @@ def zygotes() -> Iterator[Zygote]:
         yield ask
     finally:
         for process in started:
-            process.stdin.close()
-            process.wait()
+            process.communicate()  # ends with its input, and closes the pipes
 
 
 def _codes(findings: list[Finding], least: Severity = Severity.INFO) -> str:
