@@ -19,7 +19,7 @@ import itertools
 
 import torch
 import torch.distributed as dist
-from _report import finish, report
+from _report import report
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, IterableDataset
@@ -91,4 +91,4 @@ def main():
 
 if __name__ == "__main__":
     main()
-    finish()
+    dist.destroy_process_group()
