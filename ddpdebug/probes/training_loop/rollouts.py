@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ddpdebug import torch_internals as internals
 from ddpdebug.fingerprint import row_fingerprints
 
 #: Rows of one forward, and of all forwards of an evaluation together, that are remembered; of a batch that trains.
@@ -68,8 +69,7 @@ class Rollouts:
 
 def with_rows(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors that have rows; those of the user's classes, nested and sparse ones are not asked."""
-    plain = (t for t in tensors if type(t) is torch.Tensor and not t.is_nested and t.layout is torch.strided)
-    return [t for t in plain if t.dim() and t.numel()]
+    return [t for t in tensors if type(t) is torch.Tensor and internals.is_plain(t) and t.dim() and t.numel()]
 
 
 def _sizes(tensor: torch.Tensor) -> set[int]:
