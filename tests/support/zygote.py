@@ -148,6 +148,15 @@ class _Events:
             os.kill(self._pids[rank], number)
 
 
+def _kill(pids: list[int]) -> None:
+    """End ranks; all say where they stand before the first is killed, which would end others."""
+    for pid in pids:
+        os.kill(pid, _WHERE)
+    time.sleep(1)
+    for pid in pids:
+        os.killpg(pid, signal.SIGKILL)
+
+
 def run(job: dict[str, Any]) -> list[dict[str, Any]]:
     """Run one job to its end or its timeout."""
     port = free_port()
@@ -165,11 +174,10 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
         events = _Events(job.get("events", []), folder, pids)
         while len(results) < len(pids):
             late = time.monotonic() - started > job["timeout"]
-            for rank in pids.keys() - results.keys():
-                if late:
-                    os.kill(pids[rank], _WHERE)
-                    time.sleep(1)
-                    os.killpg(pids[rank], signal.SIGKILL)
+            running = pids.keys() - results.keys()
+            if late:
+                _kill([pids[rank] for rank in running])
+            for rank in running:
                 pid, status = os.waitpid(pids[rank], 0 if late else os.WNOHANG)
                 if pid:
                     left = _left_behind(pid)
