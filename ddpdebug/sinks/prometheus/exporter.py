@@ -3,8 +3,8 @@
 A step costs storing references and counting: everything else happens when somebody scrapes, in a thread of the
 server's own, also while the training thread hangs in a collective. Training code is never called from there.
 
-Labels are `rank` (who reports) and few fixed values, so that the number of series does not depend on the model: at most
-150 per rank, 98 of them without any finding, then up to ten for the newest and one for each code.
+Labels are `rank` (who reports) and few fixed values, so that the number of series does not depend on the model
+(`SERIES` at most), nor, where one rank speaks for all, on a large world.
 What all ranks know alike (findings, disagreement, interval) is reported by every rank that serves: aggregate it with
 `max`, not with `sum`.
 With several optimizers, loss, norms, rates and times are those of the one that has stepped most, the first of equals.
@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
+from urllib.parse import parse_qs
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
@@ -26,8 +26,12 @@ from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.sinks import Covered, FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
 from ddpdebug.sinks.agreement import COMPARED, dissenters
 from ddpdebug.sinks.prometheus.discovery import target
+from ddpdebug.sinks.prometheus.exposition import OPENMETRICS, TEXT, openmetrics_of, text_of, wants_openmetrics
+from ddpdebug.sinks.prometheus.many import EVERY_RANK, ManyRanks, Recent, Shown
 from ddpdebug.sinks.prometheus.metrics import (
     INCIDENTS,
+    NONFINITE,
+    EachRank,
     Layers,
     RankState,
     agreement_metrics,
@@ -37,9 +41,13 @@ from ddpdebug.sinks.prometheus.metrics import (
     rank_metrics,
     run_metrics,
 )
-from ddpdebug.sinks.prometheus.server import SHARE, SHARE_OF_ALL, App, Endpoint, RateLimited, Serving, json_app
+from ddpdebug.sinks.prometheus.server import SHARE, SHARE_OF_ALL, App, Endpoint, Form, Page, Serving, json_app
 from ddpdebug.sinks.text import clean
 
+#: Series of a rank at most: before it has found anything, and with everything found.
+SERIES, SERIES_WITH_FINDINGS = 100, 150
+#: Series at most where one rank speaks for so many that it shows aggregates and a few of them; one for each rank more.
+SERIES_OF_ALL = 2500
 #: So many codes are counted apart, further ones together as `other`.
 _CODES = 35
 
@@ -52,7 +60,8 @@ class PrometheusSink(Collector):
 
     Args:
         port: of local rank 0; 0 takes any free port.
-        mode: `per-rank` (each rank serves its own series) or `rank0` (rank 0 serves those of all ranks).
+        mode: `per-rank` (each rank serves its own series) or `rank0` (rank 0 serves those of all ranks; of more than
+            `EVERY_RANK` of them aggregates and a few, all with `?detail=all`).
         serving: TLS, passwords and the like.
     """
 
@@ -86,12 +95,11 @@ class PrometheusSink(Collector):
         self._targets: dict[int, str] = {}
         self._failure: OSError | None = None
         self._endpoint: Endpoint | None = None
-        self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(self)
+        self._recent, self._shown = Recent(), Shown()
         self.url: str | None = None
         if rank == 0 or not self._everyone:
             share = SHARE_OF_ALL if self._everyone else SHARE
-            apps: dict[str, App] = {"/metrics": RateLimited(make_wsgi_app(self.registry), share)}
+            apps: dict[str, App] = {"/metrics": self._page(share)}
             if rank == 0:
                 apps["/sd"] = json_app(self._sd)
             try:
@@ -179,15 +187,59 @@ class PrometheusSink(Collector):
         """Return nothing: what is served is only known when it is collected."""
         return []
 
-    def collect(self) -> Iterator[Metric]:
-        """Return the current values."""
-        own = str(self._rank)
+    def collect(self, *, every: bool = False) -> Iterator[Metric]:
+        """Return the current values.
+
+        Args:
+            every: of all ranks that this one speaks for, however many.
+        """
+        own, now = str(self._rank), self._clock()
         outvoted = {what: found.copy() for what, found in self._outvoted.items()}
         yield from run_metrics(own, self._started)
         yield from finding_metrics(own, self._findings.copy())
         yield from agreement_metrics(own, outvoted, self._disagreements)
-        yield from own_metrics(own, self._errors, self._coverage, self._last)
+        yield from own_metrics(own, self._errors, self._coverage, self._last, now)
         yield from incident_metrics(own, tuple(self._incidents))
-        ranks = [(str(rank), state) for rank, state in sorted(self._ranks.copy().items())]
-        yield from rank_metrics(ranks, {what: frozenset().union(*found.values()) for what, found in outvoted.items()})
+        ranks = dict(sorted(self._ranks.copy().items()))
+        culprits = {what: frozenset().union(*found.values()) for what, found in outvoted.items()}
+        of = self._many(ranks, now, culprits) if self._is_large and not every else EachRank()
+        yield from rank_metrics([(str(rank), state) for rank, state in ranks.items()], culprits, of)
         yield from self._layers.metrics(own)
+
+    @property
+    def _is_large(self) -> bool:
+        """Whether it speaks for so many ranks that their series would be too many."""
+        world = max(len(self._ranks), 0 if self._started is None else self._started.world)
+        return self._everyone and world > EVERY_RANK
+
+    def _many(self, ranks: Mapping[int, RankState], now: float, outvoted: Mapping[str, frozenset[int]]) -> ManyRanks:
+        """Choose whom to show of many ranks; called by one thread at a time."""
+        self._recent.look(ranks, now)
+        incidents = tuple(self._incidents)
+        ill = [finding.ranks for finding, _ in reversed(incidents)]
+        ill += [[rank for rank, state in ranks.items() if not state.up], *outvoted.values()]
+        ill += [self._recent.nonfinite.get(what, ()) for what in NONFINITE]
+        rows = {rank: state.newest for rank, state in ranks.items() if state.newest is not None}
+        device = {
+            r: row.device_reserved_bytes / row.device_limit_bytes for r, row in rows.items() if row.device_limit_bytes
+        }
+        host = {r: row.host_private_bytes + row.workers_bytes for r, row in rows.items()}
+        chosen = self._shown.choose(now, len(ranks), ill, [self._recent.own(), device, host])
+        return ManyRanks({self._rank, *chosen}, self._recent)
+
+    def _page(self, share: float) -> App:
+        usual = Page(lambda: text_of(self.collect()), _form, share)
+        every = Page(lambda: text_of(self.collect(every=True)), _form, share)
+
+        def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+            asked = self._is_large and "all" in parse_qs(str(environ.get("QUERY_STRING", ""))).get("detail", ())
+            return (every if asked else usual)(environ, start_response)
+
+        return app
+
+
+def _form(environ: Mapping[str, Any]) -> Form:
+    """Return the content type that a client gets, and what makes it of the text."""
+    if wants_openmetrics(str(environ.get("HTTP_ACCEPT", ""))):
+        return OPENMETRICS, openmetrics_of
+    return TEXT, bytes
