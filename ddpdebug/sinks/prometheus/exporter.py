@@ -3,8 +3,9 @@
 A step costs storing references and counting: everything else happens when somebody scrapes, in a thread of the
 server's own, also while the training thread hangs in a collective. Training code is never called from there.
 
-Labels are `rank` (who reports) and few fixed values, so that the number of series does not depend on the model
-(`SERIES` at most), nor, where one rank speaks for all, on a large world.
+Every series carries `run_id` and `run`, of which a process has one value each: a new run is a new series, also on the
+port of an old one. Other labels are `rank` (who reports) and few fixed values, so that the number of series does not
+depend on the model (`SERIES` at most), nor, where one rank speaks for all, on a large world.
 What all ranks know alike (findings, disagreement, interval) is reported by every rank that serves: aggregate it with
 `max`, not with `sum`.
 With several optimizers, loss, norms, rates and times are those of the one that has stepped most, the first of equals.
@@ -15,14 +16,18 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any, ClassVar
 from urllib.parse import parse_qs
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from ddpdebug.detectors.catalog import catalog
+from ddpdebug.detectors.kinds import EventRule
 from ddpdebug.schema.coverage import Coverage
 from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.run_state import End, RunState, end_of
 from ddpdebug.sinks import Covered, FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
 from ddpdebug.sinks.agreement import COMPARED, dissenters
 from ddpdebug.sinks.prometheus.discovery import target
@@ -36,10 +41,12 @@ from ddpdebug.sinks.prometheus.metrics import (
     RankState,
     agreement_metrics,
     finding_metrics,
+    identity_of,
     incident_metrics,
     own_metrics,
     rank_metrics,
     run_metrics,
+    state_metrics,
 )
 from ddpdebug.sinks.prometheus.server import SHARE, SHARE_OF_ALL, App, Endpoint, Form, Page, Serving, json_app
 from ddpdebug.sinks.text import clean
@@ -50,6 +57,8 @@ SERIES, SERIES_WITH_FINDINGS = 100, 150
 SERIES_OF_ALL = 2500
 #: So many codes are counted apart, further ones together as `other`.
 _CODES = 35
+#: A finding that did not show again in so many steps is not current any more.
+_RECENT = 1000
 
 
 class PrometheusSink(Collector):
@@ -85,6 +94,9 @@ class PrometheusSink(Collector):
         # a zero of each severity, so that sums exist before the first finding; an empty label is one that is not there
         self._findings = Counter({("", severity.label): 0 for severity in Severity})
         self._incidents: deque[tuple[Finding, float]] = deque(maxlen=INCIDENTS)
+        self._grave: dict[str, Finding] = {}  # at error or above: code -> the one that was seen last
+        self._end: End | None = None
+        self._ended = 0.0
         self._outvoted: dict[str, dict[int, frozenset[int]]] = {what: {} for what in COMPARED}
         self._disagreements = dict.fromkeys(COMPARED, 0)
         self._layers = Layers()
@@ -131,6 +143,8 @@ class PrometheusSink(Collector):
                 own = {"node": record.node, "local_rank": record.local_rank, "metrics": record.metrics_url}
                 self._place(record.rank, own)
             case RunEnded():
+                self._ended = self._clock()
+                self._end = end_of(record.reason, record.exit_code, gravest=self._gravest)
                 self.close()
 
     def close(self) -> None:
@@ -163,6 +177,22 @@ class PrometheusSink(Collector):
             self._findings[finding.code if known else "other", finding.severity.label] += 1
             self._incidents.append((finding, self._clock()))
 
+        if finding.severity >= Severity.ERROR:
+            self._grave[finding.code] = finding
+
+    @property
+    def _gravest(self) -> str:
+        worst = max(self._grave.copy().values(), key=lambda finding: finding.severity, default=None)
+        return "" if worst is None else worst.code
+
+    @property
+    def state(self) -> RunState:
+        """The state of this process."""
+        if self._end is not None:
+            return self._end.state
+        newest = 0 if self._last is None else self._last.step.step
+        return RunState.ILL if any(_lasts(each, newest) for each in self._grave.copy().values()) else RunState.RUNNING
+
     def _place(self, rank: int, place: Mapping[str, Any]) -> None:
         if isinstance(url := place.get("metrics"), str):
             self._targets[rank] = url
@@ -174,11 +204,10 @@ class PrometheusSink(Collector):
 
     def _sd(self) -> list[dict[str, object]]:
         """Return the targets of the job, for Prometheus's HTTP service discovery."""
-        run_id = "" if self._started is None else self._started.run_id
         found = []
         for _, url in sorted(self._targets.copy().items()):
             scheme, _, rest = url.partition("://")
-            found.append(target(rest.partition("/")[0], run_id, scheme))
+            found.append(target(rest.partition("/")[0], scheme))
         return found
 
     # -- scraping
@@ -188,14 +217,22 @@ class PrometheusSink(Collector):
         return []
 
     def collect(self, *, every: bool = False) -> Iterator[Metric]:
-        """Return the current values.
+        """Return the current values, each with the labels by which its run is known.
 
         Args:
             every: of all ranks that this one speaks for, however many.
         """
+        identity = identity_of(self._started)
+        for metric in self._current(every=every):
+            for sample in metric.samples:
+                sample.labels.update(identity)
+            yield metric
+
+    def _current(self, *, every: bool) -> Iterator[Metric]:
         own, now = str(self._rank), self._clock()
         outvoted = {what: found.copy() for what, found in self._outvoted.items()}
         yield from run_metrics(own, self._started)
+        yield from state_metrics(own, self.state, self._end, self._ended)
         yield from finding_metrics(own, self._findings.copy())
         yield from agreement_metrics(own, outvoted, self._disagreements)
         yield from own_metrics(own, self._errors, self._coverage, self._last, now)
@@ -243,3 +280,14 @@ def _form(environ: Mapping[str, Any]) -> Form:
     if wants_openmetrics(str(environ.get("HTTP_ACCEPT", ""))):
         return OPENMETRICS, openmetrics_of
     return TEXT, bytes
+
+
+def _lasts(finding: Finding, newest: int) -> bool:
+    """Return whether a finding is current: what is told once, or without a step, is never told to be over."""
+    seen = finding.step if finding.last_step is None else finding.last_step
+    return seen is None or finding.code in _told_once() or newest - seen <= _RECENT
+
+
+@cache
+def _told_once() -> frozenset[str]:
+    return frozenset(rule.code for rule in catalog() if issubclass(rule, EventRule))
