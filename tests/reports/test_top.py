@@ -171,3 +171,14 @@ def test_the_command_finds_the_newest_run(
     assert "finished" in capsys.readouterr().out
     assert main(["top", "--once", "http://127.0.0.1:1"]) == 2
     assert "nobody answers" in capsys.readouterr().err
+
+
+def test_every_rank_of_a_large_world_is_there_where_one_endpoint_speaks_for_all() -> None:
+    """Also those that are not shown to Prometheus."""
+    sink, world = PrometheusSink(0, "127.0.0.1", 0, mode="rank0"), 100
+    sink.write(replace(STARTED, world=world))
+    rows = {rank: Row(rank=rank, step=3, loss=float(rank)) for rank in range(world)}
+    sink.write(StepJudged(step=Step(step=3, optimizer=0, world=world, rows=rows)))
+    snapshot = from_url(str(sink.url))
+    sink.close()
+    assert [(view.rank, view.loss) for view in snapshot.ranks] == [(rank, float(rank)) for rank in range(world)]
