@@ -18,6 +18,7 @@ from ddpdebug.disk import Disk
 from ddpdebug.grafana.annotations import Annotations
 from ddpdebug.grafana.client import Grafana, read_token
 from ddpdebug.redaction import Redactor
+from ddpdebug.run_directory.reader import ANNOTATIONS
 from ddpdebug.run_directory.writer import RunDirectory
 from ddpdebug.sinks import RunStarted, Sink
 from ddpdebug.sinks.fanout import Fanout
@@ -73,7 +74,8 @@ def open_sinks(  # noqa: PLR0913 - who the rank is
         sinks += [prometheus] if discovery is None else [prometheus, discovery]
     if rank == 0 and config.grafana_url is not None:
         address, token_file = config.grafana_url, config.grafana_token_file
-        sinks.append(Annotations(lambda: Grafana(address, read_token(token_file), timeout=2.0)))
+        connect = lambda: Grafana(address, read_token(token_file))  # noqa: E731 - each time with the token of then
+        sinks.append(Annotations(connect, home / ANNOTATIONS, disk=disk, tell=fanout.write))
     if rank == 0 and not config.quiet:
         sinks.append(Terminal(rank, status=config.status))
     fanout.add(sinks)

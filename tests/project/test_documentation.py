@@ -91,6 +91,7 @@ def test_only_options_and_commands_that_exist_are_documented() -> None:
         known |= {name for parameter in params for name in (*parameter.opts, *parameter.secondary_opts)}
     foreign = {"--lr", "--standalone", "--pdb", "--wait", "--url", "--max-restarts", "--max-tokens", "--key-file"}
     foreign |= {"--rounds", "--block", "--learn", "--ways", "--busy", "--first", "--steady"}  # of the benchmark
+    foreign |= {"--cost", "--against"}  # of benchmarks/scrapes.py
     foreign |= {"--option", "--twice"}  # of tests/harm/pairs.py
     foreign |= {"--held-out", "--reveal"}  # of tests/detection/score.py
     for path in TEXTS:
