@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from pathlib import Path
+from typing import Any
 
 from ddpdebug.commands.explain import Page, pages
 from ddpdebug.config.settings import Config, options
@@ -203,6 +204,7 @@ def metrics_page() -> str:
 
 
 def _metric_rows(world: int) -> Iterator[tuple[str, ...]]:
+    metric: Any
     for metric in _example_sink(world).collect():
         names = " ".join(f"`{metric.name}{suffix}`" for suffix in _SUFFIXES.get(metric.type, ("",)))
         labels = metric._labelnames  # noqa: SLF001 - also of a metric that has no sample yet
@@ -323,7 +325,8 @@ def _example_sink(world: int) -> PrometheusSink:
 def _example_row() -> Row:
     """Return a row in which everything is known, so that there is something to aggregate."""
     fields = [*(field for field, _ in GAUGES.values()), *(f"{phase}_seconds" for phase in PHASES)]
-    return Row(rank=1, step_seconds=1.0, **dict.fromkeys(fields, 1.0))
+    known: dict[str, Any] = dict.fromkeys(fields, 1.0)
+    return Row(rank=1, step_seconds=1.0, **known)
 
 
 def main(files: Sequence[str]) -> int:

@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from shlex import quote
 
 from ddpdebug.disk import Disk, write_all
 from ddpdebug.errors import UsageError
@@ -280,7 +281,7 @@ class Annotations:
             self._tell(Trouble(part="sink:annotations waiting", message=message))
 
     def _unsent(self) -> str:
-        again = "" if self._shown is None else f"; send them with: ddpdebug annotations flush {self._shown}"
+        again = "" if self._shown is None else f"; to send later: ddpdebug annotations flush {quote(str(self._shown))}"
         why = self._lost or self._error or "the job ended first"
         return f"{counted(self.unsent, 'finding')} not sent to Grafana{again} ({why})"
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, ClassVar
 from urllib.parse import parse_qs
@@ -253,7 +253,7 @@ class PrometheusSink(Collector):
         """Choose whom to show of many ranks; called by one thread at a time."""
         self._recent.look(ranks, now)
         incidents = tuple(self._incidents)
-        ill = [finding.ranks for finding, _ in reversed(incidents)]
+        ill: list[Collection[int]] = [finding.ranks for finding, _ in reversed(incidents)]
         ill += [[rank for rank, state in ranks.items() if not state.up], *outvoted.values()]
         ill += [self._recent.nonfinite.get(what, ()) for what in NONFINITE]
         rows = {rank: state.newest for rank, state in ranks.items() if state.newest is not None}

@@ -52,4 +52,7 @@ def _pair(name: str, value: str) -> str:
 
 
 def _number(value: float) -> str:
-    return repr(float(value)) if 0 <= value < _LARGE else floatToGoString(value)
+    if 0 <= value < _LARGE:
+        return repr(float(value))
+    written: str = floatToGoString(value)  # type: ignore[no-untyped-call]
+    return written

@@ -216,11 +216,11 @@ class ManyRanks(EachRank):
         """Return the aggregates of one metric, and keep who holds its extremes; NaN does not count."""
         made = GaugeMetricFamily(PREFIX + name, f"Over all ranks: {text}", labels=(*labels, "stat"))
         groups: dict[tuple[str, ...], tuple[list[float], list[str]]] = {}
-        for (rank, *others), value in samples:
-            values, ranks = groups.setdefault(tuple(others), ([], []))
+        for known, value in samples:
+            values, ranks = groups.setdefault(tuple(known[1:]), ([], []))
             if value == value:  # noqa: PLR0124 - NaN
                 values.append(value)
-                ranks.append(rank)
+                ranks.append(known[0])
         for others, (values, ranks) in groups.items():
             if not values:
                 continue
