@@ -17,8 +17,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, ClassVar
 
 from prometheus_client import CollectorRegistry, generate_latest, make_wsgi_app
@@ -56,8 +55,6 @@ from ddpdebug.sinks.text import clean
 _CODES = 35
 #: A finding that did not show again in so many steps is not current any more.
 _RECENT = 1000
-#: So often the keeper learns of what there is.
-_KEPT_SECONDS = 10.0
 
 
 class PrometheusSink(Collector):
@@ -96,7 +93,6 @@ class PrometheusSink(Collector):
         self._end: End | None = None
         self._ended = 0.0
         self._keeper: Keeper | None = None
-        self._kept = float("-inf")
         self._outvoted: dict[str, dict[int, frozenset[int]]] = {what: {} for what in COMPARED}
         self._disagreements = dict.fromkeys(COMPARED, 0)
         self._layers = Layers()
@@ -118,8 +114,7 @@ class PrometheusSink(Collector):
             try:
                 first = port + local_rank if port and not self._everyone else port
                 serving = serving or Serving()
-                kept = replace(serving, every=partial(self._keep, serving.every))
-                self._endpoint = served = Endpoint(apps, host, first, kept)
+                self._endpoint = served = Endpoint(apps, host, first, serving)
                 self.url = f"{served.scheme}://{served.address}/metrics"
                 if (keeper := serving.keeper) is not None:
                     keeper.tell(serve={"host": host, **serving.files()}, files=(served.fileno(),))
@@ -138,6 +133,7 @@ class PrometheusSink(Collector):
                 self._finding(record)
             case Trouble():
                 self._errors += 1
+                self._hand_over()
             case Covered():
                 self._coverage = record.coverage
             case Saved(kind="fact", payload={"topic": "place", "rank": int(rank), "value": dict(place)}):
@@ -168,18 +164,11 @@ class PrometheusSink(Collector):
         else:
             endpoint.close()
 
-    def _keep(self, more: Callable[[], None]) -> None:
-        """Let the keeper know what there is now and then: the process may be killed. In the server's thread."""
-        more()
-        if time.monotonic() - self._kept > _KEPT_SECONDS:
-            self._hand_over()
-
     def _hand_over(self) -> None:
-        """Give the keeper what there will be to serve when this process has gone."""
+        """Give the keeper what there will be to serve when this process has gone; when that has changed."""
         keeper, started = self._keeper, self._started
         if keeper is None or started is None:
             return
-        self._kept = time.monotonic()
         facts: dict[str, Any] = {
             "page": generate_latest(_Facts(self._lasting)).decode(),
             "labels": label_text({"rank": str(self._rank), **identity_of(started)}),
@@ -218,8 +207,8 @@ class PrometheusSink(Collector):
 
         if finding.severity >= Severity.ERROR:
             self._grave[finding.code] = finding
-            if record.new:
-                self._hand_over()
+        if record.new:
+            self._hand_over()
 
     @property
     def _gravest(self) -> str:
@@ -266,9 +255,13 @@ class PrometheusSink(Collector):
             yield from self._identified(state_metrics(str(self._rank), self.state, self._end, self._ended))
 
     def _lasting(self) -> Iterator[Metric]:
-        """Return what is true of this process also when it has gone, but for the state: counters, and what is named."""
-        found = self._current(only=self._rank)
-        return self._identified(each for each in found if each.type == "counter" or each.name in LASTING)
+        """Return what is true of this process also when it has gone, but for the state.
+
+        Counters of steps are told at the end only: what a rank that was killed had told a while before would be less
+        than what was scraped since, which Prometheus takes for a new beginning.
+        """
+        found, ended = self._current(only=self._rank), self._end is not None
+        return self._identified(each for each in found if each.name in LASTING or (ended and each.type == "counter"))
 
     def _identified(self, metrics: Iterable[Metric]) -> Iterator[Metric]:
         identity = identity_of(self._started)

@@ -78,9 +78,10 @@ _LAYERS = {
     ),
 }
 SLOTS = 2
-#: What is true of a process also when it has gone, besides the counters.
+#: What is true of a process also when it has gone, by the names of the families.
 LASTING = frozenset(
-    {"ddpdebug_run_info", "ddpdebug_rank_info", "ddpdebug_incident_step", "ddpdebug_incident_timestamp_seconds"}
+    f"ddpdebug_{name}"
+    for name in ("run_info", "rank_info", "findings", "internal_errors", "incident_step", "incident_timestamp_seconds")
 )
 #: What was not finite -> the flag that says so.
 _NONFINITE = {
