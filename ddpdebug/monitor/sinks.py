@@ -105,9 +105,7 @@ def open_sinks(  # noqa: PLR0913 - who the rank is
 
 
 def start_keeper(config: Config, environ: Mapping[str, str], tell: Callable[[str, str], None]) -> Keeper | None:
-    """Start what serves the end of this process; None where nobody could find it, or nothing would outlive the process.
-
-    """
+    """Start what serves the end of this process; None where nobody could find it, or nothing would outlive the process."""
     found = config.sd_dir is not None or config.metrics_port != 0
     serves = config.metrics == "per-rank" or (config.metrics == "rank0" and environ.get("RANK", "0") == "0")
     lingers = config.linger > 0 and found
