@@ -32,9 +32,11 @@ from ddpdebug.sinks import Covered, FindingRaised, Record, RunEnded, RunStarted,
 from ddpdebug.sinks.agreement import COMPARED, dissenters
 from ddpdebug.sinks.prometheus.discovery import target
 from ddpdebug.sinks.prometheus.exposition import OPENMETRICS, TEXT, openmetrics_of, text_of, wants_openmetrics
+from ddpdebug.sinks.prometheus.keeping import Keeper
 from ddpdebug.sinks.prometheus.many import EVERY_RANK, ManyRanks, Recent, Shown
 from ddpdebug.sinks.prometheus.metrics import (
     INCIDENTS,
+    LASTING,
     NONFINITE,
     EachRank,
     Layers,
@@ -43,6 +45,7 @@ from ddpdebug.sinks.prometheus.metrics import (
     finding_metrics,
     identity_of,
     incident_metrics,
+    label_text,
     own_metrics,
     rank_metrics,
     run_metrics,
@@ -97,6 +100,7 @@ class PrometheusSink(Collector):
         self._grave: dict[str, Finding] = {}  # at error or above: code -> the one that was seen last
         self._end: End | None = None
         self._ended = 0.0
+        self._keeper: Keeper | None = None
         self._outvoted: dict[str, dict[int, frozenset[int]]] = {what: {} for what in COMPARED}
         self._disagreements = dict.fromkeys(COMPARED, 0)
         self._layers = Layers()
@@ -116,8 +120,12 @@ class PrometheusSink(Collector):
                 apps["/sd"] = json_app(self._sd)
             try:
                 first = port + local_rank if port and not self._everyone else port
-                self._endpoint = served = Endpoint(apps, host, first, serving or Serving())
+                serving = serving or Serving()
+                self._endpoint = served = Endpoint(apps, host, first, serving)
                 self.url = f"{served.scheme}://{served.address}/metrics"
+                if (keeper := serving.keeper) is not None:
+                    keeper.tell(serve={"host": host, **serving.files()}, files=(served.fileno(),))
+                    self._keeper = keeper
             except OSError as error:
                 self._failure = error
 
@@ -132,6 +140,7 @@ class PrometheusSink(Collector):
                 self._finding(record)
             case Trouble():
                 self._errors += 1
+                self._hand_over()
             case Covered():
                 self._coverage = record.coverage
             case Saved(kind="fact", payload={"topic": "place", "rank": int(rank), "value": dict(place)}):
@@ -142,16 +151,42 @@ class PrometheusSink(Collector):
                 self._started = record
                 own = {"node": record.node, "local_rank": record.local_rank, "metrics": record.metrics_url}
                 self._place(record.rank, own)
+                self._hand_over()
             case RunEnded():
                 self._ended = self._clock()
                 self._end = end_of(record.reason, record.exit_code, gravest=self._gravest)
+                self._hand_over()
                 self.close()
 
     def close(self) -> None:
         """Stop serving."""
         endpoint, self._endpoint = self._endpoint, None
-        if endpoint is not None:
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            keeper.close()
+        if endpoint is None:
+            return
+        if keeper is not None and keeper.lingers:
+            endpoint.leave()
+        else:
             endpoint.close()
+
+    def _hand_over(self) -> None:
+        """Give the keeper what there will be to serve when this process has gone; when that has changed."""
+        keeper, started = self._keeper, self._started
+        if keeper is None or started is None:
+            return
+        facts: dict[str, Any] = {
+            "page": text_of(self._lasting()).decode(),
+            "labels": label_text({"rank": str(self._rank), **identity_of(started)}),
+            "grave": self._gravest,
+            "group": {"run_id": started.run_id, "rank": str(self._rank)},
+            **({"sd": self._sd()} if self._rank == 0 else {}),
+        }
+        if self._end is None:
+            keeper.tell(**facts)
+        else:
+            keeper.end(**facts, end=[int(self._end.state), self._end.outcome, self._end.cause, self._ended])
 
     def _step(self, record: StepJudged) -> None:
         self._last = record
@@ -179,6 +214,8 @@ class PrometheusSink(Collector):
 
         if finding.severity >= Severity.ERROR:
             self._grave[finding.code] = finding
+        if record.new:
+            self._hand_over()
 
     @property
     def _gravest(self) -> str:
@@ -217,18 +254,34 @@ class PrometheusSink(Collector):
         return []
 
     def collect(self, *, every: bool = False) -> Iterator[Metric]:
-        """Return the current values, each with the labels by which its run is known.
+        """Return the current values, each with the labels by which its run is known; after its end what lasts.
 
         Args:
             every: of all ranks that this one speaks for, however many.
         """
+        if self._end is None:
+            yield from self._identified(self._current(every=every))
+        else:
+            yield from self._lasting()
+            yield from self._identified(state_metrics(str(self._rank), self.state, self._end, self._ended))
+
+    def _lasting(self) -> Iterator[Metric]:
+        """Return what is true of this process also when it has gone, but for the state.
+
+        Counters of steps are told at the end only: what a rank that was killed had told a while before would be less
+        than what was scraped since, which Prometheus takes for a new beginning.
+        """
+        found, ended = self._current(only=self._rank), self._end is not None
+        return self._identified(each for each in found if each.name in LASTING or (ended and each.type == "counter"))
+
+    def _identified(self, metrics: Iterable[Metric]) -> Iterator[Metric]:
         identity = identity_of(self._started)
-        for metric in self._current(every=every):
+        for metric in metrics:
             for sample in metric.samples:
                 sample.labels.update(identity)
             yield metric
 
-    def _current(self, *, every: bool) -> Iterator[Metric]:
+    def _current(self, *, every: bool = False, only: int | None = None) -> Iterator[Metric]:
         own, now = str(self._rank), self._clock()
         outvoted = {what: found.copy() for what, found in self._outvoted.items()}
         yield from run_metrics(own, self._started)
@@ -237,9 +290,9 @@ class PrometheusSink(Collector):
         yield from agreement_metrics(own, outvoted, self._disagreements)
         yield from own_metrics(own, self._errors, self._coverage, self._last, now)
         yield from incident_metrics(own, tuple(self._incidents))
-        ranks = dict(sorted(self._ranks.copy().items()))
+        ranks = dict(sorted(self._ranks.copy().items())) if only is None else {only: self._ranks[only]}
         culprits = {what: frozenset().union(*found.values()) for what, found in outvoted.items()}
-        of = self._many(ranks, now, culprits) if self._is_large and not every else EachRank()
+        of = self._many(ranks, now, culprits) if self._is_large and not every and only is None else EachRank()
         yield from rank_metrics([(str(rank), state) for rank, state in ranks.items()], culprits, of)
         yield from self._layers.metrics(own)
 

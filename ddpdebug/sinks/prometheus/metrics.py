@@ -83,6 +83,11 @@ _LAYER_WORSE = 1.25
 #: So many names each of the four metrics has in a run; layers after those are `other`, so that series do not add up.
 LAYER_NAMES = 20
 OTHER = "other"
+#: What is true of a process also when it has gone, by the names of the families.
+LASTING = frozenset(
+    f"ddpdebug_{name}"
+    for name in ("run_info", "rank_info", "findings", "internal_errors", "incident_step", "incident_timestamp_seconds")
+)
 #: What was not finite -> the flag that says so.
 NONFINITE = {
     "loss": int(Flag.LOSS_NONFINITE),
@@ -265,6 +270,12 @@ def run_metrics(own: str, started: RunStarted | None) -> Iterator[Metric]:
 def identity_of(started: RunStarted | None) -> dict[str, str]:
     """Return the labels of every series: the id of the run, and its name for people; none before it has begun."""
     return {} if started is None else {"run_id": started.run_id, "run": started.name or started.run_id}
+
+
+def label_text(labels: Mapping[str, str]) -> str:
+    """Return labels as the text format writes them."""
+    escaped = {ord("\\"): r"\\", ord("\n"): r"\n", ord('"'): r"\""}
+    return ",".join(f'{name}="{value.translate(escaped)}"' for name, value in sorted(labels.items()))
 
 
 def state_metrics(own: str, state: RunState, end: End | None, seconds: float) -> Iterator[Metric]:
