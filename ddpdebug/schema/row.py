@@ -109,8 +109,8 @@ class Row(NamedTuple):
     loss: float = float("nan")  # mean over the micro-batches, unscaled; their sum where each is divided by their number
     lr: float = float("nan")  # of the first group
     loss_scale: float = float("nan")
-    local_grad_norm: float = float("nan")  # 2-norm before the reduction
-    grad_norm: float = float("nan")  # 2-norm after the reduction, before clipping
+    local_grad_norm: float = float("nan")  # 2-norm before the reduction, without the loss scale
+    grad_norm: float = float("nan")  # 2-norm after the reduction, before clipping, without the loss scale
     clip_norm: float = float("nan")  # total norm that the clipping saw
     clip_max: float = float("nan")
     param_norm: float = float("nan")  # in sampled steps: 2-norm of the weights before the step, and of their change,

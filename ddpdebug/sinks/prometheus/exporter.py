@@ -5,8 +5,8 @@ server's own, also while the training thread hangs in a collective. Training cod
 
 Labels are `rank` (who reports) and few fixed values, so that the number of series does not depend on the model.
 What all ranks know alike is aggregated with `max`, not with `sum`. Findings, incidents and disagreement are many
-series: only the lowest and the highest rank that take part report them, and all do when they can no longer talk. Two, so
-that they are not lost with one endpoint or one node.
+series: only the lowest and the highest rank that take part report them, and all do when they can no longer talk. Two,
+so that they are not lost with one endpoint or one node.
 With several optimizers, loss, norms, rates and times are those of the one that has stepped most, the first of equals.
 """
 
