@@ -178,6 +178,18 @@ class Row(NamedTuple):
         """Checksums of the reduced gradients, one per slot."""
         return self[_REDUCED_SUM : _REDUCED_SUM + CHECKSUM_SLOTS]
 
+    @property
+    def other_seconds(self) -> float:
+        """What the step took beyond the loader, forward, backward and optimizer; NaN where its time is not known."""
+        known = (self.data_seconds, self.forward_seconds, self.backward_seconds, self.optimizer_seconds)
+        rest = self.step_seconds - sum(seconds for seconds in known if seconds >= 0)
+        return rest if not rest < 0 else 0.0
+
+    @property
+    def own_seconds(self) -> float:
+        """What the rank does before it waits for the others in backward: loader, forward and what is in no phase."""
+        return self.other_seconds + sum(s for s in (self.data_seconds, self.forward_seconds) if s >= 0)
+
     def has(self, flag: Flag) -> bool:
         """Tell whether `flag` is set."""
         return bool(self.flags & flag)
