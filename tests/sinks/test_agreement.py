@@ -95,7 +95,7 @@ def test_a_finding_says_in_words_that_nobody_can_tell() -> None:
 
 
 def test_what_a_rank_does_by_itself_is_the_step_without_the_wait_for_the_others() -> None:
-    """Also what it loses between loader and forward; nothing is negative, and phases that are not known take no time."""
+    """Also what it loses between loader and forward; nothing is negative, and unknown phases take no time."""
     slow = Row(
         step_seconds=0.48, data_seconds=0.01, forward_seconds=0.02, backward_seconds=0.18, optimizer_seconds=0.02
     )

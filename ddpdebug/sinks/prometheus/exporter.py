@@ -147,7 +147,7 @@ class PrometheusSink(Collector):
             case Saved(kind="fact", payload={"topic": "place", "rank": int(rank), "value": dict(place)}):
                 self._place(rank, place)
             case Saved(kind="detail", payload={"detail": "layers", "rank": self._rank, "value": dict(detail), **rest}):
-                self._layers.take(detail, int(rest.get("step") or 0))
+                self._layers.take(detail, int(rest.get("step") or 0), self._interval)
 
     def _step(self, record: StepJudged) -> None:
         self._last = record
@@ -226,8 +226,11 @@ class PrometheusSink(Collector):
         origin = frozenset() if self._origin is None else self._origin[1]
         voted = {what: frozenset().union(*found.values()) for what, found in outvoted.items()}
         yield from rank_metrics(ranks, voted, origin)
-        interval = 1 if self._last is None else self._last.interval
-        yield from self._layers.metrics(own, self._ranks[self._rank], interval)
+        yield from self._layers.metrics(own, self._ranks[self._rank].newest, self._interval)
+
+    @property
+    def _interval(self) -> int:
+        return 1 if self._last is None else self._last.interval
 
     @property
     def _speaks(self) -> bool:
