@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, groupby
+from itertools import chain, count, groupby
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +50,10 @@ _METRICS_HEAD = f"""\
 What the Prometheus endpoint serves (`--metrics`, see [options.md](options.md)). This page is made from the code by
 `make docs`.
 
-`rank` is the rank that reports. What all ranks know alike (findings, disagreement, check interval) is reported by every
-rank that serves: aggregate it with `max`, not with `sum`. With several optimizers, loss, norms, rates and times are
-those of the one that has stepped most.
+`rank` is the rank that reports. What all ranks know alike is aggregated with `max`, not with `sum`, and without `rank`
+and `instance`. Findings, incidents, disagreement and the steps apart are reported by two ranks only, the lowest and the
+highest of those that take part; by every rank once they can no longer talk. With several optimizers, loss, norms, rates
+and times are those of the one that has stepped most.
 
 The number of series does not depend on the model: a rank has at most {SERIES} before anything is found, and at most
 {SERIES_WITH_FINDINGS} whatever is found (the counter of a code appears with its first finding).
@@ -311,22 +312,27 @@ def _cell(text: str) -> str:
 
 def _example_sink(world: int) -> PrometheusSink:
     """Return a sink that has seen enough to show every metric, and serves nothing."""
-    sink = PrometheusSink(1, "", 0, mode="rank0")
+    times = count(0.0, 10.0)
+    sink = PrometheusSink(1, "", 0, mode="rank0", clock=lambda: next(times))
     sink.write(FindingRaised(finding=Finding(code="RANK101", severity=Severity.CRITICAL, title="", id="RANK101-1")))
     sink.write(RunStarted(run_id="", rank=1, world=world, directory=None, config={}, versions={}))
-    sink.write(StepJudged(step=Step(step=0, optimizer=0, world=2, rows={1: _example_row()})))
-    about = {"norm": 1.0, "update": 0.1, "grad_norm": 0.1, "dim": 2, "zero_units": 0.1, "saturated": 0.1}
-    detail = {"rank": 1, "detail": "layers", "value": {"modules": {"layer": about}, "parameters": {"layer": about}}}
-    sink.write(Saved(kind="detail", payload=detail))
+    for number in range(32):  # memory grows
+        used, limit = (number + 1) << 26, 1 << 40
+        row = _example_row(step=number, host_bytes=used, host_limit_bytes=limit, device_allocated_bytes=used,
+                           device_peak_bytes=used, device_limit_bytes=limit)  # fmt: skip
+        sink.write(StepJudged(step=Step(step=number, optimizer=0, world=2, rows={1: row})))
+    weight = {"norm": 1.0, "update": 0.1, "grad_norm": 0.1, "dim": 2}
+    layers = {"parameters": {"w": weight}, "modules": {"m": {"zero_units": 0.1, "saturated": 0.1}}}
+    sink.write(Saved(kind="detail", payload={"rank": 1, "step": 31, "detail": "layers", "value": layers}))
     sink.write(Covered(coverage=Coverage(world=2, ended=True)))
     return sink
 
 
-def _example_row() -> Row:
+def _example_row(**fields: Any) -> Row:
     """Return a row in which everything is known, so that there is something to aggregate."""
-    fields = [*(field for field, _ in GAUGES.values()), *(f"{phase}_seconds" for phase in PHASES)]
-    known: dict[str, Any] = dict.fromkeys(fields, 1.0)
-    return Row(rank=1, step_seconds=1.0, **known)
+    known = [*(field for field, _ in GAUGES.values()), *(f"{phase}_seconds" for phase in PHASES)]
+    known = [name for name in known if name in Row._fields]
+    return Row(rank=1, **{"step_seconds": 10.0, **dict.fromkeys(known, 1.0), **fields})
 
 
 def main(files: Sequence[str]) -> int:

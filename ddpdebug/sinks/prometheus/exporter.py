@@ -6,13 +6,15 @@ server's own, also while the training thread hangs in a collective. Training cod
 Every series carries `run_id` and `run`, of which a process has one value each: a new run is a new series, also on the
 port of an old one. Other labels are `rank` (who reports) and few fixed values, so that the number of series does not
 depend on the model (`SERIES` at most), nor, where one rank speaks for all, on a large world.
-What all ranks know alike (findings, disagreement, interval) is reported by every rank that serves: aggregate it with
-`max`, not with `sum`.
+What all ranks know alike is aggregated with `max`, not with `sum`. Findings, incidents and disagreement are many
+series: only the lowest and the highest rank that take part report them, and all do when they can no longer talk. Two,
+so that they are not lost with one endpoint or one node.
 With several optimizers, loss, norms, rates and times are those of the one that has stepped most, the first of equals.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -27,8 +29,9 @@ from ddpdebug.detectors.catalog import catalog
 from ddpdebug.detectors.kinds import EventRule
 from ddpdebug.schema.coverage import Coverage
 from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Row
 from ddpdebug.schema.run_state import End, RunState, end_of
-from ddpdebug.sinks import Covered, FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
+from ddpdebug.sinks import Covered, FindingRaised, Met, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
 from ddpdebug.sinks.agreement import COMPARED, dissenters
 from ddpdebug.sinks.prometheus.discovery import target
 from ddpdebug.sinks.prometheus.exposition import OPENMETRICS, TEXT, openmetrics_of, text_of, wants_openmetrics
@@ -40,11 +43,13 @@ from ddpdebug.sinks.prometheus.metrics import (
     NONFINITE,
     EachRank,
     Layers,
+    Pace,
     RankState,
     agreement_metrics,
     finding_metrics,
     identity_of,
     incident_metrics,
+    is_about_making,
     label_text,
     own_metrics,
     rank_metrics,
@@ -62,6 +67,8 @@ SERIES_OF_ALL = 2500
 _CODES = 35
 #: A finding that did not show again in so many steps is not current any more.
 _RECENT = 1000
+#: Seconds for which ranks that have said who takes part are believed; they say it every few seconds.
+_BELIEVED = 30.0
 
 
 class PrometheusSink(Collector):
@@ -104,6 +111,12 @@ class PrometheusSink(Collector):
         self._outvoted: dict[str, dict[int, frozenset[int]]] = {what: {} for what in COMPARED}
         self._disagreements = dict.fromkeys(COMPARED, 0)
         self._layers = Layers()
+        self._pace = Pace()
+        self._members: tuple[int, ...] = ()
+        self._met, self._apart = -math.inf, 0
+        self._nodes: dict[int, str] = {}
+        self._peers: dict[str, set[int]] = {}  # node -> its ranks
+        self._origin: tuple[tuple[float, int], frozenset[int]] | None = None  # (step, number of ranks), ranks
         self._errors = 0
         self._coverage: Coverage | None = None
         self._last: StepJudged | None = None
@@ -136,6 +149,8 @@ class PrometheusSink(Collector):
         match record:
             case StepJudged():
                 self._step(record)
+            case Met():
+                self._members, self._apart, self._met = record.members, record.apart, self._clock()
             case FindingRaised():
                 self._finding(record)
             case Trouble():
@@ -143,10 +158,8 @@ class PrometheusSink(Collector):
                 self._hand_over()
             case Covered():
                 self._coverage = record.coverage
-            case Saved(kind="fact", payload={"topic": "place", "rank": int(rank), "value": dict(place)}):
-                self._place(rank, place)
-            case Saved(kind="detail", payload={"detail": "layers", "rank": self._rank, "value": dict(detail)}):
-                self._layers.take(detail)
+            case Saved():
+                self._saved(record)
             case RunStarted():
                 self._started = record
                 own = {"node": record.node, "local_rank": record.local_rank, "metrics": record.metrics_url}
@@ -188,25 +201,44 @@ class PrometheusSink(Collector):
         else:
             keeper.end(**facts, end=[int(self._end.state), self._end.outcome, self._end.cause, self._ended])
 
+    def _saved(self, record: Saved) -> None:
+        match record:
+            case Saved(kind="fact", payload={"topic": "place", "rank": int(rank), "value": dict(place)}):
+                self._place(rank, place)
+            case Saved(kind="detail", payload={"detail": "layers", "rank": self._rank, "value": dict(detail), **rest}):
+                self._layers.take(detail, int(rest.get("step") or 0), self._interval)
+
     def _step(self, record: StepJudged) -> None:
         self._last = record
         now = self._clock()
         step = record.step
+        self._pace.learn(step)
         if self._everyone:
+            used = {node: self._used(step.rows, ranks) for node, ranks in self._peers.items()}
             for rank, row in step.rows.items():
                 if (state := self._ranks.get(rank)) is None:
                     state = self._ranks[rank] = RankState()
-                state.add(row, now)
+                state.add(row, now, self._pace.bounds, host_bytes=used.get(self._nodes.get(rank, ""), 0))
             for rank, state in self._ranks.items():
                 state.up = rank in step.rows
         elif (own := step.rows.get(self._rank)) is not None:
-            self._ranks[self._rank].add(own, now)
+            peers = self._peers.get(self._nodes.get(self._rank, ""), {self._rank})
+            self._ranks[self._rank].add(own, now, self._pace.bounds, host_bytes=self._used(step.rows, peers))
         for what, ranks in dissenters(step).items():
             self._outvoted[what][step.optimizer] = ranks
             self._disagreements[what] += bool(ranks)
 
+    @staticmethod
+    def _used(rows: Mapping[int, Row], ranks: Iterable[int]) -> int:
+        """Return what the ranks of a node use of its memory, bytes; they share one limit."""
+        there = [rows[rank] for rank in ranks if rank in rows]
+        return sum((row.host_private_bytes or row.host_bytes) + row.workers_bytes for row in there)
+
     def _finding(self, record: FindingRaised) -> None:
         finding = record.finding
+        if record.new and is_about_making(finding) and finding.severity >= Severity.ERROR:
+            found = (math.inf if finding.step is None else finding.step, len(finding.ranks)), frozenset(finding.ranks)
+            self._origin = found if self._origin is None else min(self._origin, found, key=lambda pair: pair[0])
         if record.new:
             known = finding.code in {code for code, _ in self._findings} or len(self._findings) < _CODES + len(Severity)
             self._findings[finding.code if known else "other", finding.severity.label] += 1
@@ -233,6 +265,9 @@ class PrometheusSink(Collector):
     def _place(self, rank: int, place: Mapping[str, Any]) -> None:
         if isinstance(url := place.get("metrics"), str):
             self._targets[rank] = url
+        if isinstance(node := place.get("node"), str):
+            self._nodes[rank] = node
+            self._peers.setdefault(node, set()).add(rank)
         if rank == self._rank or self._everyone:
             state = self._ranks.setdefault(rank, RankState())
             state.node = clean(place.get("node", state.node), 200)
@@ -286,15 +321,29 @@ class PrometheusSink(Collector):
         outvoted = {what: found.copy() for what, found in self._outvoted.items()}
         yield from run_metrics(own, self._started)
         yield from state_metrics(own, self.state, self._end, self._ended)
-        yield from finding_metrics(own, self._findings.copy())
-        yield from agreement_metrics(own, outvoted, self._disagreements)
+        if self._speaks:
+            yield from finding_metrics(own, self._findings.copy())
+            yield from agreement_metrics(own, outvoted, self._disagreements, self._apart)
+            yield from incident_metrics(own, tuple(self._incidents))
         yield from own_metrics(own, self._errors, self._coverage, self._last, now)
-        yield from incident_metrics(own, tuple(self._incidents))
         ranks = dict(sorted(self._ranks.copy().items())) if only is None else {only: self._ranks[only]}
-        culprits = {what: frozenset().union(*found.values()) for what, found in outvoted.items()}
-        of = self._many(ranks, now, culprits) if self._is_large and not every and only is None else EachRank()
-        yield from rank_metrics([(str(rank), state) for rank, state in ranks.items()], culprits, of)
-        yield from self._layers.metrics(own)
+        origin = frozenset() if self._origin is None else self._origin[1]
+        voted = {what: frozenset().union(*found.values()) for what, found in outvoted.items()}
+        of = self._many(ranks, now, voted) if self._is_large and not every and only is None else EachRank()
+        yield from rank_metrics([(str(rank), state) for rank, state in ranks.items()], voted, origin, of)
+        yield from self._layers.metrics(own, self._ranks[self._rank].newest, self._interval)
+
+    @property
+    def _interval(self) -> int:
+        return 1 if self._last is None else self._last.interval
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this rank reports what all ranks know alike."""
+        members = self._members
+        if self._everyone or not members or self._clock() - self._met > _BELIEVED:
+            return True
+        return self._rank in {members[0], members[-1]}
 
     @property
     def _is_large(self) -> bool:
@@ -307,6 +356,7 @@ class PrometheusSink(Collector):
         self._recent.look(ranks, now)
         incidents = tuple(self._incidents)
         ill: list[Collection[int]] = [finding.ranks for finding, _ in reversed(incidents)]
+        ill += [] if self._origin is None else [self._origin[1]]
         ill += [[rank for rank, state in ranks.items() if not state.up], *outvoted.values()]
         ill += [self._recent.nonfinite.get(what, ()) for what in NONFINITE]
         rows = {rank: state.newest for rank, state in ranks.items() if state.newest is not None}

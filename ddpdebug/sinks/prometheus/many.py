@@ -14,7 +14,7 @@ from itertools import accumulate
 
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from ddpdebug.sinks.prometheus.metrics import BOUNDS, PHASES, EachRank, RankState
+from ddpdebug.sinks.prometheus.metrics import PHASES, EachRank, RankState
 
 #: Up to so many ranks each one is exported.
 EVERY_RANK = 64
@@ -38,7 +38,7 @@ class _Past:
     """What a rank had counted when the window began."""
 
     def __init__(self, state: RankState | None = None) -> None:
-        self.steps = 0 if state is None else sum(state.buckets)
+        self.steps = 0 if state is None else state.step_count
         self.step_seconds = 0.0 if state is None else state.step_seconds
         self.phase_seconds = [0.0] * len(PHASES) if state is None else state.phase_seconds.copy()
         self.phase_counts = [0] * len(PHASES) if state is None else state.phase_counts.copy()
@@ -62,7 +62,7 @@ class Recent:
         self.steps, self.phases, self.nonfinite = {}, {}, {}
         for rank, state in ranks.items():
             past = then.get(rank, nothing)
-            if (count := sum(state.buckets) - past.steps) > 0:
+            if (count := state.step_count - past.steps) > 0:
                 self.steps[rank] = (state.step_seconds - past.step_seconds) / count
             self.phases[rank] = {
                 phase: (state.phase_seconds[i] - past.phase_seconds[i]) / count
@@ -178,11 +178,17 @@ class ManyRanks(EachRank):
 
     def more(self, ranks: Sequence[tuple[str, RankState]]) -> Iterator[Metric]:
         """Yield the times of all ranks, and who holds the extremes of all that came before."""
-        known, text = [state for _, state in ranks], "Over all ranks: Time from step to step."
+        # their bounds are the same, and are known from the same step on
+        known = [s for _, s in ranks if len(s.buckets) == len(s.bounds) + 1] or [s for _, s in ranks]
+        text = "Over all ranks: Time from step to step; the buckets are chosen about the run's usual step."
         steps = HistogramMetricFamily(f"{PREFIX}step_seconds", text, labels=())
-        counts = accumulate(map(sum, zip(*(state.buckets for state in known), strict=True)))
-        buckets = list(zip(BOUNDS, counts, strict=False))
-        steps.add_metric((), buckets or [("+Inf", 0)], math.fsum(state.step_seconds for state in known))
+        bounds, seconds = (*map(str, known[0].bounds), "+Inf"), math.fsum(state.step_seconds for state in known)
+        if known[0].buckets:
+            counts = accumulate(map(sum, zip(*(state.buckets for state in known), strict=True)))
+            steps.add_metric((), list(zip(bounds, counts, strict=True)), seconds)
+        else:
+            steps.add_sample(f"{steps.name}_count", {}, sum(state.step_count for state in known))
+            steps.add_sample(f"{steps.name}_sum", {}, seconds)
         yield steps
         text = "Mean time of a step in the last minute or two."
         yield self._over("mean_step_seconds", text, _by_rank(self._recent.steps))
