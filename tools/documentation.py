@@ -55,8 +55,8 @@ and `instance`. Findings, incidents, disagreement and the steps apart are report
 highest of those that take part; by every rank once they can no longer talk. With several optimizers, loss, norms, rates
 and times are those of the one that has stepped most.
 
-The number of series does not depend on the model: a rank has at most {SERIES} before anything is found, and at most
-{SERIES_WITH_FINDINGS} whatever is found (the counter of a code appears with its first finding).
+The number of series does not depend on the model: a rank has at most {SERIES} before anything is found, a GPU's
+included, and at most {SERIES_WITH_FINDINGS} whatever is found (the counter of a code appears with its first finding).
 
 Names of layers stand in the five newest incidents, and in the label `layer` of the `ddpdebug_layer_*` metrics. Each of
 those has {SLOTS} slots; a layer keeps its slot until another one's value is a quarter larger, and after {LAYER_NAMES}

@@ -252,10 +252,10 @@ def test_the_number_of_series_is_bounded_and_does_not_grow() -> None:
     for rank in (0, 1):
         sink = full_of_everything(rank)
         for step in range(2, 30):
-            sink.write(judged(step, loss=1.0, step_seconds=0.1))
+            sink.write(judged(step, loss=1.0, step_seconds=0.1, device_limit_bytes=80))
         count = len(samples(sink))
         for step in range(30, 80):
-            sink.write(judged(step, loss=1.0, step_seconds=0.1 * step))
+            sink.write(judged(step, loss=1.0, step_seconds=0.1 * step, device_limit_bytes=80))
         assert len(samples(sink)) == count <= SERIES_WITH_FINDINGS
         assert samples(sink)["ddpdebug_findings_total", "other", str(rank), "error"] > 1
         sink.close()
@@ -566,7 +566,7 @@ def test_a_real_rank_has_as_many_series_as_the_page_says(tmp_path: Path) -> None
         _, series = json.loads((run / f"counts-{rank}").read_text())
         found = [line for line in series if line.startswith(("ddpdebug_findings_total", "ddpdebug_incident"))]
         quiet = [line for line in series if line not in found] + found[: len(Severity)]
-        assert SERIES - 10 <= len(quiet) <= SERIES, "\n".join(series)
+        assert SERIES - 20 <= len(quiet) <= SERIES - 5  # those of a device, "\n".join(series)
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     assert page.count(f"a rank has at most {SERIES} ") == 1
 

@@ -59,8 +59,8 @@ from ddpdebug.sinks.prometheus.metrics import (
 from ddpdebug.sinks.prometheus.server import SHARE, SHARE_OF_ALL, App, Endpoint, Form, Page, Serving, json_app
 from ddpdebug.sinks.text import clean
 
-#: Series of a rank at most: before it has found anything, and with everything found.
-SERIES, SERIES_WITH_FINDINGS = 100, 150
+#: Series of a rank at most, a GPU's included: before it has found anything, and with everything found.
+SERIES, SERIES_WITH_FINDINGS = 110, 160
 #: Series at most where one rank speaks for so many that it shows aggregates and a few of them; one for each rank more.
 SERIES_OF_ALL = 2500
 #: So many codes are counted apart, further ones together as `other`.
