@@ -109,15 +109,18 @@ class Keeper:
             return True
 
     def end(self, **facts: Any) -> bool:
-        """Give the keeper the end; return whether it has got that, and the endpoint and the file are its own now."""
-        self.lingers = self.tell(**facts) and self._lasts
-        self.close()
+        """Give the keeper the end; return whether the endpoint and the target file are its own now."""
+        told = self.tell(**facts)
+        self.lingers = told and self._lasts
+        self._close()
         return self.lingers
 
     def close(self) -> None:
         """Let go of the keeper; one that was not given the end goes at once."""
-        if not self.lingers:
-            self.tell(quit=True)
+        self.tell(quit=True)
+        self._close()
+
+    def _close(self) -> None:
         with self._lock:
             self._open = False
             self._socket.close()
