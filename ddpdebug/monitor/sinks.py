@@ -107,7 +107,7 @@ def open_sinks(  # noqa: PLR0913 - who the rank is
 
 
 def start_keeper(config: Config, environ: Mapping[str, str], tell: Callable[[str, str], None]) -> Keeper | None:
-    """Start what serves the end of this process; None where nobody could find it, or nothing would outlive the process."""
+    """Start what serves the end of this process; None where nobody could find that, and where it cannot be started."""
     found = config.sd_dir is not None or config.metrics_port != 0
     serves = config.metrics == "per-rank" or (config.metrics == "rank0" and environ.get("RANK", "0") == "0")
     lingers = config.linger > 0 and found
@@ -122,7 +122,7 @@ def start_keeper(config: Config, environ: Mapping[str, str], tell: Callable[[str
 
 
 def _is_contained(environ: Mapping[str, str]) -> bool:
-    """Return whether nothing outlives the job: Slurm kills what a step leaves, a container ends with its first process."""
+    """Return whether nothing outlives the job: Slurm kills what a step leaves, a container ends with its program."""
     with suppress(OSError):
         first = Path("/proc/1/cmdline").read_bytes()
         if any(word in first for word in (b"ddpdebug", b"torchrun", b"torch.distributed")):

@@ -20,6 +20,7 @@ import struct
 import sys
 import threading
 import time
+from array import array
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -97,10 +98,8 @@ class Keeper:
                 return False
             data = json.dumps(facts).encode()
             try:
-                if files:
-                    socket.send_fds(self._socket, [data], files, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-                else:
-                    self._socket.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                more = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", files))] if files else []
+                self._socket.sendmsg([data], more, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             except BlockingIOError:  # it is stopped, or the machine is very busy: the next one will do
                 return False
             except OSError:  # it has gone
@@ -110,15 +109,18 @@ class Keeper:
             return True
 
     def end(self, **facts: Any) -> bool:
-        """Give the keeper the end; return whether it has got that, and the endpoint and the file are its own now."""
-        self.lingers = self.tell(**facts) and self._lasts
-        self.close()
+        """Give the keeper the end; return whether the endpoint and the target file are its own now."""
+        told = self.tell(**facts)
+        self.lingers = told and self._lasts
+        self._close()
         return self.lingers
 
     def close(self) -> None:
         """Let go of the keeper; one that was not given the end goes at once."""
-        if not self.lingers:
-            self.tell(quit=True)
+        self.tell(quit=True)
+        self._close()
+
+    def _close(self) -> None:
         with self._lock:
             self._open = False
             self._socket.close()
@@ -184,6 +186,8 @@ def main(words: tuple[int, int, int, float, str, bool]) -> None:
             if contained and "end" in facts:
                 linger = 0.0
             _serve(facts, listener, _Rank(rank, pid), asked, linger, push, contained=contained)
+        else:
+            _Target(facts.get("target")).remove()
     finally:
         os._exit(0)
 
@@ -192,6 +196,7 @@ def _listen(control: socket.socket, rank: int) -> tuple[dict[str, Any], int]:
     """Return the facts, once the rank has ended, in order or not, and the listening socket, -1 without one."""
     facts: dict[str, Any] = {}
     listener = -1
+    control.setblocking(False)
     poll = select.poll()
     for fd in (control.fileno(), rank):
         if fd >= 0:
@@ -200,7 +205,7 @@ def _listen(control: socket.socket, rank: int) -> tuple[dict[str, Any], int]:
         dead = rank in {fd for fd, _ in poll.poll()}
         while True:
             try:
-                data, fds, _, _ = socket.recv_fds(control, _MAX_MESSAGE, 1, socket.MSG_DONTWAIT)
+                data, fds, _, _ = socket.recv_fds(control, _MAX_MESSAGE, 1)
             except BlockingIOError:
                 break
             except OSError:

@@ -37,12 +37,12 @@ _HASTE = {
 class Job:
     """The ill job: the launcher and its ranks."""
 
-    def __init__(self, folder: Path, steps: int) -> None:
+    def __init__(self, folder: Path, steps: int, *options: str) -> None:
         self.targets = folder / "targets"
         words = [sys.executable, "-m", "ddpdebug", "run", "--nproc-per-node", "4", "--every-step", "--quiet"]
         words += ["--memory-limit", "2000000000"]  # so small that what the job keeps will not fit
         words += ["--metrics-port", str(free_port()), "--sd-dir", str(self.targets), "--out", str(folder / "run")]
-        words += ["--grafana-url", "http://127.0.0.1:1", str(HERE / "scripts" / "ill.py"), str(steps)]
+        words += [*options, "--grafana-url", "http://127.0.0.1:1", str(HERE / "scripts" / "ill.py"), str(steps)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GRAFANA_TOKEN": ""}  # annotations give up
         with (folder / "log").open("wb") as log:
             self.process = subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT)
@@ -136,12 +136,79 @@ def _empty_panels(prometheus: Any) -> list[tuple[str, str]]:
     return empty
 
 
+#: Two ranks that step until they are ended, or meet a NaN at step 5 in the one that is told so.
+_TRAIN = """
+import sys, time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+generator = torch.Generator().manual_seed(dist.get_rank())
+for step in range(100_000):
+    batch = torch.randn(8, 4, generator=generator)
+    if step == 5 and sys.argv[1] == "nan":
+        batch[0, 0] = float("nan")
+    model(batch).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.1 if step > 20 else 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "state", "outcome", "cause"),
+    [
+        ("nan", 4, "findings", "NUM305"),  # ends itself, before anybody may have looked at it
+        ("killed", 5, "lost", "SIGKILL"),
+        ("cancelled", 3, "cancelled", "SIGTERM"),
+    ],
+)
+def test_how_a_run_has_ended_is_seen(
+    how: str, state: int, outcome: str, cause: str, start_prometheus: Callable[..., Any], tmp_path: Path
+) -> None:
+    """By its state, its outcome and its findings, with its name; then it is no target any more."""
+    (tmp_path / "train.py").write_text(_TRAIN)
+    targets = tmp_path / "targets"
+    prometheus = start_prometheus(
+        "global: {scrape_interval: 1s}\nscrape_configs:\n- job_name: ddpdebug\n  file_sd_configs:\n"
+        f"  - {{files: ['{targets}/ddpdebug-*.json'], refresh_interval: 1s}}\n"
+    )
+    words = [sys.executable, "-m", "ddpdebug", "run", "--nproc-per-node", "2", "--guard", "stop", "--linger", "300"]
+    words += ["--sd-dir", str(targets), "--out", str(tmp_path / "run"), "--name", how, str(tmp_path / "train.py"), how]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        if how != "nan":
+            prometheus.wait_for(f"count(ddpdebug_step{{run='{how}'}} > 10) == 2")
+            tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
+            children = {int(pid) for task in tasks for pid in task.read_text().split()}
+            ranks = [pid for pid in children if b"--guard" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+            os.kill(*((ranks[1], signal.SIGKILL) if how == "killed" else (process.pid, signal.SIGTERM)))
+        assert process.wait(PATIENCE) == 1, (tmp_path / "log").read_text()
+    finally:
+        process.kill()
+        process.wait(PATIENCE)
+    prometheus.wait_for(f"max by (run) (last_over_time(ddpdebug_run_state{{run='{how}'}}[1h])) == {state}")
+    wanted = f"run='{how}', outcome='{outcome}', cause='{cause}'"
+    (told,) = prometheus.wait_for(f"count by (run_id) (last_over_time(ddpdebug_run_outcome_info{{{wanted}}}[1h]))")
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["run"] == told["metric"]["run_id"]
+    assert prometheus.query("count({exported_run_id!=''})") == []
+    if how == "nan":
+        prometheus.wait_for(f"last_over_time(ddpdebug_incident_step{{run='{how}', code='{cause}'}}[1h]) == 5")
+        prometheus.wait_for(f"last_over_time(ddpdebug_findings_total{{run='{how}', code='{cause}'}}[1h]) == 1")
+    prometheus.wait_for(f"absent(ddpdebug_run_state{{run='{how}'}})")
+    assert until(lambda: not [*targets.iterdir()])
+
+
 def test_a_run_that_ends_leaves_no_target(tmp_path: Path) -> None:
-    """Nothing is left to be scraped; the verdicts stay in the run directory."""
-    job = Job(tmp_path, 20)
+    """Nothing is left to be scraped for long; the verdicts stay in the run directory."""
+    job = Job(tmp_path, 20, "--linger", "1")
     try:
         assert job.process.wait(PATIENCE) == 0, (tmp_path / "log").read_text()
     finally:
         job.kill()
-    assert list(job.targets.iterdir()) == []
+    assert until(lambda: not [*job.targets.iterdir()])
     assert json.loads((tmp_path / "run" / "run.json").read_text())["outcome"]["reason"] == "finished"

@@ -47,8 +47,8 @@ password = settings.get("password")
 serving = Serving(keeper=keeper, ask=ask_to_leave, password_file=password and Path(password))
 sink = PrometheusSink(0, "127.0.0.1", settings.get("port", 0), serving=serving)
 sinks = Fanout([sink, Discovery(Path(settings["sd"]), keeper)])
-sinks.write(RunStarted(run_id=settings.get("run_id", 'r"1'), rank=0, world=2, directory=None, config={}, versions={}, metrics_url=sink.url,
-                       name="train"))
+sinks.write(RunStarted(run_id=settings.get("run_id", 'r"1'), rank=0, world=2, directory=None, config={}, versions={},
+                       metrics_url=sink.url, name="train"))
 sinks.write(StepJudged(step=Step(step=7, optimizer=0, world=1, rows={0: Row(rank=0, step=7, loss=1.0)})))
 grave = Finding(code="NUM305", severity=Severity.CRITICAL, title="t", id="NUM305-1", step=7)
 sinks.write(FindingRaised(finding=grave))
@@ -131,7 +131,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Rank]]:
     yield make
     for rank in started:
         rank.process.kill()
-        rank.process.communicate()
+        for pipe in (rank.process.stdin, rank.process.stdout):
+            assert pipe is not None
+            pipe.close()
+        rank.process.wait()
         with suppress(ProcessLookupError):
             if rank.keeper in keepers(rank.process.pid):
                 os.kill(rank.keeper, signal.SIGKILL)

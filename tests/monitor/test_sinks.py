@@ -1,0 +1,88 @@
+"""What a rank serves, what its run is called, and who serves its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpdebug.config.settings import Config
+from ddpdebug.errors import UsageError
+from ddpdebug.monitor import sinks
+from ddpdebug.monitor.sinks import run_name, scheduler_job, start_keeper
+
+
+@pytest.mark.parametrize(
+    ("given", "command", "name"),
+    [
+        (None, ("a/train.py", "--x"), "train"),
+        (None, ("-m", "package.train"), "package.train"),
+        (None, ("-c",), "python"),
+        (None, ("-m",), "python"),
+        (None, (), "python"),
+        ("my run/ä!", ("train.py",), "my_run_ä_"),
+        ("x" * 100, ("train.py",), "x" * 64),
+    ],
+)
+def test_a_run_has_a_name_for_people(given: str | None, command: tuple[str, ...], name: str) -> None:
+    """The given one, else the script's; short, and of letters that need no quotes anywhere."""
+    assert run_name(given, command) == name
+
+
+def test_the_scheduler_s_job_is_read_from_the_environment() -> None:
+    """Empty where there is none."""
+    assert scheduler_job({"SLURM_JOB_ID": "17", "PBS_JOBID": ""}) == "17"
+    assert scheduler_job({"PBS_JOBID": "9.host"}) == "9.host"
+    assert scheduler_job({"SLURM_JOB_ID": ""}) == ""
+
+
+class _Keeper:
+    """What was started, by its arguments."""
+
+    def __init__(self, linger: float, push: str | None, *, contained: bool) -> None:
+        self.how = (linger, push, contained)
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "how"),
+    [
+        ({}, {}, None),  # nobody knows the port
+        ({"metrics_port": 9400}, {}, (60.0, None, False)),
+        ({"sd_dir": Path("sd")}, {"RANK": "3"}, (60.0, None, False)),
+        ({"sd_dir": Path("sd")}, {"SLURM_JOB_ID": "3"}, (60.0, None, True)),
+        ({"sd_dir": Path("sd"), "linger": 0.0}, {}, None),
+        ({"sd_dir": Path("sd"), "metrics": "off"}, {}, None),
+        ({"sd_dir": Path("sd"), "metrics": "rank0"}, {"RANK": "0"}, (60.0, None, False)),
+        ({"sd_dir": Path("sd"), "metrics": "rank0"}, {"RANK": "1"}, None),
+        ({"push_outcome": "http://g"}, {}, (0.0, "http://g", False)),
+    ],
+)
+def test_the_end_is_served_where_somebody_may_look(
+    options: dict[str, Any], environ: dict[str, str], how: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No process is started for anything else."""
+    monkeypatch.setattr(sinks, "Keeper", _Keeper)
+    monkeypatch.setattr("sys.platform", "linux")
+    started: Any = start_keeper(Config(**options), environ, lambda *_: None)
+    assert (None if started is None else started.how) == how
+
+
+def test_a_keeper_that_cannot_be_started_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run goes on without."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError("no more processes")
+
+    said: list[tuple[str, str]] = []
+    monkeypatch.setattr(sinks, "Keeper", fails)
+    monkeypatch.setattr("sys.platform", "linux")
+    assert start_keeper(Config(metrics_port=9400), {}, lambda *words: said.append(words)) is None
+    assert said == [("keeper", "what the run comes to will not be served after its end: no more processes")]
+
+
+@pytest.mark.parametrize("address", ["pushgateway:9091", "ftp://x/", "http://"])
+def test_an_address_that_nothing_can_be_pushed_to_is_an_error(address: str) -> None:
+    """Before anything starts."""
+    with pytest.raises(UsageError, match="http"):
+        Config.load({"push_outcome": address}, {}, Path.cwd())
