@@ -400,11 +400,15 @@ def test_ranks_that_step_together_are_not_apart(monkeypatch: pytest.MonkeyPatch)
     """However fast they are, and whenever their threads tick: one may only have begun the step that another ended."""
     monkeypatch.setattr(module, "IDLE_SECONDS", 0.001)
     world = World(3).start()
-    together = threading.Barrier(3)
+    together, last = threading.Barrier(3), list[int]()
 
     def train(rank: int) -> None:
-        for step in range(300):
+        for step in range(100_000):
+            if rank == 0 and len(world.heard[0]) > 20 and not last:
+                last.append(step)
             together.wait(_SECONDS)
+            if last and last[0] <= step:
+                return
             world.ranks[rank].progress = step + 1
             time.sleep(0.0005 * rank)
 
@@ -412,7 +416,7 @@ def test_ranks_that_step_together_are_not_apart(monkeypatch: pytest.MonkeyPatch)
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(_SECONDS)
+        thread.join(2 * _SECONDS)
     assert all(world.close())
     assert {tick.apart for tick in world.heard[0]} == {0}
-    assert len(world.heard[0]) > 5
+    assert len(world.heard[0]) > 20
