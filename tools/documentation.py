@@ -169,7 +169,7 @@ def metrics_page() -> str:
     rows = []
     for metric in _example_sink().collect():
         names = " ".join(f"`{metric.name}{suffix}`" for suffix in _SUFFIXES.get(metric.type, ("",)))
-        labels = metric._labelnames  # noqa: SLF001 - also of a metric that has no sample yet
+        labels: tuple[str, ...] = getattr(metric, "_labelnames", ())  # also of a metric that has no sample yet
         values = {name: {sample.labels[name]: None for sample in metric.samples} for name in labels}
         shown = [f"`{name}` ({', '.join(values[name])})" if name in _LISTED_LABELS else f"`{name}`" for name in labels]
         rows.append((names, metric.type, ", ".join(shown), metric.documentation))
