@@ -208,7 +208,7 @@ def _metric_rows(world: int) -> Iterator[tuple[str, ...]]:
     metric: Any
     for metric in _example_sink(world).collect():
         names = " ".join(f"`{metric.name}{suffix}`" for suffix in _SUFFIXES.get(metric.type, ("",)))
-        labels = metric._labelnames  # noqa: SLF001 - also of a metric that has no sample yet
+        labels: tuple[str, ...] = getattr(metric, "_labelnames", ())  # also of a metric that has no sample yet
         values = {name: {sample.labels[name]: None for sample in metric.samples} for name in labels}
         shown = [f"`{name}` ({', '.join(values[name])})" if name in _LISTED_LABELS else f"`{name}`" for name in labels]
         yield names, metric.type, ", ".join(shown), metric.documentation

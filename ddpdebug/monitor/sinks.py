@@ -123,11 +123,17 @@ def start_keeper(config: Config, environ: Mapping[str, str], tell: Callable[[str
 
 def _is_contained(environ: Mapping[str, str]) -> bool:
     """Return whether nothing outlives the job: Slurm kills what a step leaves, a container ends with its program."""
+    first = b""
     with suppress(OSError):
         first = Path("/proc/1/cmdline").read_bytes()
-        if any(word in first for word in (b"ddpdebug", b"torchrun", b"torch.distributed")):
-            return True
-    return "SLURM_JOB_ID" in environ
+    return "SLURM_JOB_ID" in environ or runs_a_job(first)
+
+
+def runs_a_job(command: bytes) -> bool:
+    """Return whether a process is the launcher of a job, or waits for one, by its command line as the kernel has it."""
+    return (
+        re.search(rb"(?:^|[\0\s]|/bin/)(?:ddpdebug|torchrun|torch\.distributed\.run)(?:[\0\s]|$)", command) is not None
+    )
 
 
 def run_name(given: str | None, command: Sequence[str]) -> str:

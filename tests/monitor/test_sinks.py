@@ -10,7 +10,7 @@ import pytest
 from ddpdebug.config.settings import Config
 from ddpdebug.errors import UsageError
 from ddpdebug.monitor import sinks
-from ddpdebug.monitor.sinks import run_name, scheduler_job, start_keeper
+from ddpdebug.monitor.sinks import run_name, runs_a_job, scheduler_job, start_keeper
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,23 @@ def test_the_end_is_served_where_somebody_may_look(
     monkeypatch.setattr("sys.platform", "linux")
     started: Any = start_keeper(Config(**options), environ, lambda *_: None)
     assert (None if started is None else started.how) == how
+
+
+@pytest.mark.parametrize(
+    ("command", "job"),
+    [
+        (b"python\0-m\0ddpdebug\0run\0train.py\0", True),
+        (b"/usr/bin/tini\0--\0/opt/bin/torchrun\0-m\0ddpdebug\0", True),
+        (b"bash\0-c\0exec ddpdebug run train.py\0", True),
+        (b"python\0-m\0torch.distributed.run\0x.py\0", True),
+        (b"/sbin/init\0", False),
+        (b"bash\0-c\0cd /builds/ddpdebug/src && make test\0", False),
+        (b"", False),
+    ],
+)
+def test_a_container_whose_program_is_the_job_ends_with_it(command: bytes, job: bool) -> None:
+    """By the command line of its first process."""
+    assert runs_a_job(command) is job
 
 
 def test_a_keeper_that_cannot_be_started_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,14 +53,23 @@ class Job:
 
     def kill(self) -> None:
         """End all its processes at once; torch's launcher gives each rank a session of its own."""
-        ours = [self.process.pid]
-        for pid in ours:  # grows while it is read
-            for task in Path(f"/proc/{pid}/task").glob("*/children"):
-                ours += map(int, task.read_text().split())
-        for pid in ours if self.process.poll() is None else ():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait(PATIENCE)
+        _kill(self.process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    for pid in _family(process) if process.poll() is None else ():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait(PATIENCE)
+
+
+def _family(process: subprocess.Popen[bytes]) -> list[int]:
+    """Return the process and what it has started."""
+    ours = [process.pid]
+    for pid in ours:  # grows while it is read
+        for task in Path(f"/proc/{pid}/task").glob("*/children"):
+            ours += map(int, task.read_text().split())
+    return ours
 
 
 @pytest.fixture
@@ -183,14 +192,12 @@ def test_how_a_run_has_ended_is_seen(
     try:
         if how != "nan":
             prometheus.wait_for(f"count(ddpdebug_step{{run='{how}'}} > 10) == 2")
-            tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
-            children = {int(pid) for task in tasks for pid in task.read_text().split()}
-            ranks = [pid for pid in children if b"--guard" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+            started = _family(process)[1:]
+            ranks = [pid for pid in started if b"--guard" in Path(f"/proc/{pid}/cmdline").read_bytes()]
             os.kill(*((ranks[1], signal.SIGKILL) if how == "killed" else (process.pid, signal.SIGTERM)))
         assert process.wait(PATIENCE) == 1, (tmp_path / "log").read_text()
     finally:
-        process.kill()
-        process.wait(PATIENCE)
+        _kill(process)
     prometheus.wait_for(f"max by (run) (last_over_time(ddpdebug_run_state{{run='{how}'}}[1h])) == {state}")
     wanted = f"run='{how}', outcome='{outcome}', cause='{cause}'"
     (told,) = prometheus.wait_for(f"count by (run_id) (last_over_time(ddpdebug_run_outcome_info{{{wanted}}}[1h]))")

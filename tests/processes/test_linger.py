@@ -21,7 +21,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ddpdebug.processes.linger import Keeper, ask_to_leave
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux has what it needs")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux has what it needs"),
+]
 
 #: A rank without torch: it serves, tells its address, and ends as it is told.
 _RANK = """
