@@ -28,7 +28,7 @@ PATIENCE_SECONDS = 2.0
 _MAX_BYTES = 1 << 20
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>[0-9]+) in (?P<name>.*)$', re.MULTILINE)
 _OWN = str(Path(__file__).parent.parent)
-#: What was armed: process, moment of the monotonic clock, and file, as faulthandler keeps a file's number, not the file.
+#: What was armed: process, moment of the monotonic clock, and file; faulthandler keeps the file's number only.
 _ARMED: list[tuple[int, float, IO[str]]] = []
 
 

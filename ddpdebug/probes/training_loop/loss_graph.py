@@ -121,7 +121,7 @@ def divisor(root: torch.Tensor, *, by_scaler: bool) -> float:
 
 
 def divided_by(root: torch.Tensor, term: Term, *, by_scaler: bool) -> tuple[float, bool]:
-    """Return the product of the numbers that a loss was divided by at last, and whether these are all up to the term."""
+    """Return the product of the numbers that divide a loss at last, and whether these are all up to the term."""
     node, product = root.grad_fn, 1.0
     if by_scaler and node is not None and node.name() in _SCALED:
         node = next((below for below, _ in node.next_functions if below is not None), None)
