@@ -9,6 +9,7 @@ StopRun (a BaseException)                 ends a script after `--steps N`; not a
 
 from __future__ import annotations
 
+import re
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ddpdebug.schema.finding import Finding
+
+
+_MAX_ESSENCE = 300
+#: What tells people nothing in the texts of torch: where in its sources, and advice that fits every case.
+_NOISE = re.compile(
+    r"\[(enforce fail at )?[\w./-]+\.(cc|cpp|h|cu):\d+\] ?|This is typically caused by a remote worker.*", re.DOTALL
+)
+_OF_WORKER = "Original Traceback (most recent call last):"
 
 
 class DdpdebugError(Exception):
@@ -59,6 +68,14 @@ def text_of(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"
     except Exception:  # noqa: BLE001 - any class of anybody's
         return type(error).__name__
+
+
+def essence(text: str) -> str:
+    """Return the part of an error's text that says what happened: its head, and of a worker's the error in it."""
+    head, of_worker, trace = text.partition(_OF_WORKER)
+    own = next((line.strip() for line in reversed(trace.splitlines()) if line.strip()), "") if of_worker else ""
+    told = f"{_NOISE.sub('', head).strip()} {own}".strip()
+    return told if len(told) <= _MAX_ESSENCE else f"{told[: _MAX_ESSENCE - 1]}…"
 
 
 def did_you_mean(name: str, valid: Iterable[str], *, prefix: str = "", listed: str = "") -> str:

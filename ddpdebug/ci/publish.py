@@ -17,6 +17,7 @@ from ddpdebug.ci.json_junit import to_json, to_junit
 from ddpdebug.ci.verdict import Outcome, Verdict, Word, judge, with_coverage
 from ddpdebug.config.settings import Config
 from ddpdebug.disk import Disk
+from ddpdebug.errors import essence
 from ddpdebug.redaction import Redactor
 from ddpdebug.run_directory.reader import (
     CHECK,
@@ -233,7 +234,7 @@ def _print(verdict: Verdict, run: str | None, config: Config) -> None:
     for words in verdict.unchecked:
         console.print(Text(f"  not checked: {clean(words)}"))
     for rank in verdict.blamed:
-        console.print(Text(f"  rank {rank}: {clean(verdict.ranks[rank])}"))
+        console.print(Text(f"  rank {rank}: {clean(essence(verdict.ranks[rank]))}"))
     for proof in verdict.proofs:
         console.print(Text(f"  self-test: {proof.fault.meaning}: {proof.words}"))
     if verdict.proofs and all(proof.verified for proof in verdict.proofs):

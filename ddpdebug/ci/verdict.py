@@ -121,6 +121,8 @@ _NOTHING_KNOWN = "nothing says what was looked at; the ranks may have ended befo
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|timed out waiting", re.IGNORECASE
 )
+#: The same where the peer does not just hang: its process has ended.
+_GONE = re.compile(r"connection (was )?(closed|reset)|broken pipe", re.IGNORECASE)
 
 
 class _End(Enum):
@@ -223,7 +225,11 @@ def _ends(outcomes: Mapping[int, Outcome], statuses: Mapping[int, int], world: i
     first = [rank for rank, end in ends.items() if end in _WRONG and not _lost_its_peer(outcomes.get(rank))]
     if not first and any(_lost_its_peer(outcomes.get(rank)) for rank, end in ends.items() if end is _End.FAILED):
         # somebody has gone whom nobody could ask: who left without a word, whatever the launcher made of it
-        ends |= {rank: _End.LOST for rank, end in ends.items() if end is _End.DONE and rank not in outcomes}
+        gone = [rank for rank, end in ends.items() if end is _End.DONE and rank not in outcomes]
+        unknown = [rank for rank, end in ends.items() if end is _End.UNKNOWN]
+        if not gone and len(unknown) == 1 and any(_GONE.search(outcome.reason) for outcome in outcomes.values()):
+            gone = unknown  # of several, the launcher may have ended all but one
+        ends |= dict.fromkeys(gone, _End.LOST)
     for rank, end in ends.items():
         alone = not set(first) - {rank}
         if end is _End.UNKNOWN:

@@ -16,7 +16,7 @@ import click
 from ddpdebug.ci.json_junit import to_json
 from ddpdebug.ci.verdict import Outcome, Verdict, Word, judge
 from ddpdebug.commands._target import load_factory, split_factory
-from ddpdebug.errors import UsageError
+from ddpdebug.errors import UsageError, essence
 from ddpdebug.processes.launch import RUN_ID, ranks_environment, torchrun_words
 from ddpdebug.processes.supervisor import supervise
 from ddpdebug.schema.finding import Finding, Severity
@@ -100,7 +100,7 @@ def _conclude(verdict: Verdict, options: Mapping[str, Any]) -> int:
             for line in lines:
                 print(f"    {label:9}{line}", file=sys.stderr)
     for rank in verdict.blamed:
-        print(f"  rank {rank}: {clean(verdict.ranks[rank])}", file=sys.stderr)
+        print(f"  rank {rank}: {clean(essence(verdict.ranks[rank]))}", file=sys.stderr)
     return verdict.exit_code
 
 

@@ -36,7 +36,7 @@ __all__ = [
 class EventRule(Detector):
     """A rule about something that a rank announces once, without waiting for the others."""
 
-    topics = ("alone",)
+    topics: ClassVar[tuple[str, ...]] = ("alone",)
     #: What it listens to: `name` of an announcement `alone:<name>`, or `name:kind` for one kind of it.
     events: ClassVar[tuple[str, ...]]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,22 @@ _transforms = internals.transform
 _gradients = torch.is_grad_enabled
 #: Of this thread; to enter and leave it takes 200 ns.
 _as_plain = internals.as_plain
+
+
+class _Inside:
+    """What runs in a thread: how many probes within each other, and since when the outermost."""
+
+    __slots__ = ("depth", "entered")
+
+    def __init__(self) -> None:
+        self.depth, self.entered = 0, 0.0
+
+
+class _Threads(threading.local):
+    """An `_Inside` of each thread; one look here is cheaper than one for each number."""
+
+    def __init__(self) -> None:
+        self.inside = _Inside()
 
 
 class Guard:
@@ -40,17 +57,17 @@ class Guard:
         self._on_trouble = on_trouble
         self._when_cut: list[Callable[[], None]] = []
         self._when_off: dict[str, list[Callable[[], None]]] = {}
-        self._depth = 0
-        self._entered = 0.0
+        self._threads = _Threads()
 
     @property
     def active(self) -> bool:
-        """Tell whether a probe runs."""
-        return self._depth > 0
+        """Tell whether a probe runs in this thread."""
+        return self._threads.inside.depth > 0
 
     def elapsed(self) -> float:
         """Return the seconds spent so far, the current probe included."""
-        return self.seconds + (time.perf_counter() - self._entered if self._depth else 0.0)
+        inside = self._threads.inside
+        return self.seconds + (time.perf_counter() - inside.entered if inside.depth else 0.0)
 
     def run(self, part: str, probe: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Return `probe(*args, **kwargs)`, or None when the part is off or fails."""
@@ -60,12 +77,13 @@ class Guard:
             if not internals.can_step_aside():
                 return None
             args, probe = (probe, *args), internals.aside_of_modes
-        outermost, gradients = self._depth == 0, _gradients()
-        self._depth += 1  # a signal is handled after a call at the earliest: nothing stands between this and `try`
+        inside, gradients = self._threads.inside, _gradients()
+        outermost = inside.depth == 0
+        inside.depth += 1  # a signal is handled after a call at the earliest: nothing stands between this and `try`
         try:
             if not outermost:
                 return probe(*args, **kwargs)
-            self._entered = time.perf_counter()
+            inside.entered = time.perf_counter()
             with _as_plain():
                 return probe(*args, **kwargs)
         except Exception as error:
@@ -81,9 +99,9 @@ class Guard:
             self.cut()
             raise
         finally:
-            self._depth -= 1
+            inside.depth -= 1
             if outermost:
-                self.seconds += time.perf_counter() - self._entered
+                self.seconds += time.perf_counter() - inside.entered
 
     def contain(self, part: str, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Return `call(*args, **kwargs)`, or None when the part is off or fails: what is no probe, in any thread.

@@ -102,6 +102,7 @@ class Monitor:
     """
 
     _keeper: Keeper | None = None  # serves the end of this process
+    _failure: Failure | None = None  # of this rank, as long as nobody has heard it
 
     def __init__(
         self,
@@ -306,7 +307,8 @@ class Monitor:
             if (newest := self._records.newest()) is not None:
                 gradients = newest.parts.get(GradientDigests)
                 known |= {"step": newest.step, "missing": () if gradients is None else tuple(gradients.missing)}
-            self._announce(Failure(reason=reason, **known))
+            self._failure = Failure(reason=reason, **known)
+            self._announce(self._failure)
         self.covering.tell()
         steps = {str(optimizer): count for optimizer, count in self._steps.items()}
         self._announce(End(steps=steps, reason=reason, last_states=self._promised))
@@ -676,6 +678,8 @@ class Monitor:
             announcement = read_announcement(topic, message["value"])
             if topic == End.topic:
                 self._note_end(rank, announcement)
+            if topic == Failure.topic and rank == self.rank:
+                self._failure = None
             run("diagnosis", self._diagnosis.tell, topic, rank, announcement)
             run("forensics:memory", self.memory.hear, rank, announcement)
             if isinstance(announcement, RankCoverage):
@@ -737,6 +741,9 @@ class Monitor:
         """
         run = self._back.run
         lost = self._exchange is not None and self._exchange.lost
+        if lost and self._failure is not None:  # it ended the exchange, or came after its end: nobody has heard it
+            value = {"topic": Failure.topic, "value": to_json(self._failure)}
+            run("message:fact", self._hear, self.rank, "fact", value)
         for step in run("exchange:steps", lambda: list(self._assembler.rest(complete=lost))) or ():
             self._judge(step)
         for step in run("exchange:steps", lambda: list(self._last_states.rest(complete=lost))) or ():

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.isolation.user_code import location, user_frame, user_location
@@ -210,6 +211,8 @@ def structure(module: torch.nn.Module) -> list[list[Any]]:
 def announce_model(module: torch.nn.Module, index: int, group: list[int], announce: Announce) -> None:
     """Announce a module's structure and initial values, before DDP checks and broadcasts them."""
     inner = internals.unwrap_compiled(module)
+    if any(is_lazy(tensor) for tensor in (*internals.parameters(inner), *internals.buffers(inner))):
+        return  # it has no shapes yet, and DDP refuses it
     ignored = internals.ignored_names(inner)
     entries = structure(inner)
     digest = f"{fingerprint.of_text(repr(entries)):016x}"

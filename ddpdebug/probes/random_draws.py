@@ -13,6 +13,7 @@ import random
 import re
 import statistics
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -121,7 +122,7 @@ class RandomDraws:
         self._step = _Step()
         self._streaks: dict[tuple[DrawingPlace, str], _Streak] = {}
         self._batch: list[int] = []  # digests of what the model was given in the step before
-        self._held: dict[str, Any] | None = None
+        self._held: dict[str, Callable[[], Any]] | None = None  # by name; a call gives None for one that is gone
         self._told = 0
         for event, look in (
             (BatchAwaited, self._awaits),
@@ -153,7 +154,7 @@ class RandomDraws:
         if not self._follows() or not torch.is_grad_enabled():
             return
         if self._held is None:
-            self._held = dict(_held(user_frame()))
+            self._held = {name: _weakly(generator) for name, generator in _held(user_frame())}
         self._read("loop")
         self._step.sizes += [_size(tensor) for tensor in event.tensors()]
 
@@ -240,8 +241,11 @@ class RandomDraws:
         found["random"] = _Look(words[:-1], words[-1]) if version == 3 else _Look(words)
         if state.numpy is not None and state.numpy[0] == "MT19937":
             found["numpy"] = _Look(state.numpy[1].tobytes(), int(state.numpy[2]))
-        for name, generator in (self._held or {}).items():
-            found[name] = _look_at(generator)
+        for name, held in list((self._held or {}).items()):
+            if (generator := held()) is None:
+                del self._held[name]  # type: ignore[union-attr]  # there is one in it
+            else:
+                found[name] = _look_at(generator)
         return found
 
 
@@ -282,6 +286,35 @@ def _distance(state: int, later: int, increment: int) -> int:
         bit <<= 1
         multiplier, increment = (multiplier * multiplier) & _MASK, ((multiplier + 1) * increment) & _MASK
     return steps
+
+
+class _Last:
+    """Holds a generator that cannot be referred to weakly, as NumPy's, until nobody else does."""
+
+    __slots__ = ("_generator",)
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+
+    def __call__(self) -> Any:
+        """Return the generator, None once it is let go."""
+        if self.references() <= _OWN_REFERENCES:
+            self._generator = None
+        return self._generator
+
+    def references(self) -> int:
+        """Return how many there are to it, by the count of this Python."""
+        return sys.getrefcount(self._generator)
+
+
+_OWN_REFERENCES = _Last(object()).references()
+
+
+def _weakly(generator: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(generator)
+    except TypeError:
+        return _Last(generator)
 
 
 def _kinds() -> tuple[type, ...]:

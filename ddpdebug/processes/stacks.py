@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import IO
 
@@ -27,7 +28,8 @@ PATIENCE_SECONDS = 2.0
 _MAX_BYTES = 1 << 20
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>[0-9]+) in (?P<name>.*)$', re.MULTILINE)
 _OWN = str(Path(__file__).parent.parent)
-_FILES: list[IO[str]] = []  # faulthandler keeps the number of a file, not the file
+#: What was armed: process, moment of the monotonic clock, and file; faulthandler keeps the file's number only.
+_ARMED: list[tuple[int, float, IO[str]]] = []
 
 
 def deadline(timeout: float, folder: Path) -> str:
@@ -39,12 +41,35 @@ def arm(environ: Mapping[str, str]) -> None:
     """Arm this rank's stack dump for the deadline in the environment; without one do nothing."""
     when, _, folder = environ.get(DEADLINE, "").partition(" ")
     try:
-        left = float(when) - time.monotonic()
+        moment = float(when)
         file = (Path(folder) / environ.get("RANK", "0")).open("w", encoding="utf-8")
     except (OSError, ValueError):
         return
-    _FILES.append(file)
-    faulthandler.dump_traceback_later(max(left, 0.01), file=file)
+    _ARMED.append((os.getpid(), moment, file))
+    _rest_around_forks()
+    faulthandler.dump_traceback_later(max(moment - time.monotonic(), 0.01), file=file)
+
+
+@cache
+def _rest_around_forks() -> None:
+    """Take faulthandler's thread away while the process forks, for ever.
+
+    A child does not have the thread, and would wait for it without end: as it ends, or where it arms a dump of its own.
+    """
+    os.register_at_fork(before=_rest, after_in_parent=_go_on)
+
+
+def _rest() -> None:
+    if _ARMED and _ARMED[-1][0] == os.getpid():
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _go_on() -> None:
+    pid, moment, file = _ARMED[-1]
+    left = moment - time.monotonic()
+    if pid == os.getpid() and left > 0:  # else it has been written
+        with suppress(Exception):  # no thread to be had, or a file that somebody has closed
+            faulthandler.dump_traceback_later(left, file=file)
 
 
 def arm_spawned(environ: Mapping[str, str], rank: int) -> None:

@@ -422,7 +422,8 @@ class Failure(Announcement):
     location: str | None = None  # the user's line that was running, the innermost
     phase: str | None = None  # "forward", "loss", "backward", "optimizer" or "between"
     module: str | None = None  # that ran, or whose gradients were due
-    named: tuple[str, ...] = ()  # parameters that the text means by their positions
+    named: tuple[str, ...] = ()  # parameters that the text names, or means by their positions
+    tensors: Mapping[str, str] = field(default_factory=dict)  # what torch's function was given: "float32 [4, 9]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

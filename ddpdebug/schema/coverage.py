@@ -218,7 +218,7 @@ class Coverage:
             action = "train modules, and use an optimizer, for example torch.optim.SGD in place of an update by hand"
         else:
             text = "no optimizer step was seen"
-            action = "give a script that trains, and let it take at least one step"
+            action = "give a script that trains, and let it take a step; gradients of torch.func are not followed"
         yield Gap(part="steps", weight=Weight.ESSENTIAL, text=text, action=action)
 
     def _hand_gaps(self) -> Iterator[Gap]:

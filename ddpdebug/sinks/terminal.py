@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TextIO
 
+from ddpdebug.errors import essence
 from ddpdebug.schema.coverage import Coverage, Weight
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
@@ -144,7 +145,7 @@ class Terminal:
         if self._findings or self._summary.checked(self._world):
             items.insert(0, _findings_text(self._findings.values()))
         if record.reason != "finished":
-            items.insert(0, clean(record.reason, 200))
+            items.insert(0, clean(essence(record.reason), 200))
         if self._findings and self._directory:
             items.append(f"{self._directory}/findings.jsonl")
         hint = "" if self._summary.coverage is None else self._summary.coverage.hint

@@ -22,6 +22,8 @@ _MAX_ITEMS = 6
 _MAX_CAUSES = 2
 
 _MAX_TENSORS = 4
+#: Evidence that is the text of an error: on a line of its own, as people search for it.
+_ERRORS, _MAX_ERROR = ("error", "their_error"), 400
 _MAX_PATH = 4096
 #: The evidence that is a command, not a text: a bundle that can be replayed.
 BUNDLE = "bundle"
@@ -105,7 +107,9 @@ def evidence_lines(evidence: Mapping[str, Any]) -> list[str]:
         short.append(" against ".join(map(ranks_text, sides)))
     for key, value in list(shown.items())[:_MAX_EVIDENCE]:
         label = clean(key, 60).replace("_", " ")
-        if _is_by_rank(value):
+        if key in _ERRORS and isinstance(value, str):
+            long.append(f"{label}: {clean(value, _MAX_ERROR)}")
+        elif _is_by_rank(value):
             long.append(f"{label}: {_by_rank(value)}")
         elif isinstance(value, list) and any(map(_is_tensor, value)):
             long += [f"{label}: {_value(item)}" for item in value[:_MAX_TENSORS]]

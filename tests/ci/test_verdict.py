@@ -10,6 +10,7 @@ from ddpdebug.ci.json_junit import to_json
 from ddpdebug.ci.verdict import Outcome, Word, judge
 from ddpdebug.schema.finding import Finding, Severity
 
+_WAITED = "exception: RuntimeError: Timed out waiting 1800000ms for recv operation to complete"
 _PEER = "exception: RuntimeError: gloo/transport/tcp/pair.cc:547 Connection closed by peer [127.0.0.1]:40"
 _ABORT, _KILL, _TERM, _SEGV = -6, -9, -15, -11
 
@@ -66,6 +67,8 @@ CASES = {
     "killed, its peer says so": ([], {0: _failed(0, _PEER)}, {0: 1, 1: _KILL}, False, Word.LOST, 4, (1,)),
     "gone before they met, its peer says so": ([], {0: _failed(0, _PEER)}, {0: 0, 1: 0}, False, Word.LOST, 4, (1,)),
     "told to end, its peer says so": ([], {0: _failed(0, _PEER)}, {0: 1, 1: _TERM}, False, Word.LOST, 4, (1,)),
+    "gone without a word, its peer says so": ([], {0: _failed(0, _PEER)}, {0: 1}, False, Word.LOST, 4, (1,)),
+    "ended while its peer waited": ([], {0: _failed(0, _WAITED)}, {0: 1}, False, Word.FAILED, 3, (0,)),
     "both raised": ([], {0: _failed(0), 1: _failed(1)}, {0: 1, 1: 1}, False, Word.FAILED, 3, (0, 1)),
     "exit 7": ([], {0: _failed(0, "exception: SystemExit: 7", 7), 1: _done(1)}, {0: 7}, False, Word.FAILED, 3, (0,)),
     "os._exit(5)": ([], {1: _done(1)}, {0: 5}, False, Word.FAILED, 3, (0,)),

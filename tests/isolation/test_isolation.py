@@ -684,6 +684,26 @@ def test_hooks_of_all_modules_are_taken_away_whatever_happened(entries: Entries)
 # --- threads ----------------------------------------------------------------------------------------------------------
 
 
+def test_a_probe_in_one_thread_is_none_in_another(guard: Guard) -> None:
+    """What another thread of the job calls meanwhile is the job's, and its own modes are set aside as ever."""
+
+    class Counts(torch.overrides.TorchFunctionMode):
+        seen = 0
+
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen += 1
+            return function(*args, **(kwargs or {}))
+
+    def other() -> tuple[bool, int, bool]:
+        idle = not guard.active
+        with Counts() as mode:
+            guard.run("probe:other", torch.zeros, 2)
+            return idle, mode.seen, not guard.active
+
+    assert guard.run("probe:one", lambda: (guard.active, _in_thread(other))) == (True, (True, 0, True))
+    assert not guard.active
+
+
 def _in_thread(call: Callable[[], Any], name: str | None = None) -> Any:
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(call()), name=name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -81,6 +82,19 @@ def test_generators_in_variables_are_found_by_name() -> None:
     assert found["rng (numpy)"] is rng
     assert "own (torch)" in found
     assert list(found.values()).count(rng) == 1
+
+
+@pytest.mark.parametrize("make", [torch.Generator, random.Random, np.random.default_rng])
+def test_generators_of_the_job_are_not_kept_alive(make: Callable[[], object]) -> None:
+    """A generator that the job has let go of goes at the next look at the latest, also one of NumPy's."""
+    generator = make()
+    held = random_draws._weakly(generator)
+    assert held() is generator
+    box = [generator]
+    del generator
+    assert held() is box[0]
+    box.clear()
+    assert held() is None
 
 
 def test_lines_of_the_loop_are_named() -> None:

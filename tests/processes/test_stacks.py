@@ -66,6 +66,46 @@ def test_the_scripts_own_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "3").read_text(encoding="utf-8") == ""
 
 
+_FORKS = """
+import os, sys, time
+from pathlib import Path
+from ddpdebug.processes import stacks
+
+folder = Path(sys.argv[1])
+os.environ[stacks.DEADLINE] = stacks.deadline(float(sys.argv[2]), folder)
+stacks.arm(os.environ)
+for kind in ("ends", "is a rank"):
+    child = os.fork()
+    if child == 0:
+        if kind == "is a rank":
+            stacks.arm_spawned(os.environ, 1)
+            grandchild = os.fork()
+            if grandchild == 0:
+                sys.exit(3)
+            assert os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]) == 3
+            while len(sys.argv) > 3: time.sleep(0.1)
+        sys.exit(4)
+    if kind == "ends" or len(sys.argv) == 3:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
+def waits():
+    while not (folder / "0").stat().st_size or not (folder / "spawned" / "1").stat().st_size: time.sleep(0.1)
+    os.kill(child, 9)
+if len(sys.argv) > 3: waits()
+"""
+
+
+def test_forked_children_end(tmp_path: Path) -> None:
+    """Also one that exits like any process, which waits for the thread of faulthandler, and one that is a rank."""
+    subprocess.run([sys.executable, "-c", _FORKS, str(tmp_path), "3600"], check=True, timeout=PATIENCE)
+
+
+def test_stacks_come_from_a_process_that_has_forked(tmp_path: Path) -> None:
+    """At the deadline, of the parent and of the rank that it has forked."""
+    subprocess.run([sys.executable, "-c", _FORKS, str(tmp_path), "5", "waits"], check=True, timeout=PATIENCE)
+    assert "in waits" in (tmp_path / "0").read_text()
+    assert "in <module>" in (tmp_path / stacks.SPAWNED / "1").read_text()
+
+
 def test_nothing_without_a_deadline(tmp_path: Path) -> None:
     """A rank that nobody gave a deadline, or a broken one, writes nothing and does not fail."""
     for environ in ({}, {stacks.DEADLINE: "x"}, {stacks.DEADLINE: f"1 {tmp_path / 'no'}"}):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
+from ddpdebug.errors import essence
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.sinks.text import clean, counted, evidence_lines, number, parts, ranks_text, subjects, where
 
@@ -120,3 +121,22 @@ def test_causes_are_hypotheses_and_the_first_action_comes_with_the_page_to_read(
 def test_counts_have_the_right_plural() -> None:
     """One step, two steps."""
     assert [counted(n, "step") for n in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
+
+
+def test_errors_are_told_by_what_they_say() -> None:
+    """Places in torch's sources and advice for every case are left out; of a worker's error the one in it is told."""
+    gloo = "RuntimeError: [/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:40. "
+    assert essence(gloo + "This is typically caused by a remote worker crashing. Check the logs.") == (
+        "RuntimeError: Connection closed by peer [127.0.0.1]:40."
+    )
+    trace = "Original Traceback (most recent call last):\n  File 'a.py', line 3\nKeyError: 20\n"
+    assert essence(f"KeyError: Caught KeyError in DataLoader worker process 0.\n{trace}") == (
+        "KeyError: Caught KeyError in DataLoader worker process 0. KeyError: 20"
+    )
+    assert essence("ValueError: " + "x" * 400).endswith("x…")
+
+
+def test_the_text_of_an_error_has_a_line_of_its_own() -> None:
+    """People search for it: it is not cut in its middle where it is short enough for a few lines."""
+    text = "RuntimeError: " + "x" * 300
+    assert evidence_lines({"module": "fc", "error": text}) == ["module fc", f"error: {text}"]

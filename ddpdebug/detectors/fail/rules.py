@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any
 
 from ddpdebug import detectors
+from ddpdebug.detectors.base import runbook
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.kinds import EventRule, Examples, Facts, Fields, Finding, Severity
-from ddpdebug.schema.announcements import Failure
+from ddpdebug.detectors.kinds import EventRule, Examples, Facts, Fields, Finding, Findings, Severity
+from ddpdebug.errors import essence
+from ddpdebug.schema.announcements import Announcement, End, Failure
 
-_MAX_TEXT = 400
 _PREFIX = "exception: "
 
 
@@ -30,13 +31,88 @@ class TorchError(EventRule):
         if code_of(fact.reason) != self.code:
             return None
         named = fact.named or (fact.missing if self.code == "FAIL1001" else ())
-        evidence: dict[str, Any] = {"error": fact.reason.removeprefix(_PREFIX)[:_MAX_TEXT]}
+        evidence: dict[str, Any] = {"error": _error(fact)}
         if fact.module is not None:
             evidence["module"] = fact.module
+        if fact.tensors:
+            evidence["tensors"] = dict(fact.tensors)
         return {"step": fact.raised_in, "phase": fact.phase, "subject": named[:MAX_NAMES], "evidence": evidence}
 
     def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
         return ()  # the same on every rank is one cause; who was first is named
+
+
+class DepartureError(TorchError):
+    """Base of the rule about a rank that has left: judged as soon as it has said how, else at the end.
+
+    At once, because launchers end all ranks as soon as one has failed.
+    """
+
+    topics = ("alone", "end")
+
+    def __init__(self, config: Fields | None = None) -> None:
+        super().__init__(config)
+        self._failures: dict[int, Failure] = {}
+        self._ends: dict[int, End] = {}
+        self._said = False
+
+    def compare(self, topic: str, facts: Mapping[int, Announcement]) -> Findings:
+        for rank, fact in facts.items():
+            if isinstance(fact, End):
+                self._ends[rank] = fact
+            elif isinstance(fact, Failure):
+                self._failures.setdefault(rank, fact)
+        yield from self._departure(certain=False)
+
+    def finish(self) -> Findings:
+        yield from self._departure(certain=True)
+
+    def _departure(self, *, certain: bool) -> Findings:
+        left_alone = {rank: fact for rank, fact in sorted(self._failures.items()) if code_of(fact.reason) == self.code}
+        if self._said or not left_alone:
+            return
+        first = next(iter(left_alone.values()))
+        failed = {rank: f for rank, f in sorted(self._failures.items()) if code_of(f.reason) not in _OF_VICTIMS}
+        done = {rank: end for rank, end in sorted(self._ends.items()) if rank not in self._failures}
+        if not (failed or done or certain):
+            return
+        self._said = True
+        silent = {*range(int(self.config.get("world", 0)))} - {*self._failures} - {*done}
+        fields: dict[str, Any] = {"step": first.raised_in, "ranks": tuple(silent) if len(silent) == 1 else ()}
+        cause, remedy = _KILLED
+        left: dict[str, str] | str = "without a word: killed, past the exit handlers, or out of reach"
+        if failed:
+            culprit = next(iter(failed.values()))
+            left = {str(rank): _error(fact) for rank, fact in failed.items()}
+            fields |= {"step": culprit.raised_in, "ranks": tuple(failed), "location": culprit.location}
+            fields["phase"] = culprit.phase
+            cause, remedy = _RAISED
+        elif done:
+            taken = {rank: max(end.steps.values(), default=0) for rank, end in done.items()}
+            left = {str(rank): f"{done[rank].reason} after {taken[rank]} optimizer steps" for rank in done}
+            fields |= {"step": min(taken.values()), "ranks": tuple(done)}
+            cause, remedy = _DONE
+        waiting = {str(rank): _place(fact) for rank, fact in left_alone.items()}
+        prose = runbook(type(self))
+        fields |= {"causes": _first(cause, prose["causes"]), "actions": _first(remedy, prose["remedy"])}
+        yield self.finding(**fields, evidence={"left": left, "others_waited_in": waiting, "their_error": _error(first)})
+
+
+#: Which of the table's causes and remedies of a departure come first, by how the rank has left.
+_RAISED, _KILLED, _DONE = (0, 0), (1, 2), (2, 1)
+
+
+def _first(number: int, texts: list[str]) -> list[str]:
+    return [texts[number], *texts[:number], *texts[number + 1 :]]
+
+
+def _error(fact: Failure) -> str:
+    return essence(fact.reason.removeprefix(_PREFIX))
+
+
+def _place(fact: Failure) -> str:
+    step = None if fact.raised_in is None else f"step {fact.raised_in}"
+    return " · ".join(part for part in (step, fact.phase, fact.location) if part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +159,9 @@ def _prose(entry: Entry) -> str:
     )
 
 
+#: What ranks end with whose peer has gone, or does not answer: the cause lies elsewhere.
+_OF_VICTIMS = ("FAIL1022", "FAIL1023", "FAIL1024")
+_BASES = {"FAIL1024": DepartureError}
 _KNOWN = {"step": 4, "raised_in": 5, "location": "train.py:40", "phase": "forward", "named": ["fc.weight"]}
 
 
@@ -105,7 +184,7 @@ def _rule(code: str, entry: Entry) -> type[TorchError]:
             lambda: steps(3),
         ),
     }
-    return type(code, (TorchError,), fields)
+    return type(code, (_BASES.get(code, TorchError),), fields)
 
 
 globals().update({code: _rule(code, entry) for code, entry in _table().items()})

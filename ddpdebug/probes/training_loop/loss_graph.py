@@ -97,7 +97,18 @@ def terms(root: torch.Tensor, *, by_scaler: bool) -> list[Term]:
             found.append(Term(node, scaled))
         elif name in _SCALED or name in _SCALAR_SUMS or name == "NegBackward0":
             waiting += [(below, scaled or name in _SCALED) for below, _ in node.next_functions]
+        elif name in _FORM and (below := _below_form(node)).name() in _CLASSES:
+            found.append(Term(below, scaled))  # one number for each label, in another form: as masks have it
     return found
+
+
+def _below_form(node: Any) -> Any:
+    for _ in range(_MAX_POINTWISE):
+        below = node.next_functions[0][0] if node.name() in _FORM and node.next_functions else None
+        if below is None:
+            break
+        node = below
+    return node
 
 
 def divisor(root: torch.Tensor, *, by_scaler: bool) -> float:
@@ -105,11 +116,33 @@ def divisor(root: torch.Tensor, *, by_scaler: bool) -> float:
     node = root.grad_fn
     if by_scaler and node is not None and node.name() in _SCALED:
         node = next((below for below, _ in node.next_functions if below is not None), None)
-    if node is None or node.name() not in _SCALED or node.next_functions[1][0] is not None:
-        return 1.0
+    number = None if node is None else _scaled_by(node)
+    return 1.0 if number is None else number
+
+
+def divided_by(root: torch.Tensor, term: Term, *, by_scaler: bool) -> tuple[float, bool]:
+    """Return the product of the numbers that divide a loss at last, and whether these are all up to the term."""
+    node, product = root.grad_fn, 1.0
+    if by_scaler and node is not None and node.name() in _SCALED:
+        node = next((below for below, _ in node.next_functions if below is not None), None)
+    for _ in range(_MAX_POINTWISE):
+        if node is None or node is term.node:
+            break
+        number = _scaled_by(node)
+        if number is None and node.name() not in _FORM and node.name() != "NegBackward0":
+            break
+        product *= 1.0 if number is None else number
+        node = node.next_functions[0][0]
+    return product, node is term.node
+
+
+def _scaled_by(node: Any) -> float | None:
+    """Return the number that an operation divides by; None where it does something else, or the number is not known."""
+    if node.name() not in _SCALED or node.next_functions[1][0] is not None:
+        return None
     other = graph.saved_tensor(node, "other")
     if other is None or other.numel() != 1 or other.device.type != "cpu" or not float(other):
-        return 1.0
+        return None
     return float(other) if node.name() == "DivBackward0" else 1 / float(other)
 
 
