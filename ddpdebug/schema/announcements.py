@@ -247,7 +247,7 @@ class Targets(Announcement):
     topic: ClassVar[str] = "targets"
 
     step: int | None = None
-    loss: str  # the loss function, as in the graph: "NllLoss"
+    loss: str  # the loss function, as in the graph: "NllLoss"; "CrossEntropy" with soft or smoothed targets
     reads: int = 0  # losses whose targets were read
     seen: int = 0  # labels, or rows of other targets
     classes: int | None = None
@@ -480,7 +480,7 @@ class LossInput(Announcement):
 
     step: int | None = None
     kind: Literal["input"] = "input"
-    loss: str  # the loss function, as in the graph: "NllLoss"
+    loss: str  # the loss function, as in the graph: "NllLoss"; "CrossEntropy" with soft or smoothed targets
     #: The two operations that made it, the last one first, without those that change its form only: "LogSoftmax".
     before: tuple[str, ...] = ()
     shape: tuple[int, ...] = ()

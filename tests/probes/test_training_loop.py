@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable
@@ -43,7 +44,7 @@ from ddpdebug.probes.record import SinceLastStep, StepRecord
 from ddpdebug.probes.threads import Threads
 from ddpdebug.probes.training_events import BackwardBegan, BackwardEnded, ModuleForwardBegan
 from ddpdebug.probes.training_loop.labels import Labels
-from ddpdebug.probes.training_loop.loss_graph import divisor, facts, is_mean, softmax_of_one, terms
+from ddpdebug.probes.training_loop.loss_graph import divisor, facts, is_mean, soft_target_input, softmax_of_one, terms
 from ddpdebug.probes.training_loop.modes import Modes
 from ddpdebug.probes.training_loop.parameter_ownership import Audit, unregistered
 from ddpdebug.probes.training_loop.rollouts import Rollouts
@@ -91,6 +92,26 @@ def test_softmax_before_the_loss_is_seen_through_changes_of_form() -> None:
     assert codes(functional.cross_entropy(x.log_softmax(-1).reshape(30, 4), y)) == []
     assert codes(functional.nll_loss(x.log_softmax(-1).reshape(30, 4), y)) == []
     assert codes(functional.cross_entropy(torch.softmax(x, 1).mean(1) @ torch.randn(4, 4), y[:6])) == []  # attention
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_softmax_before_a_cross_entropy_of_soft_targets_is_seen(reduction: str) -> None:
+    """Soft and smoothed targets make a loss of several nodes, whose input is named like that of one node."""
+    x, y = torch.randn(6, 4, requires_grad=True), torch.randint(0, 4, (6,))
+    soft = torch.rand(6, 4).softmax(-1)
+
+    def said_of(loss: torch.Tensor) -> list[str]:
+        fact = soft_target_input(loss)
+        return [] if fact is None else [f.code for f in SoftmaxBeforeLoss().compare(fact.topic, {0: fact})]
+
+    loss = functools.partial(functional.cross_entropy, reduction=reduction)
+    assert said_of(loss(x.softmax(-1), soft)) == ["RCP802"]
+    assert said_of(0.5 * loss(x.softmax(-1), soft, weight=torch.rand(4)) + x.mean()) == ["RCP802"]
+    assert said_of(loss(x.softmax(-1), y, label_smoothing=0.1)) == ["RCP802"]
+    assert said_of(loss(x, soft)) == said_of(loss(x, y, label_smoothing=0.1)) == []
+    assert said_of((x.softmax(-1) * soft).sum()) == []  # a value of a policy
+    teacher = torch.randn(6, 4, requires_grad=True).softmax(-1)  # one that learns as well
+    assert said_of(-(teacher * x.log_softmax(-1)).sum(-1).mean()) == []
 
 
 def test_broadcast_in_the_loss() -> None:

@@ -41,7 +41,9 @@ from ddpdebug.probes.training_loop.loss_graph import (
     gist,
     is_mean,
     name_of,
+    soft_target_input,
     softmax_of_one,
+    takes_classes,
     target_of,
     terms,
 )
@@ -426,6 +428,8 @@ class Recipe:
             for fact in facts(term):
                 self._tell_once(fact, line)
             self._run("probe:labels", self._labels.read, term)
+        if not any(takes_classes(term) for term in found) and (soft := soft_target_input(root)) is not None:
+            self._tell_once(soft, line)
         if targets := self._run("probe:labels", self._targets.read, found, root, loop.rows, by_scaler=scaled):
             self._announce(self._at(targets))
         if len(found) == 1:
