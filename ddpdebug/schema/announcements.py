@@ -113,6 +113,26 @@ class Constants(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NumberChange(Struct):
+    """How a plain number that a module computes with has changed from outside of its forward."""
+
+    was: float
+    value: float  # now
+    step: int  # of its first change
+    times: int  # that it was found changed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers(Announcement):
+    """Numbers in plain attributes of the k-th DDP's modules that have changed since they were told of last."""
+
+    topic: ClassVar[str] = "numbers"
+
+    step: int | None = None
+    changes: Mapping[str, NumberChange] = field(default_factory=dict)  # by attribute path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IndexList(Struct):
     """The indices of a `Subset`."""
 
@@ -769,6 +789,7 @@ TOPICS = _by_topic(
         WrapperGroup,
         Precision,
         Constants,
+        Numbers,
         Loader,
         Items,
         InputStatistics,
