@@ -20,7 +20,7 @@ _MAX_POINTWISE = 16
 _MAX_LABELS = 1 << 16
 _MEAN = 1
 #: Nodes that change the form of their input and not its meaning.
-_FORM = frozenset(
+FORM = frozenset(
     f"{name}Backward{i}"
     for name in (
         *("View", "ReshapeAlias", "UnsafeView", "Transpose", "Permute", "T", "Squeeze", "Unsqueeze"),
@@ -39,7 +39,7 @@ _SOFTMAX = frozenset({"LogSoftmaxBackward0", "SoftmaxBackward0"})
 #: What may stand between a softmax and the loss that is made of it.
 _AFTER_SOFTMAX = frozenset(
     {
-        *_FORM,
+        *FORM,
         *_SCALAR_SUMS,
         *_SCALED,
         *_CLASSES,
@@ -227,7 +227,7 @@ def _below(node: Any, index: int = 0) -> Any:
         if node is None or index >= len(node.next_functions):
             return None
         node, index = node.next_functions[index]
-        if node is None or not (node.name() in _FORM or is_sink(node)):
+        if node is None or not (node.name() in FORM or is_sink(node)):
             return node
         if not is_sink(node):
             index = 0
