@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections import deque
 
@@ -66,6 +67,12 @@ class UpdateRatio(SampledRule, CurveRule):
         "samples that are looked at together, of which all but one must be too large",
         source="one large update alone is a batch",
     )
+    update_group = Threshold(
+        1e-05,
+        "ratio of update to weight of such a parameter, below which it hardly moves; it must be `update_gap` times below "
+        "the median of the others as well",
+        source="a hundredth of the 1e-3 of Karpathy's CS231n notes; AdamW moves a body fine-tuned at 1e-6 by 5e-5",
+    )
     update_small = Threshold(
         1e-06,
         "the same, below which the weights hardly move",
@@ -119,20 +126,22 @@ class UpdateRatio(SampledRule, CurveRule):
     def _group(self, step: Step) -> Findings:
         """A group of parameters that a rate far below the others' hardly moves."""
         low = self._far_below(step)
+        others = [ratio for name, ratio in ratios(step).items() if name not in low]
+        usual = statistics.median(others) if others else 0.0
         for name, about in low.items():
             ratio = (about.update or 0.0) / (about.norm or 1.0)
-            self._still.setdefault((step.optimizer, name), []).append((step.step, ratio))
+            nil = ratio < self.update_group and ratio * self.update_gap < usual
+            self._still.setdefault((step.optimizer, name), []).append((step.step, ratio if nil else math.inf))
         still = {
             name: seen
             for name in low
             if len(seen := self._still[step.optimizer, name]) >= self.update_small_samples
             and step.step - seen[0][0] >= self.update_small_steps
-            and max(ratio for _, ratio in seen) < self.update_small
+            and all(math.isfinite(ratio) for _, ratio in seen)
         }
         if not still:
             return
         self._told.add(step.optimizer)
-        usual = max(about.lr or 0.0 for about in parameters(step).values())
         yield self.finding(
             step,
             step=min(seen[0][0] for seen in still.values()),
@@ -142,7 +151,8 @@ class UpdateRatio(SampledRule, CurveRule):
             evidence={
                 "ratios": {name: f"{seen[-1][1]:.3g}" for name, seen in list(still.items())[:10]},
                 "lr": max(low[name].lr or 0.0 for name in still),
-                "largest_lr": usual,
+                "largest_lr": max(about.lr or 0.0 for about in parameters(step).values()),
+                "median_of_the_others": usual,
                 "parameters": len(still),
             },
         )
