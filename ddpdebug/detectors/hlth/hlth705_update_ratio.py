@@ -13,7 +13,6 @@ from ddpdebug.detectors.hlth.samples import SampledRule, parameters, ratios, sam
 from ddpdebug.detectors.kinds import Examples, Fields, Finding, Findings, Severity, Step, Threshold
 from ddpdebug.schema.details import LayerParameter
 
-
 _USUAL = {f"h{k}": weight() for k in range(16)}
 
 
@@ -69,8 +68,8 @@ class UpdateRatio(SampledRule, CurveRule):
     )
     update_group = Threshold(
         1e-05,
-        "ratio of update to weight of such a parameter, below which it hardly moves; it must be `update_gap` times below "
-        "the median of the others as well",
+        "ratio of update to weight of such a parameter, below which it hardly moves; it must be `update_gap` times "
+        "below the median of the others as well",
         source="a hundredth of the 1e-3 of Karpathy's CS231n notes; AdamW moves a body fine-tuned at 1e-6 by 5e-5",
     )
     update_small = Threshold(
