@@ -267,11 +267,14 @@ class Targets(Announcement):
     topic: ClassVar[str] = "targets"
 
     step: int | None = None
-    loss: str  # the loss function, as in the graph: "NllLoss"; "CrossEntropy" with soft or smoothed targets
+    loss: str  # the loss function, as in the graph: "NllLoss"
     reads: int = 0  # losses whose targets were read
     seen: int = 0  # labels, or rows of other targets
     classes: int | None = None
-    counts: tuple[int, ...] = ()  # of the labels by class, where these are not many
+    counts: tuple[
+        int, ...
+    ] = ()  # of the labels by class, where these are not many; a list that comes again counts once
+    whole: bool = False  # each loss had as many labels of each class, in another order: all samples, most likely
     chance: float | None = None  # the loss of the best answer that is the same for all inputs; None: not known
     fixed: bool = False  # the targets were the same in each loss
     #: What each of the last losses was divided by: its labels that count, or a number of the script's; 0: not known.
