@@ -47,8 +47,7 @@ class SaturatedActivation(LayerRule):
     saturated_first = Threshold(
         0.6,
         "share of the rows of a softmax in a module's own code with an entry above 0.99, as training begins",
-        source="a half is what a causal mask over two positions gives; largest seen in healthy scripts of the corpus: "
-        "PLACE",
+        source="a half is what a causal mask over two positions gives",
     )
     saturated_begin = Threshold(
         3,

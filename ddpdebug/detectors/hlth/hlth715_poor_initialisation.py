@@ -61,8 +61,7 @@ class PoorInitialisation(SampledRule):
         0.0001,
         "deviation between inputs of the last hidden layer's units, as a multiple of the first layer's: what a bias "
         "adds is the same for all inputs",
-        source="calculated: the default of `nn.Linear` leaves 0.41 of it in each ReLU layer, 3e-4 after nine; smallest "
-        "seen in healthy scripts of the corpus: PLACE",
+        source="calculated: the default of `nn.Linear` leaves 0.41 of it in each ReLU layer, 3e-4 after nine",
     )
     init_large = Threshold(
         10,
