@@ -376,18 +376,16 @@ def _weighing_softmaxes(outputs: Sequence[torch.Tensor]) -> list[Any]:
     """Return the nodes of softmaxes in a forward's graph whose results are multiplied with something."""
     waiting = deque((tensor.grad_fn, "") for tensor in outputs if tensor.grad_fn is not None)
     seen: set[Any] = set()
-    found = []
+    found: list[Any] = []
     for _ in range(_MAX_NODES):
         if not waiting:
             break
         node, user = waiting.popleft()
+        name = node.name()
+        if name == "SoftmaxBackward0" and user in _WEIGHING and node not in found:
+            found.append(node)
         if node in seen:
             continue
-        name = node.name()
-        if name == "SoftmaxBackward0":
-            if user not in _WEIGHING:
-                continue  # another user may weigh with it
-            found.append(node)
         seen.add(node)
         form = name in FORM or name == "ExpandBackward0"
         waiting.extend((below, user if form else name) for below, _ in node.next_functions if below is not None)

@@ -29,6 +29,7 @@ from torch.optim.lr_scheduler import (
 from torch.utils.checkpoint import checkpoint
 
 from ddpdebug.detectors.data.data903_invalid_labels import InvalidLabels
+from ddpdebug.detectors.rank.rank108_loss_outlier import LossOutlier
 from ddpdebug.detectors.rcp.rcp802_softmax_before_loss import SoftmaxBeforeLoss
 from ddpdebug.detectors.rcp.rcp805_validation_in_train_mode import ValidationInTrainMode
 from ddpdebug.detectors.rcp.rcp806_scheduler_out_of_step import SchedulerOutOfStep
@@ -49,6 +50,7 @@ from ddpdebug.probes.training_loop.modes import Modes
 from ddpdebug.probes.training_loop.parameter_ownership import Audit, unregistered
 from ddpdebug.probes.training_loop.rollouts import Rollouts
 from ddpdebug.probes.training_loop.schedulers import Schedules, length_of
+from ddpdebug.probes.training_loop.targets import Targets
 from ddpdebug.probes.training_loop.zero_grad import Cleared, Clearing
 from ddpdebug.schema import announcements
 from ddpdebug.schema.announcements import (
@@ -814,3 +816,21 @@ def test_a_filter_that_froze_what_should_train(which: str, told: str | None) -> 
     if told == "output":
         head.requires_grad_()
         assert audit.at_step(32, optimizer, models) is None
+
+
+@pytest.mark.parametrize("kind", ["new", "again", "whole"])
+def test_a_list_of_labels_that_comes_again_is_counted_once(kind: str) -> None:
+    """So that few samples, seen many times, do not look like many; all of them in another order are told as such."""
+    targets, told = Targets(), []
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randint(0, 3, (24,), generator=generator)
+    for _ in range(16):
+        labels = torch.randint(0, 3, (24,), generator=generator) if kind == "new" else first
+        labels = labels[torch.randperm(24, generator=generator)] if kind == "whole" else labels
+        loss = functional.cross_entropy(torch.randn(24, 3, requires_grad=True), labels)
+        told.append(targets.read(terms(loss, by_scaler=False), loss, {24}, by_scaler=False))
+    fact = told[-1]
+    assert fact is not None
+    assert fact.whole is (kind == "whole")
+    assert sum(fact.counts) == (24 if kind == "again" else 16 * 24)
+    assert not list(LossOutlier().compare("targets", {0: fact, 1: fact}))
