@@ -73,8 +73,10 @@ class NonfiniteParameter(NonfiniteRule):
             reduced = step.any(Flag.HALF_REDUCTION | Flag.CUSTOM_REDUCTION)
             unseen = _UNSEEN_CAUSES if reduced else _UNSEEN_CAUSES[1:]
             evidence = {**finding.evidence, "gradients_before": "not looked at in the step that made it"}
-            causes = (*unseen, *finding.causes)
-            return replace(finding, title=_UNSEEN, causes=causes, actions=(_LOOK, *finding.actions), evidence=evidence)
+            actions = (_LOOK, *finding.actions)
+            return replace(
+                finding, title=_UNSEEN, causes=(*unseen, *finding.causes), actions=actions, evidence=evidence
+            )
         if verdict.phase != "outside-optimizer":
             return finding
         # what the optimizer does is no cause of what was written between two of its steps
