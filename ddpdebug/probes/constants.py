@@ -1,10 +1,14 @@
-"""What a model computes with besides parameters and buffers: precision, tensors in plain attributes. Told once."""
+"""What a model computes with besides parameters and buffers: precision, tensors and numbers in plain attributes.
+
+Precision and tensors are told once; of numbers those that change while the model trains.
+"""
 
 from __future__ import annotations
 
+import dis
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -15,7 +19,7 @@ from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.user_code import user_location
 from ddpdebug.probes import async_copy as device
 from ddpdebug.probes.values import precision
-from ddpdebug.schema.announcements import Constants, Precision
+from ddpdebug.schema.announcements import Constants, NumberChange, Numbers, Precision
 
 #: Training forwards that an attribute must have survived unchanged to be a constant and no cache or result.
 _FORWARDS = 4
@@ -25,6 +29,10 @@ _KINDS = {torch.Tensor, torch.nn.Parameter}
 _MAX_BYTES = 4 << 20
 #: A longer list or dict is a vocabulary or a data set, which is not gone through.
 _MAX_ITEMS = 1000
+#: Numbers that are followed: reading one takes 0.05 microseconds, in every training forward.
+_MAX_NUMBERS = 256
+#: Training forwards between two announcements about numbers: at first, and at most.
+_FIRST_TOLD, _SELDOM_TOLD = 8, 256
 
 
 class Settings:
@@ -32,6 +40,7 @@ class Settings:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._forwards = 0
+        self._numbers: _Numbers | None = None
         found = _plain_tensors(module)
         digests = device.digests([t for _, t in found])() if found else []
         #: name, the tensor, its version, what the ranks compare
@@ -40,14 +49,18 @@ class Settings:
             for (name, t), digest in zip(found, digests, strict=True)
         ]
 
-    def at_forward(self, module: torch.nn.Module) -> Sequence[Precision | Constants]:
-        """Return what is to be announced at this training forward."""
-        if self._forwards > _FORWARDS:
-            return ()
+    def at_forward(self, module: torch.nn.Module, step: int = 0) -> Sequence[Precision | Constants | Numbers]:
+        """Return what is to be announced at this training forward, which belongs to an optimizer step."""
         self._forwards += 1
         if self._forwards == 1:
+            self._numbers = _Numbers(module)
             return (replace(precision(module), location=user_location()),)
-        return (Constants(tensors=self._unchanged(module)),) if self._forwards > _FORWARDS else ()
+        assert self._numbers is not None
+        self._numbers.look(step)
+        if self._forwards == _FORWARDS + 1:
+            return (Constants(tensors=self._unchanged(module)),)
+        every = min(_SELDOM_TOLD, max(_FIRST_TOLD, (1 << self._forwards.bit_length()) >> 3))
+        return (Numbers(changes=self._numbers.take()),) if self._forwards % every == 0 and self._numbers else ()
 
     def _unchanged(self, module: torch.nn.Module) -> dict[str, str]:
         now = {name: (id(t), internals.version_of(t)) for name, t in _plain_tensors(module)}
@@ -58,6 +71,54 @@ class Settings:
         }
         read = _names_read(module) if found else None
         return found if read is None else {name: shown for name, shown in found.items() if _attribute(name) in read}
+
+
+class _Numbers:
+    """The numbers in plain attributes that the code of a forward reads and never writes; all ranks follow the same."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        code = _code_of(module)
+        read = None if code & _COMPUTED else code
+        stored = {name.removeprefix("=") for name in code if name.startswith("=")}
+        #: path, module, name, the value of the class
+        self._places: list[tuple[str, weakref.ref[torch.nn.Module], str, Any]] = []
+        for path, part in internals.named_modules(module):
+            by_torch = _is_torchs(type(part).forward)  # whose code is not read: a rate, an epsilon, a slope
+            kinds = [vars(kind) for kind in reversed(type(part).__mro__) if not _is_torchs(kind)]
+            usual = {name: value for own in kinds for name, value in own.items() if type(value) in _NUMBERS}
+            for name, value in {**usual, **vars(part)}.items():
+                if type(value) not in _NUMBERS or name.startswith("_") or name == "training" or name in stored:
+                    continue
+                if by_torch or read is None or name in read:
+                    self._places.append((f"{path}.{name}" if path else name, weakref.ref(part), name, usual.get(name)))
+        if "setattr" in code:
+            self._places.clear()  # nobody knows what the forward itself writes
+        del self._places[_MAX_NUMBERS:]
+        self._values = self._read()
+        self._changes: dict[str, NumberChange] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    def _read(self) -> list[Any]:
+        return [None if (m := ref()) is None else vars(m).get(name, usual) for _, ref, name, usual in self._places]
+
+    def look(self, step: int) -> None:
+        """Note which numbers are others than before the forward that was looked at last."""
+        values, before = self._read(), self._values
+        if values == before:
+            return
+        self._values = values
+        for (path, *_), old, new in zip(self._places, before, values, strict=True):
+            if old == new or type(old) not in _NUMBERS or type(new) not in _NUMBERS:
+                continue
+            known = self._changes.get(path) or NumberChange(was=old, value=new, step=step, times=0)
+            self._changes[path] = replace(known, value=new, times=known.times + 1)
+
+    def take(self) -> Mapping[str, NumberChange]:
+        """Return the changes since the last call."""
+        changes, self._changes = self._changes, {}
+        return changes
 
 
 def _attribute(path: str) -> str:
@@ -71,6 +132,12 @@ def _names_read(module: torch.nn.Module) -> set[str] | None:
     A tensor that only an evaluation uses may differ between ranks: its name is not among them. None where the code
     reads attributes by names that it computes. What is called through an object of another kind is not followed.
     """
+    names = {name for name in _code_of(module) if not name.startswith("=")}
+    return None if names & _COMPUTED else names
+
+
+def _code_of(module: torch.nn.Module) -> set[str]:
+    """Return the names that `_names_read` tells of, and with "=" in front those of attributes that are written."""
     names: set[str] = set()
     parts = list(internals.modules(module))
     kinds = {kind for part in parts for kind in type(part).__mro__ if not _is_torchs(kind)}
@@ -89,13 +156,15 @@ def _names_read(module: torch.nn.Module) -> set[str] | None:
             seen.add(code)
             codes += [value for value in code.co_consts if isinstance(value, CodeType)]
             names.update(code.co_names)
+            names.update(f"={op.argval}" for op in dis.get_instructions(code) if op.opname == "STORE_ATTR")
             waiting += [function.__globals__.get(name) for name in code.co_names]
             waiting += [vars(kind)[name] for kind in kinds for name in code.co_names if name in vars(kind)]
             # every forward of the classes: `super()` leads to one by a name that is no longer looked up here
             waiting += [vars(kind)["forward"] for kind in kinds if "super" in code.co_names and "forward" in vars(kind)]
-    return None if names & _COMPUTED else names
+    return names
 
 
+_NUMBERS = {float, int, bool}
 _COMPUTED = {"getattr", "__dict__", "vars", "attrgetter", "import_module"}
 
 

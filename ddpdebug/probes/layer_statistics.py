@@ -6,10 +6,11 @@ device: numbers stay where they are until the background thread reads them.
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +23,10 @@ from ddpdebug.probes import async_copy as device, ranges
 from ddpdebug.probes.nonfinite_notes import Looks
 from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.record import Part, SinceLastStep, StepRecord
+from ddpdebug.probes.training_loop.loss_graph import FORM
 from ddpdebug.schema.details import LayerActivation, LayerParameter, LayerStatistics, hex_digest
 from ddpdebug.schema.row import Flag
+from ddpdebug.torch_internals import graph
 
 #: At most so many module calls and parameters are described, and at most so many elements of each are read.
 MAX_CALLS, MAX_PARAMETERS, MAX_ELEMENTS = 64, 100, 1 << 14
@@ -34,6 +37,8 @@ _SAMPLES = 4
 _MAX_SITES = 256
 #: The first samples are taken in a row; later ones at doubling distances, but in one of so many checked steps.
 _FIRST, _RAREST = 4, 64
+#: Of the first samples it is told how far units differ between inputs: the number of the last one.
+_BEGINNING = 1
 #: A sigmoid or tanh this close to a limit, and a softmax with an entry this large, are at the end of their range.
 _END = 0.01
 _KINDS = {
@@ -42,6 +47,10 @@ _KINDS = {
     "TanhBackward0": "tanh",
     "SoftmaxBackward0": "softmax",
 }
+#: Nodes of a forward's graph that are gone through for a softmax that no module returns; 2 microseconds each.
+_MAX_NODES = 2048
+#: Nodes that multiply with the weights that a softmax makes, and those that may stand between.
+_WEIGHING = frozenset({"BmmBackward0", "MmBackward0", "MulBackward0", "NativeDropoutBackward0"})
 _MIN_ROWS, _MAX_ROWS, _MAX_COLUMNS = 4, 64, 256
 
 
@@ -135,6 +144,7 @@ class _Call:
     result: weakref.ref[torch.Tensor]  # dead once its memory may be used again
     memory: int  # where it lies
     convolution: bool  # the last layer with weights was one
+    sequence: int  # of the node that made it, -1 without one
 
 
 def _shown(value: float) -> float | None:
@@ -209,7 +219,9 @@ class Layers:
         time = self._times[id(module)] = self._times.get(id(module), -1) + 1
         about: dict[str, Any] = {"class_name": type(module).__name__, "role": role, "call": time, "kind": kind}
         about["leaf"] = self._leaves
-        self._calls.append(_Call(module, about, part, ref, tensor.untyped_storage().data_ptr(), self._convolution))
+        memory = tensor.untyped_storage().data_ptr()
+        sequence = -1 if tensor.grad_fn is None else internals.sequence_of(tensor.grad_fn)
+        self._calls.append(_Call(module, about, part, ref, memory, self._convolution, sequence))
 
     def _measure(self, call: _Call) -> dict[str, Any]:
         """Return the statistics of a call; what is a position in `numbers` may still be on a device."""
@@ -218,6 +230,10 @@ class Layers:
         ended = None if kind is None or kind == "relu" else _saturated(part, kind)
         std, mean = _std_mean(part)
         found: dict[str, Any] = {"mean": self._keep(mean), "std": self._keep(std)}
+        if self._count <= _BEGINNING and call.about["role"] == "output" and internals.own_parameters(call.module):
+            unit = 1 if call.convolution else part.dim() - 1
+            rows = part.movedim(unit, -1).flatten(0, -2)
+            found["spread"] = self._keep(torch.linalg.vector_norm(rows - rows.mean(0)) / math.sqrt(rows.numel()))
         if fired is not None:
             unit = 1 if part.dim() > 3 or part.dim() == 2 or call.convolution else part.dim() - 1
             found["zero"] = self._keep(1 - fired.float().mean())
@@ -249,8 +265,32 @@ class Layers:
                 units = self._fired(path, *fired) if fired is not None else {}
             hidden = before and (call.result() is None or call.memory not in given)
             self._notes.calls.append({"path": path, **about, **seen, **units, "hidden": hidden})
+        self._take_weights(paths, tensors_in(output))
         self._notes.numbers = device.numbers(self._numbers)
         self.forget()
+
+    def _take_weights(self, paths: Mapping[int, str], outputs: Sequence[torch.Tensor]) -> None:
+        """Take what a softmax in the code of a module, between its calls, makes to weigh something with."""
+        known = {call.sequence for call in self._calls if call.about["kind"] == "softmax"}
+        calls = sorted((call.sequence, paths.get(id(call.module), "")) for call in self._calls if call.sequence >= 0)
+        names: dict[str, int] = {}
+        for node in sorted(_weighing_softmaxes(outputs), key=internals.sequence_of):
+            sequence, result = internals.sequence_of(node), graph.saved_tensor(node, "result")
+            whole = None if result is None else ranges.real_view(result)
+            if whole is None or whole.dim() < 2 or sequence in known or len(self._notes.calls) >= 2 * MAX_CALLS:
+                continue
+            before = [path for at, path in calls if at < sequence][-1:]
+            after = [path for at, path in calls if at > sequence][:1]
+            place = _around(*before, *after) or "".join(before) or "(model)"
+            names[place] = names.get(place, -1) + 1
+            path = f"{place} (softmax{f' {names[place]}' if names[place] else ''})"
+            with torch.no_grad():
+                dim = int(graph.saved_number(node, "dim") or 0)
+                dim -= (1 << 64) * (dim >= 1 << 63)  # kept without its sign
+                ended = _saturated(_part(whole.movedim(dim, -1)), "softmax")
+                about = {"class_name": "softmax", "role": "weights", "kind": "softmax"}
+                found = {"saturated": self._keep(ended.float().mean()), "hidden": True}
+            self._notes.calls.append({"path": path, **about, **found})
 
     def _fired(self, path: str, inputs: int, fired: torch.Tensor) -> dict[str, Any]:
         """Return the share of units that no input of the last samples made fire, and how many inputs that were."""
@@ -330,6 +370,33 @@ class Layers:
     def _parameters(watch: OptimizerWatch, notes: LayerSamples) -> list[torch.Tensor]:
         table = dict(zip(watch.names, watch.params, strict=True))
         return [table[name] for name in notes.names]
+
+
+def _weighing_softmaxes(outputs: Sequence[torch.Tensor]) -> list[Any]:
+    """Return the nodes of softmaxes in a forward's graph whose results are multiplied with something."""
+    waiting = deque((tensor.grad_fn, "") for tensor in outputs if tensor.grad_fn is not None)
+    seen: set[Any] = set()
+    found: list[Any] = []
+    for _ in range(_MAX_NODES):
+        if not waiting:
+            break
+        node, user = waiting.popleft()
+        name = node.name()
+        if name == "SoftmaxBackward0" and user in _WEIGHING and node not in found:
+            found.append(node)
+        if node in seen:
+            continue
+        seen.add(node)
+        form = name in FORM or name == "ExpandBackward0"
+        waiting.extend((below, user if form else name) for below, _ in node.next_functions if below is not None)
+    return found
+
+
+def _around(*paths: str) -> str:
+    """Return the innermost module that all of the modules at some paths are in."""
+    parts = [path.split(".")[:-1] for path in paths]
+    same = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*parts, strict=False))
+    return ".".join(names[0] for names in same)
 
 
 def _part(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,8 @@ from ddpdebug.probes.training_events import BatchAwaited, BatchDelivered, Bus, E
 from ddpdebug.schema.announcements import Announce, Loader
 from ddpdebug.schema.details import hex_digest
 
-_RECORD_BYTES = 1 << 18
+#: Read of each tensor of a batch.
+RECORD_BYTES = 1 << 18
 
 
 @dataclass(slots=True)
@@ -29,6 +30,7 @@ class Deliveries(Part, key="probe:loader"):
     """Digests of the batches that came out of a DataLoader."""
 
     newest: int = 0  # not yet fed to a training forward
+    tensors: dict[int, int] = field(default_factory=dict)  # digest of a delivered tensor -> that of its batch
     fed: list[int] = field(default_factory=list)
 
     def columns(self, _: StepRecord) -> dict[str, Any]:
@@ -45,6 +47,7 @@ class Loaders:
         self._known: weakref.WeakKeyDictionary[DataLoader[Any], dict[str, Any]] = weakref.WeakKeyDictionary()
         self._splits, self._items = Splits(), DeliveredItems(bus, state, announce)
         self._asked = time.perf_counter()
+        self._whole = False  # one batch is the whole epoch over the newest loader: trained on again and again by right
         self.samples: int | None = None  # in the data set over which an epoch was begun last
         bus.on("probe:splits", SubsetMade, self._subset_made)
         bus.on("probe:loader", EpochBegan, self.begin)
@@ -72,6 +75,7 @@ class Loaders:
             self._known[loader] = known
         known["iterations"] += 1
         self.samples = length_of(loader.dataset)
+        self._whole = _batches(loader) == 1
         self._items.begin(loader, known["index"], self.samples)
         step = self._state.next_step()
         about = {key: known[key] for key in ("iterations", "attributes", "content")}
@@ -92,8 +96,11 @@ class Loaders:
         """Note a batch and how long the training waited for it."""
         since = self._state.since
         since.data_seconds += time.perf_counter() - self._asked
-        values = [fingerprint.sampled_fingerprint(t, _RECORD_BYTES)[0] for t in tensors_in(event.batch)]
-        since.parts[Deliveries].newest = combined(values)
+        values = [fingerprint.sampled_fingerprint(t, RECORD_BYTES)[0] for t in tensors_in(event.batch)]
+        deliveries = since.parts[Deliveries]
+        deliveries.newest = combined(values)
+        if not self._whole:
+            deliveries.tensors |= dict.fromkeys(values, deliveries.newest)
 
     def workers(self) -> list[int]:
         """Return the process ids of the loaders' living workers."""

@@ -22,7 +22,7 @@ from ddpdebug.isolation.user_code import user_location
 from ddpdebug.probes import contract, gradients, training_events as events
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.gradient_hooks import GradientHooks
-from ddpdebug.probes.loaders import Deliveries
+from ddpdebug.probes.loaders import RECORD_BYTES, Deliveries
 from ddpdebug.probes.loop_calls import LoopCalls, Losses
 from ddpdebug.probes.models import Models
 from ddpdebug.probes.optimizers import GroupSettings, HandWatch, OptimizerWatch, first_step, index_of
@@ -38,6 +38,8 @@ from ddpdebug.schema.row import Flag
 _OUTPUT_BYTES = 1 << 16
 _MAX_EVAL_FORWARDS = 64
 _BATCH_BYTES = 1 << 20
+#: Tensors that loaders have delivered, whose digests are kept.
+_MAX_DELIVERED = 64
 #: So many backward passes without any optimizer step are looked into.
 _LONELY_BACKWARDS = 8
 
@@ -112,6 +114,7 @@ class Recorder:
         self._hand: HandWatch | None = None
         self._hand_open: tuple[StepRecord, int | None] | None = None  # with what the parameters held then
         self._modules_seen = 0
+        self._delivered: dict[int, int] = {}  # digest of a tensor that a loader has delivered -> that of its batch
         self._halt: BaseException | None = None
         guard.when_cut(self.cut)
         guard.when_off("probe:backward", self._forget_backward)
@@ -166,23 +169,43 @@ class Recorder:
             return
         location = None if ddp.require_backward_grad_sync else user_location()
         wrapper.begin_forward(ddp, in_no_sync=self._models.in_no_sync(ddp), location=location)
-        for told in self._guard.run("probe:constants", wrapper.settings.at_forward, ddp.module) or ():
-            self._announce(replace(told, step=self._state.next_step()), wrapper.index)
+        step = self._state.next_step()
+        for told in self._guard.run("probe:constants", wrapper.settings.at_forward, ddp.module, step) or ():
+            self._announce(replace(told, step=step), wrapper.index)
         if self._state.checking:
             noted.modes += bytes([m.training for m in internals.modules(ddp.module)])
             noted.rng = noted.rng or rng_digest()
-        if (deliveries := since.parts.get(Deliveries)) is not None and deliveries.newest:
-            deliveries.fed.append(deliveries.newest)
-            deliveries.newest = 0
         self._guard.run("probe:batch", self._look_at_batch, event.tensors)
         self._started[-1] = time.perf_counter()
 
     def _look_at_batch(self, tensors: Tensors) -> None:
         noted = self._state.since.parts[Forwards]
+        given: list[int] = []  # digests as a loader's tensors have them
         for tensor in tensors():
             value, sampled = fingerprint.sampled_fingerprint(tensor, _BATCH_BYTES)
             noted.batch.append(value)
             noted.sampled = noted.sampled or sampled
+            if self._delivered or Deliveries in self._state.since.parts:
+                small = tensor.nbytes <= RECORD_BYTES
+                given.append(value if small else fingerprint.sampled_fingerprint(tensor, RECORD_BYTES)[0])
+        if given:
+            self._note_record(given)
+
+    def _note_record(self, given: list[int]) -> None:
+        """Note which batch of a loader a forward is given: an older one where its tensors are not in the newest.
+
+        A tensor that was changed on the way is taken for one of the newest batch.
+        """
+        deliveries = self._state.since.parts[Deliveries]
+        fresh = deliveries.newest in {deliveries.tensors.get(value) for value in given}
+        older = [self._delivered[value] for value in given if value in self._delivered]
+        self._delivered |= deliveries.tensors
+        while len(self._delivered) > _MAX_DELIVERED:
+            del self._delivered[next(iter(self._delivered))]
+        record = older[0] if older and not fresh else deliveries.newest
+        if record:
+            deliveries.fed.append(record)
+        deliveries.newest = 0
 
     def _look_at_output(self, outputs: Tensors) -> None:
         self._state.since.parts[Forwards].output += _digests(outputs, _OUTPUT_BYTES)

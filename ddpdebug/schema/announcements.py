@@ -113,6 +113,26 @@ class Constants(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NumberChange(Struct):
+    """How a plain number that a module computes with has changed from outside of its forward."""
+
+    was: float
+    value: float  # now
+    step: int  # of its first change
+    times: int  # that it was found changed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers(Announcement):
+    """Numbers in plain attributes of the k-th DDP's modules that have changed since they were told of last."""
+
+    topic: ClassVar[str] = "numbers"
+
+    step: int | None = None
+    changes: Mapping[str, NumberChange] = field(default_factory=dict)  # by attribute path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IndexList(Struct):
     """The indices of a `Subset`."""
 
@@ -251,7 +271,10 @@ class Targets(Announcement):
     reads: int = 0  # losses whose targets were read
     seen: int = 0  # labels, or rows of other targets
     classes: int | None = None
-    counts: tuple[int, ...] = ()  # of the labels by class, where these are not many
+    counts: tuple[
+        int, ...
+    ] = ()  # of the labels by class, where these are not many; a list that comes again counts once
+    whole: bool = False  # each loss had as many labels of each class, in another order: all samples, most likely
     chance: float | None = None  # the loss of the best answer that is the same for all inputs; None: not known
     fixed: bool = False  # the targets were the same in each loss
     #: What each of the last losses was divided by: its labels that count, or a number of the script's; 0: not known.
@@ -481,7 +504,7 @@ class LossInput(Announcement):
 
     step: int | None = None
     kind: Literal["input"] = "input"
-    loss: str  # the loss function, as in the graph: "NllLoss"
+    loss: str  # the loss function, as in the graph: "NllLoss"; "CrossEntropy" with soft or smoothed targets
     #: The two operations that made it, the last one first, without those that change its form only: "LogSoftmax".
     before: tuple[str, ...] = ()
     shape: tuple[int, ...] = ()
@@ -770,6 +793,7 @@ TOPICS = _by_topic(
         WrapperGroup,
         Precision,
         Constants,
+        Numbers,
         Loader,
         Items,
         InputStatistics,

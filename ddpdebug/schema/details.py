@@ -337,15 +337,20 @@ class Holders(Detail):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerActivation(Struct):
-    """Statistics of one module's output, or of its input where that is a functional activation."""
+    """Statistics of one module's output, or of its input where that is a functional activation.
+
+    Of the weights that a softmax makes in a module's own code nothing is told but the share at the end of their range.
+    """
 
     class_name: str = field(metadata=called("class"))
-    role: str = "output"  # or "input"
+    role: str = "output"  # or "input", or "weights"
     call: int = 0  # of this module in the forward
     kind: str | None = None  # of the activation: "relu", "sigmoid", "tanh" or "softmax"
     leaf: int = 0  # place in the forward
     mean: float | None = None
     std: float | None = None
+    #: Deviation between inputs, of each unit by itself: what a bias adds is none. Of layers with weights, at first.
+    spread: float | None = field(default=None, metadata=ABSENT)
     zero: float | None = field(default=None, metadata=ABSENT)  # share of zeros, of a relu
     saturated: float | None = field(default=None, metadata=ABSENT)  # share at the end of the range, of the others
     zero_units: float | None = field(

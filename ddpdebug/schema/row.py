@@ -71,6 +71,8 @@ class Flag(IntFlag):
     INPUT_GRADIENT = 1 << 45  # the gradient of an input was wanted, or nobody looks at inputs any more
     GRADS_GONE = 1 << 46  # with GRADS_DISCARDED: those of the last backward
     GRADS_WRITTEN = 1 << 47  # something else than clipping and unscaling changed gradients after the last backward
+    BATCH_GREW = 1 << 49  # the model was given larger inputs, all together, than for the step before
+    BATCH_SHRANK = 1 << 50  # ... or smaller ones
     AVERAGED = 1 << 48  # with LOCAL_ONLY, where no rank has said so but later steps have shown it
 
 

@@ -114,3 +114,43 @@ def test_raise_ends_all_ranks_at_the_same_step_with_the_same_words(rank: int) ->
     dist.all_gather_object(told, (str(error.value), len(taken)))
     assert told[0] == told[1]
     assert len(taken) < 4000
+
+
+@pytest.mark.parametrize("odd", [True, False])
+def test_a_number_that_changes_on_one_rank_is_told(rank: int, odd: bool) -> None:
+    """The factor of rank 1 is halved after step 9; where that of both is, all is well."""
+    net = Scaled(1.0)
+    model = ddpdebug.DebugDDP(net)
+    monitor = model.monitor
+
+    def halve(step: int) -> None:
+        if step == 9 and (rank == 1 or not odd):
+            net.factor = 0.5
+
+    train(model, torch.optim.SGD(model.parameters(), lr=0.01), 24, halve)
+    assert monitor is not None
+    monitor.close()
+    told = [entry for entry in found(monitor) if entry[0] == "RANK107"]
+    assert told == ([("RANK107", 10, (1,), ("factor",))] if odd else [])
+
+
+@pytest.mark.parametrize("kept", ["first", "shadowed", "whole"])
+def test_a_batch_of_a_loader_that_is_used_again_and_again_is_told(rank: int, kept: str) -> None:
+    """Kept before the loop, or in it in place of the new ones; a batch that is the whole data set is meant."""
+    generator = torch.Generator().manual_seed(rank)
+    data = torch.utils.data.TensorDataset(torch.randn(48, 4, generator=generator))
+    loader = torch.utils.data.DataLoader(data, batch_size=48 if kept == "whole" else 2)
+    model = ddpdebug.DebugDDP(nn.Linear(4, 1))
+    monitor = model.monitor
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batch = next(iter(loader))
+    for _, new in zip(range(20), loader if kept == "shadowed" else [batch] * 20, strict=False):
+        assert len(new[0])
+        loss = model(batch[0]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert monitor is not None
+    monitor.close()
+    told = [entry[:3] for entry in found(monitor) if entry[0] == "DATA906"]
+    assert told == ([] if kept == "whole" else [("DATA906", 0, (0, 1))])

@@ -12,7 +12,7 @@ import torch.fx
 from torch import nn
 
 from ddpdebug.probes.constants import Settings
-from ddpdebug.schema.announcements import Constants, Precision
+from ddpdebug.schema.announcements import Constants, Numbers, Precision
 
 
 class Embedding(nn.Module):
@@ -39,7 +39,7 @@ def told(model: nn.Module, forwards: int) -> Mapping[str, str]:
     for _ in range(forwards):
         facts += settings.at_forward(model)
         model(torch.ones(3, 2))
-    precision, constants = facts
+    precision, constants = [fact for fact in facts if not isinstance(fact, Numbers)]
     assert isinstance(precision, Precision)
     assert isinstance(constants, Constants)
     return constants.tensors
@@ -173,3 +173,39 @@ def test_a_forward_that_leads_to_another_method() -> None:
     inside = model.on_validation_end
     model.forward = lambda x: (inside(), x)[1]  # type: ignore[method-assign]
     assert set(told(model, 9)) == {"validation_z"}
+
+
+class Scored(nn.Module):
+    """Computes with numbers: of the class, of the object, of a layer of torch; notes others as it runs."""
+
+    slope = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature, self.shown, self.calls, self.largest = 0.5, 1.0, 0, 0.0
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.largest = max(self.largest, float(x.max()))
+        return self.drop(x) * self.slope / self.temperature + self.largest * 0
+
+
+def test_numbers_that_a_forward_reads_and_others_set_are_told_with_the_step_of_their_change() -> None:
+    """What the forward writes itself, and what it does not read, is none of these."""
+    model = Scored()
+    settings, found = Settings(model), []
+    for number in range(32):
+        if number == 11:
+            model.temperature, model.slope, model.drop.p, model.shown = 0.1, 3.0, 0.4, 7.0
+        facts = settings.at_forward(model, number)
+        found += [fact.changes for fact in facts if isinstance(fact, Numbers)]
+        model(torch.rand(3, 2))
+    changes = [own for own in found if own]
+    assert len(found) > len(changes) == 1
+    told = {name: (change.was, change.value, change.step, change.times) for name, change in changes[0].items()}
+    assert told == {
+        "temperature": (0.5, 0.1, 11, 1),
+        "slope": (2.0, 3.0, 11, 1),
+        "drop.p": (0.1, 0.4, 11, 1),
+    }

@@ -218,3 +218,41 @@ def test_a_hidden_activation_is_hidden_wherever_it_lay() -> None:
     layers.end(net, "", output)
     notes = layers._notes
     assert [(call["path"], call["hidden"]) for call in notes.calls] == [("0", True), ("1", False)]
+
+
+class Attending(nn.Module):
+    """Attention as people write it, whose weights no module returns, and probabilities at the end."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale, self.qk, self.out = scale, nn.Linear(4, 8), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Weigh the inputs."""
+        q, k = self.qk(x).chunk(2, -1)
+        weights = torch.softmax(self.scale * q @ k.transpose(-2, -1), -1)
+        found: torch.Tensor = self.out((weights @ x).mean(1)).softmax(-1)
+        return found
+
+
+@pytest.mark.parametrize(("scale", "ended"), [(1e6, True), (0.1, False)])
+def test_the_weights_of_a_softmax_in_the_code_of_a_module_are_described(scale: float, ended: bool) -> None:
+    """Only of one that weighs something: the one at the end makes the output."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Identity(), Attending(scale))
+    found = detail(sample(net, Layers(), torch.randn(16, 6, 4)))["modules"]
+    weights = {path: about for path, about in found.items() if about["role"] == "weights"}
+    assert list(weights) == ["1 (softmax)"]
+    assert (weights["1 (softmax)"]["saturated"] > 0.8) is ended
+    assert weights["1 (softmax)"]["hidden"]
+
+
+def test_what_a_bias_adds_is_no_difference_between_inputs() -> None:
+    """Units that stand apart from each other, alike for all inputs, carry no signal."""
+    torch.manual_seed(0)
+    net = Net()
+    nn.init.zeros_(net.second.weight)
+    nn.init.normal_(net.second.bias)
+    second = detail(sample(net, Layers(), torch.randn(32, 4)))["modules"]["second (call 1)"]
+    assert second["std"] > 0.1
+    assert second["spread"] == pytest.approx(0.0, abs=1e-6)

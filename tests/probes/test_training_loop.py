@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from torch.optim.lr_scheduler import (
 from torch.utils.checkpoint import checkpoint
 
 from ddpdebug.detectors.data.data903_invalid_labels import InvalidLabels
+from ddpdebug.detectors.rank.rank108_loss_outlier import LossOutlier
 from ddpdebug.detectors.rcp.rcp802_softmax_before_loss import SoftmaxBeforeLoss
 from ddpdebug.detectors.rcp.rcp805_validation_in_train_mode import ValidationInTrainMode
 from ddpdebug.detectors.rcp.rcp806_scheduler_out_of_step import SchedulerOutOfStep
@@ -43,11 +45,12 @@ from ddpdebug.probes.record import SinceLastStep, StepRecord
 from ddpdebug.probes.threads import Threads
 from ddpdebug.probes.training_events import BackwardBegan, BackwardEnded, ModuleForwardBegan
 from ddpdebug.probes.training_loop.labels import Labels
-from ddpdebug.probes.training_loop.loss_graph import divisor, facts, is_mean, softmax_of_one, terms
+from ddpdebug.probes.training_loop.loss_graph import divisor, facts, is_mean, soft_target_input, softmax_of_one, terms
 from ddpdebug.probes.training_loop.modes import Modes
 from ddpdebug.probes.training_loop.parameter_ownership import Audit, unregistered
 from ddpdebug.probes.training_loop.rollouts import Rollouts
 from ddpdebug.probes.training_loop.schedulers import Schedules, length_of
+from ddpdebug.probes.training_loop.targets import Targets
 from ddpdebug.probes.training_loop.zero_grad import Cleared, Clearing
 from ddpdebug.schema import announcements
 from ddpdebug.schema.announcements import (
@@ -91,6 +94,26 @@ def test_softmax_before_the_loss_is_seen_through_changes_of_form() -> None:
     assert codes(functional.cross_entropy(x.log_softmax(-1).reshape(30, 4), y)) == []
     assert codes(functional.nll_loss(x.log_softmax(-1).reshape(30, 4), y)) == []
     assert codes(functional.cross_entropy(torch.softmax(x, 1).mean(1) @ torch.randn(4, 4), y[:6])) == []  # attention
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_softmax_before_a_cross_entropy_of_soft_targets_is_seen(reduction: str) -> None:
+    """Soft and smoothed targets make a loss of several nodes, whose input is named like that of one node."""
+    x, y = torch.randn(6, 4, requires_grad=True), torch.randint(0, 4, (6,))
+    soft = torch.rand(6, 4).softmax(-1)
+
+    def said_of(loss: torch.Tensor) -> list[str]:
+        fact = soft_target_input(loss)
+        return [] if fact is None else [f.code for f in SoftmaxBeforeLoss().compare(fact.topic, {0: fact})]
+
+    loss = functools.partial(functional.cross_entropy, reduction=reduction)
+    assert said_of(loss(x.softmax(-1), soft)) == ["RCP802"]
+    assert said_of(0.5 * loss(x.softmax(-1), soft, weight=torch.rand(4)) + x.mean()) == ["RCP802"]
+    assert said_of(loss(x.softmax(-1), y, label_smoothing=0.1)) == ["RCP802"]
+    assert said_of(loss(x, soft)) == said_of(loss(x, y, label_smoothing=0.1)) == []
+    assert said_of((x.softmax(-1) * soft).sum()) == []  # a value of a policy
+    teacher = torch.randn(6, 4, requires_grad=True).softmax(-1)  # one that learns as well
+    assert said_of(-(teacher * x.log_softmax(-1)).sum(-1).mean()) == []
 
 
 def test_broadcast_in_the_loss() -> None:
@@ -793,3 +816,21 @@ def test_a_filter_that_froze_what_should_train(which: str, told: str | None) -> 
     if told == "output":
         head.requires_grad_()
         assert audit.at_step(32, optimizer, models) is None
+
+
+@pytest.mark.parametrize("kind", ["new", "again", "whole"])
+def test_a_list_of_labels_that_comes_again_is_counted_once(kind: str) -> None:
+    """So that few samples, seen many times, do not look like many; all of them in another order are told as such."""
+    targets, told = Targets(), []
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randint(0, 3, (24,), generator=generator)
+    for _ in range(16):
+        labels = torch.randint(0, 3, (24,), generator=generator) if kind == "new" else first
+        labels = labels[torch.randperm(24, generator=generator)] if kind == "whole" else labels
+        loss = functional.cross_entropy(torch.randn(24, 3, requires_grad=True), labels)
+        told.append(targets.read(terms(loss, by_scaler=False), loss, {24}, by_scaler=False))
+    fact = told[-1]
+    assert fact is not None
+    assert fact.whole is (kind == "whole")
+    assert sum(fact.counts) == (24 if kind == "again" else 16 * 24)
+    assert not list(LossOutlier().compare("targets", {0: fact, 1: fact}))

@@ -150,7 +150,7 @@ def test_names_of_nodes_are_listed() -> None:
     }
     assert "ReluBackward0" in written
     assert written - {*nodes.NODES, "Backward"} == set()
-    kinds = {name.partition("Backward")[0].lower() for name in losses._FORM | losses._POINTWISE}
+    kinds = {name.partition("Backward")[0].lower() for name in losses.FORM | losses._POINTWISE}
     listed = [*source_reading._MADE.values(), *source_reading._OPERATORS.values(), source_reading._INDEX]
     kinds |= set(re.split(r"[ |]", " ".join(listed)))
     assert kinds - nodes.kinds() == set()

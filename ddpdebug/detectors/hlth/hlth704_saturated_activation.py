@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from ddpdebug.detectors.hlth.samples import LayerRule, activation, least_of, sampled, sites
 from ddpdebug.detectors.kinds import Examples, Fields, Severity, Step, Threshold
+from ddpdebug.schema.row import Flag
+
+
+def _weights(saturated: float) -> Fields:
+    return {**activation("softmax", saturated=saturated), "role": "weights", "mean": None, "std": None}
 
 
 class SaturatedActivation(LayerRule):
@@ -39,22 +44,45 @@ class SaturatedActivation(LayerRule):
         source="Amazon SageMaker Debugger's built-in rule SaturatedActivation: 50 %; largest seen in healthy "
         "scripts of the corpus: 0.20",
     )
+    saturated_first = Threshold(
+        0.6,
+        "share of the rows of a softmax in a module's own code with an entry above 0.99, as training begins",
+        source="a half is what a causal mask over two positions gives",
+    )
+    saturated_begin = Threshold(
+        3,
+        "newest step whose sample counts as the first one of a softmax in a module's own code, which must be saturated "
+        "there already",
+        source="attention that looks at one position is what some heads have learned, and none begins with",
+    )
     fires_on = Examples(
         lambda: sampled(6, modules=lambda i: {"act": activation("sigmoid", saturated=0.95)}),
         lambda: sampled(9, modules=lambda i: {"attention (input)": activation("softmax", saturated=0.99)}),
+        lambda: sampled(9, modules=lambda i: {"attention (softmax)": _weights(0.7)}),
     )
     silent_on = Examples(
         lambda: sampled(9, modules=lambda i: {"head": activation("sigmoid", saturated=0.95, hidden=False)}),
         lambda: sampled(9, modules=lambda i: {"act": activation("tanh", saturated=0.5)}),
         lambda: sampled(9, modules=lambda i: {"act": activation("tanh", saturated=0.9 if i < 2 else 0.4)}),
+        lambda: sampled(9, modules=lambda i: {"attention (softmax)": _weights(0.1 * i)}),  # it has learned to choose
+        lambda: sampled(9, modules=lambda i: {"attention (softmax)": _weights(0.99)}, flags=Flag.LOADED),
     )
+
+    def __init__(self, config: Fields | None = None) -> None:
+        super().__init__(config)
+        self._begun: dict[tuple[int, str], bool] = {}  # (optimizer, softmax) -> it was saturated as training began
 
     def judge(self, step: Step) -> Fields | None:
         seen = sites(step)
         found = {}
         for path, ranks in seen.items():
             least = least_of(ranks, lambda about: about.saturated if about.hidden else None)
-            if least is not None and least >= self.saturated_share:
-                about = ranks[0]
+            saturated = least is not None and least >= self.saturated_share
+            about = ranks[0]
+            if about.role == "weights" and least is not None:  # sharp as well where the model has learned to look
+                fresh = step.step <= self.saturated_begin and not step.any(Flag.LOADED)
+                saturated = least >= self.saturated_first
+                saturated &= self._begun.setdefault((step.optimizer, path), saturated and fresh)
+            if saturated:
                 found[path] = {"kind": about.kind, "saturated": least, "mean": about.mean, "std": about.std}
         return found if seen else None

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
 from collections import deque
 
 from ddpdebug.detectors import causality
 from ddpdebug.detectors.hlth.curve import CurveRule, Series
-from ddpdebug.detectors.hlth.samples import SampledRule, ratios, sampled, weight
+from ddpdebug.detectors.hlth.samples import SampledRule, parameters, ratios, sampled, weight
 from ddpdebug.detectors.kinds import Examples, Fields, Finding, Findings, Severity, Step, Threshold
+from ddpdebug.schema.details import LayerParameter
+
+_USUAL = {f"h{k}": weight() for k in range(16)}
 
 
 class UpdateRatio(SampledRule, CurveRule):
@@ -43,6 +48,13 @@ class UpdateRatio(SampledRule, CurveRule):
         "median ratio of update to weight that is too large in the first steps already",
         source="a weight that begins near 0 may move by more than its size, most weights do not",
     )
+    update_gap = Threshold(
+        1000,
+        "rate of a group over the next smaller rate, from which on the parameters with the smaller ones are judged by "
+        "themselves",
+        source="rates that fall by layer lie less than 2 apart (ELECTRA takes 0.8); a fine-tuned body has a tenth to a "
+        "hundredth of its head's",
+    )
     update_large = Threshold(
         0.3,
         "median over the weights of update norm / weight norm, from which on updates are too large",
@@ -53,6 +65,12 @@ class UpdateRatio(SampledRule, CurveRule):
         4,
         "samples that are looked at together, of which all but one must be too large",
         source="one large update alone is a batch",
+    )
+    update_group = Threshold(
+        1e-05,
+        "ratio of update to weight of such a parameter, below which it hardly moves; it must be `update_gap` times "
+        "below the median of the others as well",
+        source="a hundredth of the 1e-3 of Karpathy's CS231n notes; AdamW moves a body fine-tuned at 1e-6 by 5e-5",
     )
     update_small = Threshold(
         1e-06,
@@ -73,12 +91,16 @@ class UpdateRatio(SampledRule, CurveRule):
     fires_on = Examples(
         lambda: sampled(12, lambda i: {"w": weight(update=4.0)}),
         lambda: sampled(40, lambda i: {f"l{k}.weight": weight(update=1e-6) for k in range(4)}),
+        lambda: sampled(40, lambda i: {"body": weight(), "mid": weight(), "head": weight(update=1e-7, lr=1e-6)}),
     )
     silent_on = Examples(
         lambda: sampled(12, lambda i: {"w": weight(update=4.0 if i < 6 else 0.4)}),  # the first steps of Adam
         lambda: sampled(60, lambda i: {"w": weight(update=1e-6 if i > 5 else 1e-3)}),  # it has converged
         lambda: sampled(60, lambda i: {"w": weight(update=1e-9 * i)}, lr=0.0),  # warm-up begins at 0
         lambda: sampled(60, lambda i: {"w": weight(), "frozen": weight(update=0.0), "head": weight()}),
+        lambda: sampled(60, lambda i: {"w": weight(), "frozen": weight(update=0.0, lr=0.0), "head": weight()}),
+        lambda: sampled(60, lambda i: {f"l{k}": weight(update=1e-6, lr=0.1 * 0.2**k) for k in range(8)} | _USUAL),
+        lambda: sampled(60, lambda i: {"body": weight(update=1e-4, lr=1e-5)} | _USUAL),  # it trains all the same
     )
 
     def __init__(self, config: Fields | None = None) -> None:
@@ -88,11 +110,55 @@ class UpdateRatio(SampledRule, CurveRule):
         self._begin: dict[int, tuple[int, int]] = {}
         self._rates: dict[int, Series] = {}
         self._told: set[int] = set()
+        self._still: dict[tuple[int, str], list[tuple[int, float]]] = {}  # parameters far below the others' rate
 
     def explained_by(self, finding: Finding, cause: Finding) -> bool:
-        return cause.code in causality.group("broken") or finding.phase == "small"
+        return cause.code in causality.group("broken") or finding.phase in {"small", "group"}
+
+    def _far_below(self, step: Step) -> dict[str, LayerParameter]:
+        """Return the parameters with gradients whose rate lies far below that of others of their optimizer."""
+        known = {n: p for n, p in parameters(step).items() if p.lr and p.grad_norm and p.norm and p.update is not None}
+        rates = sorted({about.lr or 0.0 for about in known.values()})
+        below = [low for low, high in itertools.pairwise(rates) if high >= self.update_gap * low]
+        return {name: about for name, about in known.items() if below and (about.lr or 0.0) <= below[-1]}
+
+    def _group(self, step: Step) -> Findings:
+        """A group of parameters that a rate far below the others' hardly moves."""
+        low = self._far_below(step)
+        others = [ratio for name, ratio in ratios(step).items() if name not in low]
+        usual = statistics.median(others) if others else 0.0
+        for name, about in low.items():
+            ratio = (about.update or 0.0) / (about.norm or 1.0)
+            nil = ratio < self.update_group and ratio * self.update_gap < usual
+            self._still.setdefault((step.optimizer, name), []).append((step.step, ratio if nil else math.inf))
+        still = {
+            name: seen
+            for name in low
+            if len(seen := self._still[step.optimizer, name]) >= self.update_small_samples
+            and step.step - seen[0][0] >= self.update_small_steps
+            and all(math.isfinite(ratio) for _, ratio in seen)
+        }
+        if not still:
+            return
+        self._told.add(step.optimizer)
+        yield self.finding(
+            step,
+            step=min(seen[0][0] for seen in still.values()),
+            subject=tuple(still)[:5],
+            phase="group",
+            title="a group's learning rate is too low to move its parameters",
+            evidence={
+                "ratios": {name: f"{seen[-1][1]:.3g}" for name, seen in list(still.items())[:10]},
+                "lr": max(low[name].lr or 0.0 for name in still),
+                "largest_lr": max(about.lr or 0.0 for about in parameters(step).values()),
+                "median_of_the_others": usual,
+                "parameters": len(still),
+            },
+        )
 
     def detect(self, step: Step) -> Findings:
+        if step.optimizer not in self._told:
+            yield from self._group(step)
         key, rate = step.optimizer, next(iter(step.rows.values())).lr
         series = self._rates.setdefault(key, self.new_series())
         series.add(step.step, 0.0, rate)

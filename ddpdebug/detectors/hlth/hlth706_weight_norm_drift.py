@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from ddpdebug.detectors.hlth.hlth705_update_ratio import UpdateRatio
 from ddpdebug.detectors.hlth.hlth715_poor_initialisation import PoorInitialisation
 from ddpdebug.detectors.hlth.samples import LayerRule, activation, parameters, sampled, sites, weight
 from ddpdebug.detectors.kinds import Examples, Fields, Finding, Severity, Step, Threshold
@@ -66,6 +67,12 @@ class WeightNormDrift(LayerRule):
         "first samples of a layer, whose median its output is compared with",
         source="the samples that are taken in a row; in the median one odd batch does not count",
     )
+    update_large = UpdateRatio.update_large
+    weight_began = Threshold(
+        3,
+        "newest step whose update tells of a weight that it began near 0, where it is `update_large` of its norm",
+        source="in one process the first sample is that of the second step, when zeros have been moved already",
+    )
     weight_collapse = Threshold(
         0.05,
         "a weight's norm as a multiple of its first one",
@@ -95,6 +102,7 @@ class WeightNormDrift(LayerRule):
     silent_on = Examples(
         lambda: sampled(60, lambda i: {"w": weight(norm=4.0 + 0.3 * i)}),
         lambda: sampled(60, lambda i: {"lora_b": weight(norm=1e-4 + 0.1 * i)}),  # begins at 0
+        lambda: sampled(60, lambda i: {"up": weight(norm=0.2 * (i + 1), update=0.2)}),  # seen after its first step
         lambda: sampled(60, lambda i: {"w": weight(norm=4.0 if i < 3 else 50.0)}),  # loaded, and then it stays
         lambda: sampled(60, lambda i: {"bias": weight(norm=0.5 * 1.1**i, dim=1)}),
         lambda: sampled(60, modules=lambda i: {"fc": activation(std=0.5 + 0.3 * i)}),
@@ -108,6 +116,7 @@ class WeightNormDrift(LayerRule):
         super().__init__(config)
         self._first: dict[tuple[int, str], float] = {}
         self._last: dict[tuple[int, str], float] = {}
+        self._begun_near_0: dict[tuple[int, str], bool] = {}  # of a weight in its first sample
         self._spread: dict[tuple[int, str], list[float]] = {}  # standard deviations in a layer's first samples
         self._layers: set[str] = set()
 
@@ -133,7 +142,9 @@ class WeightNormDrift(LayerRule):
                 continue
             first, last = self._first.setdefault(key, norm), self._last.get(key, norm)
             self._last[key] = norm
-            if first < self.weight_tiny * math.sqrt(about.numel):
+            if key not in self._begun_near_0 and step.step <= self.weight_began:
+                self._begun_near_0[key] = (about.update or 0.0) >= self.update_large * norm
+            if first < self.weight_tiny * math.sqrt(about.numel) or self._begun_near_0.get(key):
                 continue
             grows = norm >= self.weight_growth * first and norm > self.weight_growing * last
             falls = norm <= self.weight_collapse * first and norm < last

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
+from collections import deque
 from collections.abc import Sequence
 
 from ddpdebug.detectors.examples import digest
@@ -19,9 +21,17 @@ from ddpdebug.detectors.hlth.curve import (
 )
 from ddpdebug.detectors.hlth.samples import update_ratio
 from ddpdebug.detectors.kinds import Examples, Fields, Findings, Severity, Step, Threshold
+from ddpdebug.schema.row import Flag
 
 #: The series is judged every so many steps until it fills the window, then once per window.
 _EVERY = 16
+
+
+def _by_size(count: int) -> Sequence[Step]:
+    """Return steps whose lists grow over three steps, and shrink over three."""
+    length = [3, 8, 20, 60, 20, 8]
+    sizes = [Flag.BATCH_SHRANK, *[Flag.BATCH_GREW] * 3, *[Flag.BATCH_SHRANK] * 2] * count
+    return losses(count, lambda i: math.log(length[i % 6]) + 0.1 * sample_noise(i), flags=lambda i: sizes[i])
 
 
 class LossOscillates(LossRule):
@@ -75,6 +85,15 @@ class LossOscillates(LossRule):
         "autocorrelation between two periods that must be as far below zero",
         source="half a period later a swing has the other sign; a trend that is left has not",
     )
+    oscillation_resized = Threshold(
+        0.33, "share of the steps whose batch has another size, for sizes to explain a swing", source="chosen"
+    )
+    oscillation_sizes = Threshold(
+        0.7,
+        "mean of the signs of the loss's changes, each times the sign of the size's change, from which on sizes "
+        "explain the swing",
+        source="21 changes that have nothing to do with it give 0.7 once in 1,000 times",
+    )
     oscillation_update = Threshold(
         0.01,
         "update norm / weight norm from which on a loss that swings from step to step swings because of the updates",
@@ -107,17 +126,21 @@ class LossOscillates(LossRule):
         lambda: losses(
             96, lambda i: 2.0 + math.sin(2 * math.pi * i / 12), lr=lambda i: 0.1 + 0.09 * math.sin(math.pi * i / 6)
         ),
+        lambda: _by_size(96),
         lambda: losses(96, lambda i: 2.0 + 0.1 * math.sin(2 * math.pi * i / 12) + 0.02 * sample_noise(i)),  # small
     )
 
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._ratio: dict[int, float] = {}
+        self._sizes: dict[int, deque[int]] = {}  # optimizer -> whether each step's batch was larger than the one before
         self._parts: dict[int, set[int]] = {}  # optimizer -> digests of which parameters have gradients, two at most
 
     def judge(self, step: Step, series: Series) -> Findings:
         if (ratio := update_ratio(step)) is not None:
             self._ratio[step.optimizer] = ratio
+        sizes = self._sizes.setdefault(step.optimizer, deque(maxlen=int(self.oscillation_window)))
+        sizes.append(step.any(Flag.BATCH_GREW) - step.any(Flag.BATCH_SHRANK))
         parts = self._parts.setdefault(step.optimizer, set())
         if len(parts) < 2:
             parts.update(int(digest) for digest in step.columns["presence_digest"][:1] if digest)
@@ -131,7 +154,7 @@ class LossOscillates(LossRule):
         if swing(values) < self.oscillation_amplitude * level or series.rose_again(len(values)):
             return
         found = self.period(values)
-        if found is None:
+        if found is None or self._follows_sizes(values, list(sizes)):
             return
         steps, strength = found
         if steps == 2 and self._ratio.get(step.optimizer, 0.0) < self.oscillation_update:
@@ -150,6 +173,14 @@ class LossOscillates(LossRule):
                     "update_over_weight": self._ratio.get(step.optimizer),
                 },
             )
+
+    def _follows_sizes(self, values: Sequence[float], sizes: Sequence[int]) -> bool:
+        """Whether the loss rises and falls with the size of the batch: of longer lists, or of texts."""
+        changes = [b - a for a, b in itertools.pairwise(values)]
+        both = zip(changes, sizes[-len(changes) :], strict=False)
+        signed = [math.copysign(size, change * size) for change, size in both if size]
+        enough = len(signed) >= self.oscillation_resized * len(changes)
+        return enough and abs(statistics.fmean(signed)) >= self.oscillation_sizes
 
     def period(self, values: Sequence[float]) -> tuple[int, float] | None:
         """Return the period of a series and its autocorrelation there, if both are those of a real swing."""

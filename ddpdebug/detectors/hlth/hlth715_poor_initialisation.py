@@ -17,8 +17,9 @@ def _linear(std: float, leaf: int) -> Mapping[str, Any]:
     return {**activation(std=std, leaf=leaf), "class": "Linear"}
 
 
-def _deep(factor: float) -> Mapping[str, Any]:
-    return {f"l{k}": _linear(factor**k, k) for k in range(6)}
+def _deep(factor: float, between: float | None = None) -> Mapping[str, Any]:
+    spread = factor if between is None else between
+    return {f"l{k}": {**_linear(factor**k, k), "spread": spread**k} for k in range(6)}
 
 
 class PoorInitialisation(SampledRule):
@@ -56,6 +57,12 @@ class PoorInitialisation(SampledRule):
         source="Glorot, Bengio 2010 and He et al. 2015 ask for a factor near 1; largest seen in healthy scripts of "
         "the corpus: 0.4",
     )
+    init_fades = Threshold(
+        0.0001,
+        "deviation between inputs of the last hidden layer's units, as a multiple of the first layer's: what a bias "
+        "adds is the same for all inputs",
+        source="calculated: the default of `nn.Linear` leaves 0.41 of it in each ReLU layer, 3e-4 after nine",
+    )
     init_large = Threshold(
         10,
         "standard deviation of a hidden layer, from which on a growth (with depth, or during training) is an explosion",
@@ -64,12 +71,18 @@ class PoorInitialisation(SampledRule):
     init_layers = Threshold(
         4, "hidden layers that a profile over the depth needs", source="two or three layers show no growth with depth"
     )
+    init_step = Threshold(
+        1,
+        "newest step whose sample still shows the initialisation",
+        source="in one process a model is known from the first step on, and its forwards from the second",
+    )
     init_vanish = Threshold(
         0.001, "the same, shrinking", source="Glorot, Bengio 2010; smallest seen in healthy scripts of the corpus: 0.17"
     )
     fires_on = Examples(
         lambda: sampled(3, modules=lambda i: _deep(6.0)),
         lambda: sampled(3, modules=lambda i: _deep(0.2)),
+        lambda: sampled(3, modules=lambda i: _deep(0.8, 0.1)),  # biases keep what all inputs have in common
         lambda: sampled(3, lambda i: {"w": weight(symmetric=True)} if i == 0 else {"w": weight()}),
     )
     silent_on = Examples(
@@ -93,12 +106,12 @@ class PoorInitialisation(SampledRule):
         if alike:
             evidence = {"parameters": len(alike)}
             yield self.finding(step, subject=tuple(alike[:20]), phase="symmetric", evidence=evidence)
-        if step.step == 0 and not step.any(Flag.LOADED):
+        if step.step <= self.init_step and not step.any(Flag.LOADED):
             yield from self._profile(step)
 
     def _profile(self, step: Step) -> Findings:
         seen = [
-            (about.leaf, path, about.std)
+            (about.leaf, path, about.std, about.spread)
             for path, (about, *_) in sites(step).items()
             if about.role == "output" and about.hidden and about.std and any(w in about.class_name for w in _KINDS)
         ]
@@ -108,8 +121,13 @@ class PoorInitialisation(SampledRule):
         first, last = seen[0][2], seen[-1][2]
         grown = last / first
         explodes = grown >= self.init_explode and last >= self.init_large
-        if explodes or grown <= self.init_vanish:
-            profile = {path: f"{std:.3g}" for _, path, std in seen}
-            evidence = {"std_by_depth": profile, "last_over_first": grown}
+        begin, end = seen[0][3], seen[-1][3]
+        fades = begin is not None and end is not None and end <= self.init_fades * begin
+        if explodes or fades or grown <= self.init_vanish:
+            profile = {path: f"{std:.3g}" for _, path, std, _ in seen}
+            evidence: dict[str, Any] = {"std_by_depth": profile, "last_over_first": grown}
+            if fades and begin:
+                between = {path: f"{spread:.3g}" for _, path, _, spread in seen if spread is not None}
+                evidence |= {"std_between_inputs": between, "between_inputs_last_over_first": (end or 0.0) / begin}
             phase = "explodes" if explodes else "dies"
             yield self.finding(step, subject=(seen[-1][1],), phase=phase, evidence=evidence)

@@ -17,6 +17,15 @@ _AFTER = {rank: seen(parameters=_MADE) for rank in range(4)}
 _BEFORE: dict[int, Any] = {2: {"flags": Flag.PARAMS_NONFINITE | Flag.LOSS_NONFINITE}}
 
 
+_UNSEEN = "a parameter or optimizer state is non-finite, from a step that was not looked at"
+#: What made it where nobody has looked at the gradients; the first where these are reduced in 16 bits or by a hook.
+_UNSEEN_CAUSES = (
+    "gradients of the step before that overflowed in their reduction: in 16 bits, or in a communication hook (NUM309)",
+    "gradients of the step before that were non-finite on a rank (NUM303), or came of a loss that was (NUM302)",
+)
+_LOOK = "run again with `--every-step`, which looks at the gradients of the step that made it"
+
+
 class NonfiniteParameter(NonfiniteRule):
     """Gradients were finite, and weights or moments are non-finite after the step, or were so before the forward.
 
@@ -60,6 +69,14 @@ class NonfiniteParameter(NonfiniteRule):
 
     def word(self, step: Step, verdict: Verdict) -> Finding:
         finding = super().word(step, verdict)
+        if verdict.phase is None and "seen_at" in verdict.evidence and step.step:
+            reduced = step.any(Flag.HALF_REDUCTION | Flag.CUSTOM_REDUCTION)
+            unseen = _UNSEEN_CAUSES if reduced else _UNSEEN_CAUSES[1:]
+            evidence = {**finding.evidence, "gradients_before": "not looked at in the step that made it"}
+            actions = (_LOOK, *finding.actions)
+            return replace(
+                finding, title=_UNSEEN, causes=(*unseen, *finding.causes), actions=actions, evidence=evidence
+            )
         if verdict.phase != "outside-optimizer":
             return finding
         # what the optimizer does is no cause of what was written between two of its steps

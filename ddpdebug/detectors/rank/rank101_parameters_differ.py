@@ -16,7 +16,18 @@ from ddpdebug.detectors.comparison import (
     values_of,
 )
 from ddpdebug.detectors.examples import step_at, tables as ranks
-from ddpdebug.detectors.kinds import ComparisonRule, Examples, Fields, Finding, Findings, RankClasses, Severity, Step
+from ddpdebug.detectors.kinds import (
+    ComparisonRule,
+    Examples,
+    Facts,
+    Fields,
+    Finding,
+    Findings,
+    RankClasses,
+    Severity,
+    Step,
+)
+from ddpdebug.schema.announcements import InitialValues
 from ddpdebug.schema.details import Parameters, differing_names
 from ddpdebug.schema.row import Flag
 
@@ -36,6 +47,16 @@ _STAGES: Mapping[str, tuple[str, Callable[[Parameters], Mapping[str, str]]]] = {
     "foreign": ("foreign_params_digest", lambda told: told.foreign),
     "frozen": ("frozen_params_digest", lambda told: told.frozen),
 }
+
+
+_DREW = {0: {"digests": {"w": "a1", "b": "b1"}}, 1: {"digests": {"w": "ff", "b": "b1"}}}
+_KEPT_CAUSES = (
+    "`DistributedDataParallel(..., init_sync=False)` with another seed on each rank: nothing was broadcast",
+    "parameters were written back after `DistributedDataParallel(...)` had broadcast rank 0's",
+)
+_KEPT_ACTIONS = (
+    "leave `init_sync` at its default, or give the model the same seed, or the same checkpoint, on all ranks",
+)
 
 
 class ParametersDiffer(ComparisonRule):
@@ -73,12 +94,17 @@ class ParametersDiffer(ComparisonRule):
     title = "parameters differ between ranks"
     incident = ("subject", "phase", "ranks")
     wants = ("parameters",)
+    topics = ("init",)
     last_state = True
     fires_on = Examples(
         lambda: step_at(12, odd={2: _CHANGED}, parameters=ranks(4, _USUAL, {2: _EDITED})),
         lambda: step_at(3, odd={1: {"params_after_digest": 6}}, parameters=ranks(4, _USUAL, {1: _SHRUNK})),
         lambda: step_at(0, world=2, odd={1: {"params_before_digest": 5, "params_after_digest": 6}}),
         lambda: step_at(30, flags=Flag.LAST_STATE, params_before_digest=0, odd={1: {"params_after_digest": 6}}),
+        lambda: (
+            Facts(topic="init:0", values=_DREW),
+            step_at(0, world=2, flags=Flag.FIRST, odd={1: _CHANGED}, parameters=ranks(2, _USUAL, {1: _EDITED})),
+        ),
     )
     silent_on = Examples(
         lambda: (step_at(0), step_at(1), step_at(2)),
@@ -93,10 +119,23 @@ class ParametersDiffer(ComparisonRule):
         super().__init__(config)
         self._agreed: dict[int, int] = {}  # optimizer -> newest step that left equal parameters
         self._found_equal: dict[int, int] = {}  # optimizer -> newest step that found equal ones, all of them read
+        self._drawn: dict[int, dict[str, str]] = {}  # rank -> digests of what its modules held as they were wrapped
         self._changed: dict[int, tuple[int, ...]] = {}  # optimizer -> ranks that changed theirs before the last step
         self._edited: set[int] = (
             set()
         )  # optimizers whose parameters all ranks change between steps: weight clipping, ...
+
+    def compare(self, topic: str, facts: Mapping[int, InitialValues]) -> Findings:
+        for rank, fact in facts.items():
+            self._drawn.setdefault(rank, {}).update(fact.digests)
+        yield from ()
+
+    def _kept(self, step: Step, names: Collection[str]) -> bool:
+        """Whether all ranks hold what they held as they were wrapped, so that DDP has broadcast nothing."""
+        told = step.answers(Parameters)
+        tables = [(own.before, self._drawn.get(rank, {})) for rank, own in told.items()]
+        pairs = [(before.get(name), drawn.get(name)) for before, drawn in tables for name in names]
+        return bool(pairs) and all(now is not None and now == drawn for now, drawn in pairs)
 
     def rank_classes(self, step: Step) -> RankClasses | None:
         if step.any(Flag.SHARDED_STATE):  # the owner of a shard sends its part to the others after the hooks
@@ -153,8 +192,13 @@ class ParametersDiffer(ComparisonRule):
             evidence["agreed_after_step"] = self._agreed[step.optimizer]
         if subset(changed, step) and self._telling(step):
             evidence["changed_on"] = list(changed)
+        prose: Fields = {}
+        if phase == "init" and self._kept(step, names):
+            evidence["observed"] = "each rank holds what it held before it was wrapped: DDP has broadcast nothing"
+            prose = {"causes": _KEPT_CAUSES, "actions": _KEPT_ACTIONS}
         yield self.finding(
             step,
+            **prose,
             ranks=blame(changed, step, classes),
             subject=tuple(names[:MAX_NAMES]),
             phase=phase,

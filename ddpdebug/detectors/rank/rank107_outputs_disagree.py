@@ -9,7 +9,7 @@ from typing import Any
 from ddpdebug.detectors.comparison import MAX_NAMES, within
 from ddpdebug.detectors.examples import digest, step_at, steps
 from ddpdebug.detectors.kinds import Detector, Examples, Facts, Fields, Finding, Findings, Severity, Step, Threshold
-from ddpdebug.schema.announcements import Agreement, Constants, Precision
+from ddpdebug.schema.announcements import Agreement, Constants, NumberChange, Numbers, Precision
 from ddpdebug.schema.row import Flag, Row
 from ddpdebug.schema.step import outvoted
 
@@ -22,6 +22,20 @@ _PLAIN_CAUSES = [
     "a tensor in a plain attribute, made under a seed per rank: DDP broadcasts parameters and buffers only"
 ]
 _PLAIN_ACTIONS = ["`self.register_buffer(name, tensor)` instead of an attribute, or make it under one seed"]
+_NUMBER_CAUSES = [
+    "code that runs on some ranks only, or depends on what each rank has measured, sets the attribute",
+    "a schedule that counts each rank's own steps or time",
+]
+_NUMBER_ACTIONS = [
+    "set it on all ranks, from a value that all of them have: a step number, or one that rank 0 has broadcast"
+]
+_SET: dict[str, Any] = {"was": 1.0, "value": 0.5, "step": 25, "times": 1}
+
+
+def _numbers(*changes: Mapping[str, Any]) -> Facts:
+    return Facts(topic="numbers:0", values={rank: {"step": 31, "changes": own} for rank, own in enumerate(changes)})
+
+
 _DROPOUT: dict[str, Any] = {"flags": Flag.RNG_USED_IN_FORWARD}
 
 
@@ -53,7 +67,12 @@ class OutputsDisagree(Detector):
     severity = Severity.ERROR
     title = "the same batch and weights give different results"
     incident = ("phase", "ranks")
-    topics = ("agreement", "precision", "constants")
+    topics = ("agreement", "precision", "constants", "numbers")
+    number_changes = Threshold(
+        2,
+        "changes of a plain number between two looks, above which it is taken for a quantity of each rank's own",
+        source="chosen: a setting is set once; what follows a rank's own batch changes in every step",
+    )
     same_loss = Threshold(
         1e-5,
         "relative distance of losses of one batch and equal weights that counts as none (or `--tolerance`)",
@@ -67,6 +86,9 @@ class OutputsDisagree(Detector):
         lambda: Facts(topic="agreement:1", values={0: _LOOKED, 1: _LOOKED, 2: {**_LOOKED, "output": "c1"}}),
         lambda: Facts(topic="precision:0", values={0: _PRECISION, 1: {**_PRECISION, "autocast": "bfloat16"}}),
         lambda: Facts(topic="constants:0", values={0: _TABLE, 1: {"step": 4, "tensors": {"embed.b": "(2, 32):bb"}}}),
+        lambda: _numbers({}, {"head.temperature": _SET}, {}),
+        lambda: _numbers({}, {"head.temperature": {**_SET, "times": 9}}),  # a schedule on one rank
+        lambda: _numbers({"drop.p": _SET}, {"drop.p": {**_SET, "value": 0.6}}),
     )
     silent_on = Examples(
         lambda: step_at(4, eval_batch_digest=digest(1), eval_output_digest=digest(2)),
@@ -79,6 +101,9 @@ class OutputsDisagree(Detector):
         lambda: Facts(topic="agreement:1", values={0: _LOOKED, 1: _LOOKED}),
         lambda: Facts(topic="precision:0", values={0: _PRECISION, 1: _PRECISION}),
         lambda: Facts(topic="constants:0", values={0: _TABLE, 1: _TABLE}),
+        lambda: _numbers({"temperature": _SET}, {"temperature": _SET}),
+        lambda: _numbers({"tokens": {**_SET, "times": 16}}, {"tokens": {**_SET, "value": 3.0, "times": 16}}),
+        lambda: _numbers({}, {"temperature": {**_SET, "value": 1.0}}),  # and back again
         lambda: (  # of another shape: this rank's own part of something
             Facts(topic="constants:0", values={0: _TABLE, 1: {"step": 4, "tensors": {"embed.b": "(2, 30):bb"}}}),
         ),
@@ -183,12 +208,43 @@ class OutputsDisagree(Detector):
                 },
             )
 
+    def _changed_numbers(self, told: Mapping[int, Numbers]) -> Findings:
+        """Numbers that were equal and are not any more. A warning: the model may compute with them or not."""
+        found: dict[str, dict[int, NumberChange | None]] = {}
+        for name in sorted({name for fact in told.values() for name in fact.changes}):
+            own = {rank: fact.changes.get(name) for rank, fact in told.items()}
+            changes = [change for change in own.values() if change is not None]
+            values = {changes[0].was if change is None else change.value for change in own.values()}
+            own_quantity = len(changes) == len(own) and max(change.times for change in changes) > self.number_changes
+            if len(values) > 1 and not own_quantity:
+                found[name] = own
+        if not found:
+            return
+        name, own = next(iter(found.items()))
+        was = next(change.was for change in own.values() if change is not None)
+        shown = {rank: was if change is None else change.value for rank, change in own.items()}
+        everybody = all(change is not None for change in own.values())
+        yield self.finding(
+            title="a number that the model computes with has changed on some ranks only",
+            severity=Severity.WARNING,
+            step=min(change.step for changes in found.values() for change in changes.values() if change is not None),
+            last_step=max(fact.step or 0 for fact in told.values()),
+            ranks=outvoted(shown) if everybody else tuple(rank for rank, change in own.items() if change is not None),
+            subject=tuple(found)[:MAX_NAMES],
+            phase="numbers",
+            causes=_NUMBER_CAUSES,
+            actions=_NUMBER_ACTIONS,
+            evidence={"numbers": len(found), "was": was, "values": {str(rank): value for rank, value in shown.items()}},
+        )
+
     def compare(self, topic: str, facts: Mapping[int, Any]) -> Findings:
         told: dict[int, Any] = dict(sorted(facts.items()))
         if topic.startswith("precision"):
             yield from self._precision(told)
         elif topic.startswith("constants"):
             yield from self._constants(told)
+        elif topic.startswith("numbers"):
+            yield from self._changed_numbers(told)
         else:
             yield from self._agreement(told)
 

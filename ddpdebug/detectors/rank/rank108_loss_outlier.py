@@ -218,7 +218,9 @@ class LossOutlier(StreakRule):
         """Compare how often the ranks have each label."""
         counts = {rank: fact.counts for rank, fact in facts.items()}
         least = min(sum(own) / max(1, sum(n > 0 for n in own)) for own in counts.values())
-        if len(counts) < 2 or len({len(own) for own in counts.values()}) > 1 or least < self.labels_each:
+        # a rank's own samples, all of them in each step: theirs is the difference, and at the optimum they pull apart
+        whole = not self._epochs and any(fact.whole for fact in facts.values())
+        if whole or len(counts) < 2 or len({len(own) for own in counts.values()}) > 1 or least < self.labels_each:
             self._alike = None
             return
         ranks = list(counts)

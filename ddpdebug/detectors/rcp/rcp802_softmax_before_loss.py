@@ -51,10 +51,12 @@ class SoftmaxBeforeLoss(EventRule):
         lambda: Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),
         lambda: (*steps(2), *_given("NllLoss", "LogSoftmax", "Softmax")),
         lambda: _given("NllLoss2D", "Softmax", "Convolution"),
+        lambda: _given("CrossEntropy", "LogSoftmax", "Softmax"),  # soft or smoothed targets
     )
     silent_on = Examples(
         lambda: steps(3),
         lambda: _given("NllLoss", "LogSoftmax", "Addmm"),
+        lambda: _given("CrossEntropy", "LogSoftmax", "Addmm"),
         lambda: _given("NllLoss", "LogSoftmax", "LogSoftmax"),  # the second one changes nothing
         lambda: _given("NllLoss", "Addmm", "Softmax"),  # a mixture, however made
         lambda: _given("BinaryCrossEntropyWithLogits", "Addmm", "Sigmoid"),  # the activation of a hidden layer
@@ -71,7 +73,7 @@ class SoftmaxBeforeLoss(EventRule):
 def _probabilities(fact: LossInput) -> str | None:
     """Say what made probabilities of what the loss takes for logits or log probabilities, None where nothing did."""
     last, before = (*fact.before, "", "")[:2]
-    if not fact.loss.startswith("NllLoss"):
+    if not fact.loss.startswith(("NllLoss", "CrossEntropy")):
         return _PROBABILITIES.get(last)
     if last == "LogSoftmax":
         return _PROBABILITIES.get(before)

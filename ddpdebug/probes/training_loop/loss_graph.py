@@ -20,7 +20,7 @@ _MAX_POINTWISE = 16
 _MAX_LABELS = 1 << 16
 _MEAN = 1
 #: Nodes that change the form of their input and not its meaning.
-_FORM = frozenset(
+FORM = frozenset(
     f"{name}Backward{i}"
     for name in (
         *("View", "ReshapeAlias", "UnsafeView", "Transpose", "Permute", "T", "Squeeze", "Unsqueeze"),
@@ -39,13 +39,15 @@ _SOFTMAX = frozenset({"LogSoftmaxBackward0", "SoftmaxBackward0"})
 #: What may stand between a softmax and the loss that is made of it.
 _AFTER_SOFTMAX = frozenset(
     {
-        *_FORM,
+        *FORM,
         *_SCALAR_SUMS,
         *_SCALED,
         *_CLASSES,
         *_MEANS,
         "NegBackward0",
         "DivBackward1",
+        "MulBackward1",
+        "MaskedFillBackward0",
         "SumBackward1",
         "MeanBackward1",
     }
@@ -151,6 +153,11 @@ def is_mean(term: Term) -> bool:
     return term.node.name() in _MEANS or graph.saved_number(term.node, "reduction") == _MEAN
 
 
+def takes_classes(term: Term) -> bool:
+    """Tell whether a loss function takes the numbers of classes for targets."""
+    return term.node.name() in _CLASSES
+
+
 def facts(term: Term) -> Iterator[LossInput | TargetRange | LossBroadcast]:
     """Yield how one loss function is used: what made its input, between what its targets lie, what was spread."""
     node = term.node
@@ -162,22 +169,37 @@ def facts(term: Term) -> Iterator[LossInput | TargetRange | LossBroadcast]:
     yield from dict.fromkeys(_spreads(node))  # two paths may lead to one
 
 
-def softmax_of_one(root: torch.Tensor) -> SoftmaxOfOne | None:
-    """Return a softmax over a single entry, if the loss is made of one."""
+def _softmaxes(root: torch.Tensor) -> Iterator[Any]:
+    """Yield the softmaxes that a loss is made of."""
     waiting = [root.grad_fn]
     for _ in range(_MAX_NODES):
         node = waiting.pop(0) if waiting else None
         if node is None:
-            return None
+            return
         name = node.name()
         if name in _SOFTMAX:
-            shape, place = graph.shape_at(node), graph.saved_number(node, "dim")
-            if shape and place is not None:
-                place -= (1 << 64) * (place >= 1 << 63)  # kept without its sign
-                if shape[place] == 1:
-                    return SoftmaxOfOne(operation=_plain(name), shape=shape)
+            yield node
         elif name in _AFTER_SOFTMAX:
             waiting += [below for below, _ in node.next_functions if below is not None]
+
+
+def softmax_of_one(root: torch.Tensor) -> SoftmaxOfOne | None:
+    """Return a softmax over a single entry, if the loss is made of one."""
+    for node in _softmaxes(root):
+        shape, place = graph.shape_at(node), graph.saved_number(node, "dim")
+        if shape and place is not None:
+            place -= (1 << 64) * (place >= 1 << 63)  # kept without its sign
+            if shape[place] == 1:
+                return SoftmaxOfOne(operation=_plain(node.name()), shape=shape)
+    return None
+
+
+def soft_target_input(root: torch.Tensor) -> LossInput | None:
+    """Return what made the input of a cross entropy that is no node of its own: one with soft or smoothed targets."""
+    for node in _softmaxes(root):
+        if node.name() == "LogSoftmaxBackward0":
+            before = (_plain(node.name()), *_made_by(node)[:1])
+            return LossInput(loss="CrossEntropy", before=before, shape=graph.shape_at(node) or ())
     return None
 
 
@@ -238,7 +260,7 @@ def _below(node: Any, index: int = 0) -> Any:
         if node is None or index >= len(node.next_functions):
             return None
         node, index = node.next_functions[index]
-        if node is None or not (node.name() in _FORM or is_sink(node)):
+        if node is None or not (node.name() in FORM or is_sink(node)):
             return node
         if not is_sink(node):
             index = 0

@@ -23,6 +23,9 @@ _TOLD_CLASSES = 256  # of more, no counts are told
 _FIRST_TOLD, _LAST_TOLD = 16, 2048
 _NUMBERS = 16
 
+#: Labels from which on two equal lists are one list that comes again, and how many lists are remembered.
+_LIST, _MAX_LISTS = 8, 4096
+
 
 class Targets:
     """The targets that have passed through one loss; begins anew with another one."""
@@ -37,6 +40,9 @@ class Targets:
         self._sums: torch.Tensor | None = None  # of targets, and of their squares, by column
         self._squares: torch.Tensor | None = None
         self._digests: set[int] = set()
+        self._fresh: torch.Tensor | None = None  # counts without lists of labels that have come before
+        self._lists: set[int] = set()  # digests of these
+        self._whole = True  # each list had as many labels of each class
         self._numbers: deque[float] = deque(maxlen=_NUMBERS)
 
     def read(
@@ -74,6 +80,13 @@ class Targets:
             self._begin(key)
         counts = torch.bincount(labels, minlength=classes)
         self._counts = counts if self._counts is None else self._counts + counts
+        self._whole = self._whole and torch.equal(counts * (self._reads + 1), self._counts)
+        digest = fingerprint.fingerprint(labels)
+        many = len(labels) >= _LIST and int(low) != int(high)  # few labels are the same by chance
+        if self._fresh is None or not many or digest not in self._lists:
+            self._fresh = counts if self._fresh is None else self._fresh + counts
+        if len(self._lists) < _MAX_LISTS:
+            self._lists.add(digest)
         self._note(labels)
         return True
 
@@ -99,7 +112,7 @@ class Targets:
             self._digests.add(fingerprint.fingerprint(values))
 
     def _told(self, term: Term, *, plain: bool) -> announcements.Targets:
-        counts = None if self._counts is None else self._counts.tolist()
+        counts = None if self._fresh is None else self._fresh.tolist()
         return announcements.Targets(
             loss=name_of(term),
             reads=self._reads,
@@ -108,6 +121,7 @@ class Targets:
             counts=tuple(counts) if counts is not None and len(counts) <= _TOLD_CLASSES else (),
             chance=self._chance(name_of(term)) if plain else None,
             fixed=len(self._digests) < 2,
+            whole=self._whole and self._counts is not None and len(self._digests) > 1,
             numbers=tuple(self._numbers),
         )
 

@@ -41,7 +41,9 @@ from ddpdebug.probes.training_loop.loss_graph import (
     gist,
     is_mean,
     name_of,
+    soft_target_input,
     softmax_of_one,
+    takes_classes,
     target_of,
     terms,
 )
@@ -111,6 +113,7 @@ class _Loop:
     location: str | None = None
     input_gradient: bool = False
     rows: set[int] = field(default_factory=set)  # of what the newest forward was given: its samples, most likely
+    elements: int = 0  # that the largest forward was given
     lines: list[str | None] = field(default_factory=list)  # that called backward
     unscaled: list[str] = field(default_factory=list)  # losses whose mean went into backward as it was
     scale: float | None = None  # that the gradients carry
@@ -190,6 +193,7 @@ class Recipe:
         self._told: dict[type[Announcement], dict[Hashable, int]] = {}
         self._known: dict[type[Announcement], set[Hashable]] = {}  # what was told once
         self._inputs: dict[int, Inputs] = {}
+        self._elements = 0  # of the largest forward for the step before
         self._cuts: dict[int, Cuts] = {}
         self._no_grad: dict[int, NoGrad] = {}
         self._plain = PlainModels(state)
@@ -290,6 +294,7 @@ class Recipe:
                 loop.mode_flags |= Flag.MODES_MIXED if modes.mixed else Flag.MODE_CHANGES_NOTHING
         loop.input_gradient |= has_input_with_gradient(tensors())
         loop.rows = {tensor.shape[0] for tensor in with_rows(tensors())}
+        loop.elements = max(loop.elements, sum(tensor.numel() for tensor in with_rows(tensors())))
         self._forwards[key] = self._forwards.get(key, 0) + 1
         inputs = self._inputs.get(key)
         if inputs is None:
@@ -426,6 +431,8 @@ class Recipe:
             for fact in facts(term):
                 self._tell_once(fact, line)
             self._run("probe:labels", self._labels.read, term)
+        if not any(takes_classes(term) for term in found) and (soft := soft_target_input(root)) is not None:
+            self._tell_once(soft, line)
         if targets := self._run("probe:labels", self._targets.read, found, root, loop.rows, by_scaler=scaled):
             self._announce(self._at(targets))
         if len(found) == 1:
@@ -495,6 +502,13 @@ class Recipe:
 
     # --- optimizer ----------------------------------------------------------------------------------------------------
 
+    def _resized(self, elements: int) -> Flag:
+        """Return how the inputs' size differs from that of the step before."""
+        before, self._elements = self._elements, elements
+        if not elements or not before or elements == before:
+            return Flag(0)
+        return Flag.BATCH_GREW if elements > before else Flag.BATCH_SHRANK
+
     def _before_step(self, event: events.StepBegan) -> None:
         """Look at what led to an optimizer step."""
         optimizer = event.optimizer
@@ -506,7 +520,8 @@ class Recipe:
         run = self._run
         if self._leaks is not None and (leak := run("probe:leaks", self._leaks.work)) is not None:
             self.tell(leak)
-        shown, flags, loop = self._state.since.parts[RecipeNotes], Flag(0), self._loop
+        shown, loop = self._state.since.parts[RecipeNotes], self._loop
+        flags = self._resized(loop.elements)
         detail = shown.recipe
         if loop.in_eval and loop.in_eval == loop.trained and loop.lines:
             flags |= Flag.EVAL_MODE | loop.mode_flags
