@@ -663,9 +663,9 @@ class TrainModeValidation(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropoutCall(Struct):
-    """A call of a dropout function, as the source has it."""
+    """A call of a dropout function, as the source has it, or of what draws the noise of one that is written by hand."""
 
-    function: str  # "dropout"
+    function: str  # "dropout", or "randn_like" and others where noise is added or a mask multiplied
     p: float | None = None  # None: the source does not say
     location: str | None = None
     active: bool | None = None  # None: only running the code would tell
@@ -691,6 +691,7 @@ class EvalDraws(Announcement):
 
     step: int | None = None
     modules: tuple[DrawingModule, ...] = ()
+    reconstructs: bool = False  # a loss compared with what the model was given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,6 +72,7 @@ from ddpdebug.schema.details import (
     SteppedTwice,
 )
 from ddpdebug.schema.row import Flag
+from ddpdebug.torch_internals.graph import saved_tensor
 
 #: Of each line that calls backward so many passes are looked at in any case.
 _FIRST_PASSES = 16
@@ -111,6 +112,7 @@ class _Loop:
     location: str | None = None
     input_gradient: bool = False
     rows: set[int] = field(default_factory=set)  # of what the newest forward was given: its samples, most likely
+    given: set[int] = field(default_factory=set)  # where that is in memory
     lines: list[str | None] = field(default_factory=list)  # that called backward
     unscaled: list[str] = field(default_factory=list)  # losses whose mean went into backward as it was
     scale: float | None = None  # that the gradients carry
@@ -197,6 +199,7 @@ class Recipe:
         self._stepping: list[int] = []
         self._last: tuple[weakref.ref[torch.optim.Optimizer], int] | None = None  # who stepped, after how many passes
         self._backwards = 0
+        self._reconstructs = False  # a loss compared with what the model was given
         self._steps = 0  # of the first optimizer
         self._first: weakref.ref[torch.optim.Optimizer] | None = None
         self._evaluation, self._rollouts = _Evaluation(), Rollouts()
@@ -289,7 +292,8 @@ class Recipe:
             if modes.mixed or not modes.names:
                 loop.mode_flags |= Flag.MODES_MIXED if modes.mixed else Flag.MODE_CHANGES_NOTHING
         loop.input_gradient |= has_input_with_gradient(tensors())
-        loop.rows = {tensor.shape[0] for tensor in with_rows(tensors())}
+        rows = list(with_rows(tensors()))
+        loop.rows, loop.given = {tensor.shape[0] for tensor in rows}, {tensor.data_ptr() for tensor in rows}
         self._forwards[key] = self._forwards.get(key, 0) + 1
         inputs = self._inputs.get(key)
         if inputs is None:
@@ -325,7 +329,7 @@ class Recipe:
     def _ends(self, root: torch.nn.Module, key: int, event: events.ForwardEnded | events.ModuleForwardEnded) -> None:
         run = self._run
         if draws := run("probe:chance", self._chance.end, root):
-            self.tell(draws)
+            self.tell(replace(draws, reconstructs=self._reconstructs))
         if key in self._inputs:
             run("probe:inputs", self._inputs[key].end)
         if key in self._no_grad:
@@ -426,6 +430,8 @@ class Recipe:
             for fact in facts(term):
                 self._tell_once(fact, line)
             self._run("probe:labels", self._labels.read, term)
+            target = saved_tensor(term.node, "target")
+            self._reconstructs |= target is not None and target.data_ptr() in loop.given
         if targets := self._run("probe:labels", self._targets.read, found, root, loop.rows, by_scaler=scaled):
             self._announce(self._at(targets))
         if len(found) == 1:
