@@ -35,6 +35,7 @@ from ddpdebug.detectors.rcp.rcp812_mostly_frozen import MostlyFrozen
 from ddpdebug.detectors.rcp.rcp819_loss_broadcast import LossBroadcast
 from ddpdebug.instrument.probes import Probes
 from ddpdebug.isolation.guard import Guard
+from ddpdebug.probes import training_events as events
 from ddpdebug.probes.built import Built
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.loop_calls import Losses
@@ -48,6 +49,7 @@ from ddpdebug.probes.training_loop.modes import Modes
 from ddpdebug.probes.training_loop.parameter_ownership import Audit, unregistered
 from ddpdebug.probes.training_loop.rollouts import Rollouts
 from ddpdebug.probes.training_loop.schedulers import Schedules, length_of
+from ddpdebug.probes.training_loop.training_loop import RecipeNotes
 from ddpdebug.probes.training_loop.zero_grad import Cleared, Clearing
 from ddpdebug.schema import announcements
 from ddpdebug.schema.announcements import (
@@ -319,6 +321,47 @@ def test_gradients_that_are_cleared_in_any_way_are_not_carried_over() -> None:
     for clear in ("after", "zeros", "old style", "decay", "perturb"):
         assert loop(clear) == [UNTOUCHED] * 4, clear
     assert loop("never") == [UNTOUCHED] + [UNTOUCHED._replace(carried=True)] * 3
+
+
+@pytest.mark.parametrize(
+    ("clears", "carried"),
+    [
+        ("in each evaluation", [False] * 3),
+        ("before each step", [True] * 3),  # of an evaluation before, in the same step
+        ("never", [True] * 3),
+        ("after each step, of one evaluation", [False] * 3),
+        ("never, of one evaluation", [False, True, True]),
+    ],
+)
+def test_gradients_that_a_closure_adds_to(clears: str, carried: list[bool]) -> None:
+    """Two halves of a batch are one evaluation; what an evaluation before has left does not belong to it."""
+    records: list[Any] = []
+    probes = Probes(Guard(lambda *_: None), records.append, lambda *_: None, lambda *_: True)
+    model = nn.Linear(3, 1)
+    one = clears.endswith("of one evaluation")
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=1 if one else 3)
+    probes.bus.emit(events.OptimizerBuilt(optimizer))
+
+    def closure() -> torch.Tensor:
+        if clears == "in each evaluation":
+            optimizer.zero_grad()
+        for half in torch.randn(2, 4, 3):
+            loss = (model(half) - 1).square().mean()
+            probes.bus.emit(events.BackwardBegan([loss]))
+            loss.backward()
+            probes.bus.emit(events.BackwardEnded())
+        return loss
+
+    for _ in range(3):
+        if clears == "before each step":
+            optimizer.zero_grad()
+        probes.bus.emit(events.StepBegan(optimizer, closure=True))
+        optimizer.step(closure)
+        probes.bus.emit(events.StepEnded(optimizer))
+        if clears.startswith("after each step"):
+            optimizer.zero_grad()
+    flags = [record.since.parts[RecipeNotes].flags for record in records]
+    assert [bool(flag & Flag.GRADS_CARRIED) for flag in flags] == carried
 
 
 @pytest.mark.parametrize(

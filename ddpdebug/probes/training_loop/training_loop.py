@@ -51,7 +51,7 @@ from ddpdebug.probes.training_loop.parameter_ownership import Audit, held_by, un
 from ddpdebug.probes.training_loop.rollouts import Rollouts, with_rows
 from ddpdebug.probes.training_loop.schedulers import Schedules
 from ddpdebug.probes.training_loop.targets import Targets
-from ddpdebug.probes.training_loop.zero_grad import Clearing
+from ddpdebug.probes.training_loop.zero_grad import Clearing, evaluations
 from ddpdebug.probes.values import loss_reader
 from ddpdebug.schema.announcements import (
     Announce,
@@ -197,6 +197,8 @@ class Recipe:
         self._plain = PlainModels(state)
         self._forwards: dict[int, int] = {}  # of each model, with gradients
         self._stepping: list[int] = []
+        self._closure: weakref.ref[torch.optim.Optimizer] | None = None  # whose step calls one now
+        self._evaluated: int | None = None  # how often it has done so by the last backward of this step
         self._last: tuple[weakref.ref[torch.optim.Optimizer], int] | None = None  # who stepped, after how many passes
         self._backwards = 0
         self._reconstructs = False  # a loss compared with what the model was given
@@ -233,6 +235,7 @@ class Recipe:
         """Keep nothing of a step that has no end any more."""
         self._loop = _Loop()
         self._stepping.clear()
+        self._closure = None
 
     def _forget_forwards(self) -> None:
         self.abort()
@@ -358,7 +361,7 @@ class Recipe:
         """Forget what was noted of a step that an exception of the user's has cut short."""
         self.abort()
         self._stepping.clear()
-        self._loop = _Loop()
+        self._closure, self._loop = None, _Loop()
         self._labels.take({})
         if self._leaks is not None:
             self._leaks.drop()
@@ -406,10 +409,19 @@ class Recipe:
         """Note a backward that begins."""
         if self._state.in_backward:
             return
-        self._run("probe:clearing", self.clearing.begin_backward)
+        self._run("probe:clearing", self._begin_clearing)
         loop = self._loop
         loop.scale = self._calls.known_scale() if self._calls.is_scaled else None
         loop.lines.append(user_location())
+
+    def _begin_clearing(self) -> None:
+        optimizer = None if self._closure is None else self._closure()
+        if optimizer is not None:
+            number, before = evaluations(optimizer), self._evaluated
+            self._evaluated = number
+            if before is not None and number != before:
+                self.clearing.used(optimizer)
+        self.clearing.begin_backward()
 
     def _look_at_loss(self, event: events.BackwardBegan) -> None:
         """Look at what the loss is made of, before backward frees its graph."""
@@ -469,7 +481,15 @@ class Recipe:
         """See which gradients have come."""
         if not self._state.in_backward:
             self._backwards += 1
-            self._run("probe:clearing", self.clearing.end_backward)
+            self._run("probe:clearing", self._end_clearing)
+
+    def _end_clearing(self) -> None:
+        self.clearing.end_backward()
+        optimizer = None if self._closure is None else self._closure()
+        if optimizer is not None and self.clearing.carries(optimizer):
+            shown = self._state.since.parts[RecipeNotes]
+            shown.flags |= Flag.GRADS_CARRIED
+            shown.recipe.setdefault("carried", CarriedGradients(location=user_location()))
 
     # --- what stands between backward and step ------------------------------------------------------------------------
 
@@ -517,7 +537,9 @@ class Recipe:
         if loop.in_eval and loop.in_eval == loop.trained and loop.lines:
             flags |= Flag.EVAL_MODE | loop.mode_flags
             detail["modes"] = EvalForwards(modules=tuple(loop.eval_modules[:_MAX_NAMES]), location=loop.location)
-        if not event.closure:
+        if event.closure:
+            self._closure, self._evaluated = weakref.ref(optimizer), None
+        else:
             flags |= run("probe:clearing", self._gradients, optimizer, detail) or Flag(0)
         flags |= run("probe:labels", self._labels.take, detail) or Flag(0)
         found = run("probe:schedules", self.schedules.before_step, optimizer, len(loop.lines)) or {}
@@ -612,6 +634,7 @@ class Recipe:
         if self._state.in_backward:
             return
         self._end_evaluation()
+        self._closure = None
         self._run("probe:clearing", self.clearing.after_step, optimizer)
         self._last = (weakref.ref(optimizer), self._backwards)
         self._loop = _Loop()
