@@ -362,6 +362,7 @@ def test_gradients_that_a_closure_adds_to(clears: str, carried: list[bool]) -> N
             optimizer.zero_grad()
     flags = [record.since.parts[RecipeNotes].flags for record in records]
     assert [bool(flag & Flag.GRADS_CARRIED) for flag in flags] == carried
+    assert {record.fields["without_grad"] for record in records} == {0}  # before the closure there were none
 
 
 @pytest.mark.parametrize(
@@ -802,6 +803,68 @@ def _fine_tuned(which: str) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer
         model[2:].requires_grad_(False)
     other = torch.optim.SGD(head.parameters(), lr=0.1) if which == "head of another optimizer" else None
     return model, head, other
+
+
+def _stages(second: str) -> list[str]:
+    """Train a model, then with another optimizer what the filter of a second stage leaves; return what is told."""
+    told: list[Any] = []
+    probes = _probes(lambda said, number=None: told.append(said))
+    model, head, _ = _fine_tuned("nothing frozen")
+    probes.state.follow(model)
+
+    def stage(optimizer: torch.optim.Optimizer, steps: int) -> None:
+        for _ in range(steps):
+            x = torch.randn(4, 16)
+            probes.bus.emit(ModuleForwardBegan(model, (x,), {}))
+            out = model(x)
+            probes.bus.emit(events.ModuleForwardEnded(model, events.Tensors((x,)), events.Tensors(out)))
+            loss = out.square().mean()
+            probes.bus.emit(BackwardBegan([loss]))
+            loss.backward()
+            probes.bus.emit(BackwardEnded())
+            probes.bus.emit(events.StepBegan(optimizer, closure=False))
+            optimizer.step()
+            probes.bus.emit(events.StepEnded(optimizer))
+            optimizer.zero_grad()
+
+    def built(wanted: Callable[[str], bool]) -> torch.optim.Optimizer:
+        made = torch.optim.SGD([p for name, p in model.named_parameters() if wanted(name)], lr=0.01)
+        probes.bus.emit(events.OptimizerBuilt(made))
+        return made
+
+    first = built(lambda name: True)
+    stage(first, 40)
+    if second == "in turns":
+        other = built(lambda name: name.startswith("1."))
+        for _ in range(12):
+            stage(other, 4)
+            stage(first, 1)
+        return [type(fact).__name__ for fact in told]
+    if second == "new head":
+        head.weight, head.bias = nn.Parameter(torch.randn(3, 16)), nn.Parameter(torch.randn(3))
+    wanted = {"norms": lambda name: name[:4] in {"0.1.", "0.4."}, "head": lambda name: name.startswith("1.")}
+    wanted["new head"] = lambda name: name.startswith("0.")
+    wanted["head, the rest as it was"] = wanted["head"]
+    for name, p in model.named_parameters():
+        p.requires_grad_(second in {"new head", "head, the rest as it was"} or wanted[second](name))
+    stage(built(wanted[second]), 60)
+    return [f"{type(fact).__name__} {getattr(fact, 'norms', '')}".strip() for fact in told]
+
+
+@pytest.mark.parametrize(
+    "second, told",
+    [
+        ("norms", ["FrozenParameters 4"]),
+        ("new head", ["MissingParameters"]),
+        ("head", []),
+        ("head, the rest as it was", []),  # it has been trained before
+        ("in turns", []),
+    ],
+)
+def test_each_stage_of_training_is_looked_at(second: str, told: list[str]) -> None:
+    """A model is trained, changed, and trained on with another optimizer while the first one still lives."""
+    said = _stages(second)
+    assert [what for what in said if what.startswith(("Frozen", "Missing"))] == told
 
 
 @pytest.mark.parametrize(

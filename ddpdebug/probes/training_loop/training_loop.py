@@ -85,6 +85,9 @@ _MAX_NAMES = 20
 #: After so many steps of the first optimizer parameters without a gradient are looked after.
 _CUTS = 2
 _MAX_OPTIMIZERS = 16
+#: After so many steps without one of the first optimizer another one begins a stage of training: those that take turns
+#: are not left out for so long. Stages that are looked at.
+_APART, _MAX_STAGES = 16, 8
 #: What DDP's reducer raises at the forward after a step in which some gradient never came.
 _UNREDUCED = "Expected to have finished reduction"
 
@@ -127,6 +130,18 @@ class _Evaluation:
     forwards: int = 0
     location: str | None = None
     since: int = 0  # the step after the evaluation before
+
+
+@dataclass(slots=True)
+class _Stage:
+    """The optimizer that is followed, and what it trains: another one may train on."""
+
+    optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+    apart: int = 0  # steps of others since its last one
+    number: int = 0
+    begins: bool = False  # its first forward is to be looked at
+    known: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)  # this one and those before
+    params: set[int] = field(default_factory=set)
 
 
 class LeakSearch(Protocol):
@@ -200,10 +215,8 @@ class Recipe:
         self._closure: weakref.ref[torch.optim.Optimizer] | None = None  # whose step calls one now
         self._evaluated: int | None = None  # how often it has done so by the last backward of this step
         self._last: tuple[weakref.ref[torch.optim.Optimizer], int] | None = None  # who stepped, after how many passes
-        self._backwards = 0
-        self._reconstructs = False  # a loss compared with what the model was given
-        self._steps = 0  # of the first optimizer
-        self._first: weakref.ref[torch.optim.Optimizer] | None = None
+        self._backwards, self._reconstructs = 0, False  # the latter: a loss compared with what the model was given
+        self._steps, self._stage = 0, _Stage()  # steps of the optimizer that is followed
         self._evaluation, self._rollouts = _Evaluation(), Rollouts()
         guard.when_cut(self.cut)
         guard.when_off("probe:recipe", self._forget_loop)
@@ -341,8 +354,10 @@ class Recipe:
             cut = run("probe:cuts", self._cuts.pop(key).end)
             if cut is not None:
                 self.tell(cut)
-        if torch.is_grad_enabled() and self._forwards.get(key) == 2:
-            run("probe:unregistered", self._unregistered, root, event)
+        if torch.is_grad_enabled() and (self._forwards.get(key) == 2 or self._stage.begins):
+            if not self._stage.begins:
+                run("probe:unregistered", self._unregistered, root, event)
+            self._stage.begins = False
             run("probe:audit", self.audit.output, root, event.outputs())
 
     def _unregistered(self, root: torch.nn.Module, event: events.ForwardEnded | events.ModuleForwardEnded) -> None:
@@ -597,9 +612,8 @@ class Recipe:
         return SteppedTwice(other=type(other).__name__, names=tuple(names[:_MAX_NAMES])) if names else None
 
     def _count(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._first is None or self._first() is None:
-            self._first = weakref.ref(optimizer)
-        if self._first() is not optimizer:
+        self._follow(optimizer)
+        if self._stage.optimizer is None or self._stage.optimizer() is not optimizer:
             return
         fact = self.audit.at_step(self._steps, optimizer, self._trained())
         if self._no_grad:
@@ -612,6 +626,23 @@ class Recipe:
             }
         if fact is not None:
             self._announce(fact)
+
+    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Choose whose steps are counted: the first optimizer's, until a stage of training begins with another one."""
+        known = None if self._stage.optimizer is None else self._stage.optimizer()
+        if known is optimizer:
+            self._stage.apart = 0
+            return
+        self._stage.apart += 1
+        if known is not None and (self._stage.apart < _APART or optimizer in self._stage.known):
+            return  # they take turns
+        held = held_by([optimizer])
+        self._stage.optimizer, self._stage.apart = weakref.ref(optimizer), 0
+        self._stage.known.add(optimizer)
+        if self._stage.params and held != self._stage.params and self._stage.number < _MAX_STAGES:
+            self._stage.number, self._steps, self._stage.begins = self._stage.number + 1, 0, True
+            self.audit.begin()
+        self._stage.params = held  # one that was built again for the same goes on
 
     def _look_for_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Follow what ran without gradients in the first forward."""
