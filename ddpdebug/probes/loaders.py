@@ -14,7 +14,7 @@ from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.isolation.user_code import user_location
 from ddpdebug.nested import tensors_in
 from ddpdebug.probes.datasets import Splits, held_by, length_of, source_of
-from ddpdebug.probes.delivered_items import DeliveredItems
+from ddpdebug.probes.delivered_items import DeliveredItems, sampler_of
 from ddpdebug.probes.record import Part, StepRecord, combined
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import BatchAwaited, BatchDelivered, Bus, EpochBegan, SubsetMade, WorkersBegan
@@ -101,8 +101,7 @@ class Loaders:
 
 
 def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
-    sampler: Any = loader.sampler if loader.batch_sampler is None else getattr(loader.batch_sampler, "sampler", None)
-    sampler = loader.sampler if sampler is None else sampler
+    sampler = sampler_of(loader)
     distributed = isinstance(sampler, DistributedSampler) or hasattr(sampler, "num_replicas")
     settings: dict[str, Any] = {
         "sampler": type(sampler).__name__,

@@ -162,6 +162,24 @@ class Loader(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatedOrder(Announcement):
+    """A loader whose sampler drew the same indices in two passes that were trained on, in an order of its own.
+
+    Told of samplers of the user's own, once: what torch's does is in `Loader`.
+    """
+
+    topic: ClassVar[str] = "alone:order"
+    scope: ClassVar[Scope] = Scope.SHARED
+
+    step: int | None = None
+    sampler: str = ""  # class
+    set_epoch: bool = False  # it can be told the epoch
+    epoch: int | None = None  # that it has
+    indices: int = 0  # that were compared
+    location: str | None = None  # that iterates over the loader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Items(Announcement):
     """What the k-th DataLoader has delivered in an epoch for some fixed indices, the same on all ranks."""
 
@@ -774,6 +792,7 @@ TOPICS = _by_topic(
         Items,
         InputStatistics,
         RandomDraws,
+        RepeatedOrder,
         Targets,
         Gathered,
         Agreement,

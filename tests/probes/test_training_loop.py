@@ -728,6 +728,31 @@ def test_harmless_evaluations_do_not_use_up_what_is_told(request: pytest.Fixture
     assert [fact.since for fact in told if isinstance(fact, TrainModeValidation)] == [1, 1, 1, 12]
 
 
+@pytest.mark.parametrize(("forwards", "samples", "told"), [(2, 64, 1), (1, 64, 0), (2, 320, 0), (3, 320, 1)])
+def test_a_short_evaluation_is_known_by_its_data(forwards: int, samples: int, told: int) -> None:
+    """Two forwards without gradients belong to many training steps, unless a loader over other data was begun."""
+    said: list[Any] = []
+    probes = _probes(lambda fact, number=None: said.append(fact))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))
+    probes.state.follow(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probes.loaders.samples = 320
+    for step in range(12):
+        if step == 8:
+            probes.loaders.samples = samples
+            with torch.no_grad():
+                for _ in range(forwards):
+                    probes.bus.emit(ModuleForwardBegan(model, (torch.zeros(2, 4),), {}))
+            probes.loaders.samples = 320
+        probes.bus.emit(ModuleForwardBegan(model, (torch.zeros(2, 4),), {}))
+        probes.bus.emit(events.StepBegan(optimizer, closure=False))
+        probes.bus.emit(events.StepEnded(optimizer))
+    evaluations = [fact for fact in said if isinstance(fact, TrainModeValidation)]
+    assert len(evaluations) == told
+    findings = [f for fact in evaluations for f in ValidationInTrainMode().compare(fact.topic, {0: fact})]
+    assert len(findings) == told
+
+
 def test_modules_in_a_plain_list_are_found_in_the_graph() -> None:
     """Parameters that no module registers are named by their container, what an input brings along is not."""
 

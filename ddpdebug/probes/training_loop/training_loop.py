@@ -24,6 +24,7 @@ from ddpdebug.probes import training_events as events
 from ddpdebug.probes.ddp_wrapper import Wrapper
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.forward_capture import ForwardCapture, ForwardCaptures
+from ddpdebug.probes.loaders import Loaders
 from ddpdebug.probes.loop_calls import LoopCalls
 from ddpdebug.probes.loss_line import expression
 from ddpdebug.probes.models import Models
@@ -45,7 +46,7 @@ from ddpdebug.probes.training_loop.loss_graph import (
     target_of,
     terms,
 )
-from ddpdebug.probes.training_loop.modes import EVALUATION, Modes, has_input_with_gradient
+from ddpdebug.probes.training_loop.modes import EVALUATION, OF_OTHER_DATA, Modes, has_input_with_gradient
 from ddpdebug.probes.training_loop.no_grad import LAST, NoGrad
 from ddpdebug.probes.training_loop.parameter_ownership import Audit, held_by, unregistered
 from ddpdebug.probes.training_loop.rollouts import Rollouts, with_rows
@@ -128,6 +129,7 @@ class _Evaluation:
     """The forwards without gradients, in train mode, since the last one with gradients."""
 
     forwards: int = 0
+    elsewhere: int = 0  # of these, while a loader over other data than those that are trained on was the newest
     location: str | None = None
     since: int = 0  # the step after the evaluation before
 
@@ -174,6 +176,7 @@ class Recipe:
     Args:
         models: finds the DDPs.
         calls: knows the loss scale.
+        loaders: know which data set is read.
         captures: keeps the forwards for `leaks`.
         announce: tells all ranks.
         leaks: asks whether a language model sees its targets; None does not ask.
@@ -188,12 +191,14 @@ class Recipe:
         *,
         models: Models,
         calls: LoopCalls,
+        loaders: Loaders,
         captures: ForwardCaptures,
         announce: Announce,
         leaks: LeakSearch | None = None,
         dropout_calls: DropoutCalls = _none,
     ) -> None:
         self._state, self._guard, self._models, self._calls, self._captures = state, guard, models, calls, captures
+        self._loaders, self._trained_on = loaders, loaders.samples  # the number of samples that are trained on
         self._entries, self._announce, self._pid = entries_of(guard), announce, os.getpid()
         self._run, self._threads = guard.run, self._entries.threads
         self.audit = Audit(self._entries.built)
@@ -201,8 +206,7 @@ class Recipe:
         self.schedules = Schedules(self._entries)
         self._modes, self._labels, self._chance = Modes(), Labels(), Chance(self._entries, dropout_calls)
         self._targets = Targets()
-        self._leaks = leaks
-        self._loop = _Loop()
+        self._leaks, self._loop = leaks, _Loop()
         self._passes: dict[str | None, int] = {}
         self._told: dict[type[Announcement], dict[Hashable, int]] = {}
         self._known: dict[type[Announcement], set[Hashable]] = {}  # what was told once
@@ -324,10 +328,12 @@ class Recipe:
     def _begins_without_gradients(self, root: torch.nn.Module, tensors: Tensors) -> None:
         seen = self._evaluation
         if not self._run("probe:modes", self._modes.evaluates_in_train, root):
-            seen.forwards = 0
+            seen.forwards = seen.elsewhere = 0
             self._rollouts.forget()
             return
         seen.forwards += 1
+        samples = self._loaders.samples
+        seen.elsewhere += None not in {samples, self._trained_on} and samples != self._trained_on
         seen.location = seen.location or user_location()
         if seen.forwards > 1:  # one or two views are a part of many training steps
             self._run("probe:rollouts", self._rollouts.given, tensors())
@@ -409,7 +415,7 @@ class Recipe:
         if not seen.forwards:
             return
         step = self._state.next_step()
-        if seen.forwards >= EVALUATION:
+        if seen.forwards >= EVALUATION or seen.elsewhere >= OF_OTHER_DATA:
             since = step - seen.since
             collected = self._run("probe:rollouts", self._rollouts.collected, () if batch is None else batch()) or False
             fact = TrainModeValidation(forwards=seen.forwards, location=seen.location, since=since, collected=collected)
@@ -665,6 +671,7 @@ class Recipe:
         if self._state.in_backward:
             return
         self._end_evaluation()
+        self._trained_on = self._loaders.samples if self._trained_on is None else self._trained_on
         self._closure = None
         self._run("probe:clearing", self.clearing.after_step, optimizer)
         self._last = (weakref.ref(optimizer), self._backwards)
