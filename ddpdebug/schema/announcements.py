@@ -162,6 +162,20 @@ class Loader(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StreamEnded(Announcement):
+    """The k-th DataLoader has come to the end of an IterableDataset, whose length nobody knew."""
+
+    topic: ClassVar[str] = "alone:stream"
+    scope: ClassVar[Scope] = Scope.ALONE
+
+    loader: int
+    iterations: int = 0  # epochs begun, this one too
+    batches: int = 0  # in this epoch
+    began: int = 0  # the step at which it was begun
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedOrder(Announcement):
     """A loader whose sampler drew the same indices in two passes that were trained on, in an order of its own.
 
@@ -792,6 +806,7 @@ TOPICS = _by_topic(
         Items,
         InputStatistics,
         RandomDraws,
+        StreamEnded,
         RepeatedOrder,
         Targets,
         Gathered,
