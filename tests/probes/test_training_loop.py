@@ -395,6 +395,27 @@ def test_gradients_that_are_thrown_away() -> None:
     assert loop("before each backward") == [UNTOUCHED._replace(discards=1)] * 4
 
 
+def test_networks_that_are_switched_off_for_each_others_turn() -> None:
+    """An optimizer is first looked at in another one's turn, when nothing of its own wants a gradient."""
+    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    clearing, seen = Clearing(), []
+    for optimizer in optimizers:
+        clearing.of(optimizer)
+    for turn in (0, 1) * 3:
+        for number, model in enumerate(models):
+            model.requires_grad_(number == turn)
+        clearing.begin_backward()
+        models[turn](torch.randn(4, 3)).pow(2).mean().backward()
+        clearing.end_backward()
+        seen.append(clearing.before_step(optimizers[turn]).carried)
+        optimizers[turn].step()
+        clearing.after_step(optimizers[turn])
+        if turn == 0:
+            optimizers[0].zero_grad()
+    assert seen == [False, False, False, True, False, True]
+
+
 def test_the_other_networks_gradients_may_be_cleared() -> None:
     """In adversarial training each network gets gradients from the other's loss, and clears them before its own."""
     one, two = nn.Linear(2, 2), nn.Linear(2, 1)

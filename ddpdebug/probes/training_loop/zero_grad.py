@@ -59,9 +59,9 @@ class Fed:
         groups = [] if optimizer is None else optimizer.param_groups
         key = hash(tuple((id(group), len(group["params"])) for group in groups))
         if key != self.key:
-            self.key = key
             every = [p for group in groups for p in group["params"] if p.requires_grad]
             chosen = every[:: max(1, len(every) // _SAMPLE)][:_SAMPLE]
+            self.key = key if chosen else 0  # what is switched off for another one's turn comes back
             self.params = [weakref.ref(p) for p in chosen]
             self.stale = self.carried = self.unused = False
             self.marks = []
