@@ -155,10 +155,10 @@ class _DropoutReader(Reader):
             case ast.AugAssign(op=op, target=ast.Name() as target, value=value):
                 self._combined(op, target, value, context)
             case (
-                ast.Call(func=ast.Attribute(value=value, attr="add" | "add_" as name), args=[other])
-                | ast.Call(func=ast.Attribute(value=value, attr="mul" | "mul_" as name), args=[other])
+                ast.Call(func=ast.Attribute(value=value, attr="add" | "add_" as method), args=[other])
+                | ast.Call(func=ast.Attribute(value=value, attr="mul" | "mul_" as method), args=[other])
             ):
-                op = ast.Add() if name.startswith("add") else ast.Mult()
+                op = ast.Add() if method.startswith("add") else ast.Mult()
                 self._combined(op, value, other, context)
         held: Any = None
         if isinstance(node, ast.Assign):
