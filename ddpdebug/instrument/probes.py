@@ -107,6 +107,7 @@ class Probes:
             guard,
             models=self.models,
             calls=self.calls,
+            loaders=self.loaders,
             captures=self.captures,
             announce=announce,
             leaks=Leaks(partial(setattr, guard, "quiet")),

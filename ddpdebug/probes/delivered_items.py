@@ -1,4 +1,6 @@
-"""What a loader delivers for a few fixed indices, epoch after epoch: ranks that share a data set get the same for each.
+"""What a loader delivers: for a few fixed indices, epoch after epoch, and whether an epoch begins as the last one did.
+
+Ranks that share a data set get the same for each index.
 
 Which indices a batch is made of is known in the main process, where they are drawn, also with workers. Of a loader 32
 indices are followed; a batch without any of them costs one look at a set. Nothing is read that was not delivered.
@@ -10,34 +12,51 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
 
 from ddpdebug import fingerprint, torch_internals as internals
+from ddpdebug.isolation.user_code import user_location
 from ddpdebug.nested import tensors_in
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import BatchDelivered, Bus, EpochEnded, IndicesDrawn, WorkersBegan
-from ddpdebug.schema.announcements import Announce, Items
+from ddpdebug.schema.announcements import Announce, Items, RepeatedOrder
 
 _FOLLOWED = 32
 #: Epochs of a loader that are told.
 _EPOCHS = 12
+#: Indices by which the beginning of an epoch is known, and the least that tell one.
+_ORDER, _LEAST_ORDER = 64, 16
 
 
 @dataclass(slots=True)
 class _Source:
     """A loader: what it has delivered in this epoch."""
 
+    loader: weakref.ref[DataLoader[Any]]
     number: int
     exact: bool  # rows of a batch are in the order of its indices
     followed: frozenset[int]
     workers: bool
+    location: str | None  # that iterates over it
     found: dict[str, tuple[str, str]] = field(default_factory=dict)
     whole: bool = True  # all that was delivered are whole numbers
     epochs: int = 0  # begun
     told: int = 0
+    order: list[int] = field(default_factory=list)  # the first indices of this epoch
+    order_before: list[int] = field(default_factory=list)  # of the epoch before, if it was trained on
+    step: int | None = None  # at the last delivery of this epoch
+    trains: bool = False  # steps were taken between its deliveries
+    compared: bool = False  # in this epoch; or nothing is left to tell
+    repeated: bool = False
+
+    def turn(self) -> None:
+        """Begin another epoch."""
+        self.order_before, self.order = self.order if self.trains else [], []
+        self.step, self.trains, self.compared = None, False, self.repeated
 
     @property
     def over(self) -> bool:
@@ -73,11 +92,14 @@ class DeliveredItems:
         source = self._sources.get(loader)
         if source is None and _can_be_followed(loader) and length is not None and length > 1:
             collates = loader.collate_fn is default_collate
-            source = self._sources[loader] = _Source(number, collates, _followed(length), loader.num_workers > 0)
+            source = self._sources[loader] = _Source(
+                weakref.ref(loader), number, collates, _followed(length), loader.num_workers > 0, user_location()
+            )
         if source is not None:
             if source.epochs > source.told:
                 self._tell(source)
             source.epochs += 1
+            source.turn()
         self._beginning = (source,)
 
     def _tell(self, source: _Source) -> None:
@@ -120,10 +142,42 @@ class DeliveredItems:
         if reading is None or reading.broken or not reading.waiting:
             return
         indices, source = reading.waiting.popleft(), reading.source
-        if source is None or source.over or type(indices) is not list or not indices or type(indices[0]) is not int:
+        if source is None or type(indices) is not list or not indices or type(indices[0]) is not int:
             return
-        if not source.followed.isdisjoint(indices):
+        if not source.repeated:
+            self._follow(source, indices)
+        if not source.over and not source.followed.isdisjoint(indices):
             self._read(source, indices, event.batch)
+
+    def _follow(self, source: _Source, indices: Sequence[int]) -> None:
+        """Note the order of the first indices of an epoch, and whether it is trained on."""
+        step = self._state.next_step()
+        source.trains = source.trains or (source.step is not None and source.step != step)
+        source.step = step
+        if len(source.order) < _ORDER:
+            source.order += indices[: _ORDER - len(source.order)]
+        elif not source.compared:
+            self._compare(source)
+
+    def _compare(self, source: _Source) -> None:
+        """Tell of an epoch that is trained on in the order of the one before."""
+        source.compared, order = True, source.order
+        if not source.trains or len(order) < _LEAST_ORDER or order != source.order_before or _is_sorted(order):
+            return
+        sampler = None if (loader := source.loader()) is None else sampler_of(loader)
+        if sampler is None or isinstance(sampler, DistributedSampler):
+            return
+        source.repeated = True
+        epoch = getattr(sampler, "epoch", None)
+        fact = RepeatedOrder(
+            step=self._state.next_step(),
+            sampler=type(sampler).__name__,
+            set_epoch=callable(getattr(type(sampler), "set_epoch", None)),
+            epoch=epoch if type(epoch) is int else None,
+            indices=len(order),
+            location=source.location,
+        )
+        self._announce(fact)
 
     def _read(self, source: _Source, indices: Sequence[int], batch: Any) -> None:
         size = len(indices)
@@ -142,8 +196,24 @@ class DeliveredItems:
             return
         if event.failed:  # a batch of workers is lost, and the script may go on
             reading.broken = reading.source.workers
-        elif reading.source.epochs > reading.source.told:
+            return
+        if not event.failed and not reading.source.compared:
+            self._compare(reading.source)
+        if not event.failed and reading.source.epochs > reading.source.told:
             self._tell(reading.source)
+
+
+def sampler_of(loader: DataLoader[Any]) -> Any:
+    """Return what draws the single indices of a loader, as far as that is known."""
+    inner = None if loader.batch_sampler is None else getattr(loader.batch_sampler, "sampler", None)
+    return loader.sampler if inner is None else inner
+
+
+def _is_sorted(order: Sequence[int]) -> bool:
+    """Tell whether indices come up or down with few exceptions: as they are stored, by length, in strides or blocks."""
+    pairs = list(pairwise(order))
+    up = sum(one <= other for one, other in pairs)
+    return min(up, len(pairs) - up) * 8 < len(pairs)
 
 
 def _can_be_followed(loader: DataLoader[Any]) -> bool:

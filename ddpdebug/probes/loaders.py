@@ -14,11 +14,19 @@ from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.isolation.user_code import user_location
 from ddpdebug.nested import tensors_in
 from ddpdebug.probes.datasets import Splits, held_by, length_of, source_of
-from ddpdebug.probes.delivered_items import DeliveredItems
+from ddpdebug.probes.delivered_items import DeliveredItems, sampler_of
 from ddpdebug.probes.record import Part, StepRecord, combined
 from ddpdebug.probes.step_state import StepState
-from ddpdebug.probes.training_events import BatchAwaited, BatchDelivered, Bus, EpochBegan, SubsetMade, WorkersBegan
-from ddpdebug.schema.announcements import Announce, Loader
+from ddpdebug.probes.training_events import (
+    BatchAwaited,
+    BatchDelivered,
+    Bus,
+    EpochBegan,
+    EpochEnded,
+    SubsetMade,
+    WorkersBegan,
+)
+from ddpdebug.schema.announcements import Announce, Loader, StreamEnded
 from ddpdebug.schema.details import hex_digest
 
 #: Read of each tensor of a batch.
@@ -45,6 +53,8 @@ class Loaders:
         self._state, self._announce = state, announce
         self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
         self._known: weakref.WeakKeyDictionary[DataLoader[Any], dict[str, Any]] = weakref.WeakKeyDictionary()
+        self._begun: dict[str, int] | None = None  # a pass over a stream, until its iterator is known
+        self._streams: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
         self._splits, self._items = Splits(), DeliveredItems(bus, state, announce)
         self._asked = time.perf_counter()
         self._whole = False  # one batch is the whole epoch over the newest loader: trained on again and again by right
@@ -54,6 +64,7 @@ class Loaders:
         bus.on("probe:loader", WorkersBegan, self._workers_began)
         bus.on("probe:loader", BatchAwaited, self._waits)
         bus.on("probe:loader", BatchDelivered, self.delivered)
+        bus.on("probe:loader", EpochEnded, self._ended)
 
     @property
     def repeated(self) -> bool:
@@ -79,6 +90,9 @@ class Loaders:
         self._items.begin(loader, known["index"], self.samples)
         step = self._state.next_step()
         about = {key: known[key] for key in ("iterations", "attributes", "content")}
+        streams = self._state.world > 1 and isinstance(loader.dataset, IterableDataset)
+        place = {"loader": known["index"], "iterations": known["iterations"], "began": step, "batches": 0}
+        self._begun = place if streams else None
         split, line = self._splits.of(loader.dataset), user_location()
         self._announce(Loader(**_settings(loader), **about, indices=split, location=line, step=step), known["index"])
 
@@ -88,6 +102,8 @@ class Loaders:
 
     def _workers_began(self, event: WorkersBegan) -> None:
         self._iterators.add(event.iterator)
+        if self._begun is not None:
+            self._streams[event.iterator], self._begun = self._begun, None
 
     def _waits(self, _: BatchAwaited) -> None:
         self._asked = time.perf_counter()
@@ -96,11 +112,19 @@ class Loaders:
         """Note a batch and how long the training waited for it."""
         since = self._state.since
         since.data_seconds += time.perf_counter() - self._asked
+        if (stream := self._streams.get(event.iterator)) is not None:
+            stream["batches"] += 1
         values = [fingerprint.sampled_fingerprint(t, RECORD_BYTES)[0] for t in tensors_in(event.batch)]
         deliveries = since.parts[Deliveries]
         deliveries.newest = combined(values)
         if not self._whole:
             deliveries.tensors |= dict.fromkeys(values, deliveries.newest)
+
+    def _ended(self, event: EpochEnded) -> None:
+        """Tell where a stream has ended: another rank's may go on."""
+        stream = self._streams.pop(event.iterator, None)
+        if stream is not None and not event.failed:
+            self._announce(StreamEnded(**stream, step=self._state.next_step()))
 
     def workers(self) -> list[int]:
         """Return the process ids of the loaders' living workers."""
@@ -108,8 +132,7 @@ class Loaders:
 
 
 def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
-    sampler: Any = loader.sampler if loader.batch_sampler is None else getattr(loader.batch_sampler, "sampler", None)
-    sampler = loader.sampler if sampler is None else sampler
+    sampler = sampler_of(loader)
     distributed = isinstance(sampler, DistributedSampler) or hasattr(sampler, "num_replicas")
     settings: dict[str, Any] = {
         "sampler": type(sampler).__name__,

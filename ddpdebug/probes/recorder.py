@@ -340,8 +340,10 @@ class Recorder:
         watch, record, started = self._pre
         self._pre = None
         record.fields["optimizer_seconds"] = time.perf_counter() - started
-        if record.checked and record.flags & Flag.CLOSURE:
-            self._bus.emit(events.GradientsFinal(watch, record))
+        if record.flags & Flag.CLOSURE:
+            record.fields["without_grad"] = _without_gradient(watch)  # the closure has made them
+            if record.checked:
+                self._bus.emit(events.GradientsFinal(watch, record))
         self._finish(watch, record)
 
     def _skipped(self, event: events.StepSkipped) -> None:
@@ -397,7 +399,7 @@ class Recorder:
         )
         if (settings := run("probe:hyper", watch.settings)) is not None:
             record.parts[GroupSettings] = settings
-        record.fields["without_grad"] = sum(p.requires_grad and p.grad is None for p in watch.params)
+        record.fields["without_grad"] = _without_gradient(watch)
         return record
 
     def _hook(self, watch: OptimizerWatch) -> None:
@@ -496,6 +498,10 @@ class Recorder:
         self._hand_open = None
         self._state.by_hand = True
         self._finish(self._hand, record)
+
+
+def _without_gradient(watch: OptimizerWatch) -> int:
+    return sum(p.requires_grad and p.grad is None for p in watch.params)
 
 
 def _digests(tensors: Tensors, limit: int) -> list[int]:

@@ -182,6 +182,38 @@ class Loader(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StreamEnded(Announcement):
+    """The k-th DataLoader has come to the end of an IterableDataset, whose length nobody knew."""
+
+    topic: ClassVar[str] = "alone:stream"
+    scope: ClassVar[Scope] = Scope.ALONE
+
+    loader: int
+    iterations: int = 0  # epochs begun, this one too
+    batches: int = 0  # in this epoch
+    began: int = 0  # the step at which it was begun
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatedOrder(Announcement):
+    """A loader whose sampler drew the same indices in two passes that were trained on, in an order of its own.
+
+    Told of samplers of the user's own, once: what torch's does is in `Loader`.
+    """
+
+    topic: ClassVar[str] = "alone:order"
+    scope: ClassVar[Scope] = Scope.SHARED
+
+    step: int | None = None
+    sampler: str = ""  # class
+    set_epoch: bool = False  # it can be told the epoch
+    epoch: int | None = None  # that it has
+    indices: int = 0  # that were compared
+    location: str | None = None  # that iterates over the loader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Items(Announcement):
     """What the k-th DataLoader has delivered in an epoch for some fixed indices, the same on all ranks."""
 
@@ -687,9 +719,9 @@ class TrainModeValidation(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropoutCall(Struct):
-    """A call of a dropout function, as the source has it."""
+    """A call of a dropout function, as the source has it, or of what draws the noise of one that is written by hand."""
 
-    function: str  # "dropout"
+    function: str  # "dropout", or "randn_like" and others where noise is added or a mask multiplied
     p: float | None = None  # None: the source does not say
     location: str | None = None
     active: bool | None = None  # None: only running the code would tell
@@ -715,6 +747,7 @@ class EvalDraws(Announcement):
 
     step: int | None = None
     modules: tuple[DrawingModule, ...] = ()
+    reconstructs: bool = False  # a loss compared with what the model was given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -798,6 +831,8 @@ TOPICS = _by_topic(
         Items,
         InputStatistics,
         RandomDraws,
+        StreamEnded,
+        RepeatedOrder,
         Targets,
         Gathered,
         Agreement,

@@ -105,6 +105,7 @@ _JOBS: tuple[tuple[str, list[str], list[str], set[int]], ...] = (
     ("nonfinite.py", ["fail"], ["--guard", "skip"], {1}),
     ("memory.py", [], [], {1}),
     ("parts.py", [], [], {0}),
+    ("loading.py", [], [], {0}),
     ("../../corpus/clean_local_sgd_by_hand.py", [], [], {0}),
 )
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_split
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, Subset, TensorDataset, random_split
 
 from ddpdebug import fingerprint
 from ddpdebug.detectors.data.data910_data_sets_differ import DataSetsDiffer
@@ -20,9 +20,10 @@ from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes import delivered_items
 from ddpdebug.probes.datasets import Splits, held_by
 from ddpdebug.probes.delivered_items import DeliveredItems
+from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import BatchDelivered, Bus, EpochEnded, IndicesDrawn, WorkersBegan
-from ddpdebug.schema.announcements import IndexList, Items, Loader
+from ddpdebug.schema.announcements import IndexList, Items, Loader, RepeatedOrder
 from ddpdebug.schema.details import hex_digest
 
 COUNT = 40
@@ -246,7 +247,7 @@ class Epochs:
     """A rank whose loaders are read by hand, as the wrappers would tell it."""
 
     def __init__(self) -> None:
-        self.told: list[Items] = []
+        self.told: list[Any] = []
         self.bus, self.state = Bus(Guard(lambda part, message: pytest.fail(f"{part}: {message}"))), StepState()
         self.state.world = 2
         self.items = DeliveredItems(self.bus, self.state, lambda fact, number=None: self.told.append(fact))
@@ -297,6 +298,63 @@ def test_the_same_index_has_the_same_digests() -> None:
         by_label.setdefault(int(index) % 5, set()).add(label)
     assert all(len(digests) == 1 for digests in by_label.values())
     assert len({record for _, record in rank.told[0].items.values()}) == len(rank.told[0].items)
+
+
+class Shuffled(Sampler[int]):
+    """A sampler of the user's, that shuffles by its epoch, or stores its order."""
+
+    def __init__(self, order: list[int] | None = None) -> None:
+        self.epoch, self.order = 0, order
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        generator = torch.Generator().manual_seed(self.epoch)
+        return iter(torch.randperm(COUNT, generator=generator).tolist() if self.order is None else self.order)
+
+    def __len__(self) -> int:
+        return COUNT
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("forgotten", 1),
+        ("told the epoch", 0),
+        ("evaluation", 0),  # nothing is trained on it
+        ("in order", 0),
+        ("blocks", 0),
+        ("longest first", 0),
+        ("torch's", 0),  # of which `Loader` says all
+    ],
+)
+def test_an_order_that_comes_again_is_told_of_what_is_trained_on(case: str, told: int) -> None:
+    """A fixed order by length, or as it is stored, is one on purpose."""
+    rank = Epochs()
+    orders = {
+        "in order": list(range(COUNT)),
+        "blocks": [*range(COUNT // 2, COUNT), *range(COUNT // 2)],
+        "longest first": list(range(COUNT))[::-1],
+    }
+    own: Any = Shuffled(orders.get(case))
+    sampler = DistributedSampler(range(COUNT), 1, 0) if case == "torch's" else own  # type: ignore[arg-type, var-annotated]
+    loader = DataLoader(pairs(), 4, sampler=sampler)
+    watch = OptimizerWatch(None, 0)
+    rank.state.watches.append(watch)
+
+    def steps(_: BatchDelivered) -> None:
+        watch.step += case != "evaluation"
+
+    rank.bus.on("probe:steps", BatchDelivered, steps)
+    for epoch in range(4):
+        if case == "told the epoch":
+            own.set_epoch(epoch)
+        rank.read(loader)
+    found = [fact for fact in rank.told if isinstance(fact, RepeatedOrder)]
+    assert len(found) == told
+    for fact in found:
+        assert (fact.sampler, fact.set_epoch, fact.epoch) == ("Shuffled", True, 0)
 
 
 def test_an_epoch_that_is_broken_off_is_told_at_the_next() -> None:

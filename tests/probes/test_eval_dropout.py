@@ -109,6 +109,78 @@ class AlphaByDefault(Net):
         return functional.alpha_dropout(x)
 
 
+class Noise(Net):
+    """Noise of a fixed size in the code of the model itself, with what it is multiplied by in a name of its own."""
+
+    def inside(self, x: Tensor) -> Tensor:
+        noise = torch.randn(x.shape)
+        noise = noise * self.p
+        return x + noise
+
+
+class Added(Net):
+    def inside(self, x: Tensor) -> Tensor:
+        return x.add(torch.empty_like(x).normal_(0, 0.1))
+
+
+class Mask(Net):
+    def inside(self, x: Tensor) -> Tensor:
+        keep = 1 - self.p
+        return x * (torch.rand(x.shape) < keep).float() / keep
+
+
+class Depth(Net):
+    def inside(self, x: Tensor) -> Tensor:
+        return drop_path(x, self.p, training=True)
+
+
+class DepthOfMode(Net):
+    def inside(self, x: Tensor) -> Tensor:
+        return drop_path(x, self.p, self.training) + torch.rand_like(x) / 256
+
+
+def drop_path(x: Tensor, p: float, training: bool) -> Tensor:
+    """As it is written in many models."""
+    if p == 0.0 or not training:
+        return x
+    keep = 1 - p
+    kept = x.new_empty((len(x), 1)).bernoulli_(keep)
+    kept.div_(keep)
+    return x * kept
+
+
+class Guarded(Net):
+    def inside(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x + torch.rand_like(x)
+        return functional.dropout(x + self.p * torch.randn_like(x), self.p)
+
+
+class Variational(Net):
+    """Learns how much noise there is."""
+
+    def inside(self, x: Tensor) -> Tensor:
+        std = torch.exp(0.5 * x)
+        eps = torch.randn_like(std)
+        return x + eps * std
+
+
+class Denoises(Net):
+    """Predicts the noise."""
+
+    def inside(self, x: Tensor) -> Tensor:
+        noise = torch.randn_like(x)
+        return (self.layer(x + 0.3 * noise) - noise).square()
+
+
+class Masked(Net):
+    """Predicts what is hidden."""
+
+    def inside(self, x: Tensor) -> Tensor:
+        hidden = torch.rand(x.shape) < 0.5
+        return torch.where(hidden, self.layer(x * ~hidden), 0.0)
+
+
 class Raises(Net):
     def inside(self, x: Tensor) -> Tensor:
         x = functional.dropout(x)
@@ -169,7 +241,54 @@ def test_the_innermost_module_is_named() -> None:
     assert [module.path for module in evaluate(net)[0].modules] == ["1"]
 
 
-@pytest.mark.parametrize("kind", [Told, Never, ByModule, Samples, AlphaByDefault])
+@pytest.mark.parametrize(
+    "kind, function",
+    [(Noise, "randn"), (Added, "normal_"), (Mask, "rand"), (Depth, "bernoulli_")],
+)
+def test_dropout_written_by_hand_is_named(kind: type[Net], function: str) -> None:
+    """Noise of a fixed size that is added, and a mask of a fixed rate: with the line where they are applied."""
+    for wrapped in (kind().eval(), nn.Sequential(nn.Linear(4, 4), kind()).eval()):
+        (found,) = judged(evaluate(wrapped))
+        assert (found.evidence["function"], found.evidence["class"]) == (function, kind.__name__)
+        line = Path(__file__).read_text(encoding="utf-8").splitlines()[int(str(found.location).partition(":")[2]) - 1]
+        assert {"Noise": "x + noise", "Added": "x.add(", "Mask": "x * (", "Depth": "x * kept"}[kind.__name__] in line
+
+
+def test_what_a_model_draws_itself_is_its_own() -> None:
+    """No DDP is around it: its hook has run before its forward began, and the last draw is behind the last module's."""
+    net, x = Own().eval(), torch.randn(3, 4)
+    chance, told = Chance(entries_of(GUARD), dropout_calls), []
+    run = net.forward
+
+    def forward(x: Tensor) -> Tensor:
+        chance.begin(net)
+        out = run(x)
+        told.append(chance.end(net))
+        return out
+
+    net.forward = forward  # type: ignore[method-assign]
+    for _ in range(4):
+        net(x)
+    (found,) = judged([draws for draws in told if draws is not None])
+    assert found.evidence["function"] == "dropout"
+
+
+def test_noise_on_what_is_reconstructed_is_let_pass() -> None:
+    """A denoising auto-encoder is given less than it shall return, in its evaluation too; dropout is no such noise."""
+    calls = (DropoutCall(function="randn_like", location="m.py:3", active=True),)
+    part = DrawingModule(path="a", class_name="A", calls=calls)
+    assert judged([EvalDraws(step=4, modules=(part,))])
+    assert not judged([EvalDraws(step=4, modules=(part,), reconstructs=True)])
+    dropout = DrawingModule(
+        path="a", class_name="A", calls=(DropoutCall(function="dropout", location="m.py:4", active=True),)
+    )
+    assert judged([EvalDraws(step=4, modules=(dropout,), reconstructs=True)])
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Told, Never, ByModule, Samples, AlphaByDefault, DepthOfMode, Guarded, Variational, Denoises, Masked],
+)
 def test_what_is_right_is_let_pass(kind: type[Net]) -> None:
     """Functions that are told the mode, modules, and other draws are not even told."""
     assert evaluate(kind().eval(), FORWARDS + 2) == []

@@ -37,6 +37,7 @@ from ddpdebug.detectors.rcp.rcp812_mostly_frozen import MostlyFrozen
 from ddpdebug.detectors.rcp.rcp819_loss_broadcast import LossBroadcast
 from ddpdebug.instrument.probes import Probes
 from ddpdebug.isolation.guard import Guard
+from ddpdebug.probes import training_events as events
 from ddpdebug.probes.built import Built
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.loop_calls import Losses
@@ -51,6 +52,7 @@ from ddpdebug.probes.training_loop.parameter_ownership import Audit, unregistere
 from ddpdebug.probes.training_loop.rollouts import Rollouts
 from ddpdebug.probes.training_loop.schedulers import Schedules, length_of
 from ddpdebug.probes.training_loop.targets import Targets
+from ddpdebug.probes.training_loop.training_loop import RecipeNotes
 from ddpdebug.probes.training_loop.zero_grad import Cleared, Clearing
 from ddpdebug.schema import announcements
 from ddpdebug.schema.announcements import (
@@ -345,6 +347,48 @@ def test_gradients_that_are_cleared_in_any_way_are_not_carried_over() -> None:
 
 
 @pytest.mark.parametrize(
+    ("clears", "carried"),
+    [
+        ("in each evaluation", [False] * 3),
+        ("before each step", [True] * 3),  # of an evaluation before, in the same step
+        ("never", [True] * 3),
+        ("after each step, of one evaluation", [False] * 3),
+        ("never, of one evaluation", [False, True, True]),
+    ],
+)
+def test_gradients_that_a_closure_adds_to(clears: str, carried: list[bool]) -> None:
+    """Two halves of a batch are one evaluation; what an evaluation before has left does not belong to it."""
+    records: list[Any] = []
+    probes = Probes(Guard(lambda *_: None), records.append, lambda *_: None, lambda *_: True)
+    model = nn.Linear(3, 1)
+    one = clears.endswith("of one evaluation")
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=1 if one else 3)
+    probes.bus.emit(events.OptimizerBuilt(optimizer))
+
+    def closure() -> torch.Tensor:
+        if clears == "in each evaluation":
+            optimizer.zero_grad()
+        for half in torch.randn(2, 4, 3):
+            loss = (model(half) - 1).square().mean()
+            probes.bus.emit(events.BackwardBegan([loss]))
+            loss.backward()
+            probes.bus.emit(events.BackwardEnded())
+        return loss
+
+    for _ in range(3):
+        if clears == "before each step":
+            optimizer.zero_grad()
+        probes.bus.emit(events.StepBegan(optimizer, closure=True))
+        optimizer.step(closure)
+        probes.bus.emit(events.StepEnded(optimizer))
+        if clears.startswith("after each step"):
+            optimizer.zero_grad()
+    flags = [record.since.parts[RecipeNotes].flags for record in records]
+    assert [bool(flag & Flag.GRADS_CARRIED) for flag in flags] == carried
+    assert {record.fields["without_grad"] for record in records} == {0}  # before the closure there were none
+
+
+@pytest.mark.parametrize(
     ("gradient", "zero"),
     [
         (torch.zeros(5), True),
@@ -372,6 +416,27 @@ def test_gradients_that_are_thrown_away() -> None:
     """Clearing between backward and step, and between micro-batches, is seen from the first step on."""
     assert loop("before the step") == [Cleared(carried=False, gone=True, discards=0, written=True)] * 4
     assert loop("before each backward") == [UNTOUCHED._replace(discards=1)] * 4
+
+
+def test_networks_that_are_switched_off_for_each_others_turn() -> None:
+    """An optimizer is first looked at in another one's turn, when nothing of its own wants a gradient."""
+    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    clearing, seen = Clearing(), []
+    for optimizer in optimizers:
+        clearing.of(optimizer)
+    for turn in (0, 1) * 3:
+        for number, model in enumerate(models):
+            model.requires_grad_(number == turn)
+        clearing.begin_backward()
+        models[turn](torch.randn(4, 3)).pow(2).mean().backward()
+        clearing.end_backward()
+        seen.append(clearing.before_step(optimizers[turn]).carried)
+        optimizers[turn].step()
+        clearing.after_step(optimizers[turn])
+        if turn == 0:
+            optimizers[0].zero_grad()
+    assert seen == [False, False, False, True, False, True]
 
 
 def test_the_other_networks_gradients_may_be_cleared() -> None:
@@ -707,6 +772,31 @@ def test_harmless_evaluations_do_not_use_up_what_is_told(request: pytest.Fixture
     assert [fact.since for fact in told if isinstance(fact, TrainModeValidation)] == [1, 1, 1, 12]
 
 
+@pytest.mark.parametrize(("forwards", "samples", "told"), [(2, 64, 1), (1, 64, 0), (2, 320, 0), (3, 320, 1)])
+def test_a_short_evaluation_is_known_by_its_data(forwards: int, samples: int, told: int) -> None:
+    """Two forwards without gradients belong to many training steps, unless a loader over other data was begun."""
+    said: list[Any] = []
+    probes = _probes(lambda fact, number=None: said.append(fact))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))
+    probes.state.follow(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probes.loaders.samples = 320
+    for step in range(12):
+        if step == 8:
+            probes.loaders.samples = samples
+            with torch.no_grad():
+                for _ in range(forwards):
+                    probes.bus.emit(ModuleForwardBegan(model, (torch.zeros(2, 4),), {}))
+            probes.loaders.samples = 320
+        probes.bus.emit(ModuleForwardBegan(model, (torch.zeros(2, 4),), {}))
+        probes.bus.emit(events.StepBegan(optimizer, closure=False))
+        probes.bus.emit(events.StepEnded(optimizer))
+    evaluations = [fact for fact in said if isinstance(fact, TrainModeValidation)]
+    assert len(evaluations) == told
+    findings = [f for fact in evaluations for f in ValidationInTrainMode().compare(fact.topic, {0: fact})]
+    assert len(findings) == told
+
+
 def test_modules_in_a_plain_list_are_found_in_the_graph() -> None:
     """Parameters that no module registers are named by their container, what an input brings along is not."""
 
@@ -782,6 +872,68 @@ def _fine_tuned(which: str) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer
         model[2:].requires_grad_(False)
     other = torch.optim.SGD(head.parameters(), lr=0.1) if which == "head of another optimizer" else None
     return model, head, other
+
+
+def _stages(second: str) -> list[str]:
+    """Train a model, then with another optimizer what the filter of a second stage leaves; return what is told."""
+    told: list[Any] = []
+    probes = _probes(lambda said, number=None: told.append(said))
+    model, head, _ = _fine_tuned("nothing frozen")
+    probes.state.follow(model)
+
+    def stage(optimizer: torch.optim.Optimizer, steps: int) -> None:
+        for _ in range(steps):
+            x = torch.randn(4, 16)
+            probes.bus.emit(ModuleForwardBegan(model, (x,), {}))
+            out = model(x)
+            probes.bus.emit(events.ModuleForwardEnded(model, events.Tensors((x,)), events.Tensors(out)))
+            loss = out.square().mean()
+            probes.bus.emit(BackwardBegan([loss]))
+            loss.backward()
+            probes.bus.emit(BackwardEnded())
+            probes.bus.emit(events.StepBegan(optimizer, closure=False))
+            optimizer.step()
+            probes.bus.emit(events.StepEnded(optimizer))
+            optimizer.zero_grad()
+
+    def built(wanted: Callable[[str], bool]) -> torch.optim.Optimizer:
+        made = torch.optim.SGD([p for name, p in model.named_parameters() if wanted(name)], lr=0.01)
+        probes.bus.emit(events.OptimizerBuilt(made))
+        return made
+
+    first = built(lambda name: True)
+    stage(first, 40)
+    if second == "in turns":
+        other = built(lambda name: name.startswith("1."))
+        for _ in range(12):
+            stage(other, 4)
+            stage(first, 1)
+        return [type(fact).__name__ for fact in told]
+    if second == "new head":
+        head.weight, head.bias = nn.Parameter(torch.randn(3, 16)), nn.Parameter(torch.randn(3))
+    wanted = {"norms": lambda name: name[:4] in {"0.1.", "0.4."}, "head": lambda name: name.startswith("1.")}
+    wanted["new head"] = lambda name: name.startswith("0.")
+    wanted["head, the rest as it was"] = wanted["head"]
+    for name, p in model.named_parameters():
+        p.requires_grad_(second in {"new head", "head, the rest as it was"} or wanted[second](name))
+    stage(built(wanted[second]), 60)
+    return [f"{type(fact).__name__} {getattr(fact, 'norms', '')}".strip() for fact in told]
+
+
+@pytest.mark.parametrize(
+    "second, told",
+    [
+        ("norms", ["FrozenParameters 4"]),
+        ("new head", ["MissingParameters"]),
+        ("head", []),
+        ("head, the rest as it was", []),  # it has been trained before
+        ("in turns", []),
+    ],
+)
+def test_each_stage_of_training_is_looked_at(second: str, told: list[str]) -> None:
+    """A model is trained, changed, and trained on with another optimizer while the first one still lives."""
+    said = _stages(second)
+    assert [what for what in said if what.startswith(("Frozen", "Missing"))] == told
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ from typing import Any
 from ddpdebug.detectors.comparison import announced_at
 from ddpdebug.detectors.examples import digest, step_at, steps
 from ddpdebug.detectors.kinds import Detector, Examples, Facts, Fields, Findings, Severity, Step, Threshold
-from ddpdebug.schema.announcements import Loader
+from ddpdebug.schema.announcements import Announcement, Loader, RepeatedOrder
 
 #: Batches that are remembered for each rank; longer epochs are left to the samplers' own announcements.
 HISTORY = 8192
+_ORDER = {"step": 30, "sampler": "Repeated", "set_epoch": True, "epoch": 0, "indices": 64, "location": "train.py:40"}
 _LOADER: dict[str, Any] = {"distributed": True, "shuffle": True, "epoch": 0, "replicas": 4, "length": 800}
 
 
@@ -71,7 +72,7 @@ class SameOrder(Detector):
     code = "DATA902"
     severity = Severity.WARNING
     title = "every epoch repeats the same order"
-    topics = ("loader",)
+    topics = ("loader", "alone")
     same_order_batches = Threshold(
         3,
         "batches that a repeated cycle has at least",
@@ -82,9 +83,11 @@ class SameOrder(Detector):
         lambda: tuple(
             Facts(topic="loader:0", values={rank: {**_LOADER, "iterations": n} for rank in range(4)}) for n in (1, 2)
         ),
+        lambda: Facts(topic="alone:order", values=dict.fromkeys((0, 1), _ORDER)),
     )
     silent_on = Examples(
         lambda: steps(12),
+        lambda: Facts(topic="alone:order", values={0: {**_ORDER, "set_epoch": False}}),
         lambda: tuple(_cycle(n) for n in range(7)),
         lambda: tuple(_cycle(n, period=2) for n in range(12)),
         lambda: tuple(_cycle(n, period=1) for n in range(12)),
@@ -118,7 +121,24 @@ class SameOrder(Detector):
                 evidence={"period": histories[0].period, "observed": "batches come again in the same order"},
             )
 
-    def compare(self, topic: str, facts: Mapping[int, Loader]) -> Findings:
+    def compare(self, topic: str, facts: Mapping[int, Announcement]) -> Findings:
+        own = {rank: fact for rank, fact in facts.items() if isinstance(fact, RepeatedOrder)}
+        # what cannot be told the epoch may have a fixed order on purpose
+        if told := [(rank, fact) for rank, fact in sorted(own.items()) if fact.set_epoch]:
+            first = told[0][1]
+            yield self.finding(
+                step=first.step,
+                ranks=tuple(rank for rank, _ in told),
+                subject=(first.sampler,),
+                location=first.location,
+                evidence={"epoch": first.epoch, "indices_compared": first.indices},
+            )
+        elif not own:
+            yield from self._samplers(topic, {r: fact for r, fact in facts.items() if isinstance(fact, Loader)})
+
+    def _samplers(self, topic: str, facts: Mapping[int, Loader]) -> Findings:
+        if not facts:
+            return
         before, self._loaders[topic] = self._loaders.get(topic), facts
         if before is None or len(facts) < 2:
             return

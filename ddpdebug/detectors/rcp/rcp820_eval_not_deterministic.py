@@ -12,6 +12,7 @@ from ddpdebug.schema.announcements import DrawingModule, DropoutCall, EvalDraws
 _CALL = {"function": "dropout", "p": 0.1, "location": "model.py:31", "active": True}
 _MODULE = {"path": "encoder.0", "class": "Block", "training": False, "draws_otherwise": False}
 _ATTENTION = {**_CALL, "function": "scaled_dot_product_attention", "p": None, "location": "model.py:24"}
+_NOISE = {**_CALL, "function": "randn_like", "p": None}
 #: Calls that one finding names.
 _MAX_CALLS = 8
 
@@ -22,11 +23,13 @@ def _draws(*calls: dict[str, Any], **more: Any) -> tuple[Facts]:
 
 
 class EvalNotDeterministic(EventRule):
-    """A dropout function was active inside a module in eval mode: the same batch gives other outputs each time.
+    """Dropout was active inside a module in eval mode: the same batch gives other outputs each time.
 
-    While training it is looked for in evaluations that go through DDP's forward: once one has drawn random numbers,
-    the next tells which module's own code does, and the source of that module names the call. `model.module(x)` and
-    compiled models are not seen; `ddpdebug preflight` runs a batch twice.
+    By a function of torch's, or by hand: noise of a fixed size that is added, a mask of a fixed rate that is multiplied
+    by. While training it is looked for in evaluations that go through DDP's forward, or that of the model in one
+    process: once one has drawn random numbers, the next tells which module's own code does, and the source of that
+    module names the call. What else a model draws (variational and diffusion models, masked inputs) is its own.
+    `model.module(x)` and compiled models are not seen; `ddpdebug preflight` runs a batch twice.
 
     Impact: validation metrics carry noise that does not come from the data, and are worse than the model is; exported
     models behave randomly.
@@ -58,11 +61,16 @@ class EvalNotDeterministic(EventRule):
         lambda: (*steps(2), *_draws(_ATTENTION)),
         lambda: _draws({**_CALL, "active": None}),
         lambda: _draws(_CALL, draws_otherwise=True),
+        lambda: _draws(_NOISE, draws_otherwise=True),
     )
     silent_on = Examples(
         lambda: steps(3),
         lambda: _draws(_CALL, training=True),  # Monte Carlo dropout
         lambda: _draws({**_CALL, "active": None}, draws_otherwise=True),  # the other may have been it
+        lambda: Facts(
+            topic="alone:chance",
+            values={0: {"step": 20, "modules": [{**_MODULE, "calls": [_NOISE]}], "reconstructs": True}},
+        ),
         _draws,  # what an older version said of it cannot be read
         lambda: Facts(topic="alone:validation", values={0: {"step": 20, "forwards": 4, "since": 0}}),
     )
@@ -71,6 +79,8 @@ class EvalNotDeterministic(EventRule):
         found: dict[tuple[str, str | None], tuple[DrawingModule, DropoutCall]] = {}
         for part in fact.modules:
             for call in _culprits(part):
+                if fact.reconstructs and not _is_dropout(call):
+                    continue  # a denoising auto-encoder
                 found.setdefault((call.function, call.location), (part, call))
         if not found:
             return None
@@ -81,6 +91,10 @@ class EvalNotDeterministic(EventRule):
         if first.p is not None:
             evidence["p"] = first.p
         return {"subject": (module.path,), "location": first.location, "evidence": evidence}
+
+
+def _is_dropout(call: DropoutCall) -> bool:
+    return call.function.endswith(("dropout", "dropout1d", "dropout2d", "dropout3d", "attention"))
 
 
 def _culprits(module: DrawingModule) -> Sequence[DropoutCall]:

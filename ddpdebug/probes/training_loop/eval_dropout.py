@@ -72,9 +72,11 @@ class Chance:
         now, follows = self._now, self._drawing.is_on
         if now is None or now.ref() is not root:
             return None
-        self.release()
+        try:
+            modules = self._drawing.told(root) if follows else ()
+        finally:
+            self.release()
         if follows:
-            modules = self._drawing.told(root)
             now.followed = FOLLOWED if modules else now.followed
             return EvalDraws(modules=modules) if modules else None
         now.drew = now.drew or (bool(self._before) and _state(root) != self._before)
@@ -104,7 +106,7 @@ class _Drawing:
 
     def begin(self, root: nn.Module) -> None:
         self._root, self._state = weakref.ref(root), _state(root)
-        self._inside, self._found = [], {}
+        self._inside, self._found = [root], {}  # where no DDP is around it, its hook has run before its forward began
         self._before.on()
         self._after.on()
 
@@ -136,6 +138,8 @@ class _Drawing:
 
     def told(self, root: nn.Module) -> tuple[DrawingModule, ...]:
         """Return what was found and belongs to the model, as far as its source calls dropout functions."""
+        self._look()
+        self._inside = []
         found, self._found = self._found, {}
         told = []
         for path, module in internals.named_modules(root):

@@ -14,6 +14,8 @@ from ddpdebug import torch_internals as internals
 #: Runs of so many forwards without gradients are told: few are, and one or two views of a target network in each step
 #: would use that up.
 EVALUATION = 3
+#: The same where a loader over another data set was begun for them: a small set, a share of one on each rank.
+OF_OTHER_DATA = 2
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 

@@ -18,7 +18,7 @@ from ddpdebug.probes.plain_models import PlainModel
 from ddpdebug.schema.announcements import FrozenParameters, MissingParameters
 from ddpdebug.torch_internals.graph import leaf_of, saved_tensor
 
-#: Steps of the first optimizer in which is looked: at both things, at who holds what again, at what is frozen again.
+#: Steps of a stage's optimizer in which is looked: at both things, at who holds what again, at what is frozen again.
 FIRST, AGAIN, LATER = 1, 3, 32
 _MAX_NAMES = 20
 _MAX_NODES = 20_000
@@ -36,8 +36,16 @@ class Audit:
         self._all = built
         self._held: dict[int, int] = {}  # id of an optimizer -> elements that were trainable when it was built
         self._marked: dict[int, tuple[weakref.ref[torch.Tensor], int | None]] = {}
+        self._trained: dict[int, weakref.ref[torch.Tensor]] = {}  # by optimizers of earlier stages
+        self._followed: list[weakref.ref[torch.Tensor]] = []  # what the optimizer of this stage held at its beginning
         self._frozen = 0.0
         self._norms = 0
+        self._output = OutputLayer()
+
+    def begin(self) -> None:
+        """Begin another stage of training; what an earlier one has trained may be left out of it."""
+        self._trained.update((id(p), ref) for ref in self._followed if (p := ref()) is not None)
+        self._marked, self._followed, self._frozen, self._norms = {}, [], 0.0, 0
         self._output = OutputLayer()
 
     def built(self, optimizer: torch.optim.Optimizer) -> None:
@@ -53,6 +61,8 @@ class Audit:
         self, step: int, optimizer: torch.optim.Optimizer, wrappers: Sequence[Wrapper | PlainModel]
     ) -> MissingParameters | FrozenParameters | None:
         """Look around before a step of an optimizer; return what is to be announced."""
+        if step == 0:
+            self._followed = [weakref.ref(p) for p in _params(self._all.optimizers)]
         if step == FIRST:
             self._marked = {id(p): (weakref.ref(p), internals.version_of(p)) for _, p in self._missing(wrappers)}
             self._frozen, self._norms = self._frozen_share(optimizer), _only_norms(optimizer, wrappers)
@@ -105,7 +115,9 @@ class Audit:
         for wrapper in wrappers:
             prefix = f"{wrapper.prefix}." if len(wrappers) > 1 else ""
             for name, p in _named(wrapper):
-                if id(p) not in held and p.requires_grad and p.grad is not None and name not in wrapper.ignored:
+                if id(p) in held or name in wrapper.ignored or not p.requires_grad or p.grad is None:
+                    continue
+                if (ref := self._trained.get(id(p))) is None or ref() is not p:
                     yield prefix + name, p
 
     def _orphans(self, wrappers: Sequence[Wrapper | PlainModel]) -> list[str]:

@@ -24,6 +24,7 @@ from ddpdebug.probes import training_events as events
 from ddpdebug.probes.ddp_wrapper import Wrapper
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.forward_capture import ForwardCapture, ForwardCaptures
+from ddpdebug.probes.loaders import Loaders
 from ddpdebug.probes.loop_calls import LoopCalls
 from ddpdebug.probes.loss_line import expression
 from ddpdebug.probes.models import Models
@@ -47,13 +48,13 @@ from ddpdebug.probes.training_loop.loss_graph import (
     target_of,
     terms,
 )
-from ddpdebug.probes.training_loop.modes import EVALUATION, Modes, has_input_with_gradient
+from ddpdebug.probes.training_loop.modes import EVALUATION, OF_OTHER_DATA, Modes, has_input_with_gradient
 from ddpdebug.probes.training_loop.no_grad import LAST, NoGrad
 from ddpdebug.probes.training_loop.parameter_ownership import Audit, held_by, unregistered
 from ddpdebug.probes.training_loop.rollouts import Rollouts, with_rows
 from ddpdebug.probes.training_loop.schedulers import Schedules
 from ddpdebug.probes.training_loop.targets import Targets
-from ddpdebug.probes.training_loop.zero_grad import Clearing
+from ddpdebug.probes.training_loop.zero_grad import Clearing, evaluations
 from ddpdebug.probes.values import loss_reader
 from ddpdebug.schema.announcements import (
     Announce,
@@ -74,6 +75,7 @@ from ddpdebug.schema.details import (
     SteppedTwice,
 )
 from ddpdebug.schema.row import Flag
+from ddpdebug.torch_internals.graph import saved_tensor
 
 #: Of each line that calls backward so many passes are looked at in any case.
 _FIRST_PASSES = 16
@@ -86,6 +88,9 @@ _MAX_NAMES = 20
 #: After so many steps of the first optimizer parameters without a gradient are looked after.
 _CUTS = 2
 _MAX_OPTIMIZERS = 16
+#: After so many steps without one of the first optimizer another one begins a stage of training: those that take turns
+#: are not left out for so long. Stages that are looked at.
+_APART, _MAX_STAGES = 16, 8
 #: What DDP's reducer raises at the forward after a step in which some gradient never came.
 _UNREDUCED = "Expected to have finished reduction"
 
@@ -114,6 +119,7 @@ class _Loop:
     input_gradient: bool = False
     rows: set[int] = field(default_factory=set)  # of what the newest forward was given: its samples, most likely
     elements: int = 0  # that the largest forward was given
+    given: set[int] = field(default_factory=set)  # where that is in memory
     lines: list[str | None] = field(default_factory=list)  # that called backward
     unscaled: list[str] = field(default_factory=list)  # losses whose mean went into backward as it was
     scale: float | None = None  # that the gradients carry
@@ -126,8 +132,21 @@ class _Evaluation:
     """The forwards without gradients, in train mode, since the last one with gradients."""
 
     forwards: int = 0
+    elsewhere: int = 0  # of these, while a loader over other data than those that are trained on was the newest
     location: str | None = None
     since: int = 0  # the step after the evaluation before
+
+
+@dataclass(slots=True)
+class _Stage:
+    """The optimizer that is followed, and what it trains: another one may train on."""
+
+    optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+    apart: int = 0  # steps of others since its last one
+    number: int = 0
+    begins: bool = False  # its first forward is to be looked at
+    known: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)  # this one and those before
+    params: set[int] = field(default_factory=set)
 
 
 class LeakSearch(Protocol):
@@ -160,6 +179,7 @@ class Recipe:
     Args:
         models: finds the DDPs.
         calls: knows the loss scale.
+        loaders: know which data set is read.
         captures: keeps the forwards for `leaks`.
         announce: tells all ranks.
         leaks: asks whether a language model sees its targets; None does not ask.
@@ -174,12 +194,14 @@ class Recipe:
         *,
         models: Models,
         calls: LoopCalls,
+        loaders: Loaders,
         captures: ForwardCaptures,
         announce: Announce,
         leaks: LeakSearch | None = None,
         dropout_calls: DropoutCalls = _none,
     ) -> None:
         self._state, self._guard, self._models, self._calls, self._captures = state, guard, models, calls, captures
+        self._loaders, self._trained_on = loaders, loaders.samples  # the number of samples that are trained on
         self._entries, self._announce, self._pid = entries_of(guard), announce, os.getpid()
         self._run, self._threads = guard.run, self._entries.threads
         self.audit = Audit(self._entries.built)
@@ -187,8 +209,7 @@ class Recipe:
         self.schedules = Schedules(self._entries)
         self._modes, self._labels, self._chance = Modes(), Labels(), Chance(self._entries, dropout_calls)
         self._targets = Targets()
-        self._leaks = leaks
-        self._loop = _Loop()
+        self._leaks, self._loop = leaks, _Loop()
         self._passes: dict[str | None, int] = {}
         self._told: dict[type[Announcement], dict[Hashable, int]] = {}
         self._known: dict[type[Announcement], set[Hashable]] = {}  # what was told once
@@ -199,10 +220,11 @@ class Recipe:
         self._plain = PlainModels(state)
         self._forwards: dict[int, int] = {}  # of each model, with gradients
         self._stepping: list[int] = []
+        self._closure: weakref.ref[torch.optim.Optimizer] | None = None  # whose step calls one now
+        self._evaluated: int | None = None  # how often it has done so by the last backward of this step
         self._last: tuple[weakref.ref[torch.optim.Optimizer], int] | None = None  # who stepped, after how many passes
-        self._backwards = 0
-        self._steps = 0  # of the first optimizer
-        self._first: weakref.ref[torch.optim.Optimizer] | None = None
+        self._backwards, self._reconstructs = 0, False  # the latter: a loss compared with what the model was given
+        self._steps, self._stage = 0, _Stage()  # steps of the optimizer that is followed
         self._evaluation, self._rollouts = _Evaluation(), Rollouts()
         guard.when_cut(self.cut)
         guard.when_off("probe:recipe", self._forget_loop)
@@ -234,6 +256,7 @@ class Recipe:
         """Keep nothing of a step that has no end any more."""
         self._loop = _Loop()
         self._stepping.clear()
+        self._closure = None
 
     def _forget_forwards(self) -> None:
         self.abort()
@@ -293,8 +316,9 @@ class Recipe:
             if modes.mixed or not modes.names:
                 loop.mode_flags |= Flag.MODES_MIXED if modes.mixed else Flag.MODE_CHANGES_NOTHING
         loop.input_gradient |= has_input_with_gradient(tensors())
-        loop.rows = {tensor.shape[0] for tensor in with_rows(tensors())}
-        loop.elements = max(loop.elements, sum(tensor.numel() for tensor in with_rows(tensors())))
+        rows = list(with_rows(tensors()))
+        loop.rows, loop.given = {tensor.shape[0] for tensor in rows}, {tensor.data_ptr() for tensor in rows}
+        loop.elements = max(loop.elements, sum(tensor.numel() for tensor in rows))
         self._forwards[key] = self._forwards.get(key, 0) + 1
         inputs = self._inputs.get(key)
         if inputs is None:
@@ -309,10 +333,12 @@ class Recipe:
     def _begins_without_gradients(self, root: torch.nn.Module, tensors: Tensors) -> None:
         seen = self._evaluation
         if not self._run("probe:modes", self._modes.evaluates_in_train, root):
-            seen.forwards = 0
+            seen.forwards = seen.elsewhere = 0
             self._rollouts.forget()
             return
         seen.forwards += 1
+        samples = self._loaders.samples
+        seen.elsewhere += None not in {samples, self._trained_on} and samples != self._trained_on
         seen.location = seen.location or user_location()
         if seen.forwards > 1:  # one or two views are a part of many training steps
             self._run("probe:rollouts", self._rollouts.given, tensors())
@@ -330,7 +356,7 @@ class Recipe:
     def _ends(self, root: torch.nn.Module, key: int, event: events.ForwardEnded | events.ModuleForwardEnded) -> None:
         run = self._run
         if draws := run("probe:chance", self._chance.end, root):
-            self.tell(draws)
+            self.tell(replace(draws, reconstructs=self._reconstructs))
         if key in self._inputs:
             run("probe:inputs", self._inputs[key].end)
         if key in self._no_grad:
@@ -339,8 +365,10 @@ class Recipe:
             cut = run("probe:cuts", self._cuts.pop(key).end)
             if cut is not None:
                 self.tell(cut)
-        if torch.is_grad_enabled() and self._forwards.get(key) == 2:
-            run("probe:unregistered", self._unregistered, root, event)
+        if torch.is_grad_enabled() and (self._forwards.get(key) == 2 or self._stage.begins):
+            if not self._stage.begins:
+                run("probe:unregistered", self._unregistered, root, event)
+            self._stage.begins = False
             run("probe:audit", self.audit.output, root, event.outputs())
 
     def _unregistered(self, root: torch.nn.Module, event: events.ForwardEnded | events.ModuleForwardEnded) -> None:
@@ -359,7 +387,7 @@ class Recipe:
         """Forget what was noted of a step that an exception of the user's has cut short."""
         self.abort()
         self._stepping.clear()
-        self._loop = _Loop()
+        self._closure, self._loop = None, _Loop()
         self._labels.take({})
         if self._leaks is not None:
             self._leaks.drop()
@@ -392,7 +420,7 @@ class Recipe:
         if not seen.forwards:
             return
         step = self._state.next_step()
-        if seen.forwards >= EVALUATION:
+        if seen.forwards >= EVALUATION or seen.elsewhere >= OF_OTHER_DATA:
             since = step - seen.since
             collected = self._run("probe:rollouts", self._rollouts.collected, () if batch is None else batch()) or False
             fact = TrainModeValidation(forwards=seen.forwards, location=seen.location, since=since, collected=collected)
@@ -407,10 +435,19 @@ class Recipe:
         """Note a backward that begins."""
         if self._state.in_backward:
             return
-        self._run("probe:clearing", self.clearing.begin_backward)
+        self._run("probe:clearing", self._begin_clearing)
         loop = self._loop
         loop.scale = self._calls.known_scale() if self._calls.is_scaled else None
         loop.lines.append(user_location())
+
+    def _begin_clearing(self) -> None:
+        optimizer = None if self._closure is None else self._closure()
+        if optimizer is not None:
+            number, before = evaluations(optimizer), self._evaluated
+            self._evaluated = number
+            if before is not None and number != before:
+                self.clearing.used(optimizer)
+        self.clearing.begin_backward()
 
     def _look_at_loss(self, event: events.BackwardBegan) -> None:
         """Look at what the loss is made of, before backward frees its graph."""
@@ -431,6 +468,8 @@ class Recipe:
             for fact in facts(term):
                 self._tell_once(fact, line)
             self._run("probe:labels", self._labels.read, term)
+            target = saved_tensor(term.node, "target")
+            self._reconstructs |= target is not None and target.data_ptr() in loop.given
         if not any(takes_classes(term) for term in found) and (soft := soft_target_input(root)) is not None:
             self._tell_once(soft, line)
         if targets := self._run("probe:labels", self._targets.read, found, root, loop.rows, by_scaler=scaled):
@@ -470,7 +509,15 @@ class Recipe:
         """See which gradients have come."""
         if not self._state.in_backward:
             self._backwards += 1
-            self._run("probe:clearing", self.clearing.end_backward)
+            self._run("probe:clearing", self._end_clearing)
+
+    def _end_clearing(self) -> None:
+        self.clearing.end_backward()
+        optimizer = None if self._closure is None else self._closure()
+        if optimizer is not None and self.clearing.carries(optimizer):
+            shown = self._state.since.parts[RecipeNotes]
+            shown.flags |= Flag.GRADS_CARRIED
+            shown.recipe.setdefault("carried", CarriedGradients(location=user_location()))
 
     # --- what stands between backward and step ------------------------------------------------------------------------
 
@@ -526,7 +573,9 @@ class Recipe:
         if loop.in_eval and loop.in_eval == loop.trained and loop.lines:
             flags |= Flag.EVAL_MODE | loop.mode_flags
             detail["modes"] = EvalForwards(modules=tuple(loop.eval_modules[:_MAX_NAMES]), location=loop.location)
-        if not event.closure:
+        if event.closure:
+            self._closure, self._evaluated = weakref.ref(optimizer), None
+        else:
             flags |= run("probe:clearing", self._gradients, optimizer, detail) or Flag(0)
         flags |= run("probe:labels", self._labels.take, detail) or Flag(0)
         found = run("probe:schedules", self.schedules.before_step, optimizer, len(loop.lines)) or {}
@@ -584,9 +633,8 @@ class Recipe:
         return SteppedTwice(other=type(other).__name__, names=tuple(names[:_MAX_NAMES])) if names else None
 
     def _count(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._first is None or self._first() is None:
-            self._first = weakref.ref(optimizer)
-        if self._first() is not optimizer:
+        self._follow(optimizer)
+        if self._stage.optimizer is None or self._stage.optimizer() is not optimizer:
             return
         fact = self.audit.at_step(self._steps, optimizer, self._trained())
         if self._no_grad:
@@ -599,6 +647,23 @@ class Recipe:
             }
         if fact is not None:
             self._announce(fact)
+
+    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Choose whose steps are counted: the first optimizer's, until a stage of training begins with another one."""
+        known = None if self._stage.optimizer is None else self._stage.optimizer()
+        if known is optimizer:
+            self._stage.apart = 0
+            return
+        self._stage.apart += 1
+        if known is not None and (self._stage.apart < _APART or optimizer in self._stage.known):
+            return  # they take turns
+        held = held_by([optimizer])
+        self._stage.optimizer, self._stage.apart = weakref.ref(optimizer), 0
+        self._stage.known.add(optimizer)
+        if self._stage.params and held != self._stage.params and self._stage.number < _MAX_STAGES:
+            self._stage.number, self._steps, self._stage.begins = self._stage.number + 1, 0, True
+            self.audit.begin()
+        self._stage.params = held  # one that was built again for the same goes on
 
     def _look_for_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Follow what ran without gradients in the first forward."""
@@ -621,6 +686,8 @@ class Recipe:
         if self._state.in_backward:
             return
         self._end_evaluation()
+        self._trained_on = self._loaders.samples if self._trained_on is None else self._trained_on
+        self._closure = None
         self._run("probe:clearing", self.clearing.after_step, optimizer)
         self._last = (weakref.ref(optimizer), self._backwards)
         self._loop = _Loop()

@@ -59,9 +59,9 @@ class Fed:
         groups = [] if optimizer is None else optimizer.param_groups
         key = hash(tuple((id(group), len(group["params"])) for group in groups))
         if key != self.key:
-            self.key = key
             every = [p for group in groups for p in group["params"] if p.requires_grad]
             chosen = every[:: max(1, len(every) // _SAMPLE)][:_SAMPLE]
+            self.key = key if chosen else 0  # what is switched off for another one's turn comes back
             self.params = [weakref.ref(p) for p in chosen]
             self.stale = self.carried = self.unused = False
             self.marks = []
@@ -83,6 +83,14 @@ class Fed:
             return False
         # no `map`: a StopIteration of the user's would be taken for the end of the gradients
         return all(_begins_with_zeros(grad) for grad in grads)
+
+
+def evaluations(optimizer: torch.optim.Optimizer) -> int:
+    """Return how often an optimizer has evaluated its closure, as far as it counts that."""
+    if type(optimizer) is not torch.optim.LBFGS:
+        return 0
+    counts = (state.get("func_evals", 0) for state in list(optimizer.state.values()))
+    return int(next(counts, 0))
 
 
 def _never(_: torch.optim.Optimizer) -> bool:
@@ -138,6 +146,16 @@ class Clearing:
                     fed.carried = fed.carried or fed.stale
                     fed.unused, fed.versions = not fed.is_zero(), _versions(fed)
                 fed.marks = now
+
+    def used(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer has used its gradients within its step, and asks its closure for others."""
+        fed = self.of(optimizer)
+        fed.stale = fed.stale or any(fed.marks)
+
+    def carries(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Tell whether a backward has added to gradients that the optimizer has used."""
+        fed = self.of(optimizer)
+        return fed.carried and fed.stale
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> Cleared:
         """Return what was done to an optimizer's gradients before its step, which reads them itself."""
