@@ -10,12 +10,12 @@ class Parts(nn.Module):
     def __init__(self):
         super().__init__()
         self.encoder, self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
-        self.frozen = nn.Linear(8, 8)
+        self.frozen, self.scale = nn.Linear(8, 8), 1.0
 
     def forward(self, x):
         with torch.no_grad():
             x = self.encoder(x)
-        return self.head(self.body(self.frozen(x)).detach())
+        return self.scale * self.head(self.body(self.frozen(x)).detach())
 
 
 dist.init_process_group("gloo")
@@ -24,7 +24,9 @@ module = Parts()
 optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
 module.frozen.requires_grad_(False)
 model = DDP(module, find_unused_parameters=True)
-for _ in range(34):
+for step in range(34):
+    if step == 3 and dist.get_rank() == 1:
+        model.module.scale = 0.5  # a number that one rank changes
     optimizer.zero_grad()
     model(torch.randn(4, 8)).square().mean().backward()
     optimizer.step()
