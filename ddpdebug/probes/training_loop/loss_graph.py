@@ -99,14 +99,14 @@ def terms(root: torch.Tensor, *, by_scaler: bool) -> list[Term]:
             found.append(Term(node, scaled))
         elif name in _SCALED or name in _SCALAR_SUMS or name == "NegBackward0":
             waiting += [(below, scaled or name in _SCALED) for below, _ in node.next_functions]
-        elif name in _FORM and (below := _below_form(node)).name() in _CLASSES:
+        elif name in FORM and (below := _below_form(node)).name() in _CLASSES:
             found.append(Term(below, scaled))  # one number for each label, in another form: as masks have it
     return found
 
 
 def _below_form(node: Any) -> Any:
     for _ in range(_MAX_POINTWISE):
-        below = node.next_functions[0][0] if node.name() in _FORM and node.next_functions else None
+        below = node.next_functions[0][0] if node.name() in FORM and node.next_functions else None
         if below is None:
             break
         node = below
@@ -131,7 +131,7 @@ def divided_by(root: torch.Tensor, term: Term, *, by_scaler: bool) -> tuple[floa
         if node is None or node is term.node:
             break
         number = _scaled_by(node)
-        if number is None and node.name() not in _FORM and node.name() != "NegBackward0":
+        if number is None and node.name() not in FORM and node.name() != "NegBackward0":
             break
         product *= 1.0 if number is None else number
         node = node.next_functions[0][0]

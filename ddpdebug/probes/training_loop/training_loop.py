@@ -186,7 +186,7 @@ class Recipe:
         dropout_calls: reads the calls of dropout functions from a module's source.
     """
 
-    def __init__(  # noqa: PLR0913 - what it depends on
+    def __init__(  # noqa: PLR0913, PLR0915 - what it depends on
         self,
         bus: Bus,
         state: StepState,
