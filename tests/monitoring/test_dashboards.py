@@ -221,5 +221,5 @@ def test_gpu_metrics_of_another_exporter_join_by_the_name_of_the_gpu(scraped: An
     device = 'label_replace(vector(87), "UUID", "GPU-2", "", "")'
     found = until(lambda: scraped.query(block.replace("DCGM_FI_DEV_GPU_UTIL", device)))
     assert [(series["metric"], series["value"][1]) for series in found] == [
-        ({"UUID": "GPU-2", "rank": "2", "run_id": "r1"}, "87")
+        ({"UUID": "GPU-2", "rank": "2", "run": "r1", "run_id": "r1"}, "87")
     ]

@@ -383,6 +383,8 @@ def test_gradients_that_a_closure_adds_to(clears: str, carried: list[bool]) -> N
         probes.bus.emit(events.StepEnded(optimizer))
         if clears.startswith("after each step"):
             optimizer.zero_grad()
+    probes.remove()
+    probes.release()
     flags = [record.since.parts[RecipeNotes].flags for record in records]
     assert [bool(flag & Flag.GRADS_CARRIED) for flag in flags] == carried
     assert {record.fields["without_grad"] for record in records} == {0}  # before the closure there were none
@@ -791,6 +793,8 @@ def test_a_short_evaluation_is_known_by_its_data(forwards: int, samples: int, to
         probes.bus.emit(ModuleForwardBegan(model, (torch.zeros(2, 4),), {}))
         probes.bus.emit(events.StepBegan(optimizer, closure=False))
         probes.bus.emit(events.StepEnded(optimizer))
+    probes.remove()
+    probes.release()
     evaluations = [fact for fact in said if isinstance(fact, TrainModeValidation)]
     assert len(evaluations) == told
     findings = [f for fact in evaluations for f in ValidationInTrainMode().compare(fact.topic, {0: fact})]
