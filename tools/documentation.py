@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import count, groupby
 from pathlib import Path
 
 from ddpdebug.commands.explain import Page, pages
@@ -22,7 +22,7 @@ from ddpdebug.schema.coverage import Coverage
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Row
 from ddpdebug.schema.step import Step
-from ddpdebug.sinks import Covered, FindingRaised, RunStarted, StepJudged
+from ddpdebug.sinks import Covered, FindingRaised, RunStarted, Saved, StepJudged
 from ddpdebug.sinks.prometheus.exporter import PrometheusSink
 
 _SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "summary": ("_sum", "_count")}
@@ -47,9 +47,10 @@ _METRICS_HEAD = """\
 What the Prometheus endpoint serves (`--metrics`, see [options.md](options.md)). This page is made from the code by
 `make docs`.
 
-`rank` is the rank that reports. What all ranks know alike (findings, disagreement, check interval) is reported by every
-rank that serves: aggregate it with `max`, not with `sum`. With several optimizers, loss, norms, rates and times are
-those of the one that has stepped most.
+`rank` is the rank that reports. What all ranks know alike is aggregated with `max`, not with `sum`, and without `rank`
+and `instance`. Findings, incidents, disagreement and the steps apart are reported by two ranks only, the lowest and the
+highest of those that take part; by every rank once they can no longer talk. With several optimizers, loss, norms, rates
+and times are those of the one that has stepped most.
 
 The number of series does not depend on the model: at most 100 per rank, and on rank 0 one more for each finding code
 (on the other ranks the counter of a code appears with its first finding). Layer names stand only in the five newest
@@ -230,10 +231,18 @@ def _cell(text: str) -> str:
 
 def _example_sink() -> PrometheusSink:
     """Return a sink that has seen enough to show every metric, and serves nothing."""
-    sink = PrometheusSink(1, "", 0, mode="rank0")
+    times = count(0.0, 10.0)
+    sink = PrometheusSink(1, "", 0, mode="rank0", clock=lambda: next(times))
     sink.write(FindingRaised(finding=Finding(code="RANK101", severity=Severity.CRITICAL, title="", id="RANK101-1")))
     sink.write(RunStarted(run_id="", rank=1, world=2, directory=None, config={}, versions={}))
-    sink.write(StepJudged(step=Step(step=0, optimizer=0, world=2, rows={1: Row(rank=1)})))
+    for number in range(32):  # memory grows
+        used, limit = (number + 1) << 26, 1 << 40
+        row = Row(rank=1, step=number, step_seconds=1.0, host_bytes=used, host_limit_bytes=limit,
+                  device_allocated_bytes=used, device_peak_bytes=used, device_limit_bytes=limit)  # fmt: skip
+        sink.write(StepJudged(step=Step(step=number, optimizer=0, world=2, rows={1: row})))
+    weight = {"norm": 1.0, "update": 0.1, "grad_norm": 0.1, "dim": 2}
+    layers = {"parameters": {"w": weight}, "modules": {"m": {"zero_units": 0.1, "saturated": 0.1}}}
+    sink.write(Saved(kind="detail", payload={"rank": 1, "step": 31, "detail": "layers", "value": layers}))
     sink.write(Covered(coverage=Coverage(world=2, ended=True)))
     return sink
 

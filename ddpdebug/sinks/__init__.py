@@ -40,6 +40,14 @@ class StepJudged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Met:
+    """The ranks that compare themselves now, and how far they are apart; told every few seconds and when it changes."""
+
+    members: tuple[int, ...]  # ascending; empty once they can no longer talk
+    apart: int = 0  # steps between the fastest and the slowest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FindingRaised:
     """A new finding (`new`), or a known one seen again (its count and last step have grown)."""
 
@@ -88,7 +96,7 @@ class RunEnded:
     time: str = ""
 
 
-Record = RunStarted | StepJudged | FindingRaised | Trouble | Saved | Covered | RunEnded
+Record = RunStarted | StepJudged | Met | FindingRaised | Trouble | Saved | Covered | RunEnded
 
 
 class Sink(Protocol):

@@ -10,6 +10,7 @@ import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,7 +19,7 @@ from ddpdebug.commands.explain import pages
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Digest, Flag, Row
 from ddpdebug.schema.step import Step
-from ddpdebug.sinks import FindingRaised, RunEnded, RunStarted, Saved, StepJudged, Trouble
+from ddpdebug.sinks import FindingRaised, Met, RunEnded, RunStarted, Saved, StepJudged, Trouble
 from ddpdebug.sinks.prometheus import server
 from ddpdebug.sinks.prometheus.exporter import PrometheusSink
 
@@ -90,11 +91,11 @@ def test_a_step_shows_in_the_next_scrape(sink: PrometheusSink) -> None:
         ("ddpdebug_host_memory_bytes", "0"): 10,
         ("ddpdebug_device_memory_bytes", "peak", "0"): 30,
         ("ddpdebug_last_step_timestamp_seconds", "0"): 1000,
-        ("ddpdebug_step_seconds_bucket", "0.1", "0"): 0,
-        ("ddpdebug_step_seconds_bucket", "0.3", "0"): 1,
-        ("ddpdebug_step_seconds_bucket", "+Inf", "0"): 1,
+        ("ddpdebug_step_seconds_bucket", "+Inf", "0"): None,
+        ("ddpdebug_step_seconds_count", "0"): 1,
         ("ddpdebug_step_seconds_sum", "0"): 0.2,
         ("ddpdebug_phase_seconds_sum", "forward", "0"): 0.05,
+        ("ddpdebug_phase_seconds_sum", "other", "0"): pytest.approx(0.15),
         ("ddpdebug_phase_seconds_count", "data", "0"): 0,
         ("ddpdebug_overhead_ratio", "0"): 0.008,
         ("ddpdebug_check_interval_steps", "0"): 5,
@@ -171,9 +172,11 @@ def test_the_number_of_series_is_bounded_and_does_not_grow() -> None:
     """At most 150 per rank, whatever has been found."""
     for rank in (0, 1):
         sink = full_of_everything(rank)
+        for step in range(2, 30):
+            sink.write(judged(step, loss=1.0, step_seconds=0.1))
         count = len(samples(sink))
-        for step in range(2, 50):
-            sink.write(judged(step, loss=1.0, flags=Flag.LOSS_NONFINITE))
+        for step in range(30, 80):
+            sink.write(judged(step, loss=1.0, step_seconds=0.1 * step))
         assert len(samples(sink)) == count <= 150
         assert samples(sink)["ddpdebug_findings_total", "other", str(rank), "error"] > 1
         sink.close()
@@ -372,3 +375,166 @@ def test_the_layers_that_stand_out_have_fixed_slots() -> None:
         ("ddpdebug_layer_dead_units", "relu", "0", "1"): 0.25,
         ("ddpdebug_layer_saturation", "gate", "0", "1"): 0.5,
     }
+
+
+def test_step_times_that_differ_by_a_fifth_are_told_apart() -> None:
+    """The buckets lie about the run's usual step, alike on all ranks, and stay where they are."""
+    shown = []
+    for rank in (0, 1):
+        sink = PrometheusSink(rank, "127.0.0.1", 0)
+        for step in range(40):
+            seconds = {0: 9.0, 30: 0.4}.get(step, 0.48 if step % 2 else 0.58)
+            rows = {each: Row(rank=each, step=step, step_seconds=seconds + 0.01 * each) for each in (0, 1)}
+            sink.write(StepJudged(step=Step(step=step, optimizer=0, world=2, rows=rows)))
+        found = samples(sink)
+        totals = {key[1]: value for key, value in found.items() if key[0] == "ddpdebug_step_seconds_bucket"}
+        shown.append(sorted(totals, key=float))
+        bounds = [float(bound) for bound in shown[-1]]
+        between = [bound for bound in bounds if 0.49 < bound < 0.58]
+        assert between
+        assert 15 <= totals[str(between[0])] <= 22  # the fast half
+        assert found["ddpdebug_step_seconds_count", str(rank)] == totals["+Inf"] == 40
+        fine = [bound for bound in bounds if 0.4 < bound < 1.2]
+        assert all(after / before < 1.21 for before, after in pairwise(fine))
+        sink.close()
+    assert shown[0] == shown[1]
+    assert len(shown[0]) <= 14
+
+
+def test_slow_steps_do_not_wait_for_their_buckets_all_day() -> None:
+    """A step that takes minutes is known after a few."""
+    sink = PrometheusSink(0, "127.0.0.1", 0)
+    for step in range(6):
+        sink.write(judged(step, step_seconds=90.0))
+    assert ("ddpdebug_step_seconds_bucket", "+Inf", "0") in samples(sink)
+    sink.close()
+
+
+def filled(
+    *, kind: str = "host", grows: int = 16 << 20, steps: int = 100, peers: int = 1
+) -> dict[tuple[str, ...], float]:
+    """Scrape a rank whose memory has grown by so many bytes in each step of ten seconds."""
+    times = iter(range(0, 10 * steps + 10, 10))
+    sink = PrometheusSink(0, "127.0.0.1", 0, clock=lambda: float(next(times)))
+    for rank in range(2):
+        node = {"node": "n" if rank < peers else "m"}
+        sink.write(Saved(kind="fact", payload={"rank": rank, "topic": "place", "value": node}))
+    for step in range(steps):
+        used, limit = (1 << 30) + grows * step, (1 << 30) + grows * (steps + 99)
+        device = kind == "device"
+        sizes = {"device_allocated_bytes": used, "device_peak_bytes": used, "device_limit_bytes": limit}
+        fields = sizes if device else {"host_bytes": used, "host_limit_bytes": limit}
+        sink.write(judged(step, **fields))
+    found = samples(sink)
+    sink.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+def test_memory_that_grows_says_when_it_is_full(kind: str) -> None:
+    """At the present growth; the last step left room for a hundred more of ten seconds each."""
+    assert filled(kind=kind)["ddpdebug_memory_full_seconds", kind, "0"] == pytest.approx(1000, rel=0.05)
+
+
+def test_the_ranks_of_a_node_fill_its_memory_together() -> None:
+    """Two that grow alike have left half of the time, or none any more."""
+    alone = filled(peers=1)["ddpdebug_memory_full_seconds", "host", "0"]
+    both = filled(peers=2)["ddpdebug_memory_full_seconds", "host", "0"]
+    assert both < 0.5 * alone
+
+
+def test_memory_that_does_not_grow_is_never_full() -> None:
+    """No forecast at all, and none of a device that is not there."""
+    found = filled(grows=0)
+    absent = {"ddpdebug_memory_full_seconds", "ddpdebug_allocation_retries_total", "ddpdebug_device_memory_bytes",
+              "ddpdebug_device_memory_limit_bytes"}  # fmt: skip
+    assert not absent & {key[0] for key in found}
+    assert found["ddpdebug_host_memory_limit_bytes", "0"] > 0
+
+
+def test_a_device_has_its_memory_limit_and_retries() -> None:
+    """Retries are counted."""
+    sink = PrometheusSink(0, "127.0.0.1", 0)
+    sink.write(judged(0, device_limit_bytes=80, device_retries=3))
+    found = samples(sink)
+    sink.close()
+    assert (found["ddpdebug_allocation_retries_total", "0"], found["ddpdebug_device_memory_limit_bytes", "0"]) == (
+        3,
+        80,
+    )
+
+
+def test_what_all_ranks_know_is_told_by_the_lowest_and_the_highest() -> None:
+    """By all where they have not met, are lost to each other, or have been silent for long."""
+    now = [0.0]
+    told: list[list[bool]] = []
+    sinks = [PrometheusSink(rank, "127.0.0.1", 0, clock=lambda: now[0]) for rank in range(4)]
+
+    def look() -> None:
+        told.append([("ddpdebug_steps_apart", str(rank)) in samples(sink) for rank, sink in enumerate(sinks)])
+
+    look()
+    for members in ((0, 1, 2, 3), (1, 2), ()):
+        for sink in sinks:
+            sink.write(Met(members=members))
+        look()
+    for sink in sinks:
+        sink.write(Met(members=(0, 1, 2, 3), apart=7))
+    assert samples(sinks[0])["ddpdebug_steps_apart", "0"] == 7
+    assert ("ddpdebug_step", "1") not in samples(sinks[1])
+    assert ("ddpdebug_findings_total", "", "1", "critical") not in samples(sinks[1])
+    assert ("ddpdebug_rank_outvoted", "parameters", "1") in {
+        (k[0], k[2], k[1]) for k in samples(sinks[1]) if len(k) == 3
+    }
+    now[0] = 60.0
+    look()
+    for sink in sinks:
+        sink.close()
+    everybody = [True] * 4
+    assert told == [everybody, [True, False, False, True], [False, True, True, False], everybody, everybody]
+
+
+def nan_on(rank: int, step: int, code: str = "NUM302", severity: Severity = Severity.CRITICAL) -> FindingRaised:
+    """Build a finding about a rank."""
+    return FindingRaised(
+        finding=Finding(code=code, severity=severity, title="", step=step, ranks=(rank,), id=f"{code}-{step}")
+    )
+
+
+def test_the_rank_that_made_the_first_nan_is_named() -> None:
+    """By findings about what was made; later ones, and those about something else, do not count."""
+    sink = PrometheusSink(0, "127.0.0.1", 0, mode="rank0")
+    sink.write(judged(0))
+    sink.write(nan_on(0, 3, "NUM307"))
+    sink.write(nan_on(0, 4, "NUM301", Severity.INFO))
+    assert samples(sink)["ddpdebug_nonfinite_origin", "0"] == 0
+    sink.write(nan_on(0, 9))
+    sink.write(nan_on(1, 7))
+    sink.write(nan_on(0, 8))
+    found = samples(sink)
+    sink.close()
+    assert (found["ddpdebug_nonfinite_origin", "0"], found["ddpdebug_nonfinite_origin", "1"]) == (0, 1)
+
+
+def test_layers_end_with_a_nan_and_with_age() -> None:
+    """A line that stands is not a layer that trains; the next finite sample shows again."""
+    sink = PrometheusSink(0, "127.0.0.1", 0)
+    table = {"w": {"norm": 1.0, "update": 0.5, "grad_norm": 2.0, "dim": 2}}
+    gone = {"w": {"norm": None, "update": None, "grad_norm": None, "dim": 2}}
+
+    def shown(step: int, parameters: object = None, **fields: float) -> list[str]:
+        if parameters is not None:
+            payload = {"rank": 0, "step": step, "detail": "layers", "value": {"parameters": parameters}}
+            sink.write(Saved(kind="detail", payload=payload))
+        sink.write(judged(step, **fields))
+        return [key[0] for key in samples(sink) if key[0].startswith("ddpdebug_layer_")]
+
+    both = ["ddpdebug_layer_update_ratio", "ddpdebug_layer_grad_norm"]
+    assert shown(0, table) == both
+    assert shown(1, flags=Flag.SKIPPED | Flag.GRADS_NONFINITE) == both  # what a loss scaler does
+    assert shown(2, flags=Flag.PARAMS_NONFINITE) == []
+    assert shown(3) == both
+    assert shown(4, gone) == []
+    assert shown(5, table) == both
+    assert shown(5000) == []  # checked every fifth step: samples come at least every 320
+    sink.close()

@@ -3,15 +3,16 @@
 A step costs storing references and counting: everything else happens when somebody scrapes, in a thread of the
 server's own, also while the training thread hangs in a collective. Training code is never called from there.
 
-Labels are `rank` (who reports) and few fixed values, so that the number of series does not depend on the model: at most
-150 per rank, 98 of them without any finding, then up to ten for the newest and one for each code.
-What all ranks know alike (findings, disagreement, interval) is reported by every rank that serves: aggregate it with
-`max`, not with `sum`.
+Labels are `rank` (who reports) and few fixed values, so that the number of series does not depend on the model.
+What all ranks know alike is aggregated with `max`, not with `sum`. Findings, incidents and disagreement are many
+series: only the lowest and the highest rank that take part report them, and all do when they can no longer talk. Two, so
+that they are not lost with one endpoint or one node.
 With several optimizers, loss, norms, rates and times are those of the one that has stepped most, the first of equals.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -23,16 +24,19 @@ from prometheus_client.registry import Collector
 
 from ddpdebug.schema.coverage import Coverage
 from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.sinks import Covered, FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
+from ddpdebug.schema.row import Row
+from ddpdebug.sinks import Covered, FindingRaised, Met, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
 from ddpdebug.sinks.agreement import COMPARED, dissenters
 from ddpdebug.sinks.prometheus.discovery import target
 from ddpdebug.sinks.prometheus.metrics import (
     INCIDENTS,
     Layers,
+    Pace,
     RankState,
     agreement_metrics,
     finding_metrics,
     incident_metrics,
+    is_about_making,
     own_metrics,
     rank_metrics,
     run_metrics,
@@ -42,6 +46,8 @@ from ddpdebug.sinks.text import clean
 
 #: So many codes are counted apart, further ones together as `other`.
 _CODES = 35
+#: Seconds for which ranks that have said who takes part are believed; they say it every few seconds.
+_BELIEVED = 30.0
 
 
 class PrometheusSink(Collector):
@@ -79,6 +85,11 @@ class PrometheusSink(Collector):
         self._outvoted: dict[str, dict[int, frozenset[int]]] = {what: {} for what in COMPARED}
         self._disagreements = dict.fromkeys(COMPARED, 0)
         self._layers = Layers()
+        self._pace = Pace()
+        self._members: tuple[int, ...] = ()
+        self._met, self._apart = -math.inf, 0
+        self._nodes: dict[int, str] = {}
+        self._origin: tuple[tuple[float, int], frozenset[int]] | None = None  # (step, number of ranks), ranks
         self._errors = 0
         self._coverage: Coverage | None = None
         self._last: StepJudged | None = None
@@ -108,16 +119,16 @@ class PrometheusSink(Collector):
         match record:
             case StepJudged():
                 self._step(record)
+            case Met():
+                self._members, self._apart, self._met = record.members, record.apart, self._clock()
             case FindingRaised():
                 self._finding(record)
             case Trouble():
                 self._errors += 1
             case Covered():
                 self._coverage = record.coverage
-            case Saved(kind="fact", payload={"topic": "place", "rank": int(rank), "value": dict(place)}):
-                self._place(rank, place)
-            case Saved(kind="detail", payload={"detail": "layers", "rank": self._rank, "value": dict(detail)}):
-                self._layers.take(detail)
+            case Saved():
+                self._saved(record)
             case RunStarted():
                 self._started = record
                 own = {"node": record.node, "local_rank": record.local_rank, "metrics": record.metrics_url}
@@ -131,25 +142,45 @@ class PrometheusSink(Collector):
         if endpoint is not None:
             endpoint.close()
 
+    def _saved(self, record: Saved) -> None:
+        match record:
+            case Saved(kind="fact", payload={"topic": "place", "rank": int(rank), "value": dict(place)}):
+                self._place(rank, place)
+            case Saved(kind="detail", payload={"detail": "layers", "rank": self._rank, "value": dict(detail), **rest}):
+                self._layers.take(detail, int(rest.get("step") or 0))
+
     def _step(self, record: StepJudged) -> None:
         self._last = record
         now = self._clock()
         step = record.step
+        self._pace.learn(step)
+        used = self._used(step.rows)
         if self._everyone:
             for rank, row in step.rows.items():
                 if (state := self._ranks.get(rank)) is None:
                     state = self._ranks[rank] = RankState()
-                state.add(row, now)
+                state.add(row, now, self._pace.bounds, host_bytes=used[self._nodes.get(rank, "")])
             for rank, state in self._ranks.items():
                 state.up = rank in step.rows
         elif (own := step.rows.get(self._rank)) is not None:
-            self._ranks[self._rank].add(own, now)
+            here = used[self._nodes.get(self._rank, "")]
+            self._ranks[self._rank].add(own, now, self._pace.bounds, host_bytes=here)
         for what, ranks in dissenters(step).items():
             self._outvoted[what][step.optimizer] = ranks
             self._disagreements[what] += bool(ranks)
 
+    def _used(self, rows: Mapping[int, Row]) -> Mapping[str, int]:
+        """Return what the ranks of each node use of its memory, bytes; they share one limit."""
+        used: Counter[str] = Counter()
+        for rank, row in rows.items():
+            used[self._nodes.get(rank, "")] += (row.host_private_bytes or row.host_bytes) + row.workers_bytes
+        return used
+
     def _finding(self, record: FindingRaised) -> None:
         finding = record.finding
+        if record.new and is_about_making(finding) and finding.severity >= Severity.ERROR:
+            found = (math.inf if finding.step is None else finding.step, len(finding.ranks)), frozenset(finding.ranks)
+            self._origin = found if self._origin is None else min(self._origin, found, key=lambda pair: pair[0])
         if record.new:
             known = finding.code in {code for code, _ in self._findings} or len(self._findings) < _CODES + len(Severity)
             self._findings[finding.code if known else "other", finding.severity.label] += 1
@@ -158,6 +189,8 @@ class PrometheusSink(Collector):
     def _place(self, rank: int, place: Mapping[str, Any]) -> None:
         if isinstance(url := place.get("metrics"), str):
             self._targets[rank] = url
+        if isinstance(node := place.get("node"), str):
+            self._nodes[rank] = node
         if rank == self._rank or self._everyone:
             state = self._ranks.setdefault(rank, RankState())
             state.node = clean(place.get("node", state.node), 200)
@@ -184,10 +217,22 @@ class PrometheusSink(Collector):
         own = str(self._rank)
         outvoted = {what: found.copy() for what, found in self._outvoted.items()}
         yield from run_metrics(own, self._started)
-        yield from finding_metrics(own, self._findings.copy())
-        yield from agreement_metrics(own, outvoted, self._disagreements)
+        if self._speaks:
+            yield from finding_metrics(own, self._findings.copy())
+            yield from agreement_metrics(own, outvoted, self._disagreements, self._apart)
+            yield from incident_metrics(own, tuple(self._incidents))
         yield from own_metrics(own, self._errors, self._coverage, self._last)
-        yield from incident_metrics(own, tuple(self._incidents))
         ranks = [(str(rank), state) for rank, state in sorted(self._ranks.copy().items())]
-        yield from rank_metrics(ranks, {what: frozenset().union(*found.values()) for what, found in outvoted.items()})
-        yield from self._layers.metrics(own)
+        origin = frozenset() if self._origin is None else self._origin[1]
+        voted = {what: frozenset().union(*found.values()) for what, found in outvoted.items()}
+        yield from rank_metrics(ranks, voted, origin)
+        interval = 1 if self._last is None else self._last.interval
+        yield from self._layers.metrics(own, self._ranks[self._rank], interval)
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this rank reports what all ranks know alike."""
+        members = self._members
+        if self._everyone or not members or self._clock() - self._met > _BELIEVED:
+            return True
+        return self._rank in {members[0], members[-1]}

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import attrgetter
+from statistics import median
 from typing import Any
 
 from prometheus_client.core import (
@@ -24,21 +26,39 @@ from prometheus_client.core import (
 from ddpdebug.schema.coverage import Coverage, counted_off
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.row import Flag, Row
+from ddpdebug.schema.step import Step
 from ddpdebug.sinks import RunStarted, StepJudged
 from ddpdebug.sinks.agreement import COMPARED
 from ddpdebug.sinks.text import clean, ranks_text
 
 #: So many of the newest findings are shown with their names.
 INCIDENTS = 5
-#: Upper bounds of the step-time histogram, seconds.
-BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
-_BOUNDS = (*map(str, BUCKETS), "+Inf")
-_PHASES = ("data", "forward", "backward", "optimizer")
+#: Bounds of the step-time histogram are powers of this; these powers about that of the run's usual step
+#: (docs/decisions/030-step-times.md).
+_RESOLUTION = 1.2
+_POWERS = (*range(-3, 7), 10, 16, 26)
+#: The usual step is the median of so many, after the first ones; of fewer once these have taken so many seconds.
+_FIRST_STEPS, _USUAL_STEPS, _FEW_STEPS, _LONG = 2, 16, 4, 60.0
+#: Those that are measured. What a step takes beyond them is the phase `other`.
+_MEASURED = ("data", "forward", "backward", "optimizer")
+_PHASES = (*_MEASURED, "other")
+#: Memory is going to be full where the minima of so many blocks in a row have risen, each rise at least this share of
+#: the mean one, and all by so many bytes and this share of what is used; a block has so many seconds and steps.
+_BLOCKS, _STEADY, _GROWN, _GROWN_SHARE = 6, 0.3, 8 << 20, 0.002
+_BLOCK_SECONDS, _BLOCK_STEPS = 10.0, 4
+#: Findings about a NaN or an infinity that somebody has made.
+_MADE = frozenset({"NUM301", "NUM302", "NUM303", "NUM304", "NUM305", "NUM309"})
 #: Gauge -> field of the row, help; NaN in a step that did not compute it leaves the last known value.
 _GAUGES = {
     "ddpdebug_loss": ("loss", "Mean loss of the last step, unscaled, as given to backward."),
-    "ddpdebug_grad_norm": ("grad_norm", "2-norm of the gradients after the reduction, before clipping."),
-    "ddpdebug_local_grad_norm": ("local_grad_norm", "2-norm of the rank's own gradients before the reduction."),
+    "ddpdebug_grad_norm": (
+        "grad_norm",
+        "2-norm of the gradients after the reduction, before clipping, without the loss scale.",
+    ),
+    "ddpdebug_local_grad_norm": (
+        "local_grad_norm",
+        "2-norm of the rank's own gradients before the reduction, without the loss scale.",
+    ),
     "ddpdebug_loss_scale": ("loss_scale", "Scale of the gradient scaler."),
     "ddpdebug_learning_rate": ("lr", "Learning rate of the first parameter group."),
     "ddpdebug_clip_threshold": ("clip_max", "Norm to which gradients are clipped."),
@@ -55,8 +75,6 @@ _MEMORY = {
     "ddpdebug_host_private_memory_bytes": ("host_private_bytes", "Of these, neither backed by a file nor shared."),
     "ddpdebug_host_memory_limit_bytes": ("host_limit_bytes", "Memory limit of the control group, or of the machine."),
     "ddpdebug_loader_memory_bytes": ("workers_bytes", "Private memory of the DataLoader's workers."),
-    "ddpdebug_device_memory_limit_bytes": ("device_limit_bytes", "Memory of the device."),
-    "ddpdebug_allocation_retries": ("device_retries", "Allocations that succeeded only after the cache was emptied."),
 }
 #: Kind -> field of the row, bytes.
 _DEVICE_MEMORY = {
@@ -88,7 +106,7 @@ _NONFINITE = {
 }
 
 _GAUGE_VALUES = attrgetter(*(field for field, _ in _GAUGES.values()))
-_PHASE_VALUES = attrgetter(*(f"{phase}_seconds" for phase in _PHASES))
+_PHASE_VALUES = attrgetter(*(f"{phase}_seconds" for phase in _MEASURED))
 #: In such a step NaN is a value or says that there is none.
 _CERTAIN = int(Flag.CHECKED | Flag.LOSS_NONFINITE | Flag.LOCAL_GRADS_NONFINITE | Flag.GRADS_NONFINITE)
 #: So many gauges are known in every step that is certain; those after them rarely.
@@ -97,6 +115,73 @@ _ANY_NONFINITE = sum(_NONFINITE.values())
 _SKIPPED, _CHECKED = int(Flag.SKIPPED), int(Flag.CHECKED)
 _GUARDED = int(Flag.GUARD_SKIPPED)
 _UNSYNCED = int(Flag.UNSYNCED_BACKWARD | Flag.BYPASS)
+#: Nothing that a layer shows is worth a line any more.
+_BROKEN = int(Flag.LOSS_NONFINITE | Flag.PARAMS_NONFINITE)
+#: So many checked steps lie between two samples of the layers at most (probes/layer_statistics.py), and so many times
+#: that distance is a sample shown.
+_SAMPLED_EVERY, _SAMPLES_MISSED = 64, 2
+
+
+class Pace:
+    """The bounds of the step-time histogram, seconds: about the run's usual step, and fixed once that is known.
+
+    They follow from the rows of all ranks, so that they are the same wherever these are seen.
+    """
+
+    def __init__(self) -> None:
+        self.bounds: tuple[float, ...] = ()
+        self._seen: list[float] = []
+
+    def learn(self, step: Step) -> None:
+        """Take a step of all ranks."""
+        if self.bounds or not (known := [s for s in step.columns["step_seconds"] if s > 0]):
+            return
+        self._seen.append(median(known))
+        usual = self._seen[_FIRST_STEPS:]
+        if len(usual) >= _USUAL_STEPS or (len(usual) >= _FEW_STEPS and sum(usual) >= _LONG):
+            power = round(math.log(median(usual), _RESOLUTION))
+            self.bounds = tuple(float(f"{_RESOLUTION ** (power + i):.3g}") for i in _POWERS)
+
+
+class Filling:
+    """The time until a memory is full at its present growth.
+
+    Blocks of steps count with their minimum, which knows nothing of evaluations and long batches in between.
+    """
+
+    def __init__(self) -> None:
+        self._minima: deque[tuple[float, int]] = deque(maxlen=_BLOCKS)  # when the block began, bytes
+        self._lowest: int | None = None
+        self._began, self._steps = 0.0, 0
+        self._rate = 0.0  # bytes a second, 0 where it does not grow
+        self._left = 0
+
+    def add(self, now: float, used: int, limit: int) -> None:
+        """Take what is used at a time, bytes; 0 stands for unknown."""
+        if used <= 0:
+            return
+        self._left = max(0, limit - used) if limit > 0 else -1
+        if self._lowest is None:
+            self._began, self._lowest, self._steps = now, used, 0
+        elif used < self._lowest:
+            self._lowest = used
+        self._steps += 1
+        if self._steps >= _BLOCK_STEPS and now - self._began >= _BLOCK_SECONDS:
+            self._minima.append((self._began, self._lowest))
+            self._lowest = None
+            self._rate = self._growth()
+
+    def _growth(self) -> float:
+        (first, least), (last, most) = self._minima[0], self._minima[-1]
+        rises = [after - before for (_, before), (_, after) in pairwise(self._minima)]
+        if len(self._minima) < _BLOCKS or most - least < max(_GROWN, _GROWN_SHARE * most):
+            return 0.0
+        return (most - least) / (last - first) if min(rises) >= _STEADY * (most - least) / len(rises) else 0.0
+
+    @property
+    def seconds(self) -> float | None:
+        """The seconds until it is full; None where it does not grow, or has no limit that is known."""
+        return self._left / self._rate if self._rate > 0 and self._left >= 0 else None
 
 
 class RankState:
@@ -108,20 +193,31 @@ class RankState:
         self.seen = 0.0
         self.up = True
         self.values = [math.nan] * len(_GAUGES)
-        self.buckets = [0] * (len(BUCKETS) + 1)
+        self.bounds: tuple[float, ...] = ()
+        self.buckets: list[int] = []  # one more than bounds, none before these are known
+        self._early: list[float] = []  # step times until then
+        self.step_count = 0
         self.step_seconds = 0.0
         self.phase_seconds = [0.0] * len(_PHASES)
         self.phase_counts = [0] * len(_PHASES)
         self.steps = self.checked = self.skipped = self.clipped = self.unsynced = self.guarded = 0
         self.nonfinite = dict.fromkeys(_NONFINITE, 0)
+        self.filling = {"host": Filling(), "device": Filling()}
         # where it runs
         self.node = ""
         self.local_rank = ""
         self.gpu = ""
 
-    def add(self, row: Row, now: float) -> None:
-        """Take one row; called once per rank and step."""
+    def add(self, row: Row, now: float, bounds: tuple[float, ...] = (), *, host_bytes: int = 0) -> None:
+        """Take one row; called once per rank and step.
+
+        Args:
+            bounds: of the step-time histogram, once they are known.
+            host_bytes: what all ranks use that share this one's limit.
+        """
         self.newest, self.seen = row, now
+        self.filling["host"].add(now, host_bytes, row.host_limit_bytes)
+        self.filling["device"].add(now, row.device_allocated_bytes, row.device_limit_bytes)
         flags = row.flags
         self.steps += 1
         if flags:
@@ -135,13 +231,27 @@ class RankState:
         for i, value in enumerate(_GAUGE_VALUES(row)):
             if value == value or (certain and i < _OFTEN):  # noqa: PLR0124 - NaN: keep the last known value
                 self.values[i] = value
-        if row.step_seconds >= 0:  # not when unknown, which is NaN
-            self.buckets[bisect_left(BUCKETS, row.step_seconds)] += 1
-            self.step_seconds += row.step_seconds
+        measured = 0.0
         for i, seconds in enumerate(_PHASE_VALUES(row)):
-            if seconds >= 0:
+            if seconds >= 0:  # not when unknown, which is NaN
                 self.phase_seconds[i] += seconds
                 self.phase_counts[i] += 1
+                measured += seconds
+        if row.step_seconds >= 0:
+            self._time(row.step_seconds, bounds)
+            self.phase_seconds[-1] += max(0.0, row.step_seconds - measured)
+            self.phase_counts[-1] += 1
+
+    def _time(self, seconds: float, bounds: tuple[float, ...]) -> None:
+        self.step_count += 1
+        self.step_seconds += seconds
+        self._early.append(seconds)
+        if bounds:
+            buckets = self.buckets or [0] * (len(bounds) + 1)
+            for each in self._early:
+                buckets[bisect_left(bounds, each)] += 1
+            self._early.clear()
+            self.bounds, self.buckets = bounds, buckets
 
     def _count(self, flags: int) -> None:
         self.checked += bool(flags & _CHECKED)
@@ -159,25 +269,35 @@ class Layers:
 
     def __init__(self) -> None:
         self._worst: dict[str, list[tuple[float, str]]] = {}
+        self._step = 0
 
-    def take(self, detail: Mapping[str, Any]) -> None:
-        """Take a detail of the kind `layers` (schema/details.py)."""
-        weights = {name: about for name, about in _tables(detail.get("parameters")) if about.get("dim", 0) > 1}
-        ratios = {name: _ratio(about.get("update"), about.get("norm")) for name, about in weights.items()}
-        seen = dict(_tables(detail.get("modules")))
-        values = {
-            "ddpdebug_layer_update_ratio": ratios,
-            "ddpdebug_layer_grad_norm": {name: about.get("grad_norm") for name, about in weights.items()},
-            "ddpdebug_layer_dead_units": {name: about.get("zero_units") for name, about in seen.items()},
-            "ddpdebug_layer_saturation": {name: about.get("saturated") for name, about in seen.items()},
-        }
-        found = {what: _largest(table) for what, table in values.items()}
-        self._worst = {**self._worst, **{what: worst for what, worst in found.items() if worst}}
+    def take(self, detail: Mapping[str, Any], step: int) -> None:
+        """Take a detail of the kind `layers` (schema/details.py); what it has no number of any more, ends."""
+        parameters, seen = dict(_tables(detail.get("parameters"))), dict(_tables(detail.get("modules")))
+        weights = {name: about for name, about in parameters.items() if about.get("dim", 0) > 1}
+        worst = dict(self._worst)
+        if parameters:
+            ratios = {name: _ratio(about.get("update"), about.get("norm")) for name, about in weights.items()}
+            norms = {name: about.get("grad_norm") for name, about in weights.items()}
+            worst |= {"ddpdebug_layer_update_ratio": _largest(ratios), "ddpdebug_layer_grad_norm": _largest(norms)}
+        if seen:
+            dead = {name: about.get("zero_units") for name, about in seen.items()}
+            ended = {name: about.get("saturated") for name, about in seen.items()}
+            worst |= {"ddpdebug_layer_dead_units": _largest(dead), "ddpdebug_layer_saturation": _largest(ended)}
+        self._worst, self._step = worst, step
 
-    def metrics(self, rank: str) -> Iterator[Metric]:
-        """Yield a family of each kind, empty before the first sample."""
+    def metrics(self, rank: str, state: RankState, interval: int) -> Iterator[Metric]:
+        """Yield a family of each kind: empty before the first sample, after a NaN, and when the newest is old.
+
+        Args:
+            state: of the rank.
+            interval: between two checked steps.
+        """
+        row = state.newest
+        old = row is not None and row.step - self._step > _SAMPLES_MISSED * _SAMPLED_EVERY * interval
+        worst = {} if row is not None and (old or row.flags & _BROKEN) else self._worst
         for name, text in _LAYERS.items():
-            slots = enumerate(self._worst.get(name, ()), 1)
+            slots = enumerate(worst.get(name, ()), 1)
             values = (((rank, str(slot), clean(layer, 120)), value) for slot, (value, layer) in slots)
             yield _gauge(name, text, values, "slot", "layer")
 
@@ -251,12 +371,17 @@ def finding_metrics(own: str, findings: Mapping[tuple[str, str], int]) -> Iterat
 
 
 def agreement_metrics(
-    own: str, outvoted: Mapping[str, Mapping[int, frozenset[int]]], disagreements: Mapping[str, int]
+    own: str, outvoted: Mapping[str, Mapping[int, frozenset[int]]], disagreements: Mapping[str, int], apart: int
 ) -> Iterator[Metric]:
-    """Yield how many ranks were outvoted last, and in how many steps any was; `outvoted` is by optimizer."""
+    """Yield how many ranks were outvoted last, in how many steps any was, and how far the ranks are apart.
+
+    `outvoted` is by optimizer.
+    """
+    text = "Steps between the fastest and the slowest rank at one moment: 0 while they take each step together."
+    yield _gauge("ddpdebug_steps_apart", text, [((own,), apart)])
     yield _gauge(
         "ddpdebug_ranks_disagreeing",
-        "Ranks outvoted when this was last compared (all of them where there is no majority).",
+        "Ranks outside the largest group of equals when this was last compared (all where no group is the largest).",
         (((own, what), max(map(len, found.values()), default=0)) for what, found in outvoted.items()),
         "what",
     )
@@ -287,6 +412,11 @@ def own_metrics(own: str, errors: int, coverage: Coverage | None, last: StepJudg
     yield _gauge("ddpdebug_check_interval_steps", text, [((own,), nan if last is None else last.interval)])
 
 
+def is_about_making(finding: Finding) -> bool:
+    """Whether a finding tells of a NaN or an infinity that ranks have made."""
+    return finding.code in _MADE and bool(finding.ranks)
+
+
 def incident_metrics(own: str, incidents: Iterable[tuple[Finding, float]]) -> Iterator[Metric]:
     """Yield the newest findings by name: where each began, and when (seconds since the epoch)."""
     steps: list[tuple[Sequence[str], float]] = []
@@ -303,8 +433,14 @@ def incident_metrics(own: str, incidents: Iterable[tuple[Finding, float]]) -> It
     yield _gauge("ddpdebug_incident_timestamp_seconds", text, times, *names)
 
 
-def rank_metrics(ranks: _Ranks, outvoted: Mapping[str, frozenset[int]]) -> Iterator[Metric]:
-    """Yield the metrics of single ranks: place, rows, events, times, memory, votes."""
+def rank_metrics(
+    ranks: _Ranks, outvoted: Mapping[str, frozenset[int]], origin: frozenset[int] = frozenset()
+) -> Iterator[Metric]:
+    """Yield the metrics of single ranks: place, rows, events, times, memory, votes.
+
+    Args:
+        origin: ranks that have made the first NaN.
+    """
     yield _gauge(
         "ddpdebug_rank_info",
         "Where the rank runs; always 1. gpu_uuid is empty without a GPU.",
@@ -319,9 +455,13 @@ def rank_metrics(ranks: _Ranks, outvoted: Mapping[str, frozenset[int]]) -> Itera
     yield from _event_metrics(ranks)
     yield from _time_metrics(ranks)
     yield from _memory_metrics(ranks)
-    text = "1 while the rank was outvoted when this was last compared (all ranks where there is no majority)."
+    text = (
+        "1 while the rank was outvoted when this was last compared (all ranks where no group of equals is the largest)."
+    )
     votes = (((rank, what), int(rank) in outvoted[what]) for rank, _ in ranks for what in COMPARED)
     yield _gauge("ddpdebug_rank_outvoted", text, votes, "what")
+    text = "1 on the ranks that have made the run's first NaN or infinity, by the finding about it; 0 on the others."
+    yield _gauge("ddpdebug_nonfinite_origin", text, (((rank,), int(rank) in origin) for rank, _ in ranks))
 
 
 def _row_metrics(ranks: _Ranks) -> Iterator[Metric]:
@@ -355,12 +495,18 @@ def _event_metrics(ranks: _Ranks) -> Iterator[Metric]:
 
 
 def _time_metrics(ranks: _Ranks) -> Iterator[Metric]:
-    steps = HistogramMetricFamily("ddpdebug_step_seconds", "Time from step to step.", labels=("rank",))
-    text = "Time of the phases of a step; data is the wait for the loader."
+    text = "Time from step to step; the buckets are chosen about the run's usual step."
+    steps = HistogramMetricFamily("ddpdebug_step_seconds", text, labels=("rank",))
+    text = "Time of the phases of a step; data is the wait for the loader, other what is in no other phase."
     phases = SummaryMetricFamily("ddpdebug_phase_seconds", text, labels=("rank", "phase"))
     for rank, state in ranks:
-        totals = accumulate(tuple(state.buckets))
-        steps.add_metric([rank], list(zip(_BOUNDS, totals, strict=True)), state.step_seconds)
+        bounds, buckets = (*map(str, state.bounds), "+Inf"), tuple(state.buckets)
+        if len(bounds) == len(buckets):
+            totals = accumulate(buckets)
+            steps.add_metric([rank], list(zip(bounds, totals, strict=True)), state.step_seconds)
+        else:  # all buckets appear at once, so that they have grown alike in each window
+            steps.add_sample("ddpdebug_step_seconds_count", {"rank": rank}, state.step_count)
+            steps.add_sample("ddpdebug_step_seconds_sum", {"rank": rank}, state.step_seconds)
         for i, phase in enumerate(_PHASES):
             phases.add_metric([rank, phase], state.phase_counts[i], state.phase_seconds[i])
     yield steps
@@ -371,6 +517,18 @@ def _memory_metrics(ranks: _Ranks) -> Iterator[Metric]:
     known = [(rank, s.newest) for rank, s in ranks if s.newest is not None]
     for name, (field, text) in _MEMORY.items():
         yield _gauge(name, text, [((rank,), getattr(row, field)) for rank, row in known])
+    text = "Seconds until the memory is full at its present growth; absent where it does not grow."
+    times = ((rank, kind, filling.seconds) for rank, s in ranks for kind, filling in s.filling.items())
+    full = [((rank, kind), seconds) for rank, kind, seconds in times if seconds is not None]
+    yield _gauge("ddpdebug_memory_full_seconds", text, full, "kind")
+    # absent where there is none, also no limit that was set for tensors of the CPU
+    devices = [(rank, row) for rank, row in known if row.device_limit_bytes or row.device_peak_bytes]
+    text = "Memory of the device, or the limit set for tensors of the CPU; absent without either."
+    yield _gauge(
+        "ddpdebug_device_memory_limit_bytes", text, (((rank,), row.device_limit_bytes) for rank, row in devices)
+    )
+    text = "Allocations on the device that succeeded only after the cache was emptied."
+    yield _counter("ddpdebug_allocation_retries", text, (((rank,), row.device_retries) for rank, row in devices))
     text = "Memory of the device, as torch's allocator counts it."
-    values = (((rank, kind), getattr(row, field)) for rank, row in known for kind, field in _DEVICE_MEMORY.items())
+    values = (((rank, kind), getattr(row, field)) for rank, row in devices for kind, field in _DEVICE_MEMORY.items())
     yield _gauge("ddpdebug_device_memory_bytes", text, values, "kind")
