@@ -436,3 +436,23 @@ def opens(panel: Panel, column: str, title: str, url: str) -> Panel:
 def board_url(uid: str) -> str:
     """Return the address of another dashboard about the run whose id is the value that is clicked."""
     return f"/d/{uid}?var-datasource=${{datasource}}&var-run=${{__value.raw}}&${{__url_time_range}}"
+
+
+#: Where the runbooks are read; docs/monitoring.md says how to host them elsewhere.
+RUNBOOKS = "https://github.com/ddpdebug/ddpdebug/blob/main/docs/runbooks/"
+
+
+def alerts(selector: str, *, run: bool = False) -> Panel:
+    """Return a table of the alerts that fire, each of which leads to its runbook.
+
+    Args:
+        run: the alerts are of several runs, which are named.
+    """
+    columns = {"alertname": "Alert", "severity": "Severity"}
+    columns |= {"run": "Name"} if run else {}
+    columns |= {"what": "What", "code": "Code", "rank": "Rank"}
+    labels = ", ".join((*columns, *(("run_id",) if run else ())))
+    panel = listing([f"max by ({labels}) ({selector})"], names=columns, sort="Severity", missing="none")
+    return opens(
+        worded(panel, "Severity", SEVERITIES), "Alert", "open the runbook", f"{RUNBOOKS}${{__value.raw}}.md"
+    )
