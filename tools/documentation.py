@@ -54,8 +54,51 @@ and times are those of the one that has stepped most.
 
 The number of series does not depend on the model: at most 100 per rank, and on rank 0 one more for each finding code
 (on the other ranks the counter of a code appears with its first finding). Layer names stand only in the five newest
-incidents. `run_id` is a label of `ddpdebug_run_info` and of targets that were found by service discovery;
-[monitoring.md](monitoring.md) shows how to join it, and how to join `gpu_uuid` with the GPU's own metrics."""
+incidents. [monitoring.md](monitoring.md) shows how to join `gpu_uuid` with the GPU's own metrics.
+
+Besides the labels in the table every series has these two, each with one value per process, so that there are no more
+series for it and no join is needed:
+
+- `run_id`: six hexadecimal digits, another one for each run. A run that is started again on the same port has series of
+  its own and inherits no counter.
+- `run`: the name for people: `--name`, else the name of the script; letters, digits, `_`, `.` and `-`, 64 at most. Runs
+  of the same script share it.
+
+## The state of a run
+
+`ddpdebug_run_state` is one number per process. The codes are fixed, and ordered so that the largest of a run's ranks is
+the state of the run: `max by (run_id, run) (ddpdebug_run_state)`.
+
+- **0 finished**: the script came to its end; `ddpdebug_run_outcome_info` says whether with findings.
+- **1 running**: it runs, and nothing at `error` or above is current.
+- **2 ill**: it runs, and a finding at `error` or `critical` is current: it was seen in the last 1000 steps, or is of a
+  kind that is told only once.
+- **3 cancelled**: somebody asked it to end, by SIGTERM, SIGINT (Ctrl-C) or SIGHUP, also one that a handler of the
+  script turned into exit status 128 + n.
+- **4 failed**: the script raised or left with another exit status than 0, or a finding ended it (`--guard stop`,
+  `--on-finding raise`).
+- **5 lost**: it was killed, or left without a word.
+
+A process that has ended is served for some seconds more ([monitoring.md](monitoring.md#runs-that-have-ended)), where
+`--sd-dir` or `--metrics-port` is given: its state, `ddpdebug_run_outcome_info` (`outcome` is `clean`, `findings`,
+`failed`, `cancelled` or `lost`; `cause` a finding's code, an exception's type or a signal), the time of its end,
+incidents, and all counters. Gauges of steps are gone then: nothing is served as if it were alive. After that the target
+goes away, and its series end. So ask for what was last seen in a range, which also bounds how long it is told:
+
+- state of each run, ended ones included: `max by (run_id, run) (last_over_time(ddpdebug_run_state[$__range]))`
+- seconds since a run was last seen, the heartbeat: `time() - max by (run_id, run) (timestamp(ddpdebug_run_state))`; a
+  run of which nothing answers any more is in `last_over_time(ddpdebug_run_state[15m])` and not in `ddpdebug_run_state`.
+- failed or lost in the last quarter of an hour: `max by (run_id, run) (last_over_time(ddpdebug_run_state[15m])) >= 4`
+- ranks that are listed, do not answer, and told of no end (a node that lost power), for a quarter of an hour:
+  `(last_over_time(ddpdebug_run_state[15m]) > 0) < 3 and on (job, instance) up == 0`. A target that is no longer listed
+  is no evidence: it may have ended in order where nothing can linger (a step of Slurm).
+- the findings of ended runs: `last_over_time(ddpdebug_incident_step[$__range])`, and by severity
+  `max by (run_id, run, severity) (max_over_time(ddpdebug_findings_total[$__range]))`
+
+Targets carry the label `sd="file"` (or none), never `run_id`: what `up` says is of an address, and the expression above
+says whose that was.
+
+## All metrics"""
 
 _OPTIONS_HEAD = """\
 # Options
@@ -127,7 +170,7 @@ def metrics_page() -> str:
     rows = []
     for metric in _example_sink().collect():
         names = " ".join(f"`{metric.name}{suffix}`" for suffix in _SUFFIXES.get(metric.type, ("",)))
-        labels = {name: None for sample in metric.samples for name in sample.labels if name != "le"}
+        labels = metric._labelnames  # noqa: SLF001 - also of a metric that has no sample yet
         values = {name: {sample.labels[name]: None for sample in metric.samples} for name in labels}
         shown = [f"`{name}` ({', '.join(values[name])})" if name in _LISTED_LABELS else f"`{name}`" for name in labels]
         rows.append((names, metric.type, ", ".join(shown), metric.documentation))

@@ -65,6 +65,11 @@ class Config:
         kinds.PERMISSIONS,
         "Who may read the files of the run directory: only their owner, whom the umask lets, or whom the mode names.",
     )
+    name: str | None = _option(
+        None,
+        kinds.text("a name"),
+        "Name of the run for people, a label of all its metrics; the default is the script's.",
+    )
     budget: float = _option(0.01, kinds.number(0, 1), "Share of the run's time that the sampled checks may cost.")
     every_step: bool = _option(
         False,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -24,6 +25,9 @@ from ddpdebug.sinks.prometheus.discovery import Discovery
 from ddpdebug.sinks.prometheus.exporter import PrometheusSink
 from ddpdebug.sinks.prometheus.server import Serving
 from ddpdebug.sinks.terminal import Terminal
+
+#: Slurm, PBS, LSF, Flux, AWS Batch, SageMaker.
+_JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "AWS_BATCH_JOB_ID", "TRAINING_JOB_NAME")
 
 
 def open_sinks(  # noqa: PLR0913 - who the rank is
@@ -86,7 +90,21 @@ def open_sinks(  # noqa: PLR0913 - who the rank is
         node=platform.node(),
         local_rank=local_rank,
         spawned=spawned,
+        name=run_name(config.name, redactor.words),
+        scheduler_job=scheduler_job(os.environ),
     )
+
+
+def run_name(given: str | None, command: Sequence[str]) -> str:
+    """Return a name for people of at most 64 letters, digits, `_`, `.` and `-`: the given one, else the script's."""
+    first, *rest = [*command[:2], ""]
+    name = given or (rest[0] if first == "-m" else "" if first == "-c" else Path(first).stem) or "python"
+    return re.sub(r"[^\w.-]+", "_", name)[:64]
+
+
+def scheduler_job(environ: Mapping[str, str]) -> str:
+    """Return the id by which the cluster's scheduler knows this job, empty where there is none."""
+    return next((environ[name] for name in _JOB_IDS if environ.get(name)), "")
 
 
 def ports_of_the_job(environ: Mapping[str, str]) -> frozenset[int]:

@@ -28,6 +28,8 @@ class RunStarted:
     node: str = ""
     local_rank: int = 0
     spawned: bool = False  # the script has started its ranks by itself
+    name: str = ""  # the run's, for people
+    scheduler_job: str = ""  # the id that the cluster's scheduler knows it by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from ddpdebug.sinks.prometheus.discovery import PATTERN, STALE_SECONDS, Discover
 
 STARTED = RunStarted(run_id="r/1", rank=3, world=4, directory=None, config={}, versions={},
                      metrics_url="http://127.0.0.1:9403/metrics")  # fmt: skip
-ENTRY = target("127.0.0.1:1", "r")
+ENTRY = target("127.0.0.1:1")
 
 
 def test_a_rank_is_on_the_list_from_start_to_end(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_a_rank_is_on_the_list_from_start_to_end(tmp_path: Path) -> None:
     sink = Discovery(tmp_path / "sd")
     sink.write(STARTED)
     (file,) = (tmp_path / "sd").glob(PATTERN)
-    assert json.loads(file.read_text()) == [{"targets": ["127.0.0.1:9403"], "labels": {"run_id": "r/1", "sd": "file"}}]
+    assert json.loads(file.read_text()) == [{"targets": ["127.0.0.1:9403"], "labels": {"sd": "file"}}]
     assert [path.name for path in (tmp_path / "sd").iterdir()] == ["ddpdebug-r_1-3.json"]
     sink.write(RunEnded(reason="finished", exit_code=0, steps={}))
     assert list((tmp_path / "sd").iterdir()) == []
@@ -67,7 +67,7 @@ def test_files_of_killed_ranks_are_swept_and_those_of_living_ones_stay(tmp_path:
 def test_who_has_a_port_replaces_the_file_of_who_had_it(tmp_path: Path) -> None:
     """Otherwise a new run would be scraped under the name of one that was killed."""
     TargetFile(tmp_path, "killed", ENTRY)
-    TargetFile(tmp_path, "neighbour", target("127.0.0.1:2", "r"))
+    TargetFile(tmp_path, "neighbour", target("127.0.0.1:2"))
     for i, content in enumerate(["", "[]", "[1]", '[{"targets": 3}]', "\xff"]):
         (tmp_path / f"ddpdebug-foreign-{i}.json").write_text(content, encoding="latin-1")
     TargetFile(tmp_path, "new", ENTRY)

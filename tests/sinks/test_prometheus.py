@@ -11,11 +11,14 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ddpdebug.commands.explain import pages
+from ddpdebug.detectors.catalog import catalog
+from ddpdebug.detectors.kinds import EventRule
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Digest, Flag, Row
 from ddpdebug.schema.step import Step
@@ -27,12 +30,16 @@ STARTED = RunStarted(
     run_id="r1",
     rank=0,
     world=2,
-    directory=None,
+    directory=Path("runs/r"),
+    name="train",
+    scheduler_job="7",
     config={"budget": 0.01},
     versions={"torch": "2.13.0", "ddpdebug": "0.1"},
     node="n1",
     local_rank=0,
 )
+#: Labels of every series.
+IDENTITY = ("run_id", "run")
 FINDING = Finding(code="RANK101", severity=Severity.CRITICAL, title="t", id="RANK101-1")
 
 
@@ -67,7 +74,7 @@ def text_of(sink: PrometheusSink) -> str:
 def samples(sink: PrometheusSink) -> dict[tuple[str, ...], float]:
     """Scrape: name and label values, sorted by label, -> value."""
     return {
-        (sample.name, *[value for _, value in sorted(sample.labels.items())]): sample.value
+        (sample.name, *[value for name, value in sorted(sample.labels.items()) if name not in IDENTITY]): sample.value
         for family in text_string_to_metric_families(text_of(sink))
         for sample in family.samples
     }
@@ -101,13 +108,47 @@ def test_a_step_shows_in_the_next_scrape(sink: PrometheusSink) -> None:
         ("ddpdebug_check_interval_steps", "0"): 5,
         ("ddpdebug_internal_errors_total", "0"): 0,
         ("ddpdebug_findings_total", "", "0", "critical"): 0,
-        ("ddpdebug_run_info", "0.1", "r1", "2.13.0", "2"): 1,
+        ("ddpdebug_run_info", "0.1", "r", "7", "2.13.0", "2"): 1,
+        ("ddpdebug_run_state", "0"): 1,
         ("ddpdebug_rank_info", "", "0", "n1", "0"): 1,
         ("ddpdebug_rank_up", "0"): 1,
         ("ddpdebug_world_size", "0"): 2,
         ("ddpdebug_overhead_budget_ratio", "0"): 0.01,
     }
     assert {key: found.get(key) for key in expected} == expected
+
+
+def test_every_series_names_its_run(sink: PrometheusSink) -> None:
+    """One value of each per process; where nobody gave a name the id stands for it."""
+    for name, shown in (("train", "train"), ("", "r1")):
+        sink.write(replace(STARTED, name=name))
+        sink.write(FindingRaised(finding=FINDING))
+        sink.write(judged(7))
+        families = [*text_string_to_metric_families(text_of(sink))]
+        found = {tuple(sample.labels.get(label) for label in IDENTITY) for each in families for sample in each.samples}
+        assert found == {("r1", shown)}
+
+
+def test_a_run_is_ill_while_a_grave_finding_is_current(sink: PrometheusSink) -> None:
+    """A warning does not make it so; what shows again and again is over when it no longer does."""
+    grave = replace(FINDING, step=7, last_step=7)
+
+    def state(step: int) -> float:
+        sink.write(judged(step))
+        return samples(sink)["ddpdebug_run_state", "0"]
+
+    sink.write(FindingRaised(finding=replace(grave, code="RANK108", severity=Severity.WARNING)))
+    assert state(7) == 1
+    sink.write(FindingRaised(finding=grave))
+    assert state(1007) == 2
+    assert state(1008) == 1
+    sink.write(FindingRaised(finding=replace(grave, last_step=1009, count=2), new=False))
+    assert state(1010) == 2
+    assert state(3000) == 1
+    sink.write(
+        FindingRaised(finding=replace(grave, code=next(rule.code for rule in catalog() if issubclass(rule, EventRule))))
+    )
+    assert state(9000) == 2
 
 
 def test_events_are_counted_per_rank_and_exist_before_the_first(sink: PrometheusSink) -> None:
@@ -144,10 +185,10 @@ def test_the_newest_incidents_have_names_and_old_ones_make_room(sink: Prometheus
     for i in range(9):
         subject = (f"layer.{i}",)
         sink.write(FindingRaised(finding=Finding(code="C", severity=Severity.ERROR, title="", step=i, subject=subject,
-                                                 ranks=(0, 1, 2, 5), id=f"C-{i}")))  # fmt: skip
+                                                 ranks=(0, 1, 2, 5), location="train.py:88", id=f"C-{i}")))  # fmt: skip
     found = {key: value for key, value in samples(sink).items() if key[0] == "ddpdebug_incident_step"}
     assert list(found.values()) == [4, 5, 6, 7, 8]
-    assert ("ddpdebug_incident_step", "C", "0-2,5", "C-8", "0", "error", "layer.8") in found
+    assert ("ddpdebug_incident_step", "C", "0-2,5", "C-8", "train.py:88", "0", "error", "layer.8") in found
 
 
 def full_of_everything(rank: int, mode: str = "per-rank", world: int = 4) -> PrometheusSink:
@@ -183,7 +224,7 @@ def test_the_number_of_series_is_bounded_and_does_not_grow() -> None:
 
 
 def test_rank_0_lists_all_ranks_for_service_discovery() -> None:
-    """As they announced themselves, with the run as a label; other ranks have no list."""
+    """As they announced themselves; their series name the run."""
     sink = PrometheusSink(0, "127.0.0.1", 0)
     sink.write(replace(STARTED, metrics_url=sink.url))
     value = {"node": "n2", "local_rank": 0, "metrics": "https://n2:9400/metrics"}
@@ -196,8 +237,8 @@ def test_rank_0_lists_all_ranks_for_service_discovery() -> None:
         listed = json.load(answer)
     own = sink.url.split("/")[2]
     assert listed == [
-        {"targets": [own], "labels": {"run_id": "r1"}},
-        {"targets": ["n2:9400"], "labels": {"run_id": "r1", "__scheme__": "https"}},
+        {"targets": [own], "labels": {}},
+        {"targets": ["n2:9400"], "labels": {"__scheme__": "https"}},
     ]
     sink.close()
 

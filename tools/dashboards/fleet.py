@@ -41,12 +41,12 @@ def board() -> Board:
         (f"count({alive})", "Runs", ((None, NEUTRAL),), _RUNS),
         (f"count({_STATES} == 2)", "Ill runs", _NONE_IS_GOOD, _ILL),
         (
-            'count(max by (run_id) (run_what:ddpdebug_ranks_disagreeing:max) > 0)',
+            "count(max by (run_id) (run_what:ddpdebug_ranks_disagreeing:max) > 0)",
             "Runs whose ranks disagree",
             _NONE_IS_GOOD,
             "Runs in which some rank is outvoted now. Each of them trains different models on different ranks.",
         ),
-        (f"count({q.last(_STATES)} >= 4)", "Runs that failed or were lost", _NONE_IS_GOOD, _DEAD),
+        (f"count(({q.last(_STATES)} >= 4) <= 5)", "Runs that failed or were lost", _NONE_IS_GOOD, _DEAD),
         (
             "count(last_over_time(run:ddpdebug_findings_worst:max[$__range]) == 4)",
             "Runs with critical findings",
@@ -55,8 +55,17 @@ def board() -> Board:
         ),
         ("sum(run:ddpdebug_ranks_up:sum)", "Ranks", ((None, NEUTRAL),), _RANKS),
     ):
-        made.add(tile(f"{query} or vector(0)", words=[(0, "none", GOOD)] if "run" in title.lower() and title != "Runs"
-                      else [(0, "no ranks" if title == "Ranks" else "no runs", NEUTRAL)], steps=steps), title, text)
+        made.add(
+            tile(
+                f"{query} or vector(0)",
+                words=[(0, "none", GOOD)]
+                if "run" in title.lower() and title != "Runs"
+                else [(0, "no ranks" if title == "Ranks" else "no runs", NEUTRAL)],
+                steps=steps,
+            ),
+            title,
+            text,
+        )
     _runs(made)
     return made
 
@@ -85,6 +94,7 @@ def _table() -> Panel:
         "Value #E": "Step",
         "Value #F": "Last step",
         "Value #G": "Overhead",
+        "scheduler_job": "Job",
         "torch": "torch",
         "ddpdebug": "ddpdebug",
     }
@@ -97,7 +107,7 @@ def _table() -> Panel:
         column(q.last("run:ddpdebug_step:max")),
         f"1000 * {column(q.last('run:ddpdebug_last_step_timestamp_seconds:max'))}",
         column(q.last("run:ddpdebug_overhead_ratio:max")),
-        f"max by (run_id, run, world_size, torch, ddpdebug) ({q.last('run:ddpdebug_run_info:max')})",
+        f"max by (run_id, run, scheduler_job, world_size, torch, ddpdebug) ({q.last('run:ddpdebug_run_info:max')})",
     ]
     units = {"Last step": "dateTimeFromNow", "Step": "none", "Overhead": "percentunit", "Agreement": "suffix:differ"}
     panel = listing(queries, names=columns, units=units, sort="Worst finding", missing="no run in this time range")

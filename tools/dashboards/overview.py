@@ -48,8 +48,9 @@ def _state_tiles(made: Board) -> None:
     made.add(
         tile(q.STATE, words=RUN_STATES),
         "Run state",
-        "How the run is, or how it ended. ill: a finding of it is an error or critical. lost: its ranks vanished "
-        "without a word, as of a machine that died or of kill -9; the launcher's log and the scheduler say why.",
+        "How the run is, or how it ended. ill: a finding at error or critical is current. lost: a rank was killed or "
+        "vanished without a word; the launcher's log and the scheduler say why. gone: it no longer answers and left "
+        "no word, which can have been in order; its run.json has the outcome.",
     )
     worst = f"max({q.last(q.chosen('run:ddpdebug_findings_worst:max'))})"
     made.add(
@@ -165,12 +166,13 @@ def _progress_tiles(made: Board) -> None:
 
 def _incidents(made: Board) -> None:
     made.row("Findings")
-    labels = "severity, code, subject, culprits, incident"
+    labels = "severity, code, subject, culprits, location, incident"
     columns = {
         "severity": "Severity",
         "code": "Code",
         "subject": "What",
         "culprits": "Ranks",
+        "location": "Where",
         "Value #A": "Step",
         "Value #B": "Since",
     }
@@ -194,7 +196,7 @@ def _incidents(made: Board) -> None:
         width=16,
     )
     made.add(
-        alerts(f"ALERTS{{{q.RUN}, alertstate=\"firing\"}}"),
+        alerts(f'ALERTS{{{q.RUN}, alertstate="firing"}}'),
         "Firing alerts",
         "The alerts about this run that fire at the end of the time range; a click on one opens its runbook: meaning, "
         "impact, diagnosis, mitigation.",

@@ -54,9 +54,16 @@ RUN_STATES: Words = (
     (3, "cancelled", OVER),
     (4, "failed", BAD),
     (5, "lost", BAD),
+    (6, "gone", OVER),
 )
 #: What `promql.verdict` says of a run that has ended.
-_ENDS: Words = ((-1, "run finished", OVER), (-4, "run cancelled", OVER), (-5, "run failed", BAD), (-6, "run lost", BAD))
+_ENDS: Words = (
+    (-1, "run finished", OVER),
+    (-4, "run cancelled", OVER),
+    (-5, "run failed", BAD),
+    (-6, "run lost", BAD),
+    (-7, "run gone", OVER),
+)
 SEVERITIES: Words = tuple((name, name, _LINE_COLORS[name]) for name in ("info", "warning", "error", "critical"))
 #: What `run:ddpdebug_findings_worst:max` says.
 WORST: Words = ((0, "none", GOOD), *((i, str(name), color) for i, (name, _, color) in enumerate(SEVERITIES, 1)))
@@ -168,11 +175,11 @@ _ANNOTATIONS = [
         "name": "Findings",
         "datasource": _SOURCE,
         "enable": True,
-        "expr": f"1000 * max by (incident, code, severity, subject, culprits) ({_TIMES})",
+        "expr": f"1000 * max by (incident, code, severity, subject, culprits, location) ({_TIMES})",
         "useValueForTime": True,
         "step": "30s",
         "titleFormat": "{{code}} {{severity}}",
-        "textFormat": "{{subject}} · ranks {{culprits}} · ddpdebug explain {{code}}",
+        "textFormat": "{{subject}} · ranks {{culprits}} · {{location}} · ddpdebug explain {{code}}",
         "tagKeys": "code,severity",
         "builtIn": 0,
         "hide": False,
@@ -225,7 +232,10 @@ def _words(words: Words) -> list[Any]:
 
 
 def _unknown(text: str, words: Words = ()) -> dict[str, Any]:
-    return {"type": "special", "options": {"match": "null+nan", "result": {"text": text, "color": OVER, "index": len(words)}}}
+    return {
+        "type": "special",
+        "options": {"match": "null+nan", "result": {"text": text, "color": OVER, "index": len(words)}},
+    }
 
 
 def _coloured(steps: Steps) -> dict[str, Any]:
@@ -272,13 +282,13 @@ def tile(
     return _panel("stat", [target], {**defaults, **_coloured(steps)}, options)
 
 
-def graded(queries: Sequence[tuple[str, str, str]], *, unit: str, missing: str) -> Panel:
+def graded(queries: Sequence[tuple[str, str, str]], *, unit: str, missing: str, words: Words = ()) -> Panel:
     """Return a tile of the one query that has a value now, in that query's colour.
 
     Args:
         queries: query, name, colour; the last one is asked for how the run ended.
     """
-    panel = tile("", unit=unit, missing=missing)
+    panel = tile("", unit=unit, missing=missing, words=words)
     panel["targets"] = [
         {**_target(expression, name, i, instant=True), "format": "time_series"}
         for i, (expression, name, _) in enumerate(queries)
@@ -372,6 +382,7 @@ def listing(
     *,
     names: dict[str, str],
     sort: str | None = None,
+    rising: bool = False,
     units: Mapping[str, str] | None = None,
     missing: str = "nothing to list",
 ) -> Panel:
@@ -380,6 +391,7 @@ def listing(
     Args:
         names: field or label -> title of its column, in the order of the columns.
         sort: title of the column by which it is sorted, largest first.
+        rising: smallest first.
         units: title of a column -> unit.
     """
     look = {"align": "auto", "filterable": True, "inspect": False}
@@ -391,7 +403,7 @@ def listing(
         "frameIndex": 0,
     }
     if sort is not None:
-        options["sortBy"] = [{"displayName": sort, "desc": True}]
+        options["sortBy"] = [{"displayName": sort, "desc": not rising}]
     targets = [_target(expression, "", i, instant=True) for i, expression in enumerate(queries)]
     panel = _panel("table", targets, {"unit": "short", "noValue": missing, "custom": look}, options)
     order = {name: i for i, name in enumerate(names)}
@@ -453,6 +465,4 @@ def alerts(selector: str, *, run: bool = False) -> Panel:
     columns |= {"what": "What", "code": "Code", "rank": "Rank"}
     labels = ", ".join((*columns, *(("run_id",) if run else ())))
     panel = listing([f"max by ({labels}) ({selector})"], names=columns, sort="Severity", missing="none")
-    return opens(
-        worded(panel, "Severity", SEVERITIES), "Alert", "open the runbook", f"{RUNBOOKS}${{__value.raw}}.md"
-    )
+    return opens(worded(panel, "Severity", SEVERITIES), "Alert", "open the runbook", f"{RUNBOOKS}${{__value.raw}}.md")

@@ -50,9 +50,9 @@ def phase_seconds(phases: str) -> str:
     return f"sum by (rank) ({total}) / max by (rank) ({count})"
 
 
-def spread(name: str) -> list[tuple[str, str]]:
+def spread(name: str, *matchers: str) -> list[tuple[str, str]]:
     """Return (query, name) of the bounds and the middle of a gauge by rank: legible for any number of ranks."""
-    values = by_rank(name)
+    values = by_rank(name, *matchers)
     return [
         (f"max({values})", "highest rank"),
         (f"quantile(0.5, {values})", "median rank"),

@@ -28,9 +28,12 @@ STALE_SECONDS = 900.0
 _MAX_BYTES = 10_000
 
 
-def target(address: str, run_id: str, scheme: str = "http", **labels: str) -> dict[str, object]:
-    """Return one entry of a list of targets, with the labels that every series of it gets."""
-    labels = {"run_id": run_id, **labels}
+def target(address: str, scheme: str = "http", **labels: str) -> dict[str, object]:
+    """Return one entry of a list of targets, with the labels that every series of it gets.
+
+    The series name their run themselves: a label of the target by the same name would push theirs aside.
+    """
+    labels = dict(labels)
     if scheme != "http":
         labels["__scheme__"] = scheme
     return {"targets": [address], "labels": labels}
@@ -134,7 +137,7 @@ class Discovery:
             case RunStarted(metrics_url=str(url)):
                 scheme, _, rest = url.partition("://")
                 # a file goes with its run: a target of a file that is down has died, which the rules look at
-                entry = target(rest.partition("/")[0], record.run_id, scheme, sd="file")
+                entry = target(rest.partition("/")[0], scheme, sd="file")
                 self._file = TargetFile(self._directory, f"{record.run_id}-{record.rank}", entry)
             case RunEnded():
                 self.close()

@@ -3,10 +3,12 @@
 A step costs storing references and counting: everything else happens when somebody scrapes, in a thread of the
 server's own, also while the training thread hangs in a collective. Training code is never called from there.
 
-Labels are `rank` (who reports) and few fixed values, so that the number of series does not depend on the model.
+Every series carries `run_id` and `run`, of which a process has one value each: a new run is a new series, also on the
+port of an old one. Other labels are `rank` (who reports) and few fixed values, so that the number of series does not
+depend on the model.
 What all ranks know alike is aggregated with `max`, not with `sum`. Findings, incidents and disagreement are many
-series: only the lowest and the highest rank that take part report them, and all do when they can no longer talk. Two, so
-that they are not lost with one endpoint or one node.
+series: only the lowest and the highest rank that take part report them, and all do when they can no longer talk. Two,
+so that they are not lost with one endpoint or one node.
 With several optimizers, loss, norms, rates and times are those of the one that has stepped most, the first of equals.
 """
 
@@ -16,15 +18,19 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any, ClassVar
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from ddpdebug.detectors.catalog import catalog
+from ddpdebug.detectors.kinds import EventRule
 from ddpdebug.schema.coverage import Coverage
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Row
+from ddpdebug.schema.run_state import End, RunState, end_of
 from ddpdebug.sinks import Covered, FindingRaised, Met, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
 from ddpdebug.sinks.agreement import COMPARED, dissenters
 from ddpdebug.sinks.prometheus.discovery import target
@@ -35,11 +41,13 @@ from ddpdebug.sinks.prometheus.metrics import (
     RankState,
     agreement_metrics,
     finding_metrics,
+    identity_of,
     incident_metrics,
     is_about_making,
     own_metrics,
     rank_metrics,
     run_metrics,
+    state_metrics,
 )
 from ddpdebug.sinks.prometheus.server import SHARE, SHARE_OF_ALL, App, Endpoint, RateLimited, Serving, json_app
 from ddpdebug.sinks.text import clean
@@ -48,6 +56,8 @@ from ddpdebug.sinks.text import clean
 _CODES = 35
 #: Seconds for which ranks that have said who takes part are believed; they say it every few seconds.
 _BELIEVED = 30.0
+#: A finding that did not show again in so many steps is not current any more.
+_RECENT = 1000
 
 
 class PrometheusSink(Collector):
@@ -82,6 +92,9 @@ class PrometheusSink(Collector):
         # a zero of each severity, so that sums exist before the first finding; an empty label is one that is not there
         self._findings = Counter({("", severity.label): 0 for severity in Severity})
         self._incidents: deque[tuple[Finding, float]] = deque(maxlen=INCIDENTS)
+        self._grave: dict[str, Finding] = {}  # at error or above: code -> the one that was seen last
+        self._end: End | None = None
+        self._ended = 0.0
         self._outvoted: dict[str, dict[int, frozenset[int]]] = {what: {} for what in COMPARED}
         self._disagreements = dict.fromkeys(COMPARED, 0)
         self._layers = Layers()
@@ -134,6 +147,8 @@ class PrometheusSink(Collector):
                 own = {"node": record.node, "local_rank": record.local_rank, "metrics": record.metrics_url}
                 self._place(record.rank, own)
             case RunEnded():
+                self._ended = self._clock()
+                self._end = end_of(record.reason, record.exit_code, gravest=self._gravest)
                 self.close()
 
     def close(self) -> None:
@@ -186,6 +201,22 @@ class PrometheusSink(Collector):
             self._findings[finding.code if known else "other", finding.severity.label] += 1
             self._incidents.append((finding, self._clock()))
 
+        if finding.severity >= Severity.ERROR:
+            self._grave[finding.code] = finding
+
+    @property
+    def _gravest(self) -> str:
+        worst = max(self._grave.copy().values(), key=lambda finding: finding.severity, default=None)
+        return "" if worst is None else worst.code
+
+    @property
+    def state(self) -> RunState:
+        """The state of this process."""
+        if self._end is not None:
+            return self._end.state
+        newest = 0 if self._last is None else self._last.step.step
+        return RunState.ILL if any(_lasts(each, newest) for each in self._grave.copy().values()) else RunState.RUNNING
+
     def _place(self, rank: int, place: Mapping[str, Any]) -> None:
         if isinstance(url := place.get("metrics"), str):
             self._targets[rank] = url
@@ -199,11 +230,10 @@ class PrometheusSink(Collector):
 
     def _sd(self) -> list[dict[str, object]]:
         """Return the targets of the job, for Prometheus's HTTP service discovery."""
-        run_id = "" if self._started is None else self._started.run_id
         found = []
         for _, url in sorted(self._targets.copy().items()):
             scheme, _, rest = url.partition("://")
-            found.append(target(rest.partition("/")[0], run_id, scheme))
+            found.append(target(rest.partition("/")[0], scheme))
         return found
 
     # -- scraping
@@ -213,10 +243,18 @@ class PrometheusSink(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Return the current values."""
+        """Return the current values, each with the labels by which its run is known."""
+        identity = identity_of(self._started)
+        for metric in self._current():
+            for sample in metric.samples:
+                sample.labels.update(identity)
+            yield metric
+
+    def _current(self) -> Iterator[Metric]:
         own = str(self._rank)
         outvoted = {what: found.copy() for what, found in self._outvoted.items()}
         yield from run_metrics(own, self._started)
+        yield from state_metrics(own, self.state, self._end, self._ended)
         if self._speaks:
             yield from finding_metrics(own, self._findings.copy())
             yield from agreement_metrics(own, outvoted, self._disagreements, self._apart)
@@ -236,3 +274,14 @@ class PrometheusSink(Collector):
         if self._everyone or not members or self._clock() - self._met > _BELIEVED:
             return True
         return self._rank in {members[0], members[-1]}
+
+
+def _lasts(finding: Finding, newest: int) -> bool:
+    """Return whether a finding is current: what is told once, or without a step, is never told to be over."""
+    seen = finding.step if finding.last_step is None else finding.last_step
+    return seen is None or finding.code in _told_once() or newest - seen <= _RECENT
+
+
+@cache
+def _told_once() -> frozenset[str]:
+    return frozenset(rule.code for rule in catalog() if issubclass(rule, EventRule))

@@ -26,6 +26,7 @@ from prometheus_client.core import (
 from ddpdebug.schema.coverage import Coverage, counted_off
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.row import Flag, Row
+from ddpdebug.schema.run_state import End, RunState
 from ddpdebug.schema.step import Step
 from ddpdebug.sinks import RunStarted, StepJudged
 from ddpdebug.sinks.agreement import COMPARED
@@ -347,16 +348,34 @@ def _counter(name: str, text: str, samples: _Samples, *labels: str) -> Metric:
 def run_metrics(own: str, started: RunStarted | None) -> Iterator[Metric]:
     """Yield the run's identity, world size and budget; NaN before it has begun."""
     world, budget = float("nan"), float("nan")
-    run = GaugeMetricFamily(
-        "ddpdebug_run_info", "The run that is watched; always 1.", labels=("run_id", "world_size", "torch", "ddpdebug")
-    )
+    # `job` is Prometheus's own word
+    names = ("scheduler_job", "world_size", "torch", "ddpdebug", "out")
+    run = GaugeMetricFamily("ddpdebug_run_info", "The run that is watched; always 1.", labels=names)
     if started is not None:
         world, budget = started.world, float(started.config.get("budget", budget))
         found = started.versions
-        run.add_metric([started.run_id, str(world), found.get("torch", ""), found.get("ddpdebug", "")], 1)
+        out = "" if started.directory is None else clean(started.directory.name, 120)
+        versions = found.get("torch", ""), found.get("ddpdebug", "")
+        run.add_metric([clean(started.scheduler_job, 60), str(world), *versions, out], 1)
     yield run
     yield _gauge("ddpdebug_world_size", "Ranks that the run was started with.", [((own,), world)])
     yield _gauge("ddpdebug_overhead_budget_ratio", "Share of the run's time that checks may cost.", [((own,), budget)])
+
+
+def identity_of(started: RunStarted | None) -> dict[str, str]:
+    """Return the labels of every series: the id of the run, and its name for people; none before it has begun."""
+    return {} if started is None else {"run_id": started.run_id, "run": started.name or started.run_id}
+
+
+def state_metrics(own: str, state: RunState, end: End | None, seconds: float) -> Iterator[Metric]:
+    """Yield the state of this process; once it has ended, what came of it and when (seconds since the epoch)."""
+    codes = ", ".join(f"{each.value} {each.label}" for each in RunState)
+    yield _gauge("ddpdebug_run_state", f"State of this process: {codes}.", [((own,), state)])
+    text = "What came of it, once it has ended; always 1. cause is a finding, an exception or a signal, if any."
+    ends = [] if end is None else [((own, end.outcome, clean(end.cause, 60)), 1.0)]
+    yield _gauge("ddpdebug_run_outcome_info", text, ends, "outcome", "cause")
+    text = "When it ended, in seconds since the epoch."
+    yield _gauge("ddpdebug_run_end_timestamp_seconds", text, [] if end is None else [((own,), seconds)])
 
 
 def finding_metrics(own: str, findings: Mapping[tuple[str, str], int]) -> Iterator[Metric]:
@@ -424,10 +443,11 @@ def incident_metrics(own: str, incidents: Iterable[tuple[Finding, float]]) -> It
     for finding, seconds in incidents:
         subject = clean(finding.subject[0], 120) if finding.subject else ""
         culprits = ranks_text(finding.ranks).partition(" ")[2] if finding.ranks else ""
-        labels = (own, clean(finding.id, 80), finding.code, finding.severity.label, subject, culprits)
+        where = clean(finding.location or "", 160)
+        labels = (own, clean(finding.id, 80), finding.code, finding.severity.label, subject, culprits, where)
         steps.append((labels, float("nan") if finding.step is None else finding.step))
         times.append((labels, seconds))
-    names = ("incident", "code", "severity", "subject", "culprits")
+    names = ("incident", "code", "severity", "subject", "culprits", "location")
     yield _gauge("ddpdebug_incident_step", f"First step of each of the {INCIDENTS} newest findings.", steps, *names)
     text = f"When each of the {INCIDENTS} newest findings was raised, in seconds since the epoch."
     yield _gauge("ddpdebug_incident_timestamp_seconds", text, times, *names)

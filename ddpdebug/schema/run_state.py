@@ -1,0 +1,94 @@
+"""The state of a process of a run and the outcome it came to, as the metrics tell them. Standard library only.
+
+The codes are fixed: dashboards and alerts map them to words. They are ordered so that the largest of a run's ranks is
+the state of the run: a run is lost that has lost one rank, whatever the others came to.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from enum import IntEnum
+from typing import NamedTuple
+
+#: What a run may have come to: the words of a check's verdict as far as a single rank can know, and `cancelled`.
+OUTCOMES = ("clean", "findings", "failed", "cancelled", "lost")
+#: By these somebody asks a process to end; nobody does by any other.
+_ASKED = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+_EXCEPTION = re.compile(r"exception: (?:\w+\.)*(\w+)")
+
+
+class RunState(IntEnum):
+    """The state of one process, by its code."""
+
+    FINISHED = 0
+    RUNNING = 1
+    ILL = 2
+    CANCELLED = 3
+    FAILED = 4
+    LOST = 5
+
+    @property
+    def label(self) -> str:
+        """The word for people."""
+        return self.name.lower()
+
+
+class End(NamedTuple):
+    """How a process has ended."""
+
+    state: RunState
+    outcome: str  # one of OUTCOMES
+    cause: str = ""  # a finding's code, an exception's type or a signal's name; empty where there is none
+
+
+def end_of(reason: str, exit_code: int | None, *, gravest: str = "") -> End:
+    """Return the end of a process that could tell of it.
+
+    Args:
+        reason: of `RunEnded`.
+        gravest: the code of the gravest finding at error or above, empty where there is none.
+    """
+    if reason == "interrupted":
+        return End(RunState.CANCELLED, "cancelled", "SIGINT")
+    if reason.startswith("exception: FindingError"):
+        code = re.search(r"\b[A-Z]{2,4}\d{3}\b", reason)
+        return End(RunState.FAILED, "findings", code[0] if code else gravest)
+    if reason.startswith("exception: SystemExit") and (number := _signal(exit_code)) in _ASKED:
+        return End(RunState.CANCELLED, "cancelled", _name(number))  # a handler of the script's own
+    if reason.startswith("exception"):
+        known = _EXCEPTION.match(reason)
+        return End(RunState.FAILED, "failed", known[1][:60] if known else "")
+    if exit_code:
+        return End(RunState.FAILED, "failed")
+    return End(RunState.FINISHED, "findings" if gravest else "clean", gravest)
+
+
+def end_without_a_word(status: int | None, *, asked: bool = False, gravest: str = "") -> End:
+    """Return the end of a process that told nothing: it was killed, or left past its exit handlers.
+
+    Args:
+        status: as `waitpid` has it; None where nobody could learn it.
+        asked: those beside it were asked to end by a signal.
+    """
+    number = None if status is None else status & 0x7F
+    if number in _ASKED:
+        return End(RunState.CANCELLED, "cancelled", _name(number))
+    if number == 0 and status is not None:
+        if _signal(status >> 8) in _ASKED:
+            return End(RunState.CANCELLED, "cancelled", _name(_signal(status >> 8)))
+        return end_of("finished", status >> 8, gravest=gravest)
+    if asked:  # whoever asks kills a while later
+        return End(RunState.CANCELLED, "cancelled", _name(number))
+    return End(RunState.LOST, "lost", _name(number))
+
+
+def _signal(exit_code: int | None) -> int | None:
+    return exit_code - 128 if exit_code is not None and exit_code > 128 else None
+
+
+def _name(number: int | None) -> str:
+    try:
+        return signal.Signals(number or 0).name
+    except ValueError:
+        return ""
