@@ -96,7 +96,9 @@ def test_only_metrics_that_exist_are_watched() -> None:
     assert used - known - recorded == set()
     drawn = {name for text in texts().values() for name in re.findall(r"(?:\w+:)?ddpdebug_[\w:]+", text)}
     assert recorded <= used | drawn
-    asked = {name for rule in ALERTS.values() for name in re.findall(r"(?:\w+:)?ddpdebug_[\w:]+", str(rule["annotations"]))}
+    asked = {
+        name for rule in ALERTS.values() for name in re.findall(r"(?:\w+:)?ddpdebug_[\w:]+", str(rule["annotations"]))
+    }
     assert asked - known - recorded == {"ddpdebug_docs"}
 
 
