@@ -42,7 +42,7 @@ from ddpdebug.isolation.user_code import is_users
 from ddpdebug.monitor.covering import Covering
 from ddpdebug.monitor.detail_requests import Answering
 from ddpdebug.monitor.sampling import Schedule
-from ddpdebug.monitor.sinks import gpu_uuid, open_sinks
+from ddpdebug.monitor.sinks import gpu_uuid, open_sinks, start_keeper
 from ddpdebug.monitor.spawned import Origin, Starts, note
 from ddpdebug.probes.coverage import CoverageProbe
 from ddpdebug.probes.handover import Plans, StepStore
@@ -50,6 +50,7 @@ from ddpdebug.probes.memory import private_bytes
 from ddpdebug.probes.record import StepRecord, encode_row
 from ddpdebug.probes.step_digests import GradientDigests
 from ddpdebug.probes.training_events import NeverStepped, OptimizerEnded, StepClosed
+from ddpdebug.processes.linger import Keeper
 from ddpdebug.redaction import Redactor
 from ddpdebug.run_directory.reader import SPAWNED, last_state
 from ddpdebug.schema.announcements import (
@@ -99,6 +100,8 @@ class Monitor:
         starts: makes what ranks must know that the script starts by itself; None leaves these alone.
         origin: by what such a rank was started.
     """
+
+    _keeper: Keeper | None = None  # serves the end of this process
 
     def __init__(
         self,
@@ -321,6 +324,7 @@ class Monitor:
 
     def install(self) -> None:
         """Put the hooks in place; from here on training is seen."""
+        self._keeper = self.guard.run("keeper", start_keeper, self.config, os.environ, self._trouble)
         if lacking := internals.missing():
             self._trouble("torch", f"this torch lacks {', '.join(lacking)}; some checks are off")
         self.guard.run("patches", self.probes.patches.install)
@@ -468,6 +472,7 @@ class Monitor:
         self._home = self._home or directory
         who: dict[str, Any] = {"rank": self.rank, "world": self.world, "run_id": self.run_id, "time": utc()}
         who |= {"redactor": self.redactor, "disk": self.disk, "spawned": self._origin is not None}
+        who |= {"keeper": self._keeper}
         self.fanout, started = open_sinks(self.config, directory, self._home, **who)
         self._write(started)
         self.covering.opened()

@@ -94,6 +94,10 @@ _LAYERS = {
     ),
 }
 SLOTS = 2
+#: What is true of a process also when it has gone, besides the counters.
+LASTING = frozenset(
+    {"ddpdebug_run_info", "ddpdebug_rank_info", "ddpdebug_incident_step", "ddpdebug_incident_timestamp_seconds"}
+)
 #: What was not finite -> the flag that says so.
 _NONFINITE = {
     "loss": int(Flag.LOSS_NONFINITE),
@@ -359,6 +363,12 @@ def run_metrics(own: str, started: RunStarted | None) -> Iterator[Metric]:
 def identity_of(started: RunStarted | None) -> dict[str, str]:
     """Return the labels of every series: the id of the run, and its name for people; none before it has begun."""
     return {} if started is None else {"run_id": started.run_id, "run": started.name or started.run_id}
+
+
+def label_text(labels: Mapping[str, str]) -> str:
+    """Return labels as the text format writes them."""
+    escaped = {ord("\\"): r"\\", ord("\n"): r"\n", ord('"'): r"\""}
+    return ",".join(f'{name}="{value.translate(escaped)}"' for name, value in sorted(labels.items()))
 
 
 def state_metrics(own: str, state: RunState, end: End | None, seconds: float) -> Iterator[Metric]:
