@@ -17,7 +17,7 @@ from typing import Any
 from ddpdebug.ci.json_junit import describe
 from ddpdebug.ci.verdict import Verdict, Word
 from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.sinks.text import clean, subjects, where
+from ddpdebug.sinks.text import clean, culprits_text, subjects, where
 
 #: GitHub shows ten errors of a step and drops the rest.
 MAX_ANNOTATIONS = 10
@@ -145,7 +145,7 @@ def _row(finding: Finding) -> str:
         f"{clean(finding.code, 40)} {clean(finding.title, 200)}",
         finding.severity.label,
         "" if finding.step is None else str(finding.step),
-        ", ".join(map(str, finding.ranks)),
+        culprits_text(finding).partition(" ")[2] if finding.ranks else "",
         ", ".join(subjects(finding)),
         clean(finding.location or "", 200),
     )

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from ddpdebug.disk import mode_of
 
@@ -85,6 +86,16 @@ SWITCH = Kind(switch, "true or false")
 PERMISSIONS = Kind(_permissions, "'private', 'umask' or an octal mode like 0640")
 DIRECTORY, FILE = Kind(_path, "a directory"), Kind(_path, "a file")
 EXISTING_FILE, PEM_FILE = Kind(_path, "a file", must_exist=True), Kind(_path, "a PEM file", must_exist=True)
+
+
+def _web_address(value: Any) -> str:
+    parts = urlsplit(str(value))
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise ValueError
+    return str(value)
+
+
+WEB_ADDRESS = Kind(_web_address, "an address that begins with http:// or https://")
 
 
 def text(valid: str) -> Kind:

@@ -107,6 +107,17 @@ class Config:
     sd_dir: Path | None = _option(
         None, kinds.DIRECTORY, "Keep a file per rank here by which Prometheus finds it (file_sd_configs)."
     )
+    linger: float = _option(
+        60.0,
+        kinds.number(0, 600),
+        "With --sd-dir or a --metrics-port, serve what a rank came to after its end, by a small process of its own, "
+        "until it was scraped twice or for so many seconds; 0 is not at all.",
+    )
+    push_outcome: str | None = _option(
+        None,
+        kinds.WEB_ADDRESS,
+        "Also put what each rank came to to the Pushgateway at this address: for places where nothing outlives a job.",
+    )
     grafana_url: str | None = _option(
         None,
         kinds.text("an address"),

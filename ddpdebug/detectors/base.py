@@ -10,8 +10,8 @@ from typing import Any, ClassVar, overload
 
 from ddpdebug.detectors import causality
 from ddpdebug.schema.announcements import read_announcement
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.step import Step
+from ddpdebug.schema.finding import UNDECIDED, Finding, Severity
+from ddpdebug.schema.step import Blamed, Step
 
 _SECTION = re.compile(r"^(Impact|Diagnosis|Causes|Remedy):", re.MULTILINE)
 
@@ -174,6 +174,9 @@ class Detector:
         """A finding of this rule; unless given with the prose of its runbook, and step and ranks of the step `at`."""
         if at is not None:
             fields = {"step": at.step, "last_step": at.step, "ranks": tuple(at.rows), **fields}
+        ranks = fields.get("ranks")
+        if isinstance(ranks, Blamed) and ranks.undecided:
+            fields["evidence"] = {UNDECIDED: list(map(list, ranks.undecided)), **fields.get("evidence", {})}
         prose = runbook(type(self))
         fields.setdefault("severity", self.severity)
         fields.setdefault("title", self.title)

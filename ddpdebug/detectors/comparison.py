@@ -9,7 +9,7 @@ from typing import Any
 from ddpdebug.detectors.base import RankClasses
 from ddpdebug.schema.announcements import Items, Loader, Structure, WrapperGroup
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step, outvoted
+from ddpdebug.schema.step import Blamed, Step, outvoted
 
 #: A finding names this many parameters, modules, ...; `evidence` has the number of all.
 MAX_NAMES = 20
@@ -47,10 +47,10 @@ def _column(step: Step, name: str, families: Sequence[Sequence[int]]) -> dict[in
     column: dict[int, object] = {}
     for family in families:
         shown = {rank: getattr(step.rows[rank], name) for rank in family}
-        votes: dict[int, int] = {}
-        for value in filter(None, shown.values()):
-            votes[value] = votes.get(value, 0) + 1
-        usual = max(votes, key=lambda value: votes[value], default=0)
+        known = {rank: value for rank, value in shown.items() if value}
+        blamed = outvoted(known)
+        # where nobody can tell none is the usual one: families that are at odds each must not outvote each other
+        usual = 0 if blamed.undecided else next((value for rank, value in known.items() if rank not in blamed), 0)
         column.update({rank: 0 if value in {0, usual} else value for rank, value in shown.items()})
     return column if len(set(column.values())) > 1 else {}
 
@@ -94,8 +94,8 @@ def _facts(step: Step, prefix: str) -> list[Mapping[int, Any]]:
     return [facts for topic, facts in sorted(step.facts.items()) if topic.startswith(prefix)]
 
 
-def culprits(shown: RankClasses) -> tuple[int, ...]:
-    """Return the outvoted ranks; all when there is no majority."""
+def culprits(shown: RankClasses) -> Blamed:
+    """Return the outvoted ranks; all where nobody can tell."""
     return outvoted(dict(shown))
 
 

@@ -81,6 +81,7 @@ class Tick:
     messages: tuple[tuple[int, dict[str, Any]], ...]  # (rank, JSON)
     members: tuple[int, ...]  # ranks still taking part
     progress: int  # highest `progress` of any rank
+    apart: int = 0  # steps by which the slowest rank is behind the fastest; 0 where they take each step together
 
 
 class _Silence(Exception):  # noqa: N818 - no error of anybody
@@ -126,6 +127,7 @@ class Exchange:
         self._outbox = bytearray()
         self._inboxes = [bytearray() for _ in range(world)]
         self._members = tuple(range(world))
+        self._fastest = 0  # of the previous tick
         self._generation = 0
         self._group: Group | None = None
         # a `with` over the lock itself is C: no signal handler's exception can come between taking it and letting it go
@@ -353,7 +355,8 @@ class Exchange:
         left = {rank for rank, flag in zip(self._members, flags, strict=True) if flag & _LEFT}
         members = tuple(rank for rank in self._members if rank not in left)
         progress = max(header[2] for header in headers)
-        self._busy = self._hand_over(Tick(tuple(rows), tuple(messages), members, progress))
+        apart = self._apart([header[2] for header in headers if not header[1] & (_LEAVING | _LEFT)])
+        self._busy = self._hand_over(Tick(tuple(rows), tuple(messages), members, progress, apart))
         if last or self.rank in left:
             return False
         if left:
@@ -361,6 +364,17 @@ class Exchange:
             self._group = None
             self._group = self._connect(self._generation, members)
         return True
+
+    def _apart(self, reached: Sequence[int]) -> int:
+        """Return how many steps the slowest rank is behind the fastest, by what those that go on have reached.
+
+        No two ranks say it at the same moment, but what a rank says in this tick is later than what any has said in the
+        one before: who has not come by now to where another was then, is behind. By one step as well when they take
+        each step together.
+        """
+        behind = self._fastest - min(reached, default=self._fastest)
+        self._fastest = max(reached, default=self._fastest)
+        return behind if behind > 1 else 0
 
     def _hand_over(self, tick: Tick) -> bool:
         try:

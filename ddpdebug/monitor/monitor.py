@@ -42,7 +42,7 @@ from ddpdebug.isolation.user_code import is_users
 from ddpdebug.monitor.covering import Covering
 from ddpdebug.monitor.detail_requests import Answering
 from ddpdebug.monitor.sampling import Schedule
-from ddpdebug.monitor.sinks import gpu_uuid, open_sinks
+from ddpdebug.monitor.sinks import gpu_uuid, open_sinks, start_keeper
 from ddpdebug.monitor.spawned import Origin, Starts, note
 from ddpdebug.probes.coverage import CoverageProbe
 from ddpdebug.probes.handover import Plans, StepStore
@@ -50,6 +50,7 @@ from ddpdebug.probes.memory import private_bytes
 from ddpdebug.probes.record import StepRecord, encode_row
 from ddpdebug.probes.step_digests import GradientDigests
 from ddpdebug.probes.training_events import NeverStepped, OptimizerEnded, StepClosed
+from ddpdebug.processes.linger import Keeper
 from ddpdebug.redaction import Redactor
 from ddpdebug.run_directory.reader import SPAWNED, last_state
 from ddpdebug.schema.announcements import (
@@ -68,7 +69,7 @@ from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag, Row, decode, encode
 from ddpdebug.schema.step import Step
 from ddpdebug.schema.wire import to_json
-from ddpdebug.sinks import Record, RunEnded, Saved, StepJudged, Trouble
+from ddpdebug.sinks import Met, Record, RunEnded, Saved, StepJudged, Trouble
 from ddpdebug.sinks.fanout import Fanout
 
 #: When the model and the optimizers' state, as a checkpoint holds them, are measured: a scaler may skip first steps.
@@ -78,6 +79,8 @@ _LAST_STATES = 16
 _GROUP_TIMEOUT = datetime.timedelta(minutes=30)
 #: What all ranks do at the same step is agreed on so long ahead of the fastest rank: a stop, and a look.
 _STOP_SECONDS, _LOOK_SECONDS = 0.5, 0.1
+#: Sinks hear so often who takes part.
+_MET_SECONDS = 5.0
 #: Settings by which every rank decides for itself what all must do alike.
 _SHARED_SETTINGS = ("tolerance", "threshold", "on_finding", "guard", "max_skips")
 #: What the ranks say to each other; anything else is of no version that we know.
@@ -97,6 +100,8 @@ class Monitor:
         starts: makes what ranks must know that the script starts by itself; None leaves these alone.
         origin: by what such a rank was started.
     """
+
+    _keeper: Keeper | None = None  # serves the end of this process
 
     def __init__(
         self,
@@ -146,6 +151,7 @@ class Monitor:
         self._steps: dict[int, int] = {}
         self._thread_seconds, self._closed = 0.0, False
         self._stopping = self._unguarded = False  # these and what follows: of the background thread
+        self._met: tuple[Met, float] | None = None  # as written last, and when
         self._doubted: set[int] = set()  # ranks some of whose rows were left out
         self._roll: RollCall | None = None
         self._pid = os.getpid()
@@ -318,6 +324,7 @@ class Monitor:
 
     def install(self) -> None:
         """Put the hooks in place; from here on training is seen."""
+        self._keeper = self.guard.run("keeper", start_keeper, self.config, os.environ, self._trouble)
         if lacking := internals.missing():
             self._trouble("torch", f"this torch lacks {', '.join(lacking)}; some checks are off")
         self.guard.run("patches", self.probes.patches.install)
@@ -465,6 +472,7 @@ class Monitor:
         self._home = self._home or directory
         who: dict[str, Any] = {"rank": self.rank, "world": self.world, "run_id": self.run_id, "time": utc()}
         who |= {"redactor": self.redactor, "disk": self.disk, "spawned": self._origin is not None}
+        who |= {"keeper": self._keeper}
         self.fanout, started = open_sinks(self.config, directory, self._home, **who)
         self._write(started)
         self.covering.opened()
@@ -595,6 +603,7 @@ class Monitor:
             if kind in _MESSAGES:
                 run(f"message:{kind}", self._hear, rank, kind, message)
         self._keep_voting()
+        self._tell_met(Met(members=tick.members, apart=tick.apart))
         for rank, data in tick.rows:
             self._take(rank, decode(data))
         self._members = len(tick.members)
@@ -612,6 +621,13 @@ class Monitor:
         run("forensics:elements", self.elements.tick)
         busy = self._diagnosis.busy and "diagnosis" not in self._back.off
         return busy or (self.elements.busy and "forensics:elements" not in self._back.off)
+
+    def _tell_met(self, met: Met) -> None:
+        """Write down who takes part and how far they are apart: when it changes, and every few seconds."""
+        now = time.monotonic()
+        if self._met is None or met != self._met[0] or now - self._met[1] >= _MET_SECONDS:
+            self._met = met, now
+            self._write(met)
 
     def _keep_voting(self) -> None:
         """Leave the votes of the numeric guard where this rank cannot count them, and tell those who would wait."""
@@ -750,6 +766,7 @@ class Monitor:
         self.reporter.add(key, {**index, **evidence})
 
     def _on_lost(self, reason: str) -> None:
+        self._write(Met(members=()))
         self.numeric_guard.lost()
         self.covering.lost(reason)
         if not self._closed:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +18,7 @@ from ddpdebug.config.settings import Config
 from ddpdebug.disk import Disk
 from ddpdebug.grafana.annotations import Annotations
 from ddpdebug.grafana.client import Grafana, read_token
+from ddpdebug.processes.linger import Keeper, ask_to_leave
 from ddpdebug.redaction import Redactor
 from ddpdebug.run_directory.writer import RunDirectory
 from ddpdebug.sinks import RunStarted, Sink
@@ -42,18 +44,20 @@ def open_sinks(  # noqa: PLR0913 - who the rank is
     disk: Disk,
     time: str,
     spawned: bool = False,
+    keeper: Keeper | None = None,
 ) -> tuple[Fanout, RunStarted]:
     """Return the sinks of a rank and the record with which the run begins.
 
     Args:
         directory: the run directory as it is shown.
         home: the same, also when the script changes its working directory.
+        keeper: serves the rank's end, where it serves metrics.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
     fanout, url = Fanout((), redactor=redactor), None
     sinks: list[Sink] = [RunDirectory(home, rank, disk=disk, tell=fanout.write)]
     if config.metrics == "per-rank" or (config.metrics == "rank0" and rank == 0):
-        discovery = None if config.sd_dir is None else Discovery(config.sd_dir)
+        discovery = None if config.sd_dir is None else Discovery(config.sd_dir, keeper)
         prometheus = PrometheusSink(
             rank,
             config.metrics_host,
@@ -67,10 +71,14 @@ def open_sinks(  # noqa: PLR0913 - who the rank is
                 password_file=config.metrics_password_file,
                 every=(lambda: None) if discovery is None else discovery.keep,
                 avoid=ports_of_the_job(os.environ),
+                ask=ask_to_leave,
+                keeper=keeper,
             ),
         )
         url = prometheus.url
         sinks += [prometheus] if discovery is None else [prometheus, discovery]
+    elif keeper is not None:
+        keeper.close()
     if rank == 0 and config.grafana_url is not None:
         address, token_file = config.grafana_url, config.grafana_token_file
         sinks.append(Annotations(lambda: Grafana(address, read_token(token_file), timeout=2.0)))
@@ -93,6 +101,24 @@ def open_sinks(  # noqa: PLR0913 - who the rank is
         name=run_name(config.name, redactor.words),
         scheduler_job=scheduler_job(os.environ),
     )
+
+
+def start_keeper(config: Config, environ: Mapping[str, str], tell: Callable[[str, str], None]) -> Keeper | None:
+    """Start what serves the end of this process; None where nobody could find it, or nothing would outlive the process.
+
+    Slurm kills what a step has left behind.
+    """
+    found = config.sd_dir is not None or config.metrics_port != 0
+    serves = config.metrics == "per-rank" or (config.metrics == "rank0" and environ.get("RANK", "0") == "0")
+    lingers = config.linger > 0 and found
+    if not serves or not (lingers or config.push_outcome) or not sys.platform.startswith("linux"):
+        return None
+    try:
+        linger = config.linger if lingers else 0.0
+        return Keeper(linger, config.push_outcome, contained="SLURM_JOB_ID" in environ)
+    except OSError as error:
+        tell("keeper", f"what the run comes to will not be served after its end: {error}")
+        return None
 
 
 def run_name(given: str | None, command: Sequence[str]) -> str:

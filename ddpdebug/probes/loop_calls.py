@@ -33,6 +33,7 @@ class Losses(Part, key="probe:losses"):
     validation: list[Callable[[], float]] = field(default_factory=list)
     seen: bool = False  # the validation losses: nobody has told them
     scale: Callable[[], float] | None = None
+    factor: Callable[[], float] | None = None  # with which GradScaler has multiplied what was given to backward
 
     shares: int = 1  # the losses are so many parts of one, fewer of them in a window that was cut short
 

@@ -223,6 +223,7 @@ class Recorder:
             read = loss_reader(roots[0].detach(), scale)
             losses = state.since.parts[Losses]
             losses.given.append(read)
+            losses.factor = losses.factor if scale is None else self._calls.last_loss_scale
             losses.divisors.append(self._guard.run("probe:losses", divisor, roots[0], by_scaler=scale is not None))
             self._bus.emit(events.LossGiven(roots[0], read))
         self._started[-1] = time.perf_counter()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.probes import async_copy as device, gradients
 from ddpdebug.probes.gradients import GradientSums
+from ddpdebug.probes.loop_calls import Losses, StepCalls
 from ddpdebug.probes.nonfinite_notes import Judgement
 from ddpdebug.probes.record import Part, StepRecord, combined
 from ddpdebug.probes.step_state import StepState
@@ -17,6 +18,8 @@ from ddpdebug.probes.training_events import Bus, GradientsFinal, StateRead, Step
 from ddpdebug.schema.row import CHECKSUM_SLOTS, Flag
 
 _FROZEN_EVERY = 16
+#: Two factors that differ by rounding in 16 bits, and by what clipping adds to a norm.
+_ALIKE = 0.02
 
 
 @dataclass(slots=True)
@@ -74,16 +77,38 @@ class GradientDigests(Part, key="probe:step-gradients"):
             if not lent and all(n in local_sums and n in reduced_sums for n in members):
                 fields[f"local_sum_{slot}"] = sum(local_sums[n] for n in members)
                 fields[f"reduced_sum_{slot}"] = sum(reduced_sums[n] for n in members)
-        judgement = record.parts.get(Judgement)
+        judgement, factor = record.parts.get(Judgement), self._factor(record, reduced_norms)
         flags, certain = 0, judgement is not None and judgement.certain
         for name, norms, flag in (
             ("local_grad_norm", local_norms, Flag.LOCAL_GRADS_NONFINITE),
             ("grad_norm", reduced_norms, Flag.GRADS_NONFINITE),
         ):
             if norms:
-                fields[name] = math.hypot(*norms.values())
+                fields[name] = math.hypot(*norms.values()) / factor
                 flags |= 0 if certain or math.isfinite(fields[name]) else int(flag)
         return {**fields, "flags": flags}
+
+    def _factor(self, record: StepRecord, reduced: Mapping[str, float]) -> float:
+        """Return the loss scale that the gradients carried in backward, 1 where none is known.
+
+        That of GradScaler; or what the script has multiplied its loss with, where it has divided all gradients by the
+        same again, beside clipping.
+        """
+        losses, calls = record.since.parts.get(Losses), record.since.parts.get(StepCalls)
+        if losses is not None and losses.factor is not None:
+            found = losses.factor()
+            return found if math.isfinite(found) and found > 0 else 1.0
+        divisors = set() if losses is None else {*losses.divisors}
+        own = divisors.pop() if len(divisors) == 1 else None
+        if own is None or not 0 < own < 1:
+            return 1.0
+        cut = 1.0
+        for clip in () if calls is None else calls.clips:
+            cut *= min(1.0, clip.max / clip.norm) if clip.norm > 0 else 1.0
+        left = dict(zip((self.names[i] for i in self.touched), self.touched_norms(), strict=True))
+        shares = [left.get(name, norm) / norm for name, norm in reduced.items() if math.isfinite(norm) and norm > 0]
+        alike = bool(shares) and all(math.isclose(share, own * cut, rel_tol=_ALIKE) for share in shares)
+        return 1 / own if alike else 1.0
 
     def let_go(self) -> None:
         """Keep numbers."""

@@ -31,6 +31,7 @@ COLORS = {
     "forward": "#56B4E9",
     "backward": "#0072B2",
     "optimizer": "#E69F00",
+    "other": "#666666",
     "host": "#009E73",
     "device reserved": "#0072B2",
     "device allocated": "#56B4E9",

@@ -74,7 +74,7 @@ def report(directory: Path) -> str:
         _coverage(history),
         "<h2>Do the ranks agree?</h2>",
         timeline(history.agreement, steps, marks),
-        "<p>Green: compared and equal. Red: some rank was outvoted. Nothing: not compared then.</p>",
+        "<p>Green: compared and equal. Red: ranks differed. Nothing: not compared then.</p>",
         "<h2>Loss</h2>",
         chart(ranks),
         _shape(series["loss median rank"], series["validation loss"], history.run.get("config")),
@@ -193,6 +193,8 @@ def _ranks(history: History) -> str:
         rows.append(f"<tr><td>{rank}</td><td>{text(ended, 200)}</td><td>{counted(outvoted, 'step')}</td></tr>")
     silent = [r for r in range(min(4096, int(history.run.get("world") or 0))) if r not in history.outcomes]
     note = f"<p>Without an outcome (killed, or still running): {escape(ranks_text(silent))}.</p>" if silent else ""
+    if history.undecided:
+        note += f"<p>In {counted(history.undecided, 'step')} nobody could tell which of the ranks were right.</p>"
     head = "<tr><th>rank</th><th>ended</th><th>outvoted in</th></tr>"
     return f"<table>{head}{''.join(rows[:512])}</table>{note}"
 

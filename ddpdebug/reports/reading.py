@@ -18,7 +18,7 @@ from ddpdebug.sinks.agreement import COMPARED, dissenters
 #: So many points are kept of a series: more cannot be seen.
 POINTS = 600
 _Over = Callable[[Sequence[float]], float]
-PHASES = ("data", "forward", "backward", "optimizer")
+PHASES = ("data", "forward", "backward", "optimizer", "other")
 _MAX_RANKS = 4096
 
 _NONFINITE = Flag.LOSS_NONFINITE | Flag.LOCAL_GRADS_NONFINITE | Flag.GRADS_NONFINITE
@@ -88,6 +88,7 @@ class History:
         series: name -> (step, value).
         agreement: what is compared -> (step, ranks outvoted), NaN where it was not compared.
         culprits: rank -> number of kept steps in which it was outvoted.
+        undecided: number of kept steps in which ranks differed and nobody could tell which is right.
     """
 
     directory: Path
@@ -97,6 +98,7 @@ class History:
     series: Mapping[str, list[tuple[int, float]]]
     agreement: Mapping[str, list[tuple[int, float]]]
     culprits: Mapping[int, int]
+    undecided: int
     steps: int
     first: int
     last: int
@@ -108,8 +110,9 @@ def read_history(directory: Path) -> History:
     run = read_run(directory)
     series = {name: Thinned(keep) for name, (_, _, keep) in _FIELDS.items()}
     agreement = {what: Thinned("max") for what in COMPARED}
+    series["other"] = Thinned("mean")
     culprits: dict[int, int] = {}
-    count, first, last = 0, 0, 0
+    count, first, last, undecided = 0, 0, 0, 0
     for step in _followed(read_steps(directory)):
         first = step.step if count == 0 else first
         count, last = count + 1, step.step
@@ -119,10 +122,15 @@ def read_history(directory: Path) -> History:
                 series[name].add(step.step, float(over(known)))
             elif step.any(_NONFINITE):  # a gap; where nothing was computed the line goes on
                 series[name].add(step.step, math.nan)
+        rest = [seconds for row in step.rows.values() if math.isfinite(seconds := row.other_seconds)]
+        if rest:
+            series["other"].add(step.step, fmean(rest))
         found = dissenters(step)
         for what in COMPARED:
             agreement[what].add(step.step, len(found[what]) if what in found else math.nan)
-        for rank in frozenset().union(*found.values()):
+        blamed = [ranks for ranks in found.values() if len(ranks) < len(step.rows)]
+        undecided += len(blamed) < len(found)
+        for rank in frozenset().union(*blamed):
             if len(culprits) < _MAX_RANKS:
                 culprits[rank] = culprits.get(rank, 0) + 1
     return History(
@@ -133,6 +141,7 @@ def read_history(directory: Path) -> History:
         series={name: thinned.finish() for name, thinned in series.items()},
         agreement={what: thinned.finish() for what, thinned in agreement.items()},
         culprits=dict(sorted(culprits.items())),
+        undecided=undecided,
         steps=count,
         first=first,
         last=last,

@@ -11,6 +11,9 @@ from typing import Any
 
 from ddpdebug.schema.wire import Struct, to_json
 
+#: Key of `evidence`: the groups of ranks that stand against each other, where nobody can tell who is right.
+UNDECIDED = "undecided_between"
+
 
 class Severity(IntEnum):
     """How bad a finding is; comparisons follow the order of gravity."""
@@ -40,7 +43,8 @@ class Finding:
     """A verdict about one cause. `step` counts optimizer steps from 0; unknown fields are None, never guessed.
 
     Args:
-        ranks: the culprits (the minority), not everyone involved; all ranks where nobody can tell.
+        ranks: the culprits (outside the largest group of equals), not everyone involved; all ranks where nobody can
+            tell, and then `evidence` says who stands against whom (`UNDECIDED`).
         subject: parameters, buffers, modules, optimizer groups, ... by name; the first is the most telling.
         phase: where in the step; for RANK101 `init`, `load`, `optimizer` or `outside-optimizer`.
         location: the user's `file:line`.

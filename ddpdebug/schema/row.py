@@ -109,8 +109,8 @@ class Row(NamedTuple):
     loss: float = float("nan")  # mean over the micro-batches, unscaled; their sum where each is divided by their number
     lr: float = float("nan")  # of the first group
     loss_scale: float = float("nan")
-    local_grad_norm: float = float("nan")  # 2-norm before the reduction
-    grad_norm: float = float("nan")  # 2-norm after the reduction, before clipping
+    local_grad_norm: float = float("nan")  # 2-norm before the reduction, without the loss scale
+    grad_norm: float = float("nan")  # 2-norm after the reduction, before clipping, without the loss scale
     clip_norm: float = float("nan")  # total norm that the clipping saw
     clip_max: float = float("nan")
     param_norm: float = float("nan")  # in sampled steps: 2-norm of the weights before the step, and of their change,
@@ -177,6 +177,18 @@ class Row(NamedTuple):
     def reduced_sums(self) -> tuple[float, ...]:
         """Checksums of the reduced gradients, one per slot."""
         return self[_REDUCED_SUM : _REDUCED_SUM + CHECKSUM_SLOTS]
+
+    @property
+    def other_seconds(self) -> float:
+        """What the step took beyond the loader, forward, backward and optimizer; NaN where its time is not known."""
+        known = (self.data_seconds, self.forward_seconds, self.backward_seconds, self.optimizer_seconds)
+        rest = self.step_seconds - sum(seconds for seconds in known if seconds >= 0)
+        return rest if not rest < 0 else 0.0
+
+    @property
+    def own_seconds(self) -> float:
+        """What the rank does before it waits for the others in backward: loader, forward and what is in no phase."""
+        return self.other_seconds + sum(s for s in (self.data_seconds, self.forward_seconds) if s >= 0)
 
     def has(self, flag: Flag) -> bool:
         """Tell whether `flag` is set."""

@@ -15,6 +15,8 @@ from ddpdebug.schema.details import Detail
 from ddpdebug.schema.row import DIGESTS, Flag, Row
 
 D = TypeVar("D", bound=Detail)
+#: So many groups of ranks are named.
+_MAX_SIDES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +73,8 @@ class Step:
         """Tell whether the digest field is known on every rank and equal."""
         return self.known(name) and name not in self.differing
 
-    def minority(self, name: str) -> tuple[int, ...]:
-        """Return the ranks outvoted on a digest field; all ranks when there is no majority."""
+    def minority(self, name: str) -> Blamed:
+        """Return the ranks outvoted on a digest field; all ranks where nobody can tell."""
         return outvoted({rank: getattr(row, name) for rank, row in self.rows.items() if getattr(row, name)})
 
     def any(self, flag: Flag) -> bool:
@@ -99,17 +101,32 @@ class Step:
         return replace(self, details={**self.details, **details})
 
 
-def outvoted(values: Mapping[int, object]) -> tuple[int, ...]:
-    """Return the ranks whose value is not that of the strict majority; all ranks when there is no majority.
+class Blamed(tuple[int, ...]):  # noqa: SLOT001 - of a tuple they are empty
+    """The ranks that a vote blames: those outside the largest group of equals; all where no group is the largest."""
 
-    With two ranks that disagree nobody can tell who is right, so both are returned.
+    #: The groups of equals, the largest first, where nobody can tell who is right; some of them where there are many.
+    undecided: tuple[tuple[int, ...], ...] = ()
+
+
+def outvoted(values: Mapping[int, object]) -> Blamed:
+    """Return the ranks whose value is not that of the largest group of equals; empty where all are equal.
+
+    Where two groups are the largest nobody can tell who is right, and all ranks are returned: so with two ranks, and
+    where each has a value of its own.
     """
+    groups = sides(values)
+    if len(groups) < 2:
+        return Blamed()
+    if len(groups[0]) > len(groups[1]):
+        return Blamed(sorted(rank for group in groups[1:] for rank in group))
+    blamed = Blamed(sorted(values))
+    blamed.undecided = tuple(map(tuple, groups[:_MAX_SIDES]))
+    return blamed
+
+
+def sides(values: Mapping[int, object]) -> list[list[int]]:
+    """Return the groups of ranks that have equal values, the largest first."""
     votes: dict[object, list[int]] = {}
     for rank in sorted(values):
         votes.setdefault(values[rank], []).append(rank)
-    if len(votes) < 2:
-        return ()
-    largest = max(votes.values(), key=len)
-    if 2 * len(largest) <= len(values):
-        return tuple(sorted(values))
-    return tuple(rank for rank in sorted(values) if rank not in set(largest))
+    return sorted(votes.values(), key=lambda group: (-len(group), group))

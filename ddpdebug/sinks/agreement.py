@@ -1,4 +1,4 @@
-"""Agreement between the ranks in one step, by majority vote over digests: for the terminal's summary and for metrics.
+"""Agreement between the ranks in one step, by a vote over digests: for the terminal's summary and for metrics.
 
 Facts, not verdicts: whether a difference is a mistake is for the detectors. Differences that a rank's own state
 declares as intended (sharded state, local SGD, Join) do not count.
@@ -30,7 +30,7 @@ _INTENDED = {
 
 
 def dissenters(step: Step) -> Mapping[str, frozenset[int]]:
-    """Return what was compared in this step -> the ranks that were outvoted (all, where there is no majority).
+    """Return what was compared in this step -> the ranks that were outvoted (all, where nobody can tell).
 
     Computed once per step, whoever asks.
     """

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.finding import UNDECIDED, Finding, Severity
 
 SEPARATOR = " · "
 _MAX_SUBJECTS = 3
@@ -25,6 +25,8 @@ _MAX_TENSORS = 4
 _MAX_PATH = 4096
 #: The evidence that is a command, not a text: a bundle that can be replayed.
 BUNDLE = "bundle"
+#: What is not told as the other evidence is.
+_APART = frozenset({BUNDLE, UNDECIDED})
 
 #: A labelled part of a block: the label and its lines.
 Part = tuple[str, list[str]]
@@ -71,13 +73,19 @@ def ranks_text(ranks: Iterable[int], world: int | None = None) -> str:
     return f"rank{'' if len(known) == 1 else 's'} {spans}"
 
 
+def culprits_text(finding: Finding, world: int | None = None) -> str:
+    """Return the ranks to blame as `ranks_text` does, and that nobody can tell where that is so."""
+    words = ranks_text(finding.ranks, world)
+    return f"{words} (nobody can tell which)" if UNDECIDED in finding.evidence else words
+
+
 def where(finding: Finding, world: int | None = None) -> str:
     """Return step, ranks, phase and location, as far as they are known."""
     parts = []
     if finding.step is not None:
         parts.append(f"step {finding.step}")
     if finding.ranks:
-        parts.append(ranks_text(finding.ranks, world))
+        parts.append(culprits_text(finding, world))
     parts += [clean(part, _MAX_NAME) for part in (finding.phase, finding.location) if part]
     return SEPARATOR.join(parts)
 
@@ -92,7 +100,9 @@ def subjects(finding: Finding) -> list[str]:
 def evidence_lines(evidence: Mapping[str, Any]) -> list[str]:
     """Return the evidence: what fits on one line together, values by rank on lines of their own."""
     short, long = [], []
-    shown = {k: v for k, v in evidence.items() if k != BUNDLE and v is not None and v not in ({}, [], "")}
+    shown = {k: v for k, v in evidence.items() if k not in _APART and v is not None and v not in ({}, [], "")}
+    if (sides := evidence.get(UNDECIDED)) and all(isinstance(side, list) for side in sides):
+        short.append(" against ".join(map(ranks_text, sides)))
     for key, value in list(shown.items())[:_MAX_EVIDENCE]:
         label = clean(key, 60).replace("_", " ")
         if _is_by_rank(value):

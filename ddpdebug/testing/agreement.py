@@ -16,6 +16,7 @@ from ddpdebug.probes.values import raw_bytes
 from ddpdebug.schema.announcements import Equivalence
 from ddpdebug.schema.details import hex_digest
 from ddpdebug.schema.finding import Severity
+from ddpdebug.schema.step import outvoted
 from ddpdebug.schema.wire import from_json, to_json
 from ddpdebug.sinks.text import clean, counted, parts, ranks_text
 from ddpdebug.testing.meeting import Meeting
@@ -178,15 +179,11 @@ def _read(data: bytes, dtype: torch.dtype) -> Tensor:
 
 
 def _vote(labels: Mapping[int, Hashable]) -> str:
-    """Return who stands against whom; without a majority nobody is blamed."""
-    sides: dict[Hashable, list[int]] = {}
-    for rank, label in labels.items():
-        sides.setdefault(label, []).append(rank)
-    ordered = sorted(sides.values(), key=len, reverse=True)
-    if len(ordered[0]) * 2 <= len(labels):
-        return f"{' against '.join(ranks_text(side) for side in ordered[:4])}, no majority"
-    minority = sorted(rank for side in ordered[1:] for rank in side)
-    return f"{ranks_text(minority)} against {ranks_text(ordered[0])}"
+    """Return who stands against whom; where no side is the largest nobody is blamed."""
+    blamed = outvoted(labels)
+    if blamed.undecided:
+        return f"{' against '.join(map(ranks_text, blamed.undecided))}, nobody can tell"
+    return f"{ranks_text(blamed)} against {ranks_text(labels.keys() - {*blamed})}"
 
 
 def _by_value(values: Mapping[int, Any]) -> str:

@@ -380,3 +380,39 @@ def test_who_has_met_nobody_keeps_the_newest_rows(monkeypatch: pytest.MonkeyPatc
     exchange.post(row(0, 6))
     assert (exchange.state, len(exchange._rows)) == ("lost", 0)
     assert lost[0].startswith("no word from ranks 1-2")
+
+
+def test_a_rank_that_is_behind_is_told_by_how_many_steps() -> None:
+    """As soon as all have said twice how far they are; one that is about to leave is not waited for."""
+    world = World(3).start()
+    for rank, reached in enumerate((50, 10, 7)):
+        world.ranks[rank].progress = reached
+    _until(lambda: world.heard[0] and world.heard[0][-1].apart == 43)
+    assert world.heard[0][0].apart == 0  # nobody knows whether they said it at the same moment
+    leaving = threading.Thread(target=world.ranks[2].close)
+    leaving.start()
+    _until(lambda: world.heard[0][-1].apart == 40)
+    assert all(world.close())
+    leaving.join(_SECONDS)
+
+
+def test_ranks_that_step_together_are_not_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However fast they are, and whenever their threads tick: one may only have begun the step that another ended."""
+    monkeypatch.setattr(module, "IDLE_SECONDS", 0.001)
+    world = World(3).start()
+    together = threading.Barrier(3)
+
+    def train(rank: int) -> None:
+        for step in range(300):
+            together.wait(_SECONDS)
+            world.ranks[rank].progress = step + 1
+            time.sleep(0.0005 * rank)
+
+    threads = [threading.Thread(target=train, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_SECONDS)
+    assert all(world.close())
+    assert {tick.apart for tick in world.heard[0]} == {0}
+    assert len(world.heard[0]) > 5

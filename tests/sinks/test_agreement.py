@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
+from ddpdebug.detectors.comparison import classes_of, culprits
+from ddpdebug.detectors.kinds import Detector, Severity
+from ddpdebug.schema.announcements import Structure, WrapperGroup
+from ddpdebug.schema.finding import UNDECIDED
 from ddpdebug.schema.row import Digest, Flag, Row
-from ddpdebug.schema.step import Step
+from ddpdebug.schema.step import Step, outvoted
 from ddpdebug.sinks.agreement import dissenters
+from ddpdebug.sinks.text import evidence_lines, where
 
 
 def step(*rows: Row) -> Step:
@@ -19,7 +26,7 @@ def test_only_what_two_ranks_computed_was_compared() -> None:
 
 
 def test_outvoted_ranks_are_named() -> None:
-    """One of three, and all where there is no majority."""
+    """One of three, and all where nobody can tell."""
     rows = [
         Row(rank=i, params_after_digest=Digest(5), grads_digest=Digest(i + 1), modes_digest=Digest(7)) for i in range(3)
     ]
@@ -34,3 +41,52 @@ def test_declared_differences_do_not_count() -> None:
         for i, flags in enumerate((Flag.SHARDED_STATE, Flag.LOCAL_ONLY))
     ]
     assert dissenters(step(*rows)) == {"hyperparameters": set()}
+
+
+@pytest.mark.parametrize(
+    ("values", "blamed", "undecided"),
+    [
+        ("aaaa", (), ()),
+        ("abaa", (1,), ()),
+        ("abca", (1, 2), ()),  # two faults: the largest group is right although it is half of the ranks
+        ("abcdefaa", (1, 2, 3, 4, 5), ()),
+        ("ab", (0, 1), ((0,), (1,))),
+        ("aabb", (0, 1, 2, 3), ((0, 1), (2, 3))),
+        ("ababc", (0, 1, 2, 3, 4), ((0, 2), (1, 3), (4,))),
+        ("abc", (0, 1, 2), ((0,), (1,), (2,))),
+        ("abcdef", (0, 1, 2, 3, 4, 5), ((0,), (1,), (2,), (3,))),  # not all of them by name
+    ],
+)
+def test_the_largest_group_of_equals_is_right_if_there_is_one(
+    values: str, blamed: tuple[int, ...], undecided: tuple[tuple[int, ...], ...]
+) -> None:
+    """Otherwise all ranks are named, and who stands against whom."""
+    found = outvoted(dict(enumerate(values)))
+    assert (found, found.undecided) == (blamed, undecided)
+
+
+def test_groups_of_other_models_do_not_outvote_each_other() -> None:
+    """Two of each model, both at odds: that rank 0 and rank 2 come first does not make them right."""
+    rows = {rank: Row(rank=rank, params_after_digest=Digest(rank + 1)) for rank in range(4)}
+    wraps = {rank: {"ranks": (rank // 2 * 2, rank // 2 * 2 + 1), "beside": ()} for rank in range(4)}
+    facts = {
+        "group:0": {rank: WrapperGroup(**wrap) for rank, wrap in wraps.items()},
+        "structure:0": {rank: Structure(digest=str(rank // 2)) for rank in range(4)},
+    }
+    classes = classes_of(Step(step=0, optimizer=0, world=4, rows=rows, facts=facts), "params_after_digest")
+    assert classes is not None
+    assert culprits(classes).undecided
+
+
+def test_a_finding_says_in_words_that_nobody_can_tell() -> None:
+    """Beside its place, and who stands against whom; where ranks are outvoted nothing is said."""
+
+    class Rule(Detector):
+        code, severity, title = "X100", Severity.ERROR, "they differ"
+
+    tied = Rule().finding(ranks=outvoted(dict(enumerate("aabb"))), evidence={"number": 3})
+    assert tied.evidence == {UNDECIDED: [[0, 1], [2, 3]], "number": 3}
+    assert where(tied, 4) == "all 4 ranks (nobody can tell which)"
+    assert evidence_lines(tied.evidence) == ["ranks 0-1 against ranks 2-3 · number 3"]
+    clear = Rule().finding(ranks=outvoted(dict(enumerate("abca"))), evidence={"number": 3})
+    assert (where(clear, 4), clear.evidence) == ("ranks 1-2", {"number": 3})

@@ -47,7 +47,7 @@ def test_two_ranks_have_no_majority(rank: int) -> None:
     text = complaint(assert_ranks_agree, torch.tensor(float(rank)))
     assert (
         text
-        == "tensor differs between ranks: rank 0 against rank 1, no majority; first at []: 0.0 on rank 0, 1.0 on rank 1"
+        == "tensor differs between ranks: rank 0 against rank 1, nobody can tell; first at []: 0.0 on rank 0, 1.0 on rank 1"
     )
 
 
@@ -78,7 +78,9 @@ def test_unusual_tensors(rank: int) -> None:
 def test_shape_dtype_and_name_are_compared_first(rank: int) -> None:
     """Before anything that would not fit."""
     shape = complaint(assert_ranks_agree, torch.zeros(2 + rank), "x")
-    assert shape.startswith("x has another shape or dtype: rank 0 against rank 1, no majority; float32[2] on rank 0")
+    assert shape.startswith(
+        "x has another shape or dtype: rank 0 against rank 1, nobody can tell; float32[2] on rank 0"
+    )
     dtype = complaint(assert_ranks_agree, torch.zeros(2, dtype=torch.float64 if rank else torch.float32))
     assert "float64[2] on rank 1" in dtype
     names = complaint(assert_ranks_agree, torch.zeros(2), f"of {rank}")

@@ -71,8 +71,8 @@ def board() -> Board:
 
 
 _RUNS = (
-    "Runs that answer now. None although jobs run: the targets page of Prometheus, then whether it has loaded the rules "
-    "of ddpdebug, then docs/monitoring.md."
+    "Runs that answer now. None although jobs run: the targets page of Prometheus, then whether it has loaded the "
+    "rules of ddpdebug, then docs/monitoring.md."
 )
 _ILL = "Runs that train on although a finding of them is an error or critical. Stop them, or open their overview."
 _DEAD = "Runs that ended with an error or vanished without a word in the time range. The table says which."

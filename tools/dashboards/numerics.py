@@ -17,7 +17,7 @@ def board() -> Board:
     bad = f"max by (what) ({q.rate('ddpdebug_nonfinite_steps_total')})"
     alive = f"max({q.chosen('ddpdebug_step')})"
     made.add(
-        states([(f"{bad} and on () {alive}", "{{what}}")], words=FINITE, missing="no data"),
+        states([(f"({bad} > bool 0) and on () {alive}", "{{what}}")], words=FINITE, missing="no data"),
         "What was not finite",
         "Loss, the ranks' own gradients, or the reduced ones. Own gradients first: a batch or an overflow on one "
         "rank. After the reduction every rank has it, whoever made it.",

@@ -411,9 +411,10 @@ def listing(
     hidden = {name: True for name in hidden if name not in names}
     organized = {"excludeByName": hidden, "indexByName": order, "renameByName": names}
     panel["transformations"] = [{"id": "merge", "options": {}}, {"id": "organize", "options": organized}]
-    for title in names.values():
-        # the text of an empty panel is none for an empty cell
-        _override(panel, title, {"noValue": "-", **({"unit": units[title]} if units and title in units else {})})
+    for name, title in names.items():
+        # the text of an empty panel is none for an empty cell; a run's id is text, also where it has digits only
+        unit = (units or {}).get(title, "short" if name.startswith("Value") else "string")
+        _override(panel, title, {"noValue": "-", "unit": unit})
     return panel
 
 

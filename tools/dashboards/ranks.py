@@ -73,11 +73,13 @@ def _table() -> Panel:
     }
     up = q.by_rank("ddpdebug_rank_up")
     seen = q.last_by_rank("ddpdebug_step")
-    over = f"(max({q.chosen('run:ddpdebug_run_state:max')}) == 1 or max({q.chosen('run:ddpdebug_run_state:max')}) == 2)"
+    alive = (
+        f"(max({q.chosen('run:ddpdebug_run_state:max')}) == 1 or max({q.chosen('run:ddpdebug_run_state:max')}) == 2)"
+    )
     place = q.last(q.chosen("ddpdebug_rank_info", q.RANKS))
     panel = listing(
         [
-            f"{up} or 0 * ({seen} and on () {over}) or 0 * {seen} + 2",
+            f"{up} or 0 * ({seen} and on () {alive}) or 0 * {seen} + 2",
             seen,
             f"1000 * {q.last_by_rank('ddpdebug_last_step_timestamp_seconds')}",
             q.last_by_rank("ddpdebug_loss"),

@@ -84,7 +84,7 @@ class GradientExplosion(Detector):
         lambda: losses(60, lambda i: 1.0, grad_norm=lambda i: 1.0 + 0.1 * i),  # grows slowly
         lambda: losses(60, lambda i: 1.0, grad_norm=lambda i: math.exp(2 * sample_noise(i))),  # heavy tails
         lambda: losses(
-            60, lambda i: 1.0, grad_norm=lambda i: 2.0 ** (10 + i // 12), loss_scale=lambda i: 2.0 ** (10 + i // 12)
+            60, lambda i: 1.0, grad_norm=lambda i: 1.0 + 0.1 * (i % 3), loss_scale=lambda i: 2.0 ** (10 + i // 12)
         ),
     )
 
@@ -133,9 +133,8 @@ class GradientExplosion(Detector):
 
 
 def _norm(step: Step) -> float | None:
-    """Return the norm of the reduced gradients without the loss scale."""
+    """Return the norm of the reduced gradients."""
     if step.any(_NO_NORM):
         return None
     row = next(iter(step.rows.values()))
-    scale = row.loss_scale if math.isfinite(row.loss_scale) and row.loss_scale > 0 else 1.0
-    return row.grad_norm / scale if math.isfinite(row.grad_norm) else None
+    return row.grad_norm if math.isfinite(row.grad_norm) else None

@@ -52,7 +52,7 @@ def gradient_classes(step: Step) -> RankClasses | None:
 
 
 def odd_ranks(step: Step) -> tuple[int, ...]:
-    """The ranks whose gradients are outvoted; all where there is no majority."""
+    """The ranks whose gradients are outvoted; all where nobody can tell."""
     return culprits(gradient_classes(step) or {})
 
 

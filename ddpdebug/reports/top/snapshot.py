@@ -20,6 +20,7 @@ from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.row import Flag, Row
 from ddpdebug.schema.step import Step
 from ddpdebug.sinks.agreement import COMPARED, dissenters
+from ddpdebug.sinks.text import culprits_text
 
 _TIMEOUT = 3.0
 _MAX_BYTES = 32 << 20
@@ -39,7 +40,8 @@ class RankView:
     loss: float = math.nan
     norm: float = math.nan
     step_seconds: float = math.nan
-    own_seconds: float = math.nan  # data and forward: before it waits for the others
+    mean_seconds: float = math.nan  # of the steps that `own_seconds` is the mean of
+    own_seconds: float = math.nan  # of these, what is neither backward nor optimizer: before it waits for the others
     host: float = math.nan
     device: float = math.nan
     outvoted: tuple[str, ...] = ()
@@ -67,12 +69,19 @@ class Snapshot:
 
     @property
     def straggler(self) -> tuple[int, float] | None:
-        """Return the slowest rank, and how much longer it works than the median rank."""
+        """Return the slowest rank, and how much longer than the median rank it works, as a share of the step."""
         own = {view.rank: view.own_seconds for view in self.ranks if view.own_seconds > 0}
         if len(own) < 2:
             return None
         slowest = max(own, key=lambda rank: own[rank])
-        return slowest, own[slowest] / median(own.values()) - 1
+        steps = [view.mean_seconds for view in self.ranks if view.mean_seconds > 0]
+        return (slowest, (own[slowest] - median(own.values())) / median(steps)) if steps else None
+
+    @property
+    def undecided(self) -> tuple[str, ...]:
+        """Return what the ranks differ in without anybody being able to tell which are right."""
+        voters = sum(view.step is not None for view in self.ranks)
+        return tuple(what for what, count in self.differing.items() if count >= voters > 1)
 
 
 # --- from the run directory -------------------------------------------------------------------------------------------
@@ -98,8 +107,10 @@ def from_directory(directory: Path) -> Snapshot:
         for rank, row in found.items():
             _take(views.setdefault(rank, RankView(rank=rank)), row)
     for rank, view in views.items():
-        own = [row.forward_seconds + max(row.data_seconds, 0.0) for row in rows if row.rank == rank]
-        view.own_seconds = fmean([s for s in own if math.isfinite(s)] or [math.nan])
+        timed = [row for row in rows if row.rank == rank and math.isfinite(row.step_seconds)]
+        if timed:
+            view.own_seconds = fmean(row.own_seconds for row in timed)
+            view.mean_seconds = fmean(row.step_seconds for row in timed)
         view.outvoted = tuple(what for what, ranks in voted.items() if rank in ranks)
         view.ended = str(outcomes.get(rank, {}).get("reason") or "")
         view.age = age if view.step is not None else math.nan
@@ -138,7 +149,7 @@ def _overhead(rows: Iterable[Row]) -> float:
 
 
 def _told(finding: Finding) -> str:
-    who = f"ranks {','.join(map(str, finding.ranks[:8]))}" if finding.ranks else ""
+    who = culprits_text(finding) if finding.ranks else ""
     what = finding.subject[0] if finding.subject else finding.title
     since = "" if finding.step is None else f"step {finding.step}"
     return " · ".join(filter(None, (since, who, what)))
@@ -223,11 +234,10 @@ class _Gathered:
     def snapshot(self, title: str) -> Snapshot:
         """Return what was gathered."""
         for rank, view in self.views.items():
-            steps = self.sums.get((rank, "phase_seconds_count", "forward")) or math.nan
-            own = sum(self.sums.get((rank, "phase_seconds_sum", phase), 0) for phase in ("data", "forward"))
-            view.own_seconds = own / steps
             counted = self.sums.get((rank, "step_seconds_count", "")) or math.nan
-            view.step_seconds = self.sums.get((rank, "step_seconds_sum", ""), 0) / counted
+            view.step_seconds = view.mean_seconds = self.sums.get((rank, "step_seconds_sum", ""), 0) / counted
+            own = sum(self.sums.get((rank, "phase_seconds_sum", phase), 0) for phase in ("data", "forward", "other"))
+            view.own_seconds = own / counted
         return Snapshot(
             title=title,
             world=self.world,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -92,13 +93,15 @@ def _ranks(snapshot: Snapshot, shown: list[RankView]) -> Table:
             _bytes(rank.host),
             _bytes(rank.device),
         ]
-        table.add_row(*cells, _state(rank))
+        table.add_row(*cells, _state(rank, snapshot.undecided))
     return table
 
 
-def _state(rank: RankView) -> Text:
+def _state(rank: RankView, undecided: Collection[str]) -> Text:
+    if alone := [what for what in rank.outvoted if what not in undecided]:
+        return Text(f"outvoted: {', '.join(alone)}", _BAD)
     if rank.outvoted:
-        return Text(f"outvoted: {', '.join(rank.outvoted)}", _BAD)
+        return Text(f"differs, nobody can tell who: {', '.join(rank.outvoted)}", _BAD)
     if rank.nonfinite:
         return Text("NaN or Inf", _BAD)
     if rank.ended:

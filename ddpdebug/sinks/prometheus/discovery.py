@@ -3,8 +3,9 @@
 Torch-free, and without prometheus_client.
 
 A file is written atomically, touched every minute while the process lives (also while training hangs), and removed at
-the end. One that nobody touched for a quarter of an hour belongs to a rank that was killed: whoever shares the
-directory removes it. Until then Prometheus sees that rank as down, which is the alarm.
+the end, by the rank or, where the rank's end is served for a while or the rank was killed, by its keeper
+(processes/linger.py). One that nobody touched for a quarter of an hour belongs to a machine that has gone: whoever
+shares the directory removes it. Until then Prometheus sees that rank as down, which is the alarm.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from ddpdebug.disk import Disk
 from ddpdebug.sinks import Record, RunEnded, RunStarted
+from ddpdebug.sinks.prometheus.keeping import Keeper
 
 #: The files that `--sd-dir` holds, for `file_sd_configs`; unfinished ones begin with a dot.
 PATTERN = "ddpdebug-*.json"
@@ -81,14 +83,14 @@ class TargetFile:
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._clock, self._owner = clock, os.getpid()
-        self._text, self._targets = json.dumps([entry]) + "\n", entry["targets"]
+        self.text, self._targets = json.dumps([entry]) + "\n", entry["targets"]
         self.path = directory / f"ddpdebug-{re.sub(r'[^A-Za-z0-9._-]', '_', name)}.json"
         self._write()
         self._touched = self._swept = clock()
         self.sweep()
 
     def _write(self) -> None:
-        Disk(None).replace(self.path, [self._text.encode()])  # Prometheus is another user
+        Disk(None).replace(self.path, [self.text.encode()])  # Prometheus is another user
 
     def keep(self) -> None:
         """Show that this process lives, and remove the files of those that do not; call it often, it is cheap."""
@@ -128,10 +130,14 @@ class TargetFile:
 
 
 class Discovery:
-    """The sink that keeps this rank's target file, from the first record to the last."""
+    """The sink that keeps this rank's target file, from the first record to the last.
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    Args:
+        keeper: removes the file where the rank cannot, and later where it serves the rank's end.
+    """
+
+    def __init__(self, directory: Path, keeper: Keeper | None = None) -> None:
+        self._directory, self._keeper = directory, keeper
         self._file: TargetFile | None = None
 
     def write(self, record: Record) -> None:
@@ -141,7 +147,9 @@ class Discovery:
                 scheme, _, rest = url.partition("://")
                 # a file goes with its run: a target of a file that is down has died, which the rules look at
                 entry = target(rest.partition("/")[0], scheme, sd="file")
-                self._file = TargetFile(self._directory, f"{record.run_id}-{record.rank}", entry)
+                self._file = file = TargetFile(self._directory, f"{record.run_id}-{record.rank}", entry)
+                if self._keeper is not None:
+                    self._keeper.tell(target=[str(file.path.absolute()), file.text])
             case RunEnded():
                 self.close()
 
@@ -153,5 +161,5 @@ class Discovery:
     def close(self) -> None:
         """Take the rank off the list."""
         file, self._file = self._file, None
-        if file is not None:
+        if file is not None and not (self._keeper is not None and self._keeper.lingers):
             file.remove()

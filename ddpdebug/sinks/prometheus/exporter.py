@@ -17,11 +17,12 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any, ClassVar
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry, generate_latest, make_wsgi_app
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
@@ -34,8 +35,10 @@ from ddpdebug.schema.run_state import End, RunState, end_of
 from ddpdebug.sinks import Covered, FindingRaised, Met, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
 from ddpdebug.sinks.agreement import COMPARED, dissenters
 from ddpdebug.sinks.prometheus.discovery import target
+from ddpdebug.sinks.prometheus.keeping import Keeper
 from ddpdebug.sinks.prometheus.metrics import (
     INCIDENTS,
+    LASTING,
     Layers,
     Pace,
     RankState,
@@ -44,6 +47,7 @@ from ddpdebug.sinks.prometheus.metrics import (
     identity_of,
     incident_metrics,
     is_about_making,
+    label_text,
     own_metrics,
     rank_metrics,
     run_metrics,
@@ -58,6 +62,8 @@ _CODES = 35
 _BELIEVED = 30.0
 #: A finding that did not show again in so many steps is not current any more.
 _RECENT = 1000
+#: So often the keeper learns of what there is.
+_KEPT_SECONDS = 10.0
 
 
 class PrometheusSink(Collector):
@@ -95,6 +101,8 @@ class PrometheusSink(Collector):
         self._grave: dict[str, Finding] = {}  # at error or above: code -> the one that was seen last
         self._end: End | None = None
         self._ended = 0.0
+        self._keeper: Keeper | None = None
+        self._kept = float("-inf")
         self._outvoted: dict[str, dict[int, frozenset[int]]] = {what: {} for what in COMPARED}
         self._disagreements = dict.fromkeys(COMPARED, 0)
         self._layers = Layers()
@@ -120,8 +128,13 @@ class PrometheusSink(Collector):
                 apps["/sd"] = json_app(self._sd)
             try:
                 first = port + local_rank if port and not self._everyone else port
-                self._endpoint = served = Endpoint(apps, host, first, serving or Serving())
+                serving = serving or Serving()
+                kept = replace(serving, every=partial(self._keep, serving.every))
+                self._endpoint = served = Endpoint(apps, host, first, kept)
                 self.url = f"{served.scheme}://{served.address}/metrics"
+                if (keeper := serving.keeper) is not None:
+                    keeper.tell(serve={"host": host, **serving.files()}, files=(served.fileno(),))
+                    self._keeper = keeper
             except OSError as error:
                 self._failure = error
 
@@ -146,15 +159,24 @@ class PrometheusSink(Collector):
                 self._started = record
                 own = {"node": record.node, "local_rank": record.local_rank, "metrics": record.metrics_url}
                 self._place(record.rank, own)
+                self._hand_over()
             case RunEnded():
                 self._ended = self._clock()
                 self._end = end_of(record.reason, record.exit_code, gravest=self._gravest)
+                self._hand_over()
                 self.close()
 
     def close(self) -> None:
         """Stop serving."""
         endpoint, self._endpoint = self._endpoint, None
-        if endpoint is not None:
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            keeper.close()
+        if endpoint is None:
+            return
+        if keeper is not None and keeper.lingers:
+            endpoint.leave()
+        else:
             endpoint.close()
 
     def _saved(self, record: Saved) -> None:
@@ -163,6 +185,30 @@ class PrometheusSink(Collector):
                 self._place(rank, place)
             case Saved(kind="detail", payload={"detail": "layers", "rank": self._rank, "value": dict(detail), **rest}):
                 self._layers.take(detail, int(rest.get("step") or 0))
+
+    def _keep(self, more: Callable[[], None]) -> None:
+        """Let the keeper know what there is now and then: the process may be killed. In the server's thread."""
+        more()
+        if time.monotonic() - self._kept > _KEPT_SECONDS:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Give the keeper what there will be to serve when this process has gone."""
+        keeper, started = self._keeper, self._started
+        if keeper is None or started is None:
+            return
+        self._kept = time.monotonic()
+        facts: dict[str, Any] = {
+            "page": generate_latest(_Facts(self._lasting)).decode(),
+            "labels": label_text({"rank": str(self._rank), **identity_of(started)}),
+            "grave": self._gravest,
+            "group": {"run_id": started.run_id, "rank": str(self._rank)},
+            **({"sd": self._sd()} if self._rank == 0 else {}),
+        }
+        if self._end is None:
+            keeper.tell(**facts)
+        else:
+            keeper.end(**facts, end=[int(self._end.state), self._end.outcome, self._end.cause, self._ended])
 
     def _step(self, record: StepJudged) -> None:
         self._last = record
@@ -203,6 +249,8 @@ class PrometheusSink(Collector):
 
         if finding.severity >= Severity.ERROR:
             self._grave[finding.code] = finding
+            if record.new:
+                self._hand_over()
 
     @property
     def _gravest(self) -> str:
@@ -243,14 +291,26 @@ class PrometheusSink(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Return the current values, each with the labels by which its run is known."""
+        """Return the current values, each with the labels by which its run is known; after its end what lasts."""
+        if self._end is None:
+            yield from self._identified(self._current())
+        else:
+            yield from self._lasting()
+            yield from self._identified(state_metrics(str(self._rank), self.state, self._end, self._ended))
+
+    def _lasting(self) -> Iterator[Metric]:
+        """Return what is true of this process also when it has gone, but for the state: counters, and what is named."""
+        found = self._current(only=self._rank)
+        return self._identified(each for each in found if each.type == "counter" or each.name in LASTING)
+
+    def _identified(self, metrics: Iterable[Metric]) -> Iterator[Metric]:
         identity = identity_of(self._started)
-        for metric in self._current():
+        for metric in metrics:
             for sample in metric.samples:
                 sample.labels.update(identity)
             yield metric
 
-    def _current(self) -> Iterator[Metric]:
+    def _current(self, only: int | None = None) -> Iterator[Metric]:
         own = str(self._rank)
         outvoted = {what: found.copy() for what, found in self._outvoted.items()}
         yield from run_metrics(own, self._started)
@@ -260,7 +320,7 @@ class PrometheusSink(Collector):
             yield from agreement_metrics(own, outvoted, self._disagreements, self._apart)
             yield from incident_metrics(own, tuple(self._incidents))
         yield from own_metrics(own, self._errors, self._coverage, self._last)
-        ranks = [(str(rank), state) for rank, state in sorted(self._ranks.copy().items())]
+        ranks = [(str(rank), state) for rank, state in sorted(self._ranks.copy().items()) if only in {None, rank}]
         origin = frozenset() if self._origin is None else self._origin[1]
         voted = {what: frozenset().union(*found.values()) for what, found in outvoted.items()}
         yield from rank_metrics(ranks, voted, origin)
@@ -285,3 +345,15 @@ def _lasts(finding: Finding, newest: int) -> bool:
 @cache
 def _told_once() -> frozenset[str]:
     return frozenset(rule.code for rule in catalog() if issubclass(rule, EventRule))
+
+
+class _Facts(CollectorRegistry):
+    """What `generate_latest` can render."""
+
+    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
+        super().__init__(auto_describe=False)
+        self._collect = collect
+
+    def collect(self) -> Iterator[Metric]:
+        """Return the values."""
+        return self._collect()

@@ -30,7 +30,7 @@ from ddpdebug.schema.run_state import End, RunState
 from ddpdebug.schema.step import Step
 from ddpdebug.sinks import RunStarted, StepJudged
 from ddpdebug.sinks.agreement import COMPARED
-from ddpdebug.sinks.text import clean, ranks_text
+from ddpdebug.sinks.text import clean, culprits_text
 
 #: So many of the newest findings are shown with their names.
 INCIDENTS = 5
@@ -40,9 +40,7 @@ _RESOLUTION = 1.2
 _POWERS = (*range(-3, 7), 10, 16, 26)
 #: The usual step is the median of so many, after the first ones; of fewer once these have taken so many seconds.
 _FIRST_STEPS, _USUAL_STEPS, _FEW_STEPS, _LONG = 2, 16, 4, 60.0
-#: Those that are measured. What a step takes beyond them is the phase `other`.
-_MEASURED = ("data", "forward", "backward", "optimizer")
-_PHASES = (*_MEASURED, "other")
+_PHASES = ("data", "forward", "backward", "optimizer", "other")
 #: Memory is going to be full where the minima of so many blocks in a row have risen, each rise at least this share of
 #: the mean one, and all by so many bytes and this share of what is used; a block has so many seconds and steps.
 _BLOCKS, _STEADY, _GROWN, _GROWN_SHARE = 6, 0.3, 8 << 20, 0.002
@@ -96,6 +94,10 @@ _LAYERS = {
     ),
 }
 SLOTS = 2
+#: What is true of a process also when it has gone, besides the counters.
+LASTING = frozenset(
+    {"ddpdebug_run_info", "ddpdebug_rank_info", "ddpdebug_incident_step", "ddpdebug_incident_timestamp_seconds"}
+)
 #: What was not finite -> the flag that says so.
 _NONFINITE = {
     "loss": int(Flag.LOSS_NONFINITE),
@@ -107,7 +109,7 @@ _NONFINITE = {
 }
 
 _GAUGE_VALUES = attrgetter(*(field for field, _ in _GAUGES.values()))
-_PHASE_VALUES = attrgetter(*(f"{phase}_seconds" for phase in _MEASURED))
+_PHASE_VALUES = attrgetter(*(f"{phase}_seconds" for phase in _PHASES))
 #: In such a step NaN is a value or says that there is none.
 _CERTAIN = int(Flag.CHECKED | Flag.LOSS_NONFINITE | Flag.LOCAL_GRADS_NONFINITE | Flag.GRADS_NONFINITE)
 #: So many gauges are known in every step that is certain; those after them rarely.
@@ -232,16 +234,12 @@ class RankState:
         for i, value in enumerate(_GAUGE_VALUES(row)):
             if value == value or (certain and i < _OFTEN):  # noqa: PLR0124 - NaN: keep the last known value
                 self.values[i] = value
-        measured = 0.0
         for i, seconds in enumerate(_PHASE_VALUES(row)):
             if seconds >= 0:  # not when unknown, which is NaN
                 self.phase_seconds[i] += seconds
                 self.phase_counts[i] += 1
-                measured += seconds
         if row.step_seconds >= 0:
             self._time(row.step_seconds, bounds)
-            self.phase_seconds[-1] += max(0.0, row.step_seconds - measured)
-            self.phase_counts[-1] += 1
 
     def _time(self, seconds: float, bounds: tuple[float, ...]) -> None:
         self.step_count += 1
@@ -367,6 +365,12 @@ def identity_of(started: RunStarted | None) -> dict[str, str]:
     return {} if started is None else {"run_id": started.run_id, "run": started.name or started.run_id}
 
 
+def label_text(labels: Mapping[str, str]) -> str:
+    """Return labels as the text format writes them."""
+    escaped = {ord("\\"): r"\\", ord("\n"): r"\n", ord('"'): r"\""}
+    return ",".join(f'{name}="{value.translate(escaped)}"' for name, value in sorted(labels.items()))
+
+
 def state_metrics(own: str, state: RunState, end: End | None, seconds: float) -> Iterator[Metric]:
     """Yield the state of this process; once it has ended, what came of it and when (seconds since the epoch)."""
     codes = ", ".join(f"{each.value} {each.label}" for each in RunState)
@@ -442,7 +446,7 @@ def incident_metrics(own: str, incidents: Iterable[tuple[Finding, float]]) -> It
     times: list[tuple[Sequence[str], float]] = []
     for finding, seconds in incidents:
         subject = clean(finding.subject[0], 120) if finding.subject else ""
-        culprits = ranks_text(finding.ranks).partition(" ")[2] if finding.ranks else ""
+        culprits = culprits_text(finding).partition(" ")[2] if finding.ranks else ""
         where = clean(finding.location or "", 160)
         labels = (own, clean(finding.id, 80), finding.code, finding.severity.label, subject, culprits, where)
         steps.append((labels, float("nan") if finding.step is None else finding.step))

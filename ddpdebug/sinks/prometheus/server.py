@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
+from ddpdebug.sinks.prometheus.keeping import Keeper
+
 #: Seconds for a connection, from its acceptance to the end of its answer.
 _TIMEOUT = 10.0
 #: Waking up costs 0.2 ms of processor time, with nobody there to ask.
@@ -45,6 +47,9 @@ _AT_ONCE = 0.1
 #: Answers kept: Prometheus always asks in the same words.
 _KEPT = 4
 
+#: The files of `Serving`, by field.
+_FILES = ("certificate", "key", "client_ca", "password_file")
+
 _Answer = tuple[str, list[tuple[str, str]], bytes]
 
 
@@ -59,6 +64,8 @@ class Serving:
         password_file: holds `name:password` on its first line; only who knows them is served.
         every: called every two seconds or so from the server's thread; must be quick.
         avoid: ports that the job will want, which are not taken where the system chooses one.
+        ask: called with a port that is taken; makes who holds it leave, and returns whether he did.
+        keeper: serves the end of the run once this process has gone.
     """
 
     certificate: Path | None = None
@@ -67,6 +74,8 @@ class Serving:
     password_file: Path | None = None
     every: Callable[[], None] = lambda: None
     avoid: frozenset[int] = frozenset()
+    ask: Callable[[int], bool] = lambda _: False
+    keeper: Keeper | None = None
 
     def context(self) -> ssl.SSLContext | None:
         """Return the TLS context; raise OSError where a file cannot be used."""
@@ -78,6 +87,18 @@ class Serving:
             context.load_verify_locations(self.client_ca)
             context.verify_mode = ssl.CERT_REQUIRED
         return context
+
+    @classmethod
+    def of(cls, files: Mapping[str, str | None]) -> Serving:
+        """Return what `files` has given."""
+        certificate, key, client_ca, password = (
+            None if (file := files[name]) is None else Path(file) for name in _FILES
+        )
+        return cls(certificate=certificate, key=key, client_ca=client_ca, password_file=password)
+
+    def files(self) -> dict[str, str | None]:
+        """Return the files that it is made of, by field."""
+        return {name: None if (file := getattr(self, name)) is None else str(file.absolute()) for name in _FILES}
 
     def credentials(self) -> bytes | None:
         """Return `name:password`; raise OSError where the file does not hold them."""
@@ -94,15 +115,25 @@ class Endpoint:
 
     Args:
         port: the first to try; one that is taken moves on to the next. 0 takes any free one but those to avoid.
+        listener: serve on this socket instead.
 
     Raises:
         OSError: no port is free, the host is not ours, or a file of `serving` cannot be used.
     """
 
-    def __init__(self, apps: Mapping[str, App], host: str, port: int, serving: Serving) -> None:
+    def __init__(
+        self,
+        apps: Mapping[str, App],
+        host: str,
+        port: int,
+        serving: Serving,
+        *,
+        listener: socket.socket | None = None,
+    ) -> None:
         context, credentials = serving.context(), serving.credentials()
         self._host, self._owner = host, os.getpid()
-        listener = _bound(host, port) if port else _anywhere(host, serving.avoid)
+        if listener is None:
+            listener = _bound(host, port, serving.ask) if port else _anywhere(host, serving.avoid)
         self.port = int(listener.getsockname()[1])
         self.scheme = "http" if context is None else "https"
         app = _routed(apps)
@@ -118,27 +149,45 @@ class Endpoint:
         host = socket.gethostname() if self._host in {"0.0.0.0", "::", ""} else self._host  # noqa: S104 - compared
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
+    def fileno(self) -> int:
+        """Return the descriptor of the listening socket."""
+        return self._server.fileno()
+
     def close(self) -> None:
         """Stop serving; returns within a second."""
         if os.getpid() == self._owner:  # a forked child has no server thread to wait for
             self._server.close()
 
+    def leave(self) -> None:
+        """Leave the listening socket to another process that has it too; accepts no more, and returns at once."""
+        if os.getpid() == self._owner:
+            self._server.leave()
 
-def _bound(host: str, port: int) -> socket.socket:
+
+def _bound(host: str, port: int, ask: Callable[[int], bool] = lambda _: False) -> socket.socket:
     family, _, _, _, place = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     for tried in range(port, min(port + _TRIES, 65536)):
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((place[0], tried, *place[2:]))
-            listener.listen()
-        except OSError as error:
-            listener.close()
-            if error.errno != errno.EADDRINUSE:
-                raise
-        else:
+        listener = _listening(family, (place[0], tried, *place[2:]))
+        if listener is None and ask(tried):
+            listener = _listening(family, (place[0], tried, *place[2:]))
+        if listener is not None:
             return listener
     raise OSError(errno.EADDRINUSE, f"no free port from {port} to {port + _TRIES - 1} on {host!r} for metrics")
+
+
+def _listening(family: socket.AddressFamily, address: tuple[Any, ...]) -> socket.socket | None:
+    """Return a listening socket, None where the port is taken; raise OSError for what else is wrong."""
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return None
+    return listener
 
 
 def _anywhere(host: str, avoid: frozenset[int]) -> socket.socket:
@@ -344,7 +393,7 @@ class Server(WSGIServer):
         self.setup_environ()
         self.set_app(app)
         self._context, self._every = context, every
-        self._closing = threading.Event()
+        self._closing, self._leaving = threading.Event(), False
         self._open: dict[Any, float] = {}  # connections, with the time of each one's end
         self._thread = self._start(self._run)
 
@@ -355,6 +404,11 @@ class Server(WSGIServer):
             self.socket.shutdown(socket.SHUT_RDWR)  # wakes who accepts
         self._thread.join(1.0)
         self.server_close()
+
+    def leave(self) -> None:
+        """Accept no more; the thread lets go of the socket, which goes on listening for others, when it wakes."""
+        self._leaving = True
+        self._closing.set()
 
     @staticmethod
     def _start(call: Callable[..., None], *args: Any) -> threading.Thread:
@@ -378,7 +432,10 @@ class Server(WSGIServer):
                 self.handle_request()
             except Exception:  # noqa: BLE001 - the thread must live on
                 self._closing.wait(_TICK)
-        self._hang_up(float("inf"))
+        if self._leaving:
+            self.server_close()
+        else:
+            self._hang_up(float("inf"))
 
     def _hang_up(self, now: float) -> None:
         for connection, end in self._open.copy().items():
@@ -388,6 +445,8 @@ class Server(WSGIServer):
 
     def get_request(self) -> tuple[Any, Any]:
         """Accept a connection. Its handshake begins with what its own thread reads."""
+        if self._leaving:
+            raise ConnectionAbortedError  # the other process accepts it
         try:
             client, address = self.socket.accept()
         except OSError:  # no more files: who waits goes on waiting, and this would ask without a pause
