@@ -18,7 +18,7 @@ from textwrap import indent, wrap
 
 #: The folder of the runbooks, with a slash at the end. The external label `ddpdebug_docs` says where docs/ is; without
 #: it Prometheus serves them itself, started with `--web.user-assets=docs`.
-RUNBOOKS = '{{ or $externalLabels.ddpdebug_docs (printf "%s/user/" externalURL) }}runbooks/'
+RUNBOOKS = '{{ or $externalLabels.ddpdebug_docs (printf "%s/user/" $externalURL) }}runbooks/'
 ALERTS_FILE, RECORDING_FILE = "ddpdebug-alerts.yml", "ddpdebug.yml"
 _HEAD = """\
 # Alerting rules for ddpdebug, made by `make rules` from tools/alerts.py. Every alert has a page in docs/runbooks/.
