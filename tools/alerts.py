@@ -195,7 +195,7 @@ def _of_the_end() -> Iterator[Record | Alert]:
             "count by (run_id, run) (run_rank:ddpdebug_lost:last15m) "
             "unless on (run_id) run:ddpdebug_ranks_running:count"
         ),
-        wait="30s",
+        wait="1m",  # a directory is read anew every half minute where nobody tells Prometheus of a change
         severity="critical",
         summary="{run} is lost: " + _ranks(lost, "has", "have", "its ranks have") + " ended without a word",
         description=(

@@ -215,7 +215,7 @@ def test_a_critical_finding_that_no_other_alert_tells_of_is_one(watch: Watch, st
 
 def test_a_job_of_which_nothing_can_be_checked_says_so(watch: Watch, start: Callable[..., Job]) -> None:
     """It has no findings, and that means nothing."""
-    start("unchecked", ranks=1)
+    start("unchecked")
     assert until(lambda: watch.webhook.about("unchecked"), pause=0.5)
     assert "DdpdebugNotChecked" in watch.alarms("unchecked")
 

@@ -13,15 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 how, folder = sys.argv[1], Path(sys.argv[2])
 torch.set_num_threads(1)
 torch.manual_seed(0)
-if how == "unchecked":  # no module, no optimizer: nothing that anybody could watch
-    weight = torch.randn(4, 2, requires_grad=True)
-    while True:
-        (torch.randn(8, 4) @ weight).pow(2).mean().backward()
-        with torch.no_grad():
-            weight.add_(weight.grad, alpha=-0.1)
-        weight.grad = None
-        time.sleep(0.1)
-
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 (folder / f"pid-{rank}").write_text(str(os.getpid()))
@@ -40,7 +31,12 @@ for step in range(60 if how == "finished" else 1_000_000):
             loss = loss * float("nan")
     optimizer.zero_grad()
     loss.backward()
-    optimizer.step()
+    if how == "unchecked":  # by hand: no step of an optimizer that anybody could see
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(parameter.grad, alpha=1e-3)
+    else:
+        optimizer.step()
     time.sleep(0.1)
 del model
 dist.destroy_process_group()
