@@ -19,6 +19,7 @@ TAG = "ddpdebug"
 #: Where the token comes from, if no file is named; never from the command line, where others can read it.
 TOKEN_VARIABLE = "GRAFANA_TOKEN"  # noqa: S105 - the name of a variable
 _NOT_FOUND = 404
+_PAGE = 1000  # folders
 
 
 class GrafanaError(DdpdebugError):
@@ -41,6 +42,10 @@ def read_token(file: Path | None) -> str:
     return token
 
 
+class GrafanaUnreachableError(GrafanaError):
+    """Nobody answered at the address; the next request would fare alike."""
+
+
 class Grafana:
     """One Grafana server.
 
@@ -58,13 +63,31 @@ class Grafana:
             raise UsageError("grafana-api is not installed; pip install 'ddpdebug[grafana]'") from None
         prefix = f"{parts.path.strip('/')}/" if parts.path.strip("/") else ""
         host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-        self._token = token
+        self._token, self._url, self._timeout = token, f"{parts.scheme}://{parts.netloc}/{prefix}".rstrip("/"), timeout
         self._api = GrafanaFace(
             auth=token, host=host, port=parts.port, url_path_prefix=prefix, protocol=parts.scheme, timeout=timeout
         ).api
 
-    def push(self, dashboard: Mapping[str, Any], *, force: bool = False) -> str:
-        """Save a dashboard under its uid and return its address; refuse to overwrite what ddpdebug did not make."""
+    def folder(self, title: str) -> str:
+        """Return the uid of the folder of this title, made where there is none; empty for Grafana's General."""
+        if title.casefold() == "general":
+            return ""
+        page = 1
+        while found := self._call("GET", f"/folders?limit={_PAGE}&page={page}"):
+            known = [str(each["uid"]) for each in found if each.get("title") == title]
+            if known:
+                return known[0]
+            if len(found) < _PAGE:
+                break
+            page += 1
+        return str(self._call("POST", "/folders", {"title": title})["uid"])
+
+    def push(self, dashboard: Mapping[str, Any], *, folder: str | None = None, force: bool = False) -> str:
+        """Save a dashboard under its uid and return its address; refuse to overwrite what ddpdebug did not make.
+
+        Args:
+            folder: the uid of its folder, empty for General; None leaves it where it is.
+        """
         uid = str(dashboard["uid"])
         known = self._call("GET", f"/dashboards/uid/{quote(uid)}", missing_is_none=True)
         if known is not None and not force:
@@ -72,8 +95,10 @@ class Grafana:
                 raise GrafanaError(f"a dashboard {uid!r} that ddpdebug did not make is there; --force overwrites it")
             if known.get("meta", {}).get("provisioned"):
                 raise GrafanaError(f"dashboard {uid!r} comes from a file of that Grafana; change it there, or --force")
+        if folder is None:
+            folder = str((known or {}).get("meta", {}).get("folderUid") or "")
         body = {"dashboard": {**dashboard, "id": None}, "overwrite": known is not None, "message": "ddpdebug"}
-        return str(self._call("POST", "/dashboards/db", body).get("url", ""))
+        return str(self._call("POST", "/dashboards/db", {**body, "folderUid": folder}).get("url", ""))
 
     def annotate(self, incident: str, text: str, tags: Sequence[str], milliseconds: int) -> bool:
         """Add an annotation unless one with this incident's tag is there; tell whether it was added."""
@@ -86,7 +111,7 @@ class Grafana:
 
     def _call(self, method: str, path: str, body: Any = None, *, missing_is_none: bool = False) -> Any:
         from grafana_api.grafana_api import GrafanaException  # noqa: PLC0415 - an optional dependency
-        from requests import RequestException  # noqa: PLC0415 - as above
+        from requests import exceptions  # noqa: PLC0415 - as above
 
         try:
             return getattr(self._api, method)(path, json=body)
@@ -94,9 +119,25 @@ class Grafana:
             if missing_is_none and error.status_code == _NOT_FOUND:
                 return None
             raise GrafanaError(self._clean(f"Grafana refused {method} {path}: {error.message}")) from None
-        except (RequestException, ValueError, TypeError) as error:
+        except (exceptions.ConnectionError, exceptions.Timeout) as error:
+            late = isinstance(error, exceptions.Timeout)
+            why = f"nothing within {self._timeout:g} s" if late else _reason(error)
+            raise GrafanaUnreachableError(self._clean(f"Grafana did not answer at {self._url}: {why}")) from None
+        except (exceptions.RequestException, ValueError, TypeError) as error:
             kind = type(error).__name__
             raise GrafanaError(self._clean(f"Grafana did not answer {method} {path}: {kind}: {error}")) from None
 
     def _clean(self, text: str) -> str:
         return text.replace(self._token, "***")[:500]
+
+
+def _reason(error: BaseException | None) -> str:
+    """Return why there is no connection, as the system says it: what it is wrapped into says less at length."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        if isinstance(error, OSError) and error.strerror:
+            return error.strerror.lower()
+        inner = [*error.args[:1], getattr(error, "reason", None), error.__cause__, error.__context__]
+        error = next((each for each in inner if isinstance(each, BaseException)), None)
+    return type(seen[-1]).__name__

@@ -75,7 +75,7 @@ def test_prometheus_accepts_its_configuration(file: str, need: Callable[[str], s
 def test_alertmanager_accepts_its_configuration(need: Callable[[str], str]) -> None:
     """And inhibits alerts that exist."""
     run(need("amtool"), "check-config", DEPLOY / "compose" / "alertmanager.yml")
-    rules = (DEPLOY / "prometheus" / "rules" / "ddpdebug.yml").read_text()
+    rules = (DEPLOY / "prometheus" / "rules" / "ddpdebug-alerts.yml").read_text()
     named = set(re.findall(r"Ddpdebug\w+", (DEPLOY / "compose" / "alertmanager.yml").read_text()))
     assert named
     assert all(f"alert: {name}\n" in rules for name in named)
@@ -105,9 +105,11 @@ def test_the_cluster_gets_monitor_rules_and_dashboards(tmp_path: Path) -> None:
     run(program, "--strict", "-k", "1.33", builtin)
 
 
-def test_the_rules_of_the_cluster_are_those_of_the_file() -> None:
-    """`make rules` would change nothing."""
-    groups = load("prometheus/rules/ddpdebug.yml")["groups"]
+def test_the_rules_of_the_cluster_are_those_of_the_files() -> None:
+    """All groups, in one resource."""
+    files = sorted((DEPLOY / "prometheus" / "rules").iterdir(), reverse=True)
+    groups = [group for file in files for group in load(f"prometheus/rules/{file.name}")["groups"]]
+    assert len(files) == 2
     assert load("kubernetes/base/prometheusrule.yaml")["spec"] == {"groups": groups}
 
 
