@@ -33,7 +33,7 @@ def board() -> Board:
         "ddpdebug-fleet",
         "Fleet",
         "All runs of the time range. Choose one in the table to open its overview.",
-        variables=(),
+        variables=("docs",),
     )
     made.size(4, 4)
     alive = f"{_STATES} == 1 or {_STATES} == 2"

@@ -32,7 +32,7 @@ def board() -> Board:
         "ddpdebug-overview",
         "Run overview",
         "One run in five seconds: the top strip says how it is or how it ended, the rest says since when and who.",
-        variables=("run",),
+        variables=("run", "docs"),
     )
     made.size(4, 4)
     _state_tiles(made)

@@ -156,6 +156,8 @@ _RUN_VARIABLES = {
         sort=1,  # by name
         **_RELOADED,
     ),
+    # as the alerts have it: Prometheus serves docs/ where it is started with --web.user-assets=docs
+    "docs": _variable("docs", "Documentation", "textbox", query="http://127.0.0.1:9090/user/"),
     "rank": _variable(
         "rank",
         "Rank",
@@ -451,10 +453,6 @@ def board_url(uid: str) -> str:
     return f"/d/{uid}?var-datasource=${{datasource}}&var-run=${{__value.raw}}&${{__url_time_range}}"
 
 
-#: Where the runbooks are read; docs/monitoring.md says how to host them elsewhere.
-RUNBOOKS = "https://github.com/ddpdebug/ddpdebug/blob/main/docs/runbooks/"
-
-
 def alerts(selector: str, *, run: bool = False) -> Panel:
     """Return a table of the alerts that fire, each of which leads to its runbook.
 
@@ -466,4 +464,6 @@ def alerts(selector: str, *, run: bool = False) -> Panel:
     columns |= {"what": "What", "code": "Code", "rank": "Rank"}
     labels = ", ".join((*columns, *(("run_id",) if run else ())))
     panel = listing([f"max by ({labels}) ({selector})"], names=columns, sort="Severity", missing="none")
-    return opens(worded(panel, "Severity", SEVERITIES), "Alert", "open the runbook", f"{RUNBOOKS}${{__value.raw}}.md")
+    return opens(
+        worded(panel, "Severity", SEVERITIES), "Alert", "open the runbook", "${docs}runbooks/${__value.raw}.md"
+    )
