@@ -103,7 +103,7 @@ def _table() -> Panel:
         column(q.last(_STATES)),
         column(q.last("run:ddpdebug_findings_worst:max")),
         column(q.last("run_what:ddpdebug_ranks_disagreeing:max")),
-        column(f"{ever}(run_what:ddpdebug_nonfinite_steps:increase5m[$__range])"),
+        column(f"{ever}(run:ddpdebug_nonfinite_steps:increase5m[$__range])"),
         column(q.last("run:ddpdebug_step:max")),
         f"1000 * {column(q.last('run:ddpdebug_last_step_timestamp_seconds:max'))}",
         column(q.last("run:ddpdebug_overhead_ratio:max")),

@@ -73,20 +73,28 @@ def _ranks(made: Board) -> None:
     labels = {
         "rank": "Rank",
         "Value #A": "Host",
-        "Value #B": "Full in",
-        "Value #C": "Device",
-        "Value #D": "Device peak",
+        "Value #B": "Limit of the node",
+        "Value #C": "Full in",
+        "Value #D": "Device",
+        "Value #E": "Device peak",
     }
     made.add(
         listing(
             [
                 q.worst(20, q.by_rank(_HOST)),
+                q.by_rank("ddpdebug_host_memory_limit_bytes"),
                 f"min by (rank) ({q.chosen('ddpdebug_memory_full_seconds', q.RANKS)})",
                 q.by_rank(_DEVICE, 'kind="reserved"'),
                 q.by_rank(_DEVICE, 'kind="peak"'),
             ],
             names=labels,
-            units={"Host": "bytes", "Full in": "s", "Device": "bytes", "Device peak": "bytes"},
+            units={
+                "Host": "bytes",
+                "Limit of the node": "bytes",
+                "Full in": "s",
+                "Device": "bytes",
+                "Device peak": "bytes",
+            },
             sort="Host",
             missing="no rank answers now",
         ),

@@ -385,6 +385,7 @@ def listing(
     names: dict[str, str],
     sort: str | None = None,
     rising: bool = False,
+    hidden: Sequence[str] = (),
     units: Mapping[str, str] | None = None,
     missing: str = "nothing to list",
 ) -> Panel:
@@ -394,6 +395,7 @@ def listing(
         names: field or label -> title of its column, in the order of the columns.
         sort: title of the column by which it is sorted, largest first.
         rising: smallest first.
+        hidden: labels that tell rows apart and are not shown.
         units: title of a column -> unit.
     """
     look = {"align": "auto", "filterable": True, "inspect": False}
@@ -409,9 +411,12 @@ def listing(
     targets = [_target(expression, "", i, instant=True) for i, expression in enumerate(queries)]
     panel = _panel("table", targets, {"unit": "short", "noValue": missing, "custom": look}, options)
     order = {name: i for i, name in enumerate(names)}
-    hidden = {"Time": True, **{f"Value #{target['refId']}": True for target in targets}, "Value": True}
-    hidden = {name: True for name in hidden if name not in names}
-    organized = {"excludeByName": hidden, "indexByName": order, "renameByName": names}
+    fields = ("Time", "Value", *(f"Value #{target['refId']}" for target in targets), *hidden)
+    organized = {
+        "excludeByName": {name: True for name in fields if name not in names},
+        "indexByName": order,
+        "renameByName": names,
+    }
     panel["transformations"] = [{"id": "merge", "options": {}}, {"id": "organize", "options": organized}]
     for name, title in names.items():
         # the text of an empty panel is none for an empty cell; a run's id is text, also where it has digits only
@@ -460,10 +465,9 @@ def alerts(selector: str, *, run: bool = False) -> Panel:
         run: the alerts are of several runs, which are named.
     """
     columns = {"alertname": "Alert", "severity": "Severity"}
-    columns |= {"run": "Name"} if run else {}
+    columns |= {"run": "Name", "run_id": "Run"} if run else {}
     columns |= {"what": "What", "code": "Code", "rank": "Rank"}
-    labels = ", ".join((*columns, *(("run_id",) if run else ())))
-    panel = listing([f"max by ({labels}) ({selector})"], names=columns, sort="Severity", missing="none")
+    panel = listing([f"max by ({', '.join(columns)}) ({selector})"], names=columns, sort="Severity", missing="none")
     return opens(
         worded(panel, "Severity", SEVERITIES), "Alert", "open the runbook", "${docs}runbooks/${__value.raw}.md"
     )
