@@ -194,7 +194,7 @@ def _merged(frames: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     for frame in frames:
         for row in frame:
             for other in made:
-                if all(other.get(k) == row.get(k) for k in keys) and all(other.get(k, v) == v for k, v in row.items()):
+                if all(other.get(k) == row.get(k) for k in keys) and all(k not in other for k in row.keys() - keys):
                     other.update(row)
                     break
             else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tools.dashboards import promql as q
-from tools.dashboards.parts import BAD, GOOD, WARN, WORSE, Board, graded, lines, linked, listing, tile
+from tools.dashboards.parts import BAD, GOOD, NOTE, WARN, WORSE, Board, graded, lines, linked, listing, tile
 
 _HOST = "ddpdebug_host_memory_bytes"
 _DEVICE = "ddpdebug_device_memory_bytes"
@@ -36,7 +36,7 @@ def board() -> Board:
             [
                 (f"{full} < 1800", "soon", BAD),
                 (f"({full} >= 1800) < 14400", "within hours", WORSE),
-                (f"{full} >= 14400", "later", WARN),
+                (f"{full} >= 14400", "later", NOTE),
                 (f"(-10 + 0 * {known}) unless {full}", "steady", GOOD),
                 (f"-1 - {q.STATE} unless {known}", "ended", GOOD),
             ],
