@@ -235,7 +235,7 @@ def scraped(ranks: Ranks, start_prometheus: Callable[..., Prometheus]) -> Promet
 
 #: Name of the situation -> seconds between its last scrape and the moment at which it is looked at.
 SITUATIONS = {"healthy": 1, "disagreeing": 1, "nan": 1, "killed": 480, "ended": 480}
-RULES = Path(__file__).parent.parent.parent / "deploy" / "prometheus" / "rules" / "ddpdebug.yml"
+RULES = Path(__file__).parent.parent.parent / "deploy" / "prometheus" / "rules"
 _EVALUATION = 15
 
 
@@ -257,7 +257,8 @@ class Recorded:
         self.write(series)
         self._begin = min(points[0][0] for _, points in series) // _EVALUATION * _EVALUATION
         yaml = pytest.importorskip("yaml")
-        state, *others = yaml.safe_load(RULES.read_text())["groups"]
+        files = ("ddpdebug.yml", "ddpdebug-alerts.yml")
+        state, *others = (group for name in files for group in yaml.safe_load((RULES / name).read_text())["groups"])
         self._step_by_step(state["rules"])  # they look at what they have said before
         for rule in (rule for group in others for rule in group["rules"]):
             self._over_the_range(rule)

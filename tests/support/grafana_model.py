@@ -176,8 +176,13 @@ def rows(panel: Json, results: Sequence[Sequence[Series]]) -> list[dict[str, Sho
     shown = []
     for row in _sorted(panel, organize["renameByName"], merged):
         titles = {name: organize["renameByName"].get(name, name) for name in order}
-        shown.append({title: display(config_of(panel, title), row.get(name)) for name, title in titles.items()})
+        shown.append({title: _cell(config_of(panel, title), row.get(name)) for name, title in titles.items()})
     return shown
+
+
+def _cell(config: Json, value: Any) -> Shown:
+    shown = display(config, value)
+    return shown if config.get("custom.cellOptions", {}).get("type") == "color-background" else Shown(shown.text, "")
 
 
 def _merged(frames: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -189,7 +194,7 @@ def _merged(frames: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     for frame in frames:
         for row in frame:
             for other in made:
-                if all(other.get(k) == row.get(k) for k in keys) and all(other.get(k, v) == v for k, v in row.items()):
+                if all(other.get(k) == row.get(k) for k in keys) and all(k not in other for k in row.keys() - keys):
                     other.update(row)
                     break
             else:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import lzma
 import os
+import platform
 import struct
 import subprocess
 import sys
@@ -30,7 +31,7 @@ SITUATIONS = {
     "healthy": (400, 100),
     "disagreeing": (400, 100),
     "nan": (400, 100),
-    "killed": (400, 100),
+    "killed": (400, 90),
     "ended": (60, 110),
 }
 _INTERVAL = 5.0
@@ -116,10 +117,12 @@ def _varint(number: int) -> bytes:
 def _page(address: str) -> str | None:
     try:
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=4) as answer:
-            lines = answer.read().decode().splitlines(keepends=True)
+            page = answer.read().decode()
     except OSError:
         return None
-    return "".join(line for line in lines if not line.startswith("#"))
+    # without what is of the machine on which this was recorded
+    page = page.replace(f"{MONITORING / 'scripts'}{os.sep}", "").replace(platform.node(), "node")
+    return "".join(line for line in page.splitlines(keepends=True) if not line.startswith("#"))
 
 
 def _scrape(folder: Path) -> dict[str, str | None]:
@@ -136,7 +139,8 @@ def record(name: str) -> None:
     training, seconds = SITUATIONS[name]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        words = [sys.executable, "-m", "ddpdebug", "run", "--nproc-per-node", "4", "--every-step", "--quiet"]
+        words = [sys.executable, "-m", "ddpdebug", "run", "--nproc-per-node", "4", "--quiet"]
+        words += [] if name == "healthy" else ["--every-step"]
         words += ["--name", name, "--sd-dir", str(folder / "targets"), "--out", str(folder / "run")]
         words += [str(MONITORING / "scripts" / "situation.py"), name, str(training)]
         with (folder / "log").open("wb") as log:

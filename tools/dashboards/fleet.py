@@ -33,7 +33,7 @@ def board() -> Board:
         "ddpdebug-fleet",
         "Fleet",
         "All runs of the time range. Choose one in the table to open its overview.",
-        variables=(),
+        variables=("docs",),
     )
     made.size(4, 4)
     alive = f"{_STATES} == 1 or {_STATES} == 2"
@@ -103,7 +103,7 @@ def _table() -> Panel:
         column(q.last(_STATES)),
         column(q.last("run:ddpdebug_findings_worst:max")),
         column(q.last("run_what:ddpdebug_ranks_disagreeing:max")),
-        column(f"{ever}(run_what:ddpdebug_nonfinite_steps:increase5m[$__range])"),
+        column(f"{ever}(run:ddpdebug_nonfinite_steps:increase5m[$__range])"),
         column(q.last("run:ddpdebug_step:max")),
         f"1000 * {column(q.last('run:ddpdebug_last_step_timestamp_seconds:max'))}",
         column(q.last("run:ddpdebug_overhead_ratio:max")),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tools.dashboards import promql as q
-from tools.dashboards.parts import BAD, GOOD, WARN, WORSE, Board, graded, lines, linked, listing, tile
+from tools.dashboards.parts import BAD, GOOD, NOTE, WARN, WORSE, Board, graded, lines, linked, listing, tile
 
 _HOST = "ddpdebug_host_memory_bytes"
 _DEVICE = "ddpdebug_device_memory_bytes"
@@ -36,7 +36,7 @@ def board() -> Board:
             [
                 (f"{full} < 1800", "soon", BAD),
                 (f"({full} >= 1800) < 14400", "within hours", WORSE),
-                (f"{full} >= 14400", "later", WARN),
+                (f"{full} >= 14400", "later", NOTE),
                 (f"(-10 + 0 * {known}) unless {full}", "steady", GOOD),
                 (f"-1 - {q.STATE} unless {known}", "ended", GOOD),
             ],
@@ -73,20 +73,28 @@ def _ranks(made: Board) -> None:
     labels = {
         "rank": "Rank",
         "Value #A": "Host",
-        "Value #B": "Full in",
-        "Value #C": "Device",
-        "Value #D": "Device peak",
+        "Value #B": "Limit of the node",
+        "Value #C": "Full in",
+        "Value #D": "Device",
+        "Value #E": "Device peak",
     }
     made.add(
         listing(
             [
                 q.worst(20, q.by_rank(_HOST)),
+                q.by_rank("ddpdebug_host_memory_limit_bytes"),
                 f"min by (rank) ({q.chosen('ddpdebug_memory_full_seconds', q.RANKS)})",
                 q.by_rank(_DEVICE, 'kind="reserved"'),
                 q.by_rank(_DEVICE, 'kind="peak"'),
             ],
             names=labels,
-            units={"Host": "bytes", "Full in": "s", "Device": "bytes", "Device peak": "bytes"},
+            units={
+                "Host": "bytes",
+                "Limit of the node": "bytes",
+                "Full in": "s",
+                "Device": "bytes",
+                "Device peak": "bytes",
+            },
             sort="Host",
             missing="no rank answers now",
         ),

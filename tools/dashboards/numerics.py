@@ -51,6 +51,7 @@ def _makers() -> dict[str, object]:
         sort="Step",
         missing="none",
         rising=True,
+        hidden=("incident",),
     )
     return linked(worded(panel, "Severity", SEVERITIES), "see the ranks", "ddpdebug-ranks")
 

@@ -32,7 +32,7 @@ def board() -> Board:
         "ddpdebug-overview",
         "Run overview",
         "One run in five seconds: the top strip says how it is or how it ended, the rest says since when and who.",
-        variables=("run",),
+        variables=("run", "docs"),
     )
     made.size(4, 4)
     _state_tiles(made)
@@ -52,9 +52,9 @@ def _state_tiles(made: Board) -> None:
         "vanished without a word; the launcher's log and the scheduler say why. gone: it no longer answers and left "
         "no word, which can have been in order; its run.json has the outcome.",
     )
-    worst = f"max({q.last(q.chosen('run:ddpdebug_findings_worst:max'))})"
+    worst = "run:ddpdebug_findings_worst:max"
     made.add(
-        tile(worst, words=WORST, missing="no data"),
+        tile(f"max({q.last(q.chosen(worst))}) > 0 or {q.verdict(q.of_run(worst))}", words=WORST),
         "Worst finding",
         "The most severe finding of the run up to the end of the time range, also of a run that has ended. The table "
         "below says what it is; critical: the run is wrong or dead from that step on.",
@@ -133,7 +133,7 @@ def _agreement_tiles(made: Board) -> None:
         "In sync when all ranks step on the same gradients and every gradient went through DDP in the last 5 minutes. "
         "Otherwise look for no_sync, a bypassed wrapper or a smaller group: findings SYNC2xx.",
     )
-    nonfinite = q.of_run("run_what:ddpdebug_nonfinite_steps:increase5m")
+    nonfinite = q.of_run("run:ddpdebug_nonfinite_steps:increase5m")
     made.add(
         tile(q.verdict(f"ceil({nonfinite})"), words=[(0, "finite", GOOD)], steps=_ZERO_IS_GOOD, unit="suffix:steps"),
         "Numbers",
@@ -186,6 +186,7 @@ def _incidents(made: Board) -> None:
         units={"Since": "dateTimeFromNow", "Step": "none"},
         sort="Since",
         missing="none",
+        hidden=("incident",),
     )
     made.add(
         linked(worded(panel, "Severity", SEVERITIES), "see the ranks", "ddpdebug-agreement"),

@@ -156,6 +156,8 @@ _RUN_VARIABLES = {
         sort=1,  # by name
         **_RELOADED,
     ),
+    # as the alerts have it: Prometheus serves docs/ where it is started with --web.user-assets=docs
+    "docs": _variable("docs", "Documentation", "textbox", query="http://127.0.0.1:9090/user/"),
     "rank": _variable(
         "rank",
         "Rank",
@@ -383,6 +385,7 @@ def listing(
     names: dict[str, str],
     sort: str | None = None,
     rising: bool = False,
+    hidden: Sequence[str] = (),
     units: Mapping[str, str] | None = None,
     missing: str = "nothing to list",
 ) -> Panel:
@@ -392,6 +395,7 @@ def listing(
         names: field or label -> title of its column, in the order of the columns.
         sort: title of the column by which it is sorted, largest first.
         rising: smallest first.
+        hidden: labels that tell rows apart and are not shown.
         units: title of a column -> unit.
     """
     look = {"align": "auto", "filterable": True, "inspect": False}
@@ -407,9 +411,12 @@ def listing(
     targets = [_target(expression, "", i, instant=True) for i, expression in enumerate(queries)]
     panel = _panel("table", targets, {"unit": "short", "noValue": missing, "custom": look}, options)
     order = {name: i for i, name in enumerate(names)}
-    hidden = {"Time": True, **{f"Value #{target['refId']}": True for target in targets}, "Value": True}
-    hidden = {name: True for name in hidden if name not in names}
-    organized = {"excludeByName": hidden, "indexByName": order, "renameByName": names}
+    fields = ("Time", "Value", *(f"Value #{target['refId']}" for target in targets), *hidden)
+    organized = {
+        "excludeByName": {name: True for name in fields if name not in names},
+        "indexByName": order,
+        "renameByName": names,
+    }
     panel["transformations"] = [{"id": "merge", "options": {}}, {"id": "organize", "options": organized}]
     for name, title in names.items():
         # the text of an empty panel is none for an empty cell; a run's id is text, also where it has digits only
@@ -451,10 +458,6 @@ def board_url(uid: str) -> str:
     return f"/d/{uid}?var-datasource=${{datasource}}&var-run=${{__value.raw}}&${{__url_time_range}}"
 
 
-#: Where the runbooks are read; docs/monitoring.md says how to host them elsewhere.
-RUNBOOKS = "https://github.com/ddpdebug/ddpdebug/blob/main/docs/runbooks/"
-
-
 def alerts(selector: str, *, run: bool = False) -> Panel:
     """Return a table of the alerts that fire, each of which leads to its runbook.
 
@@ -462,8 +465,9 @@ def alerts(selector: str, *, run: bool = False) -> Panel:
         run: the alerts are of several runs, which are named.
     """
     columns = {"alertname": "Alert", "severity": "Severity"}
-    columns |= {"run": "Name"} if run else {}
+    columns |= {"run": "Name", "run_id": "Run"} if run else {}
     columns |= {"what": "What", "code": "Code", "rank": "Rank"}
-    labels = ", ".join((*columns, *(("run_id",) if run else ())))
-    panel = listing([f"max by ({labels}) ({selector})"], names=columns, sort="Severity", missing="none")
-    return opens(worded(panel, "Severity", SEVERITIES), "Alert", "open the runbook", f"{RUNBOOKS}${{__value.raw}}.md")
+    panel = listing([f"max by ({', '.join(columns)}) ({selector})"], names=columns, sort="Severity", missing="none")
+    return opens(
+        worded(panel, "Severity", SEVERITIES), "Alert", "open the runbook", "${docs}runbooks/${__value.raw}.md"
+    )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from tools.dashboards import promql as q
-from tools.dashboards.parts import BAD, GOOD, WARN, Board, Panel, density, lines, listing, tile, worded
+from tools.dashboards.parts import GOOD, RUN_STATES, WARN, Board, Panel, density, lines, listing, tile, worded
 
-_UP = ((0, "gone", BAD), (1, "up", GOOD), (2, "over", "#999999"))
 #: What a rank does before it waits for the others: what makes a straggler.
 _OWN = "data|forward|other"
 
@@ -54,8 +53,9 @@ def board() -> Board:
 
 
 _TABLE_TEXT = (
-    "Every rank that was there in this time range, also of a run that is over: where it runs, its last step, how long "
-    "ago. gone: the run goes on without it; read its log. The GPU's name is that of NVIDIA's own exporter."
+    "Every rank that was there in this time range, also of a run that is over: where it runs, how it is or how it "
+    "ended, its last step. lost: it was killed; cancelled beside it: the launcher ended the others. gone: it no longer "
+    "answers; read its log. The GPU's name is that of NVIDIA's own exporter."
 )
 
 
@@ -71,15 +71,14 @@ def _table() -> Panel:
         "Value #C": "Last step",
         "Value #D": "Loss",
     }
-    up = q.by_rank("ddpdebug_rank_up")
-    seen = q.last_by_rank("ddpdebug_step")
-    alive = (
-        f"(max({q.chosen('run:ddpdebug_run_state:max')}) == 1 or max({q.chosen('run:ddpdebug_run_state:max')}) == 2)"
-    )
+    state, seen = "ddpdebug_run_state", q.last_by_rank("ddpdebug_step")
+    ended = f"{q.last_by_rank(state)} != 1 != 2"
+    # where rank 0 speaks for all, the others have no state of their own
+    states = f"{q.by_rank(state)} or ({ended}) or 6 - 5 * {q.by_rank('ddpdebug_rank_up')} or 0 * {seen} + 6"
     place = q.last(q.chosen("ddpdebug_rank_info", q.RANKS))
     panel = listing(
         [
-            f"{up} or 0 * ({seen} and on () {alive}) or 0 * {seen} + 2",
+            states,
             seen,
             f"1000 * {q.last_by_rank('ddpdebug_last_step_timestamp_seconds')}",
             q.last_by_rank("ddpdebug_loss"),
@@ -89,7 +88,7 @@ def _table() -> Panel:
         units={"Last step": "dateTimeFromNow", "Step": "none"},
         missing="no rank was seen in this time range",
     )
-    return worded(panel, "State", _UP)
+    return worded(panel, "State", RUN_STATES)
 
 
 def _who(made: Board) -> None:
