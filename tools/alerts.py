@@ -10,6 +10,7 @@ have is asked of runs of which a rank says that it runs, so that nothing fires f
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -440,8 +441,8 @@ def alerting_text() -> str:
 
 
 def cluster_text(*files: str) -> str:
-    """Return the PrometheusRule for Kubernetes that holds the groups of the files for Prometheus."""
-    groups = [text.partition("\ngroups:\n")[2] for text in files]
+    """Return the PrometheusRule for Kubernetes with the groups of the files for Prometheus, where the comments are."""
+    groups = [re.sub(r"(?m)^ *#.*\n", "", text.partition("\ngroups:\n")[2]) for text in files]
     return _CLUSTER_HEAD + indent("\n".join(groups), "  ")
 
 
