@@ -160,5 +160,5 @@ def test_a_run_that_ends_leaves_no_target(tmp_path: Path) -> None:
         assert job.process.wait(PATIENCE) == 0, (tmp_path / "log").read_text()
     finally:
         job.kill()
-    assert list(job.targets.iterdir()) == []
+    assert until(lambda: not list(job.targets.iterdir()))  # what it came to is served for a while
     assert json.loads((tmp_path / "run" / "run.json").read_text())["outcome"]["reason"] == "finished"
