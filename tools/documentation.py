@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import count, groupby
+from itertools import chain, count, groupby
 from pathlib import Path
+from typing import Any
 
 from ddpdebug.commands.explain import Page, pages
 from ddpdebug.config.settings import Config, options
@@ -23,7 +24,9 @@ from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Row
 from ddpdebug.schema.step import Step
 from ddpdebug.sinks import Covered, FindingRaised, RunStarted, Saved, StepJudged
-from ddpdebug.sinks.prometheus.exporter import PrometheusSink
+from ddpdebug.sinks.prometheus.exporter import SERIES, SERIES_OF_ALL, SERIES_WITH_FINDINGS, PrometheusSink
+from ddpdebug.sinks.prometheus.many import EVERY_RANK, EXTREMES, PREFIX, SHOWN, STATISTICS
+from ddpdebug.sinks.prometheus.metrics import GAUGES, LAYER_NAMES, PHASES, SLOTS
 
 _SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "summary": ("_sum", "_count")}
 #: Labels with few fixed values, which are listed.
@@ -41,7 +44,7 @@ look), `info` (worth knowing; never fails a check).
 **Detected** codes are raised by this version, those marked `preflight` by `ddpdebug preflight` and not while training.
 **Planned** ones are not: their rules do not exist yet, and a run without them says nothing about them."""
 
-_METRICS_HEAD = """\
+_METRICS_HEAD = f"""\
 # Metrics
 
 What the Prometheus endpoint serves (`--metrics`, see [options.md](options.md)). This page is made from the code by
@@ -52,9 +55,17 @@ and `instance`. Findings, incidents, disagreement and the steps apart are report
 highest of those that take part; by every rank once they can no longer talk. With several optimizers, loss, norms, rates
 and times are those of the one that has stepped most.
 
-The number of series does not depend on the model: at most 100 per rank, and on rank 0 one more for each finding code
-(on the other ranks the counter of a code appears with its first finding). Layer names stand only in the five newest
-incidents. [monitoring.md](monitoring.md) shows how to join `gpu_uuid` with the GPU's own metrics.
+The number of series does not depend on the model: a rank has at most {SERIES} before anything is found, and at most
+{SERIES_WITH_FINDINGS} whatever is found (the counter of a code appears with its first finding).
+
+Names of layers stand in the five newest incidents, and in the label `layer` of the `ddpdebug_layer_*` metrics. Each of
+those has {SLOTS} slots; a layer keeps its slot until another one's value is a quarter larger, and after {LAYER_NAMES}
+names in a run further layers are called `other`: a run of any length has at most {LAYER_NAMES} series of each, and
+{SLOTS} called `other`.
+
+`ddpdebug_render_timestamp_seconds` says how old an answer is.
+
+[monitoring.md](monitoring.md) shows how to join `gpu_uuid` with the GPU's own metrics.
 
 Besides the labels in the table every series has these two, each with one value per process, so that there are no more
 series for it and no join is needed:
@@ -99,6 +110,27 @@ Targets carry the label `sd="file"` (or none), never `run_id`: what `up` says is
 says whose that was.
 
 ## All metrics"""
+
+_MANY_HEAD = f"""\
+## Large worlds behind one endpoint
+
+With `--metrics rank0` rank 0 speaks for all. Up to {EVERY_RANK} ranks each one has the series above. In a larger world
+there are at most {SERIES_OF_ALL} series and `ddpdebug_rank_up` of every rank:
+
+- **Aggregates over all ranks**, in the table below: a gauge `{PREFIX}...` for each metric of single ranks, with its
+  other labels and `stat` ({", ".join(STATISTICS)}; p05, p50 and p95 are percentiles, the values of ranks). A rank
+  whose value is NaN does not count, and what no rank knows is absent. Those of counters only grow, so `rate()` and
+  `increase()` work on them. They have no label `rank`, and no name that a metric of single ranks has.
+- **Who holds an extreme**: `{EXTREMES}` has the rank as its value, with the labels `metric` (the name without
+  `ddpdebug_`), `of` (the value of the metric's other label, where it has one) and `stat` (min, max). For example
+  `{EXTREMES}{{metric="mean_own_seconds", stat="max"}}` is the rank that the others wait for.
+- **The series of {SHOWN} ranks and rank 0**: first those that are ill (culprits of the five newest findings, those that
+  have left, were outvoted, or met numbers that are not finite), then the slowest and those with the fullest memory. Who
+  is shown stays for ten minutes at least, unless someone ill needs the place, so that series do not come and go: in ten
+  minutes at most {SHOWN} ranks are new for either reason. What more than half of the ranks have is no reason.
+
+`/metrics?detail=all` has the series of every rank instead, at any time and without a restart (in a scrape
+configuration `params: {{detail: [all]}}`); its rendering has a budget of its own."""
 
 _OPTIONS_HEAD = """\
 # Options
@@ -167,20 +199,26 @@ def findings_page() -> str:
 
 def metrics_page() -> str:
     """Return docs/metrics.md: every metric that the endpoint can serve."""
-    rows = []
-    for metric in _example_sink().collect():
+    head = ("metric", "type", "labels", "meaning")
+    many = (row for row in _metric_rows(EVERY_RANK + 1) if row[0].startswith((f"`{PREFIX}", f"`{EXTREMES}`")))
+    return "\n\n".join((_METRICS_HEAD, _table(head, _metric_rows(2)), _MANY_HEAD, _table(head, many))) + "\n"
+
+
+def _metric_rows(world: int) -> Iterator[tuple[str, ...]]:
+    metric: Any
+    for metric in _example_sink(world).collect():
         names = " ".join(f"`{metric.name}{suffix}`" for suffix in _SUFFIXES.get(metric.type, ("",)))
         labels = metric._labelnames  # noqa: SLF001 - also of a metric that has no sample yet
         values = {name: {sample.labels[name]: None for sample in metric.samples} for name in labels}
         shown = [f"`{name}` ({', '.join(values[name])})" if name in _LISTED_LABELS else f"`{name}`" for name in labels]
-        rows.append((names, metric.type, ", ".join(shown), metric.documentation))
-    return f"{_METRICS_HEAD}\n\n{_table(('metric', 'type', 'labels', 'meaning'), rows)}\n"
+        yield names, metric.type, ", ".join(shown), metric.documentation
 
 
 def metric_names() -> set[str]:
     """Return the name of every series that the endpoint can serve."""
     suffixes = {**_SUFFIXES, "gauge": ("",)}
-    return {f"{metric.name}{suffix}" for metric in _example_sink().collect() for suffix in suffixes[metric.type]}
+    found = chain(_example_sink(2).collect(), _example_sink(EVERY_RANK + 1).collect())
+    return {f"{metric.name}{suffix}" for metric in found for suffix in suffixes[metric.type]}
 
 
 def options_page() -> str:
@@ -272,22 +310,29 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "\\<")
 
 
-def _example_sink() -> PrometheusSink:
+def _example_sink(world: int) -> PrometheusSink:
     """Return a sink that has seen enough to show every metric, and serves nothing."""
     times = count(0.0, 10.0)
     sink = PrometheusSink(1, "", 0, mode="rank0", clock=lambda: next(times))
     sink.write(FindingRaised(finding=Finding(code="RANK101", severity=Severity.CRITICAL, title="", id="RANK101-1")))
-    sink.write(RunStarted(run_id="", rank=1, world=2, directory=None, config={}, versions={}))
+    sink.write(RunStarted(run_id="", rank=1, world=world, directory=None, config={}, versions={}))
     for number in range(32):  # memory grows
         used, limit = (number + 1) << 26, 1 << 40
-        row = Row(rank=1, step=number, step_seconds=1.0, host_bytes=used, host_limit_bytes=limit,
-                  device_allocated_bytes=used, device_peak_bytes=used, device_limit_bytes=limit)  # fmt: skip
+        row = _example_row(step=number, host_bytes=used, host_limit_bytes=limit, device_allocated_bytes=used,
+                           device_peak_bytes=used, device_limit_bytes=limit)  # fmt: skip
         sink.write(StepJudged(step=Step(step=number, optimizer=0, world=2, rows={1: row})))
     weight = {"norm": 1.0, "update": 0.1, "grad_norm": 0.1, "dim": 2}
     layers = {"parameters": {"w": weight}, "modules": {"m": {"zero_units": 0.1, "saturated": 0.1}}}
     sink.write(Saved(kind="detail", payload={"rank": 1, "step": 31, "detail": "layers", "value": layers}))
     sink.write(Covered(coverage=Coverage(world=2, ended=True)))
     return sink
+
+
+def _example_row(**fields: Any) -> Row:
+    """Return a row in which everything is known, so that there is something to aggregate."""
+    known = [*(field for field, _ in GAUGES.values()), *(f"{phase}_seconds" for phase in PHASES)]
+    known = [name for name in known if name in Row._fields]
+    return Row(rank=1, **{"step_seconds": 10.0, **dict.fromkeys(known, 1.0), **fields})
 
 
 def main(files: Sequence[str]) -> int:

@@ -24,6 +24,7 @@ COMMANDS = (
     "report",
     "top",
     "dashboards",
+    "annotations",
     "doctor",
 )
 

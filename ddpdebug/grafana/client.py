@@ -8,7 +8,10 @@ whole environment.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
@@ -20,10 +23,30 @@ TAG = "ddpdebug"
 TOKEN_VARIABLE = "GRAFANA_TOKEN"  # noqa: S105 - the name of a variable
 _NOT_FOUND = 404
 _PAGE = 1000  # folders
+_CONTENT, _US = frozenset({400, 413, 422}), frozenset({401, 403, 404})
 
 
 class GrafanaError(DdpdebugError):
-    """Grafana did not do what it was asked for; the message never holds the token."""
+    """Grafana did not do what it was asked for; the message never holds the token.
+
+    Args:
+        status: of HTTP; None where it did not answer, so that it may have done it.
+        retry_after: seconds for which it wants to be left alone.
+    """
+
+    def __init__(self, message: str, status: int | None = None, retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.status, self.retry_after = status, retry_after
+
+    @property
+    def about_content(self) -> bool:
+        """Whether the same request would always be refused."""
+        return self.status in _CONTENT
+
+    @property
+    def about_us(self) -> bool:
+        """Whether the token or the address is refused, which only a person can change."""
+        return self.status in _US
 
 
 def read_token(file: Path | None) -> str:
@@ -67,6 +90,8 @@ class Grafana:
         self._api = GrafanaFace(
             auth=token, host=host, port=parts.port, url_path_prefix=prefix, protocol=parts.scheme, timeout=timeout
         ).api
+        self._retry_after = 0.0
+        self._api.s.hooks["response"].append(self._heard)
 
     def folder(self, title: str) -> str:
         """Return the uid of the folder of this title, made where there is none; empty for Grafana's General."""
@@ -104,7 +129,10 @@ class Grafana:
         """Add an annotation unless one with this incident's tag is there; tell whether it was added."""
         mark = f"incident:{incident}"
         query = urlencode([("tags", TAG), ("tags", mark), ("type", "annotation"), ("limit", "1")])
-        if self._call("GET", f"/annotations?{query}"):
+        found = self._call("GET", f"/annotations?{query}")
+        if not isinstance(found, list):
+            raise GrafanaError(self._clean(f"Grafana did not answer with annotations: {found!r}"))
+        if found:
             return False
         self._call("POST", "/annotations", {"text": text, "tags": [TAG, *tags, mark], "time": milliseconds})
         return True
@@ -113,12 +141,14 @@ class Grafana:
         from grafana_api.grafana_api import GrafanaException  # noqa: PLC0415 - an optional dependency
         from requests import exceptions  # noqa: PLC0415 - as above
 
+        self._retry_after = 0.0
         try:
             return getattr(self._api, method)(path, json=body)
         except GrafanaException as error:
             if missing_is_none and error.status_code == _NOT_FOUND:
                 return None
-            raise GrafanaError(self._clean(f"Grafana refused {method} {path}: {error.message}")) from None
+            message = self._clean(f"Grafana refused {method} {path}: {error.message}")
+            raise GrafanaError(message, error.status_code, self._retry_after) from None
         except (exceptions.ConnectionError, exceptions.Timeout) as error:
             late = isinstance(error, exceptions.Timeout)
             why = f"nothing within {self._timeout:g} s" if late else _reason(error)
@@ -126,6 +156,15 @@ class Grafana:
         except (exceptions.RequestException, ValueError, TypeError) as error:
             kind = type(error).__name__
             raise GrafanaError(self._clean(f"Grafana did not answer {method} {path}: {kind}: {error}")) from None
+
+    def _heard(self, answer: Any, *_: Any, **__: Any) -> None:
+        """Keep for how long Grafana, or what stands before it, wants to be left alone."""
+        wish = str(answer.headers.get("Retry-After", "")).strip()
+        if wish.isascii() and wish.isdecimal():
+            self._retry_after = float(wish)
+        elif wish:
+            with suppress(ValueError, TypeError):
+                self._retry_after = max(0.0, parsedate_to_datetime(wish).timestamp() - time.time())
 
     def _clean(self, text: str) -> str:
         return text.replace(self._token, "***")[:500]

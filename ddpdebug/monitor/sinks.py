@@ -7,6 +7,7 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +21,7 @@ from ddpdebug.grafana.annotations import Annotations
 from ddpdebug.grafana.client import Grafana, read_token
 from ddpdebug.processes.linger import Keeper, ask_to_leave
 from ddpdebug.redaction import Redactor
+from ddpdebug.run_directory.reader import ANNOTATIONS
 from ddpdebug.run_directory.writer import RunDirectory
 from ddpdebug.sinks import RunStarted, Sink
 from ddpdebug.sinks.fanout import Fanout
@@ -81,7 +83,8 @@ def open_sinks(  # noqa: PLR0913 - who the rank is
         keeper.close()
     if rank == 0 and config.grafana_url is not None:
         address, token_file = config.grafana_url, config.grafana_token_file
-        sinks.append(Annotations(lambda: Grafana(address, read_token(token_file), timeout=2.0)))
+        connect = lambda: Grafana(address, read_token(token_file))  # noqa: E731 - each time with the token of then
+        sinks.append(Annotations(connect, home / ANNOTATIONS, disk=disk, tell=fanout.write))
     if rank == 0 and not config.quiet:
         sinks.append(Terminal(rank, status=config.status))
     fanout.add(sinks)
@@ -104,10 +107,7 @@ def open_sinks(  # noqa: PLR0913 - who the rank is
 
 
 def start_keeper(config: Config, environ: Mapping[str, str], tell: Callable[[str, str], None]) -> Keeper | None:
-    """Start what serves the end of this process; None where nobody could find it, or nothing would outlive the process.
-
-    Slurm kills what a step has left behind.
-    """
+    """Start what serves the end of this process; None where nobody could find it, or nothing would outlive the process."""
     found = config.sd_dir is not None or config.metrics_port != 0
     serves = config.metrics == "per-rank" or (config.metrics == "rank0" and environ.get("RANK", "0") == "0")
     lingers = config.linger > 0 and found
@@ -115,10 +115,19 @@ def start_keeper(config: Config, environ: Mapping[str, str], tell: Callable[[str
         return None
     try:
         linger = config.linger if lingers else 0.0
-        return Keeper(linger, config.push_outcome, contained="SLURM_JOB_ID" in environ)
+        return Keeper(linger, config.push_outcome, contained=_is_contained(environ))
     except OSError as error:
         tell("keeper", f"what the run comes to will not be served after its end: {error}")
         return None
+
+
+def _is_contained(environ: Mapping[str, str]) -> bool:
+    """Return whether nothing outlives the job: Slurm kills what a step leaves, a container ends with its first process."""
+    with suppress(OSError):
+        first = Path("/proc/1/cmdline").read_bytes()
+        if any(word in first for word in (b"ddpdebug", b"torchrun", b"torch.distributed")):
+            return True
+    return "SLURM_JOB_ID" in environ
 
 
 def run_name(given: str | None, command: Sequence[str]) -> str:

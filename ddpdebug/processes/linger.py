@@ -349,24 +349,34 @@ def _answer(facts: dict[str, Any], listener: int, page: bytes, target: _Target, 
         apps["/sd"] = json_app(lambda: facts["sd"])
     host, serving = str(facts["serve"]["host"]), Serving.of(facts["serve"])
     endpoint = Endpoint(apps, host, 0, serving, listener=socket.socket(fileno=listener))
-    begun = time.monotonic()
-    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
-        door.bind(_door(endpoint.port))
-        door.listen(1)
-        while True:
-            now = time.monotonic()
-            end = min(ending, max(asked.at, begun) + _WHEN_ASKED) if now - asked.at < _ASKED_SECONDS else ending
-            if now >= end or (len(seen) >= _SCRAPES and now - seen[-1] > _APART):
+    begun, door = time.monotonic(), _listen_for_heirs(endpoint.port)
+    while True:
+        now = time.monotonic()
+        end = min(ending, max(asked.at, begun) + _WHEN_ASKED) if now - asked.at < _ASKED_SECONDS else ending
+        if now >= end or (len(seen) >= _SCRAPES and now - seen[-1] > _APART):
+            break
+        if not select.select(door, [], [], min(_APART, end - now))[0]:
+            continue
+        heir, old = door[0].accept()[0], endpoint.address
+        with heir:  # a new run wants the port, and waits until this ends
+            door.pop().close()
+            endpoint.close()
+            endpoint = Endpoint(apps, host, 0, serving)
+            if not target.moves(old, endpoint.address):
                 break
-            if not select.select([door], [], [], min(_APART, end - now))[0]:
-                continue
-            with door.accept()[0]:  # a new run wants the port, and waits until this ends
-                old = endpoint.address
-                endpoint.close()
-                endpoint = Endpoint(apps, host, 0, serving)
-                if not target.moves(old, endpoint.address):
-                    break
     endpoint.close()
+
+
+def _listen_for_heirs(port: int) -> list[socket.socket]:
+    """Return the socket at which a run that wants the port asks for it; none where another keeper has that."""
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        door.bind(_door(port))
+        door.listen(1)
+    except OSError:
+        door.close()
+        return []
+    return [door]
 
 
 def _push(address: str, group: dict[str, str], page: bytes) -> None:

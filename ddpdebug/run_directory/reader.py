@@ -42,6 +42,8 @@ from ddpdebug.schema.wire import from_json
 
 RUN = "run.json"
 FINDINGS = "findings.jsonl"
+#: Marks of the findings that Grafana has: a line of JSON for each, `{"sent": id of the finding}`.
+ANNOTATIONS = "annotations.jsonl"
 STEPS = "steps.bin"
 OBSERVATIONS = "observations.jsonl"
 RANKS = "ranks"

@@ -37,7 +37,8 @@ def records() -> Iterator[Record]:
             rows[rank] = Row(
                 rank=rank, step=step, loss=2.0 + rank, grad_norm=1.5 if step == 3 else math.nan, step_seconds=0.2,
                 flags=int(Flag.LOSS_NONFINITE) if rank == 1 else 0, data_seconds=0.0, host_bytes=2 << 30,
-                backward_seconds=0.04 if bad else 0.1, forward_seconds=0.03, overhead_seconds=0.002, params_after_digest=Digest(5 + bad),
+                backward_seconds=0.04 if bad else 0.1, forward_seconds=0.03, overhead_seconds=0.002,
+                params_after_digest=Digest(5 + bad),
             )  # fmt: skip
         step_record = StepJudged(step=Step(step=step, optimizer=0, world=WORLD, rows=rows), overhead_ratio=0.01)
         yield step_record
@@ -74,7 +75,8 @@ def test_a_run_directory_says_who_is_ill(directory: Path) -> None:
     assert snapshot.overhead == pytest.approx(0.01)
     text = shown(snapshot)
     for part in ("ranks differ: parameters", "gradients not compared yet", "NaN or Inf", "rank 2 +30 %",
-                 "overhead 1 %", "RANK101  critical   step 3 · rank 2 ·", "all up", "outvoted: parameters"):  # fmt: skip
+                 "overhead 1 %", "RANK101 critical step 3 · rank 2 ·",
+                 "all up", "outvoted: parameters"):  # fmt: skip
         assert part in text
     rows = [line.split()[0] for line in text.splitlines() if line.strip()[:1].isdecimal()]
     assert rows == ["2", "1", "0", "3"]
@@ -171,6 +173,17 @@ def test_the_command_finds_the_newest_run(
     assert "finished" in capsys.readouterr().out
     assert main(["top", "--once", "http://127.0.0.1:1"]) == 2
     assert "nobody answers" in capsys.readouterr().err
+
+
+def test_every_rank_of_a_large_world_is_there_where_one_endpoint_speaks_for_all() -> None:
+    """Also those that are not shown to Prometheus."""
+    sink, world = PrometheusSink(0, "127.0.0.1", 0, mode="rank0"), 100
+    sink.write(replace(STARTED, world=world))
+    rows = {rank: Row(rank=rank, step=3, loss=float(rank)) for rank in range(world)}
+    sink.write(StepJudged(step=Step(step=3, optimizer=0, world=world, rows=rows)))
+    snapshot = from_url(str(sink.url))
+    sink.close()
+    assert [(view.rank, view.loss) for view in snapshot.ranks] == [(rank, float(rank)) for rank in range(world)]
 
 
 def test_where_nobody_can_tell_nobody_is_outvoted() -> None:

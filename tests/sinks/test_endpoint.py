@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import errno
+import gzip
 import http.client
 import json
 import os
@@ -16,16 +17,18 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ddpdebug.monitor.sinks import ports_of_the_job
 from ddpdebug.sinks.prometheus import server as serving
 from ddpdebug.sinks.prometheus.exporter import PrometheusSink
-from ddpdebug.sinks.prometheus.server import Endpoint, RateLimited, Serving, json_app
+from ddpdebug.sinks.prometheus.exposition import OPENMETRICS, TEXT
+from ddpdebug.sinks.prometheus.server import Endpoint, Form, Page, Serving, json_app
 
 
 @pytest.fixture(scope="module")
@@ -319,28 +322,144 @@ def test_what_is_called_regularly_may_fail(stack: ExitStack) -> None:
     assert json.loads(get(f"http://{endpoint.address}/x")) == [1]
 
 
+class Counted:
+    """A page whose text is the number of its renderings, on a clock of its own."""
+
+    def __init__(self, cost: float = 0.01) -> None:
+        self.now = self.spent = 0.0
+        self.rendered, self.made, self.cost = 0, 0, cost
+        self.page = Page(self._take, self._form, clock=lambda: self.now, spent=lambda: self.spent)
+
+    def _take(self) -> bytes:
+        self.rendered += 1
+        self.spent += self.cost
+        return str(self.rendered).encode()
+
+    def _form(self, environ: Mapping[str, Any]) -> Form:
+        kind = environ.get("HTTP_ACCEPT", "plain")
+        return kind, lambda text: self._make(text + kind[:1].encode())
+
+    def _make(self, body: bytes) -> bytes:
+        self.made += 1
+        self.spent += self.cost / 10
+        return body
+
+    def ask(self, **environ: str) -> tuple[str, dict[str, str], bytes]:
+        """Return status, headers and body."""
+        head: list[Any] = []
+        body = b"".join(self.page(environ, lambda status, headers: head.extend((status, dict(headers)))))
+        return head[0], head[1], body
+
+
 def test_rendering_has_a_budget_however_often_somebody_asks() -> None:
     """A hundred scrapes a second get the last answer; in the long run 0.5 % of the time goes into rendering."""
-    now, spent, rendered = [0.0], [0.0], [0]
-
-    def app(environ: dict[str, object], start_response: object) -> list[bytes]:
-        rendered[0] += 1
-        spent[0] += 0.01
-        start_response("200 OK", [])  # type: ignore[operator]
-        return [str(rendered[0]).encode()]
-
-    frugal = RateLimited(app, clock=lambda: now[0], spent=lambda: spent[0])
+    counted = Counted()
     answers = []
     for _ in range(100 * 60):
-        now[0] += 0.01
-        answers.append(b"".join(frugal({"QUERY_STRING": "a"}, lambda status, headers: None)))
-    assert answers[9] == b"10"  # at first every answer is new
-    assert 39 <= rendered[0] <= 42  # 0.1 s at once, then 0.3 s of a minute
-    refused: list[str] = []
-    frugal({"QUERY_STRING": "never asked before"}, lambda status, headers: refused.append(status))
-    assert refused == ["503 Service Unavailable"]
-    now[0] += 60
-    assert b"".join(frugal({"QUERY_STRING": "b"}, lambda status, headers: None)) == str(rendered[0]).encode()
+        counted.now += 0.01
+        answers.append(counted.ask()[2])
+    assert answers[8] == b"9p"  # at first every answer is new
+    assert 36 <= counted.rendered <= 39  # 0.1 s at once, then 0.3 s of a minute, each 11 ms
+    counted.now += 60
+    assert counted.ask()[2] == b"%dp" % counted.rendered
+
+
+def test_every_client_is_answered_from_the_same_text_also_without_budget() -> None:
+    """Other headers are another form of it, made once; nobody is refused."""
+    counted = Counted(cost=5.0)
+    clients = [{"HTTP_ACCEPT": kind, "HTTP_ACCEPT_ENCODING": way} for kind in ("plain", "open") for way in ("", "gzip")]
+    for _ in range(3):
+        for client in clients:
+            status, headers, body = counted.ask(**client, HTTP_USER_AGENT="x", QUERY_STRING=str(counted.made))
+            assert (status, headers["Content-Type"]) == ("200 OK", client["HTTP_ACCEPT"])
+            assert (headers.get("Content-Encoding") == "gzip") is bool(client["HTTP_ACCEPT_ENCODING"])
+            plain = gzip.decompress(body) if client["HTTP_ACCEPT_ENCODING"] else body
+            assert plain == b"1" + client["HTTP_ACCEPT"][:1].encode()
+    assert (counted.rendered, counted.made) == (1, 2)
+    assert counted.spent == pytest.approx(6)
+
+
+def test_forms_are_paid_for_from_the_same_budget() -> None:
+    """Who asks in many ways makes the text older, and costs no more."""
+    counted = Counted(cost=0.1)
+    for second in range(1000):
+        counted.now = float(second)
+        for kind in ("plain", "open"):
+            counted.ask(HTTP_ACCEPT=kind)
+    assert counted.spent <= 0.1 + 0.005 * 1000 + 0.12
+
+
+def test_a_text_that_cannot_be_taken_costs_one_answer() -> None:
+    """The lock is free again, and the last text stays."""
+    counted = Counted(cost=0.0)
+    counted.ask()
+    taken = counted.page._take
+    counted.page._take = lambda: taken() + (1 // 0).to_bytes()
+    with pytest.raises(ZeroDivisionError):
+        counted.ask()
+    counted.page._take = taken
+    assert counted.ask()[0] == "200 OK"
+
+
+def test_who_can_be_answered_does_not_wait_for_a_rendering() -> None:
+    """One renders for long, another one gets the last text meanwhile."""
+    begun, go = threading.Event(), threading.Event()
+    texts = iter([b"old", b"new"])
+
+    def take() -> bytes:
+        text = next(texts)
+        if text == b"new":
+            begun.set()
+            assert go.wait(60)
+        return text
+
+    page = Page(take, lambda _: ("plain", bytes))
+    answers: list[bytes] = []
+    head = lambda status, headers: None  # noqa: E731 - a start_response
+    assert b"".join(page({}, head)) == b"old"
+    slow = threading.Thread(target=lambda: answers.append(b"".join(page({}, head))))
+    slow.start()
+    assert begun.wait(60)
+    assert b"".join(page({}, head)) == b"old"
+    go.set()
+    slow.join(60)
+    assert answers == [b"new"]
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [
+        ("*/*", TEXT),
+        ("text/html,application/xhtml+xml,*/*;q=0.8", TEXT),
+        ("text/plain;version=0.0.4;q=0.5", TEXT),
+        ("application/openmetrics-text;version=0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5", TEXT),
+        ("application/openmetrics-text", OPENMETRICS),
+        ("application/openmetrics-text;version=1.0.0;q=0.8,text/plain;version=0.0.4;q=0.5", OPENMETRICS),
+        ("application/vnd.google.protobuf,application/openmetrics-text;version=1.0.0;escaping=dots", OPENMETRICS),
+    ],
+)  # fmt: skip
+def test_curl_browsers_and_prometheus_get_what_they_read(stack: ExitStack, accept: str, kind: str) -> None:
+    """OpenMetrics for those who ask for it, packed for those who can unpack it."""
+    sink = served(stack)
+    for packed in (False, True):
+        headers = {"Accept": accept, **({"Accept-Encoding": "deflate, gzip;q=1.0"} if packed else {})}
+        assert sink.url is not None
+        with urllib.request.urlopen(urllib.request.Request(sink.url, headers=headers), timeout=60) as reply:
+            body = gzip.decompress(reply.read()) if packed else reply.read()
+            assert reply.headers["Content-Type"] == kind
+            assert (reply.headers["Content-Encoding"] == "gzip") is packed
+        assert body.endswith(b"# EOF\n") is (kind == OPENMETRICS)
+        assert body.count(b"\nddpdebug_steps_total{") == 1
+
+
+def test_only_get_is_answered(stack: ExitStack) -> None:
+    """Nothing can be changed here."""
+    sink = served(stack)
+    assert sink.url is not None
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        get(urllib.request.Request(sink.url, data=b"x", method="POST"))  # type: ignore[arg-type]
+    assert refused.value.code == 405
+    refused.value.close()
 
 
 def test_a_port_that_the_job_will_want_is_not_taken(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:

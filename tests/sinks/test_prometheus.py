@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import socket
 import subprocess
+import sys
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -14,7 +16,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from prometheus_client import generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from ddpdebug.commands.explain import pages
 from ddpdebug.detectors.catalog import catalog
@@ -24,7 +30,9 @@ from ddpdebug.schema.row import Digest, Flag, Row
 from ddpdebug.schema.step import Step
 from ddpdebug.sinks import FindingRaised, Met, RunEnded, RunStarted, Saved, StepJudged, Trouble
 from ddpdebug.sinks.prometheus import server
-from ddpdebug.sinks.prometheus.exporter import PrometheusSink
+from ddpdebug.sinks.prometheus.exporter import SERIES, SERIES_WITH_FINDINGS, PrometheusSink
+from ddpdebug.sinks.prometheus.exposition import openmetrics_of, text_of
+from ddpdebug.sinks.prometheus.metrics import LAYER_NAMES, OTHER, SLOTS, Layers
 
 STARTED = RunStarted(
     run_id="r1",
@@ -64,7 +72,7 @@ def judged(step: int, optimizer: int = 0, **fields: float) -> StepJudged:
     return StepJudged(step=made, interval=5, overhead_ratio=0.008)
 
 
-def text_of(sink: PrometheusSink) -> str:
+def scraped(sink: PrometheusSink) -> str:
     """Scrape."""
     assert sink.url is not None
     with urllib.request.urlopen(sink.url, timeout=60) as answer:
@@ -75,7 +83,7 @@ def samples(sink: PrometheusSink) -> dict[tuple[str, ...], float]:
     """Scrape: name and label values, sorted by label, -> value."""
     return {
         (sample.name, *[value for name, value in sorted(sample.labels.items()) if name not in IDENTITY]): sample.value
-        for family in text_string_to_metric_families(text_of(sink))
+        for family in text_string_to_metric_families(scraped(sink))
         for sample in family.samples
     }
 
@@ -124,7 +132,7 @@ def test_every_series_names_its_run(sink: PrometheusSink) -> None:
         sink.write(replace(STARTED, name=name))
         sink.write(FindingRaised(finding=FINDING))
         sink.write(judged(7))
-        families = [*text_string_to_metric_families(text_of(sink))]
+        families = [*text_string_to_metric_families(scraped(sink))]
         found = {tuple(sample.labels.get(label) for label in IDENTITY) for each in families for sample in each.samples}
         assert found == {("r1", shown)}
 
@@ -209,8 +217,38 @@ def full_of_everything(rank: int, mode: str = "per-rank", world: int = 4) -> Pro
     return sink
 
 
+@pytest.mark.parametrize("world", [2, 1024])
+def test_the_text_is_what_the_library_would_write(world: int) -> None:
+    """Byte for byte, in both formats, odd texts, numbers and label values included."""
+    sink = full_of_everything(0, "rank0", world)
+    subject = ('a\\b"c\nd\u00e9',)
+    sink.write(FindingRaised(finding=Finding(code="C", severity=Severity.INFO, title="", subject=subject, id='"\\')))
+    for step, value in enumerate((math.inf, -math.inf, 1e300, 123456789.0, 1e6, 999999.5, 1e-7, -0.0, -2.5)):
+        sink.write(
+            judged(step + 2, loss=value, grad_norm=value, host_bytes=int(min(abs(value), 2**60)), flags=Flag.CHECKED)
+        )
+        families = list(sink.collect())
+        odd = GaugeMetricFamily("ddpdebug_odd", 'what is "odd", \\ and\nmore', labels=("a",))
+        odd.add_metric(['"\\\n'], value)
+        frozen = Frozen([*families, odd])
+        text = text_of(frozen.collect())
+        assert text == generate_latest(frozen)
+        assert openmetrics_of(text) == generate_openmetrics(frozen)
+    sink.close()
+
+
+class Frozen(Collector):
+    """Families as a registry gives them."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self.families = families
+
+    def collect(self) -> list[Metric]:
+        return self.families
+
+
 def test_the_number_of_series_is_bounded_and_does_not_grow() -> None:
-    """At most 150 per rank, whatever has been found."""
+    """Whatever has been found."""
     for rank in (0, 1):
         sink = full_of_everything(rank)
         for step in range(2, 30):
@@ -218,7 +256,7 @@ def test_the_number_of_series_is_bounded_and_does_not_grow() -> None:
         count = len(samples(sink))
         for step in range(30, 80):
             sink.write(judged(step, loss=1.0, step_seconds=0.1 * step))
-        assert len(samples(sink)) == count <= 150
+        assert len(samples(sink)) == count <= SERIES_WITH_FINDINGS
         assert samples(sink)["ddpdebug_findings_total", "other", str(rank), "error"] > 1
         sink.close()
 
@@ -317,6 +355,18 @@ def test_values_that_a_step_did_not_compute_stay(sink: PrometheusSink) -> None:
     assert math.isnan(samples(sink)["ddpdebug_loss", "0"])
 
 
+def test_the_norms_of_weights_end_with_them(sink: PrometheusSink) -> None:
+    """They are known rarely, and stay meanwhile; weights that are NaN have none."""
+    sink.write(judged(0, param_norm=3.0, update_norm=1.0, val_loss=2.0, flags=Flag.CHECKED))
+    sink.write(judged(1, flags=Flag.CHECKED))
+    names = [("ddpdebug_param_norm", "0"), ("ddpdebug_update_norm", "0"), ("ddpdebug_val_loss", "0")]
+    found = samples(sink)
+    assert [found[name] for name in names] == [3, 1, 2]
+    sink.write(judged(2, flags=Flag.CHECKED | Flag.PARAMS_NONFINITE))
+    found = samples(sink)
+    assert [math.isnan(found[name]) for name in names] == [True, True, False]
+
+
 def test_the_optimizer_that_steps_most_is_followed(sink: PrometheusSink) -> None:
     """The two of a GAN do not take turns in one gauge."""
     for step in range(3):
@@ -367,7 +417,7 @@ def test_it_answers_while_training_hangs(sink: PrometheusSink) -> None:
     done = threading.Event()
 
     def scrape() -> None:
-        answers.append(text_of(sink))
+        answers.append(scraped(sink))
         done.set()
 
     threading.Thread(target=scrape, daemon=True).start()
@@ -393,7 +443,7 @@ def test_promtool_finds_nothing_to_complain_about(need: Callable[[str], str]) ->
     """Names, types and help texts follow Prometheus's conventions."""
     sink = full_of_everything(0, "rank0")
     words = [need("promtool"), "check", "metrics"]
-    result = subprocess.run(words, input=text_of(sink), capture_output=True, text=True, check=False)
+    result = subprocess.run(words, input=scraped(sink), capture_output=True, text=True, check=False)
     sink.close()
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
@@ -416,6 +466,109 @@ def test_the_layers_that_stand_out_have_fixed_slots() -> None:
         ("ddpdebug_layer_dead_units", "relu", "0", "1"): 0.25,
         ("ddpdebug_layer_saturation", "gate", "0", "1"): 0.5,
     }
+
+
+def layers(**ratios: float) -> dict[str, object]:
+    """Build a sample of weights with these changes over their norms."""
+    return {"parameters": {name: {"norm": 1.0, "update": ratio, "dim": 2} for name, ratio in ratios.items()}}
+
+
+def shown(found: Layers) -> dict[tuple[str, str], float]:
+    """Return slot and layer -> value."""
+    (family,) = (metric for metric in found.metrics("0", None, 1) if metric.name == "ddpdebug_layer_update_ratio")
+    return {(sample.labels["slot"], sample.labels["layer"]): sample.value for sample in family.samples}
+
+
+def test_a_layer_keeps_its_slot_while_it_stands_out() -> None:
+    """Two that are alike do not take turns; a larger one takes the place of the lesser."""
+    found = Layers()
+    found.take(layers(a=0.5, b=0.4, c=0.3), 0, 1)
+    found.take(layers(a=0.40, b=0.41, c=0.45), 0, 1)
+    assert shown(found) == {("1", "a"): 0.4, ("2", "b"): 0.41}
+    found.take(layers(a=0.40, b=0.41, c=0.6), 0, 1)
+    assert shown(found) == {("1", "c"): 0.6, ("2", "b"): 0.41}
+    found.take(layers(b=0.1, d=0.2), 0, 1)
+    assert shown(found) == {("1", "d"): 0.2, ("2", "b"): 0.1}
+    found.take(layers(b=0.1), 0, 1)
+    assert shown(found) == {("1", "b"): 0.1}
+
+
+def test_names_of_layers_do_not_add_up() -> None:
+    """However long a run is and however large its model."""
+    found, ever = Layers(), set()
+    for sample in range(200):
+        found.take(layers(**{f"w{sample + i}": 0.1 * 2**i for i in range(3)}), 0, 1)
+        ever |= shown(found).keys()
+        assert len(shown(found)) == SLOTS
+    assert len(ever) == LAYER_NAMES + SLOTS
+    assert {layer for _, layer in shown(found)} == {OTHER}
+
+
+def test_an_answer_says_when_its_values_were_taken() -> None:
+    """One that is repeated has the old time."""
+    now = [1000.0]
+    sink = PrometheusSink(0, "127.0.0.1", 0, clock=lambda: now[0])
+    assert sink._endpoint is not None
+    assert samples(sink)["ddpdebug_render_timestamp_seconds", "0"] == 1000
+    now[0] = 1001.0
+    assert samples(sink)["ddpdebug_render_timestamp_seconds", "0"] == 1001
+    sink.close()
+
+
+_COUNTS = """
+import json, sys, urllib.request
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+layers = nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
+model = DistributedDataParallel(nn.Sequential(*layers))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+rank = dist.get_rank()
+url = json.loads((Path(sys.argv[1]) / "ranks" / str(rank) / "place.json").read_text())["metrics_url"]
+torch.manual_seed(rank)
+counts = []
+for step in range(40):
+    loss = model(torch.randn(64, 8)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if step in (0, 39):
+        dist.barrier()
+        text = urllib.request.urlopen(url, timeout=60).read().decode()
+        counts.append([line for line in text.splitlines() if not line.startswith("#")])
+with open(Path(sys.argv[1]) / f"counts-{rank}", "w") as file:
+    json.dump(counts, file)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.jobs
+@pytest.mark.slow
+def test_a_real_rank_has_as_many_series_as_the_page_says(tmp_path: Path) -> None:
+    """Before anything is found: no more, and not far fewer; the page has the number from here, once."""
+    (tmp_path / "train.py").write_text(_COUNTS)
+    run = tmp_path / "run"
+    words = [sys.executable, "-m", "ddpdebug", "run", "--nproc-per-node", "2", "--every-step", "--quiet"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*words, "--out", str(run), str(tmp_path / "train.py"), str(run)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        _, series = json.loads((run / f"counts-{rank}").read_text())
+        found = [line for line in series if line.startswith(("ddpdebug_findings_total", "ddpdebug_incident"))]
+        quiet = [line for line in series if line not in found] + found[: len(Severity)]
+        assert SERIES - 10 <= len(quiet) <= SERIES, "\n".join(series)
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    assert page.count(f"a rank has at most {SERIES} ") == 1
 
 
 def test_step_times_that_differ_by_a_fifth_are_told_apart() -> None:

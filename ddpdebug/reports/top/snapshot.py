@@ -165,7 +165,8 @@ def from_url(url: str) -> Snapshot:
         listed = json.loads(_fetch(f"{base}/sd"))
     except (OSError, ValueError):
         listed = []
-    urls = list(dict.fromkeys([f"{base}/metrics", *_urls(listed)]))[:_MAX_TARGETS]
+    addresses = list(dict.fromkeys([f"{base}/metrics", *_urls(listed)]))[:_MAX_TARGETS]
+    urls = [f"{address}?detail=all" for address in addresses]  # one of them may speak for a large world
     with ThreadPoolExecutor(32) as pool:
         answers = [answer for answer in pool.map(_try, urls) if answer is not None]
     if not answers:

@@ -5,7 +5,7 @@ server's own, also while the training thread hangs in a collective. Training cod
 
 Every series carries `run_id` and `run`, of which a process has one value each: a new run is a new series, also on the
 port of an old one. Other labels are `rank` (who reports) and few fixed values, so that the number of series does not
-depend on the model.
+depend on the model (`SERIES` at most), nor, where one rank speaks for all, on a large world.
 What all ranks know alike is aggregated with `max`, not with `sum`. Findings, incidents and disagreement are many
 series: only the lowest and the highest rank that take part report them, and all do when they can no longer talk. Two,
 so that they are not lost with one endpoint or one node.
@@ -17,12 +17,11 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
-from functools import cache, partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any, ClassVar
+from urllib.parse import parse_qs
 
-from prometheus_client import CollectorRegistry, generate_latest, make_wsgi_app
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
@@ -35,10 +34,14 @@ from ddpdebug.schema.run_state import End, RunState, end_of
 from ddpdebug.sinks import Covered, FindingRaised, Met, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
 from ddpdebug.sinks.agreement import COMPARED, dissenters
 from ddpdebug.sinks.prometheus.discovery import target
+from ddpdebug.sinks.prometheus.exposition import OPENMETRICS, TEXT, openmetrics_of, text_of, wants_openmetrics
 from ddpdebug.sinks.prometheus.keeping import Keeper
+from ddpdebug.sinks.prometheus.many import EVERY_RANK, ManyRanks, Recent, Shown
 from ddpdebug.sinks.prometheus.metrics import (
     INCIDENTS,
     LASTING,
+    NONFINITE,
+    EachRank,
     Layers,
     Pace,
     RankState,
@@ -53,17 +56,19 @@ from ddpdebug.sinks.prometheus.metrics import (
     run_metrics,
     state_metrics,
 )
-from ddpdebug.sinks.prometheus.server import SHARE, SHARE_OF_ALL, App, Endpoint, RateLimited, Serving, json_app
+from ddpdebug.sinks.prometheus.server import SHARE, SHARE_OF_ALL, App, Endpoint, Form, Page, Serving, json_app
 from ddpdebug.sinks.text import clean
 
+#: Series of a rank at most: before it has found anything, and with everything found.
+SERIES, SERIES_WITH_FINDINGS = 100, 150
+#: Series at most where one rank speaks for so many that it shows aggregates and a few of them; one for each rank more.
+SERIES_OF_ALL = 2500
 #: So many codes are counted apart, further ones together as `other`.
 _CODES = 35
-#: Seconds for which ranks that have said who takes part are believed; they say it every few seconds.
-_BELIEVED = 30.0
 #: A finding that did not show again in so many steps is not current any more.
 _RECENT = 1000
-#: So often the keeper learns of what there is.
-_KEPT_SECONDS = 10.0
+#: Seconds for which ranks that have said who takes part are believed; they say it every few seconds.
+_BELIEVED = 30.0
 
 
 class PrometheusSink(Collector):
@@ -74,7 +79,8 @@ class PrometheusSink(Collector):
 
     Args:
         port: of local rank 0; 0 takes any free port.
-        mode: `per-rank` (each rank serves its own series) or `rank0` (rank 0 serves those of all ranks).
+        mode: `per-rank` (each rank serves its own series) or `rank0` (rank 0 serves those of all ranks; of more than
+            `EVERY_RANK` of them aggregates and a few, all with `?detail=all`).
         serving: TLS, passwords and the like.
     """
 
@@ -102,7 +108,6 @@ class PrometheusSink(Collector):
         self._end: End | None = None
         self._ended = 0.0
         self._keeper: Keeper | None = None
-        self._kept = float("-inf")
         self._outvoted: dict[str, dict[int, frozenset[int]]] = {what: {} for what in COMPARED}
         self._disagreements = dict.fromkeys(COMPARED, 0)
         self._layers = Layers()
@@ -110,6 +115,7 @@ class PrometheusSink(Collector):
         self._members: tuple[int, ...] = ()
         self._met, self._apart = -math.inf, 0
         self._nodes: dict[int, str] = {}
+        self._peers: dict[str, set[int]] = {}  # node -> its ranks
         self._origin: tuple[tuple[float, int], frozenset[int]] | None = None  # (step, number of ranks), ranks
         self._errors = 0
         self._coverage: Coverage | None = None
@@ -118,19 +124,17 @@ class PrometheusSink(Collector):
         self._targets: dict[int, str] = {}
         self._failure: OSError | None = None
         self._endpoint: Endpoint | None = None
-        self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(self)
+        self._recent, self._shown = Recent(), Shown()
         self.url: str | None = None
         if rank == 0 or not self._everyone:
             share = SHARE_OF_ALL if self._everyone else SHARE
-            apps: dict[str, App] = {"/metrics": RateLimited(make_wsgi_app(self.registry), share)}
+            apps: dict[str, App] = {"/metrics": self._page(share)}
             if rank == 0:
                 apps["/sd"] = json_app(self._sd)
             try:
                 first = port + local_rank if port and not self._everyone else port
                 serving = serving or Serving()
-                kept = replace(serving, every=partial(self._keep, serving.every))
-                self._endpoint = served = Endpoint(apps, host, first, kept)
+                self._endpoint = served = Endpoint(apps, host, first, serving)
                 self.url = f"{served.scheme}://{served.address}/metrics"
                 if (keeper := serving.keeper) is not None:
                     keeper.tell(serve={"host": host, **serving.files()}, files=(served.fileno(),))
@@ -151,6 +155,7 @@ class PrometheusSink(Collector):
                 self._finding(record)
             case Trouble():
                 self._errors += 1
+                self._hand_over()
             case Covered():
                 self._coverage = record.coverage
             case Saved():
@@ -179,27 +184,13 @@ class PrometheusSink(Collector):
         else:
             endpoint.close()
 
-    def _saved(self, record: Saved) -> None:
-        match record:
-            case Saved(kind="fact", payload={"topic": "place", "rank": int(rank), "value": dict(place)}):
-                self._place(rank, place)
-            case Saved(kind="detail", payload={"detail": "layers", "rank": self._rank, "value": dict(detail), **rest}):
-                self._layers.take(detail, int(rest.get("step") or 0))
-
-    def _keep(self, more: Callable[[], None]) -> None:
-        """Let the keeper know what there is now and then: the process may be killed. In the server's thread."""
-        more()
-        if time.monotonic() - self._kept > _KEPT_SECONDS:
-            self._hand_over()
-
     def _hand_over(self) -> None:
-        """Give the keeper what there will be to serve when this process has gone."""
+        """Give the keeper what there will be to serve when this process has gone; when that has changed."""
         keeper, started = self._keeper, self._started
         if keeper is None or started is None:
             return
-        self._kept = time.monotonic()
         facts: dict[str, Any] = {
-            "page": generate_latest(_Facts(self._lasting)).decode(),
+            "page": text_of(self._lasting()).decode(),
             "labels": label_text({"rank": str(self._rank), **identity_of(started)}),
             "grave": self._gravest,
             "group": {"run_id": started.run_id, "rank": str(self._rank)},
@@ -210,32 +201,38 @@ class PrometheusSink(Collector):
         else:
             keeper.end(**facts, end=[int(self._end.state), self._end.outcome, self._end.cause, self._ended])
 
+    def _saved(self, record: Saved) -> None:
+        match record:
+            case Saved(kind="fact", payload={"topic": "place", "rank": int(rank), "value": dict(place)}):
+                self._place(rank, place)
+            case Saved(kind="detail", payload={"detail": "layers", "rank": self._rank, "value": dict(detail), **rest}):
+                self._layers.take(detail, int(rest.get("step") or 0), self._interval)
+
     def _step(self, record: StepJudged) -> None:
         self._last = record
         now = self._clock()
         step = record.step
         self._pace.learn(step)
-        used = self._used(step.rows)
         if self._everyone:
+            used = {node: self._used(step.rows, ranks) for node, ranks in self._peers.items()}
             for rank, row in step.rows.items():
                 if (state := self._ranks.get(rank)) is None:
                     state = self._ranks[rank] = RankState()
-                state.add(row, now, self._pace.bounds, host_bytes=used[self._nodes.get(rank, "")])
+                state.add(row, now, self._pace.bounds, host_bytes=used.get(self._nodes.get(rank, ""), 0))
             for rank, state in self._ranks.items():
                 state.up = rank in step.rows
         elif (own := step.rows.get(self._rank)) is not None:
-            here = used[self._nodes.get(self._rank, "")]
-            self._ranks[self._rank].add(own, now, self._pace.bounds, host_bytes=here)
+            peers = self._peers.get(self._nodes.get(self._rank, ""), {self._rank})
+            self._ranks[self._rank].add(own, now, self._pace.bounds, host_bytes=self._used(step.rows, peers))
         for what, ranks in dissenters(step).items():
             self._outvoted[what][step.optimizer] = ranks
             self._disagreements[what] += bool(ranks)
 
-    def _used(self, rows: Mapping[int, Row]) -> Mapping[str, int]:
-        """Return what the ranks of each node use of its memory, bytes; they share one limit."""
-        used: Counter[str] = Counter()
-        for rank, row in rows.items():
-            used[self._nodes.get(rank, "")] += (row.host_private_bytes or row.host_bytes) + row.workers_bytes
-        return used
+    @staticmethod
+    def _used(rows: Mapping[int, Row], ranks: Iterable[int]) -> int:
+        """Return what the ranks of a node use of its memory, bytes; they share one limit."""
+        there = [rows[rank] for rank in ranks if rank in rows]
+        return sum((row.host_private_bytes or row.host_bytes) + row.workers_bytes for row in there)
 
     def _finding(self, record: FindingRaised) -> None:
         finding = record.finding
@@ -249,8 +246,8 @@ class PrometheusSink(Collector):
 
         if finding.severity >= Severity.ERROR:
             self._grave[finding.code] = finding
-            if record.new:
-                self._hand_over()
+        if record.new:
+            self._hand_over()
 
     @property
     def _gravest(self) -> str:
@@ -270,6 +267,7 @@ class PrometheusSink(Collector):
             self._targets[rank] = url
         if isinstance(node := place.get("node"), str):
             self._nodes[rank] = node
+            self._peers.setdefault(node, set()).add(rank)
         if rank == self._rank or self._everyone:
             state = self._ranks.setdefault(rank, RankState())
             state.node = clean(place.get("node", state.node), 200)
@@ -290,18 +288,26 @@ class PrometheusSink(Collector):
         """Return nothing: what is served is only known when it is collected."""
         return []
 
-    def collect(self) -> Iterator[Metric]:
-        """Return the current values, each with the labels by which its run is known; after its end what lasts."""
+    def collect(self, *, every: bool = False) -> Iterator[Metric]:
+        """Return the current values, each with the labels by which its run is known; after its end what lasts.
+
+        Args:
+            every: of all ranks that this one speaks for, however many.
+        """
         if self._end is None:
-            yield from self._identified(self._current())
+            yield from self._identified(self._current(every=every))
         else:
             yield from self._lasting()
             yield from self._identified(state_metrics(str(self._rank), self.state, self._end, self._ended))
 
     def _lasting(self) -> Iterator[Metric]:
-        """Return what is true of this process also when it has gone, but for the state: counters, and what is named."""
-        found = self._current(only=self._rank)
-        return self._identified(each for each in found if each.type == "counter" or each.name in LASTING)
+        """Return what is true of this process also when it has gone, but for the state.
+
+        Counters of steps are told at the end only: what a rank that was killed had told a while before would be less
+        than what was scraped since, which Prometheus takes for a new beginning.
+        """
+        found, ended = self._current(only=self._rank), self._end is not None
+        return self._identified(each for each in found if each.name in LASTING or (ended and each.type == "counter"))
 
     def _identified(self, metrics: Iterable[Metric]) -> Iterator[Metric]:
         identity = identity_of(self._started)
@@ -310,8 +316,8 @@ class PrometheusSink(Collector):
                 sample.labels.update(identity)
             yield metric
 
-    def _current(self, only: int | None = None) -> Iterator[Metric]:
-        own = str(self._rank)
+    def _current(self, *, every: bool = False, only: int | None = None) -> Iterator[Metric]:
+        own, now = str(self._rank), self._clock()
         outvoted = {what: found.copy() for what, found in self._outvoted.items()}
         yield from run_metrics(own, self._started)
         yield from state_metrics(own, self.state, self._end, self._ended)
@@ -319,13 +325,17 @@ class PrometheusSink(Collector):
             yield from finding_metrics(own, self._findings.copy())
             yield from agreement_metrics(own, outvoted, self._disagreements, self._apart)
             yield from incident_metrics(own, tuple(self._incidents))
-        yield from own_metrics(own, self._errors, self._coverage, self._last)
-        ranks = [(str(rank), state) for rank, state in sorted(self._ranks.copy().items()) if only in {None, rank}]
+        yield from own_metrics(own, self._errors, self._coverage, self._last, now)
+        ranks = dict(sorted(self._ranks.copy().items())) if only is None else {only: self._ranks[only]}
         origin = frozenset() if self._origin is None else self._origin[1]
         voted = {what: frozenset().union(*found.values()) for what, found in outvoted.items()}
-        yield from rank_metrics(ranks, voted, origin)
-        interval = 1 if self._last is None else self._last.interval
-        yield from self._layers.metrics(own, self._ranks[self._rank], interval)
+        of = self._many(ranks, now, voted) if self._is_large and not every and only is None else EachRank()
+        yield from rank_metrics([(str(rank), state) for rank, state in ranks.items()], voted, origin, of)
+        yield from self._layers.metrics(own, self._ranks[self._rank].newest, self._interval)
+
+    @property
+    def _interval(self) -> int:
+        return 1 if self._last is None else self._last.interval
 
     @property
     def _speaks(self) -> bool:
@@ -334,6 +344,45 @@ class PrometheusSink(Collector):
         if self._everyone or not members or self._clock() - self._met > _BELIEVED:
             return True
         return self._rank in {members[0], members[-1]}
+
+    @property
+    def _is_large(self) -> bool:
+        """Whether it speaks for so many ranks that their series would be too many."""
+        world = max(len(self._ranks), 0 if self._started is None else self._started.world)
+        return self._everyone and world > EVERY_RANK
+
+    def _many(self, ranks: Mapping[int, RankState], now: float, outvoted: Mapping[str, frozenset[int]]) -> ManyRanks:
+        """Choose whom to show of many ranks; called by one thread at a time."""
+        self._recent.look(ranks, now)
+        incidents = tuple(self._incidents)
+        ill: list[Collection[int]] = [finding.ranks for finding, _ in reversed(incidents)]
+        ill += [] if self._origin is None else [self._origin[1]]
+        ill += [[rank for rank, state in ranks.items() if not state.up], *outvoted.values()]
+        ill += [self._recent.nonfinite.get(what, ()) for what in NONFINITE]
+        rows = {rank: state.newest for rank, state in ranks.items() if state.newest is not None}
+        device = {
+            r: row.device_reserved_bytes / row.device_limit_bytes for r, row in rows.items() if row.device_limit_bytes
+        }
+        host = {r: row.host_private_bytes + row.workers_bytes for r, row in rows.items()}
+        chosen = self._shown.choose(now, len(ranks), ill, [self._recent.own(), device, host])
+        return ManyRanks({self._rank, *chosen}, self._recent)
+
+    def _page(self, share: float) -> App:
+        usual = Page(lambda: text_of(self.collect()), _form, share)
+        every = Page(lambda: text_of(self.collect(every=True)), _form, share)
+
+        def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+            asked = self._is_large and "all" in parse_qs(str(environ.get("QUERY_STRING", ""))).get("detail", ())
+            return (every if asked else usual)(environ, start_response)
+
+        return app
+
+
+def _form(environ: Mapping[str, Any]) -> Form:
+    """Return the content type that a client gets, and what makes it of the text."""
+    if wants_openmetrics(str(environ.get("HTTP_ACCEPT", ""))):
+        return OPENMETRICS, openmetrics_of
+    return TEXT, bytes
 
 
 def _lasts(finding: Finding, newest: int) -> bool:
@@ -345,15 +394,3 @@ def _lasts(finding: Finding, newest: int) -> bool:
 @cache
 def _told_once() -> frozenset[str]:
     return frozenset(rule.code for rule in catalog() if issubclass(rule, EventRule))
-
-
-class _Facts(CollectorRegistry):
-    """What `generate_latest` can render."""
-
-    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
-        super().__init__(auto_describe=False)
-        self._collect = collect
-
-    def collect(self) -> Iterator[Metric]:
-        """Return the values."""
-        return self._collect()

@@ -40,7 +40,7 @@ _RESOLUTION = 1.2
 _POWERS = (*range(-3, 7), 10, 16, 26)
 #: The usual step is the median of so many, after the first ones; of fewer once these have taken so many seconds.
 _FIRST_STEPS, _USUAL_STEPS, _FEW_STEPS, _LONG = 2, 16, 4, 60.0
-_PHASES = ("data", "forward", "backward", "optimizer", "other")
+PHASES = ("data", "forward", "backward", "optimizer", "other")
 #: Memory is going to be full where the minima of so many blocks in a row have risen, each rise at least this share of
 #: the mean one, and all by so many bytes and this share of what is used; a block has so many seconds and steps.
 _BLOCKS, _STEADY, _GROWN, _GROWN_SHARE = 6, 0.3, 8 << 20, 0.002
@@ -48,7 +48,7 @@ _BLOCK_SECONDS, _BLOCK_STEPS = 10.0, 4
 #: Findings about a NaN or an infinity that somebody has made.
 _MADE = frozenset({"NUM301", "NUM302", "NUM303", "NUM304", "NUM305", "NUM309"})
 #: Gauge -> field of the row, help; NaN in a step that did not compute it leaves the last known value.
-_GAUGES = {
+GAUGES = {
     "ddpdebug_loss": ("loss", "Mean loss of the last step, unscaled, as given to backward."),
     "ddpdebug_grad_norm": (
         "grad_norm",
@@ -94,12 +94,18 @@ _LAYERS = {
     ),
 }
 SLOTS = 2
-#: What is true of a process also when it has gone, besides the counters.
+#: Another layer takes a slot where its value is so many times that of the layer that has it.
+_LAYER_WORSE = 1.25
+#: So many names each of the four metrics has in a run; layers after those are `other`, so that series do not add up.
+LAYER_NAMES = 20
+OTHER = "other"
+#: What is true of a process also when it has gone, by the names of the families.
 LASTING = frozenset(
-    {"ddpdebug_run_info", "ddpdebug_rank_info", "ddpdebug_incident_step", "ddpdebug_incident_timestamp_seconds"}
+    f"ddpdebug_{name}"
+    for name in ("run_info", "rank_info", "findings", "internal_errors", "incident_step", "incident_timestamp_seconds")
 )
 #: What was not finite -> the flag that says so.
-_NONFINITE = {
+NONFINITE = {
     "loss": int(Flag.LOSS_NONFINITE),
     "local_gradients": int(Flag.LOCAL_GRADS_NONFINITE),
     "gradients": int(Flag.GRADS_NONFINITE),
@@ -108,13 +114,16 @@ _NONFINITE = {
     "parameters": int(Flag.PARAMS_NONFINITE),
 }
 
-_GAUGE_VALUES = attrgetter(*(field for field, _ in _GAUGES.values()))
-_PHASE_VALUES = attrgetter(*(f"{phase}_seconds" for phase in _PHASES))
+_GAUGE_VALUES = attrgetter(*(field for field, _ in GAUGES.values()))
+_PHASE_VALUES = attrgetter(*(f"{phase}_seconds" for phase in PHASES))
 #: In such a step NaN is a value or says that there is none.
 _CERTAIN = int(Flag.CHECKED | Flag.LOSS_NONFINITE | Flag.LOCAL_GRADS_NONFINITE | Flag.GRADS_NONFINITE)
 #: So many gauges are known in every step that is certain; those after them rarely.
-_OFTEN = list(_GAUGES).index("ddpdebug_param_norm")
-_ANY_NONFINITE = sum(_NONFINITE.values())
+_OFTEN = list(GAUGES).index("ddpdebug_param_norm")
+#: Those that end with the weights.
+_OF_WEIGHTS = (_OFTEN, _OFTEN + 1)
+_LOST = int(Flag.PARAMS_NONFINITE)
+_ANY_NONFINITE = sum(NONFINITE.values())
 _SKIPPED, _CHECKED = int(Flag.SKIPPED), int(Flag.CHECKED)
 _GUARDED = int(Flag.GUARD_SKIPPED)
 _UNSYNCED = int(Flag.UNSYNCED_BACKWARD | Flag.BYPASS)
@@ -195,16 +204,16 @@ class RankState:
         self.newest: Row | None = None  # of any optimizer
         self.seen = 0.0
         self.up = True
-        self.values = [math.nan] * len(_GAUGES)
+        self.values = [math.nan] * len(GAUGES)
         self.bounds: tuple[float, ...] = ()
         self.buckets: list[int] = []  # one more than bounds, none before these are known
         self._early: list[float] = []  # step times until then
         self.step_count = 0
         self.step_seconds = 0.0
-        self.phase_seconds = [0.0] * len(_PHASES)
-        self.phase_counts = [0] * len(_PHASES)
+        self.phase_seconds = [0.0] * len(PHASES)
+        self.phase_counts = [0] * len(PHASES)
         self.steps = self.checked = self.skipped = self.clipped = self.unsynced = self.guarded = 0
-        self.nonfinite = dict.fromkeys(_NONFINITE, 0)
+        self.nonfinite = dict.fromkeys(NONFINITE, 0)
         self.filling = {"host": Filling(), "device": Filling()}
         # where it runs
         self.node = ""
@@ -230,9 +239,10 @@ class RankState:
         if self.row is not None and row.optimizer != self.row.optimizer and row.step <= self.row.step:
             return
         self.row = row
-        certain = flags & _CERTAIN
+        certain, lost = flags & _CERTAIN, flags & _LOST
         for i, value in enumerate(_GAUGE_VALUES(row)):
-            if value == value or (certain and i < _OFTEN):  # noqa: PLR0124 - NaN: keep the last known value
+            # NaN: keep the last known value, where it is not the value
+            if value == value or (certain and i < _OFTEN) or (lost and i in _OF_WEIGHTS):  # noqa: PLR0124
                 self.values[i] = value
         for i, seconds in enumerate(_PHASE_VALUES(row)):
             if seconds >= 0:  # not when unknown, which is NaN
@@ -258,47 +268,72 @@ class RankState:
         self.guarded += bool(flags & _GUARDED)
         self.unsynced += bool(flags & _UNSYNCED)
         if flags & _ANY_NONFINITE:
-            for what, bit in _NONFINITE.items():
+            for what, bit in NONFINITE.items():
                 if flags & bit:
                     self.nonfinite[what] += 1
 
 
 class Layers:
-    """The layers that stand out in this rank's newest sample."""
+    """The layers that stand out in this rank's newest sample, in slots that they keep while they do."""
 
     def __init__(self) -> None:
         self._worst: dict[str, list[tuple[float, str]]] = {}
-        self._step = 0
+        self._named: dict[str, set[tuple[int, str]]] = {name: set() for name in _LAYERS}
+        self._step, self._interval = 0, 1
 
-    def take(self, detail: Mapping[str, Any], step: int) -> None:
-        """Take a detail of the kind `layers` (schema/details.py); what it has no number of any more, ends."""
+    def take(self, detail: Mapping[str, Any], step: int, interval: int) -> None:
+        """Take a detail of the kind `layers` (schema/details.py); what it has no number of any more, ends.
+
+        Args:
+            interval: between two checked steps.
+        """
         parameters, seen = dict(_tables(detail.get("parameters"))), dict(_tables(detail.get("modules")))
         weights = {name: about for name, about in parameters.items() if about.get("dim", 0) > 1}
-        worst = dict(self._worst)
+        found: dict[str, dict[str, Any]] = {}
         if parameters:
-            ratios = {name: _ratio(about.get("update"), about.get("norm")) for name, about in weights.items()}
-            norms = {name: about.get("grad_norm") for name, about in weights.items()}
-            worst |= {"ddpdebug_layer_update_ratio": _largest(ratios), "ddpdebug_layer_grad_norm": _largest(norms)}
+            found["ddpdebug_layer_update_ratio"] = {
+                name: _ratio(about.get("update"), about.get("norm")) for name, about in weights.items()
+            }
+            found["ddpdebug_layer_grad_norm"] = {name: about.get("grad_norm") for name, about in weights.items()}
         if seen:
-            dead = {name: about.get("zero_units") for name, about in seen.items()}
-            ended = {name: about.get("saturated") for name, about in seen.items()}
-            worst |= {"ddpdebug_layer_dead_units": _largest(dead), "ddpdebug_layer_saturation": _largest(ended)}
-        self._worst, self._step = worst, step
+            found["ddpdebug_layer_dead_units"] = {name: about.get("zero_units") for name, about in seen.items()}
+            found["ddpdebug_layer_saturation"] = {name: about.get("saturated") for name, about in seen.items()}
+        worst = self._worst | {what: _seated(self._worst.get(what, ()), table) for what, table in found.items()}
+        self._worst, self._step, self._interval = worst, step, interval
 
-    def metrics(self, rank: str, state: RankState, interval: int) -> Iterator[Metric]:
+    def metrics(self, rank: str, row: Row | None, interval: int) -> Iterator[Metric]:
         """Yield a family of each kind: empty before the first sample, after a NaN, and when the newest is old.
 
         Args:
-            state: of the rank.
-            interval: between two checked steps.
+            row: the newest of the rank.
+            interval: between two checked steps, now.
         """
-        row = state.newest
-        old = row is not None and row.step - self._step > _SAMPLES_MISSED * _SAMPLED_EVERY * interval
+        missed = _SAMPLES_MISSED * _SAMPLED_EVERY * max(interval, self._interval)
+        old = row is not None and row.step - self._step > missed
         worst = {} if row is not None and (old or row.flags & _BROKEN) else self._worst
         for name, text in _LAYERS.items():
             slots = enumerate(worst.get(name, ()), 1)
-            values = (((rank, str(slot), clean(layer, 120)), value) for slot, (value, layer) in slots)
+            values = (((rank, str(slot), self._name(name, slot, layer)), value) for slot, (value, layer) in slots)
             yield _gauge(name, text, values, "slot", "layer")
+
+    def _name(self, metric: str, slot: int, layer: str) -> str:
+        named, shown = self._named[metric], clean(layer, 120)
+        if len(named) < LAYER_NAMES:
+            named.add((slot, shown))
+        return shown if (slot, shown) in named else OTHER
+
+
+def _seated(before: Sequence[tuple[float, str]], table: Mapping[str, Any]) -> list[tuple[float, str]]:
+    """Return who has the slots: who had one keeps it, until it is gone or another layer is far larger."""
+    known = {name: float(value) for name, value in table.items() if _is_number(value)}
+    others = sorted(known.keys() - {name for _, name in before}, key=lambda name: (-known[name], name))
+    seats = [name if name in known else others.pop(0) for _, name in before if name in known or others]
+    seats += [others.pop(0) for _ in range(min(SLOTS - len(seats), len(others)))]
+    for name in others[:SLOTS]:
+        least = min(range(len(seats)), key=lambda slot: known[seats[slot]])
+        if known[name] > _LAYER_WORSE * known[seats[least]]:
+            seats[least] = name
+    return [(known[name], name) for name in seats]
 
 
 def _tables(value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -309,11 +344,6 @@ def _tables(value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _ratio(update: Any, norm: Any) -> float | None:
     return update / norm if _is_number(update) and _is_number(norm) and norm > 0 else None
-
-
-def _largest(table: Mapping[str, Any]) -> list[tuple[float, str]]:
-    known = [(float(value), name) for name, value in table.items() if _is_number(value)]
-    return sorted(known, key=lambda pair: (-pair[0], pair[1]))[:SLOTS]
 
 
 def _is_number(value: Any) -> bool:
@@ -416,9 +446,13 @@ def agreement_metrics(
     )
 
 
-def own_metrics(own: str, errors: int, coverage: Coverage | None, last: StepJudged | None) -> Iterator[Metric]:
-    """Yield ddpdebug's own state: failures, coverage, overhead, check interval."""
+def own_metrics(
+    own: str, errors: int, coverage: Coverage | None, last: StepJudged | None, now: float
+) -> Iterator[Metric]:
+    """Yield ddpdebug's own state: the time of this rendering, failures, coverage, overhead, check interval."""
     nan = float("nan")
+    text = "When these values were taken, in seconds since the epoch: an answer may be repeated for a while."
+    yield _gauge("ddpdebug_render_timestamp_seconds", text, [((own,), now)])
     complete = None if coverage is None else coverage.complete
     text = "Parts of ddpdebug that failed and switched themselves off."
     yield _counter("ddpdebug_internal_errors", text, [((own,), errors)])
@@ -457,8 +491,31 @@ def incident_metrics(own: str, incidents: Iterable[tuple[Finding, float]]) -> It
     yield _gauge("ddpdebug_incident_timestamp_seconds", text, times, *names)
 
 
+class EachRank:
+    """Makes the families of single ranks: one sample, or one for each further label, of each of them."""
+
+    def shows(self, rank: str) -> bool:
+        """Return whether the series of a rank are exported."""
+        del rank
+        return True
+
+    def gauge(self, name: str, text: str, samples: _Samples, *labels: str, whole: bool = False) -> Iterator[Metric]:
+        """Yield a gauge; `whole` is one that always has all ranks."""
+        del whole
+        yield _gauge(name, text, samples, *labels)
+
+    def counter(self, name: str, text: str, samples: _Samples, *labels: str) -> Iterator[Metric]:
+        """Yield a counter; its name is without `_total`."""
+        yield _counter(name, text, samples, *labels)
+
+    def more(self, ranks: _Ranks) -> Iterator[Metric]:
+        """Yield what there is about all ranks together."""
+        del ranks
+        yield from ()
+
+
 def rank_metrics(
-    ranks: _Ranks, outvoted: Mapping[str, frozenset[int]], origin: frozenset[int] = frozenset()
+    ranks: _Ranks, outvoted: Mapping[str, frozenset[int]], origin: frozenset[int], of: EachRank
 ) -> Iterator[Metric]:
     """Yield the metrics of single ranks: place, rows, events, times, memory, votes.
 
@@ -468,62 +525,69 @@ def rank_metrics(
     yield _gauge(
         "ddpdebug_rank_info",
         "Where the rank runs; always 1. gpu_uuid is empty without a GPU.",
-        (((rank, s.local_rank, s.node, s.gpu), 1) for rank, s in ranks if s.local_rank),
+        (((rank, s.local_rank, s.node, s.gpu), 1) for rank, s in ranks if s.local_rank and of.shows(rank)),
         "local_rank",
         "node",
         "gpu_uuid",
     )
     text = "1 while the rank takes part in the steps; 0 once it has left."
-    yield _gauge("ddpdebug_rank_up", text, (((rank,), float(s.up)) for rank, s in ranks))
-    yield from _row_metrics(ranks)
-    yield from _event_metrics(ranks)
-    yield from _time_metrics(ranks)
-    yield from _memory_metrics(ranks)
+    yield from of.gauge("ddpdebug_rank_up", text, (((rank,), float(s.up)) for rank, s in ranks), whole=True)
+    yield from _row_metrics(ranks, of)
+    yield from _event_metrics(ranks, of)
+    yield from _time_metrics(ranks, of)
+    yield from _memory_metrics(ranks, of)
     text = (
         "1 while the rank was outvoted when this was last compared (all ranks where no group of equals is the largest)."
     )
     votes = (((rank, what), int(rank) in outvoted[what]) for rank, _ in ranks for what in COMPARED)
-    yield _gauge("ddpdebug_rank_outvoted", text, votes, "what")
+    yield from of.gauge("ddpdebug_rank_outvoted", text, votes, "what")
     text = "1 on the ranks that have made the run's first NaN or infinity, by the finding about it; 0 on the others."
-    yield _gauge("ddpdebug_nonfinite_origin", text, (((rank,), int(rank) in origin) for rank, _ in ranks))
+    yield from of.gauge("ddpdebug_nonfinite_origin", text, (((rank,), int(rank) in origin) for rank, _ in ranks))
+    yield from of.more(ranks)
 
 
-def _row_metrics(ranks: _Ranks) -> Iterator[Metric]:
+def _row_metrics(ranks: _Ranks, of: EachRank) -> Iterator[Metric]:
     known = [((rank,), s.row, s.seen) for rank, s in ranks if s.row is not None]
-    yield _gauge("ddpdebug_step", "Last optimizer step, counted from 0.", ((rank, row.step) for rank, row, _ in known))
+    yield from of.gauge(
+        "ddpdebug_step", "Last optimizer step, counted from 0.", ((rank, row.step) for rank, row, _ in known)
+    )
     text = "When the rank's last step was seen, in seconds since the epoch."
-    yield _gauge("ddpdebug_last_step_timestamp_seconds", text, ((rank, seen) for rank, _, seen in known))
+    yield from of.gauge("ddpdebug_last_step_timestamp_seconds", text, ((rank, seen) for rank, _, seen in known))
     text = "Trainable parameters that had no gradient in the last step."
-    yield _gauge("ddpdebug_parameters_without_gradient", text, ((rank, row.without_grad) for rank, row, _ in known))
-    for i, (name, (_, text)) in enumerate(_GAUGES.items()):
-        yield _gauge(name, f"{text} NaN where unknown.", [((rank,), s.values[i]) for rank, s in ranks])
+    yield from of.gauge(
+        "ddpdebug_parameters_without_gradient", text, ((rank, row.without_grad) for rank, row, _ in known)
+    )
+    for i, (name, (_, text)) in enumerate(GAUGES.items()):
+        yield from of.gauge(name, f"{text} NaN where unknown.", [((rank,), s.values[i]) for rank, s in ranks])
 
 
-def _event_metrics(ranks: _Ranks) -> Iterator[Metric]:
+def _event_metrics(ranks: _Ranks, of: EachRank) -> Iterator[Metric]:
     """Yield counters of steps; all exist before the first event."""
 
-    def counter(name: str, text: str, value: Callable[[RankState], float]) -> Metric:
-        return _counter(name, text, (((rank,), value(state)) for rank, state in ranks))
+    def counter(name: str, text: str, value: Callable[[RankState], float]) -> Iterator[Metric]:
+        return of.counter(name, text, (((rank,), value(state)) for rank, state in ranks))
 
-    yield counter("ddpdebug_steps", "Optimizer steps seen, of all optimizers.", lambda s: s.steps)
-    yield counter("ddpdebug_checked_steps", "Steps in which the full check ran.", lambda s: s.checked)
-    yield counter("ddpdebug_skipped_steps", "Steps that the gradient scaler did not take.", lambda s: s.skipped)
+    yield from counter("ddpdebug_steps", "Optimizer steps seen, of all optimizers.", lambda s: s.steps)
+    yield from counter("ddpdebug_checked_steps", "Steps in which the full check ran.", lambda s: s.checked)
+    yield from counter("ddpdebug_skipped_steps", "Steps that the gradient scaler did not take.", lambda s: s.skipped)
     text = "Steps that the numeric guard kept all ranks from taking."
-    yield counter("ddpdebug_guard_skipped_steps", text, lambda s: s.guarded)
-    yield counter("ddpdebug_clipped_steps", "Steps whose gradients were clipped.", lambda s: s.clipped)
+    yield from counter("ddpdebug_guard_skipped_steps", text, lambda s: s.guarded)
+    yield from counter("ddpdebug_clipped_steps", "Steps whose gradients were clipped.", lambda s: s.clipped)
     text = "Steps into which gradients went that no DDP had reduced."
-    yield counter("ddpdebug_unsynchronised_steps", text, lambda s: s.unsynced)
+    yield from counter("ddpdebug_unsynchronised_steps", text, lambda s: s.unsynced)
     text = "Steps in which this was NaN or infinite on the rank."
-    values = (((rank, what), s.nonfinite[what]) for rank, s in ranks for what in _NONFINITE)
-    yield _counter("ddpdebug_nonfinite_steps", text, values, "what")
+    values = (((rank, what), s.nonfinite[what]) for rank, s in ranks for what in NONFINITE)
+    yield from of.counter("ddpdebug_nonfinite_steps", text, values, "what")
 
 
-def _time_metrics(ranks: _Ranks) -> Iterator[Metric]:
+def _time_metrics(ranks: _Ranks, of: EachRank) -> Iterator[Metric]:
     text = "Time from step to step; the buckets are chosen about the run's usual step."
     steps = HistogramMetricFamily("ddpdebug_step_seconds", text, labels=("rank",))
     text = "Time of the phases of a step; data is the wait for the loader, other what is in no other phase."
     phases = SummaryMetricFamily("ddpdebug_phase_seconds", text, labels=("rank", "phase"))
     for rank, state in ranks:
+        if not of.shows(rank):
+            continue
         bounds, buckets = (*map(str, state.bounds), "+Inf"), tuple(state.buckets)
         if len(bounds) == len(buckets):
             totals = accumulate(buckets)
@@ -531,28 +595,28 @@ def _time_metrics(ranks: _Ranks) -> Iterator[Metric]:
         else:  # all buckets appear at once, so that they have grown alike in each window
             steps.add_sample("ddpdebug_step_seconds_count", {"rank": rank}, state.step_count)
             steps.add_sample("ddpdebug_step_seconds_sum", {"rank": rank}, state.step_seconds)
-        for i, phase in enumerate(_PHASES):
+        for i, phase in enumerate(PHASES):
             phases.add_metric([rank, phase], state.phase_counts[i], state.phase_seconds[i])
     yield steps
     yield phases
 
 
-def _memory_metrics(ranks: _Ranks) -> Iterator[Metric]:
+def _memory_metrics(ranks: _Ranks, of: EachRank) -> Iterator[Metric]:
     known = [(rank, s.newest) for rank, s in ranks if s.newest is not None]
     for name, (field, text) in _MEMORY.items():
-        yield _gauge(name, text, [((rank,), getattr(row, field)) for rank, row in known])
+        yield from of.gauge(name, text, [((rank,), getattr(row, field)) for rank, row in known])
     text = "Seconds until the memory is full at its present growth; absent where it does not grow."
     times = ((rank, kind, filling.seconds) for rank, s in ranks for kind, filling in s.filling.items())
     full = [((rank, kind), seconds) for rank, kind, seconds in times if seconds is not None]
-    yield _gauge("ddpdebug_memory_full_seconds", text, full, "kind")
+    yield from of.gauge("ddpdebug_memory_full_seconds", text, full, "kind")
     # absent where there is none, also no limit that was set for tensors of the CPU
     devices = [(rank, row) for rank, row in known if row.device_limit_bytes or row.device_peak_bytes]
     text = "Memory of the device, or the limit set for tensors of the CPU; absent without either."
-    yield _gauge(
+    yield from of.gauge(
         "ddpdebug_device_memory_limit_bytes", text, (((rank,), row.device_limit_bytes) for rank, row in devices)
     )
     text = "Allocations on the device that succeeded only after the cache was emptied."
-    yield _counter("ddpdebug_allocation_retries", text, (((rank,), row.device_retries) for rank, row in devices))
+    yield from of.counter("ddpdebug_allocation_retries", text, (((rank,), row.device_retries) for rank, row in devices))
     text = "Memory of the device, as torch's allocator counts it."
     values = (((rank, kind), getattr(row, field)) for rank, row in devices for kind, field in _DEVICE_MEMORY.items())
-    yield _gauge("ddpdebug_device_memory_bytes", text, values, "kind")
+    yield from of.gauge("ddpdebug_device_memory_bytes", text, values, "kind")

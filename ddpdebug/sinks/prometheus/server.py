@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import errno
+import gzip
 import hmac
 import io
 import json
@@ -37,6 +38,8 @@ _MAX_CONNECTIONS = 16
 _MAX_REQUEST = 1 << 14
 
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+#: A content type, and what makes it of a text.
+Form = tuple[str, Callable[[bytes], bytes]]
 _TRIES = 100
 #: What a container calls the machine that it runs on.
 _CONTAINERS = ("host.docker.internal", "host.containers.internal")
@@ -44,13 +47,11 @@ _CONTAINERS = ("host.docker.internal", "host.containers.internal")
 #: would grow old otherwise), and seconds of it that may be taken at once.
 SHARE, SHARE_OF_ALL = 0.005, 0.02
 _AT_ONCE = 0.1
-#: Answers kept: Prometheus always asks in the same words.
-_KEPT = 4
+#: Up to so many bytes gzip takes its time, which is less than a millisecond.
+_SMALL = 1 << 16
 
 #: The files of `Serving`, by field.
 _FILES = ("certificate", "key", "client_ca", "password_file")
-
-_Answer = tuple[str, list[tuple[str, str]], bytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,10 +282,15 @@ def answer(
 # --- the budget of rendering ------------------------------------------------------------------------------------------
 
 
-class RateLimited:
-    """An application that renders anew while its budget lasts, and repeats its last answer otherwise.
+class Page:
+    """An application with one text, taken anew while its budget lasts and repeated otherwise, whoever asks.
+
+    Each form in which the same text is asked for is made once, and paid for from the same budget: other headers cost
+    no other rendering, and are answered at once.
 
     Args:
+        take: returns the text as it is now; called by one thread at a time.
+        form: returns for a request the content type, and what makes it of the text.
         share: of the time that rendering may take in the long run.
         clock: what passes, seconds.
         spent: processor time of the calling thread, seconds.
@@ -292,48 +298,54 @@ class RateLimited:
 
     def __init__(
         self,
-        app: App,
+        take: Callable[[], bytes],
+        form: Callable[[Mapping[str, Any]], Form],
         share: float = SHARE,
         clock: Callable[[], float] = time.monotonic,
         spent: Callable[[], float] = time.thread_time,
     ) -> None:
-        self._app, self._share, self._clock, self._spent = app, share, clock, spent
+        self._take, self._form, self._share, self._clock, self._spent = take, form, share, clock, spent
         self._credit, self._since = _AT_ONCE, clock()
-        self._known: dict[tuple[str, ...], _Answer] = {}
-        self._rendering = threading.Lock()
+        self._forms: dict[tuple[str, bool], bytes] = {}  # of one text
+        self._text: bytes | None = None
+        self._working = threading.Lock()
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        """Answer a WSGI request: 503 where nothing was rendered before and the budget is spent."""
-        words = ("REQUEST_METHOD", "HTTP_ACCEPT", "HTTP_ACCEPT_ENCODING", "QUERY_STRING")
-        key = tuple(str(environ.get(word, "")) for word in words)
-        known = self._known.get(key)
-        if self._rendering.acquire(blocking=known is None):  # who can be answered does not wait
+        """Answer a WSGI request."""
+        if environ.get("REQUEST_METHOD", "GET") != "GET":
+            return answer(start_response, "405 Method Not Allowed", "only GET is answered\n", [("Allow", "GET")])
+        kind, make = self._form(environ)
+        packed = _takes_gzip(str(environ.get("HTTP_ACCEPT_ENCODING", "")))
+        body = self._forms.get((kind, packed))
+        if self._working.acquire(blocking=body is None):  # who can be answered does not wait
             try:
-                if self._affordable():
-                    known = self._render(key, environ)
+                body = self._current(kind, make, packed=packed)
             finally:
-                self._rendering.release()
-        if known is None:
-            return answer(start_response, "503 Service Unavailable", "asked too often\n", [("Retry-After", "30")])
-        status, headers, body = known
-        start_response(status, headers)
+                self._working.release()
+        assert body is not None
+        start_response("200 OK", [("Content-Type", kind), *([("Content-Encoding", "gzip")] if packed else [])])
         return [body]
 
-    def _affordable(self) -> bool:
-        now = self._clock()
+    def _current(self, kind: str, make: Callable[[bytes], bytes], *, packed: bool) -> bytes:
+        now, begun = self._clock(), self._spent()
         self._credit = min(_AT_ONCE, self._credit + self._share * (now - self._since))
         self._since = now
-        return self._credit > 0
+        try:
+            if self._text is None or self._credit > 0:
+                self._text, self._forms = self._take(), {}
+            forms, plain, wanted = self._forms, (kind, False), (kind, packed)
+            if plain not in forms:
+                forms[plain] = make(self._text)
+            if wanted not in forms:
+                forms[wanted] = gzip.compress(forms[plain], 9 if len(forms[plain]) <= _SMALL else 6)
+            return forms[wanted]
+        finally:
+            self._credit -= self._spent() - begun
 
-    def _render(self, key: tuple[str, ...], environ: dict[str, Any]) -> _Answer:
-        begun = self._spent()
-        head: list[Any] = []
-        body = b"".join(self._app(environ, lambda status, headers: head.extend((status, headers))))
-        self._credit -= self._spent() - begun
-        while len(self._known) >= _KEPT and key not in self._known:
-            self._known.pop(next(iter(self._known)))
-        self._known[key] = (head[0], head[1], body)
-        return self._known[key]
+
+def _takes_gzip(accept: str) -> bool:
+    found = (part.partition(";") for part in accept.lower().split(","))
+    return any(name.strip() == "gzip" and more.replace(" ", "") not in {"q=0", "q=0.0"} for name, _, more in found)
 
 
 # --- connections ------------------------------------------------------------------------------------------------------
