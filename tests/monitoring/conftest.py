@@ -224,7 +224,8 @@ def scraped(ranks: Ranks, start_prometheus: Callable[..., Prometheus]) -> Promet
     assert ranks.sinks[0].url is not None
     discovery = ranks.sinks[0].url.replace("/metrics", "/sd")
     server = start_prometheus(
-        "global: {scrape_interval: 1s}\n"
+        "global: {scrape_interval: 1s, evaluation_interval: 1s}\n"
+        f"rule_files: [{RULES / 'ddpdebug.yml'}]\n"
         "scrape_configs:\n"
         f'- {{job_name: ddpdebug, http_sd_configs: [{{url: "{discovery}", refresh_interval: 1s}}]}}\n'
     )
@@ -340,6 +341,12 @@ def _firing(points: Any, rule: dict[str, Any]) -> list[tuple[float, float]]:
 
 
 @pytest.fixture(scope="session")
-def recorded(start_prometheus: Callable[..., Prometheus]) -> Recorded:
-    """The five situations, ready to be drawn."""
-    return Recorded(start_prometheus("global: {}\n", "--web.enable-remote-write-receiver"))
+def record(start_prometheus: Callable[..., Prometheus]) -> Callable[[], Recorded]:
+    """Make a Prometheus that has the five situations."""
+    return lambda: Recorded(start_prometheus("global: {}\n", "--web.enable-remote-write-receiver"))
+
+
+@pytest.fixture(scope="session")
+def recorded(record: Callable[[], Recorded]) -> Recorded:
+    """The five situations, ready to be drawn; to be read only."""
+    return record()
