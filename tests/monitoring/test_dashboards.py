@@ -172,7 +172,7 @@ _MAY_BE_EMPTY = {"Firing alerts", "Who made the first NaN"}
 
 
 def test_every_panel_of_every_dashboard_has_data(scraped: Any, fill: Any) -> None:
-    """From a real Prometheus that scrapes the project's own exporter, with the rules; some queries of one may be empty."""
+    """From a real Prometheus that scrapes the project's own exporter, with the rules; some queries may be empty."""
 
     def empty() -> list[tuple[str, str]]:
         found: dict[tuple[str, str], bool] = {}
