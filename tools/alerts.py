@@ -18,7 +18,7 @@ from textwrap import indent, wrap
 
 #: The folder of the runbooks, with a slash at the end. The external label `ddpdebug_docs` says where docs/ is; without
 #: it Prometheus serves them itself, started with `--web.user-assets=docs`.
-RUNBOOKS = '{{ or $externalLabels.ddpdebug_docs (printf "%s/user/" externalURL) }}runbooks/'
+RUNBOOKS = '{{ or $externalLabels.ddpdebug_docs (printf "%s/user/" $externalURL) }}runbooks/'
 ALERTS_FILE, RECORDING_FILE = "ddpdebug-alerts.yml", "ddpdebug.yml"
 _HEAD = """\
 # Alerting rules for ddpdebug, made by `make rules` from tools/alerts.py. Every alert has a page in docs/runbooks/.
@@ -195,7 +195,7 @@ def _of_the_end() -> Iterator[Record | Alert]:
             "count by (run_id, run) (run_rank:ddpdebug_lost:last15m) "
             "unless on (run_id) run:ddpdebug_ranks_running:count"
         ),
-        wait="30s",
+        wait="1m",  # a directory is read anew every half minute where nobody tells Prometheus of a change
         severity="critical",
         summary="{run} is lost: " + _ranks(lost, "has", "have", "its ranks have") + " ended without a word",
         description=(

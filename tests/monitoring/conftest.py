@@ -118,14 +118,14 @@ def start_prometheus(
 @pytest.fixture(scope="session")
 def start_alertmanager(
     need: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[], Server]]:
-    """Start an Alertmanager that keeps what it gets."""
+) -> Iterator[Callable[..., Server]]:
+    """Start an Alertmanager with this configuration, or one that keeps what it gets."""
     with ExitStack() as stack:
 
-        def start() -> Server:
+        def start(configuration: str = "route: {receiver: none}\nreceivers: [{name: none}]\n") -> Server:
             program = need("prometheus-alertmanager")
             folder = tmp_path_factory.mktemp("alertmanager")
-            (folder / "alertmanager.yml").write_text("route: {receiver: none}\nreceivers: [{name: none}]\n")
+            (folder / "alertmanager.yml").write_text(configuration)
             address = f"127.0.0.1:{free_port()}"
             words = [program, f"--config.file={folder / 'alertmanager.yml'}", f"--storage.path={folder / 'data'}"]
             words += [f"--web.listen-address={address}", "--cluster.listen-address="]

@@ -66,6 +66,29 @@ def test_images_have_versions() -> None:
     assert not any(re.search(r":latest\b", text) for text in texts)
 
 
+def test_the_demo_image_has_torch_for_the_cpu() -> None:
+    """`make up` gives no argument, so that the default counts; the build ends where another torch came."""
+    text = (DEPLOY / "container" / "Dockerfile").read_text()
+    assert 'ARG PIP_EXTRA_INDEX_URL="https://download.pytorch.org/whl/cpu"' in text
+    assert text.index("ARG PIP_EXTRA_INDEX_URL") < text.index("RUN pip install")
+    assert "assert torch.version.cuda is None" in text
+    assert "args" not in load("compose/compose.yaml")["services"]["demo"]["build"]
+
+
+def test_alerts_of_the_containers_link_to_pages_that_prometheus_serves() -> None:
+    """Under the address by which a browser on this machine reaches it."""
+    service = load("compose/compose.yaml")["services"]["prometheus"]
+    assert "../../docs:/docs:ro" in service["volumes"]
+    assert "--web.user-assets=/docs" in service["command"]
+    assert "--web.external-url=http://127.0.0.1:9090/" in service["command"]
+    assert "127.0.0.1:9090:9090" in service["ports"]
+    for file in ("prometheus/prometheus.yml", "compose/prometheus/prometheus.yml"):
+        content = load(file)
+        assert content["rule_files"] == ["rules/*.yml"]
+        assert content["alerting"]["alertmanagers"]
+        assert content["global"]["external_labels"] == {"ddpdebug_docs": ""}
+
+
 @pytest.mark.parametrize("file", ["prometheus/prometheus.yml", "compose/prometheus/prometheus.yml"])
 def test_prometheus_accepts_its_configuration(file: str, need: Callable[[str], str]) -> None:
     """And reads the rules from where they are."""

@@ -81,6 +81,17 @@ def test_every_alert_says_what_happened_and_what_to_do(name: str) -> None:
     assert all(len(part.partition("\n")[2].strip()) > 60 for part in parts)
 
 
+def test_the_table_of_alerts_is_true() -> None:
+    """Each alert stands in docs/monitoring.md, with its severity and the time that it waits."""
+    page = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[(\w+)\]\(runbooks/(\w+)\.md\) \| (\w+) \| (\w+|at once) \| .+ \|$", page, re.MULTILINE)
+    table = {name: (target, severity, wait) for name, target, severity, wait in rows}
+    assert len(table) == len(rows)
+    assert table == {
+        name: (name, rule["labels"]["severity"], rule.get("for", "at once")) for name, rule in ALERTS.items()
+    }
+
+
 def test_there_is_no_runbook_without_an_alert() -> None:
     """A renamed alert takes its page along."""
     assert {path.stem for path in (ROOT / "docs" / "runbooks").iterdir()} == {*ALERTS}

@@ -57,7 +57,8 @@ def scrape_snippet(record: RunStarted) -> str:
     extra = f"{'' if scheme == 'http' else ', scheme: https'}{access}"
     if directory:
         path = json.dumps(str(Path(str(directory)).absolute() / PATTERN))
-        return f"- {{job_name: ddpdebug, file_sd_configs: [{{files: [{path}]}}]{extra}}}"
+        # of changes on another machine nobody tells Prometheus: a run that has ended would be down for five minutes
+        return f"- {{job_name: ddpdebug, file_sd_configs: [{{files: [{path}], refresh_interval: 30s}}]{extra}}}"
     address = json.dumps(f"{url.removesuffix('/metrics')}/sd")
     once = "" if record.config.get("metrics_port") else "  # this run; all runs: --sd-dir DIR or --metrics-port 9400"
     return f"- {{job_name: ddpdebug, http_sd_configs: [{{url: {address}{access}}}]{extra}}}{once}"
