@@ -151,8 +151,6 @@ class Monitor:
         self._steps: dict[int, int] = {}
         self._thread_seconds, self._closed = 0.0, False
         self._stopping = self._unguarded = False  # these and what follows: of the background thread
-        self._met: tuple[Met, float] | None = None  # as written last, and when
-        self._doubted: set[int] = set()  # ranks some of whose rows were left out
         self._roll: RollCall | None = None
         self._pid = os.getpid()
         bus, state = self.probes.bus, self.probes.state
@@ -186,6 +184,7 @@ class Monitor:
             disk=self.disk,
         )
         self._members, self._progress, self._unoffered = 1, 0, False
+        self._doubted, self._met = set[int](), (Met(members=()), 0.0)  # ranks with rows left out; last met, and when
         self.covering = Covering(self._account, self._write, self._announce, quiet=config.quiet)
         starting = None if self.starts is None else (self.starts.before, self.starts.after)
         self._counts = CoverageProbe(self.probes.entries, state.wrappers, self._on_child, starting)
@@ -625,7 +624,7 @@ class Monitor:
     def _tell_met(self, met: Met) -> None:
         """Write down who takes part and how far they are apart: when it changes, and every few seconds."""
         now = time.monotonic()
-        if self._met is None or met != self._met[0] or now - self._met[1] >= _MET_SECONDS:
+        if self.fanout is not None and (met != self._met[0] or now - self._met[1] >= _MET_SECONDS):
             self._met = met, now
             self._write(met)
 

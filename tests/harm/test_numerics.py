@@ -9,6 +9,12 @@ from typing import Any
 
 import pytest
 
+from ddpdebug.schema.finding import Finding
+from ddpdebug.schema.row import Row
+from ddpdebug.schema.step import Step
+from ddpdebug.sinks import FindingRaised, StepJudged
+from ddpdebug.sinks.prometheus.exporter import PrometheusSink
+
 pytestmark = [pytest.mark.jobs, pytest.mark.slow]
 _SERIOUS = {"error", "critical"}
 
@@ -53,6 +59,18 @@ def test_the_first_culprit_is_named_and_nothing_else(fault: str, observed: dict[
     found = [(f["code"], f["ranks"], f["step"], f["subject"][0]) for f in observed[fault]]
     expected = _EXPECTED[fault]
     assert found == ([] if expected is None else [(expected[0], [1], 5, expected[1])])
+
+
+@pytest.mark.parametrize("fault", [fault for fault in _EXPECTED if fault not in {"masked", "none"}])
+def test_the_metrics_name_the_rank_that_made_it(fault: str, observed: dict[str, list[dict[str, Any]]]) -> None:
+    """Only that one, although all ranks are NaN a step later."""
+    sink = PrometheusSink(0, "127.0.0.1", 0, mode="rank0")
+    sink.write(StepJudged(step=Step(step=0, optimizer=0, world=2, rows={rank: Row(rank=rank) for rank in (0, 1)})))
+    for finding in observed[fault]:
+        sink.write(FindingRaised(finding=Finding.from_json(json.dumps(finding))))
+    told = next(family for family in sink.collect() if family.name == "ddpdebug_nonfinite_origin")
+    sink.close()
+    assert {sample.labels["rank"]: sample.value for sample in told.samples} == {"0": 0, "1": 1}
 
 
 def test_the_line_of_the_loss_is_named(observed: dict[str, list[dict[str, Any]]]) -> None:

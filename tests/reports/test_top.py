@@ -37,7 +37,8 @@ def records() -> Iterator[Record]:
             rows[rank] = Row(
                 rank=rank, step=step, loss=2.0 + rank, grad_norm=1.5 if step == 3 else math.nan, step_seconds=0.2,
                 flags=int(Flag.LOSS_NONFINITE) if rank == 1 else 0, data_seconds=0.0, host_bytes=2 << 30,
-                backward_seconds=0.04 if bad else 0.1, forward_seconds=0.03, overhead_seconds=0.002, params_after_digest=Digest(5 + bad),
+                backward_seconds=0.04 if bad else 0.1, forward_seconds=0.03, overhead_seconds=0.002,
+                params_after_digest=Digest(5 + bad),
             )  # fmt: skip
         step_record = StepJudged(step=Step(step=step, optimizer=0, world=WORLD, rows=rows), overhead_ratio=0.01)
         yield step_record
@@ -74,7 +75,8 @@ def test_a_run_directory_says_who_is_ill(directory: Path) -> None:
     assert snapshot.overhead == pytest.approx(0.01)
     text = shown(snapshot)
     for part in ("ranks differ: parameters", "gradients not compared yet", "NaN or Inf", "rank 2 +30 %",
-                 "overhead 1 %", "RANK101  critical   step 3 · rank 2 ·", "all up", "outvoted: parameters"):  # fmt: skip
+                 "overhead 1 %", "RANK101 critical step 3 · rank 2 ·",
+                 "all up", "outvoted: parameters"):  # fmt: skip
         assert part in text
     rows = [line.split()[0] for line in text.splitlines() if line.strip()[:1].isdecimal()]
     assert rows == ["2", "1", "0", "3"]

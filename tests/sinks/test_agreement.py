@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from ddpdebug.detectors.comparison import classes_of, culprits
@@ -90,3 +92,14 @@ def test_a_finding_says_in_words_that_nobody_can_tell() -> None:
     assert evidence_lines(tied.evidence) == ["ranks 0-1 against ranks 2-3 · number 3"]
     clear = Rule().finding(ranks=outvoted(dict(enumerate("abca"))), evidence={"number": 3})
     assert (where(clear, 4), clear.evidence) == ("ranks 1-2", {"number": 3})
+
+
+def test_what_a_rank_does_by_itself_is_the_step_without_the_wait_for_the_others() -> None:
+    """Also what it loses between loader and forward; nothing is negative, and unknown phases take no time."""
+    slow = Row(
+        step_seconds=0.48, data_seconds=0.01, forward_seconds=0.02, backward_seconds=0.18, optimizer_seconds=0.02
+    )
+    assert (slow.other_seconds, slow.own_seconds) == (pytest.approx(0.25), pytest.approx(0.28))
+    assert Row(step_seconds=0.5).own_seconds == 0.5
+    assert Row(step_seconds=0.1, forward_seconds=0.2).other_seconds == 0
+    assert math.isnan(Row(forward_seconds=0.2).other_seconds)

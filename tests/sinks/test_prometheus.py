@@ -317,6 +317,18 @@ def test_values_that_a_step_did_not_compute_stay(sink: PrometheusSink) -> None:
     assert math.isnan(samples(sink)["ddpdebug_loss", "0"])
 
 
+def test_the_norms_of_weights_end_with_them(sink: PrometheusSink) -> None:
+    """They are known rarely, and stay meanwhile; weights that are NaN have none."""
+    sink.write(judged(0, param_norm=3.0, update_norm=1.0, val_loss=2.0, flags=Flag.CHECKED))
+    sink.write(judged(1, flags=Flag.CHECKED))
+    names = [("ddpdebug_param_norm", "0"), ("ddpdebug_update_norm", "0"), ("ddpdebug_val_loss", "0")]
+    found = samples(sink)
+    assert [found[name] for name in names] == [3, 1, 2]
+    sink.write(judged(2, flags=Flag.CHECKED | Flag.PARAMS_NONFINITE))
+    found = samples(sink)
+    assert [math.isnan(found[name]) for name in names] == [True, True, False]
+
+
 def test_the_optimizer_that_steps_most_is_followed(sink: PrometheusSink) -> None:
     """The two of a GAN do not take turns in one gauge."""
     for step in range(3):

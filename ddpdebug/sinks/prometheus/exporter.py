@@ -110,6 +110,7 @@ class PrometheusSink(Collector):
         self._members: tuple[int, ...] = ()
         self._met, self._apart = -math.inf, 0
         self._nodes: dict[int, str] = {}
+        self._peers: dict[str, set[int]] = {}  # node -> its ranks
         self._origin: tuple[tuple[float, int], frozenset[int]] | None = None  # (step, number of ranks), ranks
         self._errors = 0
         self._coverage: Coverage | None = None
@@ -184,7 +185,7 @@ class PrometheusSink(Collector):
             case Saved(kind="fact", payload={"topic": "place", "rank": int(rank), "value": dict(place)}):
                 self._place(rank, place)
             case Saved(kind="detail", payload={"detail": "layers", "rank": self._rank, "value": dict(detail), **rest}):
-                self._layers.take(detail, int(rest.get("step") or 0))
+                self._layers.take(detail, int(rest.get("step") or 0), self._interval)
 
     def _keep(self, more: Callable[[], None]) -> None:
         """Let the keeper know what there is now and then: the process may be killed. In the server's thread."""
@@ -215,27 +216,26 @@ class PrometheusSink(Collector):
         now = self._clock()
         step = record.step
         self._pace.learn(step)
-        used = self._used(step.rows)
         if self._everyone:
+            used = {node: self._used(step.rows, ranks) for node, ranks in self._peers.items()}
             for rank, row in step.rows.items():
                 if (state := self._ranks.get(rank)) is None:
                     state = self._ranks[rank] = RankState()
-                state.add(row, now, self._pace.bounds, host_bytes=used[self._nodes.get(rank, "")])
+                state.add(row, now, self._pace.bounds, host_bytes=used.get(self._nodes.get(rank, ""), 0))
             for rank, state in self._ranks.items():
                 state.up = rank in step.rows
         elif (own := step.rows.get(self._rank)) is not None:
-            here = used[self._nodes.get(self._rank, "")]
-            self._ranks[self._rank].add(own, now, self._pace.bounds, host_bytes=here)
+            peers = self._peers.get(self._nodes.get(self._rank, ""), {self._rank})
+            self._ranks[self._rank].add(own, now, self._pace.bounds, host_bytes=self._used(step.rows, peers))
         for what, ranks in dissenters(step).items():
             self._outvoted[what][step.optimizer] = ranks
             self._disagreements[what] += bool(ranks)
 
-    def _used(self, rows: Mapping[int, Row]) -> Mapping[str, int]:
-        """Return what the ranks of each node use of its memory, bytes; they share one limit."""
-        used: Counter[str] = Counter()
-        for rank, row in rows.items():
-            used[self._nodes.get(rank, "")] += (row.host_private_bytes or row.host_bytes) + row.workers_bytes
-        return used
+    @staticmethod
+    def _used(rows: Mapping[int, Row], ranks: Iterable[int]) -> int:
+        """Return what the ranks of a node use of its memory, bytes; they share one limit."""
+        there = [rows[rank] for rank in ranks if rank in rows]
+        return sum((row.host_private_bytes or row.host_bytes) + row.workers_bytes for row in there)
 
     def _finding(self, record: FindingRaised) -> None:
         finding = record.finding
@@ -270,6 +270,7 @@ class PrometheusSink(Collector):
             self._targets[rank] = url
         if isinstance(node := place.get("node"), str):
             self._nodes[rank] = node
+            self._peers.setdefault(node, set()).add(rank)
         if rank == self._rank or self._everyone:
             state = self._ranks.setdefault(rank, RankState())
             state.node = clean(place.get("node", state.node), 200)
@@ -324,8 +325,11 @@ class PrometheusSink(Collector):
         origin = frozenset() if self._origin is None else self._origin[1]
         voted = {what: frozenset().union(*found.values()) for what, found in outvoted.items()}
         yield from rank_metrics(ranks, voted, origin)
-        interval = 1 if self._last is None else self._last.interval
-        yield from self._layers.metrics(own, self._ranks[self._rank], interval)
+        yield from self._layers.metrics(own, self._ranks[self._rank].newest, self._interval)
+
+    @property
+    def _interval(self) -> int:
+        return 1 if self._last is None else self._last.interval
 
     @property
     def _speaks(self) -> bool:

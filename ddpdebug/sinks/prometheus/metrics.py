@@ -114,6 +114,9 @@ _PHASE_VALUES = attrgetter(*(f"{phase}_seconds" for phase in _PHASES))
 _CERTAIN = int(Flag.CHECKED | Flag.LOSS_NONFINITE | Flag.LOCAL_GRADS_NONFINITE | Flag.GRADS_NONFINITE)
 #: So many gauges are known in every step that is certain; those after them rarely.
 _OFTEN = list(_GAUGES).index("ddpdebug_param_norm")
+#: Those that end with the weights.
+_OF_WEIGHTS = (_OFTEN, _OFTEN + 1)
+_LOST = int(Flag.PARAMS_NONFINITE)
 _ANY_NONFINITE = sum(_NONFINITE.values())
 _SKIPPED, _CHECKED = int(Flag.SKIPPED), int(Flag.CHECKED)
 _GUARDED = int(Flag.GUARD_SKIPPED)
@@ -230,9 +233,10 @@ class RankState:
         if self.row is not None and row.optimizer != self.row.optimizer and row.step <= self.row.step:
             return
         self.row = row
-        certain = flags & _CERTAIN
+        certain, lost = flags & _CERTAIN, flags & _LOST
         for i, value in enumerate(_GAUGE_VALUES(row)):
-            if value == value or (certain and i < _OFTEN):  # noqa: PLR0124 - NaN: keep the last known value
+            # NaN: keep the last known value, where it is not the value
+            if value == value or (certain and i < _OFTEN) or (lost and i in _OF_WEIGHTS):  # noqa: PLR0124
                 self.values[i] = value
         for i, seconds in enumerate(_PHASE_VALUES(row)):
             if seconds >= 0:  # not when unknown, which is NaN
@@ -268,10 +272,14 @@ class Layers:
 
     def __init__(self) -> None:
         self._worst: dict[str, list[tuple[float, str]]] = {}
-        self._step = 0
+        self._step, self._interval = 0, 1
 
-    def take(self, detail: Mapping[str, Any], step: int) -> None:
-        """Take a detail of the kind `layers` (schema/details.py); what it has no number of any more, ends."""
+    def take(self, detail: Mapping[str, Any], step: int, interval: int) -> None:
+        """Take a detail of the kind `layers` (schema/details.py); what it has no number of any more, ends.
+
+        Args:
+            interval: between two checked steps.
+        """
         parameters, seen = dict(_tables(detail.get("parameters"))), dict(_tables(detail.get("modules")))
         weights = {name: about for name, about in parameters.items() if about.get("dim", 0) > 1}
         worst = dict(self._worst)
@@ -283,17 +291,17 @@ class Layers:
             dead = {name: about.get("zero_units") for name, about in seen.items()}
             ended = {name: about.get("saturated") for name, about in seen.items()}
             worst |= {"ddpdebug_layer_dead_units": _largest(dead), "ddpdebug_layer_saturation": _largest(ended)}
-        self._worst, self._step = worst, step
+        self._worst, self._step, self._interval = worst, step, interval
 
-    def metrics(self, rank: str, state: RankState, interval: int) -> Iterator[Metric]:
+    def metrics(self, rank: str, row: Row | None, interval: int) -> Iterator[Metric]:
         """Yield a family of each kind: empty before the first sample, after a NaN, and when the newest is old.
 
         Args:
-            state: of the rank.
-            interval: between two checked steps.
+            row: the newest of the rank.
+            interval: between two checked steps, now.
         """
-        row = state.newest
-        old = row is not None and row.step - self._step > _SAMPLES_MISSED * _SAMPLED_EVERY * interval
+        missed = _SAMPLES_MISSED * _SAMPLED_EVERY * max(interval, self._interval)
+        old = row is not None and row.step - self._step > missed
         worst = {} if row is not None and (old or row.flags & _BROKEN) else self._worst
         for name, text in _LAYERS.items():
             slots = enumerate(worst.get(name, ()), 1)
