@@ -260,6 +260,9 @@ class Recorded:
         yaml = pytest.importorskip("yaml")
         files = ("ddpdebug.yml", "ddpdebug-alerts.yml")
         state, *others = (group for name in files for group in yaml.safe_load((RULES / name).read_text())["groups"])
+        self._recording = {
+            rule["record"]: rule["expr"] for group in (state, *others) for rule in group["rules"] if "record" in rule
+        }
         self._step_by_step(state["rules"])  # they look at what they have said before
         for rule in (rule for group in others for rule in group["rules"]):
             self._over_the_range(rule)
@@ -286,6 +289,10 @@ class Recorded:
         assert answer["status"] == "success", f"{answer.get('error')} in {expression}"
         found = answer["data"]["result"]
         return [(each["metric"], [(float(t), float(v)) for t, v in each["values"]]) for each in found]
+
+    def evaluated(self, name: str) -> list[Series]:
+        """Return what a recording rule would record now, of what has been written since, too."""
+        return self.instant(self._recording[name])
 
     def touched(self, expression: str, begin: float | None = None, step: float = _EVALUATION) -> int:
         """Return how many samples Prometheus reads for a query: an instant one, or over the range from `begin`."""

@@ -20,6 +20,7 @@ DASHBOARDS = shipped()
 GREEN, LIGHT, YELLOW, ORANGE, RED, BLUE, GREY = (
     "#009E73", "#56B4E9", "#F0E442", "#E69F00", "#B2182B", "#0072B2", "#999999",
 )  # fmt: skip
+_PHASES = "run_phase:ddpdebug_phase_seconds:mean2m"
 _SCRAPE = 15  # seconds, as Grafana has it where nothing else is said
 _HOUR = 3600
 
@@ -289,6 +290,36 @@ def test_the_histogram_tells_steps_apart_that_differ_by_a_fifth(look: Any) -> No
     (series,) = look().results(panel)
     bounds = sorted(float(labels["le"]) for labels, _ in series)
     assert min(later / earlier for earlier, later in pairwise(bounds[:-1])) < 1.21
+
+
+def test_what_is_drawn_of_a_large_world_is_true_of_all_its_ranks(record: Callable[[], Any]) -> None:
+    """Where rank 0 speaks for many it shows the slowest of them: the median among these is not that of all."""
+    recorded = record()
+    (labels, _), *_ = recorded.instant('ddpdebug_run_info{run="healthy"}')
+    run = {name: labels[name] for name in ("run", "run_id")}
+
+    def told(name: str, value: float, **more: str) -> tuple[dict[str, str], list[tuple[float, float]]]:
+        return {"__name__": f"ddpdebug_all_ranks_{name}", **run, **more}, [(recorded.now, value)]
+
+    step = recorded.instant('run:ddpdebug_step_seconds:mean{run="healthy"}')[0][1][0][1]
+    recorded.write(
+        [
+            told("loss", 0.5, stat="p50"),
+            told("mean_own_seconds", 3 * step, stat="max"),
+            told("mean_own_seconds", 1 * step, stat="p50"),
+            told("mean_phase_seconds", 7.0, stat="mean", phase="forward"),
+        ]
+    )
+    values = {
+        name: {(series["run"], series.get("phase", "")): points[-1][1] for series, points in recorded.evaluated(name)}
+        for name in ("run:ddpdebug_loss:median", "run:ddpdebug_loss:max", "run:ddpdebug_straggler:ratio", _PHASES)
+    }
+    assert values["run:ddpdebug_loss:median"]["healthy", ""] == 0.5
+    assert values["run:ddpdebug_straggler:ratio"]["healthy", ""] == pytest.approx(2)
+    assert values[_PHASES]["healthy", "forward"] == 7
+    assert values[_PHASES]["healthy", "backward"] < 1
+    assert values["run:ddpdebug_loss:median"]["nan", ""] != 0.5
+    assert values["run:ddpdebug_loss:max"]["healthy", ""] < 0.5  # of the ranks themselves, where nothing is told of all
 
 
 @pytest.mark.slow
