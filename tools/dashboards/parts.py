@@ -322,7 +322,7 @@ def lines(
     if count:
         look["axisSoftMax"] = 1
     nan = {"type": "special", "options": {"match": "nan", "result": {"text": "NaN", "color": BAD, "index": 0}}}
-    defaults = {"unit": unit, "noValue": missing, "color": {"mode": "palette-classic"}, "custom": look}
+    defaults: dict[str, Any] = {"unit": unit, "noValue": missing, "color": {"mode": "palette-classic"}, "custom": look}
     defaults |= {"mappings": [nan], **({"min": 0} if zero else {}), **({"max": 1} if share else {})}
     # a list needs a line for all where a table needs one for each, and hides those that have no room
     options = {
