@@ -224,7 +224,8 @@ def scraped(ranks: Ranks, start_prometheus: Callable[..., Prometheus]) -> Promet
     assert ranks.sinks[0].url is not None
     discovery = ranks.sinks[0].url.replace("/metrics", "/sd")
     server = start_prometheus(
-        "global: {scrape_interval: 1s}\n"
+        "global: {scrape_interval: 1s, evaluation_interval: 1s}\n"
+        f"rule_files: [{RULES / 'ddpdebug.yml'}]\n"
         "scrape_configs:\n"
         f'- {{job_name: ddpdebug, http_sd_configs: [{{url: "{discovery}", refresh_interval: 1s}}]}}\n'
     )
@@ -259,6 +260,9 @@ class Recorded:
         yaml = pytest.importorskip("yaml")
         files = ("ddpdebug.yml", "ddpdebug-alerts.yml")
         state, *others = (group for name in files for group in yaml.safe_load((RULES / name).read_text())["groups"])
+        self._recording = {
+            rule["record"]: rule["expr"] for group in (state, *others) for rule in group["rules"] if "record" in rule
+        }
         self._step_by_step(state["rules"])  # they look at what they have said before
         for rule in (rule for group in others for rule in group["rules"]):
             self._over_the_range(rule)
@@ -285,6 +289,10 @@ class Recorded:
         assert answer["status"] == "success", f"{answer.get('error')} in {expression}"
         found = answer["data"]["result"]
         return [(each["metric"], [(float(t), float(v)) for t, v in each["values"]]) for each in found]
+
+    def evaluated(self, name: str) -> list[Series]:
+        """Return what a recording rule would record now, of what has been written since, too."""
+        return self.instant(self._recording[name])
 
     def touched(self, expression: str, begin: float | None = None, step: float = _EVALUATION) -> int:
         """Return how many samples Prometheus reads for a query: an instant one, or over the range from `begin`."""
@@ -340,6 +348,12 @@ def _firing(points: Any, rule: dict[str, Any]) -> list[tuple[float, float]]:
 
 
 @pytest.fixture(scope="session")
-def recorded(start_prometheus: Callable[..., Prometheus]) -> Recorded:
-    """The five situations, ready to be drawn."""
-    return Recorded(start_prometheus("global: {}\n", "--web.enable-remote-write-receiver"))
+def record(start_prometheus: Callable[..., Prometheus]) -> Callable[[], Recorded]:
+    """Make a Prometheus that has the five situations."""
+    return lambda: Recorded(start_prometheus("global: {}\n", "--web.enable-remote-write-receiver"))
+
+
+@pytest.fixture(scope="session")
+def recorded(record: Callable[[], Recorded]) -> Recorded:
+    """The five situations, ready to be drawn; to be read only."""
+    return record()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -20,6 +20,7 @@ DASHBOARDS = shipped()
 GREEN, LIGHT, YELLOW, ORANGE, RED, BLUE, GREY = (
     "#009E73", "#56B4E9", "#F0E442", "#E69F00", "#B2182B", "#0072B2", "#999999",
 )  # fmt: skip
+_PHASES = "run_phase:ddpdebug_phase_seconds:mean2m"
 _SCRAPE = 15  # seconds, as Grafana has it where nothing else is said
 _HOUR = 3600
 
@@ -50,7 +51,7 @@ class View:
         values = {"$__rate_interval": f"{4 * _SCRAPE}s", "$__range": f"{_HOUR}s", "$__interval": f"{self.step}s"}
         for name, value in {**values, "$run": self._run, "$rank": ".+"}.items():
             expression = expression.replace(name, value)
-        assert "$" not in expression.replace('"$1', "")
+        assert not re.search(r"\$[a-z_]", expression)
         return expression
 
     def results(self, panel: dict[str, Any]) -> list[Any]:
@@ -291,6 +292,78 @@ def test_the_histogram_tells_steps_apart_that_differ_by_a_fifth(look: Any) -> No
     assert min(later / earlier for earlier, later in pairwise(bounds[:-1])) < 1.21
 
 
+def test_what_is_drawn_of_a_large_world_is_true_of_all_its_ranks(record: Callable[[], Any]) -> None:
+    """Where rank 0 speaks for many it shows the slowest of them: the median among these is not that of all."""
+    recorded = record()
+    (labels, _), *_ = recorded.instant('ddpdebug_run_info{run="healthy"}')
+    run = {name: labels[name] for name in ("run", "run_id")}
+
+    def told(name: str, value: float, **more: str) -> tuple[dict[str, str], list[tuple[float, float]]]:
+        return {"__name__": f"ddpdebug_all_ranks_{name}", **run, **more}, [(recorded.now, value)]
+
+    step = recorded.instant('run:ddpdebug_step_seconds:mean{run="healthy"}')[0][1][0][1]
+    recorded.write(
+        [
+            told("loss", 0.5, stat="p50"),
+            told("mean_own_seconds", 3 * step, stat="max"),
+            told("mean_own_seconds", 1 * step, stat="p50"),
+            told("mean_phase_seconds", 7.0, stat="mean", phase="forward"),
+        ]
+    )
+    values = {
+        name: {(series["run"], series.get("phase", "")): points[-1][1] for series, points in recorded.evaluated(name)}
+        for name in ("run:ddpdebug_loss:median", "run:ddpdebug_loss:max", "run:ddpdebug_straggler:ratio", _PHASES)
+    }
+    assert values["run:ddpdebug_loss:median"]["healthy", ""] == 0.5
+    assert values["run:ddpdebug_straggler:ratio"]["healthy", ""] == pytest.approx(2)
+    assert values[_PHASES]["healthy", "forward"] == 7
+    assert values[_PHASES]["healthy", "backward"] < 1
+    assert values["run:ddpdebug_loss:median"]["nan", ""] != 0.5
+    assert values["run:ddpdebug_loss:max"]["healthy", ""] < 0.5  # of the ranks themselves, where nothing is told of all
+
+
+@pytest.mark.slow
+def test_a_small_run_beside_a_large_one_costs_what_it_costs_alone(record: Callable[[], Any]) -> None:
+    """All queries of the overview over an hour of 4 ranks touch fewer than 20,000 samples, with 1,024 beside them.
+
+    Both runs are the healthy one under other ids: a value each 15 s, for an hour of the small one.
+    """
+    recorded = record()  # one of its own: others count the runs
+    known = [
+        (labels, points[-1][1])
+        for matcher in ('{run="healthy"}', 'up{instance=~"healthy.*"}')
+        for labels, points in recorded.instant(matcher)
+    ]
+    hour = [recorded.now - 15 * i for i in range(_HOUR // 15, -1, -1)]
+    recorded.write(({**labels, "run_id": "small", "run": "small"}, [(t, v) for t in hour]) for labels, v in known)
+    one = [(labels, value) for labels, value in known if labels.get("rank") == "0"]
+    for rank in range(1024):
+        own = {"run_id": "large", "run": "large", "rank": str(rank), "instance": f"large:{rank}"}
+        recorded.write(({**labels, **own}, [(t, value) for t in hour[-2:]]) for labels, value in one)
+    whole = [(labels, value) for labels, value in known if ":" in labels["__name__"] and "rank" not in labels]
+    recorded.write(({**labels, "run_id": "large", "run": "large"}, [(t, v) for t in hour]) for labels, v in whole)
+    assert len(recorded.instant('ddpdebug_step{run_id="large"}')) == 1024
+    cost: dict[str, int] = {}
+    for run in ("small", "large"):
+        view = View(recorded, run)
+        cost[run] = recorded.touched(view.filled(_RUN_QUERY))
+        for panel in panels("overview"):
+            for target in panel["targets"]:
+                begin = None if target["instant"] else recorded.now - _HOUR
+                cost[run] += recorded.touched(view.filled(target["expr"]), begin)
+        (annotation,) = (each for each in DASHBOARDS["overview"]["annotations"]["list"] if "expr" in each)
+        cost[run] += recorded.touched(view.filled(annotation["expr"]), recorded.now - _HOUR, 30)
+    print("samples touched by the overview:", cost)
+    assert 2_000 < cost["small"] < 20_000
+    assert cost["large"] < 20_000
+
+
+_RUN_QUERY = re.fullmatch(
+    r"query_result\((.*)\)",
+    next(each for each in DASHBOARDS["overview"]["templating"]["list"] if each["name"] == "run")["query"],
+)[1]  # type: ignore[index]
+
+
 # --- values that no recording has ---------------------------------------------------------------------------------
 
 
@@ -322,7 +395,7 @@ def test_each_end_has_a_word_in_every_verdict() -> None:
 
 
 def test_the_last_step_is_judged_by_the_length_of_a_step() -> None:
-    """Two minutes are long for a run of short steps, and nothing for one of long steps: the query chooses the colour."""
+    """Two minutes are long for a run of short steps and nothing for one of long steps: the query chooses the colour."""
     panel = panel_of("overview", "Last step ago")
     assert _value(panel, 120, None, None, None) == ("2 mins", GREEN)
     assert _value(panel, None, 120, None, None) == ("2 mins", YELLOW)

@@ -25,7 +25,7 @@ def board() -> Board:
         "parameters: a missing reduction. parameters alone: an edit or a load on one rank.",
     )
     made.add(
-        lines([(differing, "{{what}}")]),
+        lines([(differing, "{{what}}")], count=True),
         "How many ranks differ",
         "Ranks outside the largest group of equals; all of them where no group is the largest, as always with two "
         "ranks: then nobody can tell which of them is right.",
@@ -49,7 +49,7 @@ def board() -> Board:
     for what in ("parameters", "optimizer_state"):
         query = q.of_run("run_what:ddpdebug_ranks_disagreeing:max", f'what="{what}"')
         made.add(
-            lines([(query, "ranks")], missing="not compared yet"),
+            lines([(query, "ranks")], missing="not compared yet", count=True),
             f"Ranks outvoted on {what.replace('_', ' ')}",
             f"How many ranks differ in their {what.replace('_', ' ')}. From the first step on: initialisation or "
             "loading. Later: something happened on these ranks only.",
@@ -62,7 +62,7 @@ def _why(made: Board) -> None:
     made.row("Why")
     unsynced = f"max by (rank) ({q.rate('ddpdebug_unsynchronised_steps_total', q.RANKS)})"
     made.add(
-        lines([(q.worst(8, unsynced), "rank {{rank}}")]),
+        lines([(q.worst(8, unsynced), "rank {{rank}}")], count=True),
         "Unsynchronised steps per second",
         "Steps on gradients that no DDP had reduced: no_sync around the last backward, or a call past the wrapper. "
         "More than zero trains each rank on its own.",

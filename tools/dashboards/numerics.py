@@ -138,7 +138,7 @@ def _health(made: Board) -> None:
         "activations. Near 100 %: that layer no longer learns (HLTH703, HLTH704).",
     )
     made.add(
-        lines([(q.of_run("ddpdebug_parameters_without_gradient"), "parameters")]),
+        lines([(q.of_run("ddpdebug_parameters_without_gradient"), "parameters")], count=True),
         "Parameters without a gradient",
         "Trainable parameters that got no gradient in the last step: a dead branch, or a head that this batch does "
         "not use. Constant above zero: find_unused_parameters, or freeze them.",

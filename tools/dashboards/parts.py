@@ -308,19 +308,21 @@ def lines(
     stacked: bool = False,
     zero: bool = True,
     share: bool = False,
+    count: bool = False,
 ) -> Panel:
     """Return lines over time; the legend shows the last and the largest value.
 
     Args:
         share: the lines are shares of a whole, drawn from 0 to 1 whatever they are.
+        count: the lines are whole numbers, for which an axis ends at 1 where all are 0.
     """
     look: dict[str, Any] = {"lineWidth": 1, "fillOpacity": 0, "spanNulls": False, "showPoints": "auto"}
     if stacked:
         look |= {"fillOpacity": 25, "stacking": {"mode": "normal"}}
-    if zero and not share:
-        look["axisSoftMax"] = 1e-6 if unit == "s" else 1  # all zero is a line at the bottom of a small axis
+    if count:
+        look["axisSoftMax"] = 1
     nan = {"type": "special", "options": {"match": "nan", "result": {"text": "NaN", "color": BAD, "index": 0}}}
-    defaults = {"unit": unit, "noValue": missing, "color": {"mode": "palette-classic"}, "custom": look}
+    defaults: dict[str, Any] = {"unit": unit, "noValue": missing, "color": {"mode": "palette-classic"}, "custom": look}
     defaults |= {"mappings": [nan], **({"min": 0} if zero else {}), **({"max": 1} if share else {})}
     # a list needs a line for all where a table needs one for each, and hides those that have no room
     options = {

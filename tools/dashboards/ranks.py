@@ -121,7 +121,8 @@ def _who(made: Board) -> None:
             [
                 (q.of_run("run:ddpdebug_ranks_up:sum"), "ranks up"),
                 (q.of_run("run:ddpdebug_world_size:max"), "ranks of the run"),
-            ]
+            ],
+            count=True,
         ),
         "Ranks over time",
         "How many ranks take part. A drop is a rank that died or left: the table says which.",
