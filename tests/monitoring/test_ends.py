@@ -181,26 +181,25 @@ def test_one_nan_on_four_ranks_is_one_notification(watch: Watch, start: Callable
     assert alert["annotations"]["runbook_url"] == "http://docs/runbooks/DdpdebugNonfinite.md"
 
 
-def test_a_failed_job_is_one_notification_that_names_the_error(watch: Watch, start: Callable[..., Job]) -> None:
-    """And the rank that failed first, not those that failed for it."""
-    start("failed")
-    assert until(lambda: watch.webhook.about("failed"), pause=0.5)
+@pytest.mark.parametrize(
+    ("how", "alarm", "words"),
+    [
+        ("failed", "DdpdebugRunFailed", "has failed: ValueError on rank 1"),
+        ("killed", "DdpdebugRunLost", "is lost: rank 1 has ended without a word"),
+    ],
+)
+def test_a_job_that_dies_is_one_notification_that_names_the_cause(
+    how: str, alarm: str, words: str, watch: Watch, start: Callable[..., Job]
+) -> None:
+    """And the rank of which it died, not those that were ended by the launcher or failed for want of it."""
+    job = start(how)
+    if how == "killed":
+        job.kill_rank(1)
+    assert until(lambda: watch.webhook.about(how), pause=0.5)
     watch.settle()
-    ((alert,),) = watch.webhook.about("failed")
-    assert alert["labels"]["alertname"] == "DdpdebugRunFailed"
-    run = f"run failed ({alert['labels']['run_id']})"
-    assert alert["annotations"]["summary"] == f"{run} has failed: ValueError on rank 1"
-
-
-def test_a_job_with_a_killed_rank_is_one_notification_that_names_it(watch: Watch, start: Callable[..., Job]) -> None:
-    """Whether the others were ended by the launcher or failed for want of it."""
-    start("killed").kill_rank(1)
-    assert until(lambda: watch.webhook.about("killed"), pause=0.5)
-    watch.settle()
-    ((alert,),) = watch.webhook.about("killed")
-    assert alert["labels"]["alertname"] == "DdpdebugRunLost"
-    run = f"run killed ({alert['labels']['run_id']})"
-    assert alert["annotations"]["summary"] == f"{run} is lost: rank 1 has ended without a word"
+    ((alert,),) = watch.webhook.about(how)
+    assert alert["labels"]["alertname"] == alarm
+    assert alert["annotations"]["summary"] == f"run {how} ({alert['labels']['run_id']}) {words}"
 
 
 def test_a_critical_finding_that_no_other_alert_tells_of_is_one(watch: Watch, start: Callable[..., Job]) -> None:
