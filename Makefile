@@ -108,11 +108,8 @@ size: ## print the longest files: an alarm that a person reads, no limit
 
 check: lint test ## what must pass before a change goes in
 
-rules: ## copy the alerts into the PrometheusRule for Kubernetes
-	{ printf '%s\n' '# Made by `make rules` from deploy/prometheus/rules/ddpdebug.yml.' \
-	  'apiVersion: monitoring.coreos.com/v1' 'kind: PrometheusRule' 'metadata:' '  name: ddpdebug' 'spec:'; \
-	  sed -n '/^groups:/,$$p' deploy/prometheus/rules/ddpdebug.yml | sed 's/^./  &/'; \
-	} > deploy/kubernetes/base/prometheusrule.yaml
+rules: $(STAMP) ## make the alerts from their code, and the PrometheusRule for Kubernetes from all rules
+	$(PYTHON) -m tools.alerts deploy/prometheus/rules deploy/kubernetes/base/prometheusrule.yaml
 
 up: ## start Prometheus, Alertmanager, Grafana and the demo job in containers (http://127.0.0.1:3000)
 	docker compose -f deploy/compose/compose.yaml up --detach --build

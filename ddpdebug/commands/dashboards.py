@@ -48,22 +48,31 @@ or that comes from a file of that Grafana, is left alone.
 @command.command("push", help=_PUSH)
 @click.option("--url", required=True, help="Address of the Grafana, http://host:port.")
 @click.option("--token-file", type=click.Path(path_type=Path), help="File that holds the token.")
+@click.option("--folder", help="Title of their folder, made if it is missing; by default General, or where they are.")
 @click.option("--force", is_flag=True, help="Overwrite what is there, whoever made it.")
-def push(url: str, token_file: Path | None, *, force: bool) -> Callable[[], int]:
+def push(url: str, token_file: Path | None, folder: str | None, *, force: bool) -> Callable[[], int]:
     """Check address and token, then push."""
-    from ddpdebug.grafana.client import Grafana, GrafanaError, read_token  # noqa: PLC0415
+    from ddpdebug.grafana.client import Grafana, GrafanaError, GrafanaUnreachableError, read_token  # noqa: PLC0415
     from ddpdebug.grafana.dashboards import shipped  # noqa: PLC0415 - not before it is needed
 
     grafana = Grafana(url, read_token(token_file))
 
     def act() -> int:
         failed = 0
-        for dashboard in shipped().values():
-            try:
-                print(f"{dashboard['title']}: {url.rstrip('/')}{grafana.push(dashboard, force=force)}")
-            except GrafanaError as error:
-                print(f"ddpdebug: error: {error}", file=sys.stderr)
-                failed = 1
+        try:
+            place = None if folder is None else grafana.folder(folder)
+            for dashboard in shipped().values():
+                try:
+                    address = grafana.push(dashboard, folder=place, force=force)
+                    print(f"{dashboard['title']}: {url.rstrip('/')}{address}")
+                except GrafanaUnreachableError:
+                    raise
+                except GrafanaError as error:
+                    print(f"ddpdebug: error: {error}", file=sys.stderr)
+                    failed = 1
+        except GrafanaError as error:  # of nobody, or without the folder: the rest would fare alike
+            print(f"ddpdebug: error: {error}", file=sys.stderr)
+            failed = 1
         return failed
 
     return act

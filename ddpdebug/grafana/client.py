@@ -22,6 +22,7 @@ TAG = "ddpdebug"
 #: Where the token comes from, if no file is named; never from the command line, where others can read it.
 TOKEN_VARIABLE = "GRAFANA_TOKEN"  # noqa: S105 - the name of a variable
 _NOT_FOUND = 404
+_PAGE = 1000  # folders
 _CONTENT, _US = frozenset({400, 413, 422}), frozenset({401, 403, 404})
 
 
@@ -64,6 +65,10 @@ def read_token(file: Path | None) -> str:
     return token
 
 
+class GrafanaUnreachableError(GrafanaError):
+    """Nobody answered at the address; the next request would fare alike."""
+
+
 class Grafana:
     """One Grafana server.
 
@@ -81,15 +86,33 @@ class Grafana:
             raise UsageError("grafana-api is not installed; pip install 'ddpdebug[grafana]'") from None
         prefix = f"{parts.path.strip('/')}/" if parts.path.strip("/") else ""
         host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-        self._token = token
+        self._token, self._url, self._timeout = token, f"{parts.scheme}://{parts.netloc}/{prefix}".rstrip("/"), timeout
         self._api = GrafanaFace(
             auth=token, host=host, port=parts.port, url_path_prefix=prefix, protocol=parts.scheme, timeout=timeout
         ).api
         self._retry_after = 0.0
         self._api.s.hooks["response"].append(self._heard)
 
-    def push(self, dashboard: Mapping[str, Any], *, force: bool = False) -> str:
-        """Save a dashboard under its uid and return its address; refuse to overwrite what ddpdebug did not make."""
+    def folder(self, title: str) -> str:
+        """Return the uid of the folder of this title, made where there is none; empty for Grafana's General."""
+        if title.casefold() == "general":
+            return ""
+        page = 1
+        while found := self._call("GET", f"/folders?limit={_PAGE}&page={page}"):
+            known = [str(each["uid"]) for each in found if each.get("title") == title]
+            if known:
+                return known[0]
+            if len(found) < _PAGE:
+                break
+            page += 1
+        return str(self._call("POST", "/folders", {"title": title})["uid"])
+
+    def push(self, dashboard: Mapping[str, Any], *, folder: str | None = None, force: bool = False) -> str:
+        """Save a dashboard under its uid and return its address; refuse to overwrite what ddpdebug did not make.
+
+        Args:
+            folder: the uid of its folder, empty for General; None leaves it where it is.
+        """
         uid = str(dashboard["uid"])
         known = self._call("GET", f"/dashboards/uid/{quote(uid)}", missing_is_none=True)
         if known is not None and not force:
@@ -97,8 +120,10 @@ class Grafana:
                 raise GrafanaError(f"a dashboard {uid!r} that ddpdebug did not make is there; --force overwrites it")
             if known.get("meta", {}).get("provisioned"):
                 raise GrafanaError(f"dashboard {uid!r} comes from a file of that Grafana; change it there, or --force")
+        if folder is None:
+            folder = str((known or {}).get("meta", {}).get("folderUid") or "")
         body = {"dashboard": {**dashboard, "id": None}, "overwrite": known is not None, "message": "ddpdebug"}
-        return str(self._call("POST", "/dashboards/db", body).get("url", ""))
+        return str(self._call("POST", "/dashboards/db", {**body, "folderUid": folder}).get("url", ""))
 
     def annotate(self, incident: str, text: str, tags: Sequence[str], milliseconds: int) -> bool:
         """Add an annotation unless one with this incident's tag is there; tell whether it was added."""
@@ -114,7 +139,7 @@ class Grafana:
 
     def _call(self, method: str, path: str, body: Any = None, *, missing_is_none: bool = False) -> Any:
         from grafana_api.grafana_api import GrafanaException  # noqa: PLC0415 - an optional dependency
-        from requests import RequestException  # noqa: PLC0415 - as above
+        from requests import exceptions  # noqa: PLC0415 - as above
 
         self._retry_after = 0.0
         try:
@@ -124,7 +149,11 @@ class Grafana:
                 return None
             message = self._clean(f"Grafana refused {method} {path}: {error.message}")
             raise GrafanaError(message, error.status_code, self._retry_after) from None
-        except (RequestException, ValueError, TypeError) as error:
+        except (exceptions.ConnectionError, exceptions.Timeout) as error:
+            late = isinstance(error, exceptions.Timeout)
+            why = f"nothing within {self._timeout:g} s" if late else _reason(error)
+            raise GrafanaUnreachableError(self._clean(f"Grafana did not answer at {self._url}: {why}")) from None
+        except (exceptions.RequestException, ValueError, TypeError) as error:
             kind = type(error).__name__
             raise GrafanaError(self._clean(f"Grafana did not answer {method} {path}: {kind}: {error}")) from None
 
@@ -139,3 +168,15 @@ class Grafana:
 
     def _clean(self, text: str) -> str:
         return text.replace(self._token, "***")[:500]
+
+
+def _reason(error: BaseException | None) -> str:
+    """Return why there is no connection, as the system says it: what it is wrapped into says less at length."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        if isinstance(error, OSError) and error.strerror:
+            return error.strerror.lower()
+        inner = [*error.args[:1], getattr(error, "reason", None), error.__cause__, error.__context__]
+        error = next((each for each in inner if isinstance(each, BaseException)), None)
+    return type(seen[-1]).__name__

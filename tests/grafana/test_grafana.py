@@ -88,6 +88,10 @@ class Handler(BaseHTTPRequestHandler):
         if parts.path.startswith("/sub/api/dashboards/uid/"):
             found = self.fake.dashboards.get(parts.path.rpartition("/")[2])
             self.answer(*((404, {"message": "not found"}) if found is None else (200, found)))
+        elif parts.path == "/sub/api/folders":
+            asked = {name: int(value) for name, (value,) in parse_qs(parts.query).items()}
+            first = (asked["page"] - 1) * asked["limit"]
+            self.answer(200, self.fake.folders[first : first + asked["limit"]])
         else:
             wanted = set(parse_qs(parts.query)["tags"])
             self.answer(200, [a for a in self.fake.annotations if wanted <= set(a["tags"])])
@@ -107,9 +111,12 @@ class Handler(BaseHTTPRequestHandler):
                 self.connection.close()
                 return
             self.answer(200, {"id": len(self.fake.annotations)})
+        elif self.path == "/sub/api/folders":
+            self.fake.folders.append({"uid": f"f{len(self.fake.folders)}", "title": body["title"]})
+            self.answer(200, self.fake.folders[-1])
         else:
             board = body["dashboard"]
-            self.fake.dashboards[board["uid"]] = {"dashboard": board, "meta": {}}
+            self.fake.dashboards[board["uid"]] = {"dashboard": board, "meta": {"folderUid": body["folderUid"]}}
             self.answer(200, {"url": f"/d/{board['uid']}"})
 
 
@@ -119,6 +126,7 @@ class FakeGrafana:
     def __init__(self) -> None:
         self.dashboards: dict[str, dict[str, Any]] = {}
         self.annotations: list[dict[str, Any]] = []
+        self.folders: list[dict[str, Any]] = []
         self.status = 0  # answer everything with this
         self.text: Any = None  # or with this, as a proxy does
         self.retry_after = ""
@@ -163,6 +171,42 @@ def test_dashboards_are_pushed_and_pushed_again(
     assert set(fake.dashboards) == {f"ddpdebug-{name}" for name in NAMES}
     assert all(entry["dashboard"]["id"] is None for entry in fake.dashboards.values())
     assert "/d/ddpdebug-overview" in capsys.readouterr().out
+
+
+def test_dashboards_are_pushed_into_a_folder_which_is_made_once(
+    fake: FakeGrafana, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also behind a thousand others; without the option they stay where they are, at first in General."""
+    monkeypatch.setenv("GRAFANA_TOKEN", TOKEN)
+    words = ["dashboards", "push", "--url", fake.url]
+
+    def folders() -> set[str]:
+        return {entry["meta"]["folderUid"] for entry in fake.dashboards.values()}
+
+    assert main(words) == 0
+    assert folders() == {""}
+    fake.folders = [{"uid": f"f{i}", "title": f"folder {i}"} for i in range(1000)]
+    for _ in range(2):
+        assert main([*words, "--folder", "Training runs"]) == 0
+    assert [each["title"] for each in fake.folders[1000:]] == ["Training runs"]
+    assert folders() == {"f1000"}
+    assert main(words) == 0
+    assert folders() == {"f1000"}
+    assert main([*words, "--folder", "General"]) == 0
+    assert folders() == {""}
+
+
+def test_a_grafana_that_is_not_there_is_one_error_in_plain_words(
+    fake: FakeGrafana, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not six, and without the insides of a library."""
+    monkeypatch.setenv("GRAFANA_TOKEN", TOKEN)
+    fake.server.shutdown()
+    fake.server.server_close()
+    for more in ([], ["--folder", "Training runs"]):
+        assert main(["dashboards", "push", "--url", fake.url, *more]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line == f"ddpdebug: error: Grafana did not answer at {fake.url.rstrip('/')}: connection refused"
 
 
 def test_what_others_made_is_left_alone_unless_forced(

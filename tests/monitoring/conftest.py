@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import subprocess
 import threading
 import time
@@ -11,10 +13,13 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import situations
+from grafana_model import Series
 from machine import PATIENCE, free_port, until
 
 from ddpdebug.schema.finding import Finding, Severity
@@ -96,13 +101,13 @@ def start_prometheus(
     """Start a Prometheus with this configuration; it ends with the tests."""
     with ExitStack() as stack:
 
-        def start(configuration: str) -> Prometheus:
+        def start(configuration: str, *flags: str) -> Prometheus:
             program = need("prometheus")
             folder = tmp_path_factory.mktemp("prometheus")
             (folder / "prometheus.yml").write_text(configuration)
             address = f"127.0.0.1:{free_port()}"
             words = [program, f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
-            words += [f"--web.listen-address={address}", "--web.enable-lifecycle", "--log.level=warn"]
+            words += [f"--web.listen-address={address}", "--web.enable-lifecycle", "--log.level=warn", *flags]
             server = Prometheus(words, f"http://{address}", "/-/ready", folder / "log")
             stack.callback(server.stop)
             return server
@@ -113,14 +118,14 @@ def start_prometheus(
 @pytest.fixture(scope="session")
 def start_alertmanager(
     need: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[], Server]]:
-    """Start an Alertmanager that keeps what it gets."""
+) -> Iterator[Callable[..., Server]]:
+    """Start an Alertmanager with this configuration, or one that keeps what it gets."""
     with ExitStack() as stack:
 
-        def start() -> Server:
+        def start(configuration: str = "route: {receiver: none}\nreceivers: [{name: none}]\n") -> Server:
             program = need("prometheus-alertmanager")
             folder = tmp_path_factory.mktemp("alertmanager")
-            (folder / "alertmanager.yml").write_text("route: {receiver: none}\nreceivers: [{name: none}]\n")
+            (folder / "alertmanager.yml").write_text(configuration)
             address = f"127.0.0.1:{free_port()}"
             words = [program, f"--config.file={folder / 'alertmanager.yml'}", f"--storage.path={folder / 'data'}"]
             words += [f"--web.listen-address={address}", "--cluster.listen-address="]
@@ -219,10 +224,136 @@ def scraped(ranks: Ranks, start_prometheus: Callable[..., Prometheus]) -> Promet
     assert ranks.sinks[0].url is not None
     discovery = ranks.sinks[0].url.replace("/metrics", "/sd")
     server = start_prometheus(
-        "global: {scrape_interval: 1s}\n"
+        "global: {scrape_interval: 1s, evaluation_interval: 1s}\n"
+        f"rule_files: [{RULES / 'ddpdebug.yml'}]\n"
         "scrape_configs:\n"
         f'- {{job_name: ddpdebug, http_sd_configs: [{{url: "{discovery}", refresh_interval: 1s}}]}}\n'
     )
     server.wait_for(f"count(ddpdebug_rank_outvoted{{what='parameters'}}) == {WORLD} and on () "
                     "count_over_time(ddpdebug_incident_step{rank='0', incident='RANK101-24'}[1m]) >= 8")  # fmt: skip
     return server
+
+
+#: Name of the situation -> seconds between its last scrape and the moment at which it is looked at.
+SITUATIONS = {"healthy": 1, "disagreeing": 1, "nan": 1, "killed": 480, "ended": 480}
+RULES = Path(__file__).parent.parent.parent / "deploy" / "prometheus" / "rules"
+_EVALUATION = 15
+
+
+class Recorded:
+    """Runs as they were recorded, side by side in a Prometheus that has evaluated the rules over them.
+
+    `now` is when one looks at them: three still run, the others ended some minutes before. `ids` has their run ids.
+    """
+
+    def __init__(self, server: Prometheus) -> None:
+        self._server = server
+        self.now = time.time() // _EVALUATION * _EVALUATION
+        self.ids: dict[str, str] = {}
+        series = []
+        for name, ago in SITUATIONS.items():
+            made = list(situations.samples(name, self.now - ago))
+            (self.ids[name],) = {labels["run_id"] for labels, _ in made if "run_id" in labels}
+            series += made
+        self.write(series)
+        self._begin = min(points[0][0] for _, points in series) // _EVALUATION * _EVALUATION
+        yaml = pytest.importorskip("yaml")
+        files = ("ddpdebug.yml", "ddpdebug-alerts.yml")
+        state, *others = (group for name in files for group in yaml.safe_load((RULES / name).read_text())["groups"])
+        self._recording = {
+            rule["record"]: rule["expr"] for group in (state, *others) for rule in group["rules"] if "record" in rule
+        }
+        self._step_by_step(state["rules"])  # they look at what they have said before
+        for rule in (rule for group in others for rule in group["rules"]):
+            self._over_the_range(rule)
+
+    def write(self, series: Any) -> None:
+        """Add samples."""
+        headers = {"Content-Encoding": "snappy", "Content-Type": "application/x-protobuf"}
+        body = situations.write_request(series)
+        request = urllib.request.Request(f"{self._server.url}/api/v1/write", body, headers)
+        with urllib.request.urlopen(request, timeout=100) as answer:
+            assert answer.status == 204
+
+    def instant(self, expression: str, at: float | None = None) -> list[Series]:
+        """Return the vector of an expression at a moment, now if none is given."""
+        moment = self.now if at is None else at
+        answer = self._server.get("/api/v1/query", query=expression, time=moment)
+        assert answer["status"] == "success", f"{answer.get('error')} in {expression}"
+        assert answer["data"]["resultType"] == "vector", expression
+        return [(each["metric"], [(moment, float(each["value"][1]))]) for each in answer["data"]["result"]]
+
+    def range(self, expression: str, begin: float, step: float) -> list[Series]:
+        """Return the series of an expression from a moment until now."""
+        answer = self._server.get("/api/v1/query_range", query=expression, start=begin, end=self.now, step=step)
+        assert answer["status"] == "success", f"{answer.get('error')} in {expression}"
+        found = answer["data"]["result"]
+        return [(each["metric"], [(float(t), float(v)) for t, v in each["values"]]) for each in found]
+
+    def evaluated(self, name: str) -> list[Series]:
+        """Return what a recording rule would record now, of what has been written since, too."""
+        return self.instant(self._recording[name])
+
+    def touched(self, expression: str, begin: float | None = None, step: float = _EVALUATION) -> int:
+        """Return how many samples Prometheus reads for a query: an instant one, or over the range from `begin`."""
+        if begin is None:
+            answer = self._server.get("/api/v1/query", query=expression, time=self.now, stats="all")
+        else:
+            answer = self._server.get(
+                "/api/v1/query_range", query=expression, start=begin, end=self.now, step=step, stats="all"
+            )
+        return int(answer["data"]["stats"]["samples"]["totalQueryableSamples"])
+
+    def _step_by_step(self, rules: list[dict[str, Any]]) -> None:
+        alive: dict[str, list[dict[str, str]]] = {}
+        moment = self._begin
+        while moment <= self.now:
+            for rule in rules:
+                name = rule["record"]
+                found = [
+                    ({**labels, "__name__": name}, points) for labels, points in self.instant(rule["expr"], moment)
+                ]
+                gone = [labels for labels in alive.get(name, ()) if labels not in [known for known, _ in found]]
+                alive[name] = [labels for labels, _ in found]
+                self.write([*found, *((labels, [(moment, situations.STALE)]) for labels in gone)])
+            moment += _EVALUATION
+
+    def _over_the_range(self, rule: dict[str, Any]) -> None:
+        made = []
+        for labels, found in self.range(rule["expr"], self._begin, _EVALUATION):
+            points = found if "record" in rule else _firing(found, rule)
+            if "record" in rule:
+                known = {**labels, **rule.get("labels", {}), "__name__": rule["record"]}
+            else:
+                plain = {name: value for name, value in labels.items() if name != "__name__"}
+                known = {**plain, **rule["labels"], "__name__": "ALERTS", "alertname": rule["alert"]}
+                known["alertstate"] = "firing"
+            ended = [t + _EVALUATION for (t, _), (later, _) in pairwise([*points, (math.inf, 0)]) if later > t + 20]
+            stale = [(moment, situations.STALE) for moment in ended if moment <= self.now]
+            made.append((known, sorted([*points, *stale])))
+        self.write([each for each in made if each[1]])
+
+
+def _firing(points: Any, rule: dict[str, Any]) -> list[tuple[float, float]]:
+    """Return when an alert fires that is pending at these points."""
+    number, unit = re.fullmatch(r"(\d+)([smh])", rule.get("for", "0s")).groups()  # type: ignore[union-attr]
+    patience = int(number) * {"s": 1, "m": 60, "h": 3600}[unit]
+    made, since, last = [], -math.inf, -math.inf
+    for moment, _ in points:
+        since = moment if moment > last + 1.5 * _EVALUATION else since
+        last = moment
+        if moment - since >= patience:
+            made.append((moment, 1.0))
+    return made
+
+
+@pytest.fixture(scope="session")
+def record(start_prometheus: Callable[..., Prometheus]) -> Callable[[], Recorded]:
+    """Make a Prometheus that has the five situations."""
+    return lambda: Recorded(start_prometheus("global: {}\n", "--web.enable-remote-write-receiver"))
+
+
+@pytest.fixture(scope="session")
+def recorded(record: Callable[[], Recorded]) -> Recorded:
+    """The five situations, ready to be drawn; to be read only."""
+    return record()

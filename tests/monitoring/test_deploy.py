@@ -66,6 +66,29 @@ def test_images_have_versions() -> None:
     assert not any(re.search(r":latest\b", text) for text in texts)
 
 
+def test_the_demo_image_has_torch_for_the_cpu() -> None:
+    """`make up` gives no argument, so that the default counts; the build ends where another torch came."""
+    text = (DEPLOY / "container" / "Dockerfile").read_text()
+    assert 'ARG PIP_EXTRA_INDEX_URL="https://download.pytorch.org/whl/cpu"' in text
+    assert text.index("ARG PIP_EXTRA_INDEX_URL") < text.index("RUN pip install")
+    assert "assert torch.version.cuda is None" in text
+    assert "args" not in load("compose/compose.yaml")["services"]["demo"]["build"]
+
+
+def test_alerts_of_the_containers_link_to_pages_that_prometheus_serves() -> None:
+    """Under the address by which a browser on this machine reaches it."""
+    service = load("compose/compose.yaml")["services"]["prometheus"]
+    assert "../../docs:/docs:ro" in service["volumes"]
+    assert "--web.user-assets=/docs" in service["command"]
+    assert "--web.external-url=http://127.0.0.1:9090/" in service["command"]
+    assert "127.0.0.1:9090:9090" in service["ports"]
+    for file in ("prometheus/prometheus.yml", "compose/prometheus/prometheus.yml"):
+        content = load(file)
+        assert content["rule_files"] == ["rules/*.yml"]
+        assert content["alerting"]["alertmanagers"]
+        assert content["global"]["external_labels"] == {"ddpdebug_docs": ""}
+
+
 @pytest.mark.parametrize("file", ["prometheus/prometheus.yml", "compose/prometheus/prometheus.yml"])
 def test_prometheus_accepts_its_configuration(file: str, need: Callable[[str], str]) -> None:
     """And reads the rules from where they are."""
@@ -75,7 +98,7 @@ def test_prometheus_accepts_its_configuration(file: str, need: Callable[[str], s
 def test_alertmanager_accepts_its_configuration(need: Callable[[str], str]) -> None:
     """And inhibits alerts that exist."""
     run(need("amtool"), "check-config", DEPLOY / "compose" / "alertmanager.yml")
-    rules = (DEPLOY / "prometheus" / "rules" / "ddpdebug.yml").read_text()
+    rules = (DEPLOY / "prometheus" / "rules" / "ddpdebug-alerts.yml").read_text()
     named = set(re.findall(r"Ddpdebug\w+", (DEPLOY / "compose" / "alertmanager.yml").read_text()))
     assert named
     assert all(f"alert: {name}\n" in rules for name in named)
@@ -105,9 +128,11 @@ def test_the_cluster_gets_monitor_rules_and_dashboards(tmp_path: Path) -> None:
     run(program, "--strict", "-k", "1.33", builtin)
 
 
-def test_the_rules_of_the_cluster_are_those_of_the_file() -> None:
-    """`make rules` would change nothing."""
-    groups = load("prometheus/rules/ddpdebug.yml")["groups"]
+def test_the_rules_of_the_cluster_are_those_of_the_files() -> None:
+    """All groups, in one resource."""
+    files = sorted((DEPLOY / "prometheus" / "rules").iterdir(), reverse=True)
+    groups = [group for file in files for group in load(f"prometheus/rules/{file.name}")["groups"]]
+    assert len(files) == 2
     assert load("kubernetes/base/prometheusrule.yaml")["spec"] == {"groups": groups}
 
 

@@ -87,9 +87,11 @@ def test_only_options_and_commands_that_exist_are_documented() -> None:
     """A page does not promise what the program refuses."""
     known = {option.flag for option in options()} | {f"--no-{o.flag[2:]}" for o in options() if o.switch}
     for command in COMMANDS:
-        params = importlib.import_module(f"ddpdebug.commands.{command}").command.params
+        group = importlib.import_module(f"ddpdebug.commands.{command}").command
+        params = [each for one in (group, *getattr(group, "commands", {}).values()) for each in one.params]
         known |= {name for parameter in params for name in (*parameter.opts, *parameter.secondary_opts)}
-    foreign = {"--lr", "--standalone", "--pdb", "--wait", "--url", "--max-restarts", "--max-tokens", "--key-file"}
+    foreign = {"--lr", "--standalone", "--pdb", "--wait", "--max-restarts", "--max-tokens", "--key-file"}
+    foreign |= {"--web"}  # of Prometheus
     foreign |= {"--rounds", "--block", "--learn", "--ways", "--busy", "--first", "--steady"}  # of the benchmark
     foreign |= {"--cost", "--against"}  # of benchmarks/scrapes.py
     foreign |= {"--option", "--twice"}  # of tests/harm/pairs.py

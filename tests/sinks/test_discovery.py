@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,6 +90,32 @@ def test_the_snippet_is_what_prometheus_reads(
     words = [need("promtool"), "check", "config", "--syntax-only", tmp_path / "prometheus.yml"]
     result = subprocess.run(words, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("where", [{"sd_dir": "targets"}, {}], ids=["files", "list"])
+def test_the_snippet_has_the_certificates_that_the_rank_asks_for(
+    where: dict[str, str], tmp_path: Path, need: Callable[[str], str]
+) -> None:
+    """And the password; both once more where Prometheus asks for the list of the ranks."""
+    config = {**where, "metrics_client_ca": "ca.pem", "metrics_password_file": "password"}
+    snippet = scrape_snippet(replace(STARTED, config=config, metrics_url="https://127.0.0.1:9400/metrics"))
+    job = _read(f"scrape_configs:\n{snippet}\n")
+    asked = [job, *job.get("http_sd_configs", ())]
+    assert len(asked) == (1 if where else 2)
+    for each in asked:
+        assert set(each["tls_config"]) == {"ca_file", "cert_file", "key_file"}
+        assert set(each["basic_auth"]) == {"username", "password_file"}
+    (tmp_path / "prometheus.yml").write_text(f"scrape_configs:\n{snippet}\n")
+    words = [need("promtool"), "check", "config", "--syntax-only", tmp_path / "prometheus.yml"]
+    result = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    plain = scrape_snippet(replace(STARTED, config=where, metrics_url="https://127.0.0.1:9400/metrics"))
+    assert "tls_config" not in plain
+
+
+def _read(text: str) -> dict[str, Any]:
+    (job,) = pytest.importorskip("yaml").safe_load(text)["scrape_configs"]
+    return dict(job)
 
 
 def test_the_snippet_says_when_it_is_for_one_run_only() -> None:

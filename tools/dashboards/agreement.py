@@ -1,12 +1,11 @@
-"""Rank agreement: what agrees with what, who is outvoted, since when."""
+"""Rank agreement: what agrees with what, who is outvoted and in what, since when."""
 
 from __future__ import annotations
 
 from tools.dashboards import promql as q
-from tools.dashboards.parts import BAD, GOOD, Board, lines, linked, states
+from tools.dashboards.parts import AGREE, BAD, Board, lines, linked, states
 
-_DIFFER = ((0, "agree", GOOD), (1, "differ", BAD))
-_MINORITY = ((0, "majority", GOOD), (1, "outvoted", BAD))
+_OUTVOTED = ((1, "outvoted", BAD),)
 
 
 def board() -> Board:
@@ -18,39 +17,39 @@ def board() -> Board:
         "parted first is usually the cause of the rest.",
     )
     made.size(12, 9)
+    differing = f"max by (what) ({q.chosen('run_what:ddpdebug_ranks_disagreeing:max')})"
     made.add(
-        states([(q.shared("ddpdebug_ranks_disagreeing", "what"), "{{what}}")], words=_DIFFER, missing="no data"),
+        states([(differing, "{{what}}")], words=AGREE, missing="no data"),
         "What agrees",
         "One row for each thing that is compared. hyperparameters before parameters: a schedule. gradients before "
         "parameters: a missing reduction. parameters alone: an edit or a load on one rank.",
     )
     made.add(
-        lines([(q.shared("ddpdebug_ranks_disagreeing", "what"), "{{what}}")]),
+        lines([(differing, "{{what}}")], count=True),
         "How many ranks differ",
-        "Ranks outvoted; all of them where there is no majority, as always with two ranks. Jumps to the world size: "
-        "everybody has parted from everybody.",
+        "Ranks outside the largest group of equals; all of them where no group is the largest, as always with two "
+        "ranks: then nobody can tell which of them is right.",
     )
     made.row("Ranks")
-    outvoted = f"ddpdebug_rank_outvoted{{{q.RANKS}}}"
-    worst = f"max by (rank) ({q.chosen(outvoted)})"
-    ever = f"max_over_time(({worst})[$__range:$__interval]) > 0"
+    outvoted = q.chosen("run_rank_what:ddpdebug_rank_outvoted:max", q.RANKS)
     panel = states(
-        [(f"{worst} and on (rank) ({ever})", "rank {{rank}}")],
-        words=_MINORITY,
+        [(q.worst(60, f"max by (rank, what) ({outvoted})"), "rank {{rank}}: {{what}}")],
+        words=_OUTVOTED,
         missing="no rank was outvoted in this time range",
     )
     made.add(
         linked(panel, "what this rank does", "ddpdebug-ranks", "rank"),
-        "Minority ranks",
-        "Only ranks that were outvoted in this time range have a row. One rank alone: its node, its GPU, its code "
-        "path. All ranks of a node: that node, or a group that ends at it.",
+        "Outvoted ranks",
+        "Only ranks that were outvoted have a row, one for each thing in which they were. One rank alone: its node, "
+        "its GPU, its code path. All ranks of a node: that node, or a group that ends at it. All ranks of the run: "
+        "no group of equals is the largest, so that nobody can be blamed.",
         width=24,
         height=9,
     )
     for what in ("parameters", "optimizer_state"):
-        query = q.chosen(f'ddpdebug_rank_outvoted{{what="{what}", {q.RANKS}}}')
+        query = q.of_run("run_what:ddpdebug_ranks_disagreeing:max", f'what="{what}"')
         made.add(
-            lines([(f"sum(max by (rank) ({query}))", "ranks")], missing="not compared yet"),
+            lines([(query, "ranks")], missing="not compared yet", count=True),
             f"Ranks outvoted on {what.replace('_', ' ')}",
             f"How many ranks differ in their {what.replace('_', ' ')}. From the first step on: initialisation or "
             "loading. Later: something happened on these ranks only.",
@@ -61,32 +60,27 @@ def board() -> Board:
 
 def _why(made: Board) -> None:
     made.row("Why")
+    unsynced = f"max by (rank) ({q.rate('ddpdebug_unsynchronised_steps_total', q.RANKS)})"
     made.add(
-        lines([(q.rate("ddpdebug_unsynchronised_steps_total", "rank"), "rank {{rank}}")]),
+        lines([(q.worst(8, unsynced), "rank {{rank}}")], count=True),
         "Unsynchronised steps per second",
         "Steps on gradients that no DDP had reduced: no_sync around the last backward, or a call past the wrapper. "
         "More than zero trains each rank on its own.",
     )
     made.add(
-        lines(
-            [
-                (f"max({q.ranks('ddpdebug_local_grad_norm')})", "highest rank"),
-                (f"quantile(0.5, {q.ranks('ddpdebug_local_grad_norm')})", "median rank"),
-            ]
-        ),
+        lines(q.spread("ddpdebug_local_grad_norm")[:2]),
         "Own gradient norm",
-        "Norm of the ranks' gradients before the reduction. A rank far above the median drives the mean: look at its "
-        "batch in Numerics.",
+        "Norm of the ranks' gradients before the reduction, without the loss scale. A rank far above the median "
+        "drives the mean: look at its batch in Numerics.",
     )
-    learning = q.ranks("ddpdebug_learning_rate")
     made.add(
-        lines([(f"max({learning})", "highest rank"), (f"min({learning})", "lowest rank")]),
+        lines(q.spread("ddpdebug_learning_rate")[::2]),
         "Learning rate",
         "Must be one line. Two lines: a scheduler that is driven by a number of its own rank, or stepped on some "
         "ranks only (RANK104).",
     )
     made.add(
-        lines([(f"max({q.chosen('ddpdebug_check_interval_steps')})", "steps between full checks")]),
+        lines([(q.of_run("ddpdebug_check_interval_steps"), "steps between full checks")]),
         "Check interval",
         "A difference is seen at the next full check at the latest. Raise --budget, or use --every-step, to see it "
         "in the step in which it happens.",

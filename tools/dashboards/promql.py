@@ -1,71 +1,62 @@
-"""Queries in the words of the dashboards. A run is chosen by joining `ddpdebug_run_info`: it needs no label on targets.
+"""Queries in the words of the dashboards.
 
-Ranks of one run may repeat a fact that all of them know, and a restart may leave two series for a moment: everything is
-aggregated, so that a rank is one line.
+Every series has the run's id as a label, so that a query touches the series of the chosen run alone. What belongs to a
+run as a whole is drawn from the recording rules (deploy/prometheus/rules/ddpdebug.yml): a picture of a run costs the
+same whatever runs beside it, and however many ranks it has. Ranks of one run may repeat a fact that all of them know:
+everything else is aggregated, so that a rank is one line.
 """
 
 from __future__ import annotations
 
-#: The run chosen in the dashboard, once per target.
-RUN = 'ddpdebug_run_info{run_id="$run"}'
+#: The run and the ranks that are chosen in the dashboard.
+RUN = 'run_id=~"$run"'
 RANKS = 'rank=~"$rank"'
-JOIN = "* on (job, instance) group_left ()"
 
 
-def chosen(expression: str) -> str:
-    """Keep of any expression that still has its target's labels what belongs to the chosen run."""
-    return f"{expression} {JOIN} {RUN}"
+def chosen(name: str, *matchers: str) -> str:
+    """Return the series of the chosen run with this name."""
+    return f"{name}{{{', '.join((RUN, *matchers))}}}"
 
 
-def by_rank(selector: str) -> str:
-    """Return a gauge by rank."""
-    return f"max by (rank) ({chosen(selector)})"
+def of_run(name: str, *matchers: str) -> str:
+    """Return something of the chosen run that is recorded once for it."""
+    return f"max({chosen(name, *matchers)})"
 
 
-def ranks(name: str) -> str:
+def last(expression: str) -> str:
+    """Return the last values within the time range that is shown: also of a run that has ended in it."""
+    return f"last_over_time({expression}[$__range])"
+
+
+def by_rank(name: str, *matchers: str) -> str:
     """Return a gauge of the chosen ranks, by rank."""
-    return by_rank(f"{name}{{{RANKS}}}")
+    return f"max by (rank) ({chosen(name, RANKS, *matchers)})"
 
 
-def shared(selector: str, *labels: str) -> str:
-    """Return what all ranks know alike."""
-    by = f" by ({', '.join(labels)})" if labels else ""
-    return f"max{by} ({chosen(selector)})"
+def last_by_rank(name: str, *matchers: str) -> str:
+    """Return the last value of each of the chosen ranks that was there in the time range."""
+    return f"max by (rank) ({last(chosen(name, RANKS, *matchers))})"
 
 
-def rate(selector: str, *labels: str) -> str:
-    """Return the rate of a counter by these labels, of the rank that counts most."""
-    return f"max by ({', '.join(labels)}) ({chosen(f'rate({selector}[$__rate_interval])')})"
+def rate(name: str, *matchers: str) -> str:
+    """Return the rate of a counter of the chosen run's series."""
+    return f"rate({chosen(name, *matchers)}[$__rate_interval])"
 
 
-def increase(selector: str, window: str, *labels: str) -> str:
-    """Return how much a counter grew, of the rank that counts most."""
-    by = f" by ({', '.join(labels)})" if labels else ""
-    return f"max{by} ({chosen(f'increase({selector}[{window}])')})"
-
-
-def phase_seconds(phases: str, only: str = "") -> str:
-    """Return the mean time per step of phases (a regular expression) by rank.
-
-    Args:
-        only: a matcher that chooses ranks, as `RANKS`.
-    """
-    of = f", {only}" if only else ""
-    total = chosen(f'rate(ddpdebug_phase_seconds_sum{{phase=~"{phases}"{of}}}[$__rate_interval])')
-    count = chosen(f'rate(ddpdebug_phase_seconds_count{{phase="forward"{of}}}[$__rate_interval])')
+def phase_seconds(phases: str) -> str:
+    """Return the mean time per step of phases (a regular expression) of the chosen ranks."""
+    total = rate("ddpdebug_phase_seconds_sum", RANKS, f'phase=~"{phases}"')
+    count = rate("ddpdebug_phase_seconds_count", RANKS, 'phase="forward"')
     return f"sum by (rank) ({total}) / max by (rank) ({count})"
 
 
-#: What a rank does before it waits for the others: what makes a straggler.
-OWN_PHASES = "data|forward"
-
-
-def spread(expression: str) -> list[tuple[str, str]]:
-    """Return (query, name) of the bounds and the middle of something by rank: legible for any number of ranks."""
+def spread(name: str, *matchers: str) -> list[tuple[str, str]]:
+    """Return (query, name) of the bounds and the middle of a gauge by rank: legible for any number of ranks."""
+    values = by_rank(name, *matchers)
     return [
-        (f"max({expression})", "highest rank"),
-        (f"quantile(0.5, {expression})", "median rank"),
-        (f"min({expression})", "lowest rank"),
+        (f"max({values})", "highest rank"),
+        (f"quantile(0.5, {values})", "median rank"),
+        (f"min({values})", "lowest rank"),
     ]
 
 
@@ -74,17 +65,10 @@ def worst(count: int, expression: str) -> str:
     return f"topk({count}, {expression})"
 
 
-def by_run(selector: str, *labels: str) -> str:
-    """Return what all ranks of a run know alike, or the largest of what they do not, for all runs."""
-    by = ", ".join(("run_id", *labels))
-    return f"max by ({by}) ({selector} * on (job, instance) group_left (run_id) ddpdebug_run_info)"
+#: The run's state (parts.RUN_STATES) when the time range ends, also of a run that ended in it.
+STATE = f"max({last(chosen('run:ddpdebug_run_state:max'))})"
 
 
-_DEVICE = chosen('ddpdebug_device_memory_bytes{kind="reserved"}')
-_HOST = chosen("ddpdebug_host_memory_bytes")
-_DEVICE_FULL = f"max by (rank) ({_DEVICE}) / (max by (rank) ({chosen('ddpdebug_device_memory_limit_bytes')}) > 0)"
-_HOST_FULL = f"max by (rank) ({_HOST}) / (max by (rank) ({chosen('ddpdebug_host_memory_limit_bytes')}) > 0)"
-#: What the fullest rank has left, of its device or its host.
-HEADROOM = f"1 - max({_DEVICE_FULL} or {_HOST_FULL})"
-#: How much longer the slowest rank works than the median one.
-STRAGGLER = f"max({phase_seconds(OWN_PHASES)}) / quantile(0.5, {phase_seconds(OWN_PHASES)}) - 1"
+def verdict(expression: str) -> str:
+    """Return the value, or how the run ended where there is none: below zero, so that no value can be meant."""
+    return f"({expression}) or (-1 - {STATE})"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from tools.dashboards import promql as q
-from tools.dashboards.parts import BAD, GOOD, WARN, Board, Panel, density, lines, listing, tile, worded
+from tools.dashboards.parts import GOOD, RUN_STATES, WARN, Board, Panel, density, lines, listing, tile, worded
 
-_UP = ((0, "gone", BAD), (1, "up", GOOD))
+#: What a rank does before it waits for the others: what makes a straggler.
+_OWN = "data|forward|other"
 
 
 def board() -> Board:
@@ -14,28 +15,37 @@ def board() -> Board:
         "ddpdebug-ranks",
         "Ranks and stragglers",
         "The slowest rank sets the pace: DDP's backward ends for nobody before it has ended for everybody. Own work "
-        "is the time before that wait: data and forward.",
+        "is the time outside that wait: data, forward, and what lies between the phases.",
     )
     made.size(6, 5)
     made.add(
-        tile(q.STRAGGLER, unit="percentunit", steps=((None, GOOD), (0.2, WARN), (0.5, BAD)), missing="no steps"),
+        tile(
+            q.verdict(q.of_run("run:ddpdebug_straggler:ratio")),
+            unit="percentunit",
+            steps=((None, GOOD), (0.1, WARN)),
+            missing="no steps",
+        ),
         "Slowest rank above the median",
-        "Own work of the slowest rank compared with the median rank. What could be gained by repairing it.",
+        "What the slowest rank works longer than the median one, as a share of the step: what could be gained by "
+        "repairing it. The alert DdpdebugStraggler fires from 10 % on.",
     )
     made.add(
         tile(
-            f"max({q.by_rank('ddpdebug_step')}) - min({q.by_rank('ddpdebug_step')})",
-            steps=((None, GOOD), (2, WARN), (10, BAD)),
+            q.verdict(q.of_run("run:ddpdebug_steps_apart:max")),
+            words=[(0, "in step", GOOD)],
+            steps=((None, GOOD), (2, WARN)),
+            unit="suffix:steps",
         ),
         "Steps apart",
-        "How far the ranks' step counters are apart. More than one or two: ranks that do not step together, as with "
-        "uneven shards (RANK112).",
+        "How far the ranks are apart at one moment, as they tell each other. More than one or two: ranks that do not "
+        "step together, as with uneven shards (RANK112).",
     )
-    own = q.phase_seconds(q.OWN_PHASES, q.RANKS)
+    own = q.phase_seconds(_OWN)
     made.add(
         lines([(f"max({own})", "highest rank"), (f"quantile(0.5, {own})", "median rank")], unit="s"),
         "Own work per step",
-        "Data and forward of the slowest and the median rank. The gap is what all others wait in every step.",
+        "Data, forward and what lies between of the slowest and the median rank. The gap is what all others wait in "
+        "every step.",
         width=12,
     )
     _who(made)
@@ -43,13 +53,14 @@ def board() -> Board:
 
 
 _TABLE_TEXT = (
-    "Every rank that was there in this time range: where it runs, its last step, how long ago. gone: its endpoint no "
-    "longer answers or it left the exchange; read its log. The GPU's name is that of NVIDIA's own exporter."
+    "Every rank that was there in this time range, also of a run that is over: where it runs, how it is or how it "
+    "ended, its last step. lost: it was killed; cancelled beside it: the launcher ended the others. gone: it no longer "
+    "answers; read its log. The GPU's name is that of NVIDIA's own exporter."
 )
 
 
-def _table(up: str) -> Panel:
-    labels = "rank, local_rank, node, gpu_uuid"
+def _table() -> Panel:
+    """Return a row for each rank that was seen: all queries ask for last values, so that all return the same ranks."""
     columns = {
         "rank": "Rank",
         "node": "Node",
@@ -57,37 +68,40 @@ def _table(up: str) -> Panel:
         "gpu_uuid": "GPU",
         "Value #A": "State",
         "Value #B": "Step",
-        "Value #C": "Last step ago",
+        "Value #C": "Last step",
         "Value #D": "Loss",
     }
-    place = f"max by ({labels}) ({q.chosen(f'ddpdebug_rank_info{{{q.RANKS}}}')})"
-    joined = "* on (rank) group_left (local_rank, node, gpu_uuid)"
+    state, seen = "ddpdebug_run_state", q.last_by_rank("ddpdebug_step")
+    ended = f"{q.last_by_rank(state)} != 1 != 2"
+    # where rank 0 speaks for all, the others have no state of their own
+    states = f"{q.by_rank(state)} or ({ended}) or 6 - 5 * {q.by_rank('ddpdebug_rank_up')} or 0 * {seen} + 6"
+    place = q.last(q.chosen("ddpdebug_rank_info", q.RANKS))
     panel = listing(
         [
-            f"{up} {joined} {place} or on (rank) ({up})",
-            f"{q.ranks('ddpdebug_step')} {joined} {place}",
-            f"time() - {q.ranks('ddpdebug_last_step_timestamp_seconds')} {joined} {place}",
-            f"{q.ranks('ddpdebug_loss')} {joined} {place}",
+            states,
+            seen,
+            f"1000 * {q.last_by_rank('ddpdebug_last_step_timestamp_seconds')}",
+            q.last_by_rank("ddpdebug_loss"),
+            f"max by (rank, local_rank, node, gpu_uuid) ({place})",
         ],
         names=columns,
-        units={"Last step ago": "s", "Step": "none"},
+        units={"Last step": "dateTimeFromNow", "Step": "none"},
         missing="no rank was seen in this time range",
     )
-    return worded(panel, "State", _UP)
+    return worded(panel, "State", RUN_STATES)
 
 
 def _who(made: Board) -> None:
-    own = q.phase_seconds(q.OWN_PHASES, q.RANKS)
     made.row("Who")
     made.add(
-        lines([(q.worst(5, own), "rank {{rank}}")], unit="s", missing="no steps in this time range"),
+        lines([(q.worst(5, q.phase_seconds(_OWN)), "rank {{rank}}")], unit="s", missing="no steps in this time range"),
         "Slowest ranks",
         "The five ranks with the most own work. Always the same: its node, its GPU's clock, its shard. Taking turns: "
         "batches of uneven length.",
     )
     made.add(
         lines(
-            [(q.worst(5, q.phase_seconds("data", q.RANKS)), "rank {{rank}}")],
+            [(q.worst(5, q.phase_seconds("data")), "rank {{rank}}")],
             unit="s",
             missing="no steps in this time range",
         ),
@@ -95,18 +109,22 @@ def _who(made: Board) -> None:
         "The five ranks that wait longest for their loader. More than a few percent of the step: more workers, or "
         "faster storage.",
     )
+    buckets = q.chosen("ddpdebug_step_seconds_bucket", q.RANKS)
     made.add(
-        density(f"sum by (le) ({q.chosen('increase(ddpdebug_step_seconds_bucket[$__rate_interval])')})"),
+        density(f"sum by (le) (increase({buckets}[$__rate_interval]))"),
         "Step time of all ranks",
-        "How many steps took how long, over all ranks. A second band: steps that wait for something, as checkpoints "
-        "or evaluation.",
+        "How many steps took how long, over all ranks; the bounds lie about the run's usual step, 20 % apart. A second "
+        "band: steps that wait for something, as checkpoints or evaluation.",
     )
-    up = f"max by (rank) ({q.chosen(f'ddpdebug_rank_up{{{q.RANKS}}}')})"
-    seen = f"max by (rank) (last_over_time(({up})[$__range:$__interval]))"
-    left = f"({seen} unless on (rank) ({up})) * 0 or {up}"
     made.add(
-        lines([(f"sum({up})", "ranks up"), (q.shared("ddpdebug_world_size"), "ranks of the run")]),
+        lines(
+            [
+                (q.of_run("run:ddpdebug_ranks_up:sum"), "ranks up"),
+                (q.of_run("run:ddpdebug_world_size:max"), "ranks of the run"),
+            ],
+            count=True,
+        ),
         "Ranks over time",
         "How many ranks take part. A drop is a rank that died or left: the table says which.",
     )
-    made.add(_table(left), "Ranks now", _TABLE_TEXT, width=24, height=10)
+    made.add(_table(), "Ranks", _TABLE_TEXT, width=24, height=10)

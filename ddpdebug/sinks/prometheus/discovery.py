@@ -49,15 +49,19 @@ def scrape_snippet(record: RunStarted) -> str:
     url = record.metrics_url or ""
     scheme = url.partition(":")[0]
     directory = record.config.get("sd_dir")
-    extra = "" if scheme == "http" else ", scheme: https"
+    access = ""  # the list of targets is asked for with settings of its own
+    if record.config.get("metrics_client_ca"):
+        access += ", tls_config: {ca_file: CA_FILE, cert_file: CERTIFICATE_FILE, key_file: KEY_FILE}"
     if record.config.get("metrics_password_file"):
-        extra += ", basic_auth: {username: NAME, password_file: FILE}"
+        access += ", basic_auth: {username: NAME, password_file: FILE}"
+    extra = f"{'' if scheme == 'http' else ', scheme: https'}{access}"
     if directory:
         path = json.dumps(str(Path(str(directory)).absolute() / PATTERN))
-        return f"- {{job_name: ddpdebug, file_sd_configs: [{{files: [{path}]}}]{extra}}}"
+        # of changes on another machine nobody tells Prometheus: a run that has ended would be down for five minutes
+        return f"- {{job_name: ddpdebug, file_sd_configs: [{{files: [{path}], refresh_interval: 30s}}]{extra}}}"
     address = json.dumps(f"{url.removesuffix('/metrics')}/sd")
     once = "" if record.config.get("metrics_port") else "  # this run; all runs: --sd-dir DIR or --metrics-port 9400"
-    return f"- {{job_name: ddpdebug, http_sd_configs: [{{url: {address}}}]{extra}}}{once}"
+    return f"- {{job_name: ddpdebug, http_sd_configs: [{{url: {address}{access}}}]{extra}}}{once}"
 
 
 class TargetFile:

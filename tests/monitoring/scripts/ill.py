@@ -5,6 +5,7 @@ import gc
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ END = int(sys.argv[1])
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
+if len(sys.argv) > 2:
+    Path(sys.argv[2], f"pid-{rank}").write_text(str(os.getpid()))
 torch.manual_seed(0)
 
 
@@ -74,8 +77,8 @@ for step in range(END):
         ddpdebug.observe(val_loss=loss.detach())
     if step == 290:
         time.sleep(15)
-    if 300 <= step < 400:
-        kept_for_ever.append(torch.zeros(250_000))
+    if step < 1000:
+        kept_for_ever.append(torch.zeros(100_000))
     model.train(not (rank == 1 and 320 <= step < 330))
 del model
 gc.collect()
