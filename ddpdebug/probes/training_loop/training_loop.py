@@ -410,6 +410,7 @@ class Recipe:
 
     def _tell_no_grad(self) -> None:
         for seen in self._no_grad.values():
+            seen.release()
             if (fact := seen.found()) is not None:
                 self.tell(fact)
         self._no_grad.clear()
@@ -704,8 +705,6 @@ class Recipe:
     def close(self, *, finished: bool = False) -> None:
         """Announce what only the end shows; a schedule by epochs has had its chance if the run came to its end."""
         self.abort()
-        for seen in self._no_grad.values():
-            seen.release()
         if os.getpid() != self._pid:  # a forked child (a loader's worker) is not the rank, and has no one to tell
             return
         self._end_evaluation()
