@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -820,8 +820,22 @@ def test_modules_in_a_plain_list_are_found_in_the_graph() -> None:
     assert unregistered([net(x)], [x], net, known | {id(net.layers[0].weight)}) == []
 
 
+_MADE: list[Probes] = []
+
+
+@pytest.fixture(autouse=True)
+def _released() -> Iterator[None]:
+    """Hooks on all modules do not outlive a test."""
+    yield
+    while _MADE:
+        probes = _MADE.pop()
+        probes.remove()
+        probes.release()
+
+
 def _probes(announce: Callable[[str, Any], None]) -> Probes:
-    return Probes(Guard(lambda *_: None), lambda _: None, announce, lambda *_: True)
+    _MADE.append(Probes(Guard(lambda *_: None), lambda _: None, announce, lambda *_: True))
+    return _MADE[-1]
 
 
 def test_a_schedule_is_judged_where_the_run_came_to_its_end() -> None:
