@@ -22,7 +22,8 @@ from typing import Any
 import pytest
 from machine import PATIENCE, until
 
-pytestmark = [pytest.mark.jobs, pytest.mark.slow]
+#: The limit is high so that this file, which takes minutes, is among the first to begin.
+pytestmark = [pytest.mark.jobs, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 HERE = Path(__file__).parent
 DEPLOY = HERE.parent.parent / "deploy"

@@ -19,7 +19,8 @@ from machine import PATIENCE, free_port, until
 
 from ddpdebug.grafana.dashboards import shipped
 
-pytestmark = [pytest.mark.jobs, pytest.mark.slow]
+#: The limit is high so that this file, which takes minutes, is among the first to begin.
+pytestmark = [pytest.mark.jobs, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 HERE = Path(__file__).parent
 RULES = HERE.parent.parent / "deploy" / "prometheus" / "rules"
