@@ -83,14 +83,14 @@ class PoorInitialisation(SampledRule):
         lambda: sampled(3, modules=lambda i: _deep(6.0)),
         lambda: sampled(3, modules=lambda i: _deep(0.2)),
         lambda: sampled(3, modules=lambda i: _deep(0.8, 0.1)),  # biases keep what all inputs have in common
-        lambda: sampled(3, modules=lambda i: _deep(0.8, 0.05) | {"l9": {**_linear(1.0, 9), "spread": 0.0}}),
+        lambda: sampled(3, modules=lambda i: {**_deep(0.8, 0.05), "l9": {**_linear(1.0, 9), "spread": 0.0}}),
         lambda: sampled(3, lambda i: {"w": weight(symmetric=True)} if i == 0 else {"w": weight()}),
     )
     silent_on = Examples(
         lambda: sampled(
-            3, modules=lambda i: _deep(0.8, 0.0) | {"l0": {**_linear(1.0, 0), "spread": 0.0}}
+            3, modules=lambda i: {**_deep(0.8, 0.0), "l0": {**_linear(1.0, 0), "spread": 0.0}}
         ),  # one sample
-        lambda: sampled(3, modules=lambda i: _deep(0.8) | {"l9": {**_linear(1.0, 9), "spread": 0.0}}),  # of a constant
+        lambda: sampled(3, modules=lambda i: {**_deep(0.8), "l9": {**_linear(1.0, 9), "spread": 0.0}}),  # of a constant
         lambda: sampled(3, modules=lambda i: _deep(0.6)),
         lambda: sampled(3, modules=lambda i: _deep(2.0)),
         lambda: sampled(3, modules=lambda i: {**_deep(1.0), "out": {**_linear(1e-6, 9), "hidden": False}}),
