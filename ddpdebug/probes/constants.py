@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -145,7 +146,7 @@ def _code_of(module: torch.nn.Module) -> set[str]:
     seen: set[CodeType] = set()
     while waiting:
         function = _unwrapped(waiting.pop())
-        if not isinstance(function, FunctionType) or _is_torchs(function):
+        if type(function) is not FunctionType or _is_torchs(function):
             continue
         codes = [function.__code__]
         waiting += [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
@@ -171,14 +172,18 @@ _COMPUTED = {"getattr", "__dict__", "vars", "attrgetter", "import_module"}
 def _unwrapped(value: Any) -> Any:
     """Return the function inside of what stands for one: methods, properties, partial objects, decorators."""
     for _ in range(8):
-        if isinstance(value, MethodType | staticmethod | classmethod):
+        kind = type(value)  # what the code names may be any object of the user's: nothing of it may run
+        if issubclass(kind, MethodType | staticmethod | classmethod):
             value = value.__func__
-        elif isinstance(value, property):
+        elif issubclass(kind, property):
             value = value.fget
-        elif isinstance(value, functools.cached_property | functools.partial):
+        elif issubclass(kind, functools.cached_property | functools.partial):
             value = value.func
-        elif not isinstance(value, FunctionType) and isinstance(getattr(value, "__wrapped__", None), FunctionType):
-            value = value.__wrapped__
+        elif (
+            kind is not FunctionType
+            and type(inner := inspect.getattr_static(value, "__wrapped__", None)) is FunctionType
+        ):
+            value = inner
         else:
             break
     return value
@@ -190,7 +195,7 @@ def _is_torchs(thing: Any) -> bool:
 
 def _is_filled(cell: Any) -> bool:
     try:
-        return isinstance(cell.cell_contents, FunctionType | MethodType)
+        return type(cell.cell_contents) in {FunctionType, MethodType}
     except ValueError:
         return False
 

@@ -48,6 +48,8 @@ class _Source:
     told: int = 0
     order: list[int] = field(default_factory=list)  # the first indices of this epoch
     order_before: list[int] = field(default_factory=list)  # of the epoch before, if it was trained on
+    sampler: dict[str, int | float] = field(default_factory=dict)  # numbers that the sampler began this epoch with
+    sampler_before: dict[str, int | float] = field(default_factory=dict)
     step: int | None = None  # at the last delivery of this epoch
     trains: bool = False  # steps were taken between its deliveries
     compared: bool = False  # in this epoch; or nothing is left to tell
@@ -56,6 +58,8 @@ class _Source:
     def turn(self) -> None:
         """Begin another epoch."""
         self.order_before, self.order = self.order if self.trains else [], []
+        loader = self.loader()
+        self.sampler_before, self.sampler = self.sampler, {} if loader is None else _numbers(sampler_of(loader))
         self.step, self.trains, self.compared = None, False, self.repeated
 
     @property
@@ -165,10 +169,10 @@ class DeliveredItems:
         if not source.trains or len(order) < _LEAST_ORDER or order != source.order_before or _is_sorted(order):
             return
         sampler = None if (loader := source.loader()) is None else sampler_of(loader)
-        if sampler is None or isinstance(sampler, DistributedSampler):
-            return
+        if sampler is None or isinstance(sampler, DistributedSampler) or source.sampler != source.sampler_before:
+            return  # one that was told the epoch, and keeps its order, does so on purpose: a curriculum
         source.repeated = True
-        epoch = getattr(sampler, "epoch", None)
+        epoch = source.sampler.get("epoch")
         fact = RepeatedOrder(
             step=self._state.next_step(),
             sampler=type(sampler).__name__,
@@ -207,6 +211,12 @@ def sampler_of(loader: DataLoader[Any]) -> Any:
     """Return what draws the single indices of a loader, as far as that is known."""
     inner = None if loader.batch_sampler is None else getattr(loader.batch_sampler, "sampler", None)
     return loader.sampler if inner is None else inner
+
+
+def _numbers(sampler: Any) -> dict[str, int | float]:
+    """Return the numbers in an object's attributes; no property of it is asked."""
+    held = getattr(sampler, "__dict__", {})
+    return {name: value for name, value in list(held.items()) if type(value) in {int, float}}
 
 
 def _is_sorted(order: Sequence[int]) -> bool:

@@ -10,7 +10,7 @@ import itertools
 import math
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from ddpdebug.probes import async_copy as device, ranges
 from ddpdebug.probes.nonfinite_notes import Looks
 from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.record import Part, SinceLastStep, StepRecord
-from ddpdebug.probes.training_loop.loss_graph import FORM
+from ddpdebug.probes.training_loop.loss_graph import FORM, scaled_by
 from ddpdebug.schema.details import LayerActivation, LayerParameter, LayerStatistics, hex_digest
 from ddpdebug.schema.row import Flag
 from ddpdebug.torch_internals import graph
@@ -51,6 +51,9 @@ _KINDS = {
 _MAX_NODES = 2048
 #: Nodes that multiply with the weights that a softmax makes, and those that may stand between.
 _WEIGHING = frozenset({"BmmBackward0", "MmBackward0", "MulBackward0", "NativeDropoutBackward0"})
+#: Nodes that scale or mask scores before their softmax, beside those that change their form; so many are gone through.
+_ON_SCORES = frozenset({"MulBackward0", "DivBackward0", "MaskedFillBackward0", "WhereBackward0"})
+_MAX_BEFORE = 8
 _MIN_ROWS, _MAX_ROWS, _MAX_COLUMNS = 4, 64, 256
 
 
@@ -287,9 +290,13 @@ class Layers:
             with torch.no_grad():
                 dim = int(graph.saved_number(node, "dim") or 0)
                 dim -= (1 << 64) * (dim >= 1 << 63)  # kept without its sign
-                ended = _saturated(_part(whole.movedim(dim, -1)), "softmax")
+                ended, masked = _saturated(_part(whole.movedim(dim, -1)), "softmax").float(), _masked(node)
+                share = ended.mean()
+                if masked is not None and _fits(masked, whole):  # a row of one entry has all the weight there
+                    open_ = _part((~masked).expand_as(whole).movedim(dim, -1)).sum(-1) > 1
+                    share = (ended * open_).sum() / open_.sum().clamp(min=1)
                 about = {"class_name": "softmax", "role": "weights", "kind": "softmax"}
-                found = {"saturated": self._keep(ended.float().mean()), "hidden": True}
+                found = {"saturated": self._keep(share), "hidden": True}
             self._notes.calls.append({"path": path, **about, **found})
 
     def _fired(self, path: str, inputs: int, fired: torch.Tensor) -> dict[str, Any]:
@@ -373,7 +380,10 @@ class Layers:
 
 
 def _weighing_softmaxes(outputs: Sequence[torch.Tensor]) -> list[Any]:
-    """Return the nodes of softmaxes in a forward's graph whose results are multiplied with something."""
+    """Return the nodes of softmaxes in a forward's graph whose results are multiplied with something.
+
+    One over what was divided by a number below 1 is left out: it has a low temperature, on purpose.
+    """
     waiting = deque((tensor.grad_fn, "") for tensor in outputs if tensor.grad_fn is not None)
     seen: set[Any] = set()
     found: list[Any] = []
@@ -382,7 +392,7 @@ def _weighing_softmaxes(outputs: Sequence[torch.Tensor]) -> list[Any]:
             break
         node, user = waiting.popleft()
         name = node.name()
-        if name == "SoftmaxBackward0" and user in _WEIGHING and node not in found:
+        if name == "SoftmaxBackward0" and user in _WEIGHING and node not in found and not _is_sharpened(node):
             found.append(node)
         if node in seen:
             continue
@@ -390,6 +400,36 @@ def _weighing_softmaxes(outputs: Sequence[torch.Tensor]) -> list[Any]:
         form = name in FORM or name == "ExpandBackward0"
         waiting.extend((below, user if form else name) for below, _ in node.next_functions if below is not None)
     return found
+
+
+def _before_softmax(node: Any) -> Iterator[Any]:
+    """Yield the nodes that scale and mask the scores of a softmax, the last one first."""
+    for _ in range(_MAX_BEFORE):
+        below = [inner for inner, _ in node.next_functions if inner is not None]
+        if len(below) != 1 or not (below[0].name() in FORM or below[0].name() in _ON_SCORES):
+            return
+        node = below[0]
+        yield node
+
+
+def _is_sharpened(node: Any) -> bool:
+    return any(below.name() == "DivBackward0" and 0 < (scaled_by(below) or 1) < 1 for below in _before_softmax(node))
+
+
+def _masked(node: Any) -> torch.Tensor | None:
+    """Return what masks the scores of a softmax, if that is known."""
+    for below in _before_softmax(node):
+        if below.name() == "MaskedFillBackward0":
+            return graph.saved_tensor(below, "mask")
+        if below.name() == "WhereBackward0" and (kept := graph.saved_tensor(below, "condition")) is not None:
+            return ~kept if below.next_functions[0][0] is not None else kept
+    return None
+
+
+def _fits(mask: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Tell whether a mask can be laid over a tensor."""
+    sizes = zip(reversed(mask.shape), reversed(whole.shape), strict=False)
+    return mask.dtype is torch.bool and mask.dim() <= whole.dim() and all(own in {1, size} for own, size in sizes)
 
 
 def _around(*paths: str) -> str:

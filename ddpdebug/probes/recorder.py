@@ -186,7 +186,7 @@ class Recorder:
             noted.batch.append(value)
             noted.sampled = noted.sampled or sampled
             if self._delivered or Deliveries in self._state.since.parts:
-                small = tensor.nbytes <= RECORD_BYTES
+                small = tensor.layout is not torch.strided or tensor.nbytes <= RECORD_BYTES  # the others are read whole
                 given.append(value if small else fingerprint.sampled_fingerprint(tensor, RECORD_BYTES)[0])
         if given:
             self._note_record(given)

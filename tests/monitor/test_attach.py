@@ -116,22 +116,52 @@ def test_raise_ends_all_ranks_at_the_same_step_with_the_same_words(rank: int) ->
     assert len(taken) < 4000
 
 
-@pytest.mark.parametrize("odd", [True, False])
-def test_a_number_that_changes_on_one_rank_is_told(rank: int, odd: bool) -> None:
-    """The factor of rank 1 is halved after step 9; where that of both is, all is well."""
+@pytest.mark.parametrize("who", ["rank 1", "both", "now and then"])
+def test_a_number_that_changes_on_one_rank_is_told(rank: int, who: str) -> None:
+    """The factor of rank 1 is halved after step 9; where that of both is, or only for some steps, all is well."""
     net = Scaled(1.0)
     model = ddpdebug.DebugDDP(net)
     monitor = model.monitor
 
     def halve(step: int) -> None:
-        if step == 9 and (rank == 1 or not odd):
+        if step == 9 and (rank == 1 or who == "both"):
             net.factor = 0.5
+        if step == 18 and who == "now and then":
+            net.factor = 1.0
 
     train(model, torch.optim.SGD(model.parameters(), lr=0.01), 24, halve)
     assert monitor is not None
     monitor.close()
     told = [entry for entry in found(monitor) if entry[0] == "RANK107"]
-    assert told == ([("RANK107", 10, (1,), ("factor",))] if odd else [])
+    assert told == ([("RANK107", 10, (1,), ("factor",))] if who == "rank 1" else [])
+
+
+class Mixed(nn.Module):
+    """Mixes the rows of a batch by a sparse matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 1)
+
+    def forward(self, matrix: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(matrix, self.inner(x))
+
+
+def test_a_sparse_tensor_beside_a_batch_of_a_loader(rank: int) -> None:
+    """It has no size in bytes; that it is the same on all ranks does not make the batches equal."""
+    data = torch.utils.data.TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(rank)))
+    model = ddpdebug.DebugDDP(Mixed())
+    monitor = model.monitor
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for (rows,) in torch.utils.data.DataLoader(data, batch_size=2):
+        loss = model(torch.eye(2).to_sparse(), rows).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert monitor is not None
+    assert not monitor.guard.off
+    monitor.close()
+    assert found(monitor) == []
 
 
 @pytest.mark.parametrize("kept", ["first", "shadowed", "whole"])

@@ -175,6 +175,49 @@ def test_a_forward_that_leads_to_another_method() -> None:
     assert set(told(model, 9)) == {"validation_z"}
 
 
+class Answering(dict[str, Any]):
+    """What configurations are kept in: whatever it is asked for is there from then on."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.setdefault(name, Answering())
+
+    @property
+    def __class__(self) -> Any:
+        """As a proxy has it."""
+        return type(self.setdefault("class", Answering()))
+
+    @__class__.setter
+    def __class__(self, kind: Any) -> None:
+        raise TypeError(kind)
+
+
+CONFIGURATION = Answering(width=2)
+
+
+class Configured(nn.Module):
+    """Reads an object that is none of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale * CONFIGURATION["width"]
+
+
+def test_nothing_of_the_users_objects_runs() -> None:
+    """What the code of a forward names is looked at from outside."""
+    model = Configured()
+    for name in set(dict.keys(CONFIGURATION)) - {"width"}:  # whoever collects tests has asked for these
+        del CONFIGURATION[name]
+    settings, found = Settings(model), []
+    for number in range(16):
+        model.scale = 1.0 + (number > 4)
+        found += [fact.changes for fact in settings.at_forward(model, number) if isinstance(fact, Numbers)]
+    assert any("scale" in changes for changes in found)
+    assert set(dict.keys(CONFIGURATION)) == {"width"}
+
+
 class Scored(nn.Module):
     """Computes with numbers: of the class, of the object, of a layer of torch; notes others as it runs."""
 

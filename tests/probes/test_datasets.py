@@ -322,6 +322,7 @@ class Shuffled(Sampler[int]):
     [
         ("forgotten", 1),
         ("told the epoch", 0),
+        ("curriculum", 0),  # it was told, and begins with the same samples
         ("evaluation", 0),  # nothing is trained on it
         ("in order", 0),
         ("blocks", 0),
@@ -333,6 +334,7 @@ def test_an_order_that_comes_again_is_told_of_what_is_trained_on(case: str, told
     """A fixed order by length, or as it is stored, is one on purpose."""
     rank = Epochs()
     orders = {
+        "curriculum": random.Random(5).sample(range(COUNT), COUNT),
         "in order": list(range(COUNT)),
         "blocks": [*range(COUNT // 2, COUNT), *range(COUNT // 2)],
         "longest first": list(range(COUNT))[::-1],
@@ -348,7 +350,7 @@ def test_an_order_that_comes_again_is_told_of_what_is_trained_on(case: str, told
 
     rank.bus.on("probe:steps", BatchDelivered, steps)
     for epoch in range(4):
-        if case == "told the epoch":
+        if case in {"told the epoch", "curriculum"}:
             own.set_epoch(epoch)
         rank.read(loader)
     found = [fact for fact in rank.told if isinstance(fact, RepeatedOrder)]

@@ -247,6 +247,45 @@ def test_the_weights_of_a_softmax_in_the_code_of_a_module_are_described(scale: f
     assert weights["1 (softmax)"]["hidden"]
 
 
+class Linked(nn.Module):
+    """Attention along the links of a graph; most nodes have none but to themselves."""
+
+    def __init__(self, scale: float, how: str, temperature: float) -> None:
+        super().__init__()
+        self.scale, self.how, self.temperature = scale, how, temperature
+        self.qk, self.out = nn.Linear(4, 8), nn.Linear(4, 3)
+        self.register_buffer("linked", torch.eye(12, dtype=torch.bool))
+        self.linked[:3] = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Weigh what nodes are linked to."""
+        q, k = self.qk(x).chunk(2, -1)
+        scores = self.scale * q @ k.transpose(-2, -1)
+        if self.how == "where":
+            scores = torch.where(self.linked, scores, torch.full_like(scores, -9e15))
+        elif self.how == "masked_fill":
+            scores = scores.masked_fill(~self.linked, -torch.inf)
+        found: torch.Tensor = self.out((scores / self.temperature).softmax(-1) @ x)
+        return found
+
+
+@pytest.mark.parametrize("how", ["where", "masked_fill", "no mask"])
+@pytest.mark.parametrize(("scale", "ended"), [(1e6, True), (0.1, False)])
+def test_a_row_of_one_entry_is_not_saturated(how: str, scale: float, ended: bool) -> None:
+    """Nothing is left to choose where a mask leaves one."""
+    torch.manual_seed(0)
+    found = detail(sample(Linked(scale, how, 2.0), Layers(), torch.randn(16, 12, 4)))["modules"]
+    shares = [about["saturated"] for about in found.values() if about["role"] == "weights"]
+    assert [share > 0.6 for share in shares] == [ended]
+
+
+def test_a_low_temperature_is_one_on_purpose() -> None:
+    """Scores that are divided by a number below 1 shall be sharp."""
+    torch.manual_seed(0)
+    found = detail(sample(Linked(1.0, "no mask", 1e-6), Layers(), torch.randn(16, 12, 4)))["modules"]
+    assert not [about for about in found.values() if about["role"] == "weights"]
+
+
 def test_what_a_bias_adds_is_no_difference_between_inputs() -> None:
     """Units that stand apart from each other, alike for all inputs, carry no signal."""
     torch.manual_seed(0)

@@ -14,6 +14,9 @@ def _weights(saturated: float) -> Fields:
 class SaturatedActivation(LayerRule):
     """Most outputs of this sigmoid, tanh or softmax sit at the ends of their range over a window.
 
+    Of a softmax in a module's own code two things do not count: rows of which a mask leaves one entry, and scores that
+    were divided by a number below 1, a low temperature on purpose.
+
     Impact: the derivative there is close to 0, so that little gradient reaches what lies before it; a saturated
     attention softmax looks at one position only.
 

@@ -83,9 +83,14 @@ class PoorInitialisation(SampledRule):
         lambda: sampled(3, modules=lambda i: _deep(6.0)),
         lambda: sampled(3, modules=lambda i: _deep(0.2)),
         lambda: sampled(3, modules=lambda i: _deep(0.8, 0.1)),  # biases keep what all inputs have in common
+        lambda: sampled(3, modules=lambda i: {**_deep(0.8, 0.05), "l9": {**_linear(1.0, 9), "spread": 0.0}}),
         lambda: sampled(3, lambda i: {"w": weight(symmetric=True)} if i == 0 else {"w": weight()}),
     )
     silent_on = Examples(
+        lambda: sampled(
+            3, modules=lambda i: {**_deep(0.8, 0.0), "l0": {**_linear(1.0, 0), "spread": 0.0}}
+        ),  # one sample
+        lambda: sampled(3, modules=lambda i: {**_deep(0.8), "l9": {**_linear(1.0, 9), "spread": 0.0}}),  # of a constant
         lambda: sampled(3, modules=lambda i: _deep(0.6)),
         lambda: sampled(3, modules=lambda i: _deep(2.0)),
         lambda: sampled(3, modules=lambda i: {**_deep(1.0), "out": {**_linear(1e-6, 9), "hidden": False}}),
@@ -121,8 +126,9 @@ class PoorInitialisation(SampledRule):
         first, last = seen[0][2], seen[-1][2]
         grown = last / first
         explodes = grown >= self.init_explode and last >= self.init_large
-        begin, end = seen[0][3], seen[-1][3]
-        fades = begin is not None and end is not None and end <= self.init_fades * begin
+        # none is left of what has faded altogether; nor is any where a batch is one sample, or the input a constant
+        begin, end = seen[0][3], next((spread for *_, spread in reversed(seen) if spread), None)
+        fades = bool(begin) and end is not None and end <= self.init_fades * (begin or 0.0)
         if explodes or fades or grown <= self.init_vanish:
             profile = {path: f"{std:.3g}" for _, path, std, _ in seen}
             evidence: dict[str, Any] = {"std_by_depth": profile, "last_over_first": grown}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ddpdebug.detectors.comparison import MAX_NAMES, within
@@ -30,10 +31,25 @@ _NUMBER_ACTIONS = [
     "set it on all ranks, from a value that all of them have: a step number, or one that rank 0 has broadcast"
 ]
 _SET: dict[str, Any] = {"was": 1.0, "value": 0.5, "step": 25, "times": 1}
+_BACK: dict[str, Any] = {"was": 0.5, "value": 1.0, "step": 33, "times": 1}
+_ON: dict[str, Any] = {"was": 0.5, "value": 0.2, "step": 32, "times": 8}
 
 
 def _numbers(*changes: Mapping[str, Any]) -> Facts:
     return Facts(topic="numbers:0", values={rank: {"step": 31, "changes": own} for rank, own in enumerate(changes)})
+
+
+def _both(first: NumberChange | None, later: NumberChange | None) -> NumberChange | None:
+    """Return two changes of a number, one after the other, as one."""
+    if first is None or later is None:
+        return first or later
+    return replace(first, value=later.value, times=first.times + later.times)
+
+
+def _shown(own: Mapping[int, NumberChange | None]) -> dict[int, float]:
+    """Return the number that each rank has; one that told of no change has the one that the others had."""
+    was = next(change.was for change in own.values() if change is not None)
+    return {rank: was if change is None else change.value for rank, change in own.items()}
 
 
 _DROPOUT: dict[str, Any] = {"flags": Flag.RNG_USED_IN_FORWARD}
@@ -86,9 +102,9 @@ class OutputsDisagree(Detector):
         lambda: Facts(topic="agreement:1", values={0: _LOOKED, 1: _LOOKED, 2: {**_LOOKED, "output": "c1"}}),
         lambda: Facts(topic="precision:0", values={0: _PRECISION, 1: {**_PRECISION, "autocast": "bfloat16"}}),
         lambda: Facts(topic="constants:0", values={0: _TABLE, 1: {"step": 4, "tensors": {"embed.b": "(2, 32):bb"}}}),
-        lambda: _numbers({}, {"head.temperature": _SET}, {}),
-        lambda: _numbers({}, {"head.temperature": {**_SET, "times": 9}}),  # a schedule on one rank
-        lambda: _numbers({"drop.p": _SET}, {"drop.p": {**_SET, "value": 0.6}}),
+        lambda: (_numbers({}, {"head.temperature": _SET}, {}), _numbers({}, {}, {})),
+        lambda: (_numbers({}, {"tau": {**_SET, "times": 9}}), _numbers({}, {"tau": _ON})),  # a schedule on one rank
+        lambda: (_numbers({"drop.p": _SET}, {"drop.p": {**_SET, "value": 0.6}}), _numbers({}, {})),
     )
     silent_on = Examples(
         lambda: step_at(4, eval_batch_digest=digest(1), eval_output_digest=digest(2)),
@@ -104,6 +120,12 @@ class OutputsDisagree(Detector):
         lambda: _numbers({"temperature": _SET}, {"temperature": _SET}),
         lambda: _numbers({"tokens": {**_SET, "times": 16}}, {"tokens": {**_SET, "value": 3.0, "times": 16}}),
         lambda: _numbers({}, {"temperature": {**_SET, "value": 1.0}}),  # and back again
+        lambda: (_numbers({}, {"rows": _SET}), _numbers({}, {"rows": _BACK})),  # the last batch of an epoch
+        lambda: (
+            _numbers({}, {"rows": {**_SET, "value": 1.0, "times": 2}}),
+            _numbers({}, {"rows": _SET}),
+            _numbers({}, {}),
+        ),
         lambda: (  # of another shape: this rank's own part of something
             Facts(topic="constants:0", values={0: _TABLE, 1: {"step": 4, "tensors": {"embed.b": "(2, 30):bb"}}}),
         ),
@@ -112,6 +134,9 @@ class OutputsDisagree(Detector):
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._step = 0
+        #: topic -> name -> rank -> change: numbers that were not equal when they were looked at last
+        self._differing: dict[str, dict[str, dict[int, NumberChange | None]]] = {}
+        self._quantities: set[tuple[str, str]] = set()  # numbers of each rank's own, and what was told
 
     def explained_by(self, finding: Finding, cause: Finding) -> bool:
         """Fold what was measured in eval mode alone into dropout that is active there."""
@@ -208,21 +233,34 @@ class OutputsDisagree(Detector):
                 },
             )
 
-    def _changed_numbers(self, told: Mapping[int, Numbers]) -> Findings:
-        """Numbers that were equal and are not any more. A warning: the model may compute with them or not."""
+    def _changed_numbers(self, topic: str, told: Mapping[int, Numbers]) -> Findings:
+        """Numbers that were equal and are not any more. A warning: the model may compute with them or not.
+
+        At two looks in a row, and none that has ever come back by itself: the size of a batch is nearly always the same
+        on all ranks, and now and then another one.
+        """
+        before = self._differing.get(topic, {})
+        now: dict[str, dict[int, NumberChange | None]] = {}
         found: dict[str, dict[int, NumberChange | None]] = {}
-        for name in sorted({name for fact in told.values() for name in fact.changes}):
-            own = {rank: fact.changes.get(name) for rank, fact in told.items()}
-            changes = [change for change in own.values() if change is not None]
-            values = {changes[0].was if change is None else change.value for change in own.values()}
-            own_quantity = len(changes) == len(own) and max(change.times for change in changes) > self.number_changes
-            if len(values) > 1 and not own_quantity:
-                found[name] = own
+        for name in sorted({*before, *(name for fact in told.values() for name in fact.changes)}):
+            new = {rank: fact.changes.get(name) for rank, fact in told.items()}
+            if self._is_own_quantity(new):
+                self._quantities.add((topic, name))
+            if (topic, name) in self._quantities:
+                continue
+            known = before.get(name, {})
+            own = {rank: _both(known.get(rank), change) for rank, change in new.items()}
+            if len({*_shown(own).values()}) > 1:
+                now[name] = own
+            if name in now and name in before:
+                self._quantities.add((topic, name))  # once is enough
+                found[name] = now.pop(name)
+        self._differing[topic] = now
         if not found:
             return
         name, own = next(iter(found.items()))
         was = next(change.was for change in own.values() if change is not None)
-        shown = {rank: was if change is None else change.value for rank, change in own.items()}
+        shown = _shown(own)
         everybody = all(change is not None for change in own.values())
         yield self.finding(
             title="a number that the model computes with has changed on some ranks only",
@@ -237,6 +275,14 @@ class OutputsDisagree(Detector):
             evidence={"numbers": len(found), "was": was, "values": {str(rank): value for rank, value in shown.items()}},
         )
 
+    def _is_own_quantity(self, changes: Mapping[int, NumberChange | None]) -> bool:
+        """Whether a number follows what each rank has: it changes all the time, or has gone and come back."""
+        known = [change for change in changes.values() if change is not None]
+        if any(change.times > 1 and change.value == change.was for change in known):
+            return True
+        often = len(known) == len(changes) and max(change.times for change in known) > self.number_changes
+        return often and len({change.value for change in known}) > 1
+
     def compare(self, topic: str, facts: Mapping[int, Any]) -> Findings:
         told: dict[int, Any] = dict(sorted(facts.items()))
         if topic.startswith("precision"):
@@ -244,7 +290,7 @@ class OutputsDisagree(Detector):
         elif topic.startswith("constants"):
             yield from self._constants(told)
         elif topic.startswith("numbers"):
-            yield from self._changed_numbers(told)
+            yield from self._changed_numbers(topic, told)
         else:
             yield from self._agreement(told)
 

@@ -170,6 +170,10 @@ class LossOutlier(StreakRule):
         lambda: _targets((90, 60, 40, 20), (20, 90, 10, 60)),  # shards that differ
         lambda: (_targets((60,) * 4, (61, 58, 62, 59)), *steps(40, world=2, local_grad_norm=1.0, grad_norm=0.7)),
         lambda: (_targets((90, 20), (20, 90)), *steps(40, world=2, local_grad_norm=1.0, grad_norm=0.4)),
+        lambda: (  # single samples of three classes, a third of them of the same one
+            _targets((60,) * 3, (61, 58, 62)),
+            *(step_at(n, world=2, local_grad_norm=1.0, grad_norm=0.5 if n % 3 else 1.0) for n in range(40)),
+        ),
         lambda: (  # each step sees half of a small data set
             Facts(topic="loader:0", values={rank: {"length": 160, "batches": 2} for rank in range(2)}),
             _targets((60,) * 4, (61, 58, 62, 59)),
@@ -280,7 +284,9 @@ class LossOutlier(StreakRule):
         pulls.append((count * count * mean * mean / squares, math.sqrt(squares / count)))
         if not self._alike or len(pulls) < self.contrary_steps or "gradients" in self._said:
             return
-        share = statistics.median(share for share, _ in pulls)
+        # the mean too: of single samples most pairs pull against each other, and those of one class agree all the more
+        shares = [share for share, _ in pulls]
+        share = max(statistics.median(shares), statistics.fmean(shares))
         size = statistics.median(norm for _, norm in pulls) / (statistics.median(first) or 1.0)
         if share > self.contrary_share or size < self.contrary_least:
             return

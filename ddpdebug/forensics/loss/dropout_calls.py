@@ -243,12 +243,13 @@ class _DropoutReader(Reader):
         match node:
             case ast.Call(func=function, args=[_, value]):
                 target = self._resolve(function, context)
-                return target in {torch.full, torch.full_like} and self._constant(value, context) is not _UNKNOWN
+                filled = target is torch.full or target is torch.full_like  # it may be anything: not to be compared
+                return filled and self._constant(value, context) is not _UNKNOWN
             case ast.BinOp(op=ast.Mult(), left=left, right=right):
                 return any(
                     self._constant(factor, context) is not _UNKNOWN
                     and isinstance(side, ast.Call)
-                    and self._resolve(side.func, context) in {torch.ones, torch.ones_like}
+                    and any(self._resolve(side.func, context) is ones for ones in (torch.ones, torch.ones_like))
                     for side, factor in ((left, right), (right, left))
                 )
         return False

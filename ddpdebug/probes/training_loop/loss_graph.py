@@ -118,7 +118,7 @@ def divisor(root: torch.Tensor, *, by_scaler: bool) -> float:
     node = root.grad_fn
     if by_scaler and node is not None and node.name() in _SCALED:
         node = next((below for below, _ in node.next_functions if below is not None), None)
-    number = None if node is None else _scaled_by(node)
+    number = None if node is None else scaled_by(node)
     return 1.0 if number is None else number
 
 
@@ -130,7 +130,7 @@ def divided_by(root: torch.Tensor, term: Term, *, by_scaler: bool) -> tuple[floa
     for _ in range(_MAX_POINTWISE):
         if node is None or node is term.node:
             break
-        number = _scaled_by(node)
+        number = scaled_by(node)
         if number is None and node.name() not in FORM and node.name() != "NegBackward0":
             break
         product *= 1.0 if number is None else number
@@ -138,7 +138,7 @@ def divided_by(root: torch.Tensor, term: Term, *, by_scaler: bool) -> tuple[floa
     return product, node is term.node
 
 
-def _scaled_by(node: Any) -> float | None:
+def scaled_by(node: Any) -> float | None:
     """Return the number that an operation divides by; None where it does something else, or the number is not known."""
     if node.name() not in _SCALED or node.next_functions[1][0] is not None:
         return None
