@@ -442,12 +442,14 @@ def test_the_end_of_a_rank_with_many_files_is_seen() -> None:
         os.close(high)
 
 
-def test_a_monitor_that_is_closed_before_anything_was_seen_leaves_no_keeper(tmp_path: Path) -> None:
-    """It has no sinks that would end the keeper; a notebook may watch many times."""
+def test_a_keeper_that_nobody_took_goes_with_its_monitor(tmp_path: Path) -> None:
+    """Not with the process: a notebook may watch many times. Here there is no such address to serve at."""
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = keepers(os.getpid())
-    monitor = ddpdebug.watch(model, optimizer, out=tmp_path / "run", sd_dir=tmp_path / "sd", quiet=True)
+    monitor = ddpdebug.watch(
+        model, optimizer, out=tmp_path / "run", sd_dir=tmp_path / "sd", metrics_host="203.0.113.1", quiet=True
+    )
     (keeper,) = set(keepers(os.getpid())) - {*before}
     monitor.close()
     assert until(lambda: has_gone(keeper))
