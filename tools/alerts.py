@@ -345,10 +345,12 @@ def _of_the_numbers() -> Iterator[Alert]:
 
 
 def _of_the_machine() -> Iterator[Alert]:
-    soon = f"min by (rank) (ddpdebug_memory_full_seconds{{{_THIS}}}) < 1800"
+    each = f"ddpdebug_memory_full_seconds{{{_THIS}}}"
+    of_all = f'ddpdebug_all_ranks_memory_full_seconds{{{_THIS}, stat="min"}}'  # also of ranks that are not shown apart
+    soon = f"min by (rank) ({each}) < 1800"
     yield Alert(
         name="DdpdebugMemoryExhaustion",
-        expr=f"min by (run_id, run) (ddpdebug_memory_full_seconds) < 1800 {_ALIVE}",
+        expr=f"run:ddpdebug_memory_full_seconds:min < 1800 {_ALIVE}",
         wait="1m",
         severity="warning",
         summary=_ranks(soon, "of {run} runs", "of {run} run", "a rank of {run} runs")
@@ -357,7 +359,7 @@ def _of_the_machine() -> Iterator[Alert]:
             "At its present growth, which has been steady for a minute or more, the memory of "
             + _ranks(soon, "of {run} is", "of {run} is", "a rank of {run} is")
             + " full in {{ humanizeDuration $value }} or little later ("
-            + _ask(f"min by (kind) (ddpdebug_memory_full_seconds{{{_THIS}}}) < 1800", _listing("kind"))
+            + _ask(f"min by (kind) ({each} or {of_all}) < 1800", _listing("kind"))
             + ")."
         ),
     )

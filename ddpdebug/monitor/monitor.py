@@ -272,6 +272,8 @@ class Monitor:
         self.guard.contain("close:end", self._end, reason, exit_code)
         if self.fanout is not None:
             self.guard.contain("close:sinks", self.fanout.close)
+        if self._keeper is not None:  # one that no sink has given the end has nothing to wait for
+            self.guard.contain("close:keeper", self._keeper.close)
 
     def _end(self, reason: str, exit_code: int | None) -> None:
         self._write(RunEnded(reason=reason, exit_code=exit_code, steps=dict(self._steps), time=utc()))

@@ -126,7 +126,7 @@ def _is_contained(environ: Mapping[str, str]) -> bool:
     first = b""
     with suppress(OSError):
         first = Path("/proc/1/cmdline").read_bytes()
-    return "SLURM_JOB_ID" in environ or runs_a_job(first)
+    return "SLURM_JOB_ID" in environ or os.getpid() == 1 or runs_a_job(first)
 
 
 def runs_a_job(command: bytes) -> bool:

@@ -34,7 +34,7 @@ class Losses(Part, key="probe:losses"):
     seen: bool = False  # the validation losses: nobody has told them
     scale: Callable[[], float] | None = None
     factor: Callable[[], float] | None = None  # with which GradScaler has multiplied what was given to backward
-
+    told: bool = False  # the loss, by the script
     shares: int = 1  # the losses are so many parts of one, fewer of them in a window that was cut short
 
     def settle(self, usual: int) -> int:
@@ -62,6 +62,8 @@ class Losses(Part, key="probe:losses"):
             whole = math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan
             found["loss"] = whole / len(losses) * self.shares
             found["flags"] |= 0 if math.isfinite(found["loss"]) else int(Flag.LOSS_NONFINITE)
+            if not self.told and self.factor is not None and self.factor() == 0:  # backward's tells no more than that
+                found["loss"] = math.nan
         if self.validation:
             found["val_loss"] = math.fsum(read() for read in self.validation) / len(self.validation)
         return found
@@ -120,7 +122,7 @@ class LoopCalls:
         value = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss))
         losses, reader = self._state.since.parts[Losses], loss_reader(value, None)
         if name == "loss":
-            losses.given = [reader]
+            losses.given, losses.told = [reader], True
         else:
             self.tells_validation = True
             losses.validation.append(reader)

@@ -13,17 +13,20 @@ from ddpdebug.schema.announcements import Precision
 
 
 def loss_reader(loss: torch.Tensor, scale: torch.Tensor | None) -> Callable[[], float]:
-    """Return a function that gives the loss, unscaled; on the CPU it is read now, before anybody changes it."""
+    """Return a function that gives the loss, unscaled; on the CPU it is read now, before anybody changes it.
+
+    Under a scale that has fallen to 0 it is 0 or NaN, which tells whether the loss is finite, and nothing else.
+    """
     read = device.numbers([loss] if scale is None else [loss, scale])
+
+    def unscaled() -> float:
+        value, *by = map(float, read())
+        return value / by[0] if by and by[0] else value
+
     if loss.device.type == "cpu":
-        values = [float(v) for v in read()]
-        return lambda: values[0] / values[1] if scale is not None else values[0]
-
-    def later() -> float:
-        numbers = read()
-        return numbers[0] / numbers[1] if scale is not None else numbers[0]
-
-    return later
+        known = unscaled()
+        return lambda: known
+    return unscaled
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:

@@ -11,6 +11,7 @@ nothing, and wakes up for the rank's messages only.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
@@ -43,7 +44,7 @@ _PROGRAM = """\
 import os, sys
 if os.fork():
     os._exit(0)
-sys.path.insert(0, {root!r})
+sys.path.append({root!r})
 from ddpdebug.processes.linger import main
 main({words!r})
 """
@@ -87,23 +88,29 @@ class Keeper:
     def tell(self, *, files: tuple[int, ...] = (), **facts: Any) -> bool:
         """Give the keeper facts, which replace those of the same name; return whether it has got them.
 
+        What is too long to be sent at once it does not get, and keeps what it has.
+
         Args:
             files: with the listening socket, its descriptor.
             facts: `serve` (settings of the endpoint), `page` (all but the state, text format), `labels` (of the state's
                 series, text format), `grave` (a code), `sd` (targets), `target` (path and content of the target file),
                 `group` (labels by which a Pushgateway groups), `end` (state, outcome, cause and time).
         """
+        data = json.dumps(facts).encode()
+        if os.getpid() != self._owner or len(data) > _MAX_MESSAGE:  # a forked child may have got the lock closed
+            return False
         with self._lock:
-            if not self._open or os.getpid() != self._owner:
+            if not self._open:
                 return False
-            data = json.dumps(facts).encode()
             try:
                 more = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", files))] if files else []
                 self._socket.sendmsg([data], more, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             except BlockingIOError:  # it is stopped, or the machine is very busy: the next one will do
                 return False
-            except OSError:  # it has gone
-                self._open = False
+            except OSError as error:
+                if error.errno == errno.EMSGSIZE:  # more than the system takes at once
+                    return False
+                self._open = False  # it has gone
                 self._socket.close()
                 return False
             return True
@@ -121,6 +128,8 @@ class Keeper:
         self._close()
 
     def _close(self) -> None:
+        if os.getpid() != self._owner:
+            return
         with self._lock:
             self._open = False
             self._socket.close()
@@ -169,8 +178,10 @@ class _Asked:
 
     def __init__(self) -> None:
         self.at = float("-inf")
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        asking = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+        for number in asking:
             signal.signal(number, self._note)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, asking)  # the job's mask is inherited
 
     def _note(self, *_: object) -> None:
         self.at = time.monotonic()
@@ -182,7 +193,7 @@ def main(words: tuple[int, int, int, float, str, bool]) -> None:
     try:
         asked = _Asked()
         facts, listener = _listen(socket.socket(fileno=control), rank)
-        if not facts.get("quit") and ("end" in facts or _has_gone(rank, pid)):
+        if not facts.get("quit") and "labels" in facts and ("end" in facts or _has_gone(rank, pid)):
             if contained and "end" in facts:
                 linger = 0.0
             _serve(facts, listener, _Rank(rank, pid), asked, linger, push, contained=contained)
@@ -248,17 +259,17 @@ class _Rank:
 
 def _has_gone(fd: int, pid: int) -> bool:
     """Return whether the rank's process has ended, and not only replaced its program."""
-    until = time.monotonic() + 1.0  # its sockets are closed a moment before
+    if fd >= 0:
+        poll = select.poll()  # for numbers above 1023 too, which those of the rank may be
+        poll.register(fd, select.POLLIN)
+        return bool(poll.poll(1000))  # its sockets are closed a moment before
+    until = time.monotonic() + 1.0
     while time.monotonic() < until:
-        if fd >= 0:
-            if select.select([fd], [], [], 1.0)[0]:
-                return True
-        else:
-            try:
-                os.kill(pid, 0)
-            except ProcessLookupError:
-                return True
-            time.sleep(0.05)
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
     return False
 
 

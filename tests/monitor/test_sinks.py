@@ -103,3 +103,11 @@ def test_an_address_that_nothing_can_be_pushed_to_is_an_error(address: str) -> N
     """Before anything starts."""
     with pytest.raises(UsageError, match="http"):
         Config.load({"push_outcome": address}, {}, Path.cwd())
+
+
+def test_a_container_ends_with_a_script_that_is_its_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `python train.py` the command line does not say so; its process has the number 1."""
+    monkeypatch.setattr(sinks, "runs_a_job", lambda _: False)
+    assert not sinks._is_contained({})
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    assert sinks._is_contained({})

@@ -29,6 +29,7 @@ from ddpdebug.probes.nonfinite_notes import Judgement, Looks
 from ddpdebug.probes.record import SinceLastStep, StepRecord
 from ddpdebug.probes.step_digests import GradientDigests
 from ddpdebug.probes.training_events import NonfiniteMade
+from ddpdebug.run_directory.reader import read_steps
 from ddpdebug.schema.details import BadInput, EntryGradient, ModuleCall, NearLimit, NonfiniteLoss
 from ddpdebug.schema.row import Flag
 
@@ -454,6 +455,29 @@ def test_the_operation_of_a_loss(
     assert finding.evidence["operation"] == operation
     assert finding.evidence["operands"]
     assert finding.causes[0].startswith(cause)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_loss_scale_that_has_fallen_to_zero_switches_nothing_off(
+    told: bool, watched: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The loss cannot be known then unless the script tells it, but whether it is finite can."""
+    model, optimizer, monitor = watched(Net(), every_step=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2e-45, backoff_factor=0.25)
+    for bad in (True, False, True, False):
+        loss = model(torch.randn(5, 4)).square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss * INF if bad else loss).backward()
+        if told:
+            ddpdebug.observe(loss=3.0)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 0
+    monitor.close()
+    assert not [*tmp_path.rglob("trouble.jsonl")]
+    rows = [step.rows[0] for step in read_steps(tmp_path)]
+    assert [row.has(Flag.LOSS_NONFINITE) for row in rows[:2]] == ([False, False] if told else [True, False])
+    assert [row.loss for row in rows[1:2]] == ([3.0] if told else [pytest.approx(NAN, nan_ok=True)])
 
 
 def test_stop_in_one_process(watched: Callable[..., Any]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import http.server
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -16,10 +18,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 from machine import free_port, until
 from prometheus_client.parser import text_string_to_metric_families
 
-from ddpdebug.processes.linger import Keeper, ask_to_leave
+import ddpdebug
+from ddpdebug.processes.linger import Keeper, _has_gone, ask_to_leave
 
 pytestmark = [
     pytest.mark.slow,
@@ -112,6 +116,14 @@ def keepers(pid: int) -> list[int]:
             if any(b"ddpdebug.processes.linger" in word and f", {pid}, ".encode() in word for word in words):
                 found.append(int(entry.parent.name))
     return found
+
+
+def catches(pid: int, number: int) -> bool:
+    """Tell whether a process has a handler for a signal."""
+    with suppress(OSError):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return bool(int(next(line for line in lines if line.startswith("SigCgt")).split()[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def has_gone(pid: int) -> bool:
@@ -322,11 +334,14 @@ def test_where_no_process_can_be_started_that_is_an_error(monkeypatch: pytest.Mo
 
 
 def test_a_child_of_the_rank_says_nothing() -> None:
-    """After a fork it has the socket too."""
+    """After a fork it has the socket too, and perhaps a lock that nobody opens there any more."""
     keeper = Keeper(1.0)
-    child = os.fork()
-    if child == 0:
-        os._exit(int(keeper.tell(page="of the child")))
+    with keeper._lock:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            keeper.close()
+            os._exit(int(keeper.tell(page="of the child")))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert keeper.tell(page="of the rank")
     keeper.close()
@@ -339,3 +354,102 @@ def test_a_port_that_no_keeper_has_is_not_waited_for() -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         assert not ask_to_leave(other.getsockname()[1])
+
+
+def test_what_is_too_long_to_be_sent_changes_nothing() -> None:
+    """The targets of thousands of ranks: the keeper lives on, and gets what comes later."""
+    keeper = Keeper(1.0)
+    for length in (1 << 18, 1 << 22):
+        assert not keeper.tell(sd="x" * length)
+    assert keeper.tell(page="the rest")
+    keeper.close()
+
+
+def test_a_rank_that_has_told_nothing_yet_has_no_end_to_push(tmp_path: Path) -> None:
+    """Killed before it knew who it is: there are no labels for that."""
+    got: list[str] = []
+
+    class Gateway(http.server.BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            got.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Gateway) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        push = f"http://127.0.0.1:{server.server_port}/"
+        code = "from ddpdebug.processes.linger import Keeper\n"
+        code += f"keeper = Keeper(60.0, {push!r})\nprint(1, flush=True)\ninput()"
+        process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        (keeper,) = keepers(process.pid)
+        process.kill()
+        process.communicate()
+        assert until(lambda: has_gone(keeper))
+        server.shutdown()
+    assert got == []
+
+
+def test_signals_that_the_job_blocks_reach_the_keeper(start: Callable[..., Rank]) -> None:
+    """A mask is inherited; a request to end is for the keeper too."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        rank = start("")
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    os.kill(rank.keeper, signal.SIGTERM)
+    rank.end(signal.SIGKILL)
+    assert rank.state()[:2] == (3, "cancelled")
+
+
+def test_the_standard_library_comes_before_what_lies_beside_ddpdebug(tmp_path: Path) -> None:
+    """Packages that replace a module of an older Python lie there."""
+    package = Path(ddpdebug.__file__).parent
+    (tmp_path / "ddpdebug").symlink_to(package)
+    (tmp_path / "signal.py").write_text("raise ImportError('not this one')\n")
+    code = (
+        f"import sys; sys.path.append({str(tmp_path)!r})\n"
+        "from ddpdebug.processes.linger import Keeper\nkeeper = Keeper(60.0)\nprint(1, flush=True)\ninput()"
+    )
+    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"1\n"
+    (keeper,) = keepers(process.pid)
+    try:
+        assert until(lambda: catches(keeper, signal.SIGTERM))  # it has come to its own code
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_end_of_a_rank_with_many_files_is_seen() -> None:
+    """The descriptor by which it is watched has the number that it had there; `select` takes those below 1024 only."""
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= 2000:
+        pytest.skip("no more files here")
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    fd = os.pidfd_open(child)
+    high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 1500)
+    try:
+        assert _has_gone(high, child)
+    finally:
+        os.waitpid(child, 0)
+        os.close(fd)
+        os.close(high)
+
+
+def test_a_keeper_that_nobody_took_goes_with_its_monitor(tmp_path: Path) -> None:
+    """Not with the process: a notebook may watch many times. Here there is no such address to serve at."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = keepers(os.getpid())
+    monitor = ddpdebug.watch(
+        model, optimizer, out=tmp_path / "run", sd_dir=tmp_path / "sd", metrics_host="203.0.113.1", quiet=True
+    )
+    (keeper,) = set(keepers(os.getpid())) - {*before}
+    monitor.close()
+    assert until(lambda: has_gone(keeper))

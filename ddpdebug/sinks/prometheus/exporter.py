@@ -194,8 +194,9 @@ class PrometheusSink(Collector):
             "labels": label_text({"rank": str(self._rank), **identity_of(started)}),
             "grave": self._gravest,
             "group": {"run_id": started.run_id, "rank": str(self._rank)},
-            **({"sd": self._sd()} if self._rank == 0 else {}),
         }
+        if self._rank == 0:
+            keeper.tell(sd=self._sd())  # apart: of thousands of ranks it is too long to be sent
         if self._end is None:
             keeper.tell(**facts)
         else:
