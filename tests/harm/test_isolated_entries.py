@@ -99,6 +99,7 @@ _COSTS = {
     "probe:threads": _ALL,  # which thread trains: without it nothing is looked at
     "probe:optimizer": _ALL - {"RCP801"},  # the row itself
     "probe:forward": {"DATA901"},
+    "probe:batch": {"DATA901"},
     "probe:parameters": {"RANK101"},
     "probe:numerics": {"NUM301"},
     "probe:numerics-forward": {"NUM301"},
