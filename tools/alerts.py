@@ -411,7 +411,12 @@ def _of_findings() -> Iterator[Alert]:
         "warning": "a person should look at it",
     }
     for severity, alarm in (("critical", "critical"), ("error", "warning"), ("warning", "info")):
-        grown = _new(f'ddpdebug_findings_total{{severity="{severity}", code!=""}}', "run_id, run, code")
+        every = f'severity="{severity}", code!=""'
+        grown = _new(f"ddpdebug_findings_total{{{every}}}", "run_id, run, code")
+        if severity == "critical":  # what a rank has failed with is told as the end of the run, unless others go on
+            own, failed = f'{every}, code!~"FAIL.*"', f'{every}, code=~"FAIL.*"'
+            grown, late = (_new(f"ddpdebug_findings_total{{{which}}}", "run_id, run, code") for which in (own, failed))
+            grown = f"({grown} or {late} and on (run_id) run:ddpdebug_ranks_running:count)"
         expr = f'label_replace({grown}, "family", "$1", "code", "([A-Z]+).*")'
         if severity == "critical":
             expr += f" unless on (run_id, family) {specific} unless on (run_id) {over}"
