@@ -3,39 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
 import socket
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import TypeVar
 
 _Found = TypeVar("_Found")
 #: Seconds that a wait may take on a machine that does much else; a wait that succeeds takes what it takes.
 PATIENCE = 600.0
 
 
-#: The locks of the ports that were given out last: a port belongs to who has asked for it for that long.
-_GIVEN: deque[IO[str]] = deque(maxlen=100)
+#: Seconds for which a port belongs to the test that it was given to.
+_GIVEN_SECONDS = 600.0
 
 
 def free_port() -> int:
-    """Return a port below those that systems hand out, and that no other test on this machine is given meanwhile."""
-    locks = Path(tempfile.gettempdir()) / f"ddpdebug-test-ports-{os.getuid()}"
-    locks.mkdir(exist_ok=True)
+    """Return a port below those that systems hand out, and that no other test on this machine was given lately."""
+    given = Path(tempfile.gettempdir()) / f"ddpdebug-test-ports-{os.getuid()}"
+    given.mkdir(exist_ok=True)
     while True:
         port = secrets.choice(range(12_000, 32_000))
-        lock = (locks / str(port)).open("w")
+        mark = given / str(port)
+        with contextlib.suppress(OSError):
+            if time.time() - mark.stat().st_mtime > _GIVEN_SECONDS:
+                mark.unlink()
         with socket.socket() as s, contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mark.touch(exist_ok=False)
             s.bind(("127.0.0.1", port))
-            _GIVEN.append(lock)
             return port
-        lock.close()
 
 
 def until(look: Callable[[], _Found], seconds: float = PATIENCE, pause: float = 0.05) -> _Found:
