@@ -61,9 +61,30 @@ def _become(job: dict[str, Any], rank: int, words: list[str]) -> None:
 
         ticks.LEAVE_SECONDS = ticks._SILENCE_SECONDS = 60.0
         ticks.Exchange.close.__defaults__ = (61.0,)
+        _meet_before_the_group_ends(ticks.Exchange)
     exec(job.get("inject", {}).get(str(rank), ""), {})
     sys.argv[:] = ["ddpdebug", "run", *options, *words]
     sys.exit(main(sys.argv[1:]))
+
+
+def _meet_before_the_group_ends(exchange: Any) -> None:
+    """Let a script that destroys its process group, and the store with it, wait until its ranks have met."""
+    import torch.distributed as dist
+
+    made: list[Any] = []
+    start, destroy = exchange.start, dist.destroy_process_group
+
+    def noted(self: Any) -> None:
+        made.append(self)
+        start(self)
+
+    def patient(*args: Any, **kwargs: Any) -> None:
+        until = time.monotonic() + 60
+        while any(each.state == "meeting" for each in made) and time.monotonic() < until:
+            time.sleep(0.02)
+        destroy(*args, **kwargs)
+
+    exchange.start, dist.destroy_process_group = noted, patient
 
 
 def _child(job: dict[str, Any], rank: int, port: int, folder: Path) -> None:
