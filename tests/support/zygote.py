@@ -10,6 +10,7 @@ A job is {"script", "args", "ranks", "cwd", "timeout"}; a script without a folde
 - "options": of `ddpdebug run`, or null for plain Python; one for all ranks, or {"0": ..., "1": ...}
 - "inject": Python source per rank that runs before ddpdebug does
 - "patient": at its end a rank waits long for the others, which a busy machine may keep from running
+- "meets": a rank that destroys its process group waits until the ranks have met
 - "events": [[what to wait for: a text in the rank's output, or seconds; rank; signal], ...] in this order
 - "teardown": let the interpreter tear itself down at the end, where gloo may abort; by default that is skipped
 Its result is one {"status", "out", "err", "seconds", "left"} per rank; `left` tells of processes that outlived it.
@@ -61,7 +62,10 @@ def _become(job: dict[str, Any], rank: int, words: list[str]) -> None:
 
         ticks.LEAVE_SECONDS = ticks._SILENCE_SECONDS = 60.0
         ticks.Exchange.close.__defaults__ = (61.0,)
-        _meet_before_the_group_ends(ticks.Exchange)
+    if job.get("meets"):
+        from ddpdebug.exchange.ticks import Exchange
+
+        _meet_before_the_group_ends(Exchange)
     exec(job.get("inject", {}).get(str(rank), ""), {})
     sys.argv[:] = ["ddpdebug", "run", *options, *words]
     sys.exit(main(sys.argv[1:]))
