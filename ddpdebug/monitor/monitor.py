@@ -41,8 +41,9 @@ from ddpdebug.isolation.guard import Guard, contained
 from ddpdebug.isolation.user_code import is_users
 from ddpdebug.monitor.covering import Covering
 from ddpdebug.monitor.detail_requests import Answering
+from ddpdebug.monitor.progress import ProgressWatch
 from ddpdebug.monitor.sampling import Schedule
-from ddpdebug.monitor.sinks import gpu_uuid, open_sinks, start_keeper
+from ddpdebug.monitor.sinks import gpu_uuid, open_sinks, stand_in, start_keeper
 from ddpdebug.monitor.spawned import Origin, Starts, note
 from ddpdebug.probes.coverage import CoverageProbe
 from ddpdebug.probes.handover import Plans, StepStore
@@ -51,6 +52,7 @@ from ddpdebug.probes.record import StepRecord, encode_row
 from ddpdebug.probes.step_digests import GradientDigests
 from ddpdebug.probes.training_events import NeverStepped, OptimizerEnded, StepClosed
 from ddpdebug.processes.linger import Keeper
+from ddpdebug.progress.watcher import Watcher
 from ddpdebug.redaction import Redactor
 from ddpdebug.run_directory.reader import SPAWNED, last_state
 from ddpdebug.schema.announcements import (
@@ -58,6 +60,8 @@ from ddpdebug.schema.announcements import (
     Device,
     End,
     Failure,
+    Hang,
+    HangOver,
     Place,
     RankCoverage,
     read_announcement,
@@ -84,7 +88,7 @@ _MET_SECONDS = 5.0
 #: Settings by which every rank decides for itself what all must do alike.
 _SHARED_SETTINGS = ("tolerance", "threshold", "on_finding", "guard", "max_skips")
 #: What the ranks say to each other; anything else is of no version that we know.
-_MESSAGES = frozenset(("detail", "fact", "vote", "unguarded", "agree", "element", "stop", "trouble", "run"))
+_MESSAGES = frozenset(("detail", "fact", "vote", "unguarded", "agree", "element", "stop", "trouble", "run", "progress"))
 #: How long the thread waits to see whether a store that failed went with its process group.
 _GRACE_SECONDS = 2.0
 #: The ranks' n-th monitors belong together and must not find the keys of earlier ones in the store.
@@ -103,6 +107,7 @@ class Monitor:
 
     _keeper: Keeper | None = None  # serves the end of this process
     _failure: Failure | None = None  # of this rank, as long as nobody has heard it
+    _progress_watch: ProgressWatch | None = None  # of several ranks
 
     def __init__(
         self,
@@ -314,7 +319,10 @@ class Monitor:
         self.covering.tell()
         steps = {str(optimizer): count for optimizer, count in self._steps.items()}
         self._announce(End(steps=steps, reason=reason, last_states=self._promised))
-        if self._exchange is None or self._exchange.close():
+        over = self._exchange is None or self._exchange.close()
+        if over and self._progress_watch is not None:
+            self.guard.run("close:progress", self._progress_watch.close, reason)
+        if over:
             self._judge_rest()
 
     def __enter__(self) -> Self:
@@ -377,7 +385,9 @@ class Monitor:
         self._assembler, self._last_states = Assembler(self.world), Assembler(self.world)
         connect, tick = contained(self._connect), contained(self._on_tick)
         calls = connect, tick, contained(self._on_lost), self._back.tell, is_users
-        self._exchange = Exchange(self.rank, self.world, *calls)
+        self._exchange = Exchange(self.rank, self.world, *calls, on_silence=self._on_silence)
+        if self.world > 1:
+            self._progress_watch = self._watch_progress()
         if self.rank == 0:
             self._open_sinks(self.config.out or run_directory(self.run_id, datetime.datetime.now(datetime.UTC)))
             self._say("run", directory=str(self.directory or ""), run_id=self.run_id)
@@ -388,6 +398,30 @@ class Monitor:
         else:
             self._exchange.start()
         self.covering.start()
+
+    def _watch_progress(self) -> ProgressWatch:
+        threads, state = self.probes.entries.threads, self.probes.state
+        watcher = Watcher(
+            self.rank,
+            internals.Collectives(),
+            members=internals.members_of_groups,
+            thread=lambda: threads.ident or threading.main_thread().ident or 0,
+            step=state.next_step,
+            workers=self.probes.loaders.workers,
+        )
+        return ProgressWatch(
+            self.rank,
+            self.world,
+            watcher,
+            disk=self.disk,
+            folder=lambda: self._home,
+            say=self._say,
+            announce=self._announce,
+            feed=self._hear_own,
+            stand_in=self._stand_in,
+            line=self._tell_line,
+            off=self._back.tell,
+        )
 
     # --- meeting the other ranks, in the background thread ------------------------------------------------------------
 
@@ -605,6 +639,8 @@ class Monitor:
             kind = str(message.get("kind"))
             if kind in _MESSAGES:
                 run(f"message:{kind}", self._hear, rank, kind, message)
+        if self._progress_watch is not None:
+            run("progress", self._progress_watch.tick, tick.members)
         self._keep_voting()
         self._tell_met(Met(members=tick.members, apart=tick.apart))
         for rank, data in tick.rows:
@@ -678,14 +714,20 @@ class Monitor:
         elif kind == "fact":
             topic = str(message["topic"])
             announcement = read_announcement(topic, message["value"])
+            if rank == self.rank and isinstance(announcement, Hang) and self._knows(announcement):
+                return  # heard when it was judged, and the others could not
             if topic == End.topic:
                 self._note_end(rank, announcement)
             if topic == Failure.topic and rank == self.rank:
                 self._failure = None
             run("diagnosis", self._diagnosis.tell, topic, rank, announcement)
             run("forensics:memory", self.memory.hear, rank, announcement)
+            if isinstance(announcement, HangOver):
+                self._note_over(announcement)
             if isinstance(announcement, RankCoverage):
                 run("coverage", self.covering.hear, rank, announcement)
+        elif kind == "progress" and self._progress_watch is not None:
+            run("progress", self._progress_watch.hear, rank, message["look"])
         elif kind == "trouble" and self.rank == 0 and rank != 0:
             self._write(Trouble(part=f"{message['part']} of rank {rank}", message=str(message["message"])))
         elif kind == "run" and self.fanout is None:
@@ -714,7 +756,38 @@ class Monitor:
     def _note_end(self, rank: int, end: Announcement | None) -> None:
         self._ended.add(rank)
         promised = end.last_states if isinstance(end, End) else 0
+        if self._progress_watch is not None and isinstance(end, End):
+            self._progress_watch.ended(rank, end.reason)
         self._awaited[rank] = self._awaited.get(rank, 0) + promised
+
+    # --- hangs --------------------------------------------------------------------------------------------------------
+
+    def _on_silence(self, seconds: float) -> None:
+        if self._progress_watch is not None:
+            self._back.run("progress", self._progress_watch.unanswered, seconds)
+
+    def _hear_own(self, announcement: Announcement) -> None:
+        """Judge by an announcement of this rank's at once: the others cannot hear it now."""
+        value = {"topic": announcement.topic, "value": to_json(announcement)}
+        self._back.run("message:fact", self._hear, self.rank, "fact", value)
+        self._back.run("diagnosis", self._conclude)
+
+    def _knows(self, hang: Hang) -> bool:
+        return self._progress_watch is not None and self._progress_watch.knows(hang)
+
+    def _note_over(self, over: HangOver) -> None:
+        """Add to a hang how long it has lasted."""
+        for finding in self.findings:
+            if finding.evidence.get("hang") == f"{over.judge}:{over.number}":
+                self.reporter.add(key_of(finding), {"ended_after_seconds": over.seconds})
+
+    def _stand_in(self) -> None:
+        """Say what rank 0 cannot."""
+        if self.fanout is not None and self._home is not None:
+            self.fanout.add(stand_in(self._home, self.rank, self.disk, quiet=self.config.quiet))
+
+    def _tell_line(self, text: str) -> None:
+        self._trouble("progress", text)
 
     def _report(self, raised: Sequence[tuple[Finding, bool]], progress: int) -> None:
         run = self._back.run
@@ -777,6 +850,8 @@ class Monitor:
         self._write(Met(members=()))
         self.numeric_guard.lost()
         self.covering.lost(reason)
+        if self._progress_watch is not None and not self._closed:
+            self._progress_watch.lost()
         if not self._closed:
             self._trouble("exchange", f"the ranks can no longer be compared: {reason}")
 

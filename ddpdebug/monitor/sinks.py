@@ -22,8 +22,8 @@ from ddpdebug.grafana.client import Grafana, read_token
 from ddpdebug.processes.linger import Keeper, ask_to_leave
 from ddpdebug.redaction import Redactor
 from ddpdebug.run_directory.reader import ANNOTATIONS
-from ddpdebug.run_directory.writer import RunDirectory
-from ddpdebug.sinks import RunStarted, Sink
+from ddpdebug.run_directory.writer import OwnFindings, RunDirectory
+from ddpdebug.sinks import FindingRaised, Record, RunStarted, Sink
 from ddpdebug.sinks.fanout import Fanout
 from ddpdebug.sinks.prometheus.discovery import Discovery
 from ddpdebug.sinks.prometheus.exporter import PrometheusSink
@@ -104,6 +104,26 @@ def open_sinks(  # noqa: PLR0913 - who the rank is
         name=run_name(config.name, redactor.words),
         scheduler_job=scheduler_job(os.environ),
     )
+
+
+class _HangsOnly:
+    """A sink behind which only hangs are seen."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+
+    def write(self, record: Record) -> None:
+        """Pass a hang on."""
+        if isinstance(record, FindingRaised) and record.finding.code.startswith("HANG"):
+            self._sink.write(record)
+
+
+def stand_in(home: Path, rank: int, disk: Disk, *, quiet: bool) -> list[Sink]:
+    """Return sinks for a rank that has to say in the place of rank 0 what all wait for."""
+    sinks: list[Sink] = [OwnFindings(home, rank, disk)]
+    if not quiet:
+        sinks.append(Terminal(0, status=False))
+    return [_HangsOnly(sink) for sink in sinks]
 
 
 def start_keeper(config: Config, environ: Mapping[str, str], tell: Callable[[str, str], None]) -> Keeper | None:

@@ -11,6 +11,8 @@ cut off or malformed, check every type, and never read beyond fixed bounds. This
 | `observations.jsonl`, `observations.00001.jsonl`, ... | rank 0 | details and facts, with their place among the rows |
 | `ranks/<rank>/place.json` | each rank | where this rank runs, and the address of its metrics |
 | `ranks/<rank>/outcome.json` | each rank | how this rank ended |
+| `ranks/<rank>/black_box` | each rank | what it did last, see `progress/black_box.py` |
+| `ranks/<rank>/findings.jsonl` | another rank than 0 | findings that it had to write in the place of rank 0 |
 | `ranks/<rank>/stacks.txt` | `check` | where the rank's threads were when the time was over |
 | `ranks/<rank>/trouble.jsonl` | each rank | parts of ddpdebug that failed |
 | `check.json` | `check` | what the one who started the ranks saw: exit statuses, whether the time was over |
@@ -107,9 +109,19 @@ def read_run(directory: Path) -> dict[str, Any]:
 
 
 def read_findings(directory: Path) -> list[Finding]:
-    """Return the findings in the order in which they were raised; `damage` tells of those that cannot be read."""
-    findings = (_finding(line) for line in _lines(directory / FINDINGS))
-    return [finding for finding in findings if finding is not None]
+    """Return the findings in the order in which they were raised; `damage` tells of those that cannot be read.
+
+    Behind them come those that other ranks have written in the place of rank 0.
+    """
+    found = [finding for line in _lines(directory / FINDINGS) if (finding := _finding(line)) is not None]
+    run, known = (_document(directory / RUN) or {}).get("run"), {finding.id for finding in found}
+    others: dict[str | None, Finding] = {}
+    for file in sorted((directory / RANKS).glob(f"*/{FINDINGS}")):
+        for line in _lines(file):
+            finding = _finding(line)
+            if finding is not None and finding.id not in known and run in {finding.run, None}:
+                others[finding.id] = finding
+    return found + list(others.values())
 
 
 def damage(directory: Path) -> list[str]:

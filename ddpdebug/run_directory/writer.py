@@ -208,6 +208,18 @@ class RunDirectory:
         self._disk.replace(self._own / files.OUTCOME, [line])
 
 
+class OwnFindings:
+    """A sink that keeps findings in a rank's own folder, where rank 0, whose the shared file is, cannot write."""
+
+    def __init__(self, directory: Path, rank: int, disk: Disk) -> None:
+        self._file, self._disk = directory / files.RANKS / str(rank) / files.FINDINGS, disk
+
+    def write(self, record: Record) -> None:
+        """Write a finding; the newest line of one is what counts."""
+        if isinstance(record, FindingRaised):
+            self._disk.append(self._file, _line(record.finding.to_json()))
+
+
 def _set_aside(directory: Path, disk: Disk) -> None:
     """Move the shared files of an earlier run in this directory (an elastic restart, a second use) out of the way."""
     old = [directory / files.RUN, directory / files.FINDINGS, directory / files.ANNOTATIONS]

@@ -811,6 +811,59 @@ class ValidationLine(Announcement):
     source: str = ""  # what computes the loss: "by nn.MSELoss"
 
 
+# --- hangs ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hang(Announcement):
+    """Ranks wait and do not get what they wait for, as one rank has judged it; see progress/waits.py.
+
+    Args:
+        kind: the ranks that are waited for have left, or have made other calls, or wait in a circle, or give no sign,
+            or do not move, or are at work for far longer than ever before in this run.
+        judge: the rank that has judged, and `number` of its hangs.
+        ranks: that are waited for and do not wait themselves; all that take part where nobody can tell.
+        sides: ranks -> what they have called, of calls that differ, "0,2" -> "all_reduce #6".
+        waits: ranks -> what they wait in, in words.
+        where: rank -> what one that is waited for does, in words.
+        stacks: ranks -> frames, innermost first, of ranks in the same place.
+        waited: seconds so far.
+    """
+
+    topic: ClassVar[str] = "alone:hang"
+    scope: ClassVar[Scope] = Scope.ALONE
+
+    kind: Literal["left", "mismatch", "cycle", "silent", "stuck", "busy"]
+    judge: int = 0
+    number: int = 0
+    step: int | None = None
+    ranks: tuple[int, ...] = ()
+    phase: str | None = None
+    location: str | None = None  # of the first of `ranks`
+    group: str | None = None  # whose collective is waited in
+    sides: Mapping[str, str] = field(default_factory=dict)
+    difference: str | None = None  # in what calls differ: "operation", "shape", "dtype", "root", "order"
+    undecided: tuple[tuple[int, ...], ...] = ()
+    waits: Mapping[str, str] = field(default_factory=dict)
+    where: Mapping[str, str] = field(default_factory=dict)
+    calls: Mapping[str, int] = field(default_factory=dict)  # rank -> collectives of the group so far
+    stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    blocked_in: str | None = None  # kind of thing that the first of `ranks` waits for, "lock"
+    waited: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HangOver(Announcement):
+    """A hang that was announced has ended: the ranks go on."""
+
+    topic: ClassVar[str] = "alone:hang-over"
+    scope: ClassVar[Scope] = Scope.ALONE
+
+    number: int
+    judge: int  # the rank that has announced it
+    seconds: float  # that it has lasted
+
+
 # --- topics -----------------------------------------------------------------------------------------------------------
 
 
@@ -861,6 +914,8 @@ TOPICS = _by_topic(
         UnusedSchedule,
         TokenChange,
         ValidationLine,
+        Hang,
+        HangOver,
     )
 )
 

@@ -8,8 +8,9 @@ import inspect
 import os
 import struct
 import sys
+import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ddpdebug.torch_internals import names
+from ddpdebug.torch_internals.collectives import (
+    Collectives as Collectives,
+    members_of_groups as members_of_groups,
+)
 from ddpdebug.torch_internals.loss_functions import (
     LOSS_MODULES as LOSS_MODULES,
     LOSSES as LOSSES,
@@ -176,6 +181,7 @@ class GlooGroup:
     """
 
     CONNECT_SECONDS = 60.0
+    SLICE = datetime.timedelta(seconds=0.5)
 
     def __init__(self, store: Any, prefix: str, rank: int, world: int, timeout: datetime.timedelta) -> None:
         self._rank, self._world, self._timeout = rank, world, timeout
@@ -185,8 +191,12 @@ class GlooGroup:
             PrefixStore(prefix, store), rank, world, *_gloo_options(connecting) or (connecting,)
         )
 
-    def gather(self, data: bytes) -> list[bytes]:
-        """All-gather equally long byte strings; raise RuntimeError when a peer is gone or the timeout has passed."""
+    def gather(self, data: bytes, unanswered: Callable[[float], None] = lambda seconds: None) -> list[bytes]:
+        """All-gather equally long byte strings; raise RuntimeError when a peer is gone or the timeout has passed.
+
+        Args:
+            unanswered: called now and then with the seconds for which the others have been waited for.
+        """
         group = self._group
         if group is None:
             raise RuntimeError("the side group is closed")
@@ -194,8 +204,21 @@ class GlooGroup:
         outs = [torch.empty_like(own) for _ in range(self._world)]
         options = names.AllgatherOptions()
         options.timeout = self._timeout
-        group.allgather([outs], [own], options).wait()
+        self._wait(group.allgather([outs], [own], options), unanswered)
         return [ctypes.string_at(out.data_ptr(), out.numel()) for out in outs]
+
+    def _wait(self, work: Any, unanswered: Callable[[float], None]) -> None:
+        """Wait in slices: a wait that is too short says so without ending what it waits for."""
+        started = time.monotonic()
+        while True:
+            try:
+                work.wait(self.SLICE)
+            except RuntimeError:
+                if work.is_completed() or time.monotonic() - started > self._timeout.total_seconds():
+                    raise
+                unanswered(time.monotonic() - started)
+            else:
+                return
 
     def close(self) -> None:
         """Make a pending `gather` fail and drop the group."""

@@ -48,6 +48,10 @@ def _none() -> None:
     return None
 
 
+def _nothing(**_: object) -> bytes:
+    return b""
+
+
 def _many() -> int:
     return sys.maxsize
 
@@ -95,6 +99,16 @@ def update_default_group(group: Any) -> None:
 
 _GROUPS = Feature("groups that the script has made", "ranks that share batches on purpose may be told to be in error")
 group_world: Any = thing(f"{_C10D}._world", _GROUPS, otherwise=None)
+
+_HANGS = Feature("torch's record of collectives", "of a hang it is not known which collective is waited in")
+#: Torch's own record of the collectives of this process; public is only the tool that reads it from files.
+dump_flight_recorder: Callable[..., bytes] = thing(
+    "torch._C._distributed_c10d._dump_fr_trace", _HANGS, otherwise=_nothing, applies=dist.is_available
+)
+#: How many collectives a group counts; on gloo also messages from rank to rank.
+SEQUENCE_NUMBER = key(
+    "torch.distributed.ProcessGroup._get_sequence_number_for_group", _HANGS, applies=dist.is_available
+)
 
 _WRAPPER = Feature("what DDP does", "what DDP does to buffers, inputs and uneven ranks is not known")
 #: The part of DDP's forward that broadcasts buffers.

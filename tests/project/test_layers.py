@@ -18,7 +18,7 @@ _LAYERS = (
     ("detectors", "isolation"),
     ("config", "nested", "sinks"),
     ("exchange", "grafana", "processes", "run_directory"),
-    ("diagnosis", "probes", "reports"),
+    ("diagnosis", "probes", "progress", "reports"),
     ("ci", "forensics"),
     ("instrument", "testing"),
     ("monitor", "pytest_plugin"),

@@ -149,6 +149,11 @@ def code_of(reason: str) -> str | None:
     return next((code for code, pattern in _patterns().items() if pattern.search(text)), None)
 
 
+def is_victims(reason: str) -> bool:
+    """Tell whether a rank ends with what ranks end with whose peer has gone, or does not answer."""
+    return code_of(reason) in _OF_VICTIMS
+
+
 def _prose(entry: Entry) -> str:
     def bullets(items: Iterable[str]) -> str:
         return "\n".join(f"    - {item}" for item in items)

@@ -1,0 +1,93 @@
+"""HANG501: a rank stopped advancing while others wait."""
+
+from __future__ import annotations
+
+from ddpdebug.detectors.examples import steps
+from ddpdebug.detectors.hang.common import HangRule
+from ddpdebug.detectors.kinds import Examples, Facts, Fields, Severity
+from ddpdebug.schema.announcements import Hang
+
+_WAITS = {"0": "all_reduce #6 of float32 [8] at train.py:41"}
+_STUCK = {
+    "kind": "stuck",
+    "step": 5,
+    "ranks": [1],
+    "phase": "data",
+    "location": "train.py:33",
+    "waits": _WAITS,
+    "where": {"1": "waits for a worker of its DataLoader, at train.py:33"},
+    "blocked_in": "loader",
+    "waited": 9.0,
+}
+#: The cause that each kind of thing speaks for, by its number in the runbook.
+_BY_KIND = {
+    "loader": 0,
+    "queue": 0,
+    "file": 0,
+    "socket": 1,
+    "process": 1,
+    "sleep": 1,
+    "lock": 4,
+    "input": 5,
+    "debugger": 5,
+}
+
+
+class StuckRank(HangRule):
+    """The named rank does not advance; its peers have gone further and wait for it in a collective.
+
+    It was not accused by the clock: nothing moved in it for seconds (no frame, no processor time, no data), or its
+    interpreter gives no sign of life and the kernel shows why. A rank that works is never named, however long it takes;
+    as a warning it is, where the others wait ten times longer than ever before in this run, and a minute at least.
+
+    Impact: all devices idle until the process group's timeout ends the job, if it does.
+
+    Diagnosis: read the stack of the named rank in the evidence, not the traceback of the ranks that time out: these
+    are the victims. The phase separates data loading, forward, backward and optimizer; `interpreter` is a process that
+    cannot even run the watching thread. If the stack ends inside a cuda call, look for device errors (`dmesg`, Xid
+    messages) and compare `nvidia-smi` utilisation. A second look is `ddpdebug stacks RUN`.
+
+    Causes:
+    - the input pipeline is blocked: storage, a dead worker, a lock inherited through fork
+    - work on this rank only that waits for something else: download, another process, a file that nobody writes
+    - a branch on rank that leads past a collective or into one more than the others run
+    - a device or link failure, or a kernel that does not end
+    - a deadlock between threads, or two communicators used in different orders
+    - somebody is asked: `input()`, a debugger's prompt, a breakpoint that was left in
+    - the process was stopped from outside, or code in C holds the interpreter's lock
+
+    Remedy:
+    - Move work for one rank away from the collectives, or give it a barrier on a group with a longer
+      `init_process_group(timeout=...)`
+    - Set `DataLoader(timeout=...)` so that a stuck worker raises, and `multiprocessing_context="spawn"` or
+      `"forkserver"` where threads exist before the fork
+    - Give locks, queues, sockets and subprocesses a timeout
+    - Take a failing node out of the job
+    """
+
+    code = "HANG501"
+    severity = Severity.CRITICAL
+    title = "a rank stopped advancing while others wait"
+    events = ("hang:stuck", "hang:silent", "hang:busy")
+    fires_on = Examples(
+        lambda: Facts(topic="alone:hang", values={0: _STUCK}),
+        lambda: Facts(topic="alone:hang", values={0: {**_STUCK, "kind": "silent", "phase": "interpreter"}}),
+        lambda: Facts(topic="alone:hang", values={0: {**_STUCK, "kind": "busy", "waited": 70.0}}),
+    )
+    silent_on = Examples(
+        lambda: Facts(topic="alone:hang", values={0: {**_STUCK, "kind": "left"}}),
+        lambda: Facts(topic="alone:hang", values={0: {**_STUCK, "kind": "mismatch"}}),
+        lambda: steps(3),
+    )
+
+    def judge(self, fact: Hang) -> Fields | None:
+        fields = dict(super().judge(fact) or {})
+        if fact.kind == "busy":
+            fields |= {
+                "severity": Severity.WARNING,
+                "title": "a rank is at work while others wait far longer than usual",
+            }
+        return fields
+
+    def likeliest(self, fact: Hang) -> int | None:
+        return 6 if fact.kind == "silent" else _BY_KIND.get(fact.blocked_in or "")

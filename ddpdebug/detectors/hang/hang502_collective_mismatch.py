@@ -1,0 +1,67 @@
+"""HANG502: ranks issued different collectives."""
+
+from __future__ import annotations
+
+from ddpdebug.detectors.examples import steps
+from ddpdebug.detectors.hang.common import HangRule
+from ddpdebug.detectors.kinds import Examples, Facts, Severity
+from ddpdebug.schema.announcements import Hang
+
+_OTHER_CALL = {
+    "kind": "mismatch",
+    "step": 5,
+    "ranks": [0, 1],
+    "undecided": [[0], [1]],
+    "sides": {"0": "all_reduce #6 of float32 [8] at train.py:41", "1": "broadcast #6 of float32 [8] at train.py:43"},
+    "difference": "operation",
+    "waits": {"0": "all_reduce #6", "1": "broadcast #6"},
+    "waited": 3.0,
+}
+
+
+class CollectiveMismatch(HangRule):
+    """At the same position in the order of collectives of a group, ranks called different operations.
+
+    Or the same one with other shapes, dtypes or roots; or they wait for each other in a circle, as with two groups that
+    are used in another order.
+
+    Impact: the job hangs, aborts with a transport error, or pairs unrelated tensors and goes on with wrong data.
+
+    Diagnosis: the evidence has the calls side by side: the one that should not be there names the branch. Look for
+    `if rank == 0` around anything that communicates (metrics, `.item()` of a synchronised metric, checkpoint,
+    barrier). On nccl set `TORCH_FR_BUFFER_SIZE=2000` (0 switches the recorder off) and `TORCH_NCCL_DUMP_ON_TIMEOUT=1`
+    and merge the dumps with `torchfrtrace`. Avoid `TORCH_DISTRIBUTED_DEBUG=DETAIL` with DDP on torch 2.13.0 for CPU,
+    where it crashes the constructor.
+
+    Causes:
+    - a collective inside a condition that only some ranks meet (rank 0 logging, local early stop, a skipped batch)
+    - control flow that depends on the data: different modules run, so DDP reduces other buckets
+    - ranks with different numbers of batches, so that one is in evaluation while others train
+    - iteration over a set or an unsorted directory listing that decides the order of collectives
+    - `dist.new_group` called by its members only, or in another order on some ranks
+
+    Remedy:
+    - Let all ranks run the collective and only rank 0 use the result
+    - Take decisions from a value that was broadcast or all-reduced
+    - Sort what orders collectives
+    - Call `dist.new_group` on all ranks in the same order
+    - For data dependent paths use `find_unused_parameters=True`, and `with model.join():` for uneven batches
+    """
+
+    code = "HANG502"
+    severity = Severity.CRITICAL
+    title = "ranks issued different collectives"
+    events = ("hang:mismatch", "hang:cycle")
+    fires_on = Examples(
+        lambda: Facts(topic="alone:hang", values={0: _OTHER_CALL}),
+        lambda: Facts(topic="alone:hang", values={0: {**_OTHER_CALL, "kind": "cycle", "difference": "order"}}),
+    )
+    silent_on = Examples(
+        lambda: Facts(topic="alone:hang", values={0: {**_OTHER_CALL, "kind": "stuck"}}),
+        lambda: steps(3),
+    )
+
+    def likeliest(self, fact: Hang) -> int | None:
+        if any("new_group" in call for call in fact.sides.values()):
+            return 4
+        return {"order": 3, "shape": 1, "operation": 0}.get(fact.difference or "")

@@ -1,0 +1,299 @@
+"""Who waits for whom, and what that comes to: the judge of hangs. Torch-free, no clock, no file.
+
+Evidence decides. What a rank is waited for while anything moves in it is at work, however long it takes; a clock alone
+never accuses one. `judge` is given what is known of every rank at one moment, and is asked again and again:
+
+- ranks have issued *different* collectives at the same place of a group's order, or wait in a *circle*: nobody can move
+  any more;
+- a rank that is waited for has *left*;
+- it gives *no sign* of life, and the kernel shows why;
+- it is *stuck*: nothing has moved in it for long;
+- it is *busy*: no verdict, but worth a line for whoever asks what all wait for.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from ddpdebug.progress.frames import KINDS
+from ddpdebug.schema.announcements import Hang
+from ddpdebug.schema.progress import Call, RankProgress
+
+#: Seconds in one place from which on a rank counts as waiting.
+WAIT_SECONDS = 1.0
+#: Seconds for which everybody must have stood still where nobody can move any more.
+CLOSED_SECONDS = 2.0
+#: The same where all are in the same call, as far as is known: their data may be on the way.
+SAME_CALL_SECONDS = 10.0
+#: Seconds after which one that is waited for, and has left, will not come again.
+LEFT_SECONDS = 1.0
+#: Seconds without a sign of life; and where the kernel shows that it runs, for it may hold the interpreter's lock in C
+#: and be done soon: the collector of garbage, pickling.
+SILENT_SECONDS, RUNNING_SECONDS = 5.0, 15.0
+#: Seconds in which nothing has moved.
+STUCK_SECONDS = 8.0
+_MOST_FRAMES = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What is known of a rank now.
+
+    Args:
+        progress: its last look at itself, None where it never gave one.
+        silent: seconds since its last sign of life, as long as that is too long; 0 for one that answers.
+        runs: of one that is silent, the kernel shows that it works, or wants to.
+        kernel: what else the kernel shows of it, in words.
+        left: why it has left, empty while it is there.
+        left_for: seconds since then.
+    """
+
+    progress: RankProgress | None = None
+    silent: float = 0.0
+    runs: bool = False
+    kernel: str = ""
+    left: str = ""
+    left_for: float = 0.0
+
+    @property
+    def waits(self) -> tuple[Call, ...]:
+        """What it waits in: nothing where it cannot answer."""
+        known = self.progress
+        if known is None or self.silent or self.left or known.same < WAIT_SECONDS:
+            return ()
+        return known.waits
+
+
+def judge(seen: Mapping[int, Seen]) -> Hang | None:
+    """Return what the ranks' waiting comes to; None where nobody waits, or it is too early to say.
+
+    Of ranks that are `busy` it is told at once: how long that is too long, the caller decides by `waited`.
+    """
+    waiting = {rank: one.waits for rank, one in sorted(seen.items()) if one.waits}
+    if not waiting:
+        return None
+    missing = {rank: _missing(rank, calls, seen) for rank, calls in waiting.items()}
+    culprits = sorted({rank for ranks in missing.values() for rank in ranks} - waiting.keys())
+    left = [rank for rank in culprits if seen[rank].left]
+    if left:
+        late = [rank for rank in left if seen[rank].left_for >= LEFT_SECONDS]
+        return _about("left", late, waiting, seen) if late else None
+    if (found := _mismatch(waiting, seen)) is not None:
+        return found
+    if not culprits:
+        return _closed(waiting, missing, seen)
+    silent = [rank for rank in culprits if seen[rank].silent]
+    if silent:
+        limits = {rank: RUNNING_SECONDS if seen[rank].runs else SILENT_SECONDS for rank in silent}
+        late = [rank for rank in silent if seen[rank].silent >= limits[rank]]
+        return _about("silent", late, waiting, seen) if late else None
+    known = {rank: seen[rank].progress for rank in culprits}
+    if any(progress is None for progress in known.values()):
+        return None
+    if all(progress is not None and progress.still >= STUCK_SECONDS for progress in known.values()):
+        return _about("stuck", culprits, waiting, seen)
+    return _about("busy", [rank for rank in culprits if not _is_still(known[rank])] or culprits, waiting, seen)
+
+
+def _is_still(progress: RankProgress | None) -> bool:
+    return progress is not None and progress.still >= STUCK_SECONDS
+
+
+def _missing(rank: int, calls: tuple[Call, ...], seen: Mapping[int, Seen]) -> set[int]:
+    """Return the ranks without which what a rank waits in cannot end."""
+    found: set[int] = set()
+    for call in calls:
+        members = call.ranks or tuple(seen)
+        if call.point_to_point:
+            peers = members if call.root is None else (call.root,)
+            found.update(peer for peer in peers if peer != rank and not _answers(call, seen[peer]))
+        else:
+            found.update(peer for peer in members if peer != rank and peer in seen and not _is_in(call, seen[peer]))
+    return found
+
+
+def _answers(call: Call, other: Seen) -> bool:
+    """Return whether a rank is in the other half of a message, as far as is known."""
+    known = other.progress
+    return known is not None and any(own.point_to_point and own.operation != call.operation for own in known.waits)
+
+
+def _is_in(call: Call, other: Seen) -> bool:
+    """Return whether a rank has come to a collective: it may have gone on since."""
+    known = other.progress
+    if known is None:
+        return False
+    if call.number:
+        return known.entered.get(call.group, 0) >= call.number
+    return any(own.operation == call.operation for own in known.waits)
+
+
+# --- nobody can move --------------------------------------------------------------------------------------------------
+
+
+def _mismatch(waiting: Mapping[int, tuple[Call, ...]], seen: Mapping[int, Seen]) -> Hang | None:
+    """Return the first place in the order of a group where ranks that wait have called something else."""
+    by_place: dict[tuple[str, int], dict[int, Call]] = defaultdict(dict)
+    for rank, calls in waiting.items():
+        progress = seen[rank].progress
+        assert progress is not None
+        if progress.still < CLOSED_SECONDS:
+            continue
+        for call in (*progress.recent, *calls):
+            if not call.point_to_point and call.number:
+                by_place[call.group, call.number][rank] = call
+    pending = {(call.group, call.number) for calls in waiting.values() for call in calls}
+    groups = {group for group, _ in pending}
+    for (group, _), calls in sorted(by_place.items(), key=lambda item: item[0][1]):
+        if group not in groups:
+            continue
+        sides = _sides(calls)
+        if len(sides) > 1:
+            return _of_sides("mismatch", sides, calls, waiting, seen)
+    return None
+
+
+def _sides(calls: Mapping[int, Call]) -> list[list[int]]:
+    """Return the ranks whose calls agree, the largest side first."""
+    sides: list[list[int]] = []
+    for rank, call in sorted(calls.items()):
+        own = next((side for side in sides if calls[side[0]].differs(call) is None), None)
+        if own is None:
+            sides.append([rank])
+        else:
+            own.append(rank)
+    return sorted(sides, key=lambda side: (-len(side), side))
+
+
+def _of_sides(
+    kind: str,
+    sides: list[list[int]],
+    calls: Mapping[int, Call],
+    waiting: Mapping[int, tuple[Call, ...]],
+    seen: Mapping[int, Seen],
+) -> Hang:
+    first = calls[sides[0][0]]
+    outvoted = len(sides[0]) > len(sides[1])
+    ranks = sorted(rank for side in sides[1:] for rank in side) if outvoted else sorted(calls)
+    found = _about(kind, ranks, waiting, seen)
+    return replace(
+        found,
+        difference=next(why for side in sides[1:] if (why := first.differs(calls[side[0]])) is not None),
+        sides={_numbers(side): calls[side[0]].words() for side in sides},
+        undecided=() if outvoted else tuple(tuple(side) for side in sides),
+        location=calls[ranks[0]].location or found.location,
+        group=first.group,
+    )
+
+
+def _closed(
+    waiting: Mapping[int, tuple[Call, ...]], missing: Mapping[int, Collection[int]], seen: Mapping[int, Seen]
+) -> Hang | None:
+    """Return what ranks come to that all wait for each other."""
+    involved = {rank for rank in waiting if missing[rank]}
+    stills = {rank: one.progress.still for rank in waiting if (one := seen[rank]).progress is not None}
+    if not involved:  # all are in the same call, which does not end
+        everyone = {peer for calls in waiting.values() for call in calls for peer in call.ranks}
+        if everyone <= waiting.keys() and min(stills.values()) >= SAME_CALL_SECONDS:
+            calls = {rank: own[0] for rank, own in waiting.items()}
+            return replace(
+                _about("cycle", sorted(waiting), waiting, seen),
+                sides={_numbers(side): calls[side[0]].words() for side in _sides(calls)},
+                difference="unknown",
+            )
+        return None
+    if min(stills.values()) < CLOSED_SECONDS:
+        return None
+    calls = {rank: waiting[rank][0] for rank in sorted(involved)}
+    words: dict[str, list[int]] = {}
+    for rank, call in calls.items():
+        words.setdefault(call.words(), []).append(rank)
+    found = _about("cycle", sorted(involved), waiting, seen)
+    return replace(
+        found,
+        difference="order",
+        sides={_numbers(ranks): text for text, ranks in words.items()},
+        undecided=tuple(tuple(ranks) for ranks in words.values()) if len(words) > 1 else (),
+    )
+
+
+# --- in words ---------------------------------------------------------------------------------------------------------
+
+
+def _about(kind: str, ranks: list[int], waiting: Mapping[int, tuple[Call, ...]], seen: Mapping[int, Seen]) -> Hang:
+    first = seen[ranks[0]]
+    progress = first.progress
+    others = {rank: calls for rank, calls in waiting.items() if rank not in ranks} or waiting
+    waits: dict[str, list[int]] = {}
+    for rank, calls in waiting.items():
+        waits.setdefault(calls[0].words(), []).append(rank)
+    group = next(iter(others.values()))[0].group
+    counts = {str(rank): one.progress.entered[group] for rank, one in seen.items() if _counts(one, group)}
+    return Hang(
+        kind=kind,  # type: ignore[arg-type]  # one of them
+        step=min((one.progress.step for rank in others if (one := seen[rank]).progress is not None), default=None),
+        ranks=tuple(ranks),
+        phase=_phase(kind, progress),
+        location=None if progress is None else progress.place,
+        group=group or None,
+        waits={_numbers(members): text for text, members in waits.items()},
+        where={str(rank): where(seen[rank]) for rank in ranks},
+        calls=counts if len(set(counts.values())) > 1 else {},
+        stacks=_stacks(seen),
+        blocked_in=None if progress is None or kind == "silent" else progress.kind or None,
+        waited=round(max(one.progress.same for rank in waiting if (one := seen[rank]).progress is not None), 1),
+    )
+
+
+def _counts(one: Seen, group: str) -> bool:
+    return one.progress is not None and group in one.progress.entered
+
+
+def _phase(kind: str, progress: RankProgress | None) -> str | None:
+    if kind == "silent":
+        return "interpreter"
+    return None if progress is None else progress.phase or None
+
+
+def where(one: Seen) -> str:
+    """Say what a rank does, and where, for people."""
+    known, parts = one.progress, []
+    if one.left:
+        parts.append(one.left)
+    if one.silent:
+        parts.append(f"no sign of life for {one.silent:.0f} s")
+    if one.kernel:
+        parts.append(f"the kernel shows it {one.kernel}")
+    if known is not None:
+        if not (one.left or one.silent):
+            does = KINDS.get(known.kind, "runs" if known.still < STUCK_SECONDS else "does not move")
+            parts.append(does if not known.workers else f"{does} ({known.workers})")
+        if known.place is not None:
+            last = "last seen " if one.left or one.silent else ""
+            function = f" ({known.function})" if known.function else ""
+            parts.append(f"{last}at {known.place}{function}" + (f": {known.does}" if known.does else ""))
+        if known.phase and known.phase not in {"script", "collective"}:
+            parts.append(f"in {known.phase}")
+    return ", ".join(parts) or "nothing is known of it"
+
+
+def _stacks(seen: Mapping[int, Seen]) -> dict[str, tuple[str, ...]]:
+    """Return the frames of all ranks, those of ranks in the same place once."""
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for rank, one in sorted(seen.items()):
+        if one.progress is not None and one.progress.stack:
+            alike.setdefault(one.progress.stack[:_MOST_FRAMES], []).append(rank)
+    return {_numbers(ranks): stack for stack, ranks in alike.items()}
+
+
+def _numbers(ranks: Collection[int]) -> str:
+    """Return ranks as a text that is short for many: "0-3,7"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)

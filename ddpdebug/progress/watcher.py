@@ -1,0 +1,221 @@
+"""The look of a rank at its own process: where its training thread is, and since when nothing has moved.
+
+Taken about once a second by the background thread, in about 50 microseconds as long as the training goes on; what
+costs more (`/proc`, the newest collectives) is read only once the thread has stood in one place for a second.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ddpdebug.progress import frames, kernel
+from ddpdebug.progress.waits import WAIT_SECONDS
+from ddpdebug.schema.progress import Call, RankProgress
+
+#: Share of a core below which a process does nothing: its threads that only wake up now and then use less.
+_IDLE_SHARE = 0.05
+#: Times a second that data wakes a thread which reads from the network or a pipe.
+_WAKES_PER_SECOND = 2.0
+
+
+class Issued(Protocol):
+    """A collective, as torch has recorded it."""
+
+    group: str
+    number: int
+    operation: str
+    shapes: tuple[str, ...]
+    is_done: bool
+    point_to_point: bool
+
+
+class Recorder(Protocol):
+    """Torch's record of collectives."""
+
+    def counts(self) -> Mapping[str, tuple[int, int]] | None:
+        """Return (entered, completed) by group."""
+
+    def newest(self) -> Sequence[Issued]:
+        """Return the newest collectives, oldest first."""
+
+
+@dataclass(slots=True)
+class _Usage:
+    """What the process had used at a moment."""
+
+    time: float
+    cpu: float
+    others: float  # processor time of its children
+    thread: kernel.Kernel | None
+
+
+class Watcher:
+    """Looks at this process, always from the same thread.
+
+    Args:
+        recorder: of torch.
+        members: returns the ranks of each group by its name.
+        thread: returns the identity of the thread that trains.
+        step: returns the step that the rank is heading for.
+        workers: returns the process numbers of the loaders' workers.
+        located: returns the line and the root of a call that has been noted, by its group and number.
+    """
+
+    def __init__(  # noqa: PLR0913 - what it reads
+        self,
+        rank: int,
+        recorder: Recorder,
+        *,
+        members: Callable[[], Mapping[str, tuple[int, ...]]],
+        thread: Callable[[], int],
+        step: Callable[[], int],
+        workers: Callable[[], Sequence[int]],
+        located: Callable[[str, int], tuple[str | None, int | None]] = lambda group, number: (None, None),
+    ) -> None:
+        self.rank = rank
+        self._recorder, self._members, self._thread = recorder, members, thread
+        self._step, self._workers, self._located = step, workers, located
+        self._signature: object = None
+        self._since = self._moved = time.monotonic()
+        self._usage: _Usage | None = None
+        self._known: tuple[object, tuple[Call, ...], tuple[Call, ...]] = None, (), ()
+
+    def look(self) -> RankProgress:
+        """Return what is seen now."""
+        now, ident = time.monotonic(), self._thread()
+        frame = sys._current_frames().get(ident)  # noqa: SLF001 - documented, and there is no other way
+        counts = self._recorder.counts() or {}
+        step = self._step()
+        signature = frames.signature(frame), tuple(counts.values()), step
+        if signature != self._signature:
+            self._signature, self._since, self._moved, self._usage = signature, now, now, None
+        same = now - self._since
+        at = frames.look(frame)
+        del frame
+        waits: tuple[Call, ...] = ()
+        recent: tuple[Call, ...] = ()
+        shown = workers = ""
+        if same >= WAIT_SECONDS:
+            native = _native(ident)
+            usage = self._used(now, native)
+            self._note_movement(usage, at.kind)
+            waits, recent = self._waits(counts, at)
+            shown = "" if usage.thread is None else usage.thread.words()
+            workers = _states(self._workers()) if at.kind == "loader" else ""
+        return RankProgress(
+            rank=self.rank,
+            pid=os.getpid(),
+            host=kernel.host(),
+            time=now,
+            step=step,
+            phase=at.phase,
+            place=at.place,
+            function=at.function,
+            does=at.does,
+            kind=at.kind,
+            same=round(same, 2),
+            still=round(now - self._moved, 2),
+            waits=waits,
+            entered={group: entered for group, (entered, _) in counts.items()},
+            recent=recent,
+            workers=workers,
+            kernel=shown,
+            stack=at.stack,
+        )
+
+    # --- does anything move -------------------------------------------------------------------------------------------
+
+    def _used(self, now: float, native: int) -> _Usage:
+        others = kernel.cpu_of({*self._workers(), *kernel.children()})
+        return _Usage(now, time.process_time() - time.thread_time(), others, kernel.thread(native))
+
+    def _note_movement(self, usage: _Usage, kind: str) -> None:
+        """Compare with what was used a while ago: processor time, a place in the queue for it, storage, data."""
+        before = self._usage
+        if before is None:
+            self._usage = usage
+            return
+        seconds = usage.time - before.time
+        if seconds < WAIT_SECONDS:
+            return
+        self._usage = usage
+        moved = usage.cpu - before.cpu + usage.others - before.others > _IDLE_SHARE * seconds
+        if usage.thread is not None and before.thread is not None:
+            moved |= usage.thread.moved_since(before.thread, seconds, share=_IDLE_SHARE)
+            if kind in {"socket", "file"}:
+                moved |= usage.thread.wakes - before.thread.wakes > _WAKES_PER_SECOND * seconds
+        if moved:
+            self._moved = usage.time
+
+    # --- what is waited in --------------------------------------------------------------------------------------------
+
+    def _waits(self, counts: Mapping[str, tuple[int, int]], at: frames.At) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
+        if at.kind in frames.OWN:
+            return (), ()
+        key = (self._signature, tuple(counts.items()))
+        if self._known[0] == key:
+            return self._known[1:]
+        pending = [group for group, (entered, completed) in counts.items() if entered > completed]
+        newest = self._recorder.newest() if pending or at.kind == "collective" else []
+        members = self._members()
+        recent = tuple(self._call(one, members, None) for one in newest)
+        waits = [
+            self._call(one, members, at.place)
+            for one in newest
+            if not one.is_done and (one.group in pending or one.point_to_point)
+        ]
+        named = {call.group for call in waits}
+        waits += [
+            Call(group=group, number=counts[group][0], operation=_operation(at), ranks=members.get(group, ()))
+            for group in pending
+            if group not in named
+        ]
+        if not waits and at.kind in {"collective", "store"}:
+            waits = [Call(group="", number=0, operation=_operation(at), location=at.place)]
+        self._known = key, tuple(waits), recent
+        return self._known[1:]
+
+    def _call(self, one: Issued, members: Mapping[str, tuple[int, ...]], place: str | None) -> Call:
+        location, root = self._located(one.group, one.number)
+        return Call(
+            group=one.group,
+            number=one.number,
+            operation=one.operation,
+            shapes=one.shapes,
+            location=location or place,
+            root=root,
+            ranks=members.get(one.group, ()),
+            point_to_point=one.point_to_point,
+        )
+
+
+def _operation(at: frames.At) -> str:
+    """Return the function of torch.distributed that the user's line has called."""
+    inner = [text for text in at.stack if "/torch/distributed/" in text]
+    names = [text.rpartition("(")[2].rstrip(")") for text in inner]
+    return next((name for name in reversed(names) if name not in {"wrapper", "__exit__", "__enter__"}), "collective")
+
+
+def _native(ident: int) -> int:
+    return next(
+        (t.native_id for t in threading.enumerate() if t.ident == ident and t.native_id is not None), os.getpid()
+    )
+
+
+def _states(pids: Sequence[int]) -> str:
+    """Say what a loader's workers do."""
+    parts: dict[str, list[int]] = {}
+    for pid in pids:
+        known = kernel.process(pid)
+        words = "has ended" if known is None or known.is_gone else known.words()
+        parts.setdefault(words, []).append(pid)
+    texts = [
+        f"worker{'s' if len(found) > 1 else ''} {', '.join(map(str, found))} {words}" for words, found in parts.items()
+    ]
+    return "; ".join(texts)

@@ -1,0 +1,77 @@
+"""How far a rank has come and what it waits for: what ranks tell each other while somebody waits. Torch-free.
+
+Times are seconds. Those of `RankProgress.time` are of the monotonic clock of its host, and can be compared there only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ddpdebug.schema.wire import Struct
+
+#: Operations whose ranks must agree about shape and type; in others each rank may give another part.
+_ALIKE = frozenset({"all_reduce", "broadcast", "reduce", "all_gather", "all_reduce_coalesced"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call(Struct):
+    """A collective, or a message from rank to rank, as a rank has issued it."""
+
+    group: str  # name of the process group, the same on all ranks
+    number: int  # among the collectives of its group, from 1
+    operation: str  # "all_reduce"
+    shapes: tuple[str, ...] = ()  # of what it is given: "float32 [4, 8]"
+    location: str | None = None  # the user's line that made it
+    root: int | None = None  # the rank that it names, of the whole job
+    ranks: tuple[int, ...] = ()  # that take part
+    point_to_point: bool = False
+
+    def differs(self, other: Call) -> str | None:
+        """Say in what two ranks' calls with the same number differ that must be the same; None where they agree."""
+        if self.operation != other.operation:
+            return "operation"
+        if self.root is not None and other.root is not None and self.root != other.root:
+            return "root"
+        if self.operation in _ALIKE and self.shapes and other.shapes and self.shapes != other.shapes:
+            types = [{shape.partition(" ")[0] for shape in call.shapes} for call in (self, other)]
+            return "dtype" if types[0] != types[1] else "shape"
+        return None
+
+    def words(self) -> str:
+        """Say what was called, for people."""
+        shapes = " ".join(self.shapes[:3]) + (" ..." if len(self.shapes) > 3 else "")
+        root = "" if self.root is None else f" root {self.root}"
+        number = f" #{self.number}" if self.number > 0 else ""
+        where = f" at {self.location}" if self.location else ""
+        return f"{self.operation}{number}{root}{' of ' + shapes if shapes else ''}{where}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProgress(Struct):
+    """What a rank's thread saw when it last looked at its own process."""
+
+    rank: int
+    pid: int = 0
+    host: str = ""  # what its clock and its process number belong to
+    time: float = 0.0
+    step: int = 0  # that it is heading for
+    phase: str = ""  # "data", "forward", "backward", "optimizer", "collective" or "script"
+    place: str | None = None  # the innermost of the user's lines, file:line
+    function: str = ""
+    does: str = ""  # that line's call: "lock.acquire()"
+    kind: str = ""  # what it blocks in, see `progress/frames.py`
+    same: float = 0.0  # for so long the training thread has been at that place
+    still: float = 0.0  # for so long nothing has moved in the process: frames, processor time, disk, batches
+    waits: tuple[Call, ...] = ()  # entered and not completed, while the thread does not move
+    entered: Mapping[str, int] = field(default_factory=dict)  # group -> collectives
+    recent: tuple[Call, ...] = ()  # the newest of all groups, oldest first; only while it waits
+    workers: str = ""  # state of a loader's workers, in words
+    kernel: str = ""  # what the kernel shows of the thread, in words
+    stack: tuple[str, ...] = ()  # innermost first, "file:line (function)"; the user's and where these lead to
+    ended: str = ""  # why it has left, where it has
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it waits for other ranks."""
+        return bool(self.waits)

@@ -1,0 +1,126 @@
+"""The collectives of this process as torch's flight recorder has them: how many were entered, and the newest.
+
+The recorder is on by default for gloo; for NCCL `TORCH_FR_BUFFER_SIZE` has to be set before a group is made. Stack
+traces are never asked for: the first call with them takes seconds and stops the other threads. Source: FlightRecorder
+of torch 2.13, measured: counts 0.02 to 0.2 ms, entries 0.1 ms for tens of them.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from ddpdebug.torch_internals import names
+
+#: Entries that are read.
+_KEPT = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """A collective of a process group, as the recorder has it."""
+
+    group: str
+    number: int
+    operation: str
+    shapes: tuple[str, ...]
+    is_done: bool
+    point_to_point: bool
+
+
+class Collectives:
+    """Reads the recorder; remembers the names of groups, whose numbers differ between processes."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}  # number of a group -> name, "" for one of ours
+
+    def counts(self) -> dict[str, tuple[int, int]] | None:
+        """Return (entered, completed) by name of the script's groups; None where torch does not tell."""
+        known = _dump(entries=False)
+        if known is None:
+            return self._counted()
+        status = known.get("pg_status") or {}
+        if not status:
+            return self._counted()
+        numbers = {int(number): value for number, value in status.items()}
+        if not numbers.keys() <= self._names.keys():
+            self.newest()
+        found = {}
+        for number, value in numbers.items():
+            name = self._names.get(number, "")
+            entered, completed = value["last_enqueued_collective"], value["last_completed_collective"]
+            if name and entered > 0:
+                found[name] = max((entered, max(completed, 0)), found.get(name, (0, 0)))
+        return found
+
+    def newest(self, most: int = _KEPT) -> list[Issued]:
+        """Return the newest collectives of the script's groups, oldest first; empty where torch does not tell."""
+        known = _dump(entries=True)
+        found = []
+        for entry in (known or {}).get("entries") or ():
+            name = str(entry["process_group"][0])
+            self._names[int(entry["pg_id"])] = name
+            if name:
+                found.append(entry)
+        return [_issued(entry) for entry in found[-most:]]
+
+    @staticmethod
+    def _counted() -> dict[str, tuple[int, int]] | None:
+        """Return what groups count themselves, without knowing what has completed."""
+        if not dist.is_available() or not dist.is_initialized():
+            return None
+        found = {}
+        for group, ranks in dict(getattr(names.group_world, "pg_group_ranks", None) or {}).items():
+            count = getattr(group, names.SEQUENCE_NUMBER, None)
+            if count is not None and dist.get_rank() in ranks:
+                entered = int(count())
+                found[str(group.group_name)] = (entered, entered)
+        return found or None
+
+
+def members_of_groups() -> dict[str, tuple[int, ...]]:
+    """Return the ranks of the script's process groups, as the whole job numbers them, by the groups' names."""
+    if not dist.is_available() or not dist.is_initialized():
+        return {}
+    tables: Mapping[Any, Any] = dict(getattr(names.group_world, "pg_group_ranks", None) or {})
+    return {str(group.group_name): tuple(sorted(ranks)) for group, ranks in tables.items() if ranks}
+
+
+def _dump(*, entries: bool) -> dict[str, Any] | None:
+    try:
+        data = names.dump_flight_recorder(includeCollectives=entries, includeStackTraces=False, onlyActive=False)
+        known = pickle.loads(data)  # noqa: S301 - torch has made it in this process, this moment
+    except Exception:  # noqa: BLE001 - absent, or another one than we know
+        return None
+    return known if isinstance(known, dict) else None
+
+
+def _issued(entry: Mapping[str, Any]) -> Issued:
+    types = [str(name).lower() for name in entry.get("input_dtypes") or ()]
+    shapes = zip(types, entry.get("input_sizes") or (), strict=False)
+    peer_to_peer = bool(entry.get("is_p2p"))
+    return Issued(
+        group=str(entry["process_group"][0]),
+        number=int(entry["p2p_seq_id" if peer_to_peer else "collective_seq_id"]),
+        operation=str(entry["profiling_name"]).rpartition(":")[2].partition(" ")[0],
+        shapes=tuple(f"{_TYPES.get(name, name)} {list(sizes)}" for name, sizes in shapes),
+        is_done=bool(entry.get("retired")),
+        point_to_point=peer_to_peer,
+    )
+
+
+#: The recorder's names of types that are not torch's.
+_TYPES = {
+    "float": "float32",
+    "double": "float64",
+    "half": "float16",
+    "long": "int64",
+    "int": "int32",
+    "short": "int16",
+    "char": "int8",
+    "byte": "uint8",
+}
