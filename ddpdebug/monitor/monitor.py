@@ -718,6 +718,8 @@ class Monitor:
                 return  # heard when it was judged, and the others could not
             if topic == End.topic:
                 self._note_end(rank, announcement)
+            if isinstance(announcement, Failure) and self._progress_watch is not None:
+                self._progress_watch.failed(rank, announcement)
             if topic == Failure.topic and rank == self.rank:
                 self._failure = None
             run("diagnosis", self._diagnosis.tell, topic, rank, announcement)

@@ -21,10 +21,10 @@ from typing import Any
 from ddpdebug.detectors.fail.rules import is_victims
 from ddpdebug.disk import Disk
 from ddpdebug.progress import black_box, kernel
-from ddpdebug.progress.waits import Seen, judge, where
+from ddpdebug.progress.waits import Seen, judge, place_of, where
 from ddpdebug.progress.watcher import Watcher
 from ddpdebug.run_directory.reader import RANKS
-from ddpdebug.schema.announcements import Announcement, Hang, HangOver
+from ddpdebug.schema.announcements import Announcement, Failure, Hang, HangOver
 from ddpdebug.schema.progress import RankProgress
 from ddpdebug.schema.wire import from_json, to_json
 
@@ -78,6 +78,7 @@ class ProgressWatch:
         self._members: tuple[int, ...] = tuple(range(world))
         self._looks: dict[int, tuple[RankProgress, float]] = {}
         self._left: dict[int, tuple[str, float]] = {}
+        self._failures: dict[int, Failure] = {}
         self._kernels: dict[int, tuple[kernel.Kernel, float]] = {}
         self._tell_until = self._told = 0.0
         self._hang: tuple[Hang, float] | None = None  # that is open, and when it has begun
@@ -129,6 +130,10 @@ class ProgressWatch:
             return
         self._left[rank] = words, self._left.get(rank, ("", time.monotonic()))[1]
 
+    def failed(self, rank: int, failure: Failure) -> None:
+        """Note the line in which a rank has failed: it is about to leave."""
+        self._failures[rank] = failure
+
     def knows(self, announcement: Hang) -> bool:
         """Tell whether this rank has judged a hang by itself, before the others could hear it."""
         return announcement.judge == self.rank and announcement.number in self._fed
@@ -158,11 +163,15 @@ class ProgressWatch:
         for rank in range(self.world):
             look, when = self._looks.get(rank, (None, 0.0))
             if rank in self._left:
-                words, since = self._left[rank]
-                found[rank] = Seen(progress=look, left=words, left_for=now - since)
+                found[rank] = self._gone(rank, look, now)
             else:
                 found[rank] = Seen(progress=look if now - when < _STALE_SECONDS else None)
         return found
+
+    def _gone(self, rank: int, look: RankProgress | None, now: float) -> Seen:
+        words, since = self._left[rank]
+        place = self._failures[rank].location if rank in self._failures else None
+        return Seen(progress=look, left=words, left_at=place, left_for=now - since)
 
     # --- a rank does not answer ---------------------------------------------------------------------------------------
 
@@ -197,8 +206,7 @@ class ProgressWatch:
             if rank not in self._left or self._left[rank][0] == "there is no process any more":
                 self._left[rank] = f"it has gone: {reason}", self._left.get(rank, ("", now))[1]
         if rank in self._left:
-            words, since = self._left[rank]
-            return Seen(progress=progress, left=words, left_for=now - since)
+            return self._gone(rank, progress, now)
         silent = now - box.beat
         if silent < _SIGN_SECONDS:
             return Seen(progress=progress)
@@ -239,15 +247,18 @@ class ProgressWatch:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(1.0)
-        if self._lost and is_victims(reason):
+        if is_victims(reason) and self._hang is None:
             now = time.monotonic()
             seen, here = self._seen_from_outside(now)
-            gone = [rank for rank in sorted(here) if seen[rank].left.startswith(("it has gone", "it has ended: exc"))]
+            gone = [rank for rank, one in sorted(seen.items()) if one.left and not is_victims(self._reason_of(rank))]
             if gone and min((rank for rank in here if not seen[rank].left), default=self.rank) == self.rank:
                 self._conclude(self._about_left(gone, seen), now, alone=True)
         if self.box is not None:
             self.box.beat({**to_json(self._looks[self.rank][0]), "ended": reason})
             self.box.close()
+
+    def _reason_of(self, rank: int) -> str:
+        return self._left[rank][0].removeprefix("it has ended: ")
 
     def _about_left(self, ranks: list[int], seen: Mapping[int, Seen]) -> Hang:
         last = seen[ranks[0]].progress
@@ -256,7 +267,7 @@ class ProgressWatch:
             step=None if last is None else last.step,
             ranks=tuple(ranks),
             phase=None if last is None else last.phase or None,
-            location=None if last is None else last.place,
+            location=place_of(seen[ranks[0]]),
             where={str(rank): where(seen[rank]) for rank in ranks},
         )
 

@@ -46,7 +46,7 @@ class Seen:
         silent: seconds since its last sign of life, as long as that is too long; 0 for one that answers.
         runs: of one that is silent, the kernel shows that it works, or wants to.
         kernel: what else the kernel shows of it, in words.
-        left: why it has left, empty while it is there.
+        left: why it has left, empty while it is there; `left_at` the user's line that it left from, where it told.
         left_for: seconds since then.
     """
 
@@ -55,6 +55,7 @@ class Seen:
     runs: bool = False
     kernel: str = ""
     left: str = ""
+    left_at: str | None = None
     left_for: float = 0.0
 
     @property
@@ -236,7 +237,7 @@ def _about(kind: str, ranks: list[int], waiting: Mapping[int, tuple[Call, ...]],
         step=min((one.progress.step for rank in others if (one := seen[rank]).progress is not None), default=None),
         ranks=tuple(ranks),
         phase=_phase(kind, progress),
-        location=None if progress is None else progress.place,
+        location=place_of(first),
         group=group or None,
         waits={_numbers(members): text for text, members in waits.items()},
         where={str(rank): where(seen[rank]) for rank in ranks},
@@ -245,6 +246,11 @@ def _about(kind: str, ranks: list[int], waiting: Mapping[int, tuple[Call, ...]],
         blocked_in=None if progress is None or kind == "silent" else progress.kind or None,
         waited=round(max(one.progress.same for rank in waiting if (one := seen[rank]).progress is not None), 1),
     )
+
+
+def place_of(one: Seen) -> str | None:
+    """Return the user's line in which a rank is, or was last."""
+    return one.left_at or (None if one.progress is None else one.progress.place)
 
 
 def _counts(one: Seen, group: str) -> bool:
@@ -266,7 +272,9 @@ def where(one: Seen) -> str:
         parts.append(f"no sign of life for {one.silent:.0f} s")
     if one.kernel:
         parts.append(f"the kernel shows it {one.kernel}")
-    if known is not None:
+    if one.left_at is not None:
+        parts.append(f"at {one.left_at}")
+    elif known is not None:
         if not (one.left or one.silent):
             does = KINDS.get(known.kind, "runs" if known.still < STUCK_SECONDS else "does not move")
             parts.append(does if not known.workers else f"{does} ({known.workers})")
