@@ -28,6 +28,8 @@ from ddpdebug.schema.announcements import Announcement, Failure, Hang, HangOver
 from ddpdebug.schema.progress import RankProgress
 from ddpdebug.schema.wire import from_json, to_json
 
+#: How often this rank looks at most.
+_LOOK_SECONDS = 0.4
 #: How long looks are told after somebody has said that it waits, and how often.
 _TELL_SECONDS, _EVERY_SECONDS = 3.0, 0.4
 #: A look that is older says nothing of now.
@@ -80,7 +82,7 @@ class ProgressWatch:
         self._left: dict[int, tuple[str, float]] = {}
         self._failures: dict[int, Failure] = {}
         self._kernels: dict[int, tuple[kernel.Kernel, float]] = {}
-        self._tell_until = self._told = 0.0
+        self._looked = self._tell_until = self._told = 0.0
         self._hang: tuple[Hang, float] | None = None  # that is open, and when it has begun
         self._alone: list[Hang] = []  # judged while the others could not hear it
         self._fed: set[int] = set()  # numbers of these
@@ -103,6 +105,8 @@ class ProgressWatch:
         for hang in self._alone:
             self._announce(hang)  # the others hear of it now; this rank has
         self._alone.clear()
+        if time.monotonic() - self._looked < _LOOK_SECONDS:
+            return  # short steps make many ticks
         own, now = self._look()
         if own.waiting:
             self._tell_until = now + _TELL_SECONDS
@@ -140,6 +144,7 @@ class ProgressWatch:
 
     def _look(self) -> tuple[RankProgress, float]:
         own, now = self._watcher.look(), time.monotonic()
+        self._looked = now
         self._looks[self.rank] = own, now
         if self.box is None and not self._boxless:
             self._open_box()

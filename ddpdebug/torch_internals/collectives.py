@@ -49,6 +49,8 @@ class Collectives:
         numbers = {int(number): value for number, value in status.items()}
         if not numbers.keys() <= self._names.keys():
             self.newest()
+            for number in numbers:  # one whose collectives have left the ring is not asked for again and again
+                self._names.setdefault(number, "")
         found = {}
         for number, value in numbers.items():
             name = self._names.get(number, "")
