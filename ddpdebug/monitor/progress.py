@@ -24,7 +24,7 @@ from ddpdebug.progress import black_box, kernel
 from ddpdebug.progress.waits import Seen, judge, place_of, where
 from ddpdebug.progress.watcher import Watcher
 from ddpdebug.run_directory.reader import RANKS
-from ddpdebug.schema.announcements import Announcement, Failure, Hang, HangOver
+from ddpdebug.schema.announcements import Announcement, End, Failure, Hang, HangOver
 from ddpdebug.schema.progress import RankProgress
 from ddpdebug.schema.wire import from_json, to_json
 
@@ -41,6 +41,7 @@ _BUSY_SECONDS, _BUSY_FACTOR = 60.0, 10.0
 #: A line for whoever asks what all wait for.
 _LINE_SECONDS = 10.0
 _LOST_SECONDS = 0.5
+_REQUESTS = ("SIGTERM", "SIGINT", "SIGHUP")
 
 
 class ProgressWatch:
@@ -75,6 +76,7 @@ class ProgressWatch:
         self._watcher, self._disk, self._folder = watcher, disk, folder
         self._say, self._announce, self._feed = say, announce, feed
         self._stand_in, self._line, self._off = stand_in, line, off
+        self._began = time.monotonic()
         self.box: black_box.BlackBox | None = None
         self._boxless = False
         self._members: tuple[int, ...] = tuple(range(world))
@@ -100,7 +102,7 @@ class ProgressWatch:
         """Look, tell where somebody waits, and judge what all have told."""
         members = tuple(members)
         for rank in set(self._members) - set(members) - self._left.keys():
-            self.ended(rank, "it has left")
+            self._note_end(rank, "it has left")
         self._members = members
         for hang in self._alone:
             self._announce(hang)  # the others hear of it now; this rank has
@@ -127,16 +129,18 @@ class ProgressWatch:
         if known.waiting:
             self._tell_until = now + _TELL_SECONDS
 
-    def ended(self, rank: int, reason: str) -> None:
-        """Note that a rank has left, and why."""
+    def hear_of(self, rank: int, announcement: Announcement | None) -> None:
+        """Note that a rank has failed, or has left, and why."""
+        if isinstance(announcement, Failure):
+            self._failures[rank] = announcement
+        elif isinstance(announcement, End):
+            self._note_end(rank, announcement.reason)
+
+    def _note_end(self, rank: int, reason: str) -> None:
         words = reason if reason.startswith("it ") else f"it has ended: {reason}"
         if rank in self._left and self._left[rank][0] != "it has left":
             return
         self._left[rank] = words, self._left.get(rank, ("", time.monotonic()))[1]
-
-    def failed(self, rank: int, failure: Failure) -> None:
-        """Note the line in which a rank has failed: it is about to leave."""
-        self._failures[rank] = failure
 
     def knows(self, announcement: Hang) -> bool:
         """Tell whether this rank has judged a hang by itself, before the others could hear it."""
@@ -197,7 +201,7 @@ class ProgressWatch:
         found, here, home = self._seen(now), {self.rank}, self._folder()
         for rank in range(self.world):
             box = None if home is None or rank == self.rank else black_box.read(_box_of(home, rank), notes=False)
-            if box is None or not box.here:
+            if box is None or not box.here or box.beat < self._began:  # of an earlier attempt
                 continue
             here.add(rank)
             found[rank] = self._seen_in(rank, box, now)
@@ -208,8 +212,7 @@ class ProgressWatch:
         if shown is None or shown.is_gone:
             known = None if shown is None else shown.ended_by
             reason = "there is no process any more" if known is None else kernel.ending(known)
-            if rank not in self._left or self._left[rank][0] == "there is no process any more":
-                self._left[rank] = f"it has gone: {reason}", self._left.get(rank, ("", now))[1]
+            self._left.setdefault(rank, (f"it has gone: {reason}", now))
         if rank in self._left:
             return self._gone(rank, progress, now)
         silent = now - box.beat
@@ -240,9 +243,11 @@ class ProgressWatch:
             self._stop.wait(_LOST_SECONDS)
 
     def _note_killed(self, now: float) -> None:
-        """Say at once that a rank was killed: a signal is no way to finish."""
+        """Say at once that a rank was killed, unless it was asked to end, as all ranks of a cancelled job are."""
         seen, here = self._seen_from_outside(now)
-        killed = [rank for rank in sorted(here) if "killed by" in seen[rank].left]
+        killed = [
+            rank for rank in sorted(here) if "killed by" in seen[rank].left and not seen[rank].left.endswith(_REQUESTS)
+        ]
         speaks = min((rank for rank in here if not seen[rank].left), default=self.rank) == self.rank
         if killed and speaks:
             self._conclude(self._about_left(killed, seen), now, alone=True)

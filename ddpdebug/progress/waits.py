@@ -85,21 +85,21 @@ def judge(seen: Mapping[int, Seen]) -> Hang | None:
         return found
     if not culprits:
         return _closed(waiting, missing, seen)
+    return _of_missing(culprits, waiting, seen)
+
+
+def _of_missing(culprits: list[int], waiting: Mapping[int, tuple[Call, ...]], seen: Mapping[int, Seen]) -> Hang | None:
+    """Return what ranks come to that are there, that are waited for, and that do not wait themselves."""
     silent = [rank for rank in culprits if seen[rank].silent]
     if silent:
         limits = {rank: RUNNING_SECONDS if seen[rank].runs else SILENT_SECONDS for rank in silent}
         late = [rank for rank in silent if seen[rank].silent >= limits[rank]]
         return _about("silent", late, waiting, seen) if late else None
-    known = {rank: seen[rank].progress for rank in culprits}
-    if any(progress is None for progress in known.values()):
+    known = {rank: progress for rank in culprits if (progress := seen[rank].progress) is not None}
+    if len(known) < len(culprits):
         return None
-    if all(progress is not None and progress.still >= STUCK_SECONDS for progress in known.values()):
-        return _about("stuck", culprits, waiting, seen)
-    return _about("busy", [rank for rank in culprits if not _is_still(known[rank])] or culprits, waiting, seen)
-
-
-def _is_still(progress: RankProgress | None) -> bool:
-    return progress is not None and progress.still >= STUCK_SECONDS
+    busy = [rank for rank, progress in known.items() if progress.still < STUCK_SECONDS]
+    return _about("busy" if busy else "stuck", busy or culprits, waiting, seen)
 
 
 def _missing(rank: int, calls: tuple[Call, ...], seen: Mapping[int, Seen]) -> set[int]:
@@ -147,12 +147,12 @@ def _mismatch(waiting: Mapping[int, tuple[Call, ...]], seen: Mapping[int, Seen])
                 by_place[call.group, call.number][rank] = call
     pending = {(call.group, call.number) for calls in waiting.values() for call in calls}
     groups = {group for group, _ in pending}
-    for (group, _), calls in sorted(by_place.items(), key=lambda item: item[0][1]):
+    for (group, _), made in sorted(by_place.items(), key=lambda item: item[0][1]):
         if group not in groups:
             continue
-        sides = _sides(calls)
+        sides = _sides(made)
         if len(sides) > 1:
-            return _of_sides("mismatch", sides, calls, waiting, seen)
+            return _of_sides("mismatch", sides, made, waiting, seen)
     return None
 
 
@@ -231,7 +231,8 @@ def _about(kind: str, ranks: list[int], waiting: Mapping[int, tuple[Call, ...]],
     for rank, calls in waiting.items():
         waits.setdefault(calls[0].words(), []).append(rank)
     group = next(iter(others.values()))[0].group
-    counts = {str(rank): one.progress.entered[group] for rank, one in seen.items() if _counts(one, group)}
+    looks = {rank: one.progress for rank, one in seen.items() if one.progress is not None}
+    counts = {str(rank): look.entered[group] for rank, look in looks.items() if group in look.entered}
     return Hang(
         kind=kind,  # type: ignore[arg-type]  # one of them
         step=min((one.progress.step for rank in others if (one := seen[rank]).progress is not None), default=None),
@@ -251,10 +252,6 @@ def _about(kind: str, ranks: list[int], waiting: Mapping[int, tuple[Call, ...]],
 def place_of(one: Seen) -> str | None:
     """Return the user's line in which a rank is, or was last."""
     return one.left_at or (None if one.progress is None else one.progress.place)
-
-
-def _counts(one: Seen, group: str) -> bool:
-    return one.progress is not None and group in one.progress.entered
 
 
 def _phase(kind: str, progress: RankProgress | None) -> str | None:

@@ -27,12 +27,29 @@ _WAKES_PER_SECOND = 2.0
 class Issued(Protocol):
     """A collective, as torch has recorded it."""
 
-    group: str
-    number: int
-    operation: str
-    shapes: tuple[str, ...]
-    is_done: bool
-    point_to_point: bool
+    @property
+    def group(self) -> str:
+        """Name of its process group."""
+
+    @property
+    def number(self) -> int:
+        """Among the collectives of its group, from 1."""
+
+    @property
+    def operation(self) -> str:
+        """What was called, for example "all_reduce"."""
+
+    @property
+    def shapes(self) -> tuple[str, ...]:
+        """What it was given, for example "float32 [4, 8]"."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has completed here."""
+
+    @property
+    def point_to_point(self) -> bool:
+        """Whether it is a message from rank to rank."""
 
 
 class Recorder(Protocol):
@@ -67,7 +84,7 @@ class Watcher:
         located: returns the line and the root of a call that has been noted, by its group and number.
     """
 
-    def __init__(  # noqa: PLR0913 - what it reads
+    def __init__(
         self,
         rank: int,
         recorder: Recorder,

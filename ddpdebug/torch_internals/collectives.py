@@ -51,7 +51,7 @@ class Collectives:
             self.newest()
             for number in numbers:  # one whose collectives have left the ring is not asked for again and again
                 self._names.setdefault(number, "")
-        found = {}
+        found: dict[str, tuple[int, int]] = {}
         for number, value in numbers.items():
             name = self._names.get(number, "")
             entered, completed = value["last_enqueued_collective"], value["last_completed_collective"]
@@ -75,7 +75,7 @@ class Collectives:
         """Return what groups count themselves, without knowing what has completed."""
         if not dist.is_available() or not dist.is_initialized():
             return None
-        found = {}
+        found: dict[str, tuple[int, int]] = {}
         for group, ranks in dict(getattr(names.group_world, "pg_group_ranks", None) or {}).items():
             count = getattr(group, names.SEQUENCE_NUMBER, None)
             if count is not None and dist.get_rank() in ranks:
