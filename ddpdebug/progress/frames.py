@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import linecache
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from types import FrameType
@@ -101,15 +101,19 @@ def signature(frame: FrameType | None) -> int:
     return hash(tuple((id(f.f_code), f.f_lasti) for f in _outwards(frame)))
 
 
-def look(frame: FrameType | None) -> At:
-    """Return where a thread is, by its innermost frame."""
+def look(frame: FrameType | None, meetings: Collection[str] = ()) -> At:
+    """Return where a thread is, by its innermost frame.
+
+    Args:
+        meetings: functions of torch's in which ranks meet in the store.
+    """
     frames = [f for f in _outwards(frame) if "/ddpdebug/" not in f.f_code.co_filename]
     if not frames:
         return At()
     users = next((f for f in frames if is_user_file(f.f_code.co_filename)), None)
     inner = frames[: frames.index(users)] if users is not None else frames
     does = "" if users is None else _call(users)
-    phase, kind = _phase(inner, does), _kind(inner, frames[0], does)
+    phase, kind = _phase(inner, does), _kind(inner, frames[0], does, meetings)
     stack = tuple(f"{location(f.f_code.co_filename, f.f_lineno or 0)} ({f.f_code.co_name})" for f in frames)
     if users is None:
         return At(phase=phase, kind=kind, stack=stack)
@@ -137,23 +141,19 @@ def _phase(inner: list[FrameType], does: str) -> str:
     return "backward" if does.endswith(".backward()") else "script"
 
 
-def _kind(inner: list[FrameType], innermost: FrameType, does: str) -> str:
+def _kind(inner: list[FrameType], innermost: FrameType, does: str, meetings: Collection[str]) -> str:
     files = [f.f_code.co_filename for f in inner]
     for part, kind in _FILES[:4]:  # these tell more than what they wait with
         if any(part in file for file in files):
             return kind
     call = does if not inner else _call(innermost)
     if any("/torch/distributed/" in file for file in files):
-        return "store" if any(f.f_code.co_name in _MEETINGS for f in inner) else "collective"
+        return "store" if any(f.f_code.co_name in meetings for f in inner) else "collective"
     for file in files:
         for part, kind in _FILES:
             if part in file:
                 return kind
     return next((kind for pattern, kind in _CALLS if pattern.search(call)), "")
-
-
-#: Functions of torch's in which the ranks meet in the store.
-_MEETINGS = frozenset({"_store_based_barrier", "init_process_group", "rendezvous", "_new_process_group_helper"})
 
 
 def _call(frame: FrameType) -> str:

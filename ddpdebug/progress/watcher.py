@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -81,6 +81,7 @@ class Watcher:
         thread: returns the identity of the thread that trains.
         step: returns the step that the rank is heading for.
         workers: returns the process numbers of the loaders' workers.
+        meetings: functions of torch's in which ranks meet in the store.
         located: returns the line and the root of a call that has been noted, by its group and number.
     """
 
@@ -93,11 +94,13 @@ class Watcher:
         thread: Callable[[], int],
         step: Callable[[], int],
         workers: Callable[[], Sequence[int]],
+        meetings: Collection[str] = (),
         located: Callable[[str, int], tuple[str | None, int | None]] = lambda group, number: (None, None),
     ) -> None:
         self.rank = rank
         self._recorder, self._members, self._thread = recorder, members, thread
         self._step, self._workers, self._located = step, workers, located
+        self._meetings = meetings
         self._signature: object = None
         self._since = self._moved = time.monotonic()
         self._usage: _Usage | None = None
@@ -113,7 +116,7 @@ class Watcher:
         if signature != self._signature:
             self._signature, self._since, self._moved, self._usage = signature, now, now, None
         same = now - self._since
-        at = frames.look(frame)
+        at = frames.look(frame, self._meetings)
         del frame
         waits: tuple[Call, ...] = ()
         recent: tuple[Call, ...] = ()
