@@ -409,7 +409,6 @@ class Monitor:
             thread=lambda: threads.ident or threading.main_thread().ident or 0,
             step=state.next_step,
             workers=self.probes.loaders.workers,
-            meetings=internals.MEETINGS,
         )
         return ProgressWatch(
             self.rank,

@@ -61,6 +61,10 @@ class Recorder(Protocol):
     def newest(self) -> Sequence[Issued]:
         """Return the newest collectives, oldest first."""
 
+    @property
+    def meetings(self) -> Collection[str]:
+        """Functions of torch's in which ranks meet in the store."""
+
 
 @dataclass(slots=True)
 class _Usage:
@@ -81,7 +85,6 @@ class Watcher:
         thread: returns the identity of the thread that trains.
         step: returns the step that the rank is heading for.
         workers: returns the process numbers of the loaders' workers.
-        meetings: functions of torch's in which ranks meet in the store.
         located: returns the line and the root of a call that has been noted, by its group and number.
     """
 
@@ -94,13 +97,11 @@ class Watcher:
         thread: Callable[[], int],
         step: Callable[[], int],
         workers: Callable[[], Sequence[int]],
-        meetings: Collection[str] = (),
         located: Callable[[str, int], tuple[str | None, int | None]] = lambda group, number: (None, None),
     ) -> None:
         self.rank = rank
         self._recorder, self._members, self._thread = recorder, members, thread
         self._step, self._workers, self._located = step, workers, located
-        self._meetings = meetings
         self._signature: object = None
         self._since = self._moved = time.monotonic()
         self._usage: _Usage | None = None
@@ -116,7 +117,7 @@ class Watcher:
         if signature != self._signature:
             self._signature, self._since, self._moved, self._usage = signature, now, now, None
         same = now - self._since
-        at = frames.look(frame, self._meetings)
+        at = frames.look(frame, self._recorder.meetings)
         del frame
         waits: tuple[Call, ...] = ()
         recent: tuple[Call, ...] = ()

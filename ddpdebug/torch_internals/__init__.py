@@ -58,7 +58,6 @@ from ddpdebug.torch_internals.names import (
     CALLS as CALLS,
     COLLECTIVES as COLLECTIVES,
     DYNAMO as DYNAMO,
-    MEETINGS as MEETINGS,
     MODULES as MODULES,
     NEXT_INDICES as NEXT_INDICES,
     ORIGINAL as ORIGINAL,

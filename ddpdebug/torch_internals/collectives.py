@@ -35,6 +35,9 @@ class Issued:
 class Collectives:
     """Reads the recorder; remembers the names of groups, whose numbers differ between processes."""
 
+    #: Functions of torch's in which ranks meet in the store.
+    meetings = names.MEETINGS
+
     def __init__(self) -> None:
         self._names: dict[int, str] = {}  # number of a group -> name, "" for one of ours
 
