@@ -110,15 +110,14 @@ class Watcher:
     def look(self) -> RankProgress:
         """Return what is seen now."""
         now, ident = time.monotonic(), self._thread()
-        frame = sys._current_frames().get(ident)  # noqa: SLF001 - documented, and there is no other way
+        stack = frames.take(sys._current_frames().get(ident))  # noqa: SLF001 - documented, and there is no other way
         counts = self._recorder.counts() or {}
         step = self._step()
-        signature = frames.signature(frame), tuple(counts.values()), step
+        signature = frames.signature(stack), tuple(counts.values()), step
         if signature != self._signature:
             self._signature, self._since, self._moved, self._usage = signature, now, now, None
         same = now - self._since
-        at = frames.look(frame, self._recorder.meetings)
-        del frame
+        at = frames.look(stack, self._recorder.meetings)
         waits: tuple[Call, ...] = ()
         recent: tuple[Call, ...] = ()
         shown = workers = ""
