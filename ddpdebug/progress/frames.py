@@ -116,7 +116,7 @@ class Frame(NamedTuple):
 
 def take(frame: FrameType | None) -> tuple[Frame, ...]:
     """Return the frames of a stack, innermost first, at most 40."""
-    found = []
+    found: list[Frame] = []
     while frame is not None and len(found) < _MOST_FRAMES:
         found.append(Frame(frame.f_code, frame.f_lasti, frame.f_lineno or 0))
         frame = frame.f_back
