@@ -12,20 +12,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from ddpdebug.detectors.fail.rules import is_victims
 from ddpdebug.disk import Disk
 from ddpdebug.progress import black_box, kernel
-from ddpdebug.progress.waits import Seen, judge, where
+from ddpdebug.progress.apart import data_ended, parted
+from ddpdebug.progress.waits import Seen, judge, mismatch, where
 from ddpdebug.progress.watcher import Watcher
 from ddpdebug.run_directory.reader import RANKS
 from ddpdebug.schema.announcements import Announcement, Hang, HangOver
-from ddpdebug.schema.progress import RankProgress
+from ddpdebug.schema.progress import DATA_ENDED, Noted, RankProgress
 from ddpdebug.schema.wire import from_json, to_json
 
 #: How long looks are told after somebody has said that it waits, and how often.
@@ -39,6 +41,8 @@ _BUSY_SECONDS, _BUSY_FACTOR = 60.0, 10.0
 #: A line for whoever asks what all wait for.
 _LINE_SECONDS = 10.0
 _LOST_SECONDS = 0.5
+#: The notes of so many other ranks are compared.
+_MOST_COMPARED = 16
 
 
 class ProgressWatch:
@@ -149,6 +153,7 @@ class ProgressWatch:
         self._boxless = True
         try:
             self.box = black_box.BlackBox(_box_of(home, self.rank), self._disk)
+            self._watcher.notes.write_to(self.box.note)
         except OSError as error:
             self._off("black box", f"what this rank did last will not survive it: {error}")
 
@@ -232,13 +237,17 @@ class ProgressWatch:
         killed = [rank for rank in sorted(here) if "killed by" in seen[rank].left]
         speaks = min((rank for rank in here if not seen[rank].left), default=self.rank) == self.rank
         if killed and speaks:
-            self._conclude(self._about_left(killed, seen), now, alone=True)
+            aborted = any("SIGABRT" in seen[rank].left for rank in killed)
+            found = self._mismatch(seen) if aborted else None
+            self._conclude(found or self._about_left(killed, seen), now, alone=True)
 
     def close(self, reason: str) -> None:
         """End the watch; where this rank ends because another one has gone, say so first."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(1.0)
+        if is_victims(reason):
+            self._note_mismatch()
         if self._lost and is_victims(reason):
             now = time.monotonic()
             seen, here = self._seen_from_outside(now)
@@ -248,6 +257,48 @@ class ProgressWatch:
         if self.box is not None:
             self.box.beat({**to_json(self._looks[self.rank][0]), "ended": reason})
             self.box.close()
+
+    # --- what the ranks have noted ------------------------------------------------------------------------------------
+
+    def _note_mismatch(self) -> None:
+        """Say that calls did not fit together, where this rank ends by that: gloo ends the others' connections."""
+        now = time.monotonic()
+        seen, here = self._seen_from_outside(now)
+        others = (rank for rank in here if not seen[rank].left)
+        ended = [one.left for one in seen.values() if one.left]
+        if min(others, default=self.rank) == self.rank and not any(map(_explains_itself, ended)):
+            found = self._mismatch(seen)
+            if found is not None:
+                self._conclude(found, now, alone=True)
+
+    def _mismatch(self, seen: Mapping[int, Seen]) -> Hang | None:
+        """Return what the notes of all ranks say, also of those that are gone: calls that do not fit together."""
+        known = parted(self._notes(seen))
+        if known is None or not known.clash:
+            return None
+        found = mismatch({rank: noted.call for rank, noted in known.clash.items()}, seen)
+        return replace(found, step=min(noted.step for noted in known.clash.values()))
+
+    def _notes(self, ranks: Iterable[int]) -> dict[int, Sequence[Noted]]:
+        """Return what ranks of this host have noted, of so many of them."""
+        home, found = self._folder(), {self.rank: self._watcher.notes.kept()}
+        for rank in islice((rank for rank in ranks if rank != self.rank), _MOST_COMPARED):
+            box = None if home is None else black_box.read(_box_of(home, rank))
+            if box is not None and box.here:
+                found[rank] = [noted for note in box.notes if (noted := Noted.read(note.text)) is not None]
+        return {rank: notes for rank, notes in found.items() if notes}
+
+    def _with_notes(self, found: Hang) -> Hang:
+        """Add where the ranks' calls have parted, and of one that has left whether its data had come to an end."""
+        others = (rank for rank in range(self.world) if rank not in found.ranks)
+        notes = self._notes((*found.ranks, *others))
+        known, where = parted(notes), dict(found.where)
+        for rank in found.ranks:
+            ended = data_ended(notes.get(rank, ()), DATA_ENDED)
+            if found.kind == "left" and ended is not None:
+                where[str(rank)] = f"{where.get(str(rank), '')}, {DATA_ENDED} after {ended.batches}".removeprefix(", ")
+        told = {} if known is None else {str(rank): noted.words() for rank, noted in known.first.items()}
+        return replace(found, parted=told, where=where)
 
     def _about_left(self, ranks: list[int], seen: Mapping[int, Seen]) -> Hang:
         last = seen[ranks[0]].progress
@@ -285,7 +336,7 @@ class ProgressWatch:
         if found is None:
             return
         self._number += 1
-        found = replace(found, judge=self.rank, number=self._number)
+        found = replace(self._with_notes(found), judge=self.rank, number=self._number)
         self._hang = found, now - found.waited
         if 0 in found.ranks and (found.kind == "silent" or alone) and not self._speaks:
             self._speaks = True
@@ -318,6 +369,13 @@ class ProgressWatch:
             who = ", ".join(f"rank {rank} {text}" for rank, text in found.where.items())
             waiting = "; ".join(f"rank {ranks} in {text}" for ranks, text in found.waits.items())
             self._line(f"ranks wait ({waiting}) for others at work: {who}")
+
+
+def _explains_itself(left: str) -> bool:
+    """Tell whether a rank has ended by something else than a call that did not fit: an error of its own, a signal."""
+    reason = left.removeprefix("it has ended: ").removeprefix("it has gone: ")
+    killed = "killed by" in reason and "SIGABRT" not in reason
+    return killed or (reason.startswith("exception") and not is_victims(reason))
 
 
 def _box_of(home: Path, rank: int) -> Path:

@@ -196,6 +196,27 @@ class Entries:
             self._undo.append((part, undo))
             self.placed.append(Placed(what, why, is_wrapper=False))
 
+    def in_code(
+        self,
+        part: str,
+        what: str,
+        change: Callable[[Callable[..., None]], Callable[[], None]],
+        look: Callable[..., None],
+        why: str = "",
+    ) -> None:
+        """Let `change` put a look into the code of functions, in whatever thread these are called."""
+
+        def seen(*about: Any) -> None:
+            if not self.closed:
+                self.guard.run(part, look, *about)
+
+        undo = self.guard.run(part, change, seen)
+        if undo is None:
+            self.left_out.append(what)
+        else:
+            self._undo.append((part, undo))
+            self.placed.append(Placed(what, why, is_wrapper=False))
+
     def over_functions(self, part: str, mode: torch.overrides.TorchFunctionMode, why: str = "") -> None:
         """Put a mode over torch's functions in this thread; closed, it comes off where no other lies over it.
 

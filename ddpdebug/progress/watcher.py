@@ -11,15 +11,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ddpdebug.progress import frames, kernel
 from ddpdebug.progress.waits import WAIT_SECONDS
-from ddpdebug.schema.progress import Call, RankProgress
+from ddpdebug.schema.progress import Call, Noted, RankProgress
 
 #: Share of a core below which a process does nothing: its threads that only wake up now and then use less.
 _IDLE_SHARE = 0.05
+#: Kinds in which a thread may be in a call that ranks make together.
+_COLLECTIVE = frozenset({"collective", "backward"})
+_MESSAGES = {"isend": "send", "irecv": "recv"}
 #: Times a second that data wakes a thread which reads from the network or a pipe.
 _WAKES_PER_SECOND = 2.0
 
@@ -45,6 +48,43 @@ class Recorder(Protocol):
         """Return the newest collectives, oldest first."""
 
 
+class Notes(Protocol):
+    """What this process has noted of its calls."""
+
+    def write_to(self, write: Callable[[str], None]) -> None:
+        """Have notes written."""
+
+    def kept(self) -> Sequence[Noted]:
+        """Return the newest notes, oldest first."""
+
+    def number(self, group: str, count: int) -> int:
+        """Return the number of the newest collective at a count of the group's."""
+
+    def of_recorded(self, group: str, number: int) -> int:
+        """Return the number of a collective that the recorder has under another one."""
+
+
+class NoNotes:
+    """Stands for notes where none are taken."""
+
+    def write_to(self, write: Callable[[str], None]) -> None:
+        """Write nothing."""
+
+    def kept(self) -> Sequence[Noted]:
+        """Return nothing."""
+        return ()
+
+    def number(self, group: str, count: int) -> int:
+        """Return the count: nothing is known but that."""
+        del group
+        return count
+
+    def of_recorded(self, group: str, number: int) -> int:
+        """Return the number as it is."""
+        del group
+        return number
+
+
 @dataclass(slots=True)
 class _Usage:
     """What the process had used at a moment."""
@@ -64,7 +104,7 @@ class Watcher:
         thread: returns the identity of the thread that trains.
         step: returns the step that the rank is heading for.
         workers: returns the process numbers of the loaders' workers.
-        located: returns the line and the root of a call that has been noted, by its group and number.
+        notes: what the process has noted of its calls: by what number the ranks compare, and from which line it came.
     """
 
     def __init__(  # noqa: PLR0913 - what it reads
@@ -76,11 +116,11 @@ class Watcher:
         thread: Callable[[], int],
         step: Callable[[], int],
         workers: Callable[[], Sequence[int]],
-        located: Callable[[str, int], tuple[str | None, int | None]] = lambda group, number: (None, None),
+        notes: Notes | None = None,
     ) -> None:
         self.rank = rank
         self._recorder, self._members, self._thread = recorder, members, thread
-        self._step, self._workers, self._located = step, workers, located
+        self._step, self._workers, self.notes = step, workers, NoNotes() if notes is None else notes
         self._signature: object = None
         self._since = self._moved = time.monotonic()
         self._usage: _Usage | None = None
@@ -90,7 +130,11 @@ class Watcher:
         """Return what is seen now."""
         now, ident = time.monotonic(), self._thread()
         frame = sys._current_frames().get(ident)  # noqa: SLF001 - documented, and there is no other way
-        counts = self._recorder.counts() or {}
+        number = self.notes.number
+        counts = {
+            group: (number(group, entered), number(group, completed))
+            for group, (entered, completed) in (self._recorder.counts() or {}).items()
+        }
         step = self._step()
         signature = frames.signature(frame), tuple(counts.values()), step
         if signature != self._signature:
@@ -162,12 +206,14 @@ class Watcher:
         if self._known[0] == key:
             return self._known[1:]
         pending = [group for group, (entered, completed) in counts.items() if entered > completed]
-        newest = self._recorder.newest() if pending or at.kind == "collective" else []
+        newest = self._recorder.newest() if pending or at.kind in _COLLECTIVE else []
         members = self._members()
-        recent = tuple(self._call(one, members, None) for one in newest)
+        noted = {(one.call.group, one.call.number): one.call for one in self.notes.kept() if one.call.number}
+        calls = [(one, self._call(one, members, noted)) for one in newest]
+        recent = tuple(call for _, call in calls)
         waits = [
-            self._call(one, members, at.place)
-            for one in newest
+            call if call.location else replace(call, location=at.place)
+            for one, call in calls
             if not one.is_done and (one.group in pending or one.point_to_point)
         ]
         named = {call.group for call in waits}
@@ -176,20 +222,34 @@ class Watcher:
             for group in pending
             if group not in named
         ]
+        if not newest and at.kind in _COLLECTIVE:  # torch keeps no record: what it waits in is its last call
+            recent = tuple(replace(call, ranks=members.get(call.group, ())) for call in noted.values())
+            waits = waits or [call for call in recent[-1:] if call.number >= counts.get(call.group, (0, 0))[0]]
         if not waits and at.kind in {"collective", "store"}:
-            waits = [Call(group="", number=0, operation=_operation(at), location=at.place)]
+            waits = [
+                self._message(at, members) or Call(group="", number=0, operation=_operation(at), location=at.place)
+            ]
         self._known = key, tuple(waits), recent
         return self._known[1:]
 
-    def _call(self, one: Issued, members: Mapping[str, tuple[int, ...]], place: str | None) -> Call:
-        location, root = self._located(one.group, one.number)
+    def _message(self, at: frames.At, members: Mapping[str, tuple[int, ...]]) -> Call | None:
+        """Return the message from rank to rank that is waited for: gloo's are in no record but the notes."""
+        newest = next((one.call for one in reversed(self.notes.kept()) if one.call.operation in _MESSAGES), None)
+        if newest is None or newest.location != at.place:
+            return None
+        operation = _MESSAGES[newest.operation]
+        return replace(newest, operation=operation, point_to_point=True, ranks=members.get(newest.group, ()))
+
+    def _call(self, one: Issued, members: Mapping[str, tuple[int, ...]], noted: Mapping[tuple[str, int], Call]) -> Call:
+        number = one.number if one.point_to_point else self.notes.of_recorded(one.group, one.number)
+        known = None if one.point_to_point else noted.get((one.group, number))
         return Call(
             group=one.group,
-            number=one.number,
+            number=number,
             operation=one.operation,
             shapes=one.shapes,
-            location=location or place,
-            root=root,
+            location=None if known is None else known.location,
+            root=None if known is None else known.root,
             ranks=members.get(one.group, ()),
             point_to_point=one.point_to_point,
         )

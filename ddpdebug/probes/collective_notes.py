@@ -1,0 +1,211 @@
+"""Notes of the calls by which ranks communicate: what the black box of a rank keeps, and what a hang is explained by.
+
+A call is noted as it begins, a few microseconds each: the operation, the group and the call's number in it, shapes, the
+rank that it names, the user's line, how far the rank was. What DDP issues from C++ is noted by what leads to it: the
+forward that broadcasts buffers, the backward that reduces. A call that torch makes from another one (the tensors of
+`all_gather_object`) is noted as well, under numbers of its own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.guard import Guard
+from ddpdebug.isolation.user_code import user_location
+from ddpdebug.probes.entries import entries_of
+from ddpdebug.probes.step_state import StepState
+from ddpdebug.probes.training_events import BackwardBegan, BatchDelivered, Bus, EpochEnded, ForwardBegan
+from ddpdebug.schema.progress import BUFFERS, DATA_ENDED, REDUCTIONS, Noted, note_of
+
+#: Notes that are kept in memory.
+_KEPT = 256
+_MOST_SHAPES, _MOST_KNOWN = 8, 1024
+_MESSAGES = frozenset({"isend", "irecv"})
+#: What no group counts: those around messages, and what meets in the store.
+_UNCOUNTED = frozenset({"batch_isend_irecv", "destroy_process_group", "new_group", "recv", "send"})
+_OF_OBJECTS = frozenset({"recv_object_list", "send_object_list"})
+
+
+class _Numbers:
+    """The collectives of one group by numbers that are the same on all ranks.
+
+    Gloo counts messages among the collectives, NCCL does not; torch's recorder leaves those out that the script sends.
+    A `monitored_barrier` is made of messages that both count, and of more of them on rank 0: gloo alone has it.
+
+    Args:
+        counts_messages: the group's own count has messages in it.
+    """
+
+    __slots__ = ("_barriers", "_begun", "_counts_messages", "_messages", "_of_barriers", "_sent", "own")
+
+    def __init__(self, *, counts_messages: bool) -> None:
+        self._counts_messages = counts_messages
+        self._sent, self._of_barriers = 0, 0  # messages so far, and those of barriers
+        self._messages: deque[int] = deque(maxlen=_KEPT)  # of the newest the group's count after it
+        self._barriers: deque[tuple[int, int]] = deque(maxlen=_KEPT)  # the recorder's number before, and how many
+        self._begun: int | None = None  # the same of a barrier whose end has not been seen
+        self.own = 0  # calls of a group that counts nothing
+
+    def message(self, count: int) -> None:
+        if self._counts_messages:
+            self._sent += 1
+            self._messages.append(count + 1)
+
+    def barrier(self, count: int) -> None:
+        if self._counts_messages:
+            self._begun = self.recorded(count)
+
+    def at(self, count: int) -> int:
+        """Return the number of the newest collective as the next call begins."""
+        recorded = self.recorded(count)
+        if self._begun is not None:
+            many, before = recorded - self._begun, self._begun
+            self._begun = None
+            self._of_barriers += many
+            self._barriers.append((before, many))
+        return self.of_recorded(recorded)
+
+    def recorded(self, count: int) -> int:
+        """Return the recorder's number at a count of the group's."""
+        if not self._messages:
+            return count
+        return count - self._sent + sum(at > count for at in tuple(self._messages))
+
+    def of_recorded(self, number: int) -> int:
+        """Return the number by which the ranks compare, for one of the recorder's."""
+        if self._begun is not None:
+            number = min(number, self._begun)
+        return number - self._of_barriers + sum(many for at, many in tuple(self._barriers) if at >= number)
+
+
+class CollectiveNotes:
+    """The notes of one process."""
+
+    def __init__(self, bus: Bus, state: StepState, guard: Guard) -> None:
+        self._state, self._entries = state, entries_of(guard)
+        self._write: Callable[[str], None] | None = None
+        self._kept: deque[str] = deque(maxlen=_KEPT)
+        self._numbers: dict[str, _Numbers] = {}
+        self._shapes: dict[tuple[Any, Any], str] = {}
+        self._batches = 0
+        self._is_placed = False
+        bus.on("probe:collectives", ForwardBegan, self._forward)
+        bus.on("probe:collectives", BackwardBegan, self._backward)
+        bus.on("probe:collectives", BatchDelivered, self._delivered)
+        bus.on("probe:collectives", EpochEnded, self._data_ended)
+
+    def install(self) -> None:
+        """Look at the functions of `torch.distributed` from here on: as soon as there are several ranks."""
+        if self._is_placed or internals.anything_compiled():
+            return
+        self._is_placed = True
+        what = "the code of the functions of torch.distributed"
+        why = "which collectives a rank has issued, and where; the functions stay the same objects"
+        self._entries.in_code("probe:collectives", what, internals.look_at_collectives, self.issued, why)
+
+    def write_to(self, write: Callable[[str], None]) -> None:
+        """Have notes written; those that are kept are written first."""
+        for text in tuple(self._kept):
+            write(text)
+        self._write = write
+
+    # --- what is noted ------------------------------------------------------------------------------------------------
+
+    def issued(self, operation: str, tensors: Any, root: Any, group_root: Any, group: Any) -> None:
+        """Note a call that begins."""
+        if operation in _UNCOUNTED or operation in _OF_OBJECTS:
+            peer = root if isinstance(root, int) else None
+            self._note(operation, "", 0, self._texts(tensors), peer)
+            return
+        found = internals.own_group(group)
+        if found is None:
+            return
+        if root is None and group_root is not None:
+            root = dist.get_global_rank(found, group_root)
+        name, count, numbers = self._of_group(found)
+        number = numbers.at(count)
+        if operation in _MESSAGES:
+            numbers.message(count)
+            number = -1
+        elif operation == "monitored_barrier":
+            numbers.barrier(count)
+            number = -1
+        else:
+            numbers.own += 1
+        self._note(operation, name, number + 1, self._texts(tensors), root)
+
+    def _forward(self, event: ForwardBegan) -> None:
+        if internals.syncs_buffers_now(event.ddp):
+            self._of_ddp(BUFFERS, event.ddp)
+
+    def _backward(self, _: BackwardBegan) -> None:
+        for wrapper in self._state.wrappers:
+            if wrapper.armed and (ddp := wrapper.ref()) is not None:
+                self._of_ddp(REDUCTIONS, ddp)
+
+    def _of_ddp(self, operation: str, ddp: DistributedDataParallel) -> None:
+        name, count, numbers = self._of_group(ddp.process_group)
+        self._note(operation, name, numbers.at(count) + 1, (), None)
+
+    def _delivered(self, _: BatchDelivered) -> None:
+        self._batches += 1
+
+    def _data_ended(self, event: EpochEnded) -> None:
+        if not event.failed:
+            self._note(DATA_ENDED, "", 0, (), None)
+
+    def _of_group(self, group: Any) -> tuple[str, int, _Numbers]:
+        name = str(group.group_name)
+        numbers = self._numbers.get(name)
+        if numbers is None:
+            numbers = self._numbers[name] = _Numbers(counts_messages=internals.counts_messages(group))
+        count = internals.sequence_number(group)
+        return name, numbers.own if count is None else count, numbers
+
+    def _note(self, operation: str, group: str, number: int, shapes: tuple[str, ...], root: int | None) -> None:
+        step, location = self._state.next_step(), user_location()
+        text = note_of(operation, group, number, root, step, self._batches, location, shapes)
+        self._kept.append(text)
+        if self._write is not None:
+            self._write(text)
+
+    def _texts(self, given: Any) -> tuple[str, ...]:
+        if isinstance(given, torch.Tensor):
+            return (self._text(given),)
+        if isinstance(given, list | tuple):
+            return tuple(self._text(one) for one in given[:_MOST_SHAPES])
+        return ()
+
+    def _text(self, given: Any) -> str:
+        if not isinstance(given, torch.Tensor):
+            return str(given) if isinstance(given, int) else type(given).__name__
+        key = given.dtype, given.shape
+        known = self._shapes.get(key)
+        if known is None:
+            known = f"{str(given.dtype).removeprefix('torch.')} {list(given.shape)}"
+            if len(self._shapes) < _MOST_KNOWN:
+                self._shapes[key] = known
+        return known
+
+    # --- what they are asked for, by the background thread ------------------------------------------------------------
+
+    def kept(self) -> tuple[Noted, ...]:
+        """Return the newest notes, oldest first."""
+        return tuple(noted for text in tuple(self._kept) if (noted := Noted.read(text)) is not None)
+
+    def number(self, group: str, count: int) -> int:
+        """Return the number of the newest collective at a count of the group's."""
+        numbers = self._numbers.get(group)
+        return count if numbers is None else numbers.of_recorded(numbers.recorded(count))
+
+    def of_recorded(self, group: str, number: int) -> int:
+        """Return the number of a collective that the recorder has under another one."""
+        numbers = self._numbers.get(group)
+        return number if numbers is None else numbers.of_recorded(number)
