@@ -277,7 +277,7 @@ class ProgressWatch:
         if known is None or not known.clash:
             return None
         found = mismatch({rank: noted.call for rank, noted in known.clash.items()}, seen)
-        return replace(found, step=min(noted.step for noted in known.clash.values()))
+        return replace(found, step=min(noted.step for noted in known.clash.values()), phase="collective")
 
     def _notes(self, ranks: Iterable[int]) -> dict[int, Sequence[Noted]]:
         """Return what ranks of this host have noted, of so many of them."""

@@ -52,7 +52,7 @@ def parted(notes: Mapping[int, Iterable[Noted]]) -> Apart | None:
 
 def _in_group(tables: Mapping[int, Mapping[str, _Table]], group: str) -> Apart | None:
     members = {rank: table[group] for rank, table in tables.items() if group in table}
-    if len(members) < 2:  # noqa: PLR2004 - one has nobody to differ from
+    if len(members) < 2:
         return None
     numbers = sorted(set.intersection(*(set(table) for table in members.values())))
     clash = next((place for place, number in enumerate(numbers) if _clashes(_at(members, number))), None)

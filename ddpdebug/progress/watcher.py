@@ -22,6 +22,8 @@ from ddpdebug.schema.progress import Call, Noted, RankProgress
 _IDLE_SHARE = 0.05
 #: Kinds in which a thread may be in a call that ranks make together.
 _COLLECTIVE = frozenset({"collective", "backward"})
+#: Where DDP's own code is innermost it broadcasts; while its module runs, that is.
+_DDP = "/torch/nn/parallel/distributed.py"
 _MESSAGES = {"isend": "send", "irecv": "recv"}
 #: Times a second that data wakes a thread which reads from the network or a pipe.
 _WAKES_PER_SECOND = 2.0
@@ -206,7 +208,8 @@ class Watcher:
         if self._known[0] == key:
             return self._known[1:]
         pending = [group for group, (entered, completed) in counts.items() if entered > completed]
-        newest = self._recorder.newest() if pending or at.kind in _COLLECTIVE else []
+        together = at.kind in _COLLECTIVE or (bool(at.stack) and _DDP in at.stack[0])
+        newest = self._recorder.newest() if pending or together else []
         members = self._members()
         noted = {(one.call.group, one.call.number): one.call for one in self.notes.kept() if one.call.number}
         calls = [(one, self._call(one, members, noted)) for one in newest]
@@ -222,15 +225,27 @@ class Watcher:
             for group in pending
             if group not in named
         ]
-        if not newest and at.kind in _COLLECTIVE:  # torch keeps no record: what it waits in is its last call
+        if not newest and together:  # torch keeps no record
             recent = tuple(replace(call, ranks=members.get(call.group, ())) for call in noted.values())
-            waits = waits or [call for call in recent[-1:] if call.number >= counts.get(call.group, (0, 0))[0]]
+            waits = waits or self._last_call(recent, counts, at)
         if not waits and at.kind in {"collective", "store"}:
             waits = [
                 self._message(at, members) or Call(group="", number=0, operation=_operation(at), location=at.place)
             ]
         self._known = key, tuple(waits), recent
         return self._known[1:]
+
+    @staticmethod
+    def _last_call(recent: Sequence[Call], counts: Mapping[str, tuple[int, int]], at: frames.At) -> list[Call]:
+        """Return what is waited in by the notes: the last call, if it is this line's and the group has counted it.
+
+        A backward that is noted issues several, of which the newest is waited in.
+        """
+        entered = {group: count for group, (count, _) in counts.items()}
+        last = recent[-1] if recent else None
+        if last is None or last.location != at.place or entered.get(last.group, last.number) < last.number:
+            return []
+        return [replace(last, number=entered.get(last.group, last.number))]
 
     def _message(self, at: frames.At, members: Mapping[str, tuple[int, ...]]) -> Call | None:
         """Return the message from rank to rank that is waited for: gloo's are in no record but the notes."""

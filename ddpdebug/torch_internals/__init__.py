@@ -24,6 +24,7 @@ from ddpdebug.torch_internals import names
 from ddpdebug.torch_internals.collective_calls import (
     counts_messages as counts_messages,
     look_at_collectives as look_at_collectives,
+    name_of as name_of,
     own_group as own_group,
     sequence_number as sequence_number,
 )

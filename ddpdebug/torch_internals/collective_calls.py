@@ -109,6 +109,17 @@ def sequence_number(group: Any) -> int | None:
         return None
 
 
+def name_of(group: Any) -> str:
+    """Return the name of a group, the same on all ranks; empty of one that the user has made without any."""
+    try:
+        return str(group.group_name)
+    except (RuntimeError, AttributeError):
+        return ""
+
+
 def counts_messages(group: Any) -> bool:
     """Tell whether a group counts messages from rank to rank among its collectives."""
-    return "gloo" in str(dist.get_backend(group))
+    try:
+        return "gloo" in str(dist.get_backend(group))
+    except (KeyError, RuntimeError, ValueError):  # a group that torch does not know
+        return False

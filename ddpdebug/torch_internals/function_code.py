@@ -16,30 +16,29 @@ from typing import Any
 
 
 def with_look(
-    function: FunctionType, change: Callable[[ast.Module, ast.FunctionDef], None], placeholder: str, look: Any
+    function: FunctionType, change: Callable[[ast.Module, ast.FunctionDef], object], placeholder: str, look: Any
 ) -> CodeType | None:
     """Return a function's code as `change` leaves its source, with `look` where the placeholder stands as a constant.
 
-    None where its source is not at hand, or not that of its code.
+    What `change` adds has to say where it stands. None where its source is not at hand, or not that of its code.
     """
     original = function.__code__
     try:
-        tree = ast.parse(inspect.getsource(function))
+        tree = ast.parse("\n" * (original.co_firstlineno - 1) + inspect.getsource(function))
     except (OSError, SyntaxError):
         return None
     definition = tree.body[0]
     if not isinstance(definition, ast.FunctionDef) or function.__closure__:
         return None
-    ast.increment_lineno(tree, original.co_firstlineno - 1)
     _strip(definition)
     modules = [name for name in original.co_names if isinstance(function.__globals__.get(name), ModuleType)]
-    tree.body[:0] = [ast.Import([ast.alias(name) for name in modules])] if modules else []  # calls on them differ
-    ast.fix_missing_locations(tree)
+    if modules:  # calls on them differ
+        tree.body.insert(0, ast.fix_missing_locations(ast.Import([ast.alias(name) for name in modules])))
     plain = _compiled(tree, original)
     if plain is None or (plain.co_code, plain.co_varnames) != (original.co_code, original.co_varnames):
         return None
     change(tree, definition)
-    code = _compiled(ast.fix_missing_locations(tree), original)
+    code = _compiled(tree, original)
     if code is None or code.co_flags != original.co_flags or code.co_firstlineno != original.co_firstlineno:
         return None
     return code.replace(co_consts=tuple(look if c == placeholder else c for c in code.co_consts))

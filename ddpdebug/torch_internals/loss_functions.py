@@ -66,7 +66,12 @@ def look_at_losses(look: Callable[[Any, str], None]) -> Callable[[], None]:
         if not isinstance(function, FunctionType) or function.__globals__ is not vars(functional):
             continue  # the user has replaced this function: it is left alone
         source = f"by torch.nn.functional.{name} (--validation-loss functions)"
-        code = with_look(function, lambda tree, _: _Returns().visit(tree), _PLACEHOLDER, _seen(look, source))
+        code = with_look(
+            function,
+            lambda tree, _: ast.fix_missing_locations(_Returns().visit(tree)),
+            _PLACEHOLDER,
+            _seen(look, source),
+        )
         if code is not None:
             codes.append((function, code))
     return exchange(codes)
