@@ -31,61 +31,58 @@ from ddpdebug.schema.progress import BUFFERS, DATA_ENDED, REDUCTIONS, Noted, not
 _KEPT = 256
 _MOST_SHAPES, _MOST_KNOWN = 8, 1024
 _MESSAGES = frozenset({"isend", "irecv"})
+#: What the recorder counts for a `monitored_barrier`, on each rank.
+_OF_BARRIER = 2
 #: What no group counts: those around messages, and what meets in the store.
 _UNCOUNTED = frozenset({"batch_isend_irecv", "destroy_process_group", "new_group", "recv", "send"})
 _OF_OBJECTS = frozenset({"recv_object_list", "send_object_list"})
 
 
 class _Numbers:
-    """The collectives of one group by numbers that are the same on all ranks.
+    """The collectives of one group by the numbers that torch's recorder has, which are the same on all ranks.
 
-    Gloo counts messages among the collectives, NCCL does not; torch's recorder leaves those out that the script sends.
-    A `monitored_barrier` is made of messages that both count, and of more of them on rank 0: gloo alone has it.
+    Gloo's own count, which is what a group can be asked for at any time, has messages in it, and of a
+    `monitored_barrier` those that it is made of: more of them on rank 0. NCCL's has neither. Measured on 2.13.
 
     Args:
         counts_messages: the group's own count has messages in it.
     """
 
-    __slots__ = ("_barriers", "_begun", "_counts_messages", "_messages", "_of_barriers", "_sent", "own")
+    __slots__ = ("_barrier", "_counts_messages", "_messages", "_sent", "own")
 
     def __init__(self, *, counts_messages: bool) -> None:
         self._counts_messages = counts_messages
-        self._sent, self._of_barriers = 0, 0  # messages so far, and those of barriers
-        self._messages: deque[int] = deque(maxlen=_KEPT)  # of the newest the group's count after it
-        self._barriers: deque[tuple[int, int]] = deque(maxlen=_KEPT)  # the recorder's number before, and how many
-        self._begun: int | None = None  # the same of a barrier whose end has not been seen
+        self._sent = 0  # what the group has counted beyond the recorder
+        self._messages: deque[tuple[int, int]] = deque(maxlen=_KEPT)  # the newest of it: the count after, and how many
+        self._barrier: int | None = None  # the count before a barrier whose end has not been seen
         self.own = 0  # calls of a group that counts nothing
 
     def message(self, count: int) -> None:
         if self._counts_messages:
-            self._sent += 1
-            self._messages.append(count + 1)
+            self._add(count + 1, 1)
 
     def barrier(self, count: int) -> None:
         if self._counts_messages:
-            self._begun = self.recorded(count)
+            self._barrier = count
+
+    def _add(self, count: int, many: int) -> None:
+        self._sent += many
+        self._messages.append((count, many))
 
     def at(self, count: int) -> int:
         """Return the number of the newest collective as the next call begins."""
-        recorded = self.recorded(count)
-        if self._begun is not None:
-            many, before = recorded - self._begun, self._begun
-            self._begun = None
-            self._of_barriers += many
-            self._barriers.append((before, many))
-        return self.of_recorded(recorded)
+        before, self._barrier = self._barrier, None
+        if before is not None:
+            self._add(count, max(0, count - before - _OF_BARRIER))
+        return self.of(count)
 
-    def recorded(self, count: int) -> int:
-        """Return the recorder's number at a count of the group's."""
-        if not self._messages:
+    def of(self, count: int) -> int:
+        """Return the number of the newest collective at a count of the group's."""
+        if self._barrier is not None:
+            count = min(count, self._barrier + _OF_BARRIER)
+        if not self._sent:
             return count
-        return count - self._sent + sum(at > count for at in tuple(self._messages))
-
-    def of_recorded(self, number: int) -> int:
-        """Return the number by which the ranks compare, for one of the recorder's."""
-        if self._begun is not None:
-            number = min(number, self._begun)
-        return number - self._of_barriers + sum(many for at, many in tuple(self._barriers) if at >= number)
+        return count - self._sent + sum(many for at, many in tuple(self._messages) if at > count)
 
 
 class CollectiveNotes:
@@ -220,9 +217,4 @@ class CollectiveNotes:
     def number(self, group: str, count: int) -> int:
         """Return the number of the newest collective at a count of the group's."""
         numbers = self._numbers.get(group)
-        return count if numbers is None else numbers.of_recorded(numbers.recorded(count))
-
-    def of_recorded(self, group: str, number: int) -> int:
-        """Return the number of a collective that the recorder has under another one."""
-        numbers = self._numbers.get(group)
-        return number if numbers is None else numbers.of_recorded(number)
+        return count if numbers is None else numbers.of(count)

@@ -62,9 +62,6 @@ class Notes(Protocol):
     def number(self, group: str, count: int) -> int:
         """Return the number of the newest collective at a count of the group's."""
 
-    def of_recorded(self, group: str, number: int) -> int:
-        """Return the number of a collective that the recorder has under another one."""
-
 
 class NoNotes:
     """Stands for notes where none are taken."""
@@ -80,11 +77,6 @@ class NoNotes:
         """Return the count: nothing is known but that."""
         del group
         return count
-
-    def of_recorded(self, group: str, number: int) -> int:
-        """Return the number as it is."""
-        del group
-        return number
 
 
 @dataclass(slots=True)
@@ -256,11 +248,10 @@ class Watcher:
         return replace(newest, operation=operation, point_to_point=True, ranks=members.get(newest.group, ()))
 
     def _call(self, one: Issued, members: Mapping[str, tuple[int, ...]], noted: Mapping[tuple[str, int], Call]) -> Call:
-        number = one.number if one.point_to_point else self.notes.of_recorded(one.group, one.number)
-        known = None if one.point_to_point else noted.get((one.group, number))
+        known = None if one.point_to_point else noted.get((one.group, one.number))
         return Call(
             group=one.group,
-            number=number,
+            number=one.number,
             operation=one.operation,
             shapes=one.shapes,
             location=None if known is None else known.location,

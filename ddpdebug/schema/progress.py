@@ -95,7 +95,7 @@ class RankProgress(Struct):
         return bool(self.waits)
 
 
-def note_of(  # noqa: PLR0913 - its fields
+def note_of(  # noqa: PLR0913, PLR0917 - its fields
     operation: str,
     group: str,
     number: int,

@@ -82,7 +82,7 @@ def _with_note(function: FunctionType, name: str, given: tuple[str, str, str], l
         ]
         unseen = ast.parse("torch.compiler.is_compiling()", mode="eval").body
         said = 0 if ast.get_docstring(definition) is None else 1
-        first = definition.body[min(said, len(definition.body) - 1)]
+        first = next(one for one in definition.body[said:] if not isinstance(one, ast.Global))
         note = ast.Expr(ast.BoolOp(op=ast.Or(), values=[unseen, call_of(_PLACEHOLDER, values)]))
         for new in ast.walk(note):
             ast.copy_location(new, first)

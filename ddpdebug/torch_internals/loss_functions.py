@@ -4,10 +4,10 @@ Only where the user has asked for it (`--validation-loss functions`): it changes
 
 A wrapper in their place would be seen (`function_code.py`; by TorchScript too, which compiles their source). Hooks of
 modules do not see functions, and a mode would see every operation. So the functions stay what they are, and their code
-is exchanged: the same source with the same lines, but what it returns without gradients is looked at first. With gradients that is one
-question to torch; while something is compiled the look is left out. Guards of `torch.compile` hold the code of the
-functions that a graph calls: what was compiled with the look is compiled once more after it has been taken away, so it
-is not put in place where something was compiled before.
+is exchanged: the same source with the same lines, but what it returns without gradients is looked at first. With
+gradients that is one question to torch; while something is compiled the look is left out. Guards of `torch.compile`
+hold the code of the functions that a graph calls: what was compiled with the look is compiled once more after it has
+been taken away, so it is not put in place where something was compiled before.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def test_another_line_alone_is_no_difference() -> None:
 
 
 def test_of_calls_with_one_number_the_outer_or_the_later_counts() -> None:
-    """What was raised before it was issued is replaced by what was issued; torch's inner calls do not hide the outer."""
+    """What was refused is replaced by what was issued next; calls that torch makes from one do not hide it."""
     refused = [_noted("broadcast", 1, "a.py:1"), _noted("all_reduce", 1, "a.py:2")]
     assert parted({0: refused, 1: [_noted("all_reduce", 1, "a.py:2")]}) is None
     gathers = [_noted("all_gather_object", 1), _noted("all_gather", 1), _noted("all_gather", 2)]
