@@ -114,7 +114,8 @@ class ProgressWatch:
             self._say("progress", look=to_json(own))
         present = [rank for rank in members if rank not in self._left]
         if present and min(present) == self.rank and (self._tell_until > now or self._hang is not None):
-            self._conclude(judge(self._seen(now)), now, alone=False)
+            seen = self._seen(now)
+            self._conclude(self._explained(judge(seen), seen), now, alone=False)
 
     def hear(self, rank: int, look: Any) -> None:
         """Take another rank's look."""
@@ -181,7 +182,7 @@ class ProgressWatch:
         seen, here = self._seen_from_outside(now)
         answering = [rank for rank, one in seen.items() if rank in here and not (one.silent or one.left)]
         if min(answering, default=self.rank) == self.rank:
-            self._conclude(judge(seen), now, alone=True)
+            self._conclude(self._explained(judge(seen), seen), now, alone=True)
 
     def _seen_from_outside(self, now: float) -> tuple[dict[int, Seen], set[int]]:
         """Return what is known of all ranks by their black boxes and the kernel, and which ranks run on this host."""
@@ -237,9 +238,7 @@ class ProgressWatch:
         killed = [rank for rank in sorted(here) if "killed by" in seen[rank].left]
         speaks = min((rank for rank in here if not seen[rank].left), default=self.rank) == self.rank
         if killed and speaks:
-            aborted = any("SIGABRT" in seen[rank].left for rank in killed)
-            found = self._mismatch(seen) if aborted else None
-            self._conclude(found or self._about_left(killed, seen), now, alone=True)
+            self._conclude(self._explained(self._about_left(killed, seen), seen), now, alone=True)
 
     def close(self, reason: str) -> None:
         """End the watch; where this rank ends because another one has gone, say so first."""
@@ -270,6 +269,14 @@ class ProgressWatch:
             found = self._mismatch(seen)
             if found is not None:
                 self._conclude(found, now, alone=True)
+
+    def _explained(self, found: Hang | None, seen: Mapping[int, Seen]) -> Hang | None:
+        """Return a verdict, or in the place of ranks that have left by calls that did not fit, these."""
+        if found is None or found.kind != "left" or any(_explains_itself(seen[rank].left) for rank in found.ranks):
+            return found
+        if self._hang is not None and self._hang[0].kind == "left":
+            return found  # said already
+        return self._mismatch(seen) or found
 
     def _mismatch(self, seen: Mapping[int, Seen]) -> Hang | None:
         """Return what the notes of all ranks say, also of those that are gone: calls that do not fit together."""
