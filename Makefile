@@ -93,6 +93,7 @@ bench: $(STAMP) ## what ddpdebug costs, against plain DDP and the naive methods
 	$(PYTHON) benchmarks/check.py
 	$(PYTHON) benchmarks/memory.py
 	$(PYTHON) benchmarks/scrapes.py
+	$(PYTHON) benchmarks/notes.py
 
 demo: $(STAMP) ## train on 4 CPU ranks, break two things, see them found (under 90 s)
 	$(PYTHON) demo/demo.py

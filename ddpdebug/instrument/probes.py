@@ -15,6 +15,7 @@ from ddpdebug.forensics.target_leak import Leaks
 from ddpdebug.instrument.patches import Patches
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.buffers import Buffers
+from ddpdebug.probes.collective_notes import CollectiveNotes
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.forward_capture import ForwardCaptures
 from ddpdebug.probes.gradient_hooks import GradientHooks
@@ -96,6 +97,7 @@ class Probes:
             announce=announce,
             due=due,
         )
+        self.collectives = CollectiveNotes(bus, state, guard)
         self.draws = RandomDraws(bus, state, announce, due)
         self.digests = StepDigests(bus, state, want_norms=want_norms)
         self.replicas = Replicas(bus, state, guard)
@@ -142,6 +144,8 @@ class Probes:
     def meet(self, world: int) -> None:
         """Note how many ranks there are."""
         self.state.world, self.entries.threads.compared = world, world > 1
+        if world > 1:
+            self.collectives.install()
 
     def remove(self, *, finished: bool = False) -> None:
         """Take everything out of torch again.

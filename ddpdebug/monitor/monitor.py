@@ -409,6 +409,7 @@ class Monitor:
             thread=lambda: threads.ident or threading.main_thread().ident or 0,
             step=state.next_step,
             workers=self.probes.loaders.workers,
+            notes=self.probes.collectives,
         )
         return ProgressWatch(
             self.rank,

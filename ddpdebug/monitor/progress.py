@@ -12,20 +12,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from ddpdebug.detectors.fail.rules import is_victims
 from ddpdebug.disk import Disk
 from ddpdebug.progress import black_box, kernel
-from ddpdebug.progress.waits import Seen, judge, place_of, where
+from ddpdebug.progress.apart import data_ended, parted
+from ddpdebug.progress.waits import Seen, judge, mismatch, place_of, where
 from ddpdebug.progress.watcher import Watcher
 from ddpdebug.run_directory.reader import RANKS
 from ddpdebug.schema.announcements import Announcement, End, Failure, Hang, HangOver
-from ddpdebug.schema.progress import RankProgress
+from ddpdebug.schema.progress import DATA_ENDED, Noted, RankProgress
 from ddpdebug.schema.wire import from_json, to_json
 
 #: How often this rank looks at most.
@@ -42,6 +44,8 @@ _BUSY_SECONDS, _BUSY_FACTOR = 60.0, 10.0
 _LINE_SECONDS = 10.0
 _LOST_SECONDS = 0.5
 _REQUESTS = ("SIGTERM", "SIGINT", "SIGHUP")
+#: The notes of so many other ranks are compared.
+_MOST_COMPARED = 16
 
 
 class ProgressWatch:
@@ -117,7 +121,8 @@ class ProgressWatch:
             self._say("progress", look=to_json(own))
         present = [rank for rank in members if rank not in self._left]
         if present and min(present) == self.rank and (self._tell_until > now or self._hang is not None):
-            self._conclude(judge(self._seen(now)), now, alone=False)
+            seen = self._seen(now)
+            self._conclude(self._explained(judge(seen), seen), now, alone=False)
 
     def hear(self, rank: int, look: Any) -> None:
         """Take another rank's look."""
@@ -163,6 +168,7 @@ class ProgressWatch:
         self._boxless = True
         try:
             self.box = black_box.BlackBox(_box_of(home, self.rank), self._disk)
+            self._watcher.notes.write_to(self.box.note)
         except OSError as error:
             self._off("black box", f"what this rank did last will not survive it: {error}")
 
@@ -194,7 +200,7 @@ class ProgressWatch:
         seen, here = self._seen_from_outside(now)
         answering = [rank for rank, one in seen.items() if rank in here and not (one.silent or one.left)]
         if min(answering, default=self.rank) == self.rank:
-            self._conclude(judge(seen), now, alone=True)
+            self._conclude(self._explained(judge(seen), seen), now, alone=True)
 
     def _seen_from_outside(self, now: float) -> tuple[dict[int, Seen], set[int]]:
         """Return what is known of all ranks by their black boxes and the kernel, and which ranks run on this host."""
@@ -250,13 +256,15 @@ class ProgressWatch:
         ]
         speaks = min((rank for rank in here if not seen[rank].left), default=self.rank) == self.rank
         if killed and speaks:
-            self._conclude(self._about_left(killed, seen), now, alone=True)
+            self._conclude(self._explained(self._about_left(killed, seen), seen), now, alone=True)
 
     def close(self, reason: str) -> None:
         """End the watch; where this rank ends because another one has gone, say so first."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(1.0)
+        if is_victims(reason) and self._hang is None:
+            self._note_mismatch()
         if is_victims(reason) and self._hang is None:
             now = time.monotonic()
             seen, here = self._seen_from_outside(now)
@@ -269,6 +277,56 @@ class ProgressWatch:
 
     def _reason_of(self, rank: int) -> str:
         return self._left[rank][0].removeprefix("it has ended: ")
+
+    # --- what the ranks have noted ------------------------------------------------------------------------------------
+
+    def _note_mismatch(self) -> None:
+        """Say that calls did not fit together, where this rank ends by that: gloo ends the others' connections."""
+        now = time.monotonic()
+        seen, here = self._seen_from_outside(now)
+        others = (rank for rank in here if not seen[rank].left)
+        ended = [one.left for one in seen.values() if one.left]
+        if min(others, default=self.rank) == self.rank and not any(map(_explains_itself, ended)):
+            found = self._mismatch(seen)
+            if found is not None:
+                self._conclude(found, now, alone=True)
+
+    def _explained(self, found: Hang | None, seen: Mapping[int, Seen]) -> Hang | None:
+        """Return a verdict, or in the place of ranks that have left by calls that did not fit, these."""
+        if found is None or found.kind != "left" or any(_explains_itself(seen[rank].left) for rank in found.ranks):
+            return found
+        if self._hang is not None and self._hang[0].kind == "left":
+            return found  # said already
+        return self._mismatch(seen) or found
+
+    def _mismatch(self, seen: Mapping[int, Seen]) -> Hang | None:
+        """Return what the notes of all ranks say, also of those that are gone: calls that do not fit together."""
+        known = parted(self._notes(seen))
+        if known is None or not known.clash:
+            return None
+        found = mismatch({rank: noted.call for rank, noted in known.clash.items()}, seen)
+        return replace(found, step=min(noted.step for noted in known.clash.values()), phase="collective")
+
+    def _notes(self, ranks: Iterable[int]) -> dict[int, Sequence[Noted]]:
+        """Return what ranks of this host have noted, of so many of them."""
+        home, found = self._folder(), {self.rank: self._watcher.notes.kept()}
+        for rank in islice((rank for rank in ranks if rank != self.rank), _MOST_COMPARED):
+            box = None if home is None else black_box.read(_box_of(home, rank))
+            if box is not None and box.here:
+                found[rank] = [noted for note in box.notes if (noted := Noted.read(note.text)) is not None]
+        return {rank: notes for rank, notes in found.items() if notes}
+
+    def _with_notes(self, found: Hang) -> Hang:
+        """Add where the ranks' calls have parted, and of one that has left whether its data had come to an end."""
+        others = (rank for rank in range(self.world) if rank not in found.ranks)
+        notes = self._notes((*found.ranks, *others))
+        known, where = parted(notes), dict(found.where)
+        for rank in found.ranks:
+            ended = data_ended(notes.get(rank, ()), DATA_ENDED)
+            if found.kind == "left" and ended is not None:
+                where[str(rank)] = f"{where.get(str(rank), '')}, {DATA_ENDED} after {ended.batches}".removeprefix(", ")
+        told = {} if known is None else {str(rank): noted.words() for rank, noted in known.first.items()}
+        return replace(found, parted=told, where=where)
 
     def _about_left(self, ranks: list[int], seen: Mapping[int, Seen]) -> Hang:
         last = seen[ranks[0]].progress
@@ -306,7 +364,7 @@ class ProgressWatch:
         if found is None:
             return
         self._number += 1
-        found = replace(found, judge=self.rank, number=self._number)
+        found = replace(self._with_notes(found), judge=self.rank, number=self._number)
         self._hang = found, now - found.waited
         if 0 in found.ranks and (found.kind == "silent" or alone) and not self._speaks:
             self._speaks = True
@@ -339,6 +397,13 @@ class ProgressWatch:
             who = ", ".join(f"rank {rank} {text}" for rank, text in found.where.items())
             waiting = "; ".join(f"rank {ranks} in {text}" for ranks, text in found.waits.items())
             self._line(f"ranks wait ({waiting}) for others at work: {who}")
+
+
+def _explains_itself(left: str) -> bool:
+    """Tell whether a rank has ended by something else than a call that did not fit: an error of its own, a signal."""
+    reason = left.removeprefix("it has ended: ").removeprefix("it has gone: ")
+    killed = "killed by" in reason and "SIGABRT" not in reason
+    return killed or (reason.startswith("exception") and not is_victims(reason))
 
 
 def _box_of(home: Path, rank: int) -> Path:

@@ -55,6 +55,14 @@ PASSING = {
         "torch's observer of failed CUDA allocations",
         "from the first step on CUDA on, for ever; it does nothing once it is closed",
     ),
+    "in_code": (
+        "the code of the functions of `torch.distributed` by which ranks communicate",
+        "from the meeting of several ranks on, until it is closed; the functions stay the same objects",
+    ),
+    "before_collectives": (
+        "torch's own hook before the collectives of a process group",
+        "where this torch has it (2.14 has, 2.13 has not), until it is closed",
+    ),
     "OperationMode": ("a mode that sees CPU operations", "with `memory_limit`, inside of training forwards"),
 }
 
@@ -195,6 +203,40 @@ class Entries:
         else:
             self._undo.append((part, undo))
             self.placed.append(Placed(what, why, is_wrapper=False))
+
+    def in_code(
+        self,
+        part: str,
+        what: str,
+        change: Callable[[Callable[..., None]], Callable[[], None]],
+        look: Callable[..., None],
+        why: str = "",
+    ) -> None:
+        """Let `change` put a look into the code of functions, in whatever thread these are called."""
+
+        def seen(*about: Any) -> None:
+            if not self.closed:
+                self.guard.run(part, look, *about)
+
+        undo = self.guard.run(part, change, seen)
+        if undo is None:
+            self.left_out.append(what)
+        else:
+            self._undo.append((part, undo))
+            self.placed.append(Placed(what, why, is_wrapper=False))
+
+    def before_collectives(self, part: str, group: Any, look: Callable[..., None]) -> bool:
+        """Hook all collectives of a group, also those that torch issues from C++; return whether this torch can.
+
+        Called with whatever torch says of them.
+        """
+        register = getattr(group, "register_pre_hook", None)
+        if register is None:
+            return False
+        handle = self.guard.run(part, register, _Hook(self, part, look))
+        if (remove := getattr(handle, "remove", None)) is not None:
+            self._undo.append((part, remove))
+        return part not in self.guard.off
 
     def over_functions(self, part: str, mode: torch.overrides.TorchFunctionMode, why: str = "") -> None:
         """Put a mode over torch's functions in this thread; closed, it comes off where no other lies over it.

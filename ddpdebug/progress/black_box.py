@@ -13,6 +13,7 @@ Its room is reserved as it is made: a full disk refuses it then, and nothing lat
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
 import os
@@ -72,7 +73,7 @@ class BlackBox:
         head = _HEAD.pack(_MAGIC, _VERSION, self._pid, kernel.started(self._pid), len(name))
         self._map[_HEAD.size : _HEAD.size + len(name)] = name
         self._map[: _HEAD.size] = head
-        self._counter = self._number = 0
+        self._counter, self._numbers = 0, itertools.count(1)  # any thread may write a note
 
     def beat(self, look: Mapping[str, Any] | None = None) -> None:
         """Say that this process is alive, and what it sees, if that is anything new."""
@@ -97,7 +98,7 @@ class BlackBox:
         memory = self._map
         if memory is None or os.getpid() != self._pid:
             return
-        self._number = number = self._number + 1
+        number = next(self._numbers)
         at = _NOTES_AT + (number - 1) % _NOTES * _NOTE_BYTES
         data = text.encode("utf-8", "replace")[:_NOTE_TEXT]
         _NOTE.pack_into(memory, at, number, time.monotonic(), len(data))

@@ -189,6 +189,11 @@ def _of_sides(
     )
 
 
+def mismatch(calls: Mapping[int, Call], seen: Mapping[int, Seen]) -> Hang:
+    """Return what calls of ranks with the same number come to that do not fit together: also of ranks that are gone."""
+    return _of_sides("mismatch", _sides(calls), calls, {rank: (call,) for rank, call in calls.items()}, seen)
+
+
 def _closed(
     waiting: Mapping[int, tuple[Call, ...]], missing: Mapping[int, Collection[int]], seen: Mapping[int, Seen]
 ) -> Hang | None:
@@ -245,7 +250,7 @@ def _about(kind: str, ranks: list[int], waiting: Mapping[int, tuple[Call, ...]],
         calls=counts if len(set(counts.values())) > 1 else {},
         stacks=_stacks(seen),
         blocked_in=None if progress is None or kind == "silent" else progress.kind or None,
-        waited=round(max(one.progress.same for rank in waiting if (one := seen[rank]).progress is not None), 1),
+        waited=round(max((one.progress.same for rank in waiting if (one := seen[rank]).progress), default=0.0), 1),
     )
 
 

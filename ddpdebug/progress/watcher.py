@@ -11,15 +11,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ddpdebug.progress import frames, kernel
 from ddpdebug.progress.waits import WAIT_SECONDS
-from ddpdebug.schema.progress import Call, RankProgress
+from ddpdebug.schema.progress import Call, Noted, RankProgress
 
 #: Share of a core below which a process does nothing: its threads that only wake up now and then use less.
 _IDLE_SHARE = 0.05
+#: Kinds in which a thread may be in a call that ranks make together.
+_COLLECTIVE = frozenset({"collective", "backward"})
+#: Where DDP's own code is innermost it broadcasts; while its module runs, that is.
+_DDP = "/torch/nn/parallel/distributed.py"
+_MESSAGES = {"isend": "send", "irecv": "recv"}
 #: Times a second that data wakes a thread which reads from the network or a pipe.
 _WAKES_PER_SECOND = 2.0
 
@@ -66,6 +71,35 @@ class Recorder(Protocol):
         """Functions of torch's in which ranks meet in the store."""
 
 
+class Notes(Protocol):
+    """What this process has noted of its calls."""
+
+    def write_to(self, write: Callable[[str], None]) -> None:
+        """Have notes written."""
+
+    def kept(self) -> Sequence[Noted]:
+        """Return the newest notes, oldest first."""
+
+    def number(self, group: str, count: int) -> int:
+        """Return the number of the newest collective at a count of the group's."""
+
+
+class NoNotes:
+    """Stands for notes where none are taken."""
+
+    def write_to(self, write: Callable[[str], None]) -> None:
+        """Write nothing."""
+
+    def kept(self) -> Sequence[Noted]:
+        """Return nothing."""
+        return ()
+
+    def number(self, group: str, count: int) -> int:
+        """Return the count: nothing is known but that."""
+        del group
+        return count
+
+
 @dataclass(slots=True)
 class _Usage:
     """What the process had used at a moment."""
@@ -85,7 +119,7 @@ class Watcher:
         thread: returns the identity of the thread that trains.
         step: returns the step that the rank is heading for.
         workers: returns the process numbers of the loaders' workers.
-        located: returns the line and the root of a call that has been noted, by its group and number.
+        notes: what the process has noted of its calls: by what number the ranks compare, and from which line it came.
     """
 
     def __init__(
@@ -97,11 +131,11 @@ class Watcher:
         thread: Callable[[], int],
         step: Callable[[], int],
         workers: Callable[[], Sequence[int]],
-        located: Callable[[str, int], tuple[str | None, int | None]] = lambda group, number: (None, None),
+        notes: Notes | None = None,
     ) -> None:
         self.rank = rank
         self._recorder, self._members, self._thread = recorder, members, thread
-        self._step, self._workers, self._located = step, workers, located
+        self._step, self._workers, self.notes = step, workers, NoNotes() if notes is None else notes
         self._signature: object = None
         self._since = self._moved = time.monotonic()
         self._usage: _Usage | None = None
@@ -111,7 +145,11 @@ class Watcher:
         """Return what is seen now."""
         now, ident = time.monotonic(), self._thread()
         stack = frames.take(sys._current_frames().get(ident))  # noqa: SLF001 - documented, and there is no other way
-        counts = self._recorder.counts() or {}
+        number = self.notes.number
+        counts = {
+            group: (number(group, entered), number(group, completed))
+            for group, (entered, completed) in (self._recorder.counts() or {}).items()
+        }
         step = self._step()
         signature = frames.signature(stack), tuple(counts.values()), step
         if signature != self._signature:
@@ -182,12 +220,15 @@ class Watcher:
         if self._known[0] == key:
             return self._known[1:]
         pending = [group for group, (entered, completed) in counts.items() if entered > completed]
-        newest = self._recorder.newest() if pending or at.kind == "collective" else []
+        together = at.kind in _COLLECTIVE or (bool(at.stack) and _DDP in at.stack[0])
+        newest = self._recorder.newest() if pending or together else []
         members = self._members()
-        recent = tuple(self._call(one, members, None) for one in newest)
+        noted = {(one.call.group, one.call.number): one.call for one in self.notes.kept() if one.call.number}
+        calls = [(one, self._call(one, members, noted)) for one in newest]
+        recent = tuple(call for _, call in calls)
         waits = [
-            self._call(one, members, at.place)
-            for one in newest
+            call if call.location else replace(call, location=at.place)
+            for one, call in calls
             if not one.is_done and (one.group in pending or one.point_to_point)
         ]
         named = {call.group for call in waits}
@@ -196,20 +237,45 @@ class Watcher:
             for group in pending
             if group not in named
         ]
+        if not newest and together:  # torch keeps no record
+            recent = tuple(replace(call, ranks=members.get(call.group, ())) for call in noted.values())
+            waits = waits or self._last_call(recent, counts, at)
         if not waits and at.kind in {"collective", "store"}:
-            waits = [Call(group="", number=0, operation=_operation(at), location=at.place)]
+            waits = [
+                self._message(at, members) or Call(group="", number=0, operation=_operation(at), location=at.place)
+            ]
         self._known = key, tuple(waits), recent
         return self._known[1:]
 
-    def _call(self, one: Issued, members: Mapping[str, tuple[int, ...]], place: str | None) -> Call:
-        location, root = self._located(one.group, one.number)
+    @staticmethod
+    def _last_call(recent: Sequence[Call], counts: Mapping[str, tuple[int, int]], at: frames.At) -> list[Call]:
+        """Return what is waited in by the notes: the last call, if it is this line's and the group has counted it.
+
+        A backward that is noted issues several, of which the newest is waited in.
+        """
+        entered = {group: count for group, (count, _) in counts.items()}
+        last = recent[-1] if recent else None
+        if last is None or last.location != at.place or entered.get(last.group, last.number) < last.number:
+            return []
+        return [replace(last, number=entered.get(last.group, last.number))]
+
+    def _message(self, at: frames.At, members: Mapping[str, tuple[int, ...]]) -> Call | None:
+        """Return the message from rank to rank that is waited for: gloo's are in no record but the notes."""
+        newest = next((one.call for one in reversed(self.notes.kept()) if one.call.operation in _MESSAGES), None)
+        if newest is None or newest.location != at.place:
+            return None
+        operation = _MESSAGES[newest.operation]
+        return replace(newest, operation=operation, point_to_point=True, ranks=members.get(newest.group, ()))
+
+    def _call(self, one: Issued, members: Mapping[str, tuple[int, ...]], noted: Mapping[tuple[str, int], Call]) -> Call:
+        known = None if one.point_to_point else noted.get((one.group, one.number))
         return Call(
             group=one.group,
             number=one.number,
             operation=one.operation,
             shapes=one.shapes,
-            location=location or place,
-            root=root,
+            location=None if known is None else known.location,
+            root=None if known is None else known.root,
             ranks=members.get(one.group, ()),
             point_to_point=one.point_to_point,
         )

@@ -824,6 +824,7 @@ class Hang(Announcement):
         judge: the rank that has judged, and `number` of its hangs.
         ranks: that are waited for and do not wait themselves; all that take part where nobody can tell.
         sides: ranks -> what they have called, of calls that differ, "0,2" -> "all_reduce #6".
+        parted: rank -> the first call in which its notes differ from the others', in words.
         waits: ranks -> what they wait in, in words.
         where: rank -> what one that is waited for does, in words.
         stacks: ranks -> frames, innermost first, of ranks in the same place.
@@ -844,6 +845,7 @@ class Hang(Announcement):
     sides: Mapping[str, str] = field(default_factory=dict)
     difference: str | None = None  # in what calls differ: "operation", "shape", "dtype", "root", "order"
     undecided: tuple[tuple[int, ...], ...] = ()
+    parted: Mapping[str, str] = field(default_factory=dict)
     waits: Mapping[str, str] = field(default_factory=dict)
     where: Mapping[str, str] = field(default_factory=dict)
     calls: Mapping[str, int] = field(default_factory=dict)  # rank -> collectives of the group so far

@@ -11,7 +11,25 @@ from dataclasses import dataclass, field
 from ddpdebug.schema.wire import Struct
 
 #: Operations whose ranks must agree about shape and type; in others each rank may give another part.
-_ALIKE = frozenset({"all_reduce", "broadcast", "reduce", "all_gather", "all_reduce_coalesced"})
+_ALIKE = frozenset(
+    {
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_gather_single",
+        "all_reduce",
+        "all_reduce_coalesced",
+        "broadcast",
+        "reduce",
+        "reduce_scatter_single",
+        "reduce_scatter_tensor",
+    }
+)
+#: What DDP makes of the ranks' calls, as it is noted: a broadcast of its buffers, and the reductions of a backward.
+BUFFERS, REDUCTIONS = "DDP's broadcast of buffers", "DDP's reduction of gradients"
+#: What is noted where a loader's iterator has come to its end.
+DATA_ENDED = "the loader has no more batches"
+#: Of a path so much is noted, and in so many fields a line.
+_LOCATION, _FIELDS = 100, 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,3 +93,58 @@ class RankProgress(Struct):
     def waiting(self) -> bool:
         """Whether it waits for other ranks."""
         return bool(self.waits)
+
+
+def note_of(  # noqa: PLR0913, PLR0917 - its fields
+    operation: str,
+    group: str,
+    number: int,
+    root: int | None,
+    step: int,
+    batches: int,
+    location: str | None,
+    shapes: tuple[str, ...],
+) -> str:
+    """Return the line of a call: what `Noted.read` reads. Made for each call, so it is a function."""
+    named = "" if root is None else root
+    place = "" if location is None else location[-_LOCATION:]
+    about = f"{operation}\t{group}\t{number}\t{named}\t{step}\t{batches}\t{place}"
+    return about + "\t" + "\t".join(shapes) if shapes else about
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noted:
+    """A line of a rank's black box: a call, or what else is worth knowing after its end.
+
+    Args:
+        call: its `number` is 0 where the group does not count it: messages, new groups, the end of the data.
+        step: that the rank was heading for, and `batches` that its loaders had delivered so far.
+    """
+
+    call: Call
+    step: int
+    batches: int
+
+    @classmethod
+    def read(cls, text: str) -> Noted | None:
+        """Return what a line says; None where it is damaged."""
+        parts = text.split("\t")
+        if len(parts) < _FIELDS:
+            return None
+        operation, group, number, root, step, batches, location, *shapes = parts
+        try:
+            call = Call(
+                group=group,
+                number=int(number),
+                operation=operation,
+                shapes=tuple(shape for shape in shapes if shape),
+                location=location or None,
+                root=int(root) if root else None,
+            )
+            return cls(call=call, step=int(step), batches=int(batches))
+        except ValueError:
+            return None
+
+    def words(self) -> str:
+        """Say what was called when, for people."""
+        return f"{self.call.words()}, step {self.step}, after {self.batches} batches"

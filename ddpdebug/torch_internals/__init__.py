@@ -21,6 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ddpdebug.torch_internals import names
+from ddpdebug.torch_internals.collective_calls import (
+    counts_messages as counts_messages,
+    look_at_collectives as look_at_collectives,
+    name_of as name_of,
+    own_group as own_group,
+    sequence_number as sequence_number,
+)
 from ddpdebug.torch_internals.collectives import (
     Collectives as Collectives,
     members_of_groups as members_of_groups,

@@ -2,30 +2,28 @@
 
 Only where the user has asked for it (`--validation-loss functions`): it changes functions for the whole process.
 
-A wrapper in their place would be seen: by pickle (a reference that was taken before or is kept after is no longer the
-object of that name), by `__torch_function__` tables and by `torch.compile` (which know them by identity), by
-TorchScript (which compiles their source), by warnings (whose line is so many frames away). Hooks of modules do not see
-functions, and a mode would see every operation. So the functions stay what they are, and their code is exchanged: the
-same source with the same lines, but what it returns without gradients is looked at first. With gradients that is one
-question to torch; while something is compiled the look is left out. Guards of `torch.compile` hold the code of the
-functions that a graph calls: what was compiled with the look is compiled once more after it has been taken away, so it
-is not put in place where something was compiled before.
+A wrapper in their place would be seen (`function_code.py`; by TorchScript too, which compiles their source). Hooks of
+modules do not see functions, and a mode would see every operation. So the functions stay what they are, and their code
+is exchanged: the same source with the same lines, but what it returns without gradients is looked at first. With
+gradients that is one question to torch; while something is compiled the look is left out. Guards of `torch.compile`
+hold the code of the functions that a graph calls: what was compiled with the look is compiled once more after it has
+been taken away, so it is not put in place where something was compiled before.
 """
 
 from __future__ import annotations
 
 import ast
 import copy
-import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from ddpdebug.torch_internals import names
+from ddpdebug.torch_internals.function_code import call_of, exchange, with_look
 
 #: Those whose value is a loss, and which the modules of the same names call.
 LOSSES = (
@@ -62,67 +60,29 @@ def look_at_losses(look: Callable[[Any, str], None]) -> Callable[[], None]:
     Args:
         look: takes the value and by what it was computed, in words.
     """
-    changed: list[tuple[FunctionType, CodeType, CodeType]] = []
+    codes: list[tuple[FunctionType, CodeType]] = []
     for name in LOSSES:
         function = getattr(functional, name, None)
         if not isinstance(function, FunctionType) or function.__globals__ is not vars(functional):
             continue  # the user has replaced this function: it is left alone
         source = f"by torch.nn.functional.{name} (--validation-loss functions)"
-        if (code := _with_look(function, look, source)) is not None:
-            changed.append((function, function.__code__, code))
-    for function, _, code in changed:
-        function.__code__ = code
-
-    def undo() -> None:
-        for function, original, code in changed:
-            if function.__code__ is code:
-                function.__code__ = original
-
-    return undo
+        code = with_look(
+            function,
+            lambda tree, _: ast.fix_missing_locations(_Returns().visit(tree)),
+            _PLACEHOLDER,
+            _seen(look, source),
+        )
+        if code is not None:
+            codes.append((function, code))
+    return exchange(codes)
 
 
-def _with_look(function: FunctionType, look: Callable[[Any, str], None], source: str) -> CodeType | None:
-    """Return a function's code with the look; None where its source is not at hand, or not that of its code."""
-    original = function.__code__
-    try:
-        tree = ast.parse(inspect.getsource(function))
-    except (OSError, SyntaxError):
-        return None
-    definition = tree.body[0]
-    if not isinstance(definition, ast.FunctionDef) or function.__closure__:
-        return None
-    ast.increment_lineno(tree, original.co_firstlineno - 1)
-    _strip(definition)
-    modules = [name for name in original.co_names if isinstance(function.__globals__.get(name), ModuleType)]
-    tree.body[:0] = [ast.Import([ast.alias(name) for name in modules])] if modules else []  # calls on them differ
-    ast.fix_missing_locations(tree)
-    plain = _compiled(tree, original)
-    if plain is None or (plain.co_code, plain.co_varnames) != (original.co_code, original.co_varnames):
-        return None
-    _Returns().visit(tree)
-    code = _compiled(ast.fix_missing_locations(tree), original)
-    if code is None or code.co_flags != original.co_flags or code.co_firstlineno != original.co_firstlineno:
-        return None
-
+def _seen(look: Callable[[Any, str], None], source: str) -> Callable[[Any], Any]:
     def seen(result: Any) -> Any:
         look(result, source)
         return result
 
-    return code.replace(co_consts=tuple(seen if c == _PLACEHOLDER else c for c in code.co_consts))
-
-
-def _strip(definition: ast.FunctionDef) -> None:
-    """Leave only what becomes code: decorators, annotations and defaults belong to the function that exists."""
-    arguments = definition.args
-    definition.decorator_list, definition.returns = [], None
-    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
-        argument.annotation = None
-    arguments.defaults, arguments.kw_defaults = [], [None] * len(arguments.kwonlyargs)
-
-
-def _compiled(tree: ast.Module, original: CodeType) -> CodeType | None:
-    module = compile(tree, original.co_filename, "exec", dont_inherit=True)
-    return next((c for c in module.co_consts if isinstance(c, CodeType) and c.co_name == original.co_name), None)
+    return seen
 
 
 class _Returns(ast.NodeTransformer):
@@ -133,8 +93,7 @@ class _Returns(ast.NodeTransformer):
         called = value.func if isinstance(value, ast.Call) else None
         if value is None or (isinstance(called, ast.Name) and called.id == "handle_torch_function"):
             return node
-        look = ast.BoolOp(op=ast.Or(), values=[ast.Constant(_PLACEHOLDER), ast.Constant(None)])
-        looked_at = ast.Call(func=look, args=[copy.deepcopy(value)], keywords=[])
+        looked_at = call_of(_PLACEHOLDER, [copy.deepcopy(value)])
         unseen = ast.parse(_UNSEEN, mode="eval").body
         for new in ast.walk(unseen):
             ast.copy_location(new, node)

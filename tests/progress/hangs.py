@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,6 +64,7 @@ def run(
     whole: bool = False,
     folder: Path | None = None,
     options: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
 ) -> Result:
     """Run the script until a hang is found, or `whole` to its end, and at most `limit` seconds."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -74,11 +75,11 @@ def run(
         ranks, logs = [], [here / f"{number}.log" for number in range(world)]
         for number, log in enumerate(logs):
             place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": world, "MASTER_PORT": port}
-            environ = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
-            environ |= {name: str(value) for name, value in place.items()}
+            own = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", **(environ or {})}
+            own |= {name: str(value) for name, value in place.items()}
             with log.open("wb") as file:
                 ranks.append(
-                    subprocess.Popen(command, env=environ, cwd=here, stdout=file, stderr=file, start_new_session=True)
+                    subprocess.Popen(command, env=own, cwd=here, stdout=file, stderr=file, start_new_session=True)
                 )
         found_at, until = float("nan"), time.monotonic() + limit
         while time.monotonic() < until and any(one.poll() is None for one in ranks):

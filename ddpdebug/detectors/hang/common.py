@@ -23,6 +23,7 @@ class HangRule(EventRule):
             "where" if fact.kind in _STILL_THERE else "missing": dict(fact.where),
             "calls": dict(fact.sides),
             "difference": fact.difference,
+            "first_difference": dict(fact.parted),
             UNDECIDED: [list(ranks) for ranks in fact.undecided],
             "collectives_so_far": dict(fact.calls),
             "waited_seconds": fact.waited,

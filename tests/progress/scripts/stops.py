@@ -70,7 +70,7 @@ def stop(rank, groups, model):  # noqa: C901, PLR0911, PLR0912, PLR0915
     """Do what this run is about; returns "break" to leave the loop."""
     here = rank == RANK
     print(f"stops {time.monotonic()}", flush=True)
-    if KIND == "lock" and here:
+    if (KIND == "lock" or KIND == "messages") and here:  # noqa: PLR1714 - a test reads the kind here
         lock = threading.Lock()
         lock.acquire()
         lock.acquire(timeout=SECONDS)  # stops
@@ -156,6 +156,12 @@ def stop(rank, groups, model):  # noqa: C901, PLR0911, PLR0912, PLR0915
             dist.all_reduce(torch.ones(8), group=group)  # stops
     elif KIND == "conditional" and here:
         dist.all_reduce(torch.ones(1))  # stops
+    elif KIND == "extra":
+        if here:
+            dist.all_reduce(torch.ones(3))  # stops
+        dist.all_reduce(torch.ones(3))  # other
+    elif KIND == "forward" and here:
+        model(torch.ones(4, 8))  # stops
     elif KIND == "barrier" and here:
         dist.barrier()  # stops
     elif KIND == "new_group" and here:
@@ -193,6 +199,13 @@ def stop(rank, groups, model):  # noqa: C901, PLR0911, PLR0912, PLR0915
     return None
 
 
+def messages(rank, world):
+    """Send one message, and meet by messages: gloo counts both among the collectives, on each rank another number."""
+    if rank < 2:
+        (dist.send if rank == 0 else dist.recv)(torch.ones(2), 1 - rank)
+    dist.monitored_barrier()
+
+
 def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
@@ -204,6 +217,8 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     workers = 1 if KIND.startswith("worker") else 0
     loader = DataLoader(Slow(rank), batch_size=4, num_workers=workers)
+    if KIND == "messages":
+        messages(rank, world)
     for step, batch in enumerate(loader):
         if step == STEP:
             what = stop(rank, groups, model)

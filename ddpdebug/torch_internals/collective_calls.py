@@ -1,0 +1,125 @@
+"""The functions of `torch.distributed` by which ranks communicate, told of as they are called.
+
+Scripts import them by name, before ddpdebug is attached too, and torch calls some from others: so their code is
+exchanged (`function_code.py`), not their name. What torch puts around them (`_exception_logger`) stays as it is, and so
+does what a script has put around them or in their place. The look comes first in a function; while something is
+compiled it is left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch.distributed as dist
+
+from ddpdebug.torch_internals import names
+from ddpdebug.torch_internals.function_code import call_of, exchange, with_look
+
+#: Function -> what it is given: tensors (or ranks), the rank that it names, and the same as the group numbers it.
+CALLS: dict[str, tuple[str, str, str]] = {
+    "all_gather": ("tensor", "", ""),
+    "all_gather_coalesced": ("input_tensor_list", "", ""),
+    "all_gather_into_tensor": ("input_tensor", "", ""),
+    "all_gather_object": ("", "", ""),
+    "all_gather_single": ("input_tensor", "", ""),
+    "all_reduce": ("tensor", "", ""),
+    "all_reduce_coalesced": ("tensors", "", ""),
+    "all_to_all": ("input_tensor_list", "", ""),
+    "all_to_all_single": ("input", "", ""),
+    "barrier": ("", "", ""),
+    "batch_isend_irecv": ("", "", ""),
+    "broadcast": ("tensor", "src", "group_src"),
+    "broadcast_object_list": ("", "src", "group_src"),
+    "destroy_process_group": ("", "", ""),
+    "gather": ("tensor", "dst", "group_dst"),
+    "gather_object": ("", "dst", "group_dst"),
+    "irecv": ("tensor", "src", "group_src"),
+    "isend": ("tensor", "dst", "group_dst"),
+    "monitored_barrier": ("", "", ""),
+    "new_group": ("ranks", "", ""),
+    "recv": ("tensor", "src", "group_src"),
+    "recv_object_list": ("", "src", "group_src"),
+    "reduce": ("tensor", "dst", "group_dst"),
+    "reduce_scatter": ("input_list", "", ""),
+    "reduce_scatter_single": ("input", "", ""),
+    "reduce_scatter_tensor": ("input", "", ""),
+    "scatter": ("tensor", "src", "group_src"),
+    "scatter_object_list": ("", "src", "group_src"),
+    "send": ("tensor", "dst", "group_dst"),
+    "send_object_list": ("", "dst", "group_dst"),
+}
+_PLACEHOLDER = "ddpdebug: the note of a collective"
+
+#: Takes the name of the function, its tensors, the rank that it names, the same in the group's numbers, and the group.
+Look = Callable[[str, Any, Any, Any, Any], None]
+
+
+def look_at_collectives(look: Look) -> Callable[[], None]:
+    """Let `look` see each call of these functions before it communicates; return the undoing."""
+    home = dist.distributed_c10d
+    codes: list[tuple[FunctionType, CodeType]] = []
+    for name, given in CALLS.items():
+        function = inspect.unwrap(getattr(home, name, None))  # type: ignore[arg-type]  # None is returned as it is
+        if not isinstance(function, FunctionType) or function.__globals__ is not vars(home):
+            continue  # the user has replaced it in torch's own module, or this torch has none
+        if (code := _with_note(function, name, given, look)) is not None:
+            codes.append((function, code))
+    return exchange(codes)
+
+
+def _with_note(function: FunctionType, name: str, given: tuple[str, str, str], look: Look) -> CodeType | None:
+    original = function.__code__
+    arguments = original.co_varnames[: original.co_argcount + original.co_kwonlyargcount]
+
+    def change(_: ast.Module, definition: ast.FunctionDef) -> None:
+        values: list[ast.expr] = [ast.Constant(name)]
+        values += [
+            ast.Name(wanted, ast.Load()) if wanted in arguments else ast.Constant(None) for wanted in (*given, "group")
+        ]
+        unseen = ast.parse("torch.compiler.is_compiling()", mode="eval").body
+        said = 0 if ast.get_docstring(definition) is None else 1
+        first = next(one for one in definition.body[said:] if not isinstance(one, ast.Global))
+        note = ast.Expr(ast.BoolOp(op=ast.Or(), values=[unseen, call_of(_PLACEHOLDER, values)]))
+        for new in ast.walk(note):
+            ast.copy_location(new, first)
+            if isinstance(new, ast.expr | ast.stmt):  # of a statement of many lines the first
+                new.end_lineno, new.end_col_offset = new.lineno, new.col_offset
+        definition.body.insert(said, note)
+
+    return with_look(function, change, _PLACEHOLDER, look)
+
+
+def own_group(group: Any) -> Any:
+    """Return the process group of a call, the default one for None; None where this rank is in none."""
+    if group is None:
+        return names.default_group() if dist.is_initialized() else None
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def sequence_number(group: Any) -> int | None:
+    """Return how many collectives a group has counted, where it does: on gloo also messages from rank to rank."""
+    count = getattr(group, names.SEQUENCE_NUMBER, None)
+    try:
+        return None if count is None else int(count())
+    except (RuntimeError, NotImplementedError):  # a group of the user's, which has no backend that counts
+        return None
+
+
+def name_of(group: Any) -> str:
+    """Return the name of a group, the same on all ranks; empty of one that the user has made without any."""
+    try:
+        return str(group.group_name)
+    except (RuntimeError, AttributeError):
+        return ""
+
+
+def counts_messages(group: Any) -> bool:
+    """Tell whether a group counts messages from rank to rank among its collectives."""
+    try:
+        return "gloo" in str(dist.get_backend(group))
+    except (KeyError, RuntimeError, ValueError):  # a group that torch does not know
+        return False
