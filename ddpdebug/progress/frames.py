@@ -110,10 +110,10 @@ def look(frame: FrameType | None) -> At:
     inner = frames[: frames.index(users)] if users is not None else frames
     does = "" if users is None else _call(users)
     phase, kind = _phase(inner, does), _kind(inner, frames[0], does)
-    stack = tuple(f"{location(f.f_code.co_filename, f.f_lineno)} ({f.f_code.co_name})" for f in frames)
+    stack = tuple(f"{location(f.f_code.co_filename, _line(f))} ({f.f_code.co_name})" for f in frames)
     if users is None:
         return At(phase=phase, kind=kind, stack=stack)
-    place = location(users.f_code.co_filename, users.f_lineno)
+    place = location(users.f_code.co_filename, _line(users))
     return At(phase=phase, place=place, function=users.f_code.co_name, does=does, kind=kind, stack=stack)
 
 
@@ -156,9 +156,15 @@ def _kind(inner: list[FrameType], innermost: FrameType, does: str) -> str:
 _MEETINGS = frozenset({"_store_based_barrier", "init_process_group", "rendezvous", "_new_process_group_helper"})
 
 
+def _line(frame: FrameType) -> int:
+    """Return the line that a frame is at: none belongs to some instructions, between two lines."""
+    known: int | None = frame.f_lineno
+    return frame.f_code.co_firstlineno if known is None else known
+
+
 def _call(frame: FrameType) -> str:
     """Return the call that a frame is in, as the source has it; the whole line where it is not known."""
-    code, line = frame.f_code, frame.f_lineno
+    code, line = frame.f_code, _line(frame)
     text = linecache.getline(code.co_filename, line).strip()
     place = next(islice(code.co_positions(), frame.f_lasti // 2, None), None)
     if place is not None and None not in place and place[0] == place[1] == line:
