@@ -189,7 +189,9 @@ def _stacks(groups: object, told: str) -> list[str]:
     """Return the user's innermost lines of each group of ranks, where these say more than was told already."""
     found = []
     for ranks, frames in list(groups.items())[:_MAX_ITEMS] if isinstance(groups, Mapping) else ():
-        known = [clean(frame, _MAX_NAME) for frame in frames if isinstance(frame, str)]
+        known = (
+            [clean(frame, _MAX_NAME) for frame in frames if isinstance(frame, str)] if isinstance(frames, list) else []
+        )
         own = [frame for frame in known if not _LIBRARY.search(frame) and "(<module>)" not in frame][:_MAX_FRAMES]
         if len(own) > 1 or any(frame.partition(" ")[0] not in told for frame in own):
             # the file's name is enough: the whole path of the innermost line stands above
