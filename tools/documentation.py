@@ -146,10 +146,11 @@ there are at most {SERIES_OF_ALL} series and `ddpdebug_rank_up` of every rank:
 - **Who holds an extreme**: `{EXTREMES}` has the rank as its value, with the labels `metric` (the name without
   `ddpdebug_`), `of` (the value of the metric's other label, where it has one) and `stat` (min, max). For example
   `{EXTREMES}{{metric="mean_own_seconds", stat="max"}}` is the rank that the others wait for.
-- **The series of {SHOWN} ranks and rank 0**: first those that are ill (ranks that others wait for, culprits of the five newest
-  findings, those that have left, were outvoted, or met numbers that are not finite), then the slowest and those with
-  the fullest memory. Who is shown stays for ten minutes at least, unless someone ill needs the place, so that series do not come and go: in ten
-  minutes at most {SHOWN} ranks are new for either reason. What more than half of the ranks have is no reason.
+- **The series of {SHOWN} ranks and rank 0**: first those that are ill (ranks that others wait for, culprits of the five
+  newest findings, those that have left, were outvoted, or met numbers that are not finite), then the slowest and those
+  with the fullest memory. Who is shown stays for ten minutes at least, unless someone ill needs the place, so that
+  series do not come and go: in ten minutes at most {SHOWN} ranks are new for either reason. What more than half of the
+  ranks have is no reason.
 
 `/metrics?detail=all` has the series of every rank instead, at any time and without a restart (in a scrape
 configuration `params: {{detail: [all]}}`); its rendering has a budget of its own."""

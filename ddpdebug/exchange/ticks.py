@@ -60,12 +60,8 @@ def wire_format() -> str:
 class Group(Protocol):
     """What the loop needs of a process group."""
 
-    def gather(self, data: bytes, unanswered: Callable[[float], None]) -> list[bytes]:
-        """Return every member's equally long `data`, in member order.
-
-        Args:
-            unanswered: called now and then with the seconds for which the others have been waited for.
-        """
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return every member's equally long `data`, in member order."""
 
     def close(self) -> None:
         """Make a pending gather fail."""
@@ -106,7 +102,6 @@ class Exchange:
         on_lost: called once when the group is dead, with the reason; the loop ends. From the thread, or from the one
             that posts.
         on_trouble: told (part, message) of a row or message that was dropped.
-        on_silence: called in the thread with the seconds for which the others have been waited for, now and then.
         is_users: tells an exception of a signal handler of the script's, which `say` lets through, from one of ours.
     """
 
@@ -119,7 +114,6 @@ class Exchange:
         on_lost: Callable[[str], None],
         on_trouble: Callable[[str, str], None] = lambda part, message: None,
         is_users: Callable[[BaseException], bool] = lambda error: False,
-        on_silence: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self.rank, self.world = rank, world
         self.state, self.reason = ALONE if world == 1 else MEETING, ""
@@ -128,7 +122,6 @@ class Exchange:
         self.ticks = 0
         self.gathered_bytes = 0
         self._connect, self._on_tick, self._on_lost = connect, on_tick, on_lost
-        self._on_silence = on_silence
         self._on_trouble, self._is_users, self._told = on_trouble, is_users, set[str]()
         self._rows: deque[bytes | Callable[[], bytes]] = deque()
         self._outbox = bytearray()
@@ -332,7 +325,7 @@ class Exchange:
             raise ConnectionError("the side group was closed")
         self._asked = time.monotonic()
         try:
-            gathered = group.gather(data, self._on_silence)
+            gathered = group.gather(data)
         except Exception as error:
             raise _Silence(f"{type(error).__name__}: {error}") from error
         self._asked = None
@@ -460,7 +453,7 @@ def _check(rank: int, header: Sequence[int], capacity: int) -> None:
 class Alone:
     """The group of a world of one: every tick returns its own data."""
 
-    def gather(self, data: bytes, unanswered: Callable[[float], None]) -> list[bytes]:
+    def gather(self, data: bytes) -> list[bytes]:
         """Return the data."""
         return [data]
 

@@ -388,9 +388,8 @@ class Monitor:
         self._assembler, self._last_states = Assembler(self.world), Assembler(self.world)
         connect, tick = contained(self._connect), contained(self._on_tick)
         calls = connect, tick, contained(self._on_lost), self._back.tell, is_users
-        self._exchange = Exchange(self.rank, self.world, *calls, on_silence=self._on_silence)
-        if self.world > 1:
-            self._progress_watch = self._watch_progress()
+        self._exchange = Exchange(self.rank, self.world, *calls)
+        self._progress_watch = self._watch_progress()
         if self.rank == 0:
             self._open_sinks(self.config.out or run_directory(self.run_id, datetime.datetime.now(datetime.UTC)))
             self._say("run", directory=str(self.directory or ""), run_id=self.run_id)
@@ -402,7 +401,9 @@ class Monitor:
             self._exchange.start()
         self.covering.start()
 
-    def _watch_progress(self) -> ProgressWatch:
+    def _watch_progress(self) -> ProgressWatch | None:
+        if self.world == 1:
+            return None
         threads, state = self.probes.entries.threads, self.probes.state
         watcher = Watcher(
             self.rank,
@@ -444,7 +445,8 @@ class Monitor:
                     prefix = self._meet(group)
                 else:
                     prefix = self._roll.meet_again(generation, size)
-                return internals.GlooGroup(self._store, f"{prefix}/{generation}", position, size, _GROUP_TIMEOUT)
+                place = self._store, f"{prefix}/{generation}", position, size
+                return internals.GlooGroup(*place, _GROUP_TIMEOUT, self._on_silence)
             except Exception:
                 if generation > 0 or not self._group_replaced(group):
                     raise
@@ -715,20 +717,10 @@ class Monitor:
             detail = read_detail(what, message["value"])
             run("diagnosis", self._diagnosis.answer, rank, *place, what, detail, last=bool(message.get("last")))
         elif kind == "fact":
-            topic = str(message["topic"])
-            announcement = read_announcement(topic, message["value"])
+            announcement = read_announcement(str(message["topic"]), message["value"])
             if rank == self.rank and isinstance(announcement, Hang) and self._knows(announcement):
                 return  # heard when it was judged, and the others could not
-            if topic == End.topic:
-                self._note_end(rank, announcement)
-            if topic == Failure.topic and rank == self.rank:
-                self._failure = None
-            run("diagnosis", self._diagnosis.tell, topic, rank, announcement)
-            run("forensics:memory", self.memory.hear, rank, announcement)
-            if isinstance(announcement, HangOver):
-                self._note_over(announcement)
-            if isinstance(announcement, RankCoverage):
-                run("coverage", self.covering.hear, rank, announcement)
+            self._hear_fact(rank, str(message["topic"]), announcement)
         elif kind in _OF_HANGS and self._progress_watch is not None:
             run("progress", self._progress_watch.hear, rank, kind, message)
         elif kind == "trouble" and self.rank == 0 and rank != 0:
@@ -740,6 +732,21 @@ class Monitor:
             self._hear_plan(rank, kind, message)
         if kind in {"detail", "fact"}:
             self._write(Saved(kind=kind, payload={"rank": rank, **message}))
+
+    def _hear_fact(self, rank: int, topic: str, announcement: Announcement | None) -> None:
+        run = self._back.run
+        if topic == End.topic:
+            self._note_end(rank, announcement)
+        if topic == Failure.topic and rank == self.rank:
+            self._failure = None
+        if self._progress_watch is not None:
+            run("progress", self._progress_watch.hear_of, rank, announcement)
+        run("diagnosis", self._diagnosis.tell, topic, rank, announcement)
+        run("forensics:memory", self.memory.hear, rank, announcement)
+        if isinstance(announcement, HangOver):
+            self._note_over(announcement)
+        if isinstance(announcement, RankCoverage):
+            run("coverage", self.covering.hear, rank, announcement)
 
     def _hear_plan(self, rank: int, kind: str, message: Mapping[str, Any]) -> None:
         """Take what leads to something that the training thread does."""
@@ -759,8 +766,6 @@ class Monitor:
     def _note_end(self, rank: int, end: Announcement | None) -> None:
         self._ended.add(rank)
         promised = end.last_states if isinstance(end, End) else 0
-        if self._progress_watch is not None and isinstance(end, End):
-            self._progress_watch.ended(rank, end.reason)
         self._awaited[rank] = self._awaited.get(rank, 0) + promised
 
     # --- hangs --------------------------------------------------------------------------------------------------------

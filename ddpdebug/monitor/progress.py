@@ -22,16 +22,18 @@ from ddpdebug.detectors.fail.rules import is_victims
 from ddpdebug.disk import Disk
 from ddpdebug.progress import black_box, kernel
 from ddpdebug.progress.patience import Patience
-from ddpdebug.progress.waits import Seen, judge, where
+from ddpdebug.progress.waits import Seen, judge, place_of, where
 from ddpdebug.progress.watcher import Watcher
 from ddpdebug.run_directory.reader import RANKS
-from ddpdebug.schema.announcements import Announcement, Hang, HangOver
+from ddpdebug.schema.announcements import Announcement, End, Failure, Hang, HangOver
 from ddpdebug.schema.progress import RankProgress
 from ddpdebug.schema.run_state import WaitState
 from ddpdebug.schema.wire import from_json, to_json
 from ddpdebug.sinks import Waiting
 from ddpdebug.sinks.text import ranks_text
 
+#: How often this rank looks at most.
+_LOOK_SECONDS = 0.4
 #: How long looks are told after somebody has said that it waits, and how often.
 _TELL_SECONDS, _EVERY_SECONDS = 3.0, 0.4
 #: A look that is older says nothing of now.
@@ -53,6 +55,7 @@ _STATES = {
     "cycle": WaitState.APART,
     "left": WaitState.LEFT,
 }
+_REQUESTS = ("SIGTERM", "SIGINT", "SIGHUP")
 
 
 class ProgressWatch:
@@ -91,13 +94,15 @@ class ProgressWatch:
         self._watcher, self._disk, self._folder = watcher, disk, folder
         self._say, self._announce, self._feed = say, announce, feed
         self._stand_in, self._tell, self._off = stand_in, tell, off
+        self._began = time.monotonic()
         self.box: black_box.BlackBox | None = None
         self._boxless = False
         self._members: tuple[int, ...] = tuple(range(world))
         self._looks: dict[int, tuple[RankProgress, float]] = {}
         self._left: dict[int, tuple[str, float]] = {}
+        self._failures: dict[int, Failure] = {}
         self._kernels: dict[int, tuple[kernel.Kernel, float]] = {}
-        self._tell_until = self._told = 0.0
+        self._looked = self._tell_until = self._told = 0.0
         self._hang: tuple[Hang, float] | None = None  # that is open, and when it has begun
         self._alone: list[Hang] = []  # judged while the others could not hear it
         self._fed: set[int] = set()  # numbers of these
@@ -116,11 +121,13 @@ class ProgressWatch:
         """Look, tell where somebody waits, and judge what all have told."""
         members = tuple(members)
         for rank in set(self._members) - set(members) - self._left.keys():
-            self.ended(rank, "it has left")
+            self._note_end(rank, "it has left")
         self._members = members
         for hang in self._alone:
             self._announce(hang)  # the others hear of it now; this rank has
         self._alone.clear()
+        if time.monotonic() - self._looked < _LOOK_SECONDS:
+            return  # short steps make many ticks
         own, now = self._look()
         if own.waiting:
             self._tell_until = now + _TELL_SECONDS
@@ -148,8 +155,14 @@ class ProgressWatch:
         if known.waiting:
             self._tell_until = now + _TELL_SECONDS
 
-    def ended(self, rank: int, reason: str) -> None:
-        """Note that a rank has left, and why."""
+    def hear_of(self, rank: int, announcement: Announcement | None) -> None:
+        """Note that a rank has failed, or has left, and why."""
+        if isinstance(announcement, Failure):
+            self._failures[rank] = announcement
+        elif isinstance(announcement, End):
+            self._note_end(rank, announcement.reason)
+
+    def _note_end(self, rank: int, reason: str) -> None:
         words = reason if reason.startswith("it ") else f"it has ended: {reason}"
         if rank in self._left and self._left[rank][0] != "it has left":
             return
@@ -161,6 +174,7 @@ class ProgressWatch:
 
     def _look(self) -> tuple[RankProgress, float]:
         own, now = self._watcher.look(), time.monotonic()
+        self._looked = now
         self._looks[self.rank] = own, now
         if self.box is None and not self._boxless:
             self._open_box()
@@ -184,11 +198,15 @@ class ProgressWatch:
         for rank in range(self.world):
             look, when = self._looks.get(rank, (None, 0.0))
             if rank in self._left:
-                words, since = self._left[rank]
-                found[rank] = Seen(progress=look, left=words, left_for=now - since)
+                found[rank] = self._gone(rank, look, now)
             else:
                 found[rank] = Seen(progress=look if now - when < _STALE_SECONDS else None)
         return found
+
+    def _gone(self, rank: int, look: RankProgress | None, now: float) -> Seen:
+        words, since = self._left[rank]
+        place = self._failures[rank].location if rank in self._failures else None
+        return Seen(progress=look, left=words, left_at=place, left_for=now - since)
 
     # --- a rank does not answer ---------------------------------------------------------------------------------------
 
@@ -210,7 +228,7 @@ class ProgressWatch:
         found, here, home = self._seen(now), {self.rank}, self._folder()
         for rank in range(self.world):
             box = None if home is None or rank == self.rank else black_box.read(_box_of(home, rank), notes=False)
-            if box is None or not box.here:
+            if box is None or not box.here or box.beat < self._began:  # of an earlier attempt
                 continue
             here.add(rank)
             found[rank] = self._seen_in(rank, box, now)
@@ -221,11 +239,9 @@ class ProgressWatch:
         if shown is None or shown.is_gone:
             known = None if shown is None else shown.ended_by
             reason = "there is no process any more" if known is None else kernel.ending(known)
-            if rank not in self._left or self._left[rank][0] == "there is no process any more":
-                self._left[rank] = f"it has gone: {reason}", self._left.get(rank, ("", now))[1]
+            self._left.setdefault(rank, (f"it has gone: {reason}", now))
         if rank in self._left:
-            words, since = self._left[rank]
-            return Seen(progress=progress, left=words, left_for=now - since)
+            return self._gone(rank, progress, now)
         silent = now - box.beat
         if silent < _SIGN_SECONDS:
             return Seen(progress=progress)
@@ -255,9 +271,11 @@ class ProgressWatch:
             self._stop.wait(_LOST_SECONDS)
 
     def _note_killed(self, now: float) -> None:
-        """Say at once that a rank was killed: a signal is no way to finish."""
+        """Say at once that a rank was killed, unless it was asked to end, as all ranks of a cancelled job are."""
         seen, here = self._seen_from_outside(now)
-        killed = [rank for rank in sorted(here) if "killed by" in seen[rank].left]
+        killed = [
+            rank for rank in sorted(here) if "killed by" in seen[rank].left and not seen[rank].left.endswith(_REQUESTS)
+        ]
         speaks = min((rank for rank in here if not seen[rank].left), default=self.rank) == self.rank
         if killed and speaks:
             self._conclude(self._about_left(killed, seen), now, alone=True)
@@ -267,10 +285,10 @@ class ProgressWatch:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(1.0)
-        if self._lost and is_victims(reason):
+        if is_victims(reason) and self._hang is None:
             now = time.monotonic()
             seen, here = self._seen_from_outside(now)
-            gone = [rank for rank in sorted(here) if seen[rank].left.startswith(("it has gone", "it has ended: exc"))]
+            gone = [rank for rank, one in sorted(seen.items()) if one.left and not is_victims(self._reason_of(rank))]
             if gone and min((rank for rank in here if not seen[rank].left), default=self.rank) == self.rank:
                 self._conclude(self._about_left(gone, seen), now, alone=True)
         if self._hang is not None and self._hang[0].kind != "left" and not reason.startswith("exception"):
@@ -281,6 +299,9 @@ class ProgressWatch:
             self.box.beat({**to_json(self._looks[self.rank][0]), "ended": reason})
             self.box.close()
 
+    def _reason_of(self, rank: int) -> str:
+        return self._left[rank][0].removeprefix("it has ended: ")
+
     def _about_left(self, ranks: list[int], seen: Mapping[int, Seen]) -> Hang:
         last = seen[ranks[0]].progress
         return Hang(
@@ -288,7 +309,7 @@ class ProgressWatch:
             step=None if last is None else last.step,
             ranks=tuple(ranks),
             phase=None if last is None else last.phase or None,
-            location=None if last is None else last.place,
+            location=place_of(seen[ranks[0]]),
             where={str(rank): where(seen[rank]) for rank in ranks},
         )
 

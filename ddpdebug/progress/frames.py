@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import linecache
 import re
-from collections.abc import Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import islice
-from types import FrameType
+from types import CodeType, FrameType
+from typing import NamedTuple
 
 from ddpdebug.isolation.user_code import is_user_file, location
 
@@ -96,39 +97,59 @@ class At:
     stack: tuple[str, ...] = ()
 
 
-def signature(frame: FrameType | None) -> int:
+class Frame(NamedTuple):
+    """What is read of a frame; the frame itself would keep a function's variables alive, and free them elsewhere."""
+
+    code: CodeType
+    instruction: int
+    line: int  # 0 where the instruction has none
+
+    @property
+    def file(self) -> str:
+        """The file of its code."""
+        return self.code.co_filename
+
+    def words(self) -> str:
+        """Return file, line and function."""
+        return f"{location(self.file, self.line)} ({self.code.co_name})"
+
+
+def take(frame: FrameType | None) -> tuple[Frame, ...]:
+    """Return the frames of a stack, innermost first, at most 40."""
+    found: list[Frame] = []
+    while frame is not None and len(found) < _MOST_FRAMES:
+        found.append(Frame(frame.f_code, frame.f_lasti, frame.f_lineno or 0))
+        frame = frame.f_back
+    return tuple(found)
+
+
+def signature(stack: tuple[Frame, ...]) -> int:
     """Return a number that changes as soon as any frame of a stack goes on."""
-    return hash(tuple((id(f.f_code), f.f_lasti) for f in _outwards(frame)))
+    return hash(tuple((id(frame.code), frame.instruction) for frame in stack))
 
 
-def look(frame: FrameType | None) -> At:
-    """Return where a thread is, by its innermost frame."""
-    frames = [f for f in _outwards(frame) if "/ddpdebug/" not in f.f_code.co_filename]
+def look(stack: tuple[Frame, ...], meetings: Collection[str] = ()) -> At:
+    """Return where a thread is.
+
+    Args:
+        meetings: functions of torch's in which ranks meet in the store.
+    """
+    frames = [frame for frame in stack if "/ddpdebug/" not in frame.file]
     if not frames:
         return At()
-    users = next((f for f in frames if is_user_file(f.f_code.co_filename)), None)
+    users = next((frame for frame in frames if is_user_file(frame.file)), None)
     inner = frames[: frames.index(users)] if users is not None else frames
     does = "" if users is None else _call(users)
-    phase, kind = _phase(inner, does), _kind(inner, frames[0], does)
-    stack = tuple(f"{location(f.f_code.co_filename, _line(f))} ({f.f_code.co_name})" for f in frames)
+    phase, kind = _phase(inner, does), _kind(inner, frames[0], does, meetings)
+    words = tuple(frame.words() for frame in frames)
     if users is None:
-        return At(phase=phase, kind=kind, stack=stack)
-    place = location(users.f_code.co_filename, _line(users))
-    return At(phase=phase, place=place, function=users.f_code.co_name, does=does, kind=kind, stack=stack)
+        return At(phase=phase, kind=kind, stack=words)
+    place = location(users.file, users.line)
+    return At(phase=phase, place=place, function=users.code.co_name, does=does, kind=kind, stack=words)
 
 
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    def walk() -> Iterator[FrameType]:
-        current = frame
-        while current is not None:
-            yield current
-            current = current.f_back
-
-    return islice(walk(), _MOST_FRAMES)
-
-
-def _phase(inner: list[FrameType], does: str) -> str:
-    files = [f.f_code.co_filename for f in inner]
+def _phase(inner: list[Frame], does: str) -> str:
+    files = [frame.file for frame in inner]
     for part, phase in _PHASES:
         if any(part in file for file in files):
             return phase
@@ -137,14 +158,14 @@ def _phase(inner: list[FrameType], does: str) -> str:
     return "backward" if does.endswith(".backward()") else "script"
 
 
-def _kind(inner: list[FrameType], innermost: FrameType, does: str) -> str:
-    files = [f.f_code.co_filename for f in inner]
+def _kind(inner: list[Frame], innermost: Frame, does: str, meetings: Collection[str]) -> str:
+    files = [frame.file for frame in inner]
     for part, kind in _FILES[:4]:  # these tell more than what they wait with
         if any(part in file for file in files):
             return kind
     call = does if not inner else _call(innermost)
     if any("/torch/distributed/" in file for file in files):
-        return "store" if any(f.f_code.co_name in _MEETINGS for f in inner) else "collective"
+        return "store" if any(frame.code.co_name in meetings for frame in inner) else "collective"
     for file in files:
         for part, kind in _FILES:
             if part in file:
@@ -152,23 +173,11 @@ def _kind(inner: list[FrameType], innermost: FrameType, does: str) -> str:
     return next((kind for pattern, kind in _CALLS if pattern.search(call)), "")
 
 
-#: Functions of torch's in which the ranks meet in the store.
-_MEETINGS = frozenset({"_store_based_barrier", "init_process_group", "rendezvous", "_new_process_group_helper"})
-
-
-def _line(frame: FrameType) -> int:
-    """Return the line that a frame is at: none belongs to some instructions, between two lines."""
-    known: int | None = frame.f_lineno
-    return frame.f_code.co_firstlineno if known is None else known
-
-
-def _call(frame: FrameType) -> str:
+def _call(frame: Frame) -> str:
     """Return the call that a frame is in, as the source has it; the whole line where it is not known."""
-    code, line = frame.f_code, _line(frame)
-    text = linecache.getline(code.co_filename, line).strip()
-    place = next(islice(code.co_positions(), frame.f_lasti // 2, None), None)
-    if place is not None and None not in place and place[0] == place[1] == line:
-        source = linecache.getline(code.co_filename, line).encode("utf-8", "replace")
-        found = source[place[2] : place[3]].decode("utf-8", "replace").strip()
-        text = found or text
-    return text[:_MOST_CALL]
+    text = linecache.getline(frame.file, frame.line)
+    place = next(islice(frame.code.co_positions(), frame.instruction // 2, None), None)
+    if place is not None and None not in place and place[0] == place[1] == frame.line:
+        source = text.encode("utf-8", "replace")
+        text = source[place[2] : place[3]].decode("utf-8", "replace").strip() or text
+    return text.strip()[:_MOST_CALL]

@@ -81,7 +81,7 @@ def process(pid: int) -> Kernel | None:
     state, cpu, started = known
     queued = 0.0
     with suppress(OSError):
-        queued = sum(_queued(folder / "task" / thread) for thread in os.listdir(folder / "task"))
+        queued = sum(_queued(thread) for thread in (folder / "task").iterdir())
     return Kernel(
         state=state,
         wchan=_word(folder / "wchan"),
@@ -147,7 +147,7 @@ def host() -> str:
     """Return what names this host until it boots again, and the processes that one `/proc` shows."""
     boot = _word(_PROC / "sys/kernel/random/boot_id")
     with suppress(OSError):
-        return f"{boot}/{os.readlink(_PROC / 'self/ns/pid')}"
+        return f"{boot}/{(_PROC / 'self/ns/pid').readlink()}"
     return boot
 
 

@@ -46,7 +46,7 @@ class Seen:
         silent: seconds since its last sign of life, as long as that is too long; 0 for one that answers.
         runs: of one that is silent, the kernel shows that it works, or wants to.
         kernel: what else the kernel shows of it, in words.
-        left: why it has left, empty while it is there.
+        left: why it has left, empty while it is there; `left_at` the user's line that it left from, where it told.
         left_for: seconds since then.
     """
 
@@ -55,6 +55,7 @@ class Seen:
     runs: bool = False
     kernel: str = ""
     left: str = ""
+    left_at: str | None = None
     left_for: float = 0.0
 
     @property
@@ -84,21 +85,21 @@ def judge(seen: Mapping[int, Seen]) -> Hang | None:
         return found
     if not culprits:
         return _closed(waiting, missing, seen)
+    return _of_missing(culprits, waiting, seen)
+
+
+def _of_missing(culprits: list[int], waiting: Mapping[int, tuple[Call, ...]], seen: Mapping[int, Seen]) -> Hang | None:
+    """Return what ranks come to that are there, that are waited for, and that do not wait themselves."""
     silent = [rank for rank in culprits if seen[rank].silent]
     if silent:
         limits = {rank: RUNNING_SECONDS if seen[rank].runs else SILENT_SECONDS for rank in silent}
         late = [rank for rank in silent if seen[rank].silent >= limits[rank]]
         return _about("silent", late, waiting, seen) if late else None
-    known = {rank: seen[rank].progress for rank in culprits}
-    if any(progress is None for progress in known.values()):
+    known = {rank: progress for rank in culprits if (progress := seen[rank].progress) is not None}
+    if len(known) < len(culprits):
         return None
-    if all(progress is not None and progress.still >= STUCK_SECONDS for progress in known.values()):
-        return _about("stuck", culprits, waiting, seen)
-    return _about("busy", [rank for rank in culprits if not _is_still(known[rank])] or culprits, waiting, seen)
-
-
-def _is_still(progress: RankProgress | None) -> bool:
-    return progress is not None and progress.still >= STUCK_SECONDS
+    busy = [rank for rank, progress in known.items() if progress.still < STUCK_SECONDS]
+    return _about("busy" if busy else "stuck", busy or culprits, waiting, seen)
 
 
 def _missing(rank: int, calls: tuple[Call, ...], seen: Mapping[int, Seen]) -> set[int]:
@@ -146,12 +147,12 @@ def _mismatch(waiting: Mapping[int, tuple[Call, ...]], seen: Mapping[int, Seen])
                 by_place[call.group, call.number][rank] = call
     pending = {(call.group, call.number) for calls in waiting.values() for call in calls}
     groups = {group for group, _ in pending}
-    for (group, _), calls in sorted(by_place.items(), key=lambda item: item[0][1]):
+    for (group, _), made in sorted(by_place.items(), key=lambda item: item[0][1]):
         if group not in groups:
             continue
-        sides = _sides(calls)
+        sides = _sides(made)
         if len(sides) > 1:
-            return _of_sides("mismatch", sides, calls, waiting, seen)
+            return _of_sides("mismatch", sides, made, waiting, seen)
     return None
 
 
@@ -230,13 +231,14 @@ def _about(kind: str, ranks: list[int], waiting: Mapping[int, tuple[Call, ...]],
     for rank, calls in waiting.items():
         waits.setdefault(calls[0].words(), []).append(rank)
     group = next(iter(others.values()))[0].group
-    counts = {str(rank): one.progress.entered[group] for rank, one in seen.items() if _counts(one, group)}
+    looks = {rank: one.progress for rank, one in seen.items() if one.progress is not None}
+    counts = {str(rank): look.entered[group] for rank, look in looks.items() if group in look.entered}
     return Hang(
         kind=kind,  # type: ignore[arg-type]  # one of them
         step=min((one.progress.step for rank in others if (one := seen[rank]).progress is not None), default=None),
         ranks=tuple(ranks),
         phase=_phase(kind, progress),
-        location=None if progress is None else progress.place,
+        location=place_of(first),
         group=group or None,
         waits={_numbers(members): text for text, members in waits.items()},
         where={str(rank): where(seen[rank]) for rank in ranks},
@@ -247,8 +249,9 @@ def _about(kind: str, ranks: list[int], waiting: Mapping[int, tuple[Call, ...]],
     )
 
 
-def _counts(one: Seen, group: str) -> bool:
-    return one.progress is not None and group in one.progress.entered
+def place_of(one: Seen) -> str | None:
+    """Return the user's line in which a rank is, or was last."""
+    return one.left_at or (None if one.progress is None else one.progress.place)
 
 
 def _phase(kind: str, progress: RankProgress | None) -> str | None:
@@ -266,7 +269,9 @@ def where(one: Seen) -> str:
         parts.append(f"no sign of life for {one.silent:.0f} s")
     if one.kernel:
         parts.append(f"the kernel shows it {one.kernel}")
-    if known is not None:
+    if one.left_at is not None:
+        parts.append(f"at {one.left_at}")
+    elif known is not None:
         if not (one.left or one.silent):
             does = KINDS.get(known.kind, "runs" if known.still < STUCK_SECONDS else "does not move")
             parts.append(does if not known.workers else f"{does} ({known.workers})")

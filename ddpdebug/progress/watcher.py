@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,12 +27,29 @@ _WAKES_PER_SECOND = 2.0
 class Issued(Protocol):
     """A collective, as torch has recorded it."""
 
-    group: str
-    number: int
-    operation: str
-    shapes: tuple[str, ...]
-    is_done: bool
-    point_to_point: bool
+    @property
+    def group(self) -> str:
+        """Name of its process group."""
+
+    @property
+    def number(self) -> int:
+        """Among the collectives of its group, from 1."""
+
+    @property
+    def operation(self) -> str:
+        """What was called, for example "all_reduce"."""
+
+    @property
+    def shapes(self) -> tuple[str, ...]:
+        """What it was given, for example "float32 [4, 8]"."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has completed here."""
+
+    @property
+    def point_to_point(self) -> bool:
+        """Whether it is a message from rank to rank."""
 
 
 class Recorder(Protocol):
@@ -43,6 +60,10 @@ class Recorder(Protocol):
 
     def newest(self) -> Sequence[Issued]:
         """Return the newest collectives, oldest first."""
+
+    @property
+    def meetings(self) -> Collection[str]:
+        """Functions of torch's in which ranks meet in the store."""
 
 
 @dataclass(slots=True)
@@ -67,7 +88,7 @@ class Watcher:
         located: returns the line and the root of a call that has been noted, by its group and number.
     """
 
-    def __init__(  # noqa: PLR0913 - what it reads
+    def __init__(
         self,
         rank: int,
         recorder: Recorder,
@@ -89,15 +110,14 @@ class Watcher:
     def look(self) -> RankProgress:
         """Return what is seen now."""
         now, ident = time.monotonic(), self._thread()
-        frame = sys._current_frames().get(ident)  # noqa: SLF001 - documented, and there is no other way
+        stack = frames.take(sys._current_frames().get(ident))  # noqa: SLF001 - documented, and there is no other way
         counts = self._recorder.counts() or {}
         step = self._step()
-        signature = frames.signature(frame), tuple(counts.values()), step
+        signature = frames.signature(stack), tuple(counts.values()), step
         if signature != self._signature:
             self._signature, self._since, self._moved, self._usage = signature, now, now, None
         same = now - self._since
-        at = frames.look(frame)
-        del frame
+        at = frames.look(stack, self._recorder.meetings)
         waits: tuple[Call, ...] = ()
         recent: tuple[Call, ...] = ()
         shown = workers = ""

@@ -110,7 +110,7 @@ def redacted(record: Record, redactor: Redactor) -> Record:
             return replace(record, finding=redacted_finding(record.finding, redactor))
         case Trouble() | RunEnded() | Waiting():
             name = _TEXT[type(record)]
-            return replace(record, **{name: redactor.text(getattr(record, name))})
+            return replace(record, **{name: redactor.text(getattr(record, name))})  # type: ignore[arg-type]  # it has it
         case Saved():
             return replace(record, payload=redactor.value(record.payload))
         case RunStarted():

@@ -158,7 +158,10 @@ def hang_parts(evidence: Mapping[str, Any]) -> list[Part]:
         ("calls", calls),
         # what was called says it already
         ("waits", [] if calls and tables["waiting"].keys() <= tables["calls"].keys() else waits),
-        ("so far", [f"collectives of {_by_rank(counts)}"] if _is_by_rank(counts) else []),
+        (
+            "so far",
+            [f"collectives of {_by_rank(counts)}"] if isinstance(counts, Mapping) and _is_by_rank(counts) else [],
+        ),
         ("stacks", _stacks(evidence.get("stacks"), " ".join([*tables["missing"].values(), *waits, *calls]))),
         ("evidence", evidence_lines(rest)),
         ("over", [f"after {over:.0f} s"] if isinstance(over, int | float) else []),

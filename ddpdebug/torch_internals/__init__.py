@@ -177,26 +177,32 @@ class GlooGroup:
 
     Args:
         prefix: of its keys in the store, never used before.
+        unanswered: called now and then with the seconds for which a gather has been waited for.
         timeout: of one gather. Connecting may take `CONNECT_SECONDS`: everybody is known to be there.
     """
 
     CONNECT_SECONDS = 60.0
     SLICE = datetime.timedelta(seconds=0.5)
 
-    def __init__(self, store: Any, prefix: str, rank: int, world: int, timeout: datetime.timedelta) -> None:
+    def __init__(
+        self,
+        store: Any,
+        prefix: str,
+        rank: int,
+        world: int,
+        timeout: datetime.timedelta,
+        unanswered: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
         self._rank, self._world, self._timeout = rank, world, timeout
+        self._unanswered = unanswered
         self._words = PrefixStore(f"{prefix}/words", store)
         connecting = datetime.timedelta(seconds=self.CONNECT_SECONDS)
         self._group: Any = names.ProcessGroupGloo(
             PrefixStore(prefix, store), rank, world, *_gloo_options(connecting) or (connecting,)
         )
 
-    def gather(self, data: bytes, unanswered: Callable[[float], None] = lambda seconds: None) -> list[bytes]:
-        """All-gather equally long byte strings; raise RuntimeError when a peer is gone or the timeout has passed.
-
-        Args:
-            unanswered: called now and then with the seconds for which the others have been waited for.
-        """
+    def gather(self, data: bytes) -> list[bytes]:
+        """All-gather equally long byte strings; raise RuntimeError when a peer is gone or the timeout has passed."""
         group = self._group
         if group is None:
             raise RuntimeError("the side group is closed")
@@ -204,19 +210,22 @@ class GlooGroup:
         outs = [torch.empty_like(own) for _ in range(self._world)]
         options = names.AllgatherOptions()
         options.timeout = self._timeout
-        self._wait(group.allgather([outs], [own], options), unanswered)
+        self._wait(group.allgather([outs], [own], options))
         return [ctypes.string_at(out.data_ptr(), out.numel()) for out in outs]
 
-    def _wait(self, work: Any, unanswered: Callable[[float], None]) -> None:
+    def _wait(self, work: Any) -> None:
         """Wait in slices: a wait that is too short says so without ending what it waits for."""
         started = time.monotonic()
         while True:
             try:
                 work.wait(self.SLICE)
             except RuntimeError:
-                if work.is_completed() or time.monotonic() - started > self._timeout.total_seconds():
+                if work.is_completed():
+                    work.wait()  # it has ended in this moment, well or with an error of its own
+                    return
+                if time.monotonic() - started > self._timeout.total_seconds():
                     raise
-                unanswered(time.monotonic() - started)
+                self._unanswered(time.monotonic() - started)
             else:
                 return
 

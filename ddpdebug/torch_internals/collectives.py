@@ -35,6 +35,9 @@ class Issued:
 class Collectives:
     """Reads the recorder; remembers the names of groups, whose numbers differ between processes."""
 
+    #: Functions of torch's in which ranks meet in the store.
+    meetings = names.MEETINGS
+
     def __init__(self) -> None:
         self._names: dict[int, str] = {}  # number of a group -> name, "" for one of ours
 
@@ -49,7 +52,9 @@ class Collectives:
         numbers = {int(number): value for number, value in status.items()}
         if not numbers.keys() <= self._names.keys():
             self.newest()
-        found = {}
+            for number in numbers:  # one whose collectives have left the ring is not asked for again and again
+                self._names.setdefault(number, "")
+        found: dict[str, tuple[int, int]] = {}
         for number, value in numbers.items():
             name = self._names.get(number, "")
             entered, completed = value["last_enqueued_collective"], value["last_completed_collective"]
@@ -73,7 +78,7 @@ class Collectives:
         """Return what groups count themselves, without knowing what has completed."""
         if not dist.is_available() or not dist.is_initialized():
             return None
-        found = {}
+        found: dict[str, tuple[int, int]] = {}
         for group, ranks in dict(getattr(names.group_world, "pg_group_ranks", None) or {}).items():
             count = getattr(group, names.SEQUENCE_NUMBER, None)
             if count is not None and dist.get_rank() in ranks:

@@ -110,6 +110,18 @@ SEQUENCE_NUMBER = key(
     "torch.distributed.ProcessGroup._get_sequence_number_for_group", _HANGS, applies=dist.is_available
 )
 
+#: Functions in which the ranks meet in the store, by which a frame of a stack is known.
+MEETINGS = (
+    *(
+        key(
+            f"{_C10D}.{name}", _HANGS, applies=dist.is_available, off="a rank that waits in the store is not told apart"
+        )
+        for name in ("_store_based_barrier", "_new_process_group_helper")
+    ),
+    "init_process_group",
+    "rendezvous",
+)
+
 _WRAPPER = Feature("what DDP does", "what DDP does to buffers, inputs and uneven ranks is not known")
 #: The part of DDP's forward that broadcasts buffers.
 PRE_FORWARD = key(f"{_DDP}._pre_forward", _WRAPPER, off="buffers are not looked at after a broadcast, no step is kept")

@@ -31,7 +31,7 @@ _DOTTED = re.compile(r"torch\.(\w+\.)*_[a-z]")
 #: Underscores that are not torch's, wherever they stand.
 _NOT_TORCH = {
     **dict.fromkeys(("_replace", "_fields", "_make", "_field_defaults"), "of named tuples, and documented"),
-    **dict.fromkeys(("_getframe", "_exit"), "of `sys` and `os`, and documented"),
+    **dict.fromkeys(("_getframe", "_current_frames", "_exit"), "of `sys` and `os`, and documented"),
 }
 #: Strings and attributes with an underscore in front that are not torch's, by file.
 _ALLOWED = {

@@ -47,7 +47,10 @@ class LostRank(HangRule):
     severity = Severity.CRITICAL
     title = "a rank left while others continue"
     events = ("hang:left",)
-    fires_on = Examples(lambda: Facts(topic="alone:hang", values={0: _LEFT}))
+    fires_on = Examples(
+        lambda: Facts(topic="alone:hang", values={0: _LEFT}),
+        lambda: Facts(topic="alone:hang", values={0: {**_LEFT, "where": {"1": "it was killed by SIGKILL"}}}),
+    )
     silent_on = Examples(
         lambda: Facts(topic="alone:hang", values={0: {**_LEFT, "kind": "stuck"}}),
         lambda: steps(3),

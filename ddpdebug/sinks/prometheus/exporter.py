@@ -72,7 +72,7 @@ from ddpdebug.sinks.prometheus.server import SHARE, SHARE_OF_ALL, App, Endpoint,
 from ddpdebug.sinks.text import ENDED, clean
 
 #: Series of a rank at most, a GPU's included: before it has found anything, and with everything found.
-SERIES, SERIES_WITH_FINDINGS = 110, 160
+SERIES, SERIES_WITH_FINDINGS = 110, 165
 #: Series at most where one rank speaks for so many that it shows aggregates and a few of them; one for each rank more.
 SERIES_OF_ALL = 2500
 #: So many codes are counted apart, further ones together as `other`.
