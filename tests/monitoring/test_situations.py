@@ -139,7 +139,7 @@ _TILES = {
     "waiting": {**_WELL, "overview": {**_WELL["overview"], **_WAITS}},
     "disagreeing": _ill(Ranks_agree=("1 differ", RED)),
     "nan": _ill(Numbers=(r"\d+ steps", RED)),
-    "killed": _over(("lost", RED), ("run lost", RED), ("run lost", RED)),
+    "killed": _over(("lost", RED), ("critical", RED), ("run lost", RED)),
     "ended": _over(("finished", BLUE), ("critical", RED), ("run finished", GREY)),
 }
 
@@ -166,7 +166,7 @@ def test_the_tiles_of_the_fleet_count_what_is_ill_and_what_is_over(look: Any) ->
         "Ill runs": ("3", RED),
         "Runs whose ranks disagree": ("1", RED),
         "Runs that failed or were lost": ("1", RED),
-        "Runs with critical findings": ("4", RED),
+        "Runs with critical findings": ("5", RED),
         "Ranks": ("20", BLUE),
     }
 
@@ -181,7 +181,7 @@ def test_the_fleet_says_of_each_run_how_it_is_or_how_it_ended(look: Any, recorde
         "nan": (("ill", RED), ("critical", RED), ("agree", GREEN), ("NaN or Inf", RED)),
         "hung": (("ill", RED), ("critical", RED), ("agree", GREEN), ("finite", GREEN)),
         "waiting": (("running", GREEN), ("none", GREEN), ("agree", GREEN), ("finite", GREEN)),
-        "killed": (("lost", RED), ("none", GREEN), ("agree", GREEN), ("finite", GREEN)),
+        "killed": (("lost", RED), ("critical", RED), ("agree", GREEN), ("finite", GREEN)),
         "ended": (("finished", BLUE), ("critical", RED), ("1 differ", RED), ("finite", GREEN)),
     }
     assert {row["Name"].text: row["Run"].text for row in found} == recorded.ids
@@ -272,7 +272,7 @@ def test_the_missing_rank_and_its_line_stand_there(look: Any) -> None:
         assert re.fullmatch(rf"rank 2: {phase} \S*situation\.py:\d+", row)
         assert [band[2:] for band in known] == [word]
         waits = look(name).lines("ranks", "Waiting for others")
-        assert waits.keys() == {"rank 0", "rank 1", "rank 3"}
+        assert waits.keys() == {"longest", "rank 0", "rank 1", "rank 3"}
         assert all(re.fullmatch(r"\d+(\.\d+)? s|1 mins?|1\.\d+ mins", shown.text) for shown in waits.values()), waits
     assert look().timeline("ranks", "Missing ranks") == {}
     assert look().lines("ranks", "Waiting for others") == {}

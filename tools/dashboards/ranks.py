@@ -75,9 +75,12 @@ def _missing(made: Board) -> None:
         "The ranks that others waited for, where they were, and what that came to; a bar ends when the ranks went on. "
         "Red is a hang: the finding (HANG501 to HANG503) has the stacks.",
     )
+    longest = q.of_run("run:ddpdebug_waiting_seconds:max")
     waiting = f"{q.by_rank('ddpdebug_waiting_seconds')} > 0"
     made.add(
-        lines([(q.worst(5, waiting), "rank {{rank}}")], unit="s", missing="nobody waits"),
+        lines(
+            [(q.worst(5, waiting), "rank {{rank}}"), (f"{longest} > 0", "longest")], unit="s", missing="nobody waits"
+        ),
         "Waiting for others",
         "For how long ranks have been waiting for others in one call: the five longest. It falls to 0 as they go on; "
         "a line that only rises is a hang, or a very long evaluation.",
