@@ -58,9 +58,9 @@ def test_what_hangs_are_told_by(capsys: pytest.CaptureFixture[str], monkeypatch:
     monkeypatch.setattr(doctor.black_box, "read", lambda _: None)
     status, report = _report(capsys)
     assert status == 1
+    without = "of a hang it is known who is missing, not what was called"
     assert report["off"] == [
-        "collectives: TORCH_FR_BUFFER_SIZE=0 switches it off: "
-        "of a hang it is known who is missing, not what was called",
+        f"collectives: TORCH_FR_BUFFER_SIZE=0 switches it off: {without}",
         "/proc: it cannot be read: a rank that works is not told from one that sleeps",
         "black box: RuntimeError: what was written to a file in memory could not be read",
     ]
