@@ -202,8 +202,8 @@ def _of_the_end() -> Iterator[Record | Alert]:
         description=(
             "No rank of {run} answers any more, and "
             + _ranks(lost, "has", "have", "its ranks have")
-            + " not said why: killed, perhaps for want of memory, or on a node that is gone."
-            + _cause("[A-Z]+")
+            + " not said why: killed, perhaps for want of memory, on a node that is gone, or stopped, where no other"
+            " rank serves metrics." + _cause("[A-Z]+")
         ),
     )
 
@@ -222,6 +222,7 @@ def _of_the_ranks() -> Iterator[Alert]:
             + " left the exchange. The others wait in their next collective."
         ),
     )
+    yield _hang()
     outvoted = _of_rank("ddpdebug_rank_outvoted", ', what!="gradients"')
     everyone = f"count({outvoted}) == scalar(max(ddpdebug_world_size{{{_THIS}}})) > 1"
     what = _ask(f'max by (what) (ddpdebug_ranks_disagreeing{{{_THIS}, what!="gradients"}}) > 0', _listing("what"))
@@ -297,6 +298,55 @@ def _of_the_ranks() -> Iterator[Alert]:
             " of a step. All others wait."
         ),
     )
+
+
+def _hang() -> Alert:
+    """Return the alert of a hang; one that ends by itself, or with its run, within half a minute wakes nobody."""
+    of_this = f"{{{_THIS}}} >= 3"
+    renamed = f'max by (rank) (label_replace(ddpdebug_missing_rank{of_this}, "rank", "$1", "missing", "(.*)"))'
+    place = _ask(
+        f"max by (phase, location) (ddpdebug_missing_rank{of_this})",
+        "{{ with first . }}{{ if .Labels.phase }} in {{ .Labels.phase }}{{ end }}"
+        "{{ if .Labels.location }} at {{ .Labels.location }}{{ end }}{{ end }}",
+    )
+    waits = _ask(
+        f"max(run:ddpdebug_waiting_seconds:max{{{_THIS}}}) > 0", " for {{ humanizeDuration (. | first | value) }}"
+    )
+    words = _ask(renamed, f"{_those()} {_by_state(_HANGS)}", _by_state(_HANGS))
+    return Alert(
+        name="DdpdebugHang",
+        expr=f"run:ddpdebug_hang_state:max >= 3 {_ALIVE}",
+        wait="30s",
+        severity="critical",
+        family="HANG",
+        summary="{run} hangs: " + words + place,
+        description=(
+            "The ranks of {run} have waited"
+            + waits
+            + ": "
+            + words
+            + place
+            + ". It will not end by itself."
+            + _cause("HANG")
+        ),
+    )
+
+
+#: State of `ddpdebug_hang_state` -> words, after the ranks that are meant.
+_HANGS = {
+    3: "not moving",
+    4: "without a sign of life",
+    5: "in different calls, or in a circle",
+    6: "gone, while others wait",
+}
+
+
+def _by_state(words: dict[int, str]) -> str:
+    """Return a template of words by the alert's value."""
+    first, *rest = words.items()
+    cases = f"{{{{ if eq $value {first[0]}.0 }}}}{first[1]}"
+    cases += "".join(f"{{{{ else if eq $value {value}.0 }}}}{text}" for value, text in rest)
+    return f"{cases}{{{{ end }}}}"
 
 
 def _of_the_numbers() -> Iterator[Alert]:
@@ -413,8 +463,9 @@ def _of_findings() -> Iterator[Alert]:
     for severity, alarm in (("critical", "critical"), ("error", "warning"), ("warning", "info")):
         every = f'severity="{severity}", code!=""'
         grown = _new(f"ddpdebug_findings_total{{{every}}}", "run_id, run, code")
-        if severity == "critical":  # what a rank has failed with is told as the end of the run, unless others go on
-            own, failed = f'{every}, code!~"FAIL.*"', f'{every}, code=~"FAIL.*"'
+        # what a rank has failed with is told as the end of the run, unless others go on; a hang by an alert of its own
+        if severity == "critical":
+            own, failed = f'{every}, code!~"(FAIL|HANG).*"', f'{every}, code=~"FAIL.*"'
             grown, late = (_new(f"ddpdebug_findings_total{{{which}}}", "run_id, run, code") for which in (own, failed))
             grown = f"({grown} or {late} and on (run_id) run:ddpdebug_ranks_running:count)"
         expr = f'label_replace({grown}, "family", "$1", "code", "([A-Z]+).*")'

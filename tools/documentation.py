@@ -109,6 +109,28 @@ goes away, and its series end. So ask for what was last seen in a range, which a
 Targets carry the label `sd="file"` (or none), never `run_id`: what `up` says is of an address, and the expression above
 says whose that was.
 
+## What ranks wait for
+
+`ddpdebug_waiting_seconds` says of each rank for how long it has been waiting for others in the call that it is in, from
+one second on; it is 0 while the rank goes on. What that comes to is `ddpdebug_hang_state`, the largest of what the
+ranks say: `max by (run_id, run) (ddpdebug_hang_state)`. From 3 on it is a hang ([hangs.md](hangs.md)).
+
+- **0 none**: nobody waits, or for less than ten seconds, or it is too early to say.
+- **1 at work**: the rank that is waited for is at work: evaluation, a checkpoint, a slow batch.
+- **2 overdue**: the same, for a minute and ten times longer than ever before in this run (HANG501, a warning).
+- **3 stuck**: nothing moves in it (HANG501).
+- **4 silent**: its interpreter gives no sign of life (HANG501).
+- **5 apart**: the ranks wait in different calls, or in a circle (HANG502).
+- **6 left**: it has ended (HANG503).
+
+While it is not 0, `ddpdebug_missing_rank` has a series for each rank that is waited for, eight at most: the label
+`missing` is that rank, `phase` and `location` are where it was when this was found, the value is that of
+`ddpdebug_hang_state`. Both go back, and its series end, when the ranks go on. They are told by the two ranks that tell
+findings, and by a rank that cannot tell the others. What was told last counts for half a minute.
+
+A rank whose interpreter does not run serves nothing: that it is silent is told by another one. Where rank 0 alone
+serves (`--metrics rank0`) and is itself silent, only `up` shows it, and the finding in `ranks/<rank>/findings.jsonl`.
+
 ## All metrics"""
 
 _MANY_HEAD = f"""\
@@ -124,10 +146,11 @@ there are at most {SERIES_OF_ALL} series and `ddpdebug_rank_up` of every rank:
 - **Who holds an extreme**: `{EXTREMES}` has the rank as its value, with the labels `metric` (the name without
   `ddpdebug_`), `of` (the value of the metric's other label, where it has one) and `stat` (min, max). For example
   `{EXTREMES}{{metric="mean_own_seconds", stat="max"}}` is the rank that the others wait for.
-- **The series of {SHOWN} ranks and rank 0**: first those that are ill (culprits of the five newest findings, those that
-  have left, were outvoted, or met numbers that are not finite), then the slowest and those with the fullest memory. Who
-  is shown stays for ten minutes at least, unless someone ill needs the place, so that series do not come and go: in ten
-  minutes at most {SHOWN} ranks are new for either reason. What more than half of the ranks have is no reason.
+- **The series of {SHOWN} ranks and rank 0**: first those that are ill (ranks that others wait for, culprits of the five
+  newest findings, those that have left, were outvoted, or met numbers that are not finite), then the slowest and those
+  with the fullest memory. Who is shown stays for ten minutes at least, unless someone ill needs the place, so that
+  series do not come and go: in ten minutes at most {SHOWN} ranks are new for either reason. What more than half of the
+  ranks have is no reason.
 
 `/metrics?detail=all` has the series of every rank instead, at any time and without a restart (in a scrape
 configuration `params: {{detail: [all]}}`); its rendering has a budget of its own."""
@@ -210,7 +233,8 @@ def _metric_rows(world: int) -> Iterator[tuple[str, ...]]:
         names = " ".join(f"`{metric.name}{suffix}`" for suffix in _SUFFIXES.get(metric.type, ("",)))
         labels: tuple[str, ...] = getattr(metric, "_labelnames", ())  # also of a metric that has no sample yet
         values = {name: {sample.labels[name]: None for sample in metric.samples} for name in labels}
-        shown = [f"`{name}` ({', '.join(values[name])})" if name in _LISTED_LABELS else f"`{name}`" for name in labels]
+        listed = [name for name in labels if name in _LISTED_LABELS and values[name]]
+        shown = [f"`{name}` ({', '.join(values[name])})" if name in listed else f"`{name}`" for name in labels]
         yield names, metric.type, ", ".join(shown), metric.documentation
 
 

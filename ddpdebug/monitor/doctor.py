@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib
+import os
 import platform
 import shutil
 import socket
 import tempfile
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -25,11 +27,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 from ddpdebug import torch_internals as internals
 from ddpdebug._version import __version__
 from ddpdebug.config.settings import Config
+from ddpdebug.disk import Disk
 from ddpdebug.errors import UsageError, text_of
 from ddpdebug.instrument.probes import Probes
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.coverage import CoverageProbe
 from ddpdebug.probes.entries import Placed
+from ddpdebug.progress import black_box, kernel
 from ddpdebug.torch_internals import names, nodes
 
 _DISTRIBUTIONS = ("torch", "ddpdebug", "prometheus_client", "click", "rich", "xxhash", "numpy")
@@ -84,7 +88,7 @@ class Attached:
 
 @dataclass(frozen=True)
 class Check:
-    """A check of this machine: side group, metrics port, run directory.
+    """A check of this machine: side group, metrics port, what hangs are told by, run directory.
 
     Args:
         fine: None where it is only told, whatever it is.
@@ -213,8 +217,39 @@ def _checks(config: Config) -> Iterable[Check]:
         except OSError as error:
             text = f"{config.metrics_host}:{config.metrics_port} cannot be taken for metrics: {error.strerror or error}"
     yield Check("metrics port", None, text)
+    yield from _hangs()
     here = Path.cwd()
     yield Check("run directory", *_tried(_writes, f"{here} can be written to, {_room(here)}"))
+
+
+def _hangs() -> Iterable[Check]:
+    """Say by what hangs can be told apart here."""
+    size = os.environ.get("TORCH_FR_BUFFER_SIZE")
+    if not internals.Collectives.records():
+        off = "TORCH_FR_BUFFER_SIZE=0 switches it off" if size == "0" else "this torch has none"
+        yield Check("collectives", False, f"{off}: of a hang it is known who is missing, not what was called")
+    else:
+        nccl = "" if size else "; on NCCL only where TORCH_FR_BUFFER_SIZE is set"
+        yield Check("collectives", True, f"torch records them{nccl}")
+    if kernel.process(os.getpid()) is None or kernel.thread(threading.get_native_id()) is None:
+        yield Check("/proc", False, "it cannot be read: a rank that works is not told from one that sleeps")
+    else:
+        yield Check("/proc", True, "it shows whether a rank works, sleeps or is stopped")
+    yield Check("black box", *_tried(_maps, "a rank's last look survives it"))
+
+
+def _maps() -> None:
+    """Make a black box, write and read it."""
+    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".ddpdebug-") as folder:
+        file = Path(folder) / black_box.NAME
+        box = black_box.BlackBox(file, Disk())
+        try:
+            box.beat({"here": True})
+            known = black_box.read(file)
+        finally:
+            box.close()
+        if known is None or not known.look:
+            raise RuntimeError("what was written to a file in memory could not be read")
 
 
 def _tried(call: Any, text: str) -> tuple[bool, str]:

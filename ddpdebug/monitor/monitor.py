@@ -87,8 +87,9 @@ _STOP_SECONDS, _LOOK_SECONDS = 0.5, 0.1
 _MET_SECONDS = 5.0
 #: Settings by which every rank decides for itself what all must do alike.
 _SHARED_SETTINGS = ("tolerance", "threshold", "on_finding", "guard", "max_skips")
+_OF_HANGS = ("progress", "waiting")
 #: What the ranks say to each other; anything else is of no version that we know.
-_MESSAGES = frozenset(("detail", "fact", "vote", "unguarded", "agree", "element", "stop", "trouble", "run", "progress"))
+_MESSAGES = frozenset(("detail", "fact", "vote", "unguarded", "agree", "element", "stop", "trouble", "run", *_OF_HANGS))
 #: How long the thread waits to see whether a store that failed went with its process group.
 _GRACE_SECONDS = 2.0
 #: The ranks' n-th monitors belong together and must not find the keys of earlier ones in the store.
@@ -103,6 +104,7 @@ class Monitor:
         command: what runs, for the records.
         starts: makes what ranks must know that the script starts by itself; None leaves these alone.
         origin: by what such a rank was started.
+        progress_watch: makes the watch over hangs.
     """
 
     _keeper: Keeper | None = None  # serves the end of this process
@@ -116,8 +118,9 @@ class Monitor:
         *,
         starts: Callable[..., Origin] | None = None,
         origin: Origin | None = None,
+        progress_watch: Callable[..., ProgressWatch] = ProgressWatch,
     ) -> None:
-        self.config, self.redactor = config, Redactor(command)
+        self.config, self.redactor, self._make_progress_watch = config, Redactor(command), progress_watch
         self.command = tuple(self.redactor.words)  # as it is written and shown
         self.disk = Disk(mode_of(config.file_mode))
         self.rank, self.world = 0, 1
@@ -411,7 +414,7 @@ class Monitor:
             workers=self.probes.loaders.workers,
             notes=self.probes.collectives,
         )
-        return ProgressWatch(
+        return self._make_progress_watch(
             self.rank,
             self.world,
             watcher,
@@ -421,7 +424,7 @@ class Monitor:
             announce=self._announce,
             feed=self._hear_own,
             stand_in=self._stand_in,
-            line=self._tell_line,
+            tell=self._write,
             off=self._back.tell,
         )
 
@@ -719,8 +722,8 @@ class Monitor:
             if rank == self.rank and isinstance(announcement, Hang) and self._knows(announcement):
                 return  # heard when it was judged, and the others could not
             self._hear_fact(rank, str(message["topic"]), announcement)
-        elif kind == "progress" and self._progress_watch is not None:
-            run("progress", self._progress_watch.hear, rank, message["look"])
+        elif kind in _OF_HANGS and self._progress_watch is not None:
+            run("progress", self._progress_watch.hear, rank, kind, message)
         elif kind == "trouble" and self.rank == 0 and rank != 0:
             self._write(Trouble(part=f"{message['part']} of rank {rank}", message=str(message["message"])))
         elif kind == "run" and self.fanout is None:
@@ -791,9 +794,6 @@ class Monitor:
         """Say what rank 0 cannot."""
         if self.fanout is not None and self._home is not None:
             self.fanout.add(stand_in(self._home, self.rank, self.disk, quiet=self.config.quiet))
-
-    def _tell_line(self, text: str) -> None:
-        self._trouble("progress", text)
 
     def _report(self, raised: Sequence[tuple[Finding, bool]], progress: int) -> None:
         run = self._back.run

@@ -23,12 +23,16 @@ from ddpdebug.detectors.fail.rules import is_victims
 from ddpdebug.disk import Disk
 from ddpdebug.progress import black_box, kernel
 from ddpdebug.progress.apart import data_ended, parted
+from ddpdebug.progress.patience import Patience
 from ddpdebug.progress.waits import Seen, judge, mismatch, place_of, where
 from ddpdebug.progress.watcher import Watcher
 from ddpdebug.run_directory.reader import RANKS
 from ddpdebug.schema.announcements import Announcement, End, Failure, Hang, HangOver
 from ddpdebug.schema.progress import DATA_ENDED, Noted, RankProgress
+from ddpdebug.schema.run_state import WaitState
 from ddpdebug.schema.wire import from_json, to_json
+from ddpdebug.sinks import Waiting
+from ddpdebug.sinks.text import ranks_text
 
 #: How often this rank looks at most.
 _LOOK_SECONDS = 0.4
@@ -38,11 +42,21 @@ _TELL_SECONDS, _EVERY_SECONDS = 3.0, 0.4
 _STALE_SECONDS = 4.0
 #: How long a gather is waited for before the others' black boxes are read, and how old a sign of life may be.
 _UNANSWERED_SECONDS, _SIGN_SECONDS = 2.5, 4.0
-#: A rank that is at work is told of where others wait longer than this, and longer than ever before in the run.
-_BUSY_SECONDS, _BUSY_FACTOR = 60.0, 10.0
-#: A line for whoever asks what all wait for.
+#: From so many seconds on it is said that a rank at work is waited for, for whoever asks.
 _LINE_SECONDS = 10.0
+#: How often it is told that ranks wait, while they do.
+_WAITING_SECONDS = 2.0
+#: So many ranks that are waited for are named in what sinks get.
+_MOST_NAMED = 8
 _LOST_SECONDS = 0.5
+_STATES = {
+    "busy": WaitState.OVERDUE,
+    "stuck": WaitState.STUCK,
+    "silent": WaitState.SILENT,
+    "mismatch": WaitState.APART,
+    "cycle": WaitState.APART,
+    "left": WaitState.LEFT,
+}
 _REQUESTS = ("SIGTERM", "SIGINT", "SIGHUP")
 #: The notes of so many other ranks are compared.
 _MOST_COMPARED = 16
@@ -57,8 +71,10 @@ class ProgressWatch:
         announce: tells all ranks.
         feed: has this rank's diagnosis hear an announcement now, because the others cannot.
         stand_in: called once as this rank has something to say in the place of rank 0.
-        line: takes a line for people.
+        tell: gives the sinks of this rank who waits for whom.
         off: takes what keeps a part from working.
+        patience: from when on ranks at work are waited for too long.
+        line_seconds: after which people are told of a rank at work that others wait for.
     """
 
     def __init__(  # noqa: PLR0913 - what it depends on
@@ -73,13 +89,15 @@ class ProgressWatch:
         announce: Callable[[Announcement], object],
         feed: Callable[[Announcement], object],
         stand_in: Callable[[], object],
-        line: Callable[[str], object],
+        tell: Callable[[Waiting], object],
         off: Callable[[str, str], object],
+        patience: Patience | None = None,
+        line_seconds: float = _LINE_SECONDS,
     ) -> None:
         self.rank, self.world = rank, world
         self._watcher, self._disk, self._folder = watcher, disk, folder
         self._say, self._announce, self._feed = say, announce, feed
-        self._stand_in, self._line, self._off = stand_in, line, off
+        self._stand_in, self._tell, self._off = stand_in, tell, off
         self._began = time.monotonic()
         self.box: black_box.BlackBox | None = None
         self._boxless = False
@@ -93,8 +111,9 @@ class ProgressWatch:
         self._alone: list[Hang] = []  # judged while the others could not hear it
         self._fed: set[int] = set()  # numbers of these
         self._number = 0
-        self._busy: tuple[tuple[int, ...], str] | None = None
-        self._longest = 0.0  # wait for ranks at work that came to its end
+        self._patience, self._line_seconds = patience or Patience(), line_seconds
+        self._busy: tuple[int, ...] = ()  # ranks at work of which people have heard
+        self._waiting, self._written = Waiting(), (Waiting(), 0.0)  # as it is; as the sinks have it, and since when
         self._speaks = rank == 0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -119,13 +138,20 @@ class ProgressWatch:
         if now < self._tell_until and now - self._told >= _EVERY_SECONDS:
             self._told = now
             self._say("progress", look=to_json(own))
-        present = [rank for rank in members if rank not in self._left]
-        if present and min(present) == self.rank and (self._tell_until > now or self._hang is not None):
+        judges = self.rank == min((rank for rank in members if rank not in self._left), default=self.rank)
+        if self._hang is not None or (judges and (self._tell_until > now or self._waiting.state)):
             seen = self._seen(now)
-            self._conclude(self._explained(judge(seen), seen), now, alone=False)
+            self._conclude(self._explained(judge(seen), seen), now, alone=False, begins=judges)
+        self._tell_waiting(now)
 
-    def hear(self, rank: int, look: Any) -> None:
-        """Take another rank's look."""
+    def hear(self, rank: int, kind: str, message: Mapping[str, Any]) -> None:
+        """Take what another rank sees, or says that the waiting comes to."""
+        if kind == "progress":
+            self._hear_look(rank, message["look"])
+        elif rank != self.rank:
+            self._hear_waiting(message)
+
+    def _hear_look(self, rank: int, look: Any) -> None:
         known = from_json(RankProgress, look)
         if known is None or known.rank != rank:
             return
@@ -195,6 +221,7 @@ class ProgressWatch:
         _, now = self._look()
         if seconds >= _UNANSWERED_SECONDS:
             self._judge_by_boxes(now)
+        self._tell_waiting(now)
 
     def _judge_by_boxes(self, now: float) -> None:
         seen, here = self._seen_from_outside(now)
@@ -246,6 +273,7 @@ class ProgressWatch:
                 _, now = self._look()
                 self._note_killed(now)
                 self._judge_by_boxes(now)
+                self._tell_waiting(now)
             self._stop.wait(_LOST_SECONDS)
 
     def _note_killed(self, now: float) -> None:
@@ -271,6 +299,10 @@ class ProgressWatch:
             gone = [rank for rank, one in sorted(seen.items()) if one.left and not is_victims(self._reason_of(rank))]
             if gone and min((rank for rank in here if not seen[rank].left), default=self.rank) == self.rank:
                 self._conclude(self._about_left(gone, seen), now, alone=True)
+        if self._hang is not None and self._hang[0].kind != "left" and not reason.startswith("exception"):
+            (known, began), self._hang = self._hang, None  # who comes to its end has not waited for ever
+            seconds = round(time.monotonic() - began, 1)
+            self._feed(HangOver(number=known.number, judge=self.rank, seconds=seconds))
         if self.box is not None:
             self.box.beat({**to_json(self._looks[self.rank][0]), "ended": reason})
             self.box.close()
@@ -341,28 +373,35 @@ class ProgressWatch:
 
     # --- what it comes to ---------------------------------------------------------------------------------------------
 
-    def _conclude(self, found: Hang | None, now: float, *, alone: bool) -> None:
-        """Say what is new, and what is over."""
-        self._note_busy(found)
-        if (
-            found is not None
-            and found.kind == "busy"
-            and found.waited < max(_BUSY_SECONDS, _BUSY_FACTOR * self._longest)
-        ):
-            found = None if self._hang is None or self._hang[0].kind != "busy" else found
-        if self._hang is not None:
-            known, began = self._hang
-            if found is not None and (known.ranks == found.ranks or known.kind in {"left", "mismatch", "cycle"}):
-                return
-            if known.kind == "left":
-                return
-            if found is None and self._still_waits(known):
-                return
-            self._hang = None
+    def _conclude(self, found: Hang | None, now: float, *, alone: bool, begins: bool = True) -> None:
+        """Say what is new, and what is over.
+
+        Args:
+            alone: the other ranks cannot hear it.
+            begins: this rank judges what is new.
+        """
+        line, busy = self._note_busy(found), None
+        if found is not None and found.kind == "busy":
+            busy = found
+            if found.waited < self._patience.limit and (self._hang is None or self._hang[0].kind != "busy"):
+                found = None
+        if self._hang is not None and not self._lasts(self._hang[0], found):
+            (known, began), self._hang = self._hang, None
             over = HangOver(number=known.number, judge=self.rank, seconds=round(now - began, 1))
             (self._feed if alone else self._announce)(over)
+        if found is not None and self._hang is None and begins:
+            self._open(found, now, alone=alone)
+        self._share(busy, line if begins else "", alone=alone)
+
+    def _lasts(self, known: Hang, found: Hang | None) -> bool:
+        """Tell whether a hang that is open is still there, by what is found now."""
+        if known.kind == "left":
+            return True
         if found is None:
-            return
+            return self._still_waits(known)
+        return known.ranks == found.ranks or known.kind in {"mismatch", "cycle"}
+
+    def _open(self, found: Hang, now: float, *, alone: bool) -> None:
         self._number += 1
         found = replace(self._with_notes(found), judge=self.rank, number=self._number)
         self._hang = found, now - found.waited
@@ -383,20 +422,75 @@ class ProgressWatch:
         waiting = [look for look in looks if look.waiting and look.rank not in known.ranks]
         return any(look.step == known.step for look in waiting)
 
-    def _note_busy(self, found: Hang | None) -> None:
-        """Say once what ranks that are at work are waited for, and how long that took."""
-        if found is None or found.kind != "busy":
-            if self._busy is not None and self._hang is None:
-                self._busy = None
+    def _note_busy(self, found: Hang | None) -> str:
+        """Count the wait for ranks at work; return a line about it for people, once."""
+        if found is None:
+            if not self._seconds(time.monotonic()):
+                self._patience.ended()
+                self._busy = ()
+            return ""
+        if found.kind != "busy":
+            self._patience.broken()
+            return ""
+        self._patience.waits(found.waited)
+        if found.waited < self._line_seconds or {*found.ranks} <= {*self._busy}:
+            return ""
+        self._busy = found.ranks
+        calls = ", ".join(f"{ranks_text(_ranks(ranks))} in {text}" for ranks, text in found.waits.items())
+        who = ", ".join(f"rank {rank} is at work: {text}" for rank, text in found.where.items())
+        return f"others wait, for {found.waited:.0f} s so far: {calls}; {who}"
+
+    # --- who waits for whom, for the sinks ----------------------------------------------------------------------------
+
+    def _share(self, busy: Hang | None, line: str, *, alone: bool) -> None:
+        """Keep what the waiting comes to, and tell the other ranks where that is new."""
+        about, state = busy, WaitState.AT_WORK
+        if self._hang is not None:
+            about, state = self._hang[0], _STATES[self._hang[0].kind]
+        elif busy is not None and busy.waited < self._line_seconds:
+            about = None
+        if about is None:
+            known = Waiting()
+        else:
+            known = Waiting(state=state, ranks=about.ranks[:_MOST_NAMED], phase=about.phase, location=about.location)
+        before = self._waiting
+        # one at work goes from line to line: the first one is enough
+        if not line and (known.state, known.ranks, alone) == (before.state, before.ranks, before.alone):
             return
-        if found.waited < _LINE_SECONDS:
-            return
-        key = found.ranks, found.location or ""
-        if self._busy is None or self._busy != key:
-            self._busy = key
-            who = ", ".join(f"rank {rank} {text}" for rank, text in found.where.items())
-            waiting = "; ".join(f"rank {ranks} in {text}" for ranks, text in found.waits.items())
-            self._line(f"ranks wait ({waiting}) for others at work: {who}")
+        self._waiting = replace(known, alone=alone, line=line)
+        if not alone:
+            fields = {"state": int(known.state), "ranks": list(known.ranks)}
+            self._say("waiting", **fields, phase=known.phase, location=known.location, line=line)
+
+    def _hear_waiting(self, message: Mapping[str, Any]) -> None:
+        self._waiting = Waiting(
+            state=WaitState(message["state"]),
+            ranks=tuple(int(each) for each in message["ranks"]),
+            phase=message["phase"],
+            location=message["location"],
+            line=str(message["line"]),
+        )
+
+    def _tell_waiting(self, now: float) -> None:
+        """Give the sinks what is new, and every few seconds what lasts."""
+        record = replace(self._waiting, seconds=self._seconds(now))
+        before, when = self._written
+        new = (record.state, record.ranks, bool(record.seconds)) != (before.state, before.ranks, bool(before.seconds))
+        lasts = record.seconds or record.state
+        if new or record.line or (lasts and now - when >= _WAITING_SECONDS):
+            self._written, self._waiting = (record, now), replace(self._waiting, line="")
+            self._tell(record)
+
+    def _seconds(self, now: float) -> dict[int, float]:
+        """Return how long each rank has been waiting that does, as far as this one knows."""
+        looks = ((rank, *known) for rank, known in self._looks.items() if rank not in self._left)
+        return {rank: look.same for rank, look, when in looks if look.waiting and now - when < _STALE_SECONDS}
+
+
+def _ranks(text: str) -> list[int]:
+    """Return the ranks of a text like "0-3,7"."""
+    spans = [part.partition("-") for part in text.split(",")]
+    return [rank for low, _, high in spans for rank in range(int(low), int(high or low) + 1)]
 
 
 def _explains_itself(left: str) -> bool:

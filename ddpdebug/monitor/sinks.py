@@ -122,7 +122,7 @@ def stand_in(home: Path, rank: int, disk: Disk, *, quiet: bool) -> list[Sink]:
     """Return sinks for a rank that has to say in the place of rank 0 what all wait for."""
     sinks: list[Sink] = [OwnFindings(home, rank, disk)]
     if not quiet:
-        sinks.append(Terminal(0, status=False))
+        sinks.append(Terminal(0, speaks=rank, status=False))
     return [_HangsOnly(sink) for sink in sinks]
 
 

@@ -19,7 +19,7 @@ from ddpdebug.run_directory import reader as files
 from ddpdebug.run_directory.segments import Segments, segment_paths
 from ddpdebug.schema.finding import Finding, strict_json
 from ddpdebug.schema.row import Flag, encode, layout
-from ddpdebug.sinks import Covered, FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
+from ddpdebug.sinks import Covered, FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble, Waiting
 
 _MAX_TROUBLE_LINES = 100
 _BALLAST = 64 << 10
@@ -87,6 +87,8 @@ class RunDirectory:
                 self._skipped[record.step.optimizer] += record.step.any(Flag.GUARD_SKIPPED)
             case FindingRaised():
                 self._finding(record.finding)
+            case Waiting():
+                self._waiting(record)
             case Covered():
                 self._run["coverage"] = record.coverage.to_json()
                 if record.keep:
@@ -154,6 +156,7 @@ class RunDirectory:
             "config": dict(record.config),
             "layout": layout(),
             "coverage": None,
+            "waiting": None,
             "outcome": None,
         }
         self._disk.replace(self._directory / files.RUN, [_json_line(self._run)])
@@ -172,6 +175,15 @@ class RunDirectory:
             return  # the line is written again at the end
         path, line = self._directory / files.FINDINGS, _line(finding.to_json())
         self._must("findings", lambda: self._disk.append(path, line))
+
+    def _waiting(self, record: Waiting) -> None:
+        """Keep whom ranks wait for, for whoever looks now; how long they have waited the metrics have."""
+        known = {"state": record.state.label, "ranks": list(record.ranks), "location": record.location}
+        now = known if record.state else None
+        if now != self._run["waiting"]:
+            self._run["waiting"] = now
+            with suppress(OSError):
+                self._disk.replace(self._directory / files.RUN, [_json_line(self._run)])
 
     def _trouble(self, record: Trouble) -> None:
         if self._trouble_lines < _MAX_TROUBLE_LINES:
@@ -199,6 +211,7 @@ class RunDirectory:
         if self._must("outcome", lambda: self._write_own(own)) and self._rank == 0:
             counts = Counter(finding.severity.label for finding in self._findings.values())
             skipped = {str(optimizer): steps for optimizer, steps in self._skipped.items() if steps}
+            self._run["waiting"] = None
             self._run["outcome"] = {**outcome, "findings": dict(counts), "skipped_steps": skipped}
             run = _json_line(self._run)
             self._must("outcome", lambda: self._disk.replace(self._directory / files.RUN, [run]))

@@ -1,7 +1,7 @@
-"""The state of a process of a run and the outcome it came to, as the metrics tell them. Standard library only.
+"""The state of a process of a run, its waits, and the outcome it came to, as metrics tell them. Standard library only.
 
 The codes are fixed: dashboards and alerts map them to words. They are ordered so that the largest of a run's ranks is
-the state of the run: a run is lost that has lost one rank, whatever the others came to.
+that of the run: a run is lost that has lost one rank, whatever the others came to.
 """
 
 from __future__ import annotations
@@ -32,6 +32,28 @@ class RunState(IntEnum):
     def label(self) -> str:
         """The word for people."""
         return self.name.lower()
+
+
+class WaitState(IntEnum):
+    """What it comes to that ranks wait for others, by its code: the larger, the less it will end by itself."""
+
+    NONE = 0  # nobody waits, or not for long
+    AT_WORK = 1  # the rank that is waited for is at work
+    OVERDUE = 2  # the same, for far longer than ever before in the run
+    STUCK = 3  # nothing moves in it
+    SILENT = 4  # its interpreter gives no sign of life
+    APART = 5  # the ranks wait in different calls, or in a circle
+    LEFT = 6  # it has left
+
+    @property
+    def label(self) -> str:
+        """The word for people."""
+        return self.name.lower().replace("_", " ")
+
+    @property
+    def is_hang(self) -> bool:
+        """Whether nobody expects it to end by itself."""
+        return self >= WaitState.STUCK
 
 
 class End(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from ddpdebug.schema.coverage import Coverage
 from ddpdebug.schema.finding import Finding
+from ddpdebug.schema.run_state import WaitState
 from ddpdebug.schema.step import Step
 
 
@@ -47,6 +48,19 @@ class Met:
 
     members: tuple[int, ...]  # ascending; empty once they can no longer talk
     apart: int = 0  # steps between the fastest and the slowest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """Who waits for whom now, and what that comes to; told every few seconds while it lasts, and once as it ends."""
+
+    state: WaitState = WaitState.NONE
+    ranks: tuple[int, ...] = ()  # that are waited for
+    phase: str | None = None  # of the first of these, and its line
+    location: str | None = None
+    seconds: Mapping[int, float] = field(default_factory=dict)  # by rank, of those that wait
+    alone: bool = False  # the other ranks cannot be told
+    line: str = ""  # what a person should read of it, once for each wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +114,7 @@ class RunEnded:
     time: str = ""
 
 
-Record = RunStarted | StepJudged | Met | FindingRaised | Trouble | Saved | Covered | RunEnded
+Record = RunStarted | StepJudged | Met | Waiting | FindingRaised | Trouble | Saved | Covered | RunEnded
 
 
 class Sink(Protocol):

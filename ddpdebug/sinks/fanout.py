@@ -13,7 +13,7 @@ from ddpdebug.errors import text_of
 from ddpdebug.isolation.user_code import users_error
 from ddpdebug.redaction import Redactor
 from ddpdebug.schema.finding import Finding
-from ddpdebug.sinks import FindingRaised, Record, RunEnded, RunStarted, Saved, Sink, Trouble
+from ddpdebug.sinks import FindingRaised, Record, RunEnded, RunStarted, Saved, Sink, Trouble, Waiting
 
 Item = TypeVar("Item")
 
@@ -99,15 +99,18 @@ def _close(sink: Sink) -> None:
             close()
 
 
+#: Records with one text, and its name.
+_TEXT = {Trouble: "message", RunEnded: "reason", Waiting: "line"}
+
+
 def redacted(record: Record, redactor: Redactor) -> Record:
     """Return a record without secrets; the same one where it has none, or no texts."""
     match record:
         case FindingRaised():
             return replace(record, finding=redacted_finding(record.finding, redactor))
-        case Trouble():
-            return replace(record, message=redactor.text(record.message))
-        case RunEnded():
-            return replace(record, reason=redactor.text(record.reason))
+        case Trouble() | RunEnded() | Waiting():
+            name = _TEXT[type(record)]
+            return replace(record, **{name: redactor.text(getattr(record, name))})  # type: ignore[arg-type]  # it has it
         case Saved():
             return replace(record, payload=redactor.value(record.payload))
         case RunStarted():

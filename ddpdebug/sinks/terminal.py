@@ -23,10 +23,23 @@ from ddpdebug.errors import essence
 from ddpdebug.schema.coverage import Coverage, Weight
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
-from ddpdebug.sinks import Covered, FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
+from ddpdebug.sinks import Covered, FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble, Waiting
 from ddpdebug.sinks.agreement import dissenters
 from ddpdebug.sinks.prometheus.discovery import scrape_snippet
-from ddpdebug.sinks.text import SEPARATOR, Part, clean, counted, evidence_lines, number, parts, percent
+from ddpdebug.sinks.text import (
+    ENDED,
+    HANG,
+    SEPARATOR,
+    Part,
+    clean,
+    counted,
+    evidence_lines,
+    number,
+    parts,
+    percent,
+    ranks_text,
+    where,
+)
 
 _CLEAR_LINE = "\r\x1b[K"
 _TITLE, _SAVE_TITLE, _RESTORE_TITLE = "\x1b]2;{}\x07", "\x1b[22;2t", "\x1b[23;2t"
@@ -55,6 +68,7 @@ class Terminal:
     """The sink that prints, on rank 0 only.
 
     Args:
+        speaks: the rank that this one is, where it says what rank 0 cannot.
         status: show the current step in the window's title, on a terminal only.
         status_seconds: at most this often.
     """
@@ -64,11 +78,12 @@ class Terminal:
         rank: int,
         stream: TextIO | None = None,
         *,
+        speaks: int = 0,
         status: bool = True,
         status_seconds: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._rank = rank
+        self._rank, self._speaks = rank, speaks
         self._stream = stream if stream is not None else sys.stderr
         self._tty = _is_terminal(self._stream)
         self._color = self._tty and not os.environ.get("NO_COLOR")
@@ -103,6 +118,8 @@ class Terminal:
                 part = clean(record.part, 60)
                 said = f"{part} has switched itself off: {message}" if record.is_failure else message
                 self._print(f"ddpdebug: {said} (the job goes on)\n")
+            case Waiting(line=line) if line:
+                self._print(f"ddpdebug: {clean(line, 600)}\n")
             case Covered():
                 self._summary.coverage = record.coverage
                 self._print("".join(f"ddpdebug: {clean(line, 500)}\n" for line in record.say))
@@ -122,6 +139,12 @@ class Terminal:
         known = self._findings.get(finding.id)
         self._findings[finding.id] = finding
         if known is None:
+            if (other := _other_speaker(finding, self._speaks)) is not None:
+                who = f"rank {other} has said while this one could not"
+                self._print(
+                    f"ddpdebug: {who}: {finding.code}, {clean(finding.title, 200)} ({where(finding, self._world)})\n"
+                )
+                return
             if finding.code == _UNTIL_IT_MATTERS:
                 self._unsaid.append(finding)
                 return
@@ -135,6 +158,10 @@ class Terminal:
                 self._print(f"ddpdebug: {_MAX_BLOCKS} findings shown, further ones are only in the run directory\n")
             return
         added = {name: value for name, value in finding.evidence.items() if name not in known.evidence}
+        if ENDED in added and _other_speaker(finding, self._speaks) is None:
+            seconds, who = finding.evidence[ENDED], ranks_text(finding.ranks, self._world)
+            at = "" if finding.step is None else f" at step {finding.step}"
+            self._print(f"ddpdebug: the hang{at} is over after {number(seconds, 2)} s: {who} went on\n")
         if added.keys() & _LOCATED and len(self._findings) <= _MAX_BLOCKS:
             added.pop("consequences", None)
             place = "" if finding.step is None else f" of step {finding.step}"
@@ -197,6 +224,12 @@ class Terminal:
         except (OSError, ValueError):
             columns = 0
         return max(40, min(_MAX_WIDTH, columns or 100))  # some pseudo-terminals say 0
+
+
+def _other_speaker(finding: Finding, own: int) -> int | None:
+    """Return the rank that has told of a hang in another one's place, None where that is this one, or none did."""
+    judge = str(finding.evidence.get(HANG, "")).partition(":")[0]
+    return int(judge) if judge.isdecimal() and int(judge) != own else None
 
 
 #: Share of the run's time from which on the overhead is explained.

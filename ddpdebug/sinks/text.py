@@ -6,6 +6,7 @@ Everything that came from the job (names, messages, values) passes through `clea
 from __future__ import annotations
 
 import math
+import re
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -27,8 +28,20 @@ _ERRORS, _MAX_ERROR = ("error", "their_error"), 400
 _MAX_PATH = 4096
 #: The evidence that is a command, not a text: a bundle that can be replayed.
 BUNDLE = "bundle"
+#: The evidence by which a hang is found again; it means nothing to people.
+HANG = "hang"
+#: The evidence that it is over, seconds.
+ENDED = "ended_after_seconds"
 #: What is not told as the other evidence is.
-_APART = frozenset({BUNDLE, UNDECIDED})
+_APART = frozenset({BUNDLE, UNDECIDED, HANG})
+_MAX_LINE = 240
+#: Lines of a stack that are shown, the innermost ones, of the user's own; files that are not.
+_MAX_FRAMES = 3
+_LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib/python3|/torch/|^<")
+_DIFFERENCES = {
+    "order": "they wait for each other: groups or collectives in another order",
+    "unknown": "all are in the same call, and it does not end",
+}
 
 #: A labelled part of a block: the label and its lines.
 Part = tuple[str, list[str]]
@@ -101,6 +114,12 @@ def subjects(finding: Finding) -> list[str]:
 
 def evidence_lines(evidence: Mapping[str, Any]) -> list[str]:
     """Return the evidence: what fits on one line together, values by rank on lines of their own."""
+    if HANG in evidence:
+        return [
+            f"{label}: {line}" if i == 0 else line
+            for label, lines in hang_parts(evidence)
+            for i, line in enumerate(lines)
+        ]
     short, long = [], []
     shown = {k: v for k, v in evidence.items() if k not in _APART and v is not None and v not in ({}, [], "")}
     if (sides := evidence.get(UNDECIDED)) and all(isinstance(side, list) for side in sides):
@@ -120,6 +139,69 @@ def evidence_lines(evidence: Mapping[str, Any]) -> list[str]:
     return ([SEPARATOR.join(short)] if short else []) + long + tail
 
 
+def hang_parts(evidence: Mapping[str, Any]) -> list[Part]:
+    """Return the evidence of a hang: who is missing and what it does, who waits, what was called, where all are."""
+    tables = {name: _texts(evidence.get(name)) for name in ("missing", "waiting", "calls")}
+    difference, seconds = evidence.get("difference"), evidence.get("waited_seconds")
+    waits = _aligned(tables["waiting"])
+    if waits and isinstance(seconds, int | float):
+        waits.append(f"for {seconds:.0f} s when this was found")
+    calls = _aligned(tables["calls"])
+    if calls and isinstance(difference, str):
+        calls.insert(0, _DIFFERENCES.get(difference, f"they differ in the {clean(difference, 60)}"))
+    counts = evidence.get("collectives_so_far")
+    over = evidence.get(ENDED)
+    told = {*tables, "where", "difference", "waited_seconds", "collectives_so_far", "stacks", ENDED, HANG}
+    rest = {name: value for name, value in evidence.items() if name not in told}
+    found = [
+        ("missing", [f"{ranks_of(ranks)}: {text}" for ranks, text in tables["missing"].items()]),
+        ("calls", calls),
+        # what was called says it already
+        ("waits", [] if calls and tables["waiting"].keys() <= tables["calls"].keys() else waits),
+        (
+            "so far",
+            [f"collectives of {_by_rank(counts)}"] if isinstance(counts, Mapping) and _is_by_rank(counts) else [],
+        ),
+        ("stacks", _stacks(evidence.get("stacks"), " ".join([*tables["missing"].values(), *waits, *calls]))),
+        ("evidence", evidence_lines(rest)),
+        ("over", [f"after {over:.0f} s"] if isinstance(over, int | float) else []),
+    ]
+    return [(label, lines) for label, lines in found if lines]
+
+
+def ranks_of(text: str) -> str:
+    """Return `rank 2` or `ranks 0-3,7` of the numbers alone."""
+    several = "," in text or "-" in text
+    return f"rank{'s' if several else ''} {clean(text, 60)}"
+
+
+def _texts(table: object) -> dict[str, str]:
+    """Return ranks -> words, of a file that may be damaged; the first ones."""
+    items = list(table.items()) if isinstance(table, Mapping) else []
+    return {str(ranks): clean(text, _MAX_LINE) for ranks, text in items[:_MAX_ITEMS]}
+
+
+def _aligned(calls: Mapping[str, str]) -> list[str]:
+    """Return calls below each other: ranks, what was called, and the line."""
+    cut = [(f"{ranks_of(ranks)}:", *text.partition(" at ")) for ranks, text in calls.items()]
+    wide = [max((len(row[i]) for row in cut), default=0) for i in (0, 1)]
+    return [f"{who:{wide[0]}} {what:{wide[1]}}{at}{place}".rstrip() for who, what, at, place in cut]
+
+
+def _stacks(groups: object, told: str) -> list[str]:
+    """Return the user's innermost lines of each group of ranks, where these say more than was told already."""
+    found = []
+    for ranks, frames in list(groups.items())[:_MAX_ITEMS] if isinstance(groups, Mapping) else ():
+        known = (
+            [clean(frame, _MAX_NAME) for frame in frames if isinstance(frame, str)] if isinstance(frames, list) else []
+        )
+        own = [frame for frame in known if not _LIBRARY.search(frame) and "(<module>)" not in frame][:_MAX_FRAMES]
+        if len(own) > 1 or any(frame.partition(" ")[0] not in told for frame in own):
+            # the file's name is enough: the whole path of the innermost line stands above
+            found.append(f"{ranks_of(str(ranks))}: {' < '.join(frame.rpartition('/')[2] for frame in own)}")
+    return [*found, "whole in findings.jsonl"] if found else []
+
+
 def parts(finding: Finding, world: int | None = None) -> list[Part]:
     """Return the labelled lines of a finding after its title, from place to remedy; empty parts are left out."""
     explain = f"ddpdebug explain {clean(finding.code, 20)}"
@@ -131,7 +213,11 @@ def parts(finding: Finding, world: int | None = None) -> list[Part]:
     found = [
         ("where", [where(finding, world)]),
         ("what", subjects(finding)),
-        ("evidence", evidence_lines(finding.evidence)),
+        *(
+            hang_parts(finding.evidence)
+            if HANG in finding.evidence
+            else [("evidence", evidence_lines(finding.evidence))]
+        ),
         ("perhaps", [f"{i}. {cause}" for i, cause in enumerate(causes, 1)] if len(causes) > 1 else causes),
         ("next", [*actions, *replay, explain]),
     ]

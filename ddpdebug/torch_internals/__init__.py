@@ -227,7 +227,10 @@ class GlooGroup:
             try:
                 work.wait(self.SLICE)
             except RuntimeError:
-                if work.is_completed() or time.monotonic() - started > self._timeout.total_seconds():
+                if work.is_completed():
+                    work.wait()  # it has ended in this moment, well or with an error of its own
+                    return
+                if time.monotonic() - started > self._timeout.total_seconds():
                     raise
                 self._unanswered(time.monotonic() - started)
             else:

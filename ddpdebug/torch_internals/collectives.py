@@ -7,6 +7,7 @@ of torch 2.13, measured: counts 0.02 to 0.2 ms, entries 0.1 ms for tens of them.
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -72,6 +73,11 @@ class Collectives:
             if name:
                 found.append(entry)
         return [_issued(entry) for entry in found[-most:]]
+
+    @staticmethod
+    def records() -> bool:
+        """Return whether torch keeps a record of collectives in this process."""
+        return bool(_dump(entries=True)) and os.environ.get("TORCH_FR_BUFFER_SIZE") != "0"
 
     @staticmethod
     def _counted() -> dict[str, tuple[int, int]] | None:

@@ -46,7 +46,24 @@ def test_everything_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(wrapper["why"] for wrapper in wrappers.values())
     assert report["attached"]["restored"]
     assert DistributedDataParallel.forward is forward
-    assert {check["name"] for check in report["checks"]} == {"side group", "metrics port", "run directory"}
+    hangs = {"collectives", "/proc", "black box"}
+    assert {check["name"] for check in report["checks"]} == {"side group", "metrics port", "run directory", *hangs}
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_what_hangs_are_told_by(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the three that is not here is off, with what cannot be told then."""
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
+    monkeypatch.setattr(doctor.kernel, "process", lambda _: None)
+    monkeypatch.setattr(doctor.black_box, "read", lambda _: None)
+    status, report = _report(capsys)
+    assert status == 1
+    without = "of a hang it is known who is missing, not what was called"
+    assert report["off"] == [
+        f"collectives: TORCH_FR_BUFFER_SIZE=0 switches it off: {without}",
+        "/proc: it cannot be read: a rank that works is not told from one that sleeps",
+        "black box: RuntimeError: what was written to a file in memory could not be read",
+    ]
     assert list(Path.cwd().iterdir()) == []
 
 

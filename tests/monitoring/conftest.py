@@ -235,7 +235,7 @@ def scraped(ranks: Ranks, start_prometheus: Callable[..., Prometheus]) -> Promet
 
 
 #: Name of the situation -> seconds between its last scrape and the moment at which it is looked at.
-SITUATIONS = {"healthy": 1, "disagreeing": 1, "nan": 1, "killed": 480, "ended": 480}
+SITUATIONS = {"healthy": 1, "disagreeing": 1, "nan": 1, "hung": 1, "waiting": 1, "killed": 480, "ended": 480}
 RULES = Path(__file__).parent.parent.parent / "deploy" / "prometheus" / "rules"
 _EVALUATION = 15
 
@@ -243,7 +243,7 @@ _EVALUATION = 15
 class Recorded:
     """Runs as they were recorded, side by side in a Prometheus that has evaluated the rules over them.
 
-    `now` is when one looks at them: three still run, the others ended some minutes before. `ids` has their run ids.
+    `now` is when one looks at them: five still run, the others ended some minutes before. `ids` has their run ids.
     """
 
     def __init__(self, server: Prometheus) -> None:
@@ -349,11 +349,11 @@ def _firing(points: Any, rule: dict[str, Any]) -> list[tuple[float, float]]:
 
 @pytest.fixture(scope="session")
 def record(start_prometheus: Callable[..., Prometheus]) -> Callable[[], Recorded]:
-    """Make a Prometheus that has the five situations."""
+    """Make a Prometheus that has the seven situations."""
     return lambda: Recorded(start_prometheus("global: {}\n", "--web.enable-remote-write-receiver"))
 
 
 @pytest.fixture(scope="session")
 def recorded(record: Callable[[], Recorded]) -> Recorded:
-    """The five situations, ready to be drawn; to be read only."""
+    """The seven situations, ready to be drawn; to be read only."""
     return record()

@@ -137,6 +137,10 @@ class Job:
         """Kill a rank as the kernel does that wants memory."""
         os.kill(int((self._folder / f"pid-{rank}").read_text()), signal.SIGKILL)
 
+    def let_go(self) -> None:
+        """End what keeps a rank."""
+        (self._folder / "go").touch()
+
     def cancel(self) -> None:
         """Ask the launcher to end, as a scheduler does."""
         self.process.send_signal(signal.SIGTERM)
@@ -201,6 +205,36 @@ def test_a_job_that_dies_is_one_notification_that_names_the_cause(
     ((alert,),) = watch.webhook.about(how)
     assert alert["labels"]["alertname"] == alarm
     assert alert["annotations"]["summary"] == f"run {how} ({alert['labels']['run_id']}) {words}"
+
+
+def test_a_hang_is_one_notification_that_names_the_rank_and_its_line(watch: Watch, start: Callable[..., Job]) -> None:
+    """And none more while it lasts, nor when it is over and somebody cancels the job."""
+    job = start("hangs")
+    assert until(lambda: watch.webhook.about("hangs"), pause=0.5)
+    watch.settle()
+    job.let_go()
+    watch.prometheus.wait_for("max(ddpdebug_hang_state{run='hangs'}) == 0")
+    watch.prometheus.wait_for("absent(ALERTS{run='hangs', alertname='DdpdebugHang', alertstate='firing'})")
+    watch.prometheus.wait_for("max(ddpdebug_run_state{run='hangs'}) == 1")  # it is ill no more
+    job.cancel()
+    watch.settle()
+    ((alert,),) = watch.webhook.about("hangs")
+    assert alert["labels"]["alertname"] == "DdpdebugHang"
+    notes = alert["annotations"]
+    run = re.escape(f"run hangs ({alert['labels']['run_id']})")
+    assert re.fullmatch(rf"{run} hangs: rank 1 not moving in script at \S*ends\.py:\d+", notes["summary"]), notes
+    assert re.search(r"have waited for \S+s: rank 1 not moving .* is HANG501 on rank 1", notes["description"]), notes
+    assert notes["runbook_url"] == "http://docs/runbooks/DdpdebugHang.md"
+    assert watch.alarms("hangs") == {"DdpdebugHang"}
+
+
+def test_a_rank_at_work_wakes_nobody(watch: Watch, start: Callable[..., Job]) -> None:
+    """For as long as an evaluation takes, although the others wait for it and that is seen."""
+    start("evaluates")
+    (found,) = watch.prometheus.wait_for("max by (missing) (ddpdebug_missing_rank{run='evaluates'}) == 1")
+    assert found["metric"]["missing"] == "1"
+    watch.settle()
+    assert watch.alarms("evaluates") == set()
 
 
 def test_a_critical_finding_that_no_other_alert_tells_of_is_one(watch: Watch, start: Callable[..., Job]) -> None:

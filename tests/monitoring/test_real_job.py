@@ -38,7 +38,7 @@ _HASTE = {
 
 
 #: Panels that show something only while it is so; test_situations.py has them.
-_OF_NOW = {"Outvoted ranks", "Full in"}
+_OF_NOW = {"Outvoted ranks", "Full in", "Missing ranks", "Waiting for others"}
 
 
 class Job:
@@ -114,7 +114,7 @@ def test_every_alert_fires_and_resolves_and_every_panel_has_data(
         f"  - {{files: ['{job.targets}/ddpdebug-*.json'], refresh_interval: 1s}}\n"
     )
     wanted = set(re.findall(r"alert: (\w+)", "".join(files.values()))) - _ELSEWHERE
-    at_last = {"DdpdebugRanksMissing", "DdpdebugRunLost"}
+    at_last = {"DdpdebugHang", "DdpdebugRanksMissing", "DdpdebugRunLost"}
     fired: dict[str, dict[str, Any]] = {}
     resolved: set[str] = set()
 
@@ -130,8 +130,11 @@ def test_every_alert_fires_and_resolves_and_every_panel_has_data(
     until(lambda: not _empty_panels(prometheus), pause=1)  # a scrape may have come too late
     empty = _empty_panels(prometheus)
     job.signal_rank(3, signal.SIGSTOP)
-    until(lambda: look() or "DdpdebugRanksMissing" in fired, pause=0.5)
+    until(lambda: look() or {"DdpdebugHang", "DdpdebugRanksMissing"} <= {*fired}, pause=0.5)
     assert wanted - {*fired} == {"DdpdebugRunLost"}
+    hang = fired["DdpdebugHang"]["annotations"]
+    assert re.search(r"hangs: rank 3 without a sign of life in interpreter at \S*ill\.py:\d+$", hang["summary"]), hang
+    assert " is HANG501 on rank 3" in hang["description"]
     assert fired["DdpdebugRanksMissing"]["annotations"]["summary"].startswith("rank 3 is missing from run ill (")
     job.kill()
     until(lambda: look() or wanted <= {*fired}, pause=0.5)

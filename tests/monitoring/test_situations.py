@@ -1,4 +1,4 @@
-"""The dashboards in five recorded situations: the words and colours that stand there, by a model of Grafana's panels.
+"""The dashboards in seven recorded situations: the words and colours that stand there, by a model of Grafana's panels.
 
 No Grafana can be had where these tests run: Prometheus is real, and what Grafana makes of its answers is a model of it.
 """
@@ -107,6 +107,7 @@ _WELL = {
         "Ranks agree": ("agree", GREEN),
         "Gradients": ("in sync", GREEN),
         "Numbers": ("finite", GREEN),
+        "Waiting": ("none", GREEN),
         "Last step ago": (r"\d+ s", GREEN),
     },
     "memory": {
@@ -129,11 +130,16 @@ def _over(state: tuple[str, str], worst: tuple[str, str], word: tuple[str, str])
     return made
 
 
+_LATE = (r"\d+ s|1 mins?", YELLOW)
+_WAITS = {"Waiting": ("at work", LIGHT), "Last step ago": _LATE}
+
 _TILES = {
     "healthy": _WELL,
+    "hung": _ill(Waiting=("stuck", RED), Last_step_ago=_LATE),
+    "waiting": {**_WELL, "overview": {**_WELL["overview"], **_WAITS}},
     "disagreeing": _ill(Ranks_agree=("1 differ", RED)),
     "nan": _ill(Numbers=(r"\d+ steps", RED)),
-    "killed": _over(("lost", RED), ("run lost", RED), ("run lost", RED)),
+    "killed": _over(("lost", RED), ("critical", RED), ("run lost", RED)),
     "ended": _over(("finished", BLUE), ("critical", RED), ("run finished", GREY)),
 }
 
@@ -151,17 +157,17 @@ def test_every_tile_has_its_word_and_colour(look: Any, name: str) -> None:
 
 
 def test_the_tiles_of_the_fleet_count_what_is_ill_and_what_is_over(look: Any) -> None:
-    """Three runs are alive, one of them is well; one is lost; what was found in one that is over is still counted."""
+    """Five runs are alive, two of them are well; one is lost; what was found in one that is over is still counted."""
     shown = {
         panel["title"]: look().tile("fleet", panel["title"]) for panel in panels("fleet") if panel["type"] == "stat"
     }
     assert shown == {
-        "Runs": ("3", BLUE),
-        "Ill runs": ("2", RED),
+        "Runs": ("5", BLUE),
+        "Ill runs": ("3", RED),
         "Runs whose ranks disagree": ("1", RED),
         "Runs that failed or were lost": ("1", RED),
-        "Runs with critical findings": ("3", RED),
-        "Ranks": ("12", BLUE),
+        "Runs with critical findings": ("5", RED),
+        "Ranks": ("20", BLUE),
     }
 
 
@@ -173,7 +179,9 @@ def test_the_fleet_says_of_each_run_how_it_is_or_how_it_ended(look: Any, recorde
         "healthy": (("running", GREEN), ("none", GREEN), ("agree", GREEN), ("finite", GREEN)),
         "disagreeing": (("ill", RED), ("critical", RED), ("1 differ", RED), ("finite", GREEN)),
         "nan": (("ill", RED), ("critical", RED), ("agree", GREEN), ("NaN or Inf", RED)),
-        "killed": (("lost", RED), ("none", GREEN), ("agree", GREEN), ("finite", GREEN)),
+        "hung": (("ill", RED), ("critical", RED), ("agree", GREEN), ("finite", GREEN)),
+        "waiting": (("running", GREEN), ("none", GREEN), ("agree", GREEN), ("finite", GREEN)),
+        "killed": (("lost", RED), ("critical", RED), ("agree", GREEN), ("finite", GREEN)),
         "ended": (("finished", BLUE), ("critical", RED), ("1 differ", RED), ("finite", GREEN)),
     }
     assert {row["Name"].text: row["Run"].text for row in found} == recorded.ids
@@ -184,7 +192,15 @@ def test_the_fleet_says_of_each_run_how_it_is_or_how_it_ended(look: Any, recorde
 
 
 @pytest.mark.parametrize(
-    ("name", "codes"), [("healthy", []), ("disagreeing", ["RANK101"]), ("nan", ["NUM302"]), ("ended", ["RANK101"])]
+    ("name", "codes"),
+    [
+        ("healthy", []),
+        ("hung", ["HANG501"]),
+        ("waiting", []),
+        ("disagreeing", ["RANK101"]),
+        ("nan", ["NUM302"]),
+        ("ended", ["RANK101"]),
+    ],
 )
 def test_findings_stay_in_the_table_when_the_run_has_ended(look: Any, name: str, codes: list[str]) -> None:
     """With their ranks, in words where there are none."""
@@ -245,8 +261,21 @@ def test_timelines_have_words_and_end_with_the_run(look: Any, recorded: Any) -> 
             if panel["type"] == "state-timeline":
                 rows_ = bands(panel, look("ended").results(panel), View.step)
                 assert {band.text for row in rows_.values() for band in row} <= {
-                    "agree", "differ", "finite", "NaN or Inf", "outvoted", "running", "ill", "finished", "lost",
+                    "agree", "differ", "finite", "NaN or Inf", "outvoted", "running", "ill", "finished", "lost", "none",
                 }  # fmt: skip
+
+
+def test_the_missing_rank_and_its_line_stand_there(look: Any) -> None:
+    """Red for a hang, blue for a rank at work, nothing where nobody waits; and how long the others have waited."""
+    for name, word, phase in (("hung", ("stuck", RED), "script"), ("waiting", ("at work", LIGHT), "forward")):
+        ((row, known),) = look(name).timeline("ranks", "Missing ranks").items()
+        assert re.fullmatch(rf"rank 2: {phase} \S*situation\.py:\d+", row)
+        assert [band[2:] for band in known] == [word]
+        waits = look(name).lines("ranks", "Waiting for others")
+        assert waits.keys() == {"longest", "rank 0", "rank 1", "rank 3"}
+        assert all(re.fullmatch(r"\d+(\.\d+)? s|1 mins?|1\.\d+ mins", shown.text) for shown in waits.values()), waits
+    assert look().timeline("ranks", "Missing ranks") == {}
+    assert look().lines("ranks", "Waiting for others") == {}
 
 
 def test_layers_end_when_the_run_does(look: Any, recorded: Any) -> None:
@@ -264,7 +293,8 @@ def test_firing_alerts_stand_there_with_their_severity(look: Any) -> None:
     def fired(name: str) -> dict[str, Shown]:
         return {row["Alert"].text: row["Severity"] for row in look(name).table("overview", "Firing alerts")}
 
-    assert fired("healthy") == fired("ended") == {}
+    assert fired("healthy") == fired("waiting") == fired("ended") == {}
+    assert fired("hung") == {"DdpdebugHang": ("critical", RED)}
     assert fired("disagreeing")["DdpdebugRanksDisagree"] == ("critical", RED)
     assert fired("nan")["DdpdebugNonfinite"] == ("critical", RED)
     assert fired("killed")["DdpdebugRunLost"] == ("critical", RED)

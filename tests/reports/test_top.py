@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -19,8 +20,9 @@ from ddpdebug.run_directory.writer import RunDirectory
 from ddpdebug.schema.coverage import RankCoverage, Tally
 from ddpdebug.schema.finding import UNDECIDED, Finding, Severity
 from ddpdebug.schema.row import Digest, Flag, Row
+from ddpdebug.schema.run_state import WaitState
 from ddpdebug.schema.step import Step
-from ddpdebug.sinks import Covered, FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged
+from ddpdebug.sinks import Covered, FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Waiting
 from ddpdebug.sinks.prometheus.exporter import PrometheusSink
 
 WORLD = 4
@@ -214,3 +216,33 @@ def test_a_rank_that_is_slow_for_reasons_of_its_own_is_small_beside_a_long_step(
     ranks = [RankView(rank=rank, step=1, own_seconds=0.01 if rank else 0.02, mean_seconds=1.0) for rank in range(4)]
     found = Snapshot(title="t", world=4, ranks=ranks).straggler
     assert found == (0, pytest.approx(0.01))
+
+
+@pytest.mark.parametrize(("state", "hangs"), [(WaitState.AT_WORK, False), (WaitState.STUCK, True)])
+def test_whom_ranks_wait_for_is_shown_while_they_do(state: WaitState, hangs: bool, tmp_path: Path) -> None:
+    """From the directory and from an endpoint alike, with the line; nothing before and after it."""
+    run, served = RunDirectory(tmp_path / "run", 0), PrometheusSink(0, "127.0.0.1", 0)
+    assert served.url is not None
+    waiting = Waiting(state=state, ranks=(1, 3), phase="data", location="train.py:33", seconds={0: 12.0})
+    try:
+        for sink in (run, served):
+            sink.write(STARTED)
+        for record, text in ((waiting, f"waiting for ranks 1,3: {state.label} · train.py:33"), (Waiting(), "")):
+            for sink in (run, served):
+                sink.write(record)
+            for snapshot in (from_directory(tmp_path / "run"), from_url(served.url)):
+                assert (snapshot.waiting, snapshot.hangs) == (text, bool(text) and hangs)
+                assert ("waiting for" in shown(snapshot)) == bool(text)
+    finally:
+        run.close()
+        served.close()
+
+
+@pytest.mark.parametrize(
+    "damaged", [7, {"state": "odd", "ranks": [1]}, {"state": "stuck"}, {"state": "stuck", "ranks": 3}]
+)
+def test_a_damaged_wait_is_none(damaged: object, directory: Path) -> None:
+    """The rest of the run is shown all the same."""
+    path = directory / "run.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "waiting": damaged}))
+    assert from_directory(directory).waiting == ""

@@ -14,7 +14,8 @@ from run_records import ENDED, FINDING, judged, started
 from ddpdebug.run_directory import reader as run_files
 from ddpdebug.run_directory.writer import RunDirectory
 from ddpdebug.schema.row import LAYOUT_VERSION, ROW_BYTES
-from ddpdebug.sinks import FindingRaised, Saved, Trouble
+from ddpdebug.schema.run_state import WaitState
+from ddpdebug.sinks import FindingRaised, Saved, Trouble, Waiting
 
 
 @pytest.fixture(autouse=True)
@@ -160,3 +161,22 @@ def test_a_file_in_the_way_is_an_error_of_the_system(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with pytest.raises(OSError, match="directory"):
         RunDirectory(tmp_path / "run", 0).write(started(tmp_path))
+
+
+def test_whom_ranks_wait_for_stands_in_the_run_while_they_do(tmp_path: Path) -> None:
+    """Written when it changes only, and null again when it is over, or the run."""
+    sink = RunDirectory(tmp_path, 0)
+    sink.write(started(tmp_path))
+    assert run_files.read_run(tmp_path)["waiting"] is None
+    waiting = Waiting(state=WaitState.STUCK, ranks=(1,), location="train.py:33", seconds={0: 9.0})
+    sink.write(waiting)
+    expected = {"state": "stuck", "ranks": [1], "location": "train.py:33"}
+    assert run_files.read_run(tmp_path)["waiting"] == expected
+    before = (tmp_path / "run.json").stat()
+    sink.write(replace(waiting, seconds={0: 11.0}))
+    assert (tmp_path / "run.json").stat().st_ino == before.st_ino
+    sink.write(Waiting())
+    assert run_files.read_run(tmp_path)["waiting"] is None
+    sink.write(waiting)
+    sink.write(ENDED)
+    assert run_files.read_run(tmp_path)["waiting"] is None

@@ -27,8 +27,9 @@ from ddpdebug.detectors.catalog import catalog
 from ddpdebug.detectors.kinds import EventRule
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Digest, Flag, Row
+from ddpdebug.schema.run_state import WaitState
 from ddpdebug.schema.step import Step
-from ddpdebug.sinks import FindingRaised, Met, RunEnded, RunStarted, Saved, StepJudged, Trouble
+from ddpdebug.sinks import FindingRaised, Met, RunEnded, RunStarted, Saved, StepJudged, Trouble, Waiting
 from ddpdebug.sinks.prometheus import server
 from ddpdebug.sinks.prometheus.exporter import SERIES, SERIES_WITH_FINDINGS, PrometheusSink
 from ddpdebug.sinks.prometheus.exposition import openmetrics_of, text_of
@@ -159,6 +160,86 @@ def test_a_run_is_ill_while_a_grave_finding_is_current(sink: PrometheusSink) -> 
     assert state(9000) == 2
 
 
+def test_a_hang_that_is_over_is_not_current(sink: PrometheusSink) -> None:
+    """It is told only once, and its end is told."""
+    hang = replace(FINDING, code="HANG501", step=7, evidence={"hang": "0:1"})
+    sink.write(FindingRaised(finding=hang))
+    assert samples(sink)["ddpdebug_run_state", "0"] == 2
+    over = replace(hang, evidence={**hang.evidence, "ended_after_seconds": 21.0})
+    sink.write(FindingRaised(finding=over, new=False))
+    assert samples(sink)["ddpdebug_run_state", "0"] == 1
+
+
+def _waits(sink: PrometheusSink) -> dict[tuple[str, ...], float]:
+    """Return the series about waiting: name, rank, and the missing rank with its place."""
+    made = {}
+    for family in text_string_to_metric_families(scraped(sink)):
+        for sample in family.samples:
+            if "hang" in sample.name or "waiting" in sample.name or "missing" in sample.name:
+                names = [label for label in ("rank", "missing", "phase", "location") if label in sample.labels]
+                made[sample.name.removeprefix("ddpdebug_"), *(sample.labels[name] for name in names)] = sample.value
+    return made
+
+
+def test_who_waits_and_who_is_missing_shows_while_it_lasts(sink: PrometheusSink) -> None:
+    """In a state with a code, 0 and gone again when it is over."""
+    quiet = {("hang_state", "0"): 0.0, ("waiting_seconds", "0"): 0.0}
+    assert _waits(sink) == quiet
+    stuck = Waiting(state=WaitState.STUCK, ranks=(1, 3), phase="data", location="train.py:33", seconds={0: 9.5, 2: 8.0})
+    sink.write(stuck)
+    assert _waits(sink) == {
+        ("hang_state", "0"): 3.0,
+        ("missing_rank", "0", "1", "data", "train.py:33"): 3.0,
+        ("missing_rank", "0", "3", "data", "train.py:33"): 3.0,
+        ("waiting_seconds", "0"): 9.5,
+    }
+    sink.write(Waiting())
+    assert _waits(sink) == quiet
+
+
+def test_what_was_told_of_waiting_long_ago_is_not_believed() -> None:
+    """A thread that does not come round any more says nothing of now."""
+    now = [0.0]
+    sink = PrometheusSink(0, "127.0.0.1", 0, clock=lambda: now[0])
+    sink.write(Waiting(state=WaitState.AT_WORK, ranks=(1,), seconds={0: 15.0}))
+    found = []
+    for now[0] in (29.0, 31.0):
+        found.append((_waits(sink)["hang_state", "0"], _waits(sink)["waiting_seconds", "0"]))
+    sink.close()
+    assert found == [(1.0, 15.0), (0.0, 0.0)]
+
+
+def test_a_rank_that_cannot_tell_the_others_tells_it_itself() -> None:
+    """Otherwise the lowest and the highest do, as with findings; each rank says how long it waits itself."""
+    sinks = [PrometheusSink(rank, "127.0.0.1", 0, clock=lambda: 5.0) for rank in range(3)]
+    for rank, sink in enumerate(sinks):
+        sink.write(Met(members=(0, 1, 2)))
+        sink.write(Waiting(state=WaitState.SILENT, ranks=(2,), seconds={rank: 6.0}))
+    told = [[("hang_state", str(rank)) in _waits(sink) for rank, sink in enumerate(sinks)]]
+    sinks[1].write(Waiting(state=WaitState.SILENT, ranks=(0,), seconds={1: 6.0}, alone=True))
+    told.append([("hang_state", str(rank)) in _waits(sink) for rank, sink in enumerate(sinks)])
+    assert [_waits(sink)["waiting_seconds", str(rank)] for rank, sink in enumerate(sinks)] == [6.0] * 3
+    for sink in sinks:
+        sink.close()
+    assert told == [[True, False, True], [True, True, True]]
+
+
+def test_of_a_large_world_the_missing_rank_is_shown() -> None:
+    """With the aggregates of how long the others wait."""
+    sink = PrometheusSink(0, "127.0.0.1", 0, mode="rank0", clock=lambda: 5.0)
+    sink.write(replace(STARTED, world=200))
+    rows = {rank: Row(rank=rank, step=1) for rank in range(200)}
+    sink.write(StepJudged(step=Step(step=1, optimizer=0, world=200, rows=rows)))
+    sink.write(Waiting(state=WaitState.STUCK, ranks=(137,), seconds={rank: 9.0 for rank in range(200) if rank != 137}))
+    found = samples(sink)
+    sink.close()
+    assert found["ddpdebug_step", "137"] == 1
+    assert found["ddpdebug_waiting_seconds", "137"] == 0
+    values = {key[1]: value for key, value in found.items() if key[0] == "ddpdebug_all_ranks_waiting_seconds"}
+    assert (values["min"], values["p50"], values["max"]) == (0.0, 9.0, 9.0)
+    assert [value for key, value in found.items() if key[0] == "ddpdebug_missing_rank" and "137" in key] == [3.0]
+
+
 def test_events_are_counted_per_rank_and_exist_before_the_first(sink: PrometheusSink) -> None:
     """An increase over time then sees the first one too."""
     names = ["skipped_steps", "clipped_steps", "unsynchronised_steps", "checked_steps", "steps"]
@@ -212,6 +293,7 @@ def full_of_everything(rank: int, mode: str = "per-rank", world: int = 4) -> Pro
     seen = {f"m{i}": {"zero_units": 0.1, "saturated": 0.1} for i in range(9)}
     value = {"modules": seen, "parameters": table}
     sink.write(Saved(kind="detail", payload={"rank": rank, "detail": "layers", "value": value}))
+    sink.write(Waiting(state=WaitState.STUCK, ranks=tuple(range(1, 9)), location="train.py:33", seconds={rank: 9.0}))
     for i, page in enumerate(pages().values()):
         sink.write(FindingRaised(finding=Finding(code=page.code, severity=page.severity, title="", step=i, id=str(i))))
     return sink
@@ -256,7 +338,7 @@ def test_the_number_of_series_is_bounded_and_does_not_grow() -> None:
         count = len(samples(sink))
         for step in range(30, 80):
             sink.write(judged(step, loss=1.0, step_seconds=0.1 * step, device_limit_bytes=80))
-        assert len(samples(sink)) == count <= SERIES_WITH_FINDINGS
+        assert len(samples(sink)) == count <= SERIES_WITH_FINDINGS, count
         assert samples(sink)["ddpdebug_findings_total", "other", str(rank), "error"] > 1
         sink.close()
 

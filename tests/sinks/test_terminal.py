@@ -13,8 +13,9 @@ import pytest
 from ddpdebug.schema.coverage import Coverage, RankCoverage
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Digest, Flag, Row
+from ddpdebug.schema.run_state import WaitState
 from ddpdebug.schema.step import Step
-from ddpdebug.sinks import Covered, FindingRaised, RunEnded, RunStarted, Saved, StepJudged, Trouble
+from ddpdebug.sinks import Covered, FindingRaised, RunEnded, RunStarted, Saved, StepJudged, Trouble, Waiting
 from ddpdebug.sinks.terminal import Terminal
 
 STARTED = RunStarted(
@@ -392,3 +393,112 @@ def test_an_unknown_overhead_is_not_printed() -> None:
     """NaN says nothing to a person."""
     step = replace(judged(0, 5, 5), overhead_ratio=math.nan, interval=1)
     assert summary(step) == "ddpdebug: no findings · 1 step · the ranks agreed in all 1 that were compared\n"
+
+
+HANG = Finding(
+    code="HANG501",
+    severity=Severity.CRITICAL,
+    title="a rank stopped advancing while others wait",
+    step=5,
+    ranks=(1,),
+    phase="data",
+    location="/home/me/train.py:33",
+    evidence={
+        "waiting": {"0,2-3": "all_reduce #6 of float32 [8] at /home/me/train.py:41"},
+        "missing": {"1": "waits for a lock, at /home/me/train.py:33 (get): lock.acquire()"},
+        "collectives_so_far": {"0": 6, "1": 5, "2": 6, "3": 6},
+        "waited_seconds": 8.6,
+        "stacks": {
+            "0,2-3": [
+                "/usr/lib/python3/dist-packages/torch/distributed/distributed_c10d.py:3 (all_reduce)",
+                "/home/me/train.py:41 (main)",
+                "/home/me/train.py:60 (<module>)",
+            ],
+            "1": [f"/home/me/data.py:{n} (get)" for n in range(33, 40)],
+        },
+        "hang": "0:1",
+    },
+    causes=["a deadlock", "a blocked pipeline"],
+    actions=["give locks a timeout"],
+    id="HANG501-1",
+)
+
+
+def told(*findings: Finding, speaks: int = 0) -> str:
+    """Return what is printed of a hang as more and more becomes known of it."""
+    stream = Recording()
+    terminal = Terminal(0, stream, speaks=speaks)
+    terminal.write(STARTED)
+    stream.truncate(0)
+    stream.seek(0)
+    for i, finding in enumerate(findings):
+        terminal.write(FindingRaised(finding=finding, new=i == 0))
+    return stream.getvalue()
+
+
+def test_a_hang_is_told_in_the_order_in_which_people_ask() -> None:
+    """Who is missing and where, who waits in what, and the innermost of the user's own lines; no internal number."""
+    assert told(HANG) == (
+        "ddpdebug: critical HANG501: a rank stopped advancing while others wait\n"
+        "  where     step 5 · rank 1 · data · /home/me/train.py:33\n"
+        "  missing   rank 1: waits for a lock, at /home/me/train.py:33 (get): lock.acquire()\n"
+        "  waits     ranks 0,2-3: all_reduce #6 of float32 [8] at /home/me/train.py:41\n"
+        "            for 9 s when this was found\n"
+        "  so far    collectives of rank 1 = 5, ranks 0,2-3 = 6\n"
+        "  stacks    rank 1: data.py:33 (get) < data.py:34 (get) < data.py:35 (get)\n"
+        "            whole in findings.jsonl\n"
+        "  perhaps   1. a deadlock\n"
+        "            2. a blocked pipeline\n"
+        "  next      give locks a timeout\n"
+        "            ddpdebug explain HANG501\n"
+    )
+
+
+def test_different_calls_stand_below_each_other() -> None:
+    """With what they differ in; that the same ranks wait in them is not said again."""
+    calls = {
+        "0": "all_reduce #6 of float32 [8] at train.py:41",
+        "1": "broadcast #6 root 0 of float32 [8] at train.py:4",
+    }
+    evidence = {"calls": calls, "waiting": calls, "where": {"0": "in a collective"}, "difference": "operation"}
+    text = told(replace(HANG, code="HANG502", ranks=(0, 1), evidence={**evidence, "hang": "0:2"}))
+    assert (
+        "  calls     they differ in the operation\n"
+        "            rank 0: all_reduce #6 of float32 [8]       at train.py:41\n"
+        "            rank 1: broadcast #6 root 0 of float32 [8] at train.py:4\n"
+        "  perhaps"
+    ) in text
+
+
+@pytest.mark.parametrize("evidence", [{"missing": 7, "waiting": [1], "stacks": {"0": None}}, {"stacks": {"x": 3}}, {}])
+def test_a_damaged_hang_is_told_as_far_as_it_can_be(evidence: dict[str, object]) -> None:
+    """The report reads files; nothing in them may keep the others from being told."""
+    assert "HANG501" in told(replace(HANG, evidence={**evidence, "hang": "0:1"}))
+
+
+def test_the_end_of_a_hang_is_one_line() -> None:
+    """And only once, whatever else becomes known."""
+    over = replace(HANG, evidence={**HANG.evidence, "ended_after_seconds": 21.4})
+    text = told(HANG, over, replace(over, evidence={**over.evidence, "more": 1}))
+    assert text.endswith("explain HANG501\nddpdebug: the hang at step 5 is over after 21 s: rank 1 went on\n")
+
+
+def test_who_speaks_for_rank_0_says_the_end_as_well() -> None:
+    """Rank 0 says in a line what was told in its place, and leaves the rest to who has told it."""
+    silent = replace(HANG, ranks=(0,), evidence={**HANG.evidence, "hang": "1:1"})
+    over = replace(silent, evidence={**silent.evidence, "ended_after_seconds": 20.6})
+    assert told(silent, over, speaks=1).endswith("ddpdebug: the hang at step 5 is over after 21 s: rank 0 went on\n")
+    assert told(silent, over) == (
+        "ddpdebug: rank 1 has said while this one could not: HANG501, a rank stopped advancing while others wait"
+        " (step 5 · rank 0 · data · /home/me/train.py:33)\n"
+    )
+
+
+def test_a_rank_at_work_is_one_line_and_no_trouble() -> None:
+    """The state of the waiting is told again and again; a line comes with one of the records only."""
+    stream = Recording()
+    terminal = Terminal(0, stream)
+    waiting = Waiting(state=WaitState.AT_WORK, ranks=(1,), seconds={0: 11.0})
+    for record in (waiting, replace(waiting, line="others wait: rank 1 is at work"), waiting, Waiting()):
+        terminal.write(record)
+    assert stream.getvalue() == "ddpdebug: others wait: rank 1 is at work\n"

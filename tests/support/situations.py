@@ -1,4 +1,4 @@
-"""Five situations as real jobs served them to a scraper, with the moments of the scrapes, and their recorder.
+"""Seven situations as real jobs served them to a scraper, with the moments of the scrapes, and their recorder.
 
 `python tests/support/situations.py [NAME...]` runs the jobs again, two at a time, and writes their files in
 `tests/monitoring/situations/`: after a change of the metrics, or of what they say. A file is JSON, compressed by xz: a
@@ -26,13 +26,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 MONITORING = Path(__file__).parent.parent / "monitoring"
 FOLDER = MONITORING / "situations"
-#: Name -> seconds of training, seconds of scrapes. The first three are recorded while they run.
+#: Name -> seconds of training, seconds of scrapes. All but `killed` and `ended` are recorded while they run.
 SITUATIONS = {
     "healthy": (400, 100),
     "disagreeing": (400, 100),
     "nan": (400, 100),
     "killed": (400, 90),
     "ended": (60, 110),
+    "hung": (400, 100),
+    "waiting": (400, 100),
 }
 _INTERVAL = 5.0
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+
+from ddpdebug.torch_internals import GlooGroup
 
 pytestmark = pytest.mark.jobs
 
@@ -54,3 +58,32 @@ def test_the_side_group_adds_no_thread_of_gloos_where_the_job_has_one() -> None:
     done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["1 [b'b']", "[b'c']", "[1.0, 1.0]", "0 None"]
+
+
+class _Work:
+    """A gather that ends just as a wait for it has given up."""
+
+    def __init__(self, error: str = "") -> None:
+        self.waits, self._error = 0, error
+
+    def wait(self, *timeout: object) -> None:
+        """Give up the first time; afterwards say how it has ended."""
+        self.waits += 1
+        if self.waits == 1:
+            raise RuntimeError("Operation timed out!")
+        if self._error:
+            raise RuntimeError(self._error)
+
+    def is_completed(self) -> bool:
+        """It has ended by then."""
+        return True
+
+
+def test_a_gather_that_ends_as_its_wait_gives_up_has_ended_well() -> None:
+    """It is asked once more: the error of the wait says nothing of the gather."""
+    group = SimpleNamespace(SLICE=GlooGroup.SLICE, _timeout=datetime.timedelta(60), _unanswered=pytest.fail)
+    work = _Work()
+    GlooGroup._wait(group, work)  # type: ignore[arg-type]
+    assert work.waits == 2
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        GlooGroup._wait(group, _Work("Connection closed by peer"))  # type: ignore[arg-type]

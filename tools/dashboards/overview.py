@@ -10,6 +10,7 @@ from tools.dashboards.parts import (
     NOTE,
     RUN_STATES,
     SEVERITIES,
+    WAITS,
     WARN,
     WORST,
     Board,
@@ -107,7 +108,7 @@ def _state_tiles(made: Board) -> None:
 
 
 def _agreement_tiles(made: Board) -> None:
-    made.size(5, 4)
+    made.size(4, 4)
     made.add(
         tile(
             q.verdict(q.of_run("run:ddpdebug_ranks_missing:max")),
@@ -143,6 +144,13 @@ def _agreement_tiles(made: Board) -> None:
 
 
 def _progress_tiles(made: Board) -> None:
+    made.add(
+        tile(q.verdict(q.of_run("run:ddpdebug_hang_state:max")), words=WAITS, missing="not known"),
+        "Waiting",
+        "Whether ranks wait for another one, and what that is doing. at work: evaluation, a checkpoint, a slow batch; "
+        "overdue: far longer than ever before in this run. Red is a hang: Ranks and stragglers names the missing rank "
+        "and its line, ddpdebug explain HANG501 says what to do.",
+    )
     since = q.of_run("run:ddpdebug_seconds_since_step:min")
     step = q.of_run("run:ddpdebug_step_seconds:mean")
     late, stalled = f"({since} > 30 and {since} > 20 * {step})", f"({since} > 300 and {since} > 20 * {step})"
@@ -159,8 +167,7 @@ def _progress_tiles(made: Board) -> None:
         ),
         "Last step ago",
         "Time since the last optimizer step of any rank. Yellow: longer than 20 steps take and half a minute, as in "
-        "evaluation or a checkpoint. Red: more than 5 minutes; py-spy dump on each rank says where it hangs.",
-        width=4,
+        "evaluation or a checkpoint. Red: more than 5 minutes; Waiting says whether a rank is missing.",
     )
 
 

@@ -64,6 +64,16 @@ _ENDS: Words = (
     (-6, "run lost", BAD),
     (-7, "run gone", OVER),
 )
+#: What `ddpdebug_hang_state` says.
+WAITS: Words = (
+    (0, "none", GOOD),
+    (1, "at work", NOTE),
+    (2, "overdue", WARN),
+    (3, "stuck", BAD),
+    (4, "silent", BAD),
+    (5, "apart", BAD),
+    (6, "left", BAD),
+)
 SEVERITIES: Words = tuple((name, name, _LINE_COLORS[name]) for name in ("info", "warning", "error", "critical"))
 #: What `run:ddpdebug_findings_worst:max` says.
 WORST: Words = ((0, "none", GOOD), *((i, str(name), color) for i, (name, _, color) in enumerate(SEVERITIES, 1)))

@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 from tools.dashboards import promql as q
-from tools.dashboards.parts import GOOD, RUN_STATES, WARN, Board, Panel, density, lines, listing, tile, worded
+from tools.dashboards.parts import (
+    GOOD,
+    RUN_STATES,
+    WAITS,
+    WARN,
+    Board,
+    Panel,
+    density,
+    lines,
+    listing,
+    states,
+    tile,
+    worded,
+)
 
 #: What a rank does before it waits for the others: what makes a straggler.
 _OWN = "data|forward|other"
@@ -48,8 +61,30 @@ def board() -> Board:
         "every step.",
         width=12,
     )
+    _missing(made)
     _who(made)
     return made
+
+
+def _missing(made: Board) -> None:
+    made.row("Who waits for whom")
+    missing = f"max by (missing, phase, location) ({q.chosen('run_missing:ddpdebug_missing_rank:max')})"
+    made.add(
+        states([(missing, "rank {{missing}}: {{phase}} {{location}}")], words=WAITS, missing="no rank was waited for"),
+        "Missing ranks",
+        "The ranks that others waited for, where they were, and what that came to; a bar ends when the ranks went on. "
+        "Red is a hang: the finding (HANG501 to HANG503) has the stacks.",
+    )
+    longest = q.of_run("run:ddpdebug_waiting_seconds:max")
+    waiting = f"{q.by_rank('ddpdebug_waiting_seconds')} > 0"
+    made.add(
+        lines(
+            [(q.worst(5, waiting), "rank {{rank}}"), (f"{longest} > 0", "longest")], unit="s", missing="nobody waits"
+        ),
+        "Waiting for others",
+        "For how long ranks have been waiting for others in one call: the five longest. It falls to 0 as they go on; "
+        "a line that only rises is a hang, or a very long evaluation.",
+    )
 
 
 _TABLE_TEXT = (

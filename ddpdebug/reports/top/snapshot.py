@@ -18,9 +18,10 @@ from ddpdebug.run_directory.segments import segment_paths
 from ddpdebug.schema.coverage import Coverage
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.row import Flag, Row
+from ddpdebug.schema.run_state import WaitState
 from ddpdebug.schema.step import Step
 from ddpdebug.sinks.agreement import COMPARED, dissenters
-from ddpdebug.sinks.text import culprits_text
+from ddpdebug.sinks.text import culprits_text, ranks_text
 
 _TIMEOUT = 3.0
 _MAX_BYTES = 32 << 20
@@ -61,6 +62,8 @@ class Snapshot:
     incidents: list[tuple[str, str, str]] = field(default_factory=list)  # code, severity, text; newest first
     damage: Sequence[str] = ()  # what cannot be read of the findings
     unchecked: str = ""  # what is not checked, in words
+    waiting: str = ""  # whom ranks wait for, in words
+    hangs: bool = False  # and nobody expects that to end by itself
 
     @property
     def missing(self) -> int:
@@ -124,7 +127,20 @@ def from_directory(directory: Path) -> Snapshot:
         incidents=[(finding.code, finding.severity.label, _told(finding)) for finding in findings],
         damage=damage(directory),
         unchecked=_unchecked(run.get("coverage")),
+        **_waiting(run.get("waiting")),
     )
+
+
+def _waiting(known: object) -> dict[str, Any]:
+    """Return who is waited for as `run.json` has it, or as the metrics say."""
+    if not isinstance(known, Mapping):
+        return {}
+    try:
+        state = next(each for each in WaitState if each.label == known.get("state"))
+        words = f"waiting for {ranks_text(map(int, known['ranks']))}: {state.label}"
+    except (StopIteration, KeyError, TypeError, ValueError):
+        return {}
+    return {"waiting": " · ".join(filter(None, (words, known.get("location")))), "hangs": state.is_hang}
 
 
 def _unchecked(record: object) -> str:
@@ -211,6 +227,7 @@ class _Gathered:
         self.sums: dict[tuple[int, str, str], float] = {}
         self.world, self.overhead = 0, math.nan
         self.off: set[str] = set()
+        self.waiting: dict[str, Any] = {}
 
     def take(self, name: str, labels: Mapping[str, str], value: float) -> None:
         """Take one sample of a rank."""
@@ -220,6 +237,10 @@ class _Gathered:
                 self.world = max(self.world, int(value))
             case "checks_off" if value > 0:
                 self.off.add(labels.get("part", ""))
+            case "missing_rank" if value > 0 and labels.get("missing", "").isdecimal():
+                state = next((each.label for each in WaitState if each == value), "")
+                ranks = {*self.waiting.get("ranks", ()), int(labels["missing"])}
+                self.waiting = {"state": state, "ranks": ranks, "location": labels.get("location")}
             case "overhead_ratio":
                 self.overhead = value
             case "ranks_disagreeing":
@@ -247,6 +268,7 @@ class _Gathered:
             overhead=self.overhead,
             incidents=sorted(self.incidents, key=lambda key: self.incidents[key], reverse=True),
             unchecked=f"not checked, or not in all: {', '.join(sorted(self.off))}" if self.off else "",
+            **_waiting(self.waiting),
         )
 
 

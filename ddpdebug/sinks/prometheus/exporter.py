@@ -31,7 +31,18 @@ from ddpdebug.schema.coverage import Coverage
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Row
 from ddpdebug.schema.run_state import End, RunState, end_of
-from ddpdebug.sinks import Covered, FindingRaised, Met, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
+from ddpdebug.sinks import (
+    Covered,
+    FindingRaised,
+    Met,
+    Record,
+    RunEnded,
+    RunStarted,
+    Saved,
+    StepJudged,
+    Trouble,
+    Waiting,
+)
 from ddpdebug.sinks.agreement import COMPARED, dissenters
 from ddpdebug.sinks.prometheus.discovery import target
 from ddpdebug.sinks.prometheus.exposition import OPENMETRICS, TEXT, openmetrics_of, text_of, wants_openmetrics
@@ -47,6 +58,7 @@ from ddpdebug.sinks.prometheus.metrics import (
     RankState,
     agreement_metrics,
     finding_metrics,
+    hang_metrics,
     identity_of,
     incident_metrics,
     is_about_making,
@@ -57,17 +69,17 @@ from ddpdebug.sinks.prometheus.metrics import (
     state_metrics,
 )
 from ddpdebug.sinks.prometheus.server import SHARE, SHARE_OF_ALL, App, Endpoint, Form, Page, Serving, json_app
-from ddpdebug.sinks.text import clean
+from ddpdebug.sinks.text import ENDED, clean
 
 #: Series of a rank at most, a GPU's included: before it has found anything, and with everything found.
-SERIES, SERIES_WITH_FINDINGS = 110, 160
+SERIES, SERIES_WITH_FINDINGS = 110, 165
 #: Series at most where one rank speaks for so many that it shows aggregates and a few of them; one for each rank more.
 SERIES_OF_ALL = 2500
 #: So many codes are counted apart, further ones together as `other`.
 _CODES = 35
 #: A finding that did not show again in so many steps is not current any more.
 _RECENT = 1000
-#: Seconds for which ranks that have said who takes part are believed; they say it every few seconds.
+#: Seconds for which ranks are believed that have said who takes part, or who waits; they say it every few seconds.
 _BELIEVED = 30.0
 
 
@@ -114,6 +126,7 @@ class PrometheusSink(Collector):
         self._pace = Pace()
         self._members: tuple[int, ...] = ()
         self._met, self._apart = -math.inf, 0
+        self._waiting, self._waited = Waiting(), -math.inf  # and when it was told
         self._nodes: dict[int, str] = {}
         self._peers: dict[str, set[int]] = {}  # node -> its ranks
         self._origin: tuple[tuple[float, int], frozenset[int]] | None = None  # (step, number of ranks), ranks
@@ -149,8 +162,8 @@ class PrometheusSink(Collector):
         match record:
             case StepJudged():
                 self._step(record)
-            case Met():
-                self._members, self._apart, self._met = record.members, record.apart, self._clock()
+            case Met() | Waiting():
+                self._meeting(record)
             case FindingRaised():
                 self._finding(record)
             case Trouble():
@@ -208,6 +221,13 @@ class PrometheusSink(Collector):
                 self._place(rank, place)
             case Saved(kind="detail", payload={"detail": "layers", "rank": self._rank, "value": dict(detail), **rest}):
                 self._layers.take(detail, int(rest.get("step") or 0), self._interval)
+
+    def _meeting(self, record: Met | Waiting) -> None:
+        """Take who takes part, or who waits for whom: true for a while."""
+        if isinstance(record, Met):
+            self._members, self._apart, self._met = record.members, record.apart, self._clock()
+        else:
+            self._waiting, self._waited = record, self._clock()
 
     def _step(self, record: StepJudged) -> None:
         self._last = record
@@ -320,12 +340,17 @@ class PrometheusSink(Collector):
     def _current(self, *, every: bool = False, only: int | None = None) -> Iterator[Metric]:
         own, now = str(self._rank), self._clock()
         outvoted = {what: found.copy() for what, found in self._outvoted.items()}
+        waiting = self._waiting if now - self._waited <= _BELIEVED else Waiting()
+        for rank, state in self._ranks.copy().items():
+            state.waiting = waiting.seconds.get(rank, 0.0)
         yield from run_metrics(own, self._started)
         yield from state_metrics(own, self.state, self._end, self._ended)
         if self._speaks:
             yield from finding_metrics(own, self._findings.copy())
             yield from agreement_metrics(own, outvoted, self._disagreements, self._apart)
             yield from incident_metrics(own, tuple(self._incidents))
+        if self._speaks or waiting.alone:
+            yield from hang_metrics(own, waiting)
         yield from own_metrics(own, self._errors, self._coverage, self._last, now)
         ranks = dict(sorted(self._ranks.copy().items())) if only is None else {only: self._ranks[only]}
         origin = frozenset() if self._origin is None else self._origin[1]
@@ -356,7 +381,8 @@ class PrometheusSink(Collector):
         """Choose whom to show of many ranks; called by one thread at a time."""
         self._recent.look(ranks, now)
         incidents = tuple(self._incidents)
-        ill: list[Collection[int]] = [finding.ranks for finding, _ in reversed(incidents)]
+        ill: list[Collection[int]] = [self._waiting.ranks]
+        ill += [finding.ranks for finding, _ in reversed(incidents)]
         ill += [] if self._origin is None else [self._origin[1]]
         ill += [[rank for rank, state in ranks.items() if not state.up], *outvoted.values()]
         ill += [self._recent.nonfinite.get(what, ()) for what in NONFINITE]
@@ -389,6 +415,8 @@ def _form(environ: Mapping[str, Any]) -> Form:
 def _lasts(finding: Finding, newest: int) -> bool:
     """Return whether a finding is current: what is told once, or without a step, is never told to be over."""
     seen = finding.step if finding.last_step is None else finding.last_step
+    if ENDED in finding.evidence:
+        return False
     return seen is None or finding.code in _told_once() or newest - seen <= _RECENT
 
 

@@ -26,9 +26,9 @@ from prometheus_client.core import (
 from ddpdebug.schema.coverage import Coverage, counted_off
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.row import Flag, Row
-from ddpdebug.schema.run_state import End, RunState
+from ddpdebug.schema.run_state import End, RunState, WaitState
 from ddpdebug.schema.step import Step
-from ddpdebug.sinks import RunStarted, StepJudged
+from ddpdebug.sinks import RunStarted, StepJudged, Waiting
 from ddpdebug.sinks.agreement import COMPARED
 from ddpdebug.sinks.text import clean, culprits_text
 
@@ -204,6 +204,7 @@ class RankState:
         self.newest: Row | None = None  # of any optimizer
         self.seen = 0.0
         self.up = True
+        self.waiting = 0.0  # seconds so far
         self.values = [math.nan] * len(GAUGES)
         self.bounds: tuple[float, ...] = ()
         self.buckets: list[int] = []  # one more than bounds, none before these are known
@@ -446,6 +447,17 @@ def agreement_metrics(
     )
 
 
+def hang_metrics(own: str, waiting: Waiting) -> Iterator[Metric]:
+    """Yield what the waiting of ranks comes to, and for which ranks they wait."""
+    codes = ", ".join(f"{each.value} {each.label}" for each in WaitState)
+    text = f"What it comes to that ranks wait for others: {codes}. From 3 on it is a hang."
+    yield _gauge("ddpdebug_hang_state", text, [((own,), waiting.state)])
+    text = "Ranks that others wait for, by the label missing; the value is that of ddpdebug_hang_state. Absent while 0."
+    where = clean(waiting.phase or "", 40), clean(waiting.location or "", 160)
+    ranks = (((own, str(rank), *where), waiting.state) for rank in waiting.ranks)
+    yield _gauge("ddpdebug_missing_rank", text, ranks if waiting.state else (), "missing", "phase", "location")
+
+
 def own_metrics(
     own: str, errors: int, coverage: Coverage | None, last: StepJudged | None, now: float
 ) -> Iterator[Metric]:
@@ -532,6 +544,8 @@ def rank_metrics(
     )
     text = "1 while the rank takes part in the steps; 0 once it has left."
     yield from of.gauge("ddpdebug_rank_up", text, (((rank,), float(s.up)) for rank, s in ranks), whole=True)
+    text = "Seconds for which the rank has been waiting for others where it waits now; 0 while it goes on."
+    yield from of.gauge("ddpdebug_waiting_seconds", text, (((rank,), s.waiting) for rank, s in ranks))
     yield from _row_metrics(ranks, of)
     yield from _event_metrics(ranks, of)
     yield from _time_metrics(ranks, of)

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -9,6 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+
+
+def until(path):
+    while not path.exists():
+        time.sleep(0.2)
+
 
 how, folder = sys.argv[1], Path(sys.argv[2])
 torch.set_num_threads(1)
@@ -29,6 +37,15 @@ for step in range(60 if how == "finished" else 1_000_000):
             raise ValueError("no such sample")
         if how == "nan":
             loss = loss * float("nan")
+        if how == "hangs":  # until somebody lets go of the lock
+            lock = threading.Lock()
+            lock.acquire()
+            threading.Thread(target=lambda: until(folder / "go") or lock.release(), daemon=True).start()
+            lock.acquire()
+        if how == "evaluates":
+            end = time.monotonic() + 60
+            while time.monotonic() < end:
+                model.module(torch.randn(16, 8))
     optimizer.zero_grad()
     loss.backward()
     if how == "unchecked":  # by hand: no step of an optimizer that anybody could see

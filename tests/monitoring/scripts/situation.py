@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 
 import torch
@@ -50,6 +51,14 @@ while True:
             model.module[0].weight[0, 0] += 1.0
     if step == FAULT and NAME == "killed" and rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
+    if step == FAULT and NAME == "hung" and rank == 2:
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire()  # a deadlock
+    if step == FAULT and NAME == "waiting" and rank == 2:  # an evaluation on one rank
+        with torch.no_grad():
+            while time.time() < end:
+                model.module(torch.randn(16, 32))
     if step % 20 == 0:
         ddpdebug.observe(val_loss=loss.detach())
     time.sleep(0.2)

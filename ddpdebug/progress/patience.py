@@ -1,0 +1,36 @@
+"""How long ranks are waited for that are at work, and from when on that is too long. Torch-free, no clock."""
+
+from __future__ import annotations
+
+
+class Patience:
+    """The waits of a run for ranks at work: one is too long that is far longer than all that have ended well.
+
+    Args:
+        least: seconds that are never too long.
+        factor: so many times the longest wait that has ended well.
+    """
+
+    def __init__(self, least: float = 60.0, factor: float = 10.0) -> None:
+        self._least, self._factor = least, factor
+        self.longest = 0.0  # seconds, of those that have ended well
+        self._now = 0.0  # of the one that lasts
+
+    def waits(self, seconds: float) -> None:
+        """Take the wait that lasts; one that is shorter than before is another one."""
+        if seconds < self._now:
+            self.ended()
+        self._now = seconds
+
+    def ended(self) -> None:
+        """Take note that the ranks have gone on."""
+        self.longest, self._now = max(self.longest, self._now), 0.0
+
+    def broken(self) -> None:
+        """Forget the wait that lasts: the rank is not at work any more, or has left."""
+        self._now = 0.0
+
+    @property
+    def limit(self) -> float:
+        """The seconds from which on a wait is too long."""
+        return max(self._least, self._factor * self.longest)
