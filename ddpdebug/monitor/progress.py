@@ -20,7 +20,7 @@ from typing import Any
 
 from ddpdebug.detectors.fail.rules import is_victims
 from ddpdebug.disk import Disk
-from ddpdebug.progress import black_box, kernel
+from ddpdebug.progress import black_box, foreign_stack, frames, kernel
 from ddpdebug.progress.waits import Seen, judge, where
 from ddpdebug.progress.watcher import Watcher
 from ddpdebug.run_directory.reader import RANKS
@@ -139,7 +139,7 @@ class ProgressWatch:
         if self.box is None and not self._boxless:
             self._open_box()
         if self.box is not None:
-            self.box.beat(to_json(own))
+            self.box.beat({**to_json(own), "build": foreign_stack.BUILD, "thread": self._watcher.address()})
         return own, now
 
     def _open_box(self) -> None:
@@ -147,6 +147,7 @@ class ProgressWatch:
         if home is None:
             return
         self._boxless = True
+        foreign_stack.permit()
         try:
             self.box = black_box.BlackBox(_box_of(home, self.rank), self._disk)
         except OSError as error:
@@ -207,7 +208,9 @@ class ProgressWatch:
         runs = shown.moved_since(before, now - when) if now - when >= 1.0 else shown.state == "R"
         if now - when >= 2.0:
             self._kernels[rank] = shown, now
-        return Seen(progress=progress, silent=silent, runs=runs, kernel=shown.words())
+        found = Seen(progress=progress, silent=silent, runs=runs, kernel=shown.words())
+        place = _place_now(box, shown)
+        return found if place is None or progress is None else replace(found, progress=_at(progress, place), now=True)
 
     # --- the ranks can no longer talk ---------------------------------------------------------------------------------
 
@@ -318,6 +321,19 @@ class ProgressWatch:
             who = ", ".join(f"rank {rank} {text}" for rank, text in found.where.items())
             waiting = "; ".join(f"rank {ranks} in {text}" for ranks, text in found.waits.items())
             self._line(f"ranks wait ({waiting}) for others at work: {who}")
+
+
+def _place_now(box: black_box.Recorded, shown: kernel.Kernel) -> frames.At | None:
+    """Return where the thread of a silent process is, read from its memory; None where that cannot be had."""
+    if shown.state == "D" or box.look.get("build") != foreign_stack.BUILD:
+        return None  # to read the memory of one in uninterruptible I/O may wait for the same
+    state = box.look.get("thread")
+    places = foreign_stack.read(box.pid, state) if isinstance(state, int) else []
+    return frames.of_places(places) if places else None
+
+
+def _at(progress: RankProgress, at: frames.At) -> RankProgress:
+    return replace(progress, place=at.place, function=at.function, does=at.does, stack=at.stack)
 
 
 def _box_of(home: Path, rank: int) -> Path:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import linecache
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from types import FrameType
 
 from ddpdebug.isolation.user_code import is_user_file, location
+from ddpdebug.progress.foreign_stack import Place
 
 _MOST_FRAMES = 40
 _MOST_CALL = 80
@@ -115,6 +116,22 @@ def look(frame: FrameType | None) -> At:
         return At(phase=phase, kind=kind, stack=stack)
     place = location(users.f_code.co_filename, users.f_lineno)
     return At(phase=phase, place=place, function=users.f_code.co_name, does=does, kind=kind, stack=stack)
+
+
+def of_places(places: Sequence[Place]) -> At:
+    """Return where a thread of another process is, by its frames, innermost first; its phase and kind stay unknown."""
+    frames = [place for place in places if "/ddpdebug/" not in place.file]
+    users = next((place for place in frames if is_user_file(place.file)), None)
+    stack = tuple(f"{location(place.file, place.line)} ({place.function})" for place in frames[:_MOST_FRAMES])
+    if users is None:
+        return At(stack=stack)
+    line = linecache.getline(users.file, users.line)
+    does = line.strip()
+    if users.columns is not None:
+        start, stop = users.columns
+        does = line.encode("utf-8", "replace")[start:stop].decode("utf-8", "replace").strip() or does
+    place = location(users.file, users.line)
+    return At(place=place, function=users.function, does=does[:_MOST_CALL], stack=stack)
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ddpdebug.progress import frames, kernel
+from ddpdebug.progress import foreign_stack, frames, kernel
 from ddpdebug.progress.waits import WAIT_SECONDS
 from ddpdebug.schema.progress import Call, RankProgress
 
@@ -128,6 +128,10 @@ class Watcher:
             kernel=shown,
             stack=at.stack,
         )
+
+    def address(self) -> int:
+        """Return where the thread's state lies in memory, so that its stack can be read from outside."""
+        return foreign_stack.thread_state(self._thread())
 
     # --- does anything move -------------------------------------------------------------------------------------------
 
