@@ -4,14 +4,17 @@ Three ways in, all in the background thread:
 
 - `tick`: the ranks talk. Who waits says so, the others answer with their own looks, and the lowest of them judges;
 - `unanswered`: a gather does not end, because the interpreter of some rank does not run. The ranks of a host read each
-  other's black boxes then, and what the kernel shows of a process that gives no sign;
+  other's black boxes then, and what the kernel shows of a process that gives no sign; of other hosts they hear through
+  the job's store, where the lowest rank of each tells of those beside it;
 - `lost`: the ranks can no longer talk, because one has gone. A thread goes on in the same way until the job ends.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -20,8 +23,9 @@ from typing import Any
 
 from ddpdebug.detectors.fail.rules import is_victims
 from ddpdebug.disk import Disk
+from ddpdebug.exchange.beats import Beats
 from ddpdebug.progress import black_box, foreign_stack, frames, kernel
-from ddpdebug.progress.waits import Seen, judge, where
+from ddpdebug.progress.waits import RUNNING_SECONDS, Seen, judge, where
 from ddpdebug.progress.watcher import Watcher
 from ddpdebug.run_directory.reader import RANKS
 from ddpdebug.schema.announcements import Announcement, Hang, HangOver
@@ -39,6 +43,8 @@ _BUSY_SECONDS, _BUSY_FACTOR = 60.0, 10.0
 #: A line for whoever asks what all wait for.
 _LINE_SECONDS = 10.0
 _LOST_SECONDS = 0.5
+#: Of a look that goes through the store: frames, and collectives.
+_BEAT_FRAMES, _BEAT_CALLS, _BEAT_BYTES = 8, 8, 64 << 10
 
 
 class ProgressWatch:
@@ -52,6 +58,8 @@ class ProgressWatch:
         stand_in: called once as this rank has something to say in the place of rank 0.
         line: takes a line for people.
         off: takes what keeps a part from working.
+        beats: by way of the job's store.
+        hosts_store: whether that lives in the process of rank 0.
     """
 
     def __init__(  # noqa: PLR0913 - what it depends on
@@ -68,11 +76,14 @@ class ProgressWatch:
         stand_in: Callable[[], object],
         line: Callable[[str], object],
         off: Callable[[str, str], object],
+        beats: Beats | None = None,
+        hosts_store: bool = False,
     ) -> None:
         self.rank, self.world = rank, world
         self._watcher, self._disk, self._folder = watcher, disk, folder
         self._say, self._announce, self._feed = say, announce, feed
         self._stand_in, self._line, self._off = stand_in, line, off
+        self._beats, self._hosts_store, self._beat = beats, hosts_store, 0
         self.box: black_box.BlackBox | None = None
         self._boxless = False
         self._members: tuple[int, ...] = tuple(range(world))
@@ -171,13 +182,76 @@ class ProgressWatch:
         """Look while a gather has been waited for so long."""
         _, now = self._look()
         if seconds >= _UNANSWERED_SECONDS:
-            self._judge_by_boxes(now)
+            self._judge_by_boxes(now, seconds)
 
-    def _judge_by_boxes(self, now: float) -> None:
+    def _judge_by_boxes(self, now: float, seconds: float = 0.0) -> None:
+        """Judge by what is seen without a gather, where no lower rank can.
+
+        Args:
+            seconds: for which the ranks have not answered; without them, other hosts are not heard.
+        """
         seen, here = self._seen_from_outside(now)
         answering = [rank for rank, one in seen.items() if rank in here and not (one.silent or one.left)]
-        if min(answering, default=self.rank) == self.rank:
+        speaks = min(answering, default=self.rank) == self.rank
+        elsewhere = [rank for rank in self._members if rank not in here]
+        if elsewhere and seconds and self._beats is not None:
+            self._hear_beats(seen, here, elsewhere, seconds, now, speaks=speaks)
+            lower = [rank for rank in elsewhere if rank < self.rank and not (seen[rank].silent or seen[rank].left)]
+            speaks &= not lower
+        if speaks:
             self._conclude(judge(seen), now, alone=True)
+
+    def _hear_beats(
+        self,
+        seen: dict[int, Seen],
+        here: set[int],
+        elsewhere: list[int],
+        seconds: float,
+        now: float,
+        *,
+        speaks: bool,
+    ) -> None:
+        """Tell other hosts of this rank, and add what is heard of theirs."""
+        beats = self._beats
+        assert beats is not None
+        near = {rank: one for rank, one in seen.items() if rank in here and (one.silent or one.left)} if speaks else {}
+        heard = beats.heard()
+        fresh = [rank for rank, one in heard.items() if one.lives and now - one.since < _SIGN_SECONDS]
+        lower = [rank for rank in elsewhere if rank < self.rank]
+        if not speaks:
+            asked: list[int] = []
+        elif any(rank in fresh for rank in lower):
+            asked = [min(rank for rank in lower if rank in fresh)]  # that one judges
+        else:
+            asked = lower if lower and seconds < _SIGN_SECONDS else elsewhere
+        self._beat += 1
+        beats.keep(_beat_of(self._beat, self._looks[self.rank][0], near), asked)
+        if beats.is_over or not speaks:
+            return
+        if (silent := beats.unanswered()) >= _SIGN_SECONDS:
+            if self._hosts_store and 0 in elsewhere:
+                seen[0] = replace(seen[0], silent=silent, runs=True)
+            return
+        for rank in elsewhere:
+            if rank in asked and rank in heard:
+                one = heard[rank]
+                unchanged = now - one.since
+                since = unchanged if one.lives or unchanged < _SIGN_SECONDS else seconds
+                self._hear_beat(seen, rank, one.value, since)
+            elif rank in asked and seconds >= RUNNING_SECONDS and not (seen[rank].kernel or seen[rank].left):
+                seen[rank] = Seen(progress=self._looks.get(rank, (None,))[0], silent=seconds, runs=True)
+
+    def _hear_beat(self, seen: dict[int, Seen], rank: int, value: bytes, since: float) -> None:
+        """Add what a rank of another host says of itself, and of those beside it."""
+        look, near = _read_beat(value)
+        if since >= _SIGN_SECONDS:
+            if rank not in self._left and not seen[rank].kernel:  # what the rank beside it says is more
+                seen[rank] = Seen(progress=look, silent=since, runs=True)
+            return
+        seen[rank] = Seen(progress=look)
+        for other, one in near.items():
+            if other in seen and other != self.rank:
+                seen[other] = one
 
     def _seen_from_outside(self, now: float) -> tuple[dict[int, Seen], set[int]]:
         """Return what is known of all ranks by their black boxes and the kernel, and which ranks run on this host."""
@@ -240,6 +314,8 @@ class ProgressWatch:
     def close(self, reason: str) -> None:
         """End the watch; where this rank ends because another one has gone, say so first."""
         self._stop.set()
+        if self._beats is not None:
+            self._beats.close()
         if self._thread is not None:
             self._thread.join(1.0)
         if self._lost and is_victims(reason):
@@ -290,7 +366,7 @@ class ProgressWatch:
         self._number += 1
         found = replace(found, judge=self.rank, number=self._number)
         self._hang = found, now - found.waited
-        if 0 in found.ranks and (found.kind == "silent" or alone) and not self._speaks:
+        if (alone or (0 in found.ranks and found.kind == "silent")) and not self._speaks:
             self._speaks = True
             self._stand_in()
         if alone:
@@ -321,6 +397,47 @@ class ProgressWatch:
             who = ", ".join(f"rank {rank} {text}" for rank, text in found.where.items())
             waiting = "; ".join(f"rank {ranks} in {text}" for ranks, text in found.waits.items())
             self._line(f"ranks wait ({waiting}) for others at work: {who}")
+
+
+def _beat_of(number: int, look: RankProgress, near: Mapping[int, Seen]) -> bytes:
+    """Return what a rank says of itself and of the silent ones beside it, short; `number` makes it another each time."""
+    told = {
+        str(rank): {
+            "look": None if one.progress is None else _short(one.progress),
+            "kernel": one.kernel,
+            "silent": one.silent,
+            "runs": one.runs,
+            "left": one.left,
+            "left_for": one.left_for,
+            "now": one.now,
+        }
+        for rank, one in near.items()
+    }
+    return zlib.compress(json.dumps([number, _short(look), told]).encode(), 1)
+
+
+def _short(look: RankProgress) -> Any:
+    return to_json(replace(look, stack=look.stack[:_BEAT_FRAMES], recent=look.recent[-_BEAT_CALLS:]))
+
+
+def _read_beat(value: bytes) -> tuple[RankProgress | None, dict[int, Seen]]:
+    """Return what a rank says of itself and of those beside it; nothing of what cannot be read."""
+    near: dict[int, Seen] = {}
+    try:
+        _, look, told = json.loads(zlib.decompressobj().decompress(value, _BEAT_BYTES))
+        for rank, one in told.items():
+            near[int(rank)] = Seen(
+                progress=from_json(RankProgress, one["look"]),
+                silent=float(one["silent"]),
+                runs=bool(one["runs"]),
+                kernel=str(one["kernel"]),
+                now=bool(one["now"]),
+                left=str(one["left"]),
+                left_for=float(one["left_for"]),
+            )
+    except (zlib.error, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None, {}
+    return from_json(RankProgress, look), near
 
 
 def _place_now(box: black_box.Recorded, shown: kernel.Kernel) -> frames.At | None:

@@ -94,7 +94,7 @@ class _Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
-    """Distances in bytes: in a thread's state to its frame (before 3.13 by way of another place), in frames, in code."""
+    """Distances in bytes: in a thread's state to its frame (before 3.13 by way of another place), in frames, code."""
 
     current: tuple[int, ...]
     code: int

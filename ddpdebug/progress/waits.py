@@ -266,6 +266,8 @@ def where(one: Seen) -> str:
         parts.append(one.left)
     if one.silent:
         parts.append(f"no sign of life for {one.silent:.0f} s")
+    if one.silent and not one.kernel:
+        parts.append("it runs on another host, and why it is silent is not known")
     if one.kernel:
         parts.append(f"the kernel shows it {one.kernel}")
     if known is not None:

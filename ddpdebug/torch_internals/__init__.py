@@ -214,8 +214,11 @@ class GlooGroup:
             try:
                 work.wait(self.SLICE)
             except RuntimeError:
-                if work.is_completed() or time.monotonic() - started > self._timeout.total_seconds():
+                if time.monotonic() - started > self._timeout.total_seconds():
                     raise
+                if work.is_completed():  # it has failed, or came to its end a moment after this wait did
+                    work.wait(self.SLICE)
+                    return
                 unanswered(time.monotonic() - started)
             else:
                 return
