@@ -160,7 +160,7 @@ class ProgressWatch:
         self._boxless = True
         foreign_stack.permit()
         try:
-            self.box = black_box.BlackBox(_box_of(home, self.rank), self._disk)
+            self.box = black_box.make(_box_of(home, self.rank), self._disk)
         except OSError as error:
             self._off("black box", f"what this rank did last will not survive it: {error}")
 
@@ -269,6 +269,8 @@ class ProgressWatch:
         if shown is None or shown.is_gone:
             known = None if shown is None else shown.ended_by
             reason = "there is no process any more" if known is None else kernel.ending(known)
+            if rank not in self._left and (home := self._folder()) is not None:
+                black_box.keep(_box_of(home, rank), self._disk)
             if rank not in self._left or self._left[rank][0] == "there is no process any more":
                 self._left[rank] = f"it has gone: {reason}", self._left.get(rank, ("", now))[1]
         if rank in self._left:
@@ -400,7 +402,7 @@ class ProgressWatch:
 
 
 def _beat_of(number: int, look: RankProgress, near: Mapping[int, Seen]) -> bytes:
-    """Return what a rank says of itself and of the silent ones beside it, short; `number` makes it another each time."""
+    """Return what a rank says of itself and of the silent ones beside it; `number` makes it another each time."""
     told = {
         str(rank): {
             "look": None if one.progress is None else _short(one.progress),
