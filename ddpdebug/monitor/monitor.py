@@ -406,7 +406,7 @@ class Monitor:
             self.rank,
             internals.Collectives(),
             members=internals.members_of_groups,
-            thread=lambda: threads.ident or threading.main_thread().ident or 0,
+            thread=threads.watched,
             step=state.next_step,
             workers=self.probes.loaders.workers,
         )

@@ -20,6 +20,8 @@ from ddpdebug.schema.progress import Call, RankProgress
 
 #: Share of a core below which a process does nothing: its threads that only wake up now and then use less.
 _IDLE_SHARE = 0.05
+#: Kinds of thing that another thread of the process may let go.
+_JOINS = frozenset({"lock", "queue"})
 #: Times a second that data wakes a thread which reads from the network or a pipe.
 _WAKES_PER_SECOND = 2.0
 
@@ -52,6 +54,8 @@ class _Usage:
     time: float
     cpu: float
     others: float  # processor time of its children
+    disk: int  # bytes, without those of this thread
+    wakes: int  # of the threads that the training thread may wait for
     thread: kernel.Kernel | None
 
 
@@ -103,7 +107,7 @@ class Watcher:
         shown = workers = ""
         if same >= WAIT_SECONDS:
             native = _native(ident)
-            usage = self._used(now, native)
+            usage = self._used(now, native, _wakes_beside(ident) if at.kind in _JOINS else 0)
             self._note_movement(usage, at.kind)
             waits, recent = self._waits(counts, at)
             shown = "" if usage.thread is None else usage.thread.words()
@@ -135,9 +139,11 @@ class Watcher:
 
     # --- does anything move -------------------------------------------------------------------------------------------
 
-    def _used(self, now: float, native: int) -> _Usage:
+    def _used(self, now: float, native: int, wakes: int) -> _Usage:
         others = kernel.cpu_of({*self._workers(), *kernel.children()})
-        return _Usage(now, time.process_time() - time.thread_time(), others, kernel.thread(native))
+        disk = kernel.disk_beside(threading.get_native_id())
+        cpu = time.process_time() - time.thread_time()
+        return _Usage(now, cpu, others, disk, wakes, kernel.thread(native))
 
     def _note_movement(self, usage: _Usage, kind: str) -> None:
         """Compare with what was used a while ago: processor time, a place in the queue for it, storage, data."""
@@ -150,6 +156,7 @@ class Watcher:
             return
         self._usage = usage
         moved = usage.cpu - before.cpu + usage.others - before.others > _IDLE_SHARE * seconds
+        moved |= usage.disk != before.disk or usage.wakes - before.wakes > _WAKES_PER_SECOND * seconds
         if usage.thread is not None and before.thread is not None:
             moved |= usage.thread.moved_since(before.thread, seconds, share=_IDLE_SHARE)
             if kind in {"socket", "file"}:
@@ -197,6 +204,16 @@ class Watcher:
             ranks=members.get(one.group, ()),
             point_to_point=one.point_to_point,
         )
+
+
+def _wakes_beside(ident: int) -> int:
+    """Return how often the threads went to sleep that the training thread may wait for: of a pool, or one it joins.
+
+    What only keeps it company (a logger, a heartbeat) is a daemon.
+    """
+    others = [t.native_id for t in threading.enumerate() if not t.daemon and t.ident != ident]
+    shown = [kernel.thread(native) for native in others if native is not None]
+    return sum(one.wakes for one in shown if one is not None)
 
 
 def _operation(at: frames.At) -> str:
