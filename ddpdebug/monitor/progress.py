@@ -6,7 +6,7 @@ Three ways in, all in the background thread:
 - `unanswered`: a gather does not end, because the interpreter of some rank does not run. The ranks of a host read each
   other's black boxes then, and what the kernel shows of a process that gives no sign; of other hosts they hear through
   the job's store, where the lowest rank of each tells of those beside it;
-- `lost`: the ranks can no longer talk, because one has gone. A thread goes on in the same way until the job ends.
+- `lost`: the ranks can no longer talk, because one has gone. A thread goes on in the same way for some minutes.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from ddpdebug.schema.wire import from_json, to_json
 
 #: How long looks are told after somebody has said that it waits, and how often.
 _TELL_SECONDS, _EVERY_SECONDS = 3.0, 0.4
+#: A look costs a quarter of a millisecond of processor time, two while the rank waits: there are no more than this.
+_LOOK_SECONDS = 0.25
 #: A look that is older says nothing of now.
 _STALE_SECONDS = 4.0
 #: How long a gather is waited for before the others' black boxes are read, and how old a sign of life may be.
@@ -42,7 +44,8 @@ _UNANSWERED_SECONDS, _SIGN_SECONDS = 2.5, 4.0
 _BUSY_SECONDS, _BUSY_FACTOR = 60.0, 10.0
 #: A line for whoever asks what all wait for.
 _LINE_SECONDS = 10.0
-_LOST_SECONDS = 0.5
+#: How often, and for how long, is looked at those that are left once the ranks can no longer talk.
+_LOST_SECONDS, _LOST_LIMIT_SECONDS = 0.5, 600.0
 #: Of a look that goes through the store: frames, and collectives.
 _BEAT_FRAMES, _BEAT_CALLS, _BEAT_BYTES = 8, 8, 64 << 10
 
@@ -145,6 +148,10 @@ class ProgressWatch:
         return announcement.judge == self.rank and announcement.number in self._fed
 
     def _look(self) -> tuple[RankProgress, float]:
+        own, looked = self._looks.get(self.rank, (None, 0.0))
+        now = time.monotonic()
+        if own is not None and now - looked < _LOOK_SECONDS:
+            return own, now
         own, now = self._watcher.look(), time.monotonic()
         self._looks[self.rank] = own, now
         if self.box is None and not self._boxless:
@@ -291,14 +298,15 @@ class ProgressWatch:
     # --- the ranks can no longer talk ---------------------------------------------------------------------------------
 
     def lost(self) -> None:
-        """Go on in a thread of its own, because the one that has called is about to end."""
+        """Go on for some minutes in a thread of its own, because the one that has called is about to end."""
         self._lost = True
         with suppress(RuntimeError):  # the process may have no more threads
             self._thread = threading.Thread(target=self._go_on, name="ddpdebug-progress", daemon=True)
             self._thread.start()
 
     def _go_on(self) -> None:
-        while not self._stop.is_set():
+        until = time.monotonic() + _LOST_LIMIT_SECONDS
+        while not self._stop.is_set() and time.monotonic() < until:
             with suppress(Exception):  # nothing of this may reach the job, and there is nobody left to tell
                 _, now = self._look()
                 self._note_killed(now)
@@ -319,7 +327,7 @@ class ProgressWatch:
         if self._beats is not None:
             self._beats.close()
         if self._thread is not None:
-            self._thread.join(1.0)
+            self._thread.join(0.3)
         if self._lost and is_victims(reason):
             now = time.monotonic()
             seen, here = self._seen_from_outside(now)

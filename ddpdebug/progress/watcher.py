@@ -88,6 +88,7 @@ class Watcher:
         self._signature: object = None
         self._since = self._moved = time.monotonic()
         self._usage: _Usage | None = None
+        self._main = 0
         self._known: tuple[object, tuple[Call, ...], tuple[Call, ...]] = None, (), ()
 
     def look(self) -> RankProgress:
@@ -135,7 +136,11 @@ class Watcher:
 
     def address(self) -> int:
         """Return where the thread's state lies in memory, so that its stack can be read from outside."""
-        return foreign_stack.thread_state(self._thread())
+        ident, main = self._thread(), threading.main_thread().ident
+        if ident != main:  # its number and its memory may be another thread's by now
+            return foreign_stack.thread_state(ident)
+        self._main = self._main or foreign_stack.thread_state(ident)
+        return self._main
 
     # --- does anything move -------------------------------------------------------------------------------------------
 

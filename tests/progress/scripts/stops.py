@@ -194,6 +194,9 @@ def stop(rank, groups, model):  # noqa: C901, PLR0911, PLR0912, PLR0915
         raise KeyError("no such sample")  # stops
     elif KIND == "os_exit" and here:
         os._exit(3)  # stops
+    elif KIND == "os_exit_all":
+        time.sleep(SECONDS * rank)
+        os._exit(0)
     elif KIND == "works" and here:
         work(SECONDS)
     elif KIND == "writes" and here:
