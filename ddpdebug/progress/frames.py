@@ -61,7 +61,7 @@ _CALLS = (
     (re.compile(r"\b(acquire|Lock|with .*[lL]ock)\b"), "lock"),
     (re.compile(r"\bsleep\b"), "sleep"),
     (re.compile(r"\b(recv|recv_into|recvfrom|accept|connect|sendall|urlopen|getaddrinfo)\b"), "socket"),
-    (re.compile(r"\b(input|stdin)\b"), "input"),
+    (re.compile(r"\binput\(|\bstdin\b"), "input"),
     (re.compile(r"\bbreakpoint\b"), "debugger"),
     (re.compile(r"\b(waitpid|wait3|wait4|system|communicate)\b"), "process"),
     (re.compile(r"\b(open|read|readline|readlines|readinto|write|fsync|flock|lockf|poll|select)\b"), "file"),
