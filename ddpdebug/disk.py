@@ -269,6 +269,11 @@ class Volumes:
         return self._in_memory[device]
 
 
+def kind_of(path: Path) -> str:
+    """Return the kind of file system that a path lies in, "ext4" or "nfs4"; empty where that is not known."""
+    return _kind_of(path.stat().st_dev)
+
+
 def _kind_of(device: int) -> str:
     place = f"{os.major(device)}:{os.minor(device)}"
     with suppress(OSError, IndexError):

@@ -26,6 +26,7 @@ from ddpdebug.diagnosis.engine import Diagnosis
 from ddpdebug.diagnosis.reporter import Reporter, key_of, unravel, utc
 from ddpdebug.disk import Disk, mode_of
 from ddpdebug.errors import FindingError, StopRun, text_of
+from ddpdebug.exchange.beats import Beats
 from ddpdebug.exchange.meeting import RollCall, Waiting
 from ddpdebug.exchange.step_assembler import Assembler, fault_of
 from ddpdebug.exchange.step_vote import NumericGuard
@@ -409,7 +410,7 @@ class Monitor:
             self.rank,
             internals.Collectives(),
             members=internals.members_of_groups,
-            thread=lambda: threads.ident or threading.main_thread().ident or 0,
+            thread=threads.watched,
             step=state.next_step,
             workers=self.probes.loaders.workers,
             notes=self.probes.collectives,
@@ -426,7 +427,12 @@ class Monitor:
             stand_in=self._stand_in,
             tell=self._write,
             off=self._back.tell,
+            beats=Beats(internals.private_store, self._beats_prefix, self.rank),
+            hosts_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         )
+
+    def _beats_prefix(self) -> str:
+        return f"ddpdebug/{self._number}/{'' if self._roll is None else self._roll.token}"
 
     # --- meeting the other ranks, in the background thread ------------------------------------------------------------
 

@@ -4,14 +4,17 @@ Three ways in, all in the background thread:
 
 - `tick`: the ranks talk. Who waits says so, the others answer with their own looks, and the lowest of them judges;
 - `unanswered`: a gather does not end, because the interpreter of some rank does not run. The ranks of a host read each
-  other's black boxes then, and what the kernel shows of a process that gives no sign;
-- `lost`: the ranks can no longer talk, because one has gone. A thread goes on in the same way until the job ends.
+  other's black boxes then, and what the kernel shows of a process that gives no sign; of other hosts they hear through
+  the job's store, where the lowest rank of each tells of those beside it;
+- `lost`: the ranks can no longer talk, because one has gone. A thread goes on in the same way for some minutes.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -21,10 +24,11 @@ from typing import Any
 
 from ddpdebug.detectors.fail.rules import is_victims
 from ddpdebug.disk import Disk
-from ddpdebug.progress import black_box, kernel
+from ddpdebug.exchange.beats import Beats
+from ddpdebug.progress import black_box, foreign_stack, frames, kernel
 from ddpdebug.progress.apart import data_ended, parted
 from ddpdebug.progress.patience import Patience
-from ddpdebug.progress.waits import Seen, judge, mismatch, place_of, where
+from ddpdebug.progress.waits import RUNNING_SECONDS, Seen, judge, mismatch, place_of, where
 from ddpdebug.progress.watcher import Watcher
 from ddpdebug.run_directory.reader import RANKS
 from ddpdebug.schema.announcements import Announcement, End, Failure, Hang, HangOver
@@ -34,10 +38,10 @@ from ddpdebug.schema.wire import from_json, to_json
 from ddpdebug.sinks import Waiting
 from ddpdebug.sinks.text import ranks_text
 
-#: How often this rank looks at most.
-_LOOK_SECONDS = 0.4
 #: How long looks are told after somebody has said that it waits, and how often.
 _TELL_SECONDS, _EVERY_SECONDS = 3.0, 0.4
+#: A look costs a quarter of a millisecond of processor time, two while the rank waits: there are no more than this.
+_LOOK_SECONDS = 0.4
 #: A look that is older says nothing of now.
 _STALE_SECONDS = 4.0
 #: How long a gather is waited for before the others' black boxes are read, and how old a sign of life may be.
@@ -48,7 +52,6 @@ _LINE_SECONDS = 10.0
 _WAITING_SECONDS = 2.0
 #: So many ranks that are waited for are named in what sinks get.
 _MOST_NAMED = 8
-_LOST_SECONDS = 0.5
 _STATES = {
     "busy": WaitState.OVERDUE,
     "stuck": WaitState.STUCK,
@@ -60,6 +63,10 @@ _STATES = {
 _REQUESTS = ("SIGTERM", "SIGINT", "SIGHUP")
 #: The notes of so many other ranks are compared.
 _MOST_COMPARED = 16
+#: How often, and for how long, is looked at those that are left once the ranks can no longer talk.
+_LOST_SECONDS, _LOST_LIMIT_SECONDS = 0.5, 600.0
+#: Of a look that goes through the store: frames, and collectives.
+_BEAT_FRAMES, _BEAT_CALLS, _BEAT_BYTES = 8, 8, 64 << 10
 
 
 class ProgressWatch:
@@ -75,6 +82,8 @@ class ProgressWatch:
         off: takes what keeps a part from working.
         patience: from when on ranks at work are waited for too long.
         line_seconds: after which people are told of a rank at work that others wait for.
+        beats: by way of the job's store.
+        hosts_store: whether that lives in the process of rank 0.
     """
 
     def __init__(  # noqa: PLR0913 - what it depends on
@@ -93,11 +102,14 @@ class ProgressWatch:
         off: Callable[[str, str], object],
         patience: Patience | None = None,
         line_seconds: float = _LINE_SECONDS,
+        beats: Beats | None = None,
+        hosts_store: bool = False,
     ) -> None:
         self.rank, self.world = rank, world
         self._watcher, self._disk, self._folder = watcher, disk, folder
         self._say, self._announce, self._feed = say, announce, feed
         self._stand_in, self._tell, self._off = stand_in, tell, off
+        self._beats, self._hosts_store, self._beat = beats, hosts_store, 0
         self._began = time.monotonic()
         self.box: black_box.BlackBox | None = None
         self._boxless = False
@@ -106,7 +118,7 @@ class ProgressWatch:
         self._left: dict[int, tuple[str, float]] = {}
         self._failures: dict[int, Failure] = {}
         self._kernels: dict[int, tuple[kernel.Kernel, float]] = {}
-        self._looked = self._tell_until = self._told = 0.0
+        self._tell_until = self._told = 0.0
         self._hang: tuple[Hang, float] | None = None  # that is open, and when it has begun
         self._alone: list[Hang] = []  # judged while the others could not hear it
         self._fed: set[int] = set()  # numbers of these
@@ -130,7 +142,7 @@ class ProgressWatch:
         for hang in self._alone:
             self._announce(hang)  # the others hear of it now; this rank has
         self._alone.clear()
-        if time.monotonic() - self._looked < _LOOK_SECONDS:
+        if time.monotonic() - self._looks.get(self.rank, (None, 0.0))[1] < _LOOK_SECONDS:
             return  # short steps make many ticks
         own, now = self._look()
         if own.waiting:
@@ -178,13 +190,16 @@ class ProgressWatch:
         return announcement.judge == self.rank and announcement.number in self._fed
 
     def _look(self) -> tuple[RankProgress, float]:
+        own, looked = self._looks.get(self.rank, (None, 0.0))
+        now = time.monotonic()
+        if own is not None and now - looked < _LOOK_SECONDS:
+            return own, now
         own, now = self._watcher.look(), time.monotonic()
-        self._looked = now
         self._looks[self.rank] = own, now
         if self.box is None and not self._boxless:
             self._open_box()
         if self.box is not None:
-            self.box.beat(to_json(own))
+            self.box.beat({**to_json(own), "build": foreign_stack.BUILD, "thread": self._watcher.address()})
         return own, now
 
     def _open_box(self) -> None:
@@ -193,7 +208,7 @@ class ProgressWatch:
             return
         self._boxless = True
         try:
-            self.box = black_box.BlackBox(_box_of(home, self.rank), self._disk)
+            self.box = black_box.make(_box_of(home, self.rank), self._disk)
             self._watcher.notes.write_to(self.box.note)
         except OSError as error:
             self._off("black box", f"what this rank did last will not survive it: {error}")
@@ -220,14 +235,77 @@ class ProgressWatch:
         """Look while a gather has been waited for so long."""
         _, now = self._look()
         if seconds >= _UNANSWERED_SECONDS:
-            self._judge_by_boxes(now)
+            self._judge_by_boxes(now, seconds)
         self._tell_waiting(now)
 
-    def _judge_by_boxes(self, now: float) -> None:
+    def _judge_by_boxes(self, now: float, seconds: float = 0.0) -> None:
+        """Judge by what is seen without a gather, where no lower rank can.
+
+        Args:
+            seconds: for which the ranks have not answered; without them, other hosts are not heard.
+        """
         seen, here = self._seen_from_outside(now)
         answering = [rank for rank, one in seen.items() if rank in here and not (one.silent or one.left)]
-        if min(answering, default=self.rank) == self.rank:
+        speaks = min(answering, default=self.rank) == self.rank
+        elsewhere = [rank for rank in self._members if rank not in here]
+        if elsewhere and seconds and self._beats is not None:
+            self._hear_beats(seen, here, elsewhere, seconds, now, speaks=speaks)
+            lower = [rank for rank in elsewhere if rank < self.rank and not (seen[rank].silent or seen[rank].left)]
+            speaks &= not lower
+        if speaks:
             self._conclude(self._explained(judge(seen), seen), now, alone=True)
+
+    def _hear_beats(
+        self,
+        seen: dict[int, Seen],
+        here: set[int],
+        elsewhere: list[int],
+        seconds: float,
+        now: float,
+        *,
+        speaks: bool,
+    ) -> None:
+        """Tell other hosts of this rank, and add what is heard of theirs."""
+        beats = self._beats
+        assert beats is not None
+        near = {rank: one for rank, one in seen.items() if rank in here and (one.silent or one.left)} if speaks else {}
+        heard = beats.heard()
+        fresh = [rank for rank, one in heard.items() if one.lives and now - one.since < _SIGN_SECONDS]
+        lower = [rank for rank in elsewhere if rank < self.rank]
+        if not speaks:
+            asked: list[int] = []
+        elif any(rank in fresh for rank in lower):
+            asked = [min(rank for rank in lower if rank in fresh)]  # that one judges
+        else:
+            asked = lower if lower and seconds < _SIGN_SECONDS else elsewhere
+        self._beat += 1
+        beats.keep(_beat_of(self._beat, self._looks[self.rank][0], near), asked)
+        if beats.is_over or not speaks:
+            return
+        if (silent := beats.unanswered()) >= _SIGN_SECONDS:
+            if self._hosts_store and 0 in elsewhere:
+                seen[0] = replace(seen[0], silent=silent, runs=True)
+            return
+        for rank in elsewhere:
+            if rank in asked and rank in heard:
+                one = heard[rank]
+                unchanged = now - one.since
+                since = unchanged if one.lives or unchanged < _SIGN_SECONDS else seconds
+                self._hear_beat(seen, rank, one.value, since)
+            elif rank in asked and seconds >= RUNNING_SECONDS and not (seen[rank].kernel or seen[rank].left):
+                seen[rank] = Seen(progress=self._looks.get(rank, (None,))[0], silent=seconds, runs=True)
+
+    def _hear_beat(self, seen: dict[int, Seen], rank: int, value: bytes, since: float) -> None:
+        """Add what a rank of another host says of itself, and of those beside it."""
+        look, near = _read_beat(value)
+        if since >= _SIGN_SECONDS:
+            if rank not in self._left and not seen[rank].kernel:  # what the rank beside it says is more
+                seen[rank] = Seen(progress=look, silent=since, runs=True)
+            return
+        seen[rank] = Seen(progress=look)
+        for other, one in near.items():
+            if other in seen and other != self.rank:
+                seen[other] = one
 
     def _seen_from_outside(self, now: float) -> tuple[dict[int, Seen], set[int]]:
         """Return what is known of all ranks by their black boxes and the kernel, and which ranks run on this host."""
@@ -245,7 +323,10 @@ class ProgressWatch:
         if shown is None or shown.is_gone:
             known = None if shown is None else shown.ended_by
             reason = "there is no process any more" if known is None else kernel.ending(known)
-            self._left.setdefault(rank, (f"it has gone: {reason}", now))
+            if rank not in self._left:
+                if (home := self._folder()) is not None:
+                    black_box.keep(_box_of(home, rank), self._disk)
+                self._left[rank] = f"it has gone: {reason}", now
         if rank in self._left:
             return self._gone(rank, progress, now)
         silent = now - box.beat
@@ -256,19 +337,22 @@ class ProgressWatch:
         runs = shown.moved_since(before, now - when) if now - when >= 1.0 else shown.state == "R"
         if now - when >= 2.0:
             self._kernels[rank] = shown, now
-        return Seen(progress=progress, silent=silent, runs=runs, kernel=shown.words())
+        found = Seen(progress=progress, silent=silent, runs=runs, kernel=shown.words())
+        place = _place_now(box, shown)
+        return found if place is None or progress is None else replace(found, progress=_at(progress, place), now=True)
 
     # --- the ranks can no longer talk ---------------------------------------------------------------------------------
 
     def lost(self) -> None:
-        """Go on in a thread of its own, because the one that has called is about to end."""
+        """Go on for some minutes in a thread of its own, because the one that has called is about to end."""
         self._lost = True
         with suppress(RuntimeError):  # the process may have no more threads
             self._thread = threading.Thread(target=self._go_on, name="ddpdebug-progress", daemon=True)
             self._thread.start()
 
     def _go_on(self) -> None:
-        while not self._stop.is_set():
+        until = time.monotonic() + _LOST_LIMIT_SECONDS
+        while not self._stop.is_set() and time.monotonic() < until:
             with suppress(Exception):  # nothing of this may reach the job, and there is nobody left to tell
                 _, now = self._look()
                 self._note_killed(now)
@@ -289,8 +373,10 @@ class ProgressWatch:
     def close(self, reason: str) -> None:
         """End the watch; where this rank ends because another one has gone, say so first."""
         self._stop.set()
+        if self._beats is not None:
+            self._beats.close()
         if self._thread is not None:
-            self._thread.join(1.0)
+            self._thread.join(0.3)
         if is_victims(reason) and self._hang is None:
             self._note_mismatch()
         if is_victims(reason) and self._hang is None:
@@ -405,7 +491,7 @@ class ProgressWatch:
         self._number += 1
         found = replace(self._with_notes(found), judge=self.rank, number=self._number)
         self._hang = found, now - found.waited
-        if 0 in found.ranks and (found.kind == "silent" or alone) and not self._speaks:
+        if (alone or (0 in found.ranks and found.kind == "silent")) and not self._speaks:
             self._speaks = True
             self._stand_in()
         if alone:
@@ -498,6 +584,60 @@ def _explains_itself(left: str) -> bool:
     reason = left.removeprefix("it has ended: ").removeprefix("it has gone: ")
     killed = "killed by" in reason and "SIGABRT" not in reason
     return killed or (reason.startswith("exception") and not is_victims(reason))
+
+
+def _beat_of(number: int, look: RankProgress, near: Mapping[int, Seen]) -> bytes:
+    """Return what a rank says of itself and of the silent ones beside it; `number` makes it another each time."""
+    told = {
+        str(rank): {
+            "look": None if one.progress is None else _short(one.progress),
+            "kernel": one.kernel,
+            "silent": one.silent,
+            "runs": one.runs,
+            "left": one.left,
+            "left_for": one.left_for,
+            "now": one.now,
+        }
+        for rank, one in near.items()
+    }
+    return zlib.compress(json.dumps([number, _short(look), told]).encode(), 1)
+
+
+def _short(look: RankProgress) -> Any:
+    return to_json(replace(look, stack=look.stack[:_BEAT_FRAMES], recent=look.recent[-_BEAT_CALLS:]))
+
+
+def _read_beat(value: bytes) -> tuple[RankProgress | None, dict[int, Seen]]:
+    """Return what a rank says of itself and of those beside it; nothing of what cannot be read."""
+    near: dict[int, Seen] = {}
+    try:
+        _, look, told = json.loads(zlib.decompressobj().decompress(value, _BEAT_BYTES))
+        for rank, one in told.items():
+            near[int(rank)] = Seen(
+                progress=from_json(RankProgress, one["look"]),
+                silent=float(one["silent"]),
+                runs=bool(one["runs"]),
+                kernel=str(one["kernel"]),
+                now=bool(one["now"]),
+                left=str(one["left"]),
+                left_for=float(one["left_for"]),
+            )
+    except (zlib.error, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None, {}
+    return from_json(RankProgress, look), near
+
+
+def _place_now(box: black_box.Recorded, shown: kernel.Kernel) -> frames.At | None:
+    """Return where the thread of a silent process is, read from its memory; None where that cannot be had."""
+    if shown.state == "D" or box.look.get("build") != foreign_stack.BUILD:
+        return None  # to read the memory of one in uninterruptible I/O may wait for the same
+    state = box.look.get("thread")
+    places = foreign_stack.read(box.pid, state) if isinstance(state, int) else []
+    return frames.of_places(places) if places else None
+
+
+def _at(progress: RankProgress, at: frames.At) -> RankProgress:
+    return replace(progress, place=at.place, function=at.function, does=at.does, stack=at.stack)
 
 
 def _box_of(home: Path, rank: int) -> Path:

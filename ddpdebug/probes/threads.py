@@ -45,6 +45,11 @@ class Threads:
         """Tell whether this is the followed thread, or may still become it."""
         return self.ident is None or self.ident == threading.get_ident()
 
+    def watched(self) -> int:
+        """Return the identity of the thread whose place is that of the rank: the followed one, else the main one."""
+        main = threading.main_thread().ident or 0
+        return self.ident if self.ident is not None and self._lives() else main
+
     def begins(self, model: int | None = None) -> bool:
         """Tell whether the thread that trains here is the followed one; there has to be one from now on.
 

@@ -12,12 +12,11 @@ import re
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
-from typing import IO
 
 from ddpdebug.disk import Disk
 from ddpdebug.isolation.user_code import is_user_file
+from ddpdebug.processes.dump_timer import TIMER
 
 #: `<seconds of the monotonic clock> <folder>`: when the ranks write their stacks, and where to.
 DEADLINE = "DDPDEBUG_DEADLINE"
@@ -28,8 +27,6 @@ PATIENCE_SECONDS = 2.0
 _MAX_BYTES = 1 << 20
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>[0-9]+) in (?P<name>.*)$', re.MULTILINE)
 _OWN = str(Path(__file__).parent.parent)
-#: What was armed: process, moment of the monotonic clock, and file; faulthandler keeps the file's number only.
-_ARMED: list[tuple[int, float, IO[str]]] = []
 
 
 def deadline(timeout: float, folder: Path) -> str:
@@ -45,31 +42,7 @@ def arm(environ: Mapping[str, str]) -> None:
         file = (Path(folder) / environ.get("RANK", "0")).open("w", encoding="utf-8")
     except (OSError, ValueError):
         return
-    _ARMED.append((os.getpid(), moment, file))
-    _rest_around_forks()
-    faulthandler.dump_traceback_later(max(moment - time.monotonic(), 0.01), file=file)
-
-
-@cache
-def _rest_around_forks() -> None:
-    """Take faulthandler's thread away while the process forks, for ever.
-
-    A child does not have the thread, and would wait for it without end: as it ends, or where it arms a dump of its own.
-    """
-    os.register_at_fork(before=_rest, after_in_parent=_go_on)
-
-
-def _rest() -> None:
-    if _ARMED and _ARMED[-1][0] == os.getpid():
-        faulthandler.cancel_dump_traceback_later()
-
-
-def _go_on() -> None:
-    pid, moment, file = _ARMED[-1]
-    left = moment - time.monotonic()
-    if pid == os.getpid() and left > 0:  # else it has been written
-        with suppress(Exception):  # no thread to be had, or a file that somebody has closed
-            faulthandler.dump_traceback_later(left, file=file)
+    TIMER.set(moment, file)
 
 
 def arm_spawned(environ: Mapping[str, str], rank: int) -> None:
@@ -92,10 +65,18 @@ def collect(folder: Path, ranks: Iterable[int]) -> dict[int, str]:
     return {rank: text for rank, text in texts.items() if text}
 
 
+def frames_of(text: str, ident: int | None = None) -> list[tuple[str, int, str]]:
+    """Return the frames of a thread as (file, line, function), innermost first; of the main one by default."""
+    parts = text.rstrip().split("\n\n")
+    part = parts[-1]
+    if ident is not None:
+        part = next((one for one in parts if f"hread 0x{ident:016x} " in one), "")
+    return [(found["file"], int(found["line"]), found["name"]) for found in _FRAME.finditer(part)]
+
+
 def place(text: str) -> str:
     """Return where the main thread was, in words: the user's line, and what it waits in."""
-    main = text.rstrip().rpartition("\n\n")[2]
-    frames = [(found["file"], int(found["line"]), found["name"]) for found in _FRAME.finditer(main)]
+    frames = frames_of(text)
     if not frames:
         return ""
     users = next((frame for frame in frames if is_user_file(frame[0])), None)

@@ -1,12 +1,16 @@
-"""The black box of a rank: a small file in memory that survives the process, with its last look and its last calls.
+"""The black box of a rank: a small file that survives the process, with its last look and its last calls.
 
-It is mapped into memory, so that writing takes microseconds, waits for no disk, and what was written stays whatever
-ends the process: SIGKILL and SIGABRT as well; after a loss of power what the kernel had written out. Other processes of
-the host read it while it is written. Two parts:
+What was written stays whatever ends the process: SIGKILL and SIGABRT as well; after a loss of power what the kernel had
+written out. Other processes of the host read it while it is written. Two parts:
 
-- the *look*: JSON, under a counter that is odd while it is written, so that a reader can tell and reads again;
+- the *look*: JSON, under a counter that is odd while it is written, so that a reader can tell and reads again. It is
+  written without the interpreter's lock: a file system that is busy keeps nobody but the watch;
 - the *notes*: a ring of fixed places, one for each call that ranks make together, oldest overwritten first. Each place
-  carries its number before and after its text, which differ where the process was ended in between.
+  carries its number before and after its text, which differ where the process was ended in between. They are written
+  through a mapping into memory, in microseconds, where that cannot fail: memory of a file that has no room, or no
+  server, ends the process by SIGBUS. So file systems that take new room for what is written over are written to as
+  files, and others than those of this host not at all: the box lies in a temporary directory then, with a note of its
+  place (`black_box.at`), and is copied into the run directory in the end.
 
 Its room is reserved as it is made: a full disk refuses it then, and nothing later. Torch-free.
 """
@@ -17,18 +21,27 @@ import itertools
 import json
 import mmap
 import os
+import shutil
+import stat
 import struct
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpdebug.disk import Disk
+from ddpdebug.disk import Disk, kind_of
 from ddpdebug.progress import kernel
 
 NAME = "black_box"
+#: Beside it: where it lies, `{"host": ..., "file": ...}`.
+_AT = ".at"
+#: File systems of this host whose files may be mapped, and those that take new room for what is written over.
+_MAPPED = frozenset({"ext2", "ext3", "ext4", "xfs", "tmpfs", "ramfs"})
+_COPIES = frozenset({"overlay", "btrfs", "zfs", "f2fs", "bcachefs"})
+_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of our own is made in it
 _MAGIC = b"ddpdbbox"
 _VERSION = 1
 #: magic, version, process, its start in the kernel's ticks, length of the host's name
@@ -55,63 +68,128 @@ class Note:
     text: str
 
 
+def make(file: Path, disk: Disk, kind: Callable[[Path], str] = kind_of) -> BlackBox:
+    """Return a new box for a file, or where files of this host lie.
+
+    Raises:
+        OSError: there is no room, no such folder, or no place for it.
+    """
+    found = kind(file.parent)
+    if found in _MAPPED | _COPIES:
+        _note_of(file).unlink(missing_ok=True)
+        return BlackBox(file, disk, mapped=found in _MAPPED)
+    chosen = tempfile.tempdir  # which folder the script uses stays to be found out
+    try:
+        bases = [Path(tempfile.gettempdir()), _MEMORY]
+    finally:
+        tempfile.tempdir = chosen
+    base = next((one for one in bases if one.is_dir() and kind(one) in _MAPPED | _COPIES), None)
+    if base is None:
+        raise OSError(f"{found or 'this'} file system may not be mapped into memory, and there is no other")
+    folder = Path(tempfile.mkdtemp(prefix="ddpdebug-", dir=base))
+    try:
+        box = BlackBox(folder / NAME, disk, mapped=kind(base) in _MAPPED, kept_in=file)
+        place = {"host": kernel.host(), "file": str(folder / NAME)}
+        disk.replace(_note_of(file), [json.dumps(place).encode()])
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    with suppress(OSError):
+        file.unlink()  # of an earlier process
+    return box
+
+
 class BlackBox:
     """The writer, for one process.
+
+    Args:
+        mapped: the file may be mapped into memory.
+        kept_in: where it is copied to in the end; it lies in a folder of its own, which goes then.
 
     Raises:
         OSError: there is no room, or no such folder.
     """
 
-    def __init__(self, file: Path, disk: Disk) -> None:
+    def __init__(self, file: Path, disk: Disk, *, mapped: bool = True, kept_in: Path | None = None) -> None:
         with suppress(FileNotFoundError):
             file.unlink()  # another process may still have it in memory: cutting it off there would end that process
         with disk.open(file, os.O_RDWR | os.O_EXCL) as opened:
             os.posix_fallocate(opened.fileno(), 0, _SIZE)
-            self._map: mmap.mmap | None = mmap.mmap(opened.fileno(), _SIZE)
+            self._map: mmap.mmap | None = mmap.mmap(opened.fileno(), _SIZE) if mapped else None
+            self._is = _identity(opened.fileno())
+        self._path, self._kept_in, self._disk, self._closed = file, kept_in, disk, False
         self._pid = os.getpid()
         name = kernel.host().encode()[:_HOST_BYTES]
         head = _HEAD.pack(_MAGIC, _VERSION, self._pid, kernel.started(self._pid), len(name))
-        self._map[_HEAD.size : _HEAD.size + len(name)] = name
-        self._map[: _HEAD.size] = head
+        self._write(_HEAD.size, name)
+        self._write(0, head)
         self._counter, self._numbers = 0, itertools.count(1)  # any thread may write a note
+
+    def _write(self, at: int, *parts: bytes) -> None:
+        """Write parts, each at the same place, one after the other.
+
+        No descriptor is kept: a script may close all that are open, and write its own files under their numbers.
+        """
+        with suppress(OSError):  # it was deleted, a limit of the script's, a disk that fails
+            file = os.open(self._path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                for part in parts if _identity(file) == self._is else ():
+                    os.pwrite(file, part, at)
+            finally:
+                os.close(file)
 
     def beat(self, look: Mapping[str, Any] | None = None) -> None:
         """Say that this process is alive, and what it sees, if that is anything new."""
-        memory = self._map
-        if memory is None or os.getpid() != self._pid:
+        if self._closed or os.getpid() != self._pid:
             return
         if look is None:
-            struct.pack_into("<d", memory, _LOOK_AT + 8, time.monotonic())
+            self._write(_LOOK_AT + 8, struct.pack("<d", time.monotonic()))
             return
         text = json.dumps(look).encode()
         if len(text) > _LOOK_BYTES - _LOOK.size:
             text = json.dumps({**look, "recent": [], "stack": []}).encode()[: _LOOK_BYTES - _LOOK.size]
-        self._counter += 1
-        _LOOK.pack_into(memory, _LOOK_AT, self._counter, time.monotonic(), len(text))
-        start = _LOOK_AT + _LOOK.size
-        memory[start : start + len(text)] = text
-        self._counter += 1
-        struct.pack_into("<Q", memory, _LOOK_AT, self._counter)
+        self._counter += 2
+        head = _LOOK.pack(self._counter - 1, time.monotonic(), len(text))
+        self._write(_LOOK_AT, head + text, struct.pack("<Q", self._counter))
 
     def note(self, text: str) -> None:
         """Write a line into the ring: cut where it is longer than 230 bytes."""
-        memory = self._map
-        if memory is None or os.getpid() != self._pid:
+        if self._closed or os.getpid() != self._pid:
             return
         number = next(self._numbers)
         at = _NOTES_AT + (number - 1) % _NOTES * _NOTE_BYTES
         data = text.encode("utf-8", "replace")[:_NOTE_TEXT]
+        memory = self._map
+        if memory is None:
+            place = _NOTE.pack(number, time.monotonic(), len(data)) + data.ljust(_NOTE_TEXT, b"\0")
+            self._write(at, place + _NUMBER.pack(number))
+            return
         _NOTE.pack_into(memory, at, number, time.monotonic(), len(data))
         start = at + _NOTE.size
         memory[start : start + len(data)] = data
         _NUMBER.pack_into(memory, at + _NOTE_BYTES - _NUMBER.size, number)
 
     def close(self) -> None:
-        """Give the memory back; the file stays."""
+        """Give the memory back; the file stays, and comes to where it belongs."""
         memory, self._map = self._map, None
         if memory is not None:
             with suppress(BufferError):
                 memory.close()
+        closed, self._closed = self._closed, True
+        if self._kept_in is not None and not closed and os.getpid() == self._pid:
+            keep(self._kept_in, self._disk)
+
+
+def keep(file: Path, disk: Disk) -> None:
+    """Copy a box that lies in a temporary folder of this host to where it belongs; nothing where it does already."""
+    place = _elsewhere(file)
+    data = None if place is None else _bytes(place)
+    if place is None or data is None:
+        return
+    with suppress(OSError):
+        disk.replace(file, [data])
+        _note_of(file).unlink()
+        shutil.rmtree(place.parent, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,20 +219,55 @@ class Recorded:
 
 def read(file: Path, *, notes: bool = True) -> Recorded | None:
     """Return what a black box holds; None where there is none, or it is damaged."""
-    try:
-        with file.open("rb") as opened:
-            data = opened.read(_SIZE + 1)
-        if len(data) != _SIZE:
-            return None
-        magic, version, pid, started, length = _HEAD.unpack_from(data)
-    except (OSError, struct.error):
+    file = _elsewhere(file) or file
+    data = _bytes(file)
+    if data is None:
         return None
+    magic, version, pid, started, length = _HEAD.unpack_from(data)
     if magic != _MAGIC or version != _VERSION or length > _HOST_BYTES:
         return None
     here = data[_HEAD.size : _HEAD.size + length].decode("utf-8", "replace") == kernel.host()
     beat, look = _read_look(file, data)
     ring = _read_notes(data) if notes else ()
     return Recorded(pid=pid, started=started, here=here, beat=beat, look=look, notes=ring)
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    known = os.fstat(descriptor)
+    return known.st_dev, known.st_ino
+
+
+def _note_of(file: Path) -> Path:
+    return file.with_name(file.name + _AT)
+
+
+def _elsewhere(file: Path) -> Path | None:
+    """Return where on this host a box lies that is not where it belongs."""
+    try:
+        place = json.loads(_note_of(file).read_bytes())
+        path = Path(place["file"])
+        right = place["host"] == kernel.host() and path.name == NAME and path.parent.name.startswith("ddpdebug-")
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return path if right else None
+
+
+def _bytes(file: Path) -> bytes | None:
+    """Return a box as it is; None for anything of another size."""
+    try:
+        opened = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        known = os.fstat(opened)
+        if not stat.S_ISREG(known.st_mode) or known.st_size != _SIZE:
+            return None
+        data = os.read(opened, _SIZE)
+    except OSError:
+        return None
+    finally:
+        os.close(opened)
+    return data if len(data) == _SIZE else None
 
 
 def _read_look(file: Path, data: bytes) -> tuple[float, Mapping[str, Any]]:
@@ -169,10 +282,7 @@ def _read_look(file: Path, data: bytes) -> tuple[float, Mapping[str, Any]]:
                     return beat, look
         if attempt < _TRIES - 1:
             time.sleep(0.001)
-            with suppress(OSError):
-                data = file.read_bytes()
-        if len(data) != _SIZE:
-            break
+            data = _bytes(file) or data
     return beat, {}
 
 

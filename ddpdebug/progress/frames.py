@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import linecache
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from types import CodeType, FrameType
 from typing import NamedTuple
 
 from ddpdebug.isolation.user_code import is_user_file, location
+from ddpdebug.progress.foreign_stack import Place
 
 _MOST_FRAMES = 40
 _MOST_CALL = 80
@@ -61,7 +62,7 @@ _CALLS = (
     (re.compile(r"\b(acquire|Lock|with .*[lL]ock)\b"), "lock"),
     (re.compile(r"\bsleep\b"), "sleep"),
     (re.compile(r"\b(recv|recv_into|recvfrom|accept|connect|sendall|urlopen|getaddrinfo)\b"), "socket"),
-    (re.compile(r"\b(input|stdin)\b"), "input"),
+    (re.compile(r"\binput\(|\bstdin\b"), "input"),
     (re.compile(r"\bbreakpoint\b"), "debugger"),
     (re.compile(r"\b(waitpid|wait3|wait4|system|communicate)\b"), "process"),
     (re.compile(r"\b(open|read|readline|readlines|readinto|write|fsync|flock|lockf|poll|select)\b"), "file"),
@@ -146,6 +147,22 @@ def look(stack: tuple[Frame, ...], meetings: Collection[str] = ()) -> At:
         return At(phase=phase, kind=kind, stack=words)
     place = location(users.file, users.line)
     return At(phase=phase, place=place, function=users.code.co_name, does=does, kind=kind, stack=words)
+
+
+def of_places(places: Sequence[Place]) -> At:
+    """Return where a thread of another process is, by its frames, innermost first; its phase and kind stay unknown."""
+    frames = [place for place in places if "/ddpdebug/" not in place.file]
+    users = next((place for place in frames if is_user_file(place.file)), None)
+    stack = tuple(f"{location(place.file, place.line)} ({place.function})" for place in frames[:_MOST_FRAMES])
+    if users is None:
+        return At(stack=stack)
+    line = linecache.getline(users.file, users.line)
+    does = line.strip()
+    if users.columns is not None:
+        start, stop = users.columns
+        does = line.encode("utf-8", "replace")[start:stop].decode("utf-8", "replace").strip() or does
+    place = location(users.file, users.line)
+    return At(place=place, function=users.function, does=does[:_MOST_CALL], stack=stack)
 
 
 def _phase(inner: list[Frame], does: str) -> str:

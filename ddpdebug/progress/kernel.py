@@ -109,6 +109,11 @@ def thread(native_id: int) -> Kernel | None:
     return Kernel(state=state, wchan=wchan, cpu=cpu, queued=queued, wakes=wakes, disk=disk, started=started)
 
 
+def disk_beside(native_id: int) -> int:
+    """Return the bytes that this process has read from and written to storage, without those of one thread."""
+    return _disk(_PROC / "self") - _disk(_PROC / "self" / "task" / str(native_id))
+
+
 def started(pid: int) -> int:
     """Return when a process began, in ticks of the kernel; 0 where that is not known."""
     known = _stat(_PROC / str(pid) / "stat")

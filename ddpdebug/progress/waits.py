@@ -46,6 +46,7 @@ class Seen:
         silent: seconds since its last sign of life, as long as that is too long; 0 for one that answers.
         runs: of one that is silent, the kernel shows that it works, or wants to.
         kernel: what else the kernel shows of it, in words.
+        now: its place is that of this moment, though it is silent: it was read from outside.
         left: why it has left, empty while it is there; `left_at` the user's line that it left from, where it told.
         left_for: seconds since then.
     """
@@ -54,6 +55,7 @@ class Seen:
     silent: float = 0.0
     runs: bool = False
     kernel: str = ""
+    now: bool = False
     left: str = ""
     left_at: str | None = None
     left_for: float = 0.0
@@ -272,6 +274,8 @@ def where(one: Seen) -> str:
         parts.append(one.left)
     if one.silent:
         parts.append(f"no sign of life for {one.silent:.0f} s")
+    if one.silent and not one.kernel:
+        parts.append("it runs on another host, and why it is silent is not known")
     if one.kernel:
         parts.append(f"the kernel shows it {one.kernel}")
     if one.left_at is not None:
@@ -281,7 +285,7 @@ def where(one: Seen) -> str:
             does = KINDS.get(known.kind, "runs" if known.still < STUCK_SECONDS else "does not move")
             parts.append(does if not known.workers else f"{does} ({known.workers})")
         if known.place is not None:
-            last = "last seen " if one.left or one.silent else ""
+            last = "last seen " if one.left or (one.silent and not one.now) else ""
             function = f" ({known.function})" if known.function else ""
             parts.append(f"{last}at {known.place}{function}" + (f": {known.does}" if known.does else ""))
         if known.phase and known.phase not in {"script", "collective"}:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ddpdebug.progress import frames, kernel
+from ddpdebug.progress import foreign_stack, frames, kernel
 from ddpdebug.progress.waits import WAIT_SECONDS
 from ddpdebug.schema.progress import Call, Noted, RankProgress
 
@@ -25,6 +25,8 @@ _COLLECTIVE = frozenset({"collective", "backward"})
 #: Where DDP's own code is innermost it broadcasts; while its module runs, that is.
 _DDP = "/torch/nn/parallel/distributed.py"
 _MESSAGES = {"isend": "send", "irecv": "recv"}
+#: Kinds of thing that another thread of the process may let go.
+_JOINS = frozenset({"lock", "queue"})
 #: Times a second that data wakes a thread which reads from the network or a pipe.
 _WAKES_PER_SECOND = 2.0
 
@@ -107,6 +109,8 @@ class _Usage:
     time: float
     cpu: float
     others: float  # processor time of its children
+    disk: int  # bytes, without those of this thread
+    wakes: int  # of the threads that the training thread may wait for
     thread: kernel.Kernel | None
 
 
@@ -139,6 +143,7 @@ class Watcher:
         self._signature: object = None
         self._since = self._moved = time.monotonic()
         self._usage: _Usage | None = None
+        self._main = 0
         self._known: tuple[object, tuple[Call, ...], tuple[Call, ...]] = None, (), ()
 
     def look(self) -> RankProgress:
@@ -161,7 +166,7 @@ class Watcher:
         shown = workers = ""
         if same >= WAIT_SECONDS:
             native = _native(ident)
-            usage = self._used(now, native)
+            usage = self._used(now, native, _wakes_beside(ident) if at.kind in _JOINS else 0)
             self._note_movement(usage, at.kind)
             waits, recent = self._waits(counts, at)
             shown = "" if usage.thread is None else usage.thread.words()
@@ -187,11 +192,21 @@ class Watcher:
             stack=at.stack,
         )
 
+    def address(self) -> int:
+        """Return where the thread's state lies in memory, so that its stack can be read from outside."""
+        ident, main = self._thread(), threading.main_thread().ident
+        if ident != main:  # its number and its memory may be another thread's by now
+            return foreign_stack.thread_state(ident)
+        self._main = self._main or foreign_stack.thread_state(ident)
+        return self._main
+
     # --- does anything move -------------------------------------------------------------------------------------------
 
-    def _used(self, now: float, native: int) -> _Usage:
+    def _used(self, now: float, native: int, wakes: int) -> _Usage:
         others = kernel.cpu_of({*self._workers(), *kernel.children()})
-        return _Usage(now, time.process_time() - time.thread_time(), others, kernel.thread(native))
+        disk = kernel.disk_beside(threading.get_native_id())
+        cpu = time.process_time() - time.thread_time()
+        return _Usage(now, cpu, others, disk, wakes, kernel.thread(native))
 
     def _note_movement(self, usage: _Usage, kind: str) -> None:
         """Compare with what was used a while ago: processor time, a place in the queue for it, storage, data."""
@@ -204,6 +219,7 @@ class Watcher:
             return
         self._usage = usage
         moved = usage.cpu - before.cpu + usage.others - before.others > _IDLE_SHARE * seconds
+        moved |= usage.disk != before.disk or usage.wakes - before.wakes > _WAKES_PER_SECOND * seconds
         if usage.thread is not None and before.thread is not None:
             moved |= usage.thread.moved_since(before.thread, seconds, share=_IDLE_SHARE)
             if kind in {"socket", "file"}:
@@ -279,6 +295,16 @@ class Watcher:
             ranks=members.get(one.group, ()),
             point_to_point=one.point_to_point,
         )
+
+
+def _wakes_beside(ident: int) -> int:
+    """Return how often the threads went to sleep that the training thread may wait for: of a pool, or one it joins.
+
+    What only keeps it company (a logger, a heartbeat) is a daemon.
+    """
+    others = [t.native_id for t in threading.enumerate() if not t.daemon and t.ident != ident]
+    shown = [kernel.thread(native) for native in others if native is not None]
+    return sum(one.wakes for one in shown if one is not None)
 
 
 def _operation(at: frames.At) -> str:

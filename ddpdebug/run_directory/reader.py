@@ -12,6 +12,7 @@ cut off or malformed, check every type, and never read beyond fixed bounds. This
 | `ranks/<rank>/place.json` | each rank | where this rank runs, and the address of its metrics |
 | `ranks/<rank>/outcome.json` | each rank | how this rank ended |
 | `ranks/<rank>/black_box` | each rank | what it did last, see `progress/black_box.py` |
+| `ranks/<rank>/black_box.at` | each rank | where that lies, as long as it must lie on the rank's own host |
 | `ranks/<rank>/findings.jsonl` | another rank than 0 | findings that it had to write in the place of rank 0 |
 | `ranks/<rank>/stacks.txt` | `check` | where the rank's threads were when the time was over |
 | `ranks/<rank>/trouble.jsonl` | each rank | parts of ddpdebug that failed |

@@ -166,7 +166,7 @@ def test_no_iterator_in_c_calls_our_code(file: Path) -> None:
 #: What a process has once: who takes it, and why that is nobody's.
 _TAKEN_ONCE = {
     "faulthandler.dump_traceback_later": {
-        "processes/stacks.py": "in the ranks of `check`, before the script's first line"
+        "processes/dump_timer.py": "in the ranks of `check`, and only where the script does not use it"
     },
     "signal.setitimer": {"preflight/sandbox/time_limit.py": "in a preflight, where no timer runs"},
     "signal.signal": {

@@ -65,13 +65,14 @@ def run(
     folder: Path | None = None,
     options: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
+    script: Sequence[str] = (str(SCRIPT),),
 ) -> Result:
     """Run the script until a hang is found, or `whole` to its end, and at most `limit` seconds."""
     with tempfile.TemporaryDirectory() as scratch:
         here = folder or Path(scratch)
         out, port = here / "out", free_port()
         command = [sys.executable, "-m", "ddpdebug", "run", "--metrics", "off", "--out", str(out), *options]
-        command += [str(SCRIPT), kind, str(rank), str(_STEP), str(seconds)]
+        command += [*script, kind, str(rank), str(_STEP), str(seconds)]
         ranks, logs = [], [here / f"{number}.log" for number in range(world)]
         for number, log in enumerate(logs):
             place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": world, "MASTER_PORT": port}

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -64,6 +65,12 @@ def write(seconds):
             os.fsync(file.fileno())
             file.seek(0)
             time.sleep(0.05)
+
+
+def fetch(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(0.3)
 
 
 def stop(rank, groups, model):  # noqa: C901, PLR0911, PLR0912, PLR0915
@@ -127,6 +134,12 @@ def stop(rank, groups, model):  # noqa: C901, PLR0911, PLR0912, PLR0915
         thread = threading.Thread(target=time.sleep, args=(SECONDS,), daemon=True)
         thread.start()
         thread.join()  # stops
+    elif KIND == "pool" and here:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(fetch, SECONDS).result()
+    elif KIND == "pool_writes" and here:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(write, SECONDS).result()
     elif KIND == "sigstop" and here:
         subprocess.Popen(["sh", "-c", f"sleep {SECONDS}; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)  # stops
@@ -187,6 +200,9 @@ def stop(rank, groups, model):  # noqa: C901, PLR0911, PLR0912, PLR0915
         raise KeyError("no such sample")  # stops
     elif KIND == "os_exit" and here:
         os._exit(3)  # stops
+    elif KIND == "os_exit_all":
+        time.sleep(SECONDS * rank)
+        os._exit(0)
     elif KIND == "works" and here:
         work(SECONDS)
     elif KIND == "writes" and here:

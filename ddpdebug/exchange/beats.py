@@ -1,0 +1,119 @@
+"""Signs of life by way of the job's store, for ranks of other hosts: only while a gather is not answered.
+
+Each rank that lives sets one key of its own once a second then; whoever may have to judge reads those of ranks that it
+cannot see otherwise, a bounded number a second. A thread of its own calls the store, which may block, and nobody waits
+for it. After the first call that fails there is none any more: a store that has gone prints its stack at each.
+"""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+EVERY_SECONDS = 1.0
+#: Keys that are read in a second.
+MOST_READ = 256
+#: How long nobody has to ask for the thread to end.
+_REST_SECONDS = 3.0
+_CALL_SECONDS = datetime.timedelta(seconds=60)
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What a rank has set last: `since` when that is known, and whether it has changed since reading began."""
+
+    value: bytes
+    since: float
+    lives: bool
+
+
+class Beats:
+    """The beats of one rank; used by one thread, beside its own.
+
+    Args:
+        connect: returns a connection of our own to the job's store, None where there is none.
+        prefix: of the keys, the same on all ranks of a meeting.
+    """
+
+    def __init__(self, connect: Callable[[], Any | None], prefix: Callable[[], str], rank: int) -> None:
+        self._connect, self._prefix, self._rank = connect, prefix, rank
+        self._store: Any = None
+        self._thread: threading.Thread | None = None
+        self._own = b""
+        self._asked: tuple[int, ...] = ()
+        self._next = 0
+        self._until = 0.0
+        self._pending: float | None = None
+        self._heard: dict[int, Heard] = {}
+        self._began = 0.0
+        self.is_over = False  # the store has failed
+
+    def keep(self, own: bytes, ranks: Sequence[int]) -> None:
+        """Go on for a while: set what this rank says of itself, and read what others do."""
+        self._own, self._asked, now = own, tuple(ranks), time.monotonic()
+        if self.is_over:
+            return
+        if now > self._until or self._thread is None:
+            self._heard, self._began = {}, now
+        self._until = now + _REST_SECONDS
+        if self._thread is None or not self._thread.is_alive():
+            thread = threading.Thread(target=self._run, name="ddpdebug-beats", daemon=True)
+            with suppress(RuntimeError):  # the process may have no more threads
+                thread.start()
+                self._thread = thread
+
+    def heard(self) -> dict[int, Heard]:
+        """Return what has been read since this began."""
+        return dict(self._heard)
+
+    def unanswered(self) -> float:
+        """Return for how long the store has not answered a call."""
+        pending = self._pending
+        return 0.0 if pending is None else time.monotonic() - pending
+
+    def close(self) -> None:
+        """End the thread where it does not wait for the store."""
+        self._until, self.is_over, thread = 0.0, True, self._thread
+        if thread is not None:
+            thread.join(0.3)
+
+    def _run(self) -> None:
+        while time.monotonic() < self._until and not self.is_over:
+            begun = time.monotonic()
+            self._pending = begun
+            try:
+                self._round()
+            except Exception:  # noqa: BLE001 - the store has gone, is of another kind, or has no time
+                self.is_over = True
+                return
+            self._pending = None
+            while time.monotonic() < min(begun + EVERY_SECONDS, self._until):
+                time.sleep(0.1)
+
+    def _round(self) -> None:
+        if self._store is None:
+            self._store = self._connect()
+            self._store.set_timeout(_CALL_SECONDS)
+        store, prefix = self._store, f"{self._prefix()}/beats"
+        store.set(f"{prefix}/{self._rank}", self._own)
+        self._pending = time.monotonic()
+        asked = self._asked
+        if not asked:
+            return
+        start = self._next % len(asked) if len(asked) > MOST_READ else 0
+        chosen = (asked[start:] + asked[:start])[:MOST_READ]
+        self._next = start + len(chosen)
+        there = [rank for rank in chosen if store.check([f"{prefix}/{rank}"])]
+        self._pending = time.monotonic()
+        for rank, value in zip(there, store.multi_get([f"{prefix}/{rank}" for rank in there]), strict=True):
+            self._note(rank, bytes(value))
+
+    def _note(self, rank: int, value: bytes) -> None:
+        known = self._heard.get(rank)
+        if known is None or known.value != value:
+            self._heard[rank] = Heard(value, time.monotonic(), lives=known is not None)

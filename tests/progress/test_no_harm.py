@@ -1,0 +1,80 @@
+"""Ranks that nobody may be accused of: they have ended, or work in another thread than the one that trains."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from machine import until
+
+from ddpdebug.disk import Disk
+from ddpdebug.monitor import progress
+from ddpdebug.schema.progress import RankProgress
+
+sys.path.insert(0, str(Path(__file__).parent))
+import hangs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["pool", "pool_writes", "os_exit_all"])
+def test_nobody_is_named(kind: str) -> None:
+    """A pool that works while the training thread joins it; ranks that end by `os._exit(0)`, seconds apart."""
+    found = hangs.run(kind, 1, seconds=5.0 if kind == "os_exit_all" else 15.0, limit=240.0, whole=True)
+    assert (found.findings, found.statuses) == ([], [0, 0])
+
+
+@pytest.mark.slow
+def test_a_thread_that_stands_still_is_no_excuse() -> None:
+    """One that is joined and waits itself keeps its rank from going on."""
+    found = hangs.run("join", 1, seconds=240.0, limit=240.0)
+    assert (found.first["code"], found.first["ranks"]) == ("HANG501", [1])
+    assert found.first["location"].endswith(f"stops.py:{hangs.line_of('stops', 'join')}")
+
+
+class _Counting:
+    """Stands for the look at a process."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def look(self) -> RankProgress:
+        self.looks += 1
+        return RankProgress(rank=0)
+
+    def address(self) -> int:
+        return 0
+
+
+def _watch(watcher: Any, folder: Path) -> progress.ProgressWatch:
+    def nothing(*_: object, **__: object) -> None: ...
+
+    calls: dict[str, Any] = dict.fromkeys(("say", "announce", "feed", "stand_in", "line", "off"), nothing)
+    (folder / "ranks" / "0").mkdir(parents=True)
+    return progress.ProgressWatch(0, 2, watcher, disk=Disk(), folder=lambda: folder, **calls)
+
+
+def test_looks_are_bounded(tmp_path: Path) -> None:
+    """However often the ranks talk: what a look costs does not grow with the steps of a second."""
+    watcher = _Counting()
+    watch = _watch(watcher, tmp_path)
+    for _ in range(1000):
+        watch.tick((0, 1))
+    first = watcher.looks
+    assert until(lambda: watch.tick((0, 1)) or watcher.looks > first)
+    assert first < 1000
+    watch.close("finished")
+
+
+def test_who_is_left_looks_for_some_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that goes on once the ranks can no longer talk ends by itself, and at once where the job does."""
+    for limit in (0.1, 600.0):
+        monkeypatch.setattr(progress, "_LOST_LIMIT_SECONDS", limit)
+        watch = _watch(_Counting(), tmp_path / str(limit))
+        watch.lost()
+        if limit > 1.0:
+            watch.close("finished")
+        assert until(lambda: all(thread.name != "ddpdebug-progress" for thread in threading.enumerate()))
+        watch.close("finished")
