@@ -158,7 +158,8 @@ _MEETINGS = frozenset({"_store_based_barrier", "init_process_group", "rendezvous
 
 def _call(frame: FrameType) -> str:
     """Return the call that a frame is in, as the source has it; the whole line where it is not known."""
-    code, line = frame.f_code, frame.f_lineno
+    code = frame.f_code
+    line = frame.f_lineno or code.co_firstlineno  # an instruction of the compiler's own belongs to no line
     text = linecache.getline(code.co_filename, line).strip()
     place = next(islice(code.co_positions(), frame.f_lasti // 2, None), None)
     if place is not None and None not in place and place[0] == place[1] == line:

@@ -214,7 +214,10 @@ class GlooGroup:
             try:
                 work.wait(self.SLICE)
             except RuntimeError:
-                if work.is_completed() or time.monotonic() - started > self._timeout.total_seconds():
+                if work.is_completed():  # it has failed, or has ended in the moment after the slice
+                    work.wait()
+                    return
+                if time.monotonic() - started > self._timeout.total_seconds():
                     raise
                 unanswered(time.monotonic() - started)
             else:
