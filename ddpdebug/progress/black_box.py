@@ -14,8 +14,10 @@ Its room is reserved as it is made: a full disk refuses it then, and nothing lat
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
+import stat
 import struct
 import time
 from collections.abc import Mapping
@@ -140,14 +142,10 @@ class Recorded:
 
 def read(file: Path, *, notes: bool = True) -> Recorded | None:
     """Return what a black box holds; None where there is none, or it is damaged."""
-    try:
-        with file.open("rb") as opened:
-            data = opened.read(_SIZE + 1)
-        if len(data) != _SIZE:
-            return None
-        magic, version, pid, started, length = _HEAD.unpack_from(data)
-    except (OSError, struct.error):
+    data = _bytes_of(file)
+    if data is None:
         return None
+    magic, version, pid, started, length = _HEAD.unpack_from(data)
     if magic != _MAGIC or version != _VERSION or length > _HOST_BYTES:
         return None
     here = data[_HEAD.size : _HEAD.size + length].decode("utf-8", "replace") == kernel.host()
@@ -160,6 +158,7 @@ def _read_look(file: Path, data: bytes) -> tuple[float, Mapping[str, Any]]:
     beat = 0.0
     for attempt in range(_TRIES):
         counter, beat, length = _LOOK.unpack_from(data, _LOOK_AT)
+        beat = beat if math.isfinite(beat) else 0.0
         start = _LOOK_AT + _LOOK.size
         if counter % 2 == 0 and length <= _LOOK_BYTES - _LOOK.size:
             with suppress(ValueError, RecursionError):
@@ -168,11 +167,21 @@ def _read_look(file: Path, data: bytes) -> tuple[float, Mapping[str, Any]]:
                     return beat, look
         if attempt < _TRIES - 1:
             time.sleep(0.001)
-            with suppress(OSError):
-                data = file.read_bytes()
-        if len(data) != _SIZE:
-            break
+            data = _bytes_of(file) or data
     return beat, {}
+
+
+def _bytes_of(file: Path) -> bytes | None:
+    """Return the content of a file that has the size of a black box; None of anything else, for which nobody waits."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as opened:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                return None
+            data = opened.read(_SIZE + 1)
+    except OSError:
+        return None
+    return data if len(data) == _SIZE else None
 
 
 def _read_notes(data: bytes) -> tuple[Note, ...]:
@@ -187,5 +196,6 @@ def _read_notes(data: bytes) -> tuple[Note, ...]:
             length = min(length, _NOTE_TEXT)
         start = at + _NOTE.size
         text = data[start : start + length].decode("utf-8", "replace")
+        when = when if math.isfinite(when) else 0.0
         found.append(Note(number=number, time=when, text=text if again == number else text + " (cut)"))
     return tuple(sorted(found, key=lambda note: note.number))
