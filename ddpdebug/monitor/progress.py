@@ -20,11 +20,14 @@ from typing import Any
 
 from ddpdebug.detectors.fail.rules import is_victims
 from ddpdebug.disk import Disk
+from ddpdebug.monitor.hang_stop import HangStop
 from ddpdebug.progress import black_box, kernel
+from ddpdebug.progress.asked import Asked
 from ddpdebug.progress.waits import Seen, judge, where
 from ddpdebug.progress.watcher import Watcher
 from ddpdebug.run_directory.reader import RANKS
 from ddpdebug.schema.announcements import Announcement, Hang, HangOver
+from ddpdebug.schema.hangs import is_by_hang
 from ddpdebug.schema.progress import RankProgress
 from ddpdebug.schema.wire import from_json, to_json
 
@@ -52,6 +55,7 @@ class ProgressWatch:
         stand_in: called once as this rank has something to say in the place of rank 0.
         line: takes a line for people.
         off: takes what keeps a part from working.
+        stop: ends this rank where a hang stands; None where nobody has asked for that.
     """
 
     def __init__(  # noqa: PLR0913 - what it depends on
@@ -68,11 +72,13 @@ class ProgressWatch:
         stand_in: Callable[[], object],
         line: Callable[[str], object],
         off: Callable[[str, str], object],
+        stop: HangStop | None = None,
     ) -> None:
         self.rank, self.world = rank, world
         self._watcher, self._disk, self._folder = watcher, disk, folder
         self._say, self._announce, self._feed = say, announce, feed
         self._stand_in, self._line, self._off = stand_in, line, off
+        self._hang_stop, self._asked = stop, Asked(rank, disk)
         self.box: black_box.BlackBox | None = None
         self._boxless = False
         self._members: tuple[int, ...] = tuple(range(world))
@@ -111,6 +117,8 @@ class ProgressWatch:
         present = [rank for rank in members if rank not in self._left]
         if present and min(present) == self.rank and (self._tell_until > now or self._hang is not None):
             self._conclude(judge(self._seen(now)), now, alone=False)
+        if self._hang_stop is not None:
+            self._hang_stop.tick(own, present, now)
 
     def hear(self, rank: int, look: Any) -> None:
         """Take another rank's look."""
@@ -140,6 +148,8 @@ class ProgressWatch:
             self._open_box()
         if self.box is not None:
             self.box.beat(to_json(own))
+        if (home := self._folder()) is not None:
+            self._asked.look(home, own)
         return own, now
 
     def _open_box(self) -> None:
@@ -177,6 +187,9 @@ class ProgressWatch:
         answering = [rank for rank, one in seen.items() if rank in here and not (one.silent or one.left)]
         if min(answering, default=self.rank) == self.rank:
             self._conclude(judge(seen), now, alone=True)
+        if self._hang_stop is not None:
+            others = [one for rank, one in seen.items() if rank in here and rank != self.rank]
+            self._hang_stop.alone(self._looks[self.rank][0], others, now)
 
     def _seen_from_outside(self, now: float) -> tuple[dict[int, Seen], set[int]]:
         """Return what is known of all ranks by their black boxes and the kernel, and which ranks run on this host."""
@@ -196,6 +209,8 @@ class ProgressWatch:
             reason = "there is no process any more" if known is None else kernel.ending(known)
             if rank not in self._left or self._left[rank][0] == "there is no process any more":
                 self._left[rank] = f"it has gone: {reason}", self._left.get(rank, ("", now))[1]
+        if progress is not None and is_by_hang(progress.ended):  # it is no cause of what it has left for
+            return Seen(progress=progress, left=f"it has left: {progress.ended}")
         if rank in self._left:
             words, since = self._left[rank]
             return Seen(progress=progress, left=words, left_for=now - since)
@@ -234,6 +249,15 @@ class ProgressWatch:
         if killed and speaks:
             self._conclude(self._about_left(killed, seen), now, alone=True)
 
+    def finish(self) -> None:
+        """Say that an open hang is over, because this rank has come to its end: no look may follow."""
+        known = self._hang
+        if known is not None and known[0].kind in {"silent", "stuck", "busy"}:
+            self._hang = None
+            hang, began = known
+            over = HangOver(number=hang.number, judge=self.rank, seconds=round(time.monotonic() - began, 1))
+            self._announce(over)
+
     def close(self, reason: str) -> None:
         """End the watch; where this rank ends because another one has gone, say so first."""
         self._stop.set()
@@ -245,9 +269,14 @@ class ProgressWatch:
             gone = [rank for rank in sorted(here) if seen[rank].left.startswith(("it has gone", "it has ended: exc"))]
             if gone and min((rank for rank in here if not seen[rank].left), default=self.rank) == self.rank:
                 self._conclude(self._about_left(gone, seen), now, alone=True)
+        self.note_end(reason)
+        if self.box is not None:
+            self.box.close()
+
+    def note_end(self, reason: str) -> None:
+        """Leave in the black box why this rank ends."""
         if self.box is not None:
             self.box.beat({**to_json(self._looks[self.rank][0]), "ended": reason})
-            self.box.close()
 
     def _about_left(self, ranks: list[int], seen: Mapping[int, Seen]) -> Hang:
         last = seen[ranks[0]].progress
