@@ -47,7 +47,9 @@ def to_markdown(verdict: Verdict, run: str | None) -> str:
         lines += [_row(finding) for finding in shown]
         more = len(verdict.failing) + len(verdict.others) - len(shown)
         lines += ["", *([f"and {more} more in the run directory", ""] if more else [])]
-    if verdict.blamed:
+    if verdict.story:
+        lines += [f"- {_markdown(words)}" for words in verdict.story] + [""]
+    elif verdict.blamed:
         lines += [f"- rank {rank}: {_markdown(verdict.ranks[rank])}" for rank in verdict.blamed] + [""]
     lines += [f"- not checked: {_markdown(words)}" for words in verdict.unchecked] + ([""] if verdict.unchecked else [])
     lines += [f"- {_markdown(note)}" for note in verdict.notes] + ([""] if verdict.notes else [])
@@ -118,6 +120,8 @@ def to_codequality(verdict: Verdict, script: str, root: str | None = None) -> st
 
 
 def _blamed(verdict: Verdict) -> str:
+    if verdict.story:
+        return "; ".join(verdict.story)
     return "; ".join(f"rank {rank}: {clean(verdict.ranks[rank], 400)}" for rank in verdict.blamed)
 
 

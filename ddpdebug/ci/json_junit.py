@@ -33,6 +33,7 @@ def to_json(verdict: Verdict, run: str | None) -> str:
         "findings": [json.loads(finding.to_json()) for finding in (*verdict.failing, *verdict.others)],
         "ranks": {str(rank): _rank(verdict, rank) for rank in verdict.ranks},
         "blamed": list(verdict.blamed),
+        "hang": None if verdict.hang is None else {"code": verdict.hang.code, "story": list(verdict.story)},
         "notes": list(verdict.notes),
         "not_checked": list(verdict.unchecked),
         "coverage": None if verdict.coverage is None else verdict.coverage.to_json(),
@@ -145,7 +146,8 @@ def _script_case(case: ET.Element, properties: ET.Element, verdict: Verdict, run
     if verdict.word in {Word.FAILED, Word.HANG, Word.LOST}:
         who = ", ".join(map(str, verdict.blamed))
         add_property(properties, "rank", who.replace(" ", ""))
-        error = ET.SubElement(case, "error", type=verdict.word.value, message=f"{verdict.word.value}: ranks {who}")
+        message = f"{verdict.word.value}: ranks {who}" + (f": {'; '.join(verdict.story)}" if verdict.story else "")
+        error = ET.SubElement(case, "error", type=verdict.word.value, message=xml_text(message))
         error.text = xml_text("\n".join(f"rank {rank}: {clean(words)}" for rank, words in verdict.ranks.items()))
 
 

@@ -45,12 +45,14 @@ from ddpdebug.sinks.text import clean, subjects, where
 class Witness:
     """The launcher's account of the ranks (exit statuses, time-out, places), kept as `check.json`.
 
+    `hung` is of a run that was ended because of a hang that stood, before its time was over.
     `script` is the exit status of a script that has started the ranks by itself; None where it is a rank.
     """
 
     run: str
     world: int
     timed_out: bool = False
+    hung: bool = False
     statuses: Mapping[int, int] = field(default_factory=dict)
     places: Mapping[int, str] = field(default_factory=dict)
     script: int | None = None
@@ -66,6 +68,7 @@ class Witness:
                 run=str(record["run"]),
                 world=min(MAX_WORLD, max(1, int(record["world"]))),
                 timed_out=record["timed_out"] is True,
+                hung=record.get("hung") is True,
                 statuses={int(rank): int(status) for rank, status in dict(record["statuses"]).items()},
                 places={int(rank): clean(place) for rank, place in dict(record["places"]).items()},
                 script=None if record.get("script") is None else int(record["script"]),
@@ -103,11 +106,12 @@ def judge_directory(directory: Path, witness: Witness | None, fail_on: str, *, r
         late = any(outcome.reason != "stopped" for outcome in outcomes.values())
     unreadable = known is None and (directory / RUN).exists()
     verdict = judge(
-        _findings(directory, known) if written else (),
+        findings_of(directory, known) if written else (),
         outcomes,
         world=world,
         fail_on=Severity.parse(fail_on),
         timed_out=late,
+        hung=witness is not None and witness.hung,
         statuses=statuses,
         places=None if witness is None else witness.places,
         script=None if witness is None else witness.script,
@@ -116,7 +120,7 @@ def judge_directory(directory: Path, witness: Witness | None, fail_on: str, *, r
     return with_coverage(verdict, coverage, required=require_checks)
 
 
-def _findings(directory: Path, run: str | None) -> list[Finding]:
+def findings_of(directory: Path, run: str | None) -> list[Finding]:
     """Return the findings of a run; of a script that has started ranks several times, those of each time."""
     earlier = [path for path in (directory / SPAWNED, *sorted(directory.glob(PREVIOUS))) if path.is_dir()]
     found = [finding for path in earlier if run and read_spawned(path, run) for finding in read_findings(path)]
@@ -202,6 +206,7 @@ def _redacted(verdict: Verdict, redactor: Redactor) -> Verdict:
         ranks={rank: redactor.text(words) for rank, words in verdict.ranks.items()},
         outcomes=ends,
         notes=tuple(map(redactor.text, verdict.notes)),
+        hang=None if verdict.hang is None else redacted_finding(verdict.hang, redactor),
     )
 
 
@@ -215,7 +220,7 @@ def _write(file: Path | None, text: Callable[[], str], *, add: bool = False) -> 
         print(f"ddpdebug: could not write {str(file)!r}: {error.strerror}", file=sys.stderr)
 
 
-def _print(verdict: Verdict, run: str | None, config: Config) -> None:
+def _print(verdict: Verdict, run: str | None, config: Config) -> None:  # noqa: C901 - a line or more for each part
     from rich.console import Console  # noqa: PLC0415 - not before it is needed
     from rich.text import Text  # noqa: PLC0415
 
@@ -233,7 +238,9 @@ def _print(verdict: Verdict, run: str | None, config: Config) -> None:
         console.print(Text(f"  {summary}"))
     for words in verdict.unchecked:
         console.print(Text(f"  not checked: {clean(words)}"))
-    for rank in verdict.blamed:
+    for words in verdict.story:
+        console.print(Text(f"  {words}"))
+    for rank in verdict.blamed if not verdict.story else ():
         console.print(Text(f"  rank {rank}: {clean(essence(verdict.ranks[rank]))}"))
     for proof in verdict.proofs:
         console.print(Text(f"  self-test: {proof.fault.meaning}: {proof.words}"))

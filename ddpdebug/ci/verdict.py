@@ -13,7 +13,8 @@ from ddpdebug.ci.golden import Comparison
 from ddpdebug.ci.selftest import Proof
 from ddpdebug.schema.coverage import Coverage
 from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.sinks.text import signal_name
+from ddpdebug.schema.hangs import ENDED, Parties, is_by_hang, is_hang, is_over, parties, stands
+from ddpdebug.sinks.text import clean, ranks_text, signal_name
 
 
 class Word(Enum):
@@ -75,6 +76,7 @@ class Verdict:
         golden: what came of comparing with a recorded path.
         coverage: what was looked at; None where nothing tells.
         required: with `--require-checks` something that is not checked fails the check.
+        hang: the finding that says who kept the others, where the job came to its end by that.
     """
 
     word: Word
@@ -88,6 +90,22 @@ class Verdict:
     golden: Comparison | None = None
     coverage: Coverage | None = None
     required: bool = False
+    hang: Finding | None = None
+
+    @property
+    def story(self) -> tuple[str, ...]:
+        """What the hang was, in words: who waits, in which call and line, who is missing, and what that one does."""
+        if self.hang is None:
+            return ()
+        known, calls = parties(self.hang, len(self.ranks)), dict[str, list[int]]()
+        for rank, call in known.waiting.items():
+            calls.setdefault(call, []).append(rank)
+        lines = [f"{ranks_text(ranks)} wait{'s' * (len(ranks) == 1)} in {clean(call)}" for call, ranks in calls.items()]
+        named = [rank for rank in known.missing if rank not in known.waiting]
+        lines += [f"rank {rank} is missing: {clean(known.missing[rank])}" for rank in named]
+        if (difference := self.hang.evidence.get("difference")) not in {None, "unknown"}:
+            lines.append(f"they differ in: {clean(difference, 60)}")
+        return tuple(lines[:_MAX_STORY])
 
     @property
     def exit_code(self) -> int:
@@ -116,6 +134,7 @@ class Verdict:
         return "no findings, but not checked" if self.word is Word.UNCHECKED else self.word.value
 
 
+_MAX_STORY = 40
 _NOTHING_KNOWN = "nothing says what was looked at; the ranks may have ended before they could"
 #: What a rank says that lost its peer: the cause lies elsewhere.
 _LOST_PEER = re.compile(
@@ -127,6 +146,7 @@ _GONE = re.compile(r"connection (was )?(closed|reset)|broken pipe", re.IGNORECAS
 
 class _End(Enum):
     DONE = "done"
+    HUNG = "hung"
     BY_FINDING = "by a finding"
     FAILED = "failed"
     LOST = "lost"
@@ -134,7 +154,7 @@ class _End(Enum):
     UNKNOWN = "unknown"
 
 
-_WRONG = frozenset({_End.BY_FINDING, _End.FAILED, _End.LOST})
+_WRONG = frozenset({_End.BY_FINDING, _End.FAILED, _End.HUNG, _End.LOST})
 
 
 def judge(  # noqa: PLR0913 - all that is known of a run
@@ -144,6 +164,7 @@ def judge(  # noqa: PLR0913 - all that is known of a run
     world: int,
     fail_on: Severity = Severity.ERROR,
     timed_out: bool = False,
+    hung: bool = False,
     statuses: Mapping[int, int] | None = None,
     places: Mapping[int, str] | None = None,
     script: int | None = None,
@@ -151,11 +172,15 @@ def judge(  # noqa: PLR0913 - all that is known of a run
 ) -> Verdict:
     """Judge a run that has ended.
 
+    A hang that ended by itself is a warning, whatever it was before: nothing in the numbers comes of it, and what a
+    machine does to its processes (a suspended runner, a stop and a continue) is no fault of what is checked.
+
     A hang comes before a lost rank, that before a failed script, that before findings: each makes the next
     unreliable. A rank that finished its work and then died in the interpreter's teardown (a torch bug) is not lost.
 
     Args:
         outcomes: by rank; a rank that could not write one is absent.
+        hung: it was ended because of a hang that stood.
         statuses: exit statuses that the launcher saw, negative for a signal; ranks that it ended itself are absent.
         places: where the ranks were when the time was over, in words.
         script: exit status of a script that has started the ranks by itself, negative for a signal.
@@ -163,12 +188,20 @@ def judge(  # noqa: PLR0913 - all that is known of a run
     """
     statuses = statuses or {}
     ends = _ends(outcomes, statuses, world)
-    counting = [finding for finding in findings if finding.severity >= fail_on and finding.severity > Severity.INFO]
-    counting.sort(key=lambda finding: -finding.severity)
-    word, blamed = _worst(ends, outcomes, timed_out=timed_out)
+    all_done = all(end in {_End.DONE, _End.BY_FINDING} for end in ends.values())
+    over = [finding for finding in findings if is_over(finding) or (is_hang(finding) and all_done and not timed_out)]
+    weights = {id(f): min(f.severity, Severity.WARNING) if f in over else f.severity for f in findings}
+    counting = [f for f in findings if weights[id(f)] >= fail_on and weights[id(f)] > Severity.INFO]
+    counting.sort(key=lambda finding: -weights[id(finding)])
+    hung = hung and not all_done
+    hang = _hang(findings, ends, outcomes, ended=timed_out or hung)
+    word, blamed = _worst(ends, outcomes, timed_out=timed_out or hung)
+    if hang is not None:
+        word = Word.LOST if hang.code == "HANG503" else Word.HANG
+        blamed = [rank for rank in hang.ranks if 0 <= rank < world] or blamed
     if word is Word.FAILED and (early := _left_early(ends, outcomes, blamed)):
         blamed = early
-    notes = [*_notes(ends, outcomes, statuses), *damage]
+    notes = [*_notes(ends, outcomes, statuses), *map(_over, over), *damage]
     if word is Word.CLEAN and script and _End.BY_FINDING not in ends.values():
         word = Word.LOST if script < 0 else Word.FAILED
         how = f"died by {signal_name(-script)}" if script < 0 else f"ended with exit status {script}"
@@ -180,21 +213,57 @@ def judge(  # noqa: PLR0913 - all that is known of a run
     return Verdict(
         word=word,
         failing=tuple(counting),
-        others=tuple(
-            finding for finding in findings if finding.severity < fail_on or finding.severity <= Severity.INFO
-        ),
+        others=tuple(finding for finding in findings if finding not in counting),
         ranks={
-            rank: _late(outcomes.get(rank), (places or {}).get(rank))
-            if timed_out
-            else _words(
-                ends[rank], outcomes.get(rank), statuses.get(rank), early=word is Word.FAILED and rank in blamed
+            rank: _in_hang(rank, outcomes.get(rank), None if hang is None else parties(hang, world))
+            or (
+                _late(outcomes.get(rank), (places or {}).get(rank))
+                if timed_out or hung
+                else _words(
+                    ends[rank], outcomes.get(rank), statuses.get(rank), early=word is Word.FAILED and rank in blamed
+                )
             )
             for rank in range(world)
         },
+        hang=hang,
         outcomes=outcomes,
         blamed=tuple(blamed),
         notes=tuple(notes),
     )
+
+
+def _over(finding: Finding) -> str:
+    seconds = finding.evidence.get(ENDED)
+    after = "" if seconds is None else f" after {clean(seconds, 20)} s"
+    return f"{clean(finding.code, 20)} {clean(finding.title, 200)}: it was over{after}, and counts as a warning"
+
+
+def _hang(
+    findings: Sequence[Finding], ends: Mapping[int, _End], outcomes: Mapping[int, Outcome], *, ended: bool
+) -> Finding | None:
+    """Return the hang by which a run came to its end; None where it went on, or failed by itself."""
+    if all(end in {_End.DONE, _End.BY_FINDING} for end in ends.values()):
+        return None
+    standing = [finding for finding in findings if stands(finding)]
+    hung = [rank for rank, end in ends.items() if end is _End.HUNG]
+    if not standing or ended or hung:
+        named = {outcomes[rank].reason.split(maxsplit=2)[1] for rank in hung if " " in outcomes[rank].reason}
+        return next((finding for finding in standing if finding.code in named), next(iter(standing), None))
+    failed = [rank for rank, end in ends.items() if end is _End.FAILED]
+    by_itself = [rank for rank in failed if not _lost_its_peer(outcomes.get(rank))]
+    if by_itself:
+        return None
+    # who has gone is told by the ends themselves, alike whether or not the others had the time to notice it
+    return next((finding for finding in standing if finding.code != "HANG503"), None)
+
+
+def _in_hang(rank: int, outcome: Outcome | None, known: Parties | None) -> str:
+    """Return what a rank did in a hang; empty where its own account says more, or nothing is known."""
+    if known is None or (outcome is not None and not (is_by_hang(outcome.reason) or _lost_its_peer(outcome))):
+        return ""
+    if rank in known.waiting:
+        return f"waits in {known.waiting[rank]}"
+    return f"is missing: {known.missing[rank]}" if rank in known.missing else ""
 
 
 def with_coverage(verdict: Verdict, coverage: Coverage | None, *, required: bool = False) -> Verdict:
@@ -213,7 +282,7 @@ def with_coverage(verdict: Verdict, coverage: Coverage | None, *, required: bool
 def _worst(ends: Mapping[int, _End], outcomes: Mapping[int, Outcome], *, timed_out: bool) -> tuple[Word, list[int]]:
     if timed_out:
         return Word.HANG, [rank for rank in ends if rank not in outcomes]
-    for end, word in ((_End.LOST, Word.LOST), (_End.FAILED, Word.FAILED)):
+    for end, word in ((_End.LOST, Word.LOST), (_End.HUNG, Word.HANG), (_End.FAILED, Word.FAILED)):
         blamed = [rank for rank in ends if ends[rank] is end]
         if blamed:
             return word, blamed
@@ -267,6 +336,8 @@ def _end(outcome: Outcome | None, status: int | None) -> _End:
     if outcome is not None:
         if outcome.reason.startswith("exception: FindingError"):
             return _End.BY_FINDING
+        if is_by_hang(outcome.reason):
+            return _End.HUNG
         failed = outcome.exit_code not in {0, None} or (status or 0) > 0
         return _End.FAILED if failed else _End.DONE
     if status is None:

@@ -23,6 +23,7 @@ COMMANDS = (
     "memory",
     "report",
     "top",
+    "stacks",
     "dashboards",
     "annotations",
     "doctor",

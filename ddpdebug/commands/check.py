@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -26,9 +26,12 @@ from ddpdebug.processes import stacks
 from ddpdebug.processes.launch import RUN_ID, Request, rank_words, ranks_environment, torchrun_words
 from ddpdebug.processes.script import Attached, end_hard, run_script
 from ddpdebug.processes.supervisor import supervise
-from ddpdebug.run_directory.reader import CHECK, RANKS, STACKS, read_spawned
+from ddpdebug.progress.asked import Asking
+from ddpdebug.progress.boxes import MAX_RANKS
+from ddpdebug.run_directory.reader import CHECK, FINDINGS, RANKS, SPAWNED, STACKS, read_findings, read_run, read_spawned
 from ddpdebug.schema.coverage import Coverage
 from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.hangs import Standing, is_hang, name_of
 
 _TEXT = """Run a training script like `ddpdebug run`, print a verdict and exit with it.
 
@@ -86,6 +89,7 @@ def run_ranks(request: Request, directory: Path, run_id: str, environ: Mapping[s
             command = [sys.executable, "-m", "ddpdebug", *words]
         else:
             command = torchrun_words(world, words, ("ddpdebug.processes.torchrun", str(failures)))
+        watch = HangWatch(directory, run_id)
         status = supervise(
             command,
             {
@@ -95,7 +99,10 @@ def run_ranks(request: Request, directory: Path, run_id: str, environ: Mapping[s
             },
             config.timeout,
             RUN_ID,
-            late=lambda: found.update(stacks.collect(*_who(folder, world))),
+            late=lambda: found.update(
+                _asked(directory, world) if watch.stands else stacks.collect(*_who(folder, world))
+            ),
+            over=watch.look,
         )
         statuses = _statuses(status, failures, world, launched=config.nproc_per_node is not None)
     script = None
@@ -107,13 +114,60 @@ def run_ranks(request: Request, directory: Path, run_id: str, environ: Mapping[s
     witness = Witness(
         run=run_id,
         world=world,
-        timed_out=status is None,
+        timed_out=status is None and not watch.stands,
+        hung=status is None and watch.stands,
         statuses=statuses,
         places={rank: stacks.place(text) for rank, text in found.items()},
         script=script,
     )
     witness.save(directory, disk)
     return witness
+
+
+class HangWatch:
+    """Reads along in the run directory whether a hang stands: then the run comes to nothing, and need not wait."""
+
+    def __init__(self, directory: Path, run_id: str) -> None:
+        self._directories, self._run = (directory, directory / SPAWNED), run_id
+        self._standing, self._files, self._findings = Standing(), dict[Path, tuple[int, int]](), list[Finding]()
+        self.stands = False
+
+    def look(self) -> bool:
+        """Return whether a hang has stood for its time of grace."""
+        files = {}
+        for directory in self._directories:
+            for file in (directory / FINDINGS, *directory.glob(f"{RANKS}/*/{FINDINGS}")):
+                with contextlib.suppress(OSError):
+                    known = file.stat()
+                    files[file] = known.st_mtime_ns, known.st_size
+        if files != self._files:
+            self._files = files
+            found = (finding for directory in self._directories for finding in read_findings(directory))
+            self._findings = [finding for finding in found if is_hang(finding) and finding.run == self._run]
+        due = self._standing.due(self._findings, time.monotonic())
+        self.stands = due is not None and not self._all_have_ended()
+        return self.stands
+
+    def _all_have_ended(self) -> bool:
+        """Return whether all ranks came to their end: then there is nothing to wait for but the launcher."""
+        for directory in self._directories:
+            with contextlib.suppress(ValueError):
+                world = read_run(directory).get("world")
+                return world is not None and len(reported(directory)) >= world
+        return False
+
+
+def _asked(directory: Path, world: int) -> dict[int, str]:
+    """Return the stacks of the ranks that answer, as faulthandler writes them: the training thread's last."""
+    places = [path for path in (directory / SPAWNED, directory) if (path / RANKS).is_dir()]
+    if not places:
+        return {}
+    try:
+        with Asking(places[0], threads=True) as asking:
+            answers = asking.answers(set(range(min(world, MAX_RANKS))), stacks.PATIENCE_SECONDS)
+    except OSError:
+        return {}
+    return {rank: stacks.as_text(answer.threads, answer.look.stack) for rank, answer in answers.items()}
 
 
 def _directory(config: Config, run_id: str) -> Path:
@@ -168,6 +222,8 @@ def _as_rank(request: Request) -> int:
     def before() -> Attached:
         deadline.start()
         ending.monitor = attach(request, strict=True)
+        if ending.monitor is not None:
+            ending.monitor.ends_hang = lambda hang: _give_up(ending, request, rank, hang)
         return ending
 
     def conclude() -> int | None:
@@ -181,22 +237,26 @@ def _as_rank(request: Request) -> int:
     return 0
 
 
-def _give_up(ending: Ending, request: Request, rank: int) -> None:
-    code = _conclude(ending, request, rank, timed_out=True)
+def _give_up(ending: Ending, request: Request, rank: int, hang: Finding | None = None) -> None:
+    code = _conclude(ending, request, rank, timed_out=hang is None, hang=hang)
     sys.stderr.flush()
     os._exit(code)
 
 
-def _conclude(ending: Ending, request: Request, rank: int, *, timed_out: bool = False) -> int:
+def _conclude(
+    ending: Ending, request: Request, rank: int, *, timed_out: bool = False, hang: Finding | None = None
+) -> int:
     """Judge by what this rank knows, see to it that one rank publishes a verdict, and return the exit code."""
     config, world = request.config, int(os.environ["WORLD_SIZE"])
-    findings: Sequence[Finding] = getattr(ending.monitor, "findings", ())
+    findings: list[Finding] = list(getattr(ending.monitor, "findings", ()))
+    if hang is not None and name_of(hang) not in map(name_of, filter(is_hang, findings)):
+        findings.append(hang)  # another rank has judged it
     directory: Path | None = getattr(ending.monitor, "directory", None)
     run_id = str(getattr(ending.monitor, "run_id", ""))
     disk = Disk(mode_of(config.file_mode))
     places = _places(directory, rank, world, disk) if timed_out else {}
     outcomes = {} if directory is None else reported(directory)
-    if rank == 0 and directory is not None and not timed_out and ending.exit_code == 0:
+    if rank == 0 and directory is not None and not timed_out and hang is None and ending.exit_code == 0:
         deadline = time.monotonic() + (0.0 if _never_met(ending.monitor) else _REPORT_SECONDS)
         while len(outcomes) < world and time.monotonic() < deadline and not _is_bad(outcomes):
             time.sleep(0.2)
@@ -205,7 +265,7 @@ def _conclude(ending: Ending, request: Request, rank: int, *, timed_out: bool = 
         steps = outcomes[rank].steps if rank in outcomes else {}
         outcomes[rank] = Outcome(rank=rank, reason=ending.reason, exit_code=ending.exit_code, steps=steps)
     # only rank 0 has waited for all: to another one, a rank that has said nothing may be at work or on another node
-    unknown = timed_out or (rank == 0 and not _never_met(ending.monitor))
+    unknown = timed_out or hang is not None or (rank == 0 and not _never_met(ending.monitor))
     statuses = {} if unknown else dict.fromkeys(range(world), 0)
     verdict = judge(
         findings,
@@ -213,6 +273,7 @@ def _conclude(ending: Ending, request: Request, rank: int, *, timed_out: bool = 
         world=world,
         fail_on=Severity.parse(config.fail_on),
         timed_out=timed_out,
+        hung=hang is not None,
         statuses=statuses,
         places=places,
     )
@@ -221,7 +282,10 @@ def _conclude(ending: Ending, request: Request, rank: int, *, timed_out: bool = 
     if _publishes(verdict, claim, rank):
         if directory is not None:
             seen = statuses if rank == 0 else {}
-            Witness(run=run_id, world=world, timed_out=timed_out, places=places, statuses=seen).save(directory, disk)
+            witness = Witness(
+                run=run_id, world=world, timed_out=timed_out, hung=hang is not None, places=places, statuses=seen
+            )
+            witness.save(directory, disk)
         publish(verdict, config, directory, request.target.name)
     return verdict.exit_code
 

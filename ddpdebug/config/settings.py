@@ -129,6 +129,12 @@ class Config:
         kinds.one_of("report", "raise"),
         "What a finding at error or above does: only report, or end the run on all ranks at the same step.",
     )
+    on_hang: str = _option(
+        "report",
+        kinds.one_of("report", "stop"),
+        "What a hang does, critical and not over after some seconds: only report, or end the run. Then each rank "
+        "leaves with exit status 4, without its exit handlers, once what it knows is written down.",
+    )
     tolerance: float | None = _option(
         None, kinds.number(0), "Relative difference between ranks that is no finding; the default compares bit by bit."
     )

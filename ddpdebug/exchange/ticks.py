@@ -36,6 +36,8 @@ BATCH_ROWS = 4
 LEAVE_SECONDS = 2.0
 #: How long it waits in one gather: the others tick at least every `IDLE_SECONDS`, and at once when somebody leaves.
 _SILENCE_SECONDS = 2.0 * IDLE_SECONDS
+#: How long the store is asked why another rank has gone.
+_WORD_SECONDS = 2.0
 _CHUNK = 1 << 18
 _MAX_MESSAGE = 32 << 20
 _MAX_OUTBOX = 64 << 20
@@ -295,13 +297,24 @@ class Exchange:
                 group.close()
 
     def _word_of_others(self) -> str | None:
-        """Return why another rank gave up, where that is why our gather failed."""
-        group = self._group
+        """Return why another rank gave up, where that is why our gather failed.
+
+        It stands in the job's store, and the process that hosts that may be the one that is stopped: it is asked from a
+        thread of its own, which may wait for ever.
+        """
+        group, found = self._group, list[str | None]()
         if group is None:
             return None
-        with suppress(Exception):
-            return group.word()
-        return None
+
+        def read() -> None:
+            with suppress(Exception):
+                found.append(group.word())
+
+        with suppress(RuntimeError):  # the process may have no more threads
+            thread = threading.Thread(target=read, name="ddpdebug-word", daemon=True)
+            thread.start()
+            thread.join(_WORD_SECONDS)
+        return found[0] if found else None
 
     def _idle(self) -> None:
         with suppress(queue.Empty):

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from ddpdebug import torch_internals as internals
 from ddpdebug._version import __version__
 from ddpdebug.config.settings import Config, run_directory
+from ddpdebug.detectors.fail.rules import is_victims
 from ddpdebug.diagnosis.engine import Diagnosis
 from ddpdebug.diagnosis.reporter import Reporter, key_of, unravel, utc
 from ddpdebug.disk import Disk, mode_of
@@ -42,6 +43,7 @@ from ddpdebug.isolation.guard import Guard, contained
 from ddpdebug.isolation.user_code import is_users
 from ddpdebug.monitor.covering import Covering
 from ddpdebug.monitor.detail_requests import Answering
+from ddpdebug.monitor.hang_stop import EXIT_STATUS, HangStop, end_children, leave_in_time, line_of
 from ddpdebug.monitor.progress import ProgressWatch
 from ddpdebug.monitor.sampling import Schedule
 from ddpdebug.monitor.sinks import gpu_uuid, open_sinks, stand_in, start_keeper
@@ -52,10 +54,12 @@ from ddpdebug.probes.memory import private_bytes
 from ddpdebug.probes.record import StepRecord, encode_row
 from ddpdebug.probes.step_digests import GradientDigests
 from ddpdebug.probes.training_events import NeverStepped, OptimizerEnded, StepClosed
+from ddpdebug.processes import stacks
 from ddpdebug.processes.linger import Keeper
 from ddpdebug.progress.watcher import Watcher
 from ddpdebug.redaction import Redactor
-from ddpdebug.run_directory.reader import SPAWNED, last_state
+from ddpdebug.run_directory.reader import RANKS, SPAWNED, STACKS, last_state, read_findings, read_outcomes
+from ddpdebug.run_directory.writer import OwnFindings
 from ddpdebug.schema.announcements import (
     Announcement,
     Device,
@@ -71,10 +75,11 @@ from ddpdebug.schema.announcements import (
 from ddpdebug.schema.coverage import Coverage
 from ddpdebug.schema.details import read_detail
 from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.hangs import ENDED, is_by_hang, is_hang, name_of, reason_of
 from ddpdebug.schema.row import Flag, Row, decode, encode
 from ddpdebug.schema.step import Step
 from ddpdebug.schema.wire import to_json
-from ddpdebug.sinks import Met, Record, RunEnded, Saved, StepJudged, Trouble
+from ddpdebug.sinks import FindingRaised, Met, Record, RunEnded, Saved, StepJudged, Trouble
 from ddpdebug.sinks.fanout import Fanout
 
 #: When the model and the optimizers' state, as a checkpoint holds them, are measured: a scaler may skip first steps.
@@ -87,10 +92,12 @@ _STOP_SECONDS, _LOOK_SECONDS = 0.5, 0.1
 #: Sinks hear so often who takes part.
 _MET_SECONDS = 5.0
 #: Settings by which every rank decides for itself what all must do alike.
-_SHARED_SETTINGS = ("tolerance", "threshold", "on_finding", "guard", "max_skips")
+_SHARED_SETTINGS = ("tolerance", "threshold", "on_finding", "on_hang", "guard", "max_skips")
 _OF_HANGS = ("progress", "waiting")
 #: What the ranks say to each other; anything else is of no version that we know.
-_MESSAGES = frozenset(("detail", "fact", "vote", "unguarded", "agree", "element", "stop", "trouble", "run", *_OF_HANGS))
+_MESSAGES = frozenset(
+    ("detail", "fact", "vote", "unguarded", "agree", "element", "stop", "trouble", "run", "leave", *_OF_HANGS)
+)
 #: How long the thread waits to see whether a store that failed went with its process group.
 _GRACE_SECONDS = 2.0
 #: The ranks' n-th monitors belong together and must not find the keys of earlier ones in the store.
@@ -111,6 +118,10 @@ class Monitor:
     _keeper: Keeper | None = None  # serves the end of this process
     _failure: Failure | None = None  # of this rank, as long as nobody has heard it
     _progress_watch: ProgressWatch | None = None  # of several ranks
+    #: Called in the place of `os._exit`, where a hang ends this rank, with the hang; set before the script runs.
+    ends_hang: Callable[[Finding], object] | None = None
+    _hang_stop: HangStop | None = None
+    _leaving = False
 
     def __init__(
         self,
@@ -162,7 +173,7 @@ class Monitor:
         self._thread_seconds, self._closed = 0.0, False
         self._stopping = self._unguarded = False  # these and what follows: of the background thread
         self._roll: RollCall | None = None
-        self._pid = os.getpid()
+        self._pid, self._began = os.getpid(), utc()
         bus, state = self.probes.bus, self.probes.state
         Investigator(
             bus,
@@ -261,6 +272,9 @@ class Monitor:
         """
         if self._closed or os.getpid() != self._pid:
             return
+        while self._leaving:  # the other thread ends this process, and another rank's end has thrown the script out
+            time.sleep(1.0)
+        self.guard.run("close:hang", self._follow, reason)
         run, error = self.guard.run, error or sys.exc_info()[1]
         run("close:by-hand", self.probes.recorder.end_by_hand)
         run("close:memory", self.memory.close, error)
@@ -320,6 +334,8 @@ class Monitor:
                 known |= {"step": newest.step, "missing": () if gradients is None else tuple(gradients.missing)}
             self._failure = Failure(reason=reason, **known)
             self._announce(self._failure)
+        elif self._progress_watch is not None:
+            self.guard.run("close:progress", self._progress_watch.finish)
         self.covering.tell()
         steps = {str(optimizer): count for optimizer, count in self._steps.items()}
         self._announce(End(steps=steps, reason=reason, last_states=self._promised))
@@ -406,6 +422,13 @@ class Monitor:
         if self.world == 1:
             return None
         threads, state = self.probes.entries.threads, self.probes.state
+        if self.config.on_hang == "stop" or self.ends_hang is not None:
+            self._hang_stop = HangStop(
+                findings=lambda: self.findings,
+                written=self._written_hangs,
+                say=lambda hang: self._say("leave", hang=hang),
+                leave=self._leave_by_hang,
+            )
         watcher = Watcher(
             self.rank,
             internals.Collectives(),
@@ -429,6 +452,7 @@ class Monitor:
             off=self._back.tell,
             beats=Beats(internals.private_store, self._beats_prefix, self.rank),
             hosts_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            stop=self._hang_stop,
         )
 
     def _beats_prefix(self) -> str:
@@ -769,6 +793,8 @@ class Monitor:
                 self._locate(*found)
         elif kind == "stop":
             self._plan_stop(message)
+        elif kind == "leave" and self._hang_stop is not None:
+            self._hang_stop.hear(rank, str(message["hang"]))
 
     def _note_end(self, rank: int, end: Announcement | None) -> None:
         self._ended.add(rank)
@@ -794,7 +820,58 @@ class Monitor:
         """Add to a hang how long it has lasted."""
         for finding in self.findings:
             if finding.evidence.get("hang") == f"{over.judge}:{over.number}":
-                self.reporter.add(key_of(finding), {"ended_after_seconds": over.seconds})
+                self.reporter.add(key_of(finding), {ENDED: over.seconds})
+
+    def _written_hangs(self) -> list[Finding]:
+        """Return the hangs of this run that another rank has written down since this one began."""
+        if self._home is None:
+            return []
+        found = (finding for finding in read_findings(self._home) if is_hang(finding) and finding.run == self.run_id)
+        return [finding for finding in found if (finding.time or "") >= self._began]
+
+    def _leave_by_hang(self, finding: Finding, seconds: float) -> None:
+        """End this process, once what it knows is written down; see `hang_stop.py` for why nothing is shut down."""
+        if self._closed:  # it ends by itself
+            return
+        self._leaving, until = True, time.monotonic() + seconds
+        leave_in_time()
+        with suppress(Exception):  # whatever fails here, the process leaves
+            self._keep_evidence(finding)
+        with suppress(Exception):
+            end_children()
+        time.sleep(max(0.0, until - time.monotonic()))
+        if self.ends_hang is not None:
+            self.ends_hang(finding)
+        with suppress(OSError):  # not through `sys.stderr`: the training thread may have its lock
+            os.write(2, f"{line_of(finding, self.rank)}\n".encode("utf-8", "backslashreplace"))
+        with suppress(Exception):  # what the script has printed; where that blocks, the process leaves in time
+            sys.stdout.flush()
+        os._exit(EXIT_STATUS)
+
+    def _follow(self, reason: str) -> None:
+        """Leave as others have because of a hang, whose end has thrown the script out of its collective."""
+        if self._hang_stop is None or self._home is None or not is_victims(reason):
+            return
+        gone = any(is_by_hang(outcome["reason"]) for outcome in read_outcomes(self._home).values())
+        finding = self._hang_stop.standing() if gone else None
+        if finding is not None:
+            self._leave_by_hang(finding, 0.0)
+
+    def _keep_evidence(self, finding: Finding) -> None:
+        """Write down where the threads are, the hang where no rank has, and how this rank ends."""
+        reason = reason_of(finding)
+        if self._home is not None:
+            stacks.write_now(self._home / RANKS / str(self.rank) / STACKS, self.disk)
+            if name_of(finding) not in {name_of(known) for known in read_findings(self._home)}:
+                OwnFindings(self._home, self.rank, self.disk).write(FindingRaised(finding=finding))
+        if self._progress_watch is not None:
+            self._progress_watch.note_end(reason)
+        ended = RunEnded(reason=reason, exit_code=EXIT_STATUS, steps=dict(self._steps), time=utc())
+        self._write(ended)
+        if self.fanout is not None:
+            self.fanout.close()
+        if self._keeper is not None:
+            self._keeper.close()
 
     def _stand_in(self) -> None:
         """Say what rank 0 cannot."""

@@ -25,13 +25,16 @@ from typing import Any
 from ddpdebug.detectors.fail.rules import is_victims
 from ddpdebug.disk import Disk
 from ddpdebug.exchange.beats import Beats
+from ddpdebug.monitor.hang_stop import HangStop
 from ddpdebug.progress import black_box, foreign_stack, frames, kernel
 from ddpdebug.progress.apart import data_ended, parted
+from ddpdebug.progress.asked import Asked
 from ddpdebug.progress.patience import Patience
 from ddpdebug.progress.waits import RUNNING_SECONDS, Seen, judge, mismatch, place_of, where
 from ddpdebug.progress.watcher import Watcher
 from ddpdebug.run_directory.reader import RANKS
 from ddpdebug.schema.announcements import Announcement, End, Failure, Hang, HangOver
+from ddpdebug.schema.hangs import is_by_hang
 from ddpdebug.schema.progress import DATA_ENDED, Noted, RankProgress
 from ddpdebug.schema.run_state import WaitState
 from ddpdebug.schema.wire import from_json, to_json
@@ -84,6 +87,7 @@ class ProgressWatch:
         line_seconds: after which people are told of a rank at work that others wait for.
         beats: by way of the job's store.
         hosts_store: whether that lives in the process of rank 0.
+        stop: ends this rank where a hang stands; None where nobody has asked for that.
     """
 
     def __init__(  # noqa: PLR0913 - what it depends on
@@ -104,6 +108,7 @@ class ProgressWatch:
         line_seconds: float = _LINE_SECONDS,
         beats: Beats | None = None,
         hosts_store: bool = False,
+        stop: HangStop | None = None,
     ) -> None:
         self.rank, self.world = rank, world
         self._watcher, self._disk, self._folder = watcher, disk, folder
@@ -111,6 +116,7 @@ class ProgressWatch:
         self._stand_in, self._tell, self._off = stand_in, tell, off
         self._beats, self._hosts_store, self._beat = beats, hosts_store, 0
         self._began = time.monotonic()
+        self._hang_stop, self._asked = stop, Asked(rank, disk)
         self.box: black_box.BlackBox | None = None
         self._boxless = False
         self._members: tuple[int, ...] = tuple(range(world))
@@ -150,11 +156,14 @@ class ProgressWatch:
         if now < self._tell_until and now - self._told >= _EVERY_SECONDS:
             self._told = now
             self._say("progress", look=to_json(own))
-        judges = self.rank == min((rank for rank in members if rank not in self._left), default=self.rank)
+        present = [rank for rank in members if rank not in self._left]
+        judges = self.rank == min(present, default=self.rank)
         if self._hang is not None or (judges and (self._tell_until > now or self._waiting.state)):
             seen = self._seen(now)
             self._conclude(self._explained(judge(seen), seen), now, alone=False, begins=judges)
         self._tell_waiting(now)
+        if self._hang_stop is not None:
+            self._hang_stop.tick(own, present, now)
 
     def hear(self, rank: int, kind: str, message: Mapping[str, Any]) -> None:
         """Take what another rank sees, or says that the waiting comes to."""
@@ -200,6 +209,8 @@ class ProgressWatch:
             self._open_box()
         if self.box is not None:
             self.box.beat({**to_json(own), "build": foreign_stack.BUILD, "thread": self._watcher.address()})
+        if (home := self._folder()) is not None:
+            self._asked.look(home, own)
         return own, now
 
     def _open_box(self) -> None:
@@ -254,6 +265,9 @@ class ProgressWatch:
             speaks &= not lower
         if speaks:
             self._conclude(self._explained(judge(seen), seen), now, alone=True)
+        if self._hang_stop is not None:
+            others = [one for rank, one in seen.items() if rank in here and rank != self.rank]
+            self._hang_stop.alone(self._looks[self.rank][0], others, now)
 
     def _hear_beats(
         self,
@@ -327,6 +341,8 @@ class ProgressWatch:
                 if (home := self._folder()) is not None:
                     black_box.keep(_box_of(home, rank), self._disk)
                 self._left[rank] = f"it has gone: {reason}", now
+        if progress is not None and is_by_hang(progress.ended):  # it is no cause of what it has left for
+            return Seen(progress=progress, left=f"it has left: {progress.ended}")
         if rank in self._left:
             return self._gone(rank, progress, now)
         silent = now - box.beat
@@ -370,6 +386,15 @@ class ProgressWatch:
         if killed and speaks:
             self._conclude(self._explained(self._about_left(killed, seen), seen), now, alone=True)
 
+    def finish(self) -> None:
+        """Say that an open hang is over, because this rank has come to its end: no look may follow."""
+        known = self._hang
+        if known is not None and known[0].kind in {"silent", "stuck", "busy"}:
+            self._hang = None
+            hang, began = known
+            over = HangOver(number=hang.number, judge=self.rank, seconds=round(time.monotonic() - began, 1))
+            self._announce(over)
+
     def close(self, reason: str) -> None:
         """End the watch; where this rank ends because another one has gone, say so first."""
         self._stop.set()
@@ -389,9 +414,14 @@ class ProgressWatch:
             (known, began), self._hang = self._hang, None  # who comes to its end has not waited for ever
             seconds = round(time.monotonic() - began, 1)
             self._feed(HangOver(number=known.number, judge=self.rank, seconds=seconds))
+        self.note_end(reason)
+        if self.box is not None:
+            self.box.close()
+
+    def note_end(self, reason: str) -> None:
+        """Leave in the black box why this rank ends."""
         if self.box is not None:
             self.box.beat({**to_json(self._looks[self.rank][0]), "ended": reason})
-            self.box.close()
 
     def _reason_of(self, rank: int) -> str:
         return self._left[rank][0].removeprefix("it has ended: ")

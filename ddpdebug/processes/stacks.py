@@ -10,7 +10,7 @@ import faulthandler
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -85,6 +85,21 @@ def place(text: str) -> str:
         begun = any(file.startswith(_OWN) and name == "_execute" for file, _, name in frames)
         return f"in {inner}" if begun else f"before the first line of the script, in {inner}"
     return f"in {_words(users)}" + ("" if users == frames[0] else f", which waits in {inner}")
+
+
+def as_text(threads: Mapping[str, Sequence[str]], training: Sequence[str]) -> str:
+    """Return stacks ("file:line (function)", innermost first) as faulthandler writes them, the training thread last."""
+    own = next((name for name, stack in threads.items() if stack and stack[-1:] == training[-1:]), "MainThread")
+    others = {name: stack for name, stack in threads.items() if name != own}
+    blocks = []
+    for name, stack in {**others, own: training}.items():
+        lines = [f"Thread {name} (most recent call first):"]
+        for frame in stack:
+            place, _, function = frame.rpartition(" (")
+            file, _, line = place.rpartition(":")
+            lines.append(f'  File "{file}", line {line} in {function.rstrip(")")}')
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) + "\n"
 
 
 def _words(frame: tuple[str, int, str]) -> str:

@@ -15,6 +15,7 @@ from typing import NoReturn
 #: How long the processes have for their own ending before they are killed.
 GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
+_LOOK_SECONDS = 0.5
 
 
 class _Signalled(BaseException):
@@ -28,8 +29,9 @@ def supervise(
     mark: str,
     *,
     late: Callable[[], None] | None = None,
+    over: Callable[[], bool] = lambda: False,
 ) -> int | None:
-    """Run `command` to its end and return its exit status, or None after ending it because of `timeout` seconds.
+    """Run `command` to its end and return its exit status, or None after ending it: `timeout` seconds, or `over`.
 
     When this process is interrupted or told to end, the command's processes end first.
 
@@ -37,13 +39,18 @@ def supervise(
         mark: the name of a variable in `environ` whose value no other run has; processes that carry it belong to this
             run, whatever session they moved to.
         late: called when the time is over, before anything is ended.
+        over: asked twice a second whether there is nothing to wait for any more.
     """
     token = f"{mark}={environ[mark]}".encode()
     with _end_on_signal():
         process = subprocess.Popen(command, env=dict(environ), start_new_session=True)  # noqa: S603 - our own words
+        deadline = time.monotonic() + timeout
         try:
-            return process.wait(timeout)
-        except subprocess.TimeoutExpired:
+            while (left := deadline - time.monotonic()) > 0 and not over():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return process.wait(min(left, _LOOK_SECONDS))
+            if process.poll() is not None:
+                return process.returncode
             if late is not None:
                 late()
             return None

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import mmap
 import os
 import shutil
@@ -220,7 +221,7 @@ class Recorded:
 def read(file: Path, *, notes: bool = True) -> Recorded | None:
     """Return what a black box holds; None where there is none, or it is damaged."""
     file = _elsewhere(file) or file
-    data = _bytes(file)
+    data = _bytes_of(file)
     if data is None:
         return None
     magic, version, pid, started, length = _HEAD.unpack_from(data)
@@ -252,28 +253,11 @@ def _elsewhere(file: Path) -> Path | None:
     return path if right else None
 
 
-def _bytes(file: Path) -> bytes | None:
-    """Return a box as it is; None for anything of another size."""
-    try:
-        opened = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        known = os.fstat(opened)
-        if not stat.S_ISREG(known.st_mode) or known.st_size != _SIZE:
-            return None
-        data = os.read(opened, _SIZE)
-    except OSError:
-        return None
-    finally:
-        os.close(opened)
-    return data if len(data) == _SIZE else None
-
-
 def _read_look(file: Path, data: bytes) -> tuple[float, Mapping[str, Any]]:
     beat = 0.0
     for attempt in range(_TRIES):
         counter, beat, length = _LOOK.unpack_from(data, _LOOK_AT)
+        beat = beat if math.isfinite(beat) else 0.0
         start = _LOOK_AT + _LOOK.size
         if counter % 2 == 0 and length <= _LOOK_BYTES - _LOOK.size:
             with suppress(ValueError, RecursionError):
@@ -282,8 +266,21 @@ def _read_look(file: Path, data: bytes) -> tuple[float, Mapping[str, Any]]:
                     return beat, look
         if attempt < _TRIES - 1:
             time.sleep(0.001)
-            data = _bytes(file) or data
+            data = _bytes_of(file) or data
     return beat, {}
+
+
+def _bytes_of(file: Path) -> bytes | None:
+    """Return the content of a file that has the size of a black box; None of anything else, for which nobody waits."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as opened:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                return None
+            data = opened.read(_SIZE + 1)
+    except OSError:
+        return None
+    return data if len(data) == _SIZE else None
 
 
 def _read_notes(data: bytes) -> tuple[Note, ...]:
@@ -298,5 +295,6 @@ def _read_notes(data: bytes) -> tuple[Note, ...]:
             length = min(length, _NOTE_TEXT)
         start = at + _NOTE.size
         text = data[start : start + length].decode("utf-8", "replace")
+        when = when if math.isfinite(when) else 0.0
         found.append(Note(number=number, time=when, text=text if again == number else text + " (cut)"))
     return tuple(sorted(found, key=lambda note: note.number))

@@ -7,7 +7,8 @@ that reads frames while they change, and ends the process by SIGSEGV (Python 3.1
 
 Where things lie in the interpreter's objects is found out in this process, by looking for addresses that are known, and
 proved by reading a stack of our own. It holds for the other one where that runs the same build. The kernel may forbid
-it (`ptrace_scope`, containers), and no rank asks it for leave: then there is no stack, and the last look of the process stands in. Torch-free.
+it (`ptrace_scope`, containers), and no rank asks it for leave: then there is no stack, and the last look of the process
+stands in. Torch-free.
 """
 
 from __future__ import annotations

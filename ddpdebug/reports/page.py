@@ -8,15 +8,19 @@ from html import escape
 from pathlib import Path
 
 from ddpdebug.detectors.hlth.shapes import classify
+from ddpdebug.progress.boxes import read_ranks
 from ddpdebug.redaction import redact
 from ddpdebug.reports.html import Points, lines, page_head, text, timeline
 from ddpdebug.reports.reading import PHASES, History, read_history
 from ddpdebug.schema.coverage import Coverage, Weight
 from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.hangs import is_hang, stands
 from ddpdebug.sinks.text import clean, counted, evidence_lines, ranks_text, subjects, where
 
 _MAX_FINDINGS = 200
 _MAX_MARKS = 20
+_STACKS, _MAX_STACKS, _MAX_FRAMES = "stacks", 32, 40
+_MAX_RANKS, _MAX_NOTES = 512, 8
 
 _STYLE = """\
 :root { color-scheme: light dark; --line: #8884; --soft: #8882; }
@@ -39,7 +43,7 @@ article.critical, article.error { border-left-color: #D55E00; } article.warning 
 dl { display: grid; grid-template-columns: 7rem 1fr; margin: .5rem 0 0; } dt { opacity: .7; } dd { margin: 0; }
 table { border-collapse: collapse; } td, th { text-align: left; padding: .15rem 1.2rem .15rem 0; \
 overflow-wrap: anywhere; vertical-align: top; }
-code { font-size: .92em; }
+code { font-size: .92em; } pre { overflow-x: auto; font-size: .85em; }
 @media print { article { break-inside: avoid; } }
 """
 
@@ -70,6 +74,7 @@ def report(directory: Path) -> str:
         "<h2>Findings</h2>",
         *map(_finding, history.findings[:_MAX_FINDINGS]),
         _rest(history),
+        _last_words(history),
         "<h2>What was checked</h2>",
         _coverage(history),
         "<h2>Do the ranks agree?</h2>",
@@ -163,7 +168,7 @@ def _finding(finding: Finding) -> str:
     rows = [
         ("where", [where(finding)]),
         ("what", subjects(finding)),
-        ("evidence", evidence_lines(finding.evidence)),
+        ("evidence", evidence_lines({key: value for key, value in finding.evidence.items() if key != _STACKS})),
         ("seen", [f"{counted(finding.count, 'time')}, last in step {finding.last_step}"]),
         ("perhaps", [f"{i}. {clean(cause, 600)}" for i, cause in enumerate(finding.causes[:6], 1)]),
         ("next", [f"- {clean(action, 600)}" for action in finding.actions[:6]]),
@@ -172,7 +177,40 @@ def _finding(finding: Finding) -> str:
         f"<dt>{label}</dt><dd>{'<br>'.join(map(escape, texts))}</dd>" for label, texts in rows if any(texts)
     )
     head = f"{text(finding.code, 20)} · {severity} · {text(finding.title, 300)}"
-    return f'<article class="{severity}"><h3>{head}</h3><dl>{items}</dl></article>'
+    return f'<article class="{severity}"><h3>{head}</h3><dl>{items}</dl>{_stacks(finding)}</article>'
+
+
+def _stacks(finding: Finding) -> str:
+    """Return the frames of a hang, by the ranks that were in the same place."""
+    known = finding.evidence.get(_STACKS)
+    if not isinstance(known, Mapping) or not is_hang(finding):
+        return ""
+    blocks = []
+    for ranks, stack in list(known.items())[:_MAX_STACKS]:
+        frames = list(stack)[:_MAX_FRAMES] if isinstance(stack, list) else []
+        blocks.append("\n".join([f"rank {text(ranks, 60)}", *(f"    {text(frame, 400)}" for frame in frames)]))
+    shown = "\n".join(blocks)
+    return f"<details><summary>where the ranks were</summary><pre>{shown}</pre></details>"
+
+
+def _last_words(history: History) -> str:
+    """Return what each rank did last, by its black box, of a run that did not end well."""
+    outcome = history.run.get("outcome")
+    reason = outcome.get("reason") if isinstance(outcome, dict) else None
+    if reason in {"finished", "stopped"} and not any(map(stands, history.findings)):
+        return ""
+    ranks = read_ranks(history.directory, int(history.run.get("world") or 0), notes=_MAX_NOTES)
+    if not ranks:
+        return ""
+    rows = []
+    for rank, one in list(ranks.items())[:_MAX_RANKS]:
+        known = one.progress
+        cells = ["" if known is None else known.step, "" if known is None else known.phase, one.words]
+        notes = "<br>".join(text(note, 200) for note in one.notes)
+        shown = "".join(f"<td>{text(cell, 600)}</td>" for cell in cells)
+        rows.append(f"<tr><td>{rank}</td><td>{one.state}</td>{shown}<td>{notes}</td></tr>")
+    head = "<tr><th>rank</th><th>process</th><th>step</th><th>phase</th><th>what it did</th><th>last calls</th></tr>"
+    return f"<h2>What the ranks did last</h2><table>{head}{''.join(rows)}</table>"
 
 
 def _rest(history: History) -> str:

@@ -14,7 +14,9 @@ cut off or malformed, check every type, and never read beyond fixed bounds. This
 | `ranks/<rank>/black_box` | each rank | what it did last, see `progress/black_box.py` |
 | `ranks/<rank>/black_box.at` | each rank | where that lies, as long as it must lie on the rank's own host |
 | `ranks/<rank>/findings.jsonl` | another rank than 0 | findings that it had to write in the place of rank 0 |
-| `ranks/<rank>/stacks.txt` | `check` | where the rank's threads were when the time was over |
+| `ranks/<rank>/stacks.txt` | `check`, each rank | where its threads were when the time was over, or a hang stood |
+| `stacks.request` | `stacks`, `check` | a question, see `progress/asked.py`; gone once it was answered |
+| `ranks/<rank>/stacks.json` | each rank | its answer |
 | `ranks/<rank>/trouble.jsonl` | each rank | parts of ddpdebug that failed |
 | `check.json` | `check` | what the one who started the ranks saw: exit statuses, whether the time was over |
 | `ends.json` | `check` | exit statuses of ranks that the script has started by itself, by rank |

@@ -18,6 +18,7 @@ from ddpdebug.disk import Ballast, Disk
 from ddpdebug.run_directory import reader as files
 from ddpdebug.run_directory.segments import Segments, segment_paths
 from ddpdebug.schema.finding import Finding, strict_json
+from ddpdebug.schema.hangs import is_over
 from ddpdebug.schema.row import Flag, encode, layout
 from ddpdebug.sinks import Covered, FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble, Waiting
 
@@ -169,12 +170,18 @@ class RunDirectory:
         self._disk.make_directory(self._own, below=self._directory)
 
     def _finding(self, finding: Finding) -> None:
-        known = finding.id in self._findings
+        before = self._findings.get(finding.id)
         self._findings[finding.id] = finding
-        if known:
-            return  # the line is written again at the end
         path, line = self._directory / files.FINDINGS, _line(finding.to_json())
-        self._must("findings", lambda: self._disk.append(path, line))
+        if before is None:
+            self._must("findings", lambda: self._disk.append(path, line))
+        elif is_over(finding) and not is_over(before):  # who reads along would end the job for it
+            self._write_findings()
+        # else the line is written again at the end
+
+    def _write_findings(self) -> None:
+        path, lines = self._directory / files.FINDINGS, [_line(each.to_json()) for each in self._findings.values()]
+        self._must("findings", lambda: self._disk.replace(path, lines))
 
     def _waiting(self, record: Waiting) -> None:
         """Keep whom ranks wait for, for whoever looks now; how long they have waited the metrics have."""
@@ -203,8 +210,7 @@ class RunDirectory:
             "time": record.time,
         }
         if self._rank == 0:
-            path, lines = self._directory / files.FINDINGS, [_line(each.to_json()) for each in self._findings.values()]
-            self._must("findings", lambda: self._disk.replace(path, lines))
+            self._write_findings()
         if self._disk.left_out:
             outcome["not_written"] = dict(self._disk.left_out)
         own = _json_line({"run": self._run_id, "rank": self._rank, **outcome})

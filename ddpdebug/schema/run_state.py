@@ -15,6 +15,7 @@ from typing import NamedTuple
 OUTCOMES = ("clean", "findings", "failed", "cancelled", "lost")
 #: By these somebody asks a process to end; nobody does by any other.
 _ASKED = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+_HANG = re.compile(r"hang: ([A-Z]{2,4}\d{3})\b")
 _EXCEPTION = re.compile(r"exception: (?:\w+\.)*(\w+)")
 
 
@@ -64,7 +65,7 @@ class End(NamedTuple):
     cause: str = ""  # a finding's code, an exception's type or a signal's name; empty where there is none
 
 
-def end_of(reason: str, exit_code: int | None, *, gravest: str = "") -> End:
+def end_of(reason: str, exit_code: int | None, *, gravest: str = "") -> End:  # noqa: PLR0911 - a line for each end
     """Return the end of a process that could tell of it.
 
     Args:
@@ -76,6 +77,8 @@ def end_of(reason: str, exit_code: int | None, *, gravest: str = "") -> End:
     if reason.startswith("exception: FindingError"):
         code = re.search(r"\b[A-Z]{2,4}\d{3}\b", reason)
         return End(RunState.FAILED, "findings", code[0] if code else gravest)
+    if (known := _HANG.match(reason)) is not None:
+        return End(RunState.FAILED, "failed", known[1])
     if reason.startswith("exception: SystemExit") and (number := _signal(exit_code)) in _ASKED:
         return End(RunState.CANCELLED, "cancelled", _name(number))  # a handler of the script's own
     if reason.startswith("exception"):

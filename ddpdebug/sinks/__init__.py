@@ -108,7 +108,8 @@ class Covered:
 class RunEnded:
     """The last record of a rank: why its script ended."""
 
-    reason: str  # "finished", "stopped" (after --steps), "exception: <type>: <text>", "interrupted" (Ctrl-C)
+    #: "finished", "stopped" (after --steps), "interrupted" (Ctrl-C), "exception: <type>: <text>", "hang: <code> ..."
+    reason: str
     exit_code: int | None
     steps: Mapping[int, int]  # optimizer -> steps
     time: str = ""

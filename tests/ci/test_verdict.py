@@ -103,6 +103,53 @@ def test_word(name: str) -> None:
     assert set(verdict.ranks) == {0, 1}
 
 
+def _hang(code: str = "HANG501", rank: int = 1, **evidence: object) -> Finding:
+    known = {
+        "waiting": {"0": "all_reduce #6 at train.py:41"},
+        "missing": {"1": "sleeps, at train.py:33"},
+        "hang": "0:1",
+    }
+    return Finding(code=code, severity=Severity.CRITICAL, title="t", ranks=(rank,), evidence={**known, **evidence})
+
+
+_BY_HANG = {r: _done(r, "hang: HANG501 t", 4) for r in (0, 1)}
+_LATE = {r: _failed(r, _WAITED) for r in (0, 1)}
+
+#: name -> (hang, outcomes, statuses, ended for it, word, exit code)
+HANGS = {
+    "check has ended it": (_hang(), {}, {}, True, Word.HANG, 4),
+    "the time was over": (_hang(), {}, {}, False, Word.HANG, 4),
+    "a rank had gone": (_hang("HANG503"), {}, {}, True, Word.LOST, 4),
+    "the ranks have left for it": (_hang(), _BY_HANG, {0: 4, 1: 4}, False, Word.HANG, 4),
+    "one rank was silent and was killed": (_hang(), {0: _BY_HANG[0]}, {0: 4, 1: _KILL}, False, Word.HANG, 4),
+    "the job has waited too long by itself": (_hang(), _LATE, {0: 1, 1: 1}, False, Word.HANG, 4),
+    "the rank has raised": (_hang(), {0: _failed(0, _PEER), 1: _failed(1)}, {0: 1, 1: 1}, False, Word.FAILED, 3),
+    "it was over": (_hang(ended_after_seconds=8.5), BOTH, {0: 0, 1: 0}, False, Word.CLEAN, 0),
+    "all have finished": (_hang(), BOTH, {0: 0, 1: 0}, True, Word.CLEAN, 0),
+}
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_hang(name: str) -> None:
+    """One story is told, whoever has noticed it; a hang that is over is a warning."""
+    hang, outcomes, statuses, hung, word, code = HANGS[name]
+    late = name == "the time was over"
+    verdict = judge([hang], outcomes, world=2, timed_out=late, hung=hung, statuses=statuses)
+    assert (verdict.word, verdict.exit_code) == (word, code)
+    if code == 4:
+        assert verdict.blamed == (1,)
+        assert verdict.story == (
+            "rank 0 waits in all_reduce #6 at train.py:41",
+            "rank 1 is missing: sleeps, at train.py:33",
+        )
+        assert verdict.ranks[1] == "is missing: sleeps, at train.py:33"
+        assert json.loads(to_json(verdict, None))["hang"]["code"] == hang.code
+    if code == 0:
+        assert any("counts as a warning" in note for note in verdict.notes)
+        warned = judge([hang], outcomes, world=2, hung=hung, statuses=statuses, fail_on=Severity.WARNING)
+        assert warned.word is Word.FINDINGS
+
+
 @pytest.mark.parametrize(
     "severity, fail_on, code",
     [

@@ -29,6 +29,11 @@ def _finding(code: str = "RANK101", severity: Severity = Severity.CRITICAL, **mo
     return Finding(code=code, severity=severity, **values)
 
 
+def _hang() -> Finding:
+    evidence = {"waiting": {"0": _EVIL}, "missing": {"1": _EVIL}, "difference": _EVIL}
+    return _finding("HANG501", evidence=evidence)
+
+
 def _outcomes(world: int = 2) -> dict[int, Outcome]:
     return {rank: Outcome(rank=rank, reason="finished", exit_code=0, steps={"0": 5}) for rank in range(world)}
 
@@ -38,6 +43,7 @@ VERDICTS: dict[str, Verdict] = {
     "findings": judge([_finding(), _finding("SYNC203"), _finding("RANK104")], _outcomes(), world=2),
     "below": judge([_finding("DATA902", Severity.WARNING)], _outcomes(), world=2),
     "hang": judge([_finding()], {}, world=2, timed_out=True, places={1: _EVIL}),
+    "hang found": judge([_hang()], {}, world=2, hung=True),
     "failed": judge([], {1: Outcome(rank=1, reason=f"exception: {_EVIL}", exit_code=1)}, world=2, statuses={1: 1}),
     "evil": judge(
         [_finding(title=_EVIL, subject=(_EVIL, _EVIL), location=f"{_EVIL}:7", evidence={_EVIL: _EVIL})],
@@ -99,7 +105,7 @@ def test_junit_tells_the_first_cause() -> None:
 def test_junit_skips_families_without_rules_and_shows_what_does_not_count() -> None:
     """A green case means that something was looked at."""
     suites = _suites(VERDICTS["below"])
-    assert suites["HANG"].find("testcase/skipped") is not None
+    assert suites["SLOW"].find("testcase/skipped") is not None
     assert suites["RANK"].find("testcase/skipped") is None
     assert suites["DATA"].find("testcase/failure") is None
     assert "DATA902" in (suites["DATA"].findtext("system-out") or "")

@@ -129,7 +129,7 @@ def _assert_one_verdict(folder: Path, word: str, err: str) -> None:
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "ddpdebug", "check")
 _HANGS = {
     "own": ("-m", "ddpdebug", "check", "--nproc-per-node", 2, "--out", "o"),
-    "torchrun": _TORCHRUN,
+    "torchrun": (*_TORCHRUN, "--out", "o"),
 }
 
 
@@ -140,7 +140,7 @@ def hangs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int
     environ.update(DDPDEBUG_METRICS="off", OMP_NUM_THREADS="1")
     started = []
     for words in _HANGS.values():
-        line = [sys.executable, *map(str, (*words, "--timeout", 60, "--json", "v.json", SCRIPT, "hang", 8))]
+        line = [sys.executable, *map(str, (*words, "--timeout", PATIENCE, "--json", "v.json", SCRIPT, "hang", 8))]
         folder = tmp_path_factory.mktemp("hangs")
         process = subprocess.Popen(line, cwd=folder, env=environ, stderr=subprocess.PIPE, text=True)
         started.append((folder, process))
@@ -150,12 +150,14 @@ def hangs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int
 
 @pytest.mark.slow
 def test_hang(hangs: dict[str, tuple[Path, int, str]], command: Command) -> None:
-    """A job that does not end in time is ended with all its processes."""
+    """A job is ended with all its processes as soon as it is known who keeps it, and says so."""
     folder, code, err = hangs["own"]
     assert code == 4, err
     assert "verdict: hang" in err
     record = json.loads((folder / "v.json").read_text(encoding="utf-8"))
-    assert record["verdict"] == "hang"
+    assert (record["verdict"], record["blamed"], record["hang"]["code"]) == ("hang", [1], "HANG501")
+    assert "rank 0 waits in all_reduce" in err
+    assert "train.py:42" in record["ranks"]["0"]["reason"]
     assert "train.py:38 (<module>)" in record["ranks"]["1"]["reason"]
     assert "backward" in (folder / "o" / "ranks" / "0" / "stacks.txt").read_text(encoding="utf-8")
     assert command("-m", "ddpdebug", "verdict", folder / "o").returncode == 4
@@ -167,6 +169,19 @@ def test_hang_under_torchrun(hangs: dict[str, tuple[Path, int, str]]) -> None:
     folder, code, err = hangs["torchrun"]
     assert code == 1, err
     _assert_one_verdict(folder, "hang", err)
+    assert "rank 1 is missing: sleeps, at" in err
+    assert json.loads((folder / "o" / "check.json").read_text(encoding="utf-8"))["hung"] is True
+
+
+@pytest.mark.slow
+def test_a_hang_that_is_over_ends_nothing(command: Command, tmp_path: Path) -> None:
+    """A rank that was stopped for eight seconds is a warning in the verdict."""
+    script = Path(__file__).parent.parent / "progress" / "scripts" / "stops.py"
+    words = ("--nproc-per-node", 2, "--fail-on", "critical", "--json", "v.json", "--timeout", PATIENCE)
+    done = command("-m", "ddpdebug", "check", *words, script, "sigstop", 1, 5, 8)
+    record = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))
+    assert (done.returncode, record["hang"]) == (0, None), done.stderr
+    assert "counts as a warning" in done.stderr
 
 
 def test_old_findings_do_not_count(command: Command, tmp_path: Path) -> None:

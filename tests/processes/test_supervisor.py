@@ -62,6 +62,21 @@ def test_timeout_ends_the_tree(tmp_path: Path) -> None:
     assert _ended(file)
 
 
+def test_a_run_that_comes_to_nothing_is_ended(tmp_path: Path) -> None:
+    """Long before its time is over, and its stacks are asked for before."""
+    file, asked = tmp_path / "pids", list[bool]()
+    words = [sys.executable, "-c", _TREE, str(file)]
+    over = partial(until, lambda: file.exists() and file.read_text(encoding="utf-8").count(" "))
+    late = lambda: asked.append(not _ended_now(file))  # noqa: E731
+    status = supervise(words, _environ(tmp_path), PATIENCE, "TEST_MARK", late=late, over=lambda: bool(over()))
+    assert (status, asked) == (None, [True])
+    assert _ended(file)
+
+
+def _ended_now(file: Path) -> bool:
+    return not any(_alive(int(word)) for word in file.read_text(encoding="utf-8").split())
+
+
 def test_stopped_process_is_ended(tmp_path: Path) -> None:
     """A process under SIGSTOP cannot answer SIGTERM; it is killed."""
     source = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"

@@ -12,14 +12,18 @@ from pathlib import Path
 import pytest
 
 from ddpdebug.commands import main
+from ddpdebug.disk import Disk
+from ddpdebug.progress.black_box import BlackBox
 from ddpdebug.reports.html import lines, timeline
 from ddpdebug.reports.page import report
 from ddpdebug.reports.reading import POINTS, Thinned, read_history
 from ddpdebug.run_directory.writer import RunDirectory
 from ddpdebug.schema.coverage import RankCoverage, Tally
 from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.progress import RankProgress
 from ddpdebug.schema.row import Digest, Flag, Row
 from ddpdebug.schema.step import Step
+from ddpdebug.schema.wire import to_json
 from ddpdebug.sinks import Covered, FindingRaised, RunEnded, RunStarted, StepJudged
 
 EVIL = '"><script>document.title="taken"</script><img src="http://198.51.100.1/x.png" onerror="alert(1)">\n\x1b[2J'
@@ -50,6 +54,28 @@ def write_run(directory: Path, *, steps: int = 40, ended: bool = True, evil: str
     if ended:
         sink.write(RunEnded(reason=evil if "<" in evil else "finished", exit_code=0, steps={0: steps}))
     sink.close()
+
+
+def test_a_run_that_hung_shows_what_each_rank_did_last(tmp_path: Path) -> None:
+    """By its black box, with the stacks of the hang; all of it is escaped."""
+    write_run(tmp_path, ended=False)
+    hang = Finding(code="HANG501", severity=Severity.CRITICAL, title="t", evidence={"stacks": {EVIL: [EVIL] * 99}})
+    with (tmp_path / "findings.jsonl").open("a", encoding="utf-8") as file:
+        file.write(hang.to_json() + "\n")
+    look = RankProgress(rank=1, step=39, phase="data", place=EVIL, kind="queue", does=EVIL, function=EVIL)
+    (tmp_path / "ranks" / "1").mkdir(parents=True)
+    box = BlackBox(tmp_path / "ranks" / "1" / "black_box", Disk())
+    box.note(f"all_reduce #118 {EVIL}")
+    box.beat({**to_json(look), "ended": EVIL})
+    box.close()
+    page = report(tmp_path)
+    assert "What the ranks did last" in page
+    assert "all_reduce #118" in page
+    assert "where the ranks were" in page
+    assert "<script" not in page
+    assert "\x1b" not in page
+    write_run(tmp_path / "well")
+    assert "What the ranks did last" not in report(tmp_path / "well")
 
 
 class Elements(html.parser.HTMLParser):

@@ -102,6 +102,17 @@ def test_the_end_brings_the_final_counts_and_all_evidence(tmp_path: Path) -> Non
     assert second.subject == ("other",)
 
 
+def test_a_hang_that_is_over_is_on_disk_at_once(tmp_path: Path) -> None:
+    """Who reads along would end the job for it; its line stands once."""
+    hang = replace(FINDING, code="HANG501", id="HANG501-1", evidence={"hang": "0:1"})
+    sink = RunDirectory(tmp_path, 0)
+    for record in (started(tmp_path, 0), FindingRaised(finding=FINDING), FindingRaised(finding=hang)):
+        sink.write(record)
+    over = replace(hang, evidence={**hang.evidence, "ended_after_seconds": 8.5})
+    sink.write(FindingRaised(finding=over, new=False))
+    assert run_files.read_findings(tmp_path) == [FINDING, over]
+
+
 def test_a_value_that_json_lacks_costs_nothing_but_itself(tmp_path: Path) -> None:
     """The finding is written with the value's text, and so is what comes after it."""
     sink = RunDirectory(tmp_path, 0)

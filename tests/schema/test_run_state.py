@@ -27,6 +27,7 @@ _FINDING = "exception: FindingError: NUM305 (critical) at step 3: the input is n
         ("exception: SystemExit: 143", 143, "", End(RunState.CANCELLED, "cancelled", "SIGTERM")),
         ("exception: SystemExit: 137", 137, "", End(RunState.FAILED, "failed", "SystemExit")),
         ("interrupted", 130, "RANK101", End(RunState.CANCELLED, "cancelled", "SIGINT")),
+        ("hang: HANG503 a rank left", 4, "", End(RunState.FAILED, "failed", "HANG503")),
     ],
 )
 def test_an_end_that_was_told(reason: str, code: int | None, gravest: str, end: End) -> None:

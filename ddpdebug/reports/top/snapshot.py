@@ -13,6 +13,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from ddpdebug.progress.boxes import ELSEWHERE, read_ranks
+from ddpdebug.progress.waits import judge
 from ddpdebug.run_directory.reader import STEPS, damage, read_findings, read_newest, read_outcomes, read_run
 from ddpdebug.run_directory.segments import segment_paths
 from ddpdebug.schema.coverage import Coverage
@@ -21,13 +23,14 @@ from ddpdebug.schema.row import Flag, Row
 from ddpdebug.schema.run_state import WaitState
 from ddpdebug.schema.step import Step
 from ddpdebug.sinks.agreement import COMPARED, dissenters
-from ddpdebug.sinks.text import culprits_text, ranks_text
+from ddpdebug.sinks.text import culprits_text, number, ranks_text
 
 _TIMEOUT = 3.0
 _MAX_BYTES = 32 << 20
 _MAX_TARGETS = 1024
 #: Steps that a value is taken from when the newest did not compute it.
 _BACK = 64
+_MAX_WAITS = 6
 _NONFINITE = Flag.LOSS_NONFINITE | Flag.LOCAL_GRADS_NONFINITE | Flag.GRADS_NONFINITE
 
 
@@ -64,6 +67,7 @@ class Snapshot:
     unchecked: str = ""  # what is not checked, in words
     waiting: str = ""  # whom ranks wait for, in words
     hangs: bool = False  # and nobody expects that to end by itself
+    waits: Sequence[str] = ()  # who waits for whom now, and for how long, in words
 
     @property
     def missing(self) -> int:
@@ -104,8 +108,8 @@ def from_directory(directory: Path) -> Snapshot:
     views = {rank: RankView(rank=rank) for rank in range(world)} if world <= 4096 else {}
     differing: dict[str, int] = {}
     voted: dict[str, frozenset[int]] = {}
-    for (optimizer, number), found in steps.items():
-        for what, ranks in dissenters(Step(step=number, optimizer=optimizer, world=world, rows=found)).items():
+    for (optimizer, reached), found in steps.items():
+        for what, ranks in dissenters(Step(step=reached, optimizer=optimizer, world=world, rows=found)).items():
             voted[what], differing[what] = ranks, len(ranks)
         for rank, row in found.items():
             _take(views.setdefault(rank, RankView(rank=rank)), row)
@@ -128,6 +132,7 @@ def from_directory(directory: Path) -> Snapshot:
         damage=damage(directory),
         unchecked=_unchecked(run.get("coverage")),
         **_waiting(run.get("waiting")),
+        waits=[] if run.get("outcome") else _waits(directory, world),
     )
 
 
@@ -141,6 +146,28 @@ def _waiting(known: object) -> dict[str, Any]:
     except (StopIteration, KeyError, TypeError, ValueError):
         return {}
     return {"waiting": " · ".join(filter(None, (words, known.get("location")))), "hangs": state.is_hang}
+
+
+def _waits(directory: Path, world: int) -> list[str]:
+    """Say who waits for whom now, by the black boxes of ranks on this host."""
+    ranks = {rank: one for rank, one in read_ranks(directory, world).items() if one.state != ELSEWHERE}
+    calls: dict[str, list[int]] = {}
+    longest: dict[str, float] = {}
+    for rank, one in ranks.items():
+        if one.seen.waits and one.progress is not None:
+            words = one.seen.waits[0].words()
+            calls.setdefault(words, []).append(rank)
+            longest[words] = max(longest.get(words, 0.0), one.progress.same)
+    lines = [
+        f"{ranks_text(members)} wait{'s' * (len(members) == 1)} in {words}, for {number(longest[words], 2)} s"
+        for words, members in calls.items()
+    ]
+    found = judge({rank: one.seen for rank, one in ranks.items()})
+    if found is not None and found.kind not in {"mismatch", "cycle"}:
+        lines += [f"for rank {rank}: {words}" for rank, words in found.where.items()]
+    elif found is not None:
+        lines.append("nobody can move: " + "; ".join(f"rank {who}: {call}" for who, call in found.sides.items()))
+    return lines[:_MAX_WAITS]
 
 
 def _unchecked(record: object) -> str:

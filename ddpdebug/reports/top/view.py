@@ -20,13 +20,15 @@ _SLOW = 0.2
 def view(snapshot: Snapshot, height: int) -> RenderableType:
     """Return verdicts, ranks and the newest findings in at most `height` lines; the ill ranks come first."""
     incidents = snapshot.incidents[:5]
-    room = max(3, height - 6 - len(incidents) - bool(snapshot.damage) - bool(snapshot.waiting))
+    waiting = len(snapshot.waits) or bool(snapshot.waiting)
+    room = max(3, height - 6 - len(incidents) - bool(snapshot.damage) - waiting)
     shown = sorted(snapshot.ranks, key=_health)[:room]
     parts: list[RenderableType] = [Text(f"ddpdebug top · {clean(snapshot.title, 160)}", "bold"), _verdicts(snapshot)]
     if snapshot.waiting:
         parts.append(Text(clean(snapshot.waiting, 300), _BAD if snapshot.hangs else _WARN))
     if snapshot.unchecked:
         parts.append(Text(clean(snapshot.unchecked, 400), _WARN))
+    parts += [Text(clean(words, 300), _WARN) for words in snapshot.waits]
     parts.append(_ranks(snapshot, shown))
     if (hidden := len(snapshot.ranks) - len(shown)) > 0:
         parts.append(Text(f"{hidden} more ranks, none of them worse", _DIM))
