@@ -36,8 +36,9 @@ _TELL_SECONDS, _EVERY_SECONDS = 3.0, 0.4
 _STALE_SECONDS = 4.0
 #: How long a gather is waited for before the others' black boxes are read, and how old a sign of life may be.
 _UNANSWERED_SECONDS, _SIGN_SECONDS = 2.5, 4.0
-#: A rank that is at work is told of where others wait longer than this, and longer than ever before in the run.
-_BUSY_SECONDS, _BUSY_FACTOR = 60.0, 10.0
+#: A rank that is at work is told of where others wait longer than this, and longer than ever before in the run: an
+#: evaluation, a checkpoint, or a slow file system beneath the imports takes minutes.
+_BUSY_SECONDS, _BUSY_FACTOR = 300.0, 10.0
 #: A line for whoever asks what all wait for.
 _LINE_SECONDS = 10.0
 _LOST_SECONDS = 0.5
@@ -84,6 +85,7 @@ class ProgressWatch:
         self._left: dict[int, tuple[str, float]] = {}
         self._failures: dict[int, Failure] = {}
         self._kernels: dict[int, tuple[kernel.Kernel, float]] = {}
+        self._cpu: dict[int, float] = {}  # of a rank when it was found silent
         self._looked = self._tell_until = self._told = 0.0
         self._hang: tuple[Hang, float] | None = None  # that is open, and when it has begun
         self._alone: list[Hang] = []  # judged while the others could not hear it
@@ -147,7 +149,7 @@ class ProgressWatch:
         return announcement.judge == self.rank and announcement.number in self._fed
 
     def _look(self) -> tuple[RankProgress, float]:
-        own, now = self._watcher.look(), time.monotonic()
+        own, now = self._watcher.look(exact=time.monotonic() < self._tell_until), time.monotonic()
         self._looked = now
         self._looks[self.rank] = own, now
         if self.box is None and not self._boxless:
@@ -180,7 +182,8 @@ class ProgressWatch:
     def _gone(self, rank: int, look: RankProgress | None, now: float) -> Seen:
         words, since = self._left[rank]
         place = self._failures[rank].location if rank in self._failures else None
-        return Seen(progress=look, left=words, left_at=place, left_for=now - since)
+        by_others = is_victims(self._reason_of(rank))
+        return Seen(progress=look, left=words, left_at=place, left_for=now - since, left_by_others=by_others)
 
     # --- a rank does not answer ---------------------------------------------------------------------------------------
 
@@ -212,18 +215,22 @@ class ProgressWatch:
         if shown is None or shown.is_gone:
             known = None if shown is None else shown.ended_by
             reason = "there is no process any more" if known is None else kernel.ending(known)
-            self._left.setdefault(rank, (f"it has gone: {reason}", now))
+            told = "" if progress is None else progress.ended
+            self._left.setdefault(rank, (f"it has ended: {told}" if told else f"it has gone: {reason}", now))
         if rank in self._left:
             return self._gone(rank, progress, now)
         silent = now - box.beat
         if silent < _SIGN_SECONDS:
+            self._kernels.pop(rank, None)
+            self._cpu.pop(rank, None)
             return Seen(progress=progress)
         assert shown is not None
+        ran = shown.cpu - self._cpu.setdefault(rank, shown.cpu)
         before, when = self._kernels.setdefault(rank, (shown, now))
         runs = shown.moved_since(before, now - when) if now - when >= 1.0 else shown.state == "R"
         if now - when >= 2.0:
             self._kernels[rank] = shown, now
-        return Seen(progress=progress, silent=silent, runs=runs, kernel=shown.words())
+        return Seen(progress=progress, silent=silent, runs=runs, ran=ran, kernel=shown.words())
 
     # --- the ranks can no longer talk ---------------------------------------------------------------------------------
 
@@ -260,7 +267,7 @@ class ProgressWatch:
         if is_victims(reason) and self._hang is None:
             now = time.monotonic()
             seen, here = self._seen_from_outside(now)
-            gone = [rank for rank, one in sorted(seen.items()) if one.left and not is_victims(self._reason_of(rank))]
+            gone = [rank for rank, one in sorted(seen.items()) if one.left and not one.left_by_others]
             if gone and min((rank for rank in here if not seen[rank].left), default=self.rank) == self.rank:
                 self._conclude(self._about_left(gone, seen), now, alone=True)
         if self.box is not None:

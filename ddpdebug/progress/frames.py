@@ -11,14 +11,17 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from types import FrameType
 
 from ddpdebug.isolation.user_code import is_user_file, location
 
+#: This package's files, wherever a checkout of somebody else's is called so too.
+_OWN = str(Path(__file__).resolve().parent.parent) + "/"
 _MOST_FRAMES = 40
 _MOST_CALL = 80
 #: Kinds in which a thread waits for something in or around its own process, and so for no other rank.
-OWN = frozenset({"lock", "queue", "socket", "file", "sleep", "process", "input", "debugger", "loader"})
+OWN = frozenset({"lock", "queue", "socket", "file", "sleep", "process", "input", "debugger", "loader", "key"})
 #: Words for each kind; `{}` is the call.
 KINDS = {
     "lock": "waits for a lock",
@@ -32,7 +35,8 @@ KINDS = {
     "loader": "waits for a worker of its DataLoader",
     "collective": "is in a collective",
     "backward": "is in backward",
-    "store": "waits for a key in the job's store",
+    "key": "waits for a key in a store",
+    "store": "meets the other ranks in the job's store",
 }
 #: Of a library's frame, by the end of its file's path: what a thread does there.
 _FILES = (
@@ -59,6 +63,7 @@ _FILES = (
 _CALLS = (
     (re.compile(r"\b(acquire|Lock|with .*[lL]ock)\b"), "lock"),
     (re.compile(r"\bsleep\b"), "sleep"),
+    (re.compile(r"[sS]tore\w*\.(get|wait)\b"), "key"),
     (re.compile(r"\b(recv|recv_into|recvfrom|accept|connect|sendall|urlopen|getaddrinfo)\b"), "socket"),
     (re.compile(r"\b(input|stdin)\b"), "input"),
     (re.compile(r"\bbreakpoint\b"), "debugger"),
@@ -103,13 +108,14 @@ def signature(frame: FrameType | None) -> int:
 
 def look(frame: FrameType | None) -> At:
     """Return where a thread is, by its innermost frame."""
-    frames = [f for f in _outwards(frame) if "/ddpdebug/" not in f.f_code.co_filename]
+    frames = [f for f in _outwards(frame) if not f.f_code.co_filename.startswith(_OWN)]
     if not frames:
         return At()
     users = next((f for f in frames if is_user_file(f.f_code.co_filename)), None)
     inner = frames[: frames.index(users)] if users is not None else frames
     does = "" if users is None else _call(users)
-    phase, kind = _phase(inner, does), _kind(inner, frames[0], does)
+    # what the user's line has called says more than what that waits with in the end
+    phase, kind = _phase(inner, does), _kind(inner if users is None else inner[::-1], frames[0], does)
     stack = tuple(f"{location(f.f_code.co_filename, f.f_lineno or 0)} ({f.f_code.co_name})" for f in frames)
     if users is None:
         return At(phase=phase, kind=kind, stack=stack)
