@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help format lint types test test-slow test-harm harm-table test-dist test-monitoring retest detection held-out programs bench demo docs dashboards rules up down size check
+.PHONY: help format lint types test test-slow test-harm harm-table test-dist test-monitoring retest detection held-out programs bench bench-hangs demo docs dashboards rules up down size check
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -94,6 +94,9 @@ bench: $(STAMP) ## what ddpdebug costs, against plain DDP and the naive methods
 	$(PYTHON) benchmarks/memory.py
 	$(PYTHON) benchmarks/scrapes.py
 	$(PYTHON) benchmarks/notes.py
+
+bench-hangs: $(STAMP) ## after how many seconds hangs are found, with and without load (takes long)
+	$(PYTHON) benchmarks/hangs.py --rounds 10
 
 demo: $(STAMP) ## train on 4 CPU ranks, break two things, see them found (under 90 s)
 	$(PYTHON) demo/demo.py

@@ -124,6 +124,7 @@ class ProgressWatch:
         self._left: dict[int, tuple[str, float]] = {}
         self._failures: dict[int, Failure] = {}
         self._kernels: dict[int, tuple[kernel.Kernel, float]] = {}
+        self._cpu: dict[int, float] = {}  # of a rank when it was found silent
         self._tell_until = self._told = 0.0
         self._hang: tuple[Hang, float] | None = None  # that is open, and when it has begun
         self._alone: list[Hang] = []  # judged while the others could not hear it
@@ -238,7 +239,8 @@ class ProgressWatch:
     def _gone(self, rank: int, look: RankProgress | None, now: float) -> Seen:
         words, since = self._left[rank]
         place = self._failures[rank].location if rank in self._failures else None
-        return Seen(progress=look, left=words, left_at=place, left_for=now - since)
+        by_others = is_victims(self._reason_of(rank))
+        return Seen(progress=look, left=words, left_at=place, left_for=now - since, left_by_others=by_others)
 
     # --- a rank does not answer ---------------------------------------------------------------------------------------
 
@@ -340,20 +342,24 @@ class ProgressWatch:
             if rank not in self._left:
                 if (home := self._folder()) is not None:
                     black_box.keep(_box_of(home, rank), self._disk)
-                self._left[rank] = f"it has gone: {reason}", now
+                told = "" if progress is None else progress.ended
+                self._left[rank] = f"it has ended: {told}" if told else f"it has gone: {reason}", now
         if progress is not None and is_by_hang(progress.ended):  # it is no cause of what it has left for
             return Seen(progress=progress, left=f"it has left: {progress.ended}")
         if rank in self._left:
             return self._gone(rank, progress, now)
         silent = now - box.beat
         if silent < _SIGN_SECONDS:
+            self._kernels.pop(rank, None)
+            self._cpu.pop(rank, None)
             return Seen(progress=progress)
         assert shown is not None
+        ran = shown.cpu - self._cpu.setdefault(rank, shown.cpu)
         before, when = self._kernels.setdefault(rank, (shown, now))
         runs = shown.moved_since(before, now - when) if now - when >= 1.0 else shown.state == "R"
         if now - when >= 2.0:
             self._kernels[rank] = shown, now
-        found = Seen(progress=progress, silent=silent, runs=runs, kernel=shown.words())
+        found = Seen(progress=progress, silent=silent, runs=runs, ran=ran, kernel=shown.words())
         place = _place_now(box, shown)
         return found if place is None or progress is None else replace(found, progress=_at(progress, place), now=True)
 
@@ -407,7 +413,7 @@ class ProgressWatch:
         if is_victims(reason) and self._hang is None:
             now = time.monotonic()
             seen, here = self._seen_from_outside(now)
-            gone = [rank for rank, one in sorted(seen.items()) if one.left and not is_victims(self._reason_of(rank))]
+            gone = [rank for rank, one in sorted(seen.items()) if one.left and not one.left_by_others]
             if gone and min((rank for rank in here if not seen[rank].left), default=self.rank) == self.rank:
                 self._conclude(self._about_left(gone, seen), now, alone=True)
         if self._hang is not None and self._hang[0].kind != "left" and not reason.startswith("exception"):

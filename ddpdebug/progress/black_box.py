@@ -184,7 +184,7 @@ class BlackBox:
 def keep(file: Path, disk: Disk) -> None:
     """Copy a box that lies in a temporary folder of this host to where it belongs; nothing where it does already."""
     place = _elsewhere(file)
-    data = None if place is None else _bytes(place)
+    data = None if place is None else _bytes_of(place)
     if place is None or data is None:
         return
     with suppress(OSError):

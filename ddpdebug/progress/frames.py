@@ -11,16 +11,19 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
 
 from ddpdebug.isolation.user_code import is_user_file, location
 from ddpdebug.progress.foreign_stack import Place
 
+#: This package's files, wherever a checkout of somebody else's is called so too.
+_OWN = str(Path(__file__).resolve().parent.parent) + "/"
 _MOST_FRAMES = 40
 _MOST_CALL = 80
 #: Kinds in which a thread waits for something in or around its own process, and so for no other rank.
-OWN = frozenset({"lock", "queue", "socket", "file", "sleep", "process", "input", "debugger", "loader"})
+OWN = frozenset({"lock", "queue", "socket", "file", "sleep", "process", "input", "debugger", "loader", "key"})
 #: Words for each kind; `{}` is the call.
 KINDS = {
     "lock": "waits for a lock",
@@ -34,7 +37,8 @@ KINDS = {
     "loader": "waits for a worker of its DataLoader",
     "collective": "is in a collective",
     "backward": "is in backward",
-    "store": "waits for a key in the job's store",
+    "key": "waits for a key in a store",
+    "store": "meets the other ranks in the job's store",
 }
 #: Of a library's frame, by the end of its file's path: what a thread does there.
 _FILES = (
@@ -61,6 +65,7 @@ _FILES = (
 _CALLS = (
     (re.compile(r"\b(acquire|Lock|with .*[lL]ock)\b"), "lock"),
     (re.compile(r"\bsleep\b"), "sleep"),
+    (re.compile(r"[sS]tore\w*\.(get|wait)\b"), "key"),
     (re.compile(r"\b(recv|recv_into|recvfrom|accept|connect|sendall|urlopen|getaddrinfo)\b"), "socket"),
     (re.compile(r"\binput\(|\bstdin\b"), "input"),
     (re.compile(r"\bbreakpoint\b"), "debugger"),
@@ -135,13 +140,15 @@ def look(stack: tuple[Frame, ...], meetings: Collection[str] = ()) -> At:
     Args:
         meetings: functions of torch's in which ranks meet in the store.
     """
-    frames = [frame for frame in stack if "/ddpdebug/" not in frame.file]
+    frames = [frame for frame in stack if not frame.file.startswith(_OWN)]
     if not frames:
         return At()
     users = next((frame for frame in frames if is_user_file(frame.file)), None)
     inner = frames[: frames.index(users)] if users is not None else frames
     does = "" if users is None else _call(users)
-    phase, kind = _phase(inner, does), _kind(inner, frames[0], does, meetings)
+    # what the user's line has called says more than what that waits with in the end
+    told = inner if users is None else inner[::-1]
+    phase, kind = _phase(inner, does), _kind(told, frames[0], does, meetings)
     words = tuple(frame.words() for frame in frames)
     if users is None:
         return At(phase=phase, kind=kind, stack=words)

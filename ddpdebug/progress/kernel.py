@@ -11,10 +11,17 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _PROC = Path("/proc")
+#: Bytes a second from which on data moves: the slowest download has more, who asks a file again and again less.
+_DATA_PER_SECOND = 4096.0
+#: Processes and threads of each that are looked at for what a rank has started.
+_MOST_PROCESSES, _MOST_THREADS = 64, 32
+#: Functions of the kernel in which a thread waits for time to pass, or another thread: to wake from them moves nothing.
+_IDLE_WAITS = ("hrtimer_nanosleep", "futex")
 _WORDS = {
     "T": "stopped by a signal",
     "t": "stopped by a debugger",
@@ -35,6 +42,7 @@ class Kernel:
         queued: seconds in which it could have run and another process did.
         wakes: times that it went to sleep by itself.
         disk: bytes read from and written to storage.
+        data: bytes read and written altogether, not those of sockets.
         started: when it began, in the kernel's ticks: with the number it names a process for ever.
         ended_by: of a process that is dead and not yet collected, its exit status as `wait` has it.
     """
@@ -45,6 +53,7 @@ class Kernel:
     queued: float = 0.0
     wakes: int = 0
     disk: int = 0
+    data: int = 0
     started: int = 0
     ended_by: int | None = None
 
@@ -60,7 +69,7 @@ class Kernel:
 
     def moved_since(self, before: Kernel, seconds: float, *, share: float = 0.05) -> bool:
         """Whether it has run, or wanted to, for more than a share of the time since, or has moved data."""
-        if self.disk != before.disk:
+        if self.disk != before.disk or self.data - before.data > _DATA_PER_SECOND * seconds:
             return True
         return self.cpu - before.cpu + self.queued - before.queued > share * seconds
 
@@ -69,6 +78,29 @@ class Kernel:
         where = f" in {self.wchan}" if self.wchan not in {"", "0"} else ""
         return _WORDS.get(self.state, "runs" if self.state == "R" else "asleep") + (
             where if self.state in "SDT" else ""
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What processes and all that they have started have done so far, those that have ended with them.
+
+    Args:
+        cpu: seconds of processor time.
+        data: bytes read and written, not those of sockets.
+        wakes: times that something other than time woke one of their threads: data of a socket, for one.
+    """
+
+    cpu: float = 0.0
+    data: int = 0
+    wakes: int = 0
+
+    def moved_since(self, before: Family, seconds: float, *, share: float, wakes: float) -> bool:
+        """Whether they have computed for more than a share of the time since, moved data, or woke often."""
+        return (
+            self.cpu - before.cpu > share * seconds
+            or self.data - before.data > _DATA_PER_SECOND * seconds
+            or self.wakes - before.wakes > wakes * seconds
         )
 
 
@@ -82,12 +114,14 @@ def process(pid: int) -> Kernel | None:
     queued = 0.0
     with suppress(OSError):
         queued = sum(_queued(thread) for thread in (folder / "task").iterdir())
+    disk, data = _moved(folder)
     return Kernel(
         state=state,
         wchan=_word(folder / "wchan"),
         cpu=cpu,
         queued=queued,
-        disk=_disk(folder),
+        disk=disk,
+        data=data,
         started=started,
         ended_by=_ended_by(folder) if state in "ZX" else None,
     )
@@ -100,18 +134,22 @@ def thread(native_id: int) -> Kernel | None:
     if known is None:
         return None
     state, cpu, started = known
-    wakes = 0
-    with suppress(OSError, ValueError):
-        lines = (folder / "status").read_text(encoding="ascii", errors="replace").splitlines()
-        wakes = sum(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches"))
-    wchan = _word(folder / "wchan")
-    disk, queued = _disk(folder), _queued(folder)
-    return Kernel(state=state, wchan=wchan, cpu=cpu, queued=queued, wakes=wakes, disk=disk, started=started)
+    disk, data = _moved(folder)
+    return Kernel(
+        state=state,
+        wchan=_word(folder / "wchan"),
+        cpu=cpu,
+        queued=_queued(folder),
+        wakes=_wakes(folder),
+        disk=disk,
+        data=data,
+        started=started,
+    )
 
 
 def disk_beside(native_id: int) -> int:
     """Return the bytes that this process has read from and written to storage, without those of one thread."""
-    return _disk(_PROC / "self") - _disk(_PROC / "self" / "task" / str(native_id))
+    return _moved(_PROC / "self")[0] - _moved(_PROC / "self" / "task" / str(native_id))[0]
 
 
 def started(pid: int) -> int:
@@ -120,13 +158,32 @@ def started(pid: int) -> int:
     return 0 if known is None else known[2]
 
 
-def children() -> list[int]:
-    """Return the processes that this one has started; none where the kernel does not tell."""
+def children(pid: int | str = "self") -> list[int]:
+    """Return the processes that one has started, by default this one; none where the kernel does not tell."""
     found: list[int] = []
-    for folder in _PROC.glob("self/task/*/children"):
+    for file in _PROC.glob(f"{pid}/task/*/children"):
         with suppress(OSError, ValueError):
-            found += map(int, folder.read_bytes().split())
+            found += map(int, file.read_bytes().split())
     return found
+
+
+def family(pids: Iterable[int]) -> Family:
+    """Return what processes and all that they have started have done."""
+    todo, seen = list(pids), set[int]()
+    cpu, data, wakes = 0.0, 0, 0
+    while todo and len(seen) < _MOST_PROCESSES:
+        pid = todo.pop()
+        if pid in seen:
+            continue
+        seen.add(pid)
+        todo += children(pid)
+        folder = _PROC / str(pid)
+        cpu += _cpu_with_ended(folder)
+        data += _moved(folder)[1]
+        with suppress(OSError):
+            threads = islice((folder / "task").iterdir(), _MOST_THREADS)
+            wakes += sum(_wakes(one) for one in threads if not _word(one / "wchan").startswith(_IDLE_WAITS))
+    return Family(cpu=cpu, data=data, wakes=wakes)
 
 
 def ending(status: int) -> str:
@@ -139,12 +196,6 @@ def ending(status: int) -> str:
     except ValueError:
         name = f"signal {number}"
     return f"it was killed by {name}"
-
-
-def cpu_of(pids: Iterable[int]) -> float:
-    """Return the seconds of processor time of other processes together."""
-    found = (_stat(_PROC / str(pid) / "stat") for pid in pids)
-    return sum(known[1] for known in found if known is not None)
 
 
 @cache
@@ -177,11 +228,30 @@ def _queued(folder: Path) -> float:
     return 0.0
 
 
-def _disk(folder: Path) -> int:
+def _moved(folder: Path) -> tuple[int, int]:
+    """Return the bytes read from and written to storage, and those read and written altogether."""
     with suppress(OSError, ValueError):
-        lines = (folder / "io").read_bytes().splitlines()
-        return sum(int(line.split()[1]) for line in lines if line.startswith((b"read_bytes", b"write_bytes")))
+        known = dict(line.split(b": ") for line in (folder / "io").read_bytes().splitlines())
+        return (
+            int(known.get(b"read_bytes", 0)) + int(known.get(b"write_bytes", 0)),
+            int(known.get(b"rchar", 0)) + int(known.get(b"wchar", 0)),
+        )
+    return 0, 0
+
+
+def _wakes(folder: Path) -> int:
+    with suppress(OSError, ValueError):
+        lines = (folder / "status").read_text(encoding="ascii", errors="replace").splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches"))
     return 0
+
+
+def _cpu_with_ended(folder: Path) -> float:
+    """Return the processor time of a process and of those that it has started and waited for."""
+    with suppress(OSError, ValueError, IndexError):
+        fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
+        return sum(map(int, fields[11:15])) / _TICKS
+    return 0.0
 
 
 def _word(file: Path) -> str:

@@ -25,15 +25,23 @@ from ddpdebug.schema.progress import Call, RankProgress
 WAIT_SECONDS = 1.0
 #: Seconds for which everybody must have stood still where nobody can move any more.
 CLOSED_SECONDS = 2.0
-#: The same where all are in the same call, as far as is known: their data may be on the way.
+#: Seconds of standing still in the same call, as far as is known: their data may be on the way.
 SAME_CALL_SECONDS = 10.0
+#: How much longer is waited for what ranks have called that have not said it yet.
+ANSWER_SECONDS = 2.0
 #: Seconds after which one that is waited for, and has left, will not come again.
 LEFT_SECONDS = 1.0
-#: Seconds without a sign of life; and where the kernel shows that it runs, for it may hold the interpreter's lock in C
-#: and be done soon: the collector of garbage, pickling.
-SILENT_SECONDS, RUNNING_SECONDS = 5.0, 15.0
+#: Seconds without a sign of life.
+SILENT_SECONDS = 5.0
+#: The same where the kernel shows that it runs, for it may hold the interpreter's lock in C and be done soon: the
+#: collector of garbage, pickling. And the seconds of processor time that it must have had since it was found silent:
+#: on a busy machine such things take long.
+RUNNING_SECONDS, RAN_SECONDS = 15.0, 10.0
 #: Seconds in which nothing has moved.
 STUCK_SECONDS = 8.0
+#: Seconds for which all others must have stood where they are by then: one that looks for what another rank does, such
+#: as a file that it writes, has time to see it.
+ARRIVED_SECONDS = 3.0
 _MOST_FRAMES = 12
 
 
@@ -45,20 +53,23 @@ class Seen:
         progress: its last look at itself, None where it never gave one.
         silent: seconds since its last sign of life, as long as that is too long; 0 for one that answers.
         runs: of one that is silent, the kernel shows that it works, or wants to.
+        ran: seconds of processor time that it has had since it was found silent.
         kernel: what else the kernel shows of it, in words.
         now: its place is that of this moment, though it is silent: it was read from outside.
         left: why it has left, empty while it is there; `left_at` the user's line that it left from, where it told.
-        left_for: seconds since then.
+        left_for: seconds since then; `left_by_others` where it ended because another rank had gone.
     """
 
     progress: RankProgress | None = None
     silent: float = 0.0
     runs: bool = False
+    ran: float = 0.0
     kernel: str = ""
     now: bool = False
     left: str = ""
     left_at: str | None = None
     left_for: float = 0.0
+    left_by_others: bool = False
 
     @property
     def waits(self) -> tuple[Call, ...]:
@@ -81,7 +92,8 @@ def judge(seen: Mapping[int, Seen]) -> Hang | None:
     culprits = sorted({rank for ranks in missing.values() for rank in ranks} - waiting.keys())
     left = [rank for rank in culprits if seen[rank].left]
     if left:
-        late = [rank for rank in left if seen[rank].left_for >= LEFT_SECONDS]
+        first = [rank for rank in left if not seen[rank].left_by_others] or left
+        late = [rank for rank in first if seen[rank].left_for >= LEFT_SECONDS]
         return _about("left", late, waiting, seen) if late else None
     if (found := _mismatch(waiting, seen)) is not None:
         return found
@@ -94,14 +106,22 @@ def _of_missing(culprits: list[int], waiting: Mapping[int, tuple[Call, ...]], se
     """Return what ranks come to that are there, that are waited for, and that do not wait themselves."""
     silent = [rank for rank in culprits if seen[rank].silent]
     if silent:
-        limits = {rank: RUNNING_SECONDS if seen[rank].runs else SILENT_SECONDS for rank in silent}
-        late = [rank for rank in silent if seen[rank].silent >= limits[rank]]
+        late = [rank for rank in silent if _is_silent_too_long(seen[rank])]
         return _about("silent", late, waiting, seen) if late else None
     known = {rank: progress for rank in culprits if (progress := seen[rank].progress) is not None}
     if len(known) < len(culprits):
         return None
     busy = [rank for rank, progress in known.items() if progress.still < STUCK_SECONDS]
-    return _about("busy" if busy else "stuck", busy or culprits, waiting, seen)
+    members = {rank for calls in waiting.values() for call in calls for rank in call.ranks or seen}
+    arrived = [one.progress.same for rank in members - known.keys() if (one := seen[rank]).progress is not None]
+    is_stuck = not busy and min(arrived, default=0.0) >= ARRIVED_SECONDS
+    return _about("stuck" if is_stuck else "busy", busy or culprits, waiting, seen)
+
+
+def _is_silent_too_long(one: Seen) -> bool:
+    if one.runs:
+        return one.silent >= RUNNING_SECONDS and one.ran >= RAN_SECONDS
+    return one.silent >= SILENT_SECONDS
 
 
 def _missing(rank: int, calls: tuple[Call, ...], seen: Mapping[int, Seen]) -> set[int]:
@@ -139,23 +159,32 @@ def _is_in(call: Call, other: Seen) -> bool:
 def _mismatch(waiting: Mapping[int, tuple[Call, ...]], seen: Mapping[int, Seen]) -> Hang | None:
     """Return the first place in the order of a group where ranks that wait have called something else."""
     by_place: dict[tuple[str, int], dict[int, Call]] = defaultdict(dict)
+    still: dict[int, float] = {}
     for rank, calls in waiting.items():
         progress = seen[rank].progress
         assert progress is not None
-        if progress.still < CLOSED_SECONDS:
-            continue
+        still[rank] = progress.still
         for call in (*progress.recent, *calls):
             if not call.point_to_point and call.number:
                 by_place[call.group, call.number][rank] = call
-    pending = {(call.group, call.number) for calls in waiting.values() for call in calls}
-    groups = {group for group, _ in pending}
+    groups = {call.group for calls in waiting.values() for call in calls}
     for (group, _), made in sorted(by_place.items(), key=lambda item: item[0][1]):
-        if group not in groups:
-            continue
-        sides = _sides(made)
+        sides = _sides(made) if group in groups else []
         if len(sides) > 1:
-            return _of_sides("mismatch", sides, made, waiting, seen)
+            return _of_sides("mismatch", sides, made, waiting, seen) if _is_settled(sides, made, still, seen) else None
     return None
+
+
+def _is_settled(
+    sides: list[list[int]], made: Mapping[int, Call], still: Mapping[int, float], seen: Mapping[int, Seen]
+) -> bool:
+    """Return whether calls that differ will stay so, and all that can be asked have said what they have called."""
+    firm = [max(still[rank] for rank in side) for side in sides]
+    if sorted(firm)[-2] < CLOSED_SECONDS:
+        return False
+    members = {rank for call in made.values() for rank in call.ranks if rank in seen}
+    asked = {rank for rank in members if not (seen[rank].left or seen[rank].silent)}
+    return asked <= made.keys() or max(firm) >= CLOSED_SECONDS + ANSWER_SECONDS
 
 
 def _sides(calls: Mapping[int, Call]) -> list[list[int]]:
@@ -214,16 +243,23 @@ def _closed(
         return None
     if min(stills.values()) < CLOSED_SECONDS:
         return None
-    calls = {rank: waiting[rank][0] for rank in sorted(involved)}
-    words: dict[str, list[int]] = {}
-    for rank, call in calls.items():
-        words.setdefault(call.words(), []).append(rank)
-    found = _about("cycle", sorted(involved), waiting, seen)
+    sides: dict[tuple[str, bool, str], list[int]] = defaultdict(
+        list
+    )  # ranks in the same order of calls, as far as seen
+    told: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank in sorted(involved):
+        call = waiting[rank][0]
+        sides[call.group, call.point_to_point, call.operation if not call.group else ""].append(rank)
+        told[call.group, call.words()].append(rank)
+    most = max(sides.values(), key=len)
+    outvoted = len(involved) > len(most) > len(involved) / 2
+    ranks = sorted(involved.difference(most)) if outvoted else sorted(involved)
+    found = _about("cycle", ranks, waiting, seen)
     return replace(
         found,
         difference="order",
-        sides={_numbers(ranks): text for text, ranks in words.items()},
-        undecided=tuple(tuple(ranks) for ranks in words.values()) if len(words) > 1 else (),
+        sides={_numbers(members): words for (_, words), members in told.items()},
+        undecided=tuple(map(tuple, told.values())) if len(told) > 1 and not outvoted else (),
     )
 
 

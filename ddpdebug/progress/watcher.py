@@ -29,6 +29,8 @@ _MESSAGES = {"isend": "send", "irecv": "recv"}
 _JOINS = frozenset({"lock", "queue"})
 #: Times a second that data wakes a thread which reads from the network or a pipe.
 _WAKES_PER_SECOND = 2.0
+#: Kinds in which a thread waits for other ranks.
+_AMONG_RANKS = frozenset({"collective", "backward", "store"})
 
 
 class Issued(Protocol):
@@ -62,8 +64,8 @@ class Issued(Protocol):
 class Recorder(Protocol):
     """Torch's record of collectives."""
 
-    def counts(self) -> Mapping[str, tuple[int, int]] | None:
-        """Return (entered, completed) by group."""
+    def counts(self, *, exact: bool = False) -> Mapping[str, tuple[int, int]] | None:
+        """Return (entered, completed) by group; exact ones where that costs more."""
 
     def newest(self) -> Sequence[Issued]:
         """Return the newest collectives, oldest first."""
@@ -108,7 +110,7 @@ class _Usage:
 
     time: float
     cpu: float
-    others: float  # processor time of its children
+    others: kernel.Family  # what it has started
     disk: int  # bytes, without those of this thread
     wakes: int  # of the threads that the training thread may wait for
     thread: kernel.Kernel | None
@@ -146,8 +148,8 @@ class Watcher:
         self._main = 0
         self._known: tuple[object, tuple[Call, ...], tuple[Call, ...]] = None, (), ()
 
-    def look(self) -> RankProgress:
-        """Return what is seen now."""
+    def look(self, *, exact: bool = False) -> RankProgress:
+        """Return what is seen now, `exact` while somebody waits."""
         now, ident = time.monotonic(), self._thread()
         stack = frames.take(sys._current_frames().get(ident))  # noqa: SLF001 - documented, and there is no other way
         number = self.notes.number
@@ -203,7 +205,8 @@ class Watcher:
     # --- does anything move -------------------------------------------------------------------------------------------
 
     def _used(self, now: float, native: int, wakes: int) -> _Usage:
-        others = kernel.cpu_of({*self._workers(), *kernel.children()})
+        others, ended = kernel.family({*self._workers(), *kernel.children()}), os.times()
+        others = replace(others, cpu=others.cpu + ended.children_user + ended.children_system)
         disk = kernel.disk_beside(threading.get_native_id())
         cpu = time.process_time() - time.thread_time()
         return _Usage(now, cpu, others, disk, wakes, kernel.thread(native))
@@ -218,8 +221,10 @@ class Watcher:
         if seconds < WAIT_SECONDS:
             return
         self._usage = usage
-        moved = usage.cpu - before.cpu + usage.others - before.others > _IDLE_SHARE * seconds
+        moved = usage.cpu - before.cpu > _IDLE_SHARE * seconds
         moved |= usage.disk != before.disk or usage.wakes - before.wakes > _WAKES_PER_SECOND * seconds
+        if kind not in _AMONG_RANKS:  # there, what this process has started does not help
+            moved |= usage.others.moved_since(before.others, seconds, share=_IDLE_SHARE, wakes=_WAKES_PER_SECOND)
         if usage.thread is not None and before.thread is not None:
             moved |= usage.thread.moved_since(before.thread, seconds, share=_IDLE_SHARE)
             if kind in {"socket", "file"}:
@@ -315,6 +320,8 @@ def _operation(at: frames.At) -> str:
 
 
 def _native(ident: int) -> int:
+    if ident == threading.main_thread().ident:
+        return os.getpid()  # after a fork Python 3.11 and 3.12 still have the number of before
     return next(
         (t.native_id for t in threading.enumerate() if t.ident == ident and t.native_id is not None), os.getpid()
     )

@@ -11,6 +11,7 @@ import os
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch.distributed as dist
@@ -41,9 +42,15 @@ class Collectives:
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}  # number of a group -> name, "" for one of ours
+        #: Number of a group -> its newest collectives: their numbers among all operations, and among collectives.
+        self._numbers: dict[int, dict[int, int]] = {}
 
-    def counts(self) -> dict[str, tuple[int, int]] | None:
-        """Return (entered, completed) by name of the script's groups; None where torch does not tell."""
+    def counts(self, *, exact: bool = False) -> dict[str, tuple[int, int]] | None:
+        """Return (entered, completed) by name of the script's groups; None where torch does not tell.
+
+        Torch counts messages from rank to rank as well, of which ranks may send more or fewer than others. They are
+        left out as far as entries tell that were read; `exact` reads them where there is a new collective.
+        """
         known = _dump(entries=False)
         if known is None:
             return self._counted()
@@ -55,10 +62,17 @@ class Collectives:
             self.newest()
             for number in numbers:  # one whose collectives have left the ring is not asked for again and again
                 self._names.setdefault(number, "")
+        elif exact and any(
+            value["last_enqueued_collective"] > max(self._numbers.get(number) or (0,))
+            for number, value in numbers.items()
+            if self._names[number]
+        ):
+            self.newest()
         found: dict[str, tuple[int, int]] = {}
         for number, value in numbers.items():
             name = self._names.get(number, "")
-            entered, completed = value["last_enqueued_collective"], value["last_completed_collective"]
+            entered = self._among_collectives(number, value["last_enqueued_collective"])
+            completed = self._among_collectives(number, value["last_completed_collective"])
             if name and entered > 0:
                 found[name] = max((entered, max(completed, 0)), found.get(name, (0, 0)))
         return found
@@ -72,7 +86,18 @@ class Collectives:
             self._names[int(entry["pg_id"])] = name
             if name:
                 found.append(entry)
+        numbers: dict[int, dict[int, int]] = {}
+        for entry in found:
+            if not entry.get("is_p2p"):
+                numbers.setdefault(int(entry["pg_id"]), {})[int(entry["op_id"])] = int(entry["collective_seq_id"])
+        self._numbers |= {group: dict(islice(reversed(known.items()), _KEPT)) for group, known in numbers.items()}
         return [_issued(entry) for entry in found[-most:]]
+
+    def _among_collectives(self, group: int, number: int) -> int:
+        """Return the number of an operation among the collectives, as if there had been no message since."""
+        known = self._numbers.get(group, {})
+        last = max((operation for operation in known if operation <= number), default=0)
+        return number - last + known.get(last, 0)
 
     @staticmethod
     def records() -> bool:

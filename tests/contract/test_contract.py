@@ -1,7 +1,7 @@
 """What is read of a run is produced by a run, and the other way round.
 
 Rules, sinks and reports are tested with rows and details made by hand, which hides a field that nothing fills in any
-more. Here they are compared with what five short jobs of two ranks really leave: every field of the row, every flag,
+more. Here they are compared with what nine short jobs of two ranks really leave: every field of the row, every flag,
 every kind of detail with its keys, every topic of an announcement. What is read is collected from the code, what the
 rules' examples hold from the rules, what is promised from the classes of `schema/`; none of it is listed here.
 """
@@ -107,6 +107,8 @@ _JOBS: tuple[tuple[str, list[str], list[str], set[int]], ...] = (
     ("parts.py", [], [], {0}),
     ("loading.py", [], [], {0}),
     ("../../corpus/clean_local_sgd_by_hand.py", [], [], {0}),
+    ("../../progress/scripts/stops.py", ["lock", "1", "5", "20"], [], {0}),
+    ("../../progress/scripts/stops.py", ["operation", "1", "5", "20", "20"], [], {1}),
 )
 
 

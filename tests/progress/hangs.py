@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import signal
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "support"))
-from machine import free_port  # noqa: E402
+from machine import free_port
 
 SCRIPT = Path(__file__).resolve().parent / "scripts" / "stops.py"
 _STEP = 5
@@ -84,7 +85,7 @@ def run(
                 )
         found_at, until = float("nan"), time.monotonic() + limit
         while time.monotonic() < until and any(one.poll() is None for one in ranks):
-            if found_at != found_at and _hangs(out):
+            if math.isnan(found_at) and _hangs(out):
                 found_at = time.monotonic()
                 if not whole:
                     time.sleep(1.0)  # so that ranks that go on by themselves are seen to
@@ -96,7 +97,7 @@ def run(
             one.wait()
         output = [log.read_text(encoding="utf-8", errors="replace") for log in logs]
         stops = [float(found[1]) for text in output if (found := _STOPS.search(text))]
-        if found_at != found_at and _hangs(out):
+        if math.isnan(found_at) and _hangs(out):
             found_at = time.monotonic()
         return Result(
             findings=_hangs(out),

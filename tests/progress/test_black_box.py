@@ -1,157 +1,284 @@
-"""What a rank did last survives it, wherever it may be written."""
+"""The black box: what a process has written is there whatever has ended it, and whoever reads it at that moment."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
-import tempfile
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from machine import PATIENCE
+from machine import until
 
-from ddpdebug.disk import Disk, kind_of
-from ddpdebug.progress import black_box, kernel
-
-_LOOK = {"step": 3, "place": "train.py:7"}
-
-
-@pytest.mark.parametrize("mapped", [True, False])
-def test_what_is_written_is_read(tmp_path: Path, mapped: bool) -> None:
-    """The last look, the newest notes in their order, and whose they are."""
-    box = black_box.BlackBox(tmp_path / "box", Disk(), mapped=mapped)
-    for number in range(1, 301):
-        box.beat({**_LOOK, "number": number})
-        box.note(f"note {number} " + "x" * (300 if number == 300 else 0))
-    box.beat()
-    known = black_box.read(tmp_path / "box")
-    assert known is not None
-    assert (known.pid, known.started, known.here) == (os.getpid(), kernel.started(os.getpid()), True)
-    assert known.look == {**_LOOK, "number": 300}
-    assert [note.number for note in known.notes] == list(range(45, 301))
-    assert known.notes[0].text == "note 45 "
-    assert known.notes[-1].text.startswith("note 300 xxx")
-    assert (tmp_path / "box").stat().st_mode & 0o777 == 0o600
-    box.close()
-
-
-@pytest.mark.parametrize(
-    ("kind", "beside"),
-    [("ext4", True), ("tmpfs", True), ("overlay", True), ("nfs4", False), ("fuse", False), ("", False)],
-)
-def test_a_file_system_that_may_fail_holds_none(tmp_path: Path, kind: str, beside: bool) -> None:
-    """It lies in a folder of this host, is read by a note of its place, and comes to where it belongs in the end."""
-    file = tmp_path / "ranks" / "0" / black_box.NAME
-    file.parent.mkdir(parents=True)
-    box = black_box.make(file, Disk(), lambda path: kind if tmp_path in {path, *path.parents} else "tmpfs")
-    note = file.with_name("black_box.at")
-    assert (file.exists(), note.exists()) == (beside, not beside)
-    place = file if beside else Path(json.loads(note.read_bytes())["file"])
-    box.beat(_LOOK)
-    box.note("all_reduce")
-    known = black_box.read(file)
-    assert known is not None
-    assert known.look == _LOOK
-    box.close()
-    assert file.exists()
-    assert not note.exists()
-    assert place == file or not place.parent.exists()
-    assert black_box.read(file) == known
-
-
-def test_another_host_does_not_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The note names the host whose path it is."""
-    box = black_box.make(tmp_path / "box", Disk(), lambda path: "" if path == tmp_path else "tmpfs")
-    assert black_box.read(tmp_path / "box") is not None
-    with monkeypatch.context() as patch:
-        patch.setattr(kernel, "host", lambda: "another")
-        assert black_box.read(tmp_path / "box") is None
-    box.close()
-
-
-def test_no_place_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where every file system is of an unknown kind there is no box, nothing is left behind, and which folder for
-    temporary files the script uses is not found out for it.
-    """
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    with pytest.raises(OSError, match="may not be mapped"):
-        black_box.make(tmp_path / "box", Disk(), lambda path: "nfs")
-    assert list(tmp_path.iterdir()) == []
-    assert tempfile.tempdir is None
-
-
-def test_a_judge_brings_it_home(tmp_path: Path) -> None:
-    """The box of a process that was killed is copied by somebody else."""
-    code = f"""
-import os
-from pathlib import Path
 from ddpdebug.disk import Disk
 from ddpdebug.progress import black_box
-file = Path({str(tmp_path)!r}) / "box"
-box = black_box.make(file, Disk(), lambda path: "" if path == file.parent else "tmpfs")
-box.beat({_LOOK!r})
-os.kill(os.getpid(), 9)
+from ddpdebug.progress.black_box import BlackBox
+
+_WRITER = """
+import os, signal, sys, time
+from pathlib import Path
+from ddpdebug.disk import Disk
+from ddpdebug.progress.black_box import BlackBox
+box = BlackBox(Path(sys.argv[1]), Disk())
+box.beat({"place": "train.py:33"})
+for number in range(1, int(sys.argv[3]) + 1):
+    box.note(f"all_reduce #{number}")
+os.kill(os.getpid(), int(sys.argv[2]))
 """
-    subprocess.run([sys.executable, "-c", code], check=False, timeout=PATIENCE)
-    known = black_box.read(tmp_path / "box")
-    assert known is not None
-    assert known.kernel() is None
-    black_box.keep(tmp_path / "box", Disk())
-    assert [path.name for path in tmp_path.iterdir()] == ["box"]
-    assert black_box.read(tmp_path / "box") == known
 
 
-def test_children_and_closed_descriptors(tmp_path: Path) -> None:
-    """A child does not write its parent's box, and nothing is written to a file that has taken its place."""
-    box = black_box.BlackBox(tmp_path / "box", Disk())
-    box.beat(_LOOK)
-    child = os.fork()
-    if child == 0:
-        box.beat({"step": 9})
-        box.note("of a child")
-        box.close()
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "black_box"
+
+
+@pytest.fixture
+def box(file: Path) -> Iterator[BlackBox]:
+    made = BlackBox(file, Disk())
+    yield made
+    made.close()
+
+
+def test_what_was_written_is_read(box: BlackBox, file: Path) -> None:
+    """The newest look, the notes in their order, and whose they are."""
+    before = time.monotonic()
+    box.beat({"place": "train.py:1"})
+    box.beat({"place": "train.py:2", "größe": [1, None]})
+    box.note("all_reduce #1")
+    box.note("broadcast #2")
+    found = black_box.read(file)
+    assert found is not None
+    assert (found.pid, found.here) == (os.getpid(), True)
+    assert found.look == {"place": "train.py:2", "größe": [1, None]}
+    assert [(note.number, note.text) for note in found.notes] == [(1, "all_reduce #1"), (2, "broadcast #2")]
+    assert before <= found.beat <= found.notes[0].time <= found.notes[1].time <= time.monotonic()
+    shown = found.kernel()
+    assert shown is not None
+    assert not shown.is_gone
+
+
+def test_a_beat_without_anything_new(box: BlackBox, file: Path) -> None:
+    """The look stays, the time goes on."""
+    box.beat({"place": "train.py:1"})
+    first = black_box.read(file)
+    time.sleep(0.01)
+    box.beat()
+    second = black_box.read(file)
+    assert first is not None
+    assert second is not None
+    assert second.look == first.look
+    assert second.beat > first.beat
+
+
+def test_nothing_written_yet(box: BlackBox, file: Path) -> None:
+    """A box of a process that has not looked yet is no damaged one."""
+    found = black_box.read(file)
+    assert found is not None
+    assert (found.look, found.notes) == ({}, ())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV])
+def test_it_survives_its_process(number: signal.Signals, file: Path) -> None:
+    """A signal that cannot be caught, and two that libraries end with, leave everything up to the last note."""
+    child = subprocess.Popen([sys.executable, "-c", _WRITER, file, str(int(number)), "600"], stderr=subprocess.DEVNULL)
+    assert until(
+        lambda: (found := black_box.read(file)) is not None and len(found.notes) and found.notes[-1].number == 600
+    )
+    assert child.wait() == -number
+    found = black_box.read(file)
+    assert found is not None
+    assert found.pid == child.pid
+    assert found.look == {"place": "train.py:33"}
+    numbers = [note.number for note in found.notes]
+    assert numbers == list(range(numbers[0], 601))
+    assert [note.text for note in found.notes] == [f"all_reduce #{number}" for number in numbers]
+    assert found.kernel() is None
+
+
+def test_the_ring_keeps_the_newest(box: BlackBox, file: Path) -> None:
+    """The oldest notes go first, one by one."""
+    for number in range(1, 1001):
+        box.note(str(number))
+        found = black_box.read(file)
+        assert found is not None
+        kept = [int(note.text) for note in found.notes]
+        assert kept == list(range(number - len(kept) + 1, number + 1))
+    assert 200 < len(kept) < 1000
+
+
+def test_a_note_is_cut_where_it_is_long(box: BlackBox, file: Path) -> None:
+    """Also within a letter of several bytes; its neighbours stay whole."""
+    for text in ("before", "ö" * 500, "after"):
+        box.note(text)
+    found = black_box.read(file)
+    assert found is not None
+    texts = [note.text for note in found.notes]
+    assert texts[::2] == ["before", "after"]
+    assert texts[1].rstrip("\N{REPLACEMENT CHARACTER}") == "ö" * len(texts[1].rstrip("\N{REPLACEMENT CHARACTER}"))
+    assert 100 <= len(texts[1]) <= 130
+
+
+def test_a_look_that_is_too_long(box: BlackBox, file: Path) -> None:
+    """What takes the room is left out, the rest is there."""
+    box.beat({"place": "train.py:1", "stack": ["x" * 100] * 1000, "recent": [{"operation": "all_reduce"}] * 10})
+    found = black_box.read(file)
+    assert found is not None
+    assert found.look == {"place": "train.py:1", "stack": [], "recent": []}
+
+
+def test_a_note_that_was_being_written(box: BlackBox, file: Path) -> None:
+    """It is shown as far as it came, and said to be cut."""
+    box.note("first")
+    box.note("second")
+    data = file.read_bytes()
+    at = data.index(b"second")
+    slot_end = data.index((2).to_bytes(8, "little"), at)
+    with file.open("r+b") as opened:
+        opened.seek(slot_end)
+        opened.write(bytes(8))
+    found = black_box.read(file)
+    assert found is not None
+    assert [note.text for note in found.notes] == ["first", "second (cut)"]
+
+
+def test_a_look_that_was_being_written(box: BlackBox, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process has ended in between: the look is lost, the beat and the notes are not."""
+    box.note("first")
+    box.beat({"place": "train.py:1"})
+    counter = file.read_bytes().index((2).to_bytes(8, "little"))
+    with file.open("r+b") as opened:
+        opened.seek(counter)
+        opened.write((3).to_bytes(8, "little"))
+    found = black_box.read(file)
+    assert found is not None
+    assert (found.look, [note.text for note in found.notes]) == ({}, ["first"])
+    assert found.beat > 0
+
+
+def test_damaged_files(box: BlackBox, file: Path, tmp_path: Path) -> None:
+    """Whatever stands in a file, reading it ends, and raises nothing."""
+    box.beat({"place": "train.py:1"})
+    box.note("first")
+    data = file.read_bytes()
+    other = tmp_path / "other"
+    wrong = [
+        b"",
+        b"x",
+        data[:100],
+        data[:-1],
+        data + b"x",
+        bytes(len(data)),
+        b"x" * len(data),
+        data[:8] + b"\xff" * (len(data) - 8),
+    ]
+    for text in wrong:
+        other.write_bytes(text)
+        assert black_box.read(other) is None
+    for at in range(0, 600, 7):
+        other.write_bytes(data[:at] + b"\xff\xff\xff\xff" + data[at + 4 :])
+        found = black_box.read(other)
+        assert found is None or isinstance(found.look, dict)
+    assert black_box.read(tmp_path / "none") is None
+    assert black_box.read(tmp_path) is None
+
+
+def test_a_reader_beside_the_writer(box: BlackBox, file: Path) -> None:
+    """It sees whole looks only, and never an older one after a newer one."""
+    end = threading.Event()
+
+    def write() -> None:
+        number = 0
+        while not end.is_set():
+            number += 1
+            box.beat({"number": number, "again": number, "filling": "x" * (number % 3000)})
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        last = seen = 0
+        until_then = time.monotonic() + 2
+        while time.monotonic() < until_then:
+            found = black_box.read(file, notes=False)
+            assert found is not None
+            if found.look:
+                assert found.look["number"] == found.look["again"] >= last
+                last, seen = found.look["number"], seen + 1
+        assert seen > 0
+    finally:
+        end.set()
+        writer.join()
+
+
+def test_a_forked_process_writes_nothing(box: BlackBox, file: Path) -> None:
+    """A worker of a loader has the memory of its rank, and is not that rank."""
+    box.beat({"place": "train.py:1"})
+    pid = os.fork()
+    if pid == 0:
+        box.beat({"place": "worker"})
+        box.note("worker")
         os._exit(0)
-    os.waitpid(child, 0)
-    known = black_box.read(tmp_path / "box")
-    assert known is not None
-    assert (known.look, known.notes) == (_LOOK, ())
-    (tmp_path / "box").unlink()
-    (tmp_path / "box").write_bytes(b"the user's")
-    box.beat({"step": 4})
+    os.waitpid(pid, 0)
+    found = black_box.read(file)
+    assert found is not None
+    assert (found.look, found.notes) == ({"place": "train.py:1"}, ())
+
+
+def test_another_process_with_the_same_number(box: BlackBox, file: Path) -> None:
+    """Numbers are given out again: the kernel is asked when it began."""
+    data = bytearray(file.read_bytes())
+    found = black_box.read(file)
+    assert found is not None
+    at = data.index(found.started.to_bytes(8, "little"))
+    data[at : at + 8] = (found.started + 1).to_bytes(8, "little")
+    file.write_bytes(data)
+    again = black_box.read(file)
+    assert again is not None
+    assert again.kernel() is None
+
+
+def test_a_box_in_the_place_of_another_one(box: BlackBox, file: Path) -> None:
+    """Who still has the old one in memory writes on there and ends nothing."""
+    box.beat({"place": "old"})
+    new = BlackBox(file, Disk())
+    new.beat({"place": "new"})
+    box.beat({"place": "old"})
+    found = black_box.read(file)
+    new.close()
+    assert found is not None
+    assert found.look == {"place": "new"}
+
+
+def test_after_its_end(box: BlackBox, file: Path) -> None:
+    """Writing does nothing any more; the file stays."""
+    box.beat({"place": "train.py:1"})
     box.close()
-    assert (tmp_path / "box").read_bytes() == b"the user's"
-
-
-def test_a_folder_that_is_gone(tmp_path: Path) -> None:
-    """The run directory was deleted: nothing is raised, at the end neither."""
-    (tmp_path / "run").mkdir()
-    box = black_box.BlackBox(tmp_path / "run" / "box", Disk())
-    (tmp_path / "run" / "box").unlink()
-    (tmp_path / "run").rmdir()
-    box.beat(_LOOK)
-    box.note("x")
+    box.beat({"place": "later"})
+    box.note("later")
     box.close()
-    assert not (tmp_path / "run").exists()
+    found = black_box.read(file)
+    assert found is not None
+    assert (found.look, found.notes) == ({"place": "train.py:1"}, ())
 
 
-def test_garbage(tmp_path: Path) -> None:
-    """What is no box is read as none: another size, another word at its start, a pipe, a note that leads astray."""
-    (tmp_path / "short").write_bytes(b"ddpdbbox")
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "none.at").write_text(json.dumps({"host": kernel.host(), "file": "/etc/passwd"}))
-    for name in ("short", "pipe", "none", "nothing"):
-        assert black_box.read(tmp_path / name) is None
-    box = black_box.BlackBox(tmp_path / "box", Disk())
-    box.close()
-    data = bytearray((tmp_path / "box").read_bytes())
-    data[0] = 0
-    (tmp_path / "box").write_bytes(data)
-    assert black_box.read(tmp_path / "box") is None
+def test_no_folder(tmp_path: Path) -> None:
+    """It says so at once."""
+    with pytest.raises(OSError, match="black_box"):
+        BlackBox(tmp_path / "none" / "black_box", Disk())
 
 
-def test_the_kind_is_known(tmp_path: Path) -> None:
-    """Of file systems that are mounted."""
-    assert kind_of(Path("/proc")) == "proc"
-    assert kind_of(tmp_path)
+def test_the_look_of_a_rank_fits(box: BlackBox, file: Path) -> None:
+    """A long stack and the newest calls are kept whole."""
+    look = {
+        "stack": ["/home/somebody/project/package/module.py:1234 (function)"] * 40,
+        "recent": [{"operation": "all_reduce", "shapes": ["float32 [1024, 1024]"], "group": "0"}] * 32,
+    }
+    assert len(json.dumps(look)) < 12_000
+    box.beat(look)
+    found = black_box.read(file)
+    assert found is not None
+    assert found.look == look

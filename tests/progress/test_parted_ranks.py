@@ -64,7 +64,7 @@ def test_a_rank_that_waits_without_torchs_record_is_found() -> None:
 
 def test_messages_do_not_shift_the_ranks_counts() -> None:
     """Three ranks that have sent each other another number of messages are compared all the same."""
-    result = run("messages", 2, world=3, limit=_LIMIT, seconds=100)
+    result = run("few_messages", 2, world=3, limit=_LIMIT, seconds=100)
     assert (result.first.get("code"), result.first.get("ranks")) == ("HANG501", [2])
 
 

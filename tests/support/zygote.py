@@ -173,17 +173,18 @@ class _Events:
             os.kill(self._pids[rank], number)
 
 
-def _kill(pids: list[int]) -> None:
+def _kill(pids: list[int], *, ask: bool) -> None:
     """End ranks; all say where they stand before the first is killed, which would end others."""
-    for pid in pids:
-        os.kill(pid, _WHERE)
-    time.sleep(1)
+    if ask:
+        for pid in pids:
+            os.kill(pid, _WHERE)
+        time.sleep(1)
     for pid in pids:
         os.killpg(pid, signal.SIGKILL)
 
 
-def run(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run one job to its end or its timeout."""
+def run(job: dict[str, Any], enough: Callable[[], bool] = lambda: False) -> list[dict[str, Any]]:
+    """Run one job to its end or its timeout, or until enough was seen of it."""
     port = free_port()
     started = time.monotonic()
     parent = os.getpid()
@@ -199,14 +200,15 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
         events = _Events(job.get("events", []), folder, pids)
         while len(results) < len(pids):
             late = time.monotonic() - started > job["timeout"]
+            over = late or enough()
             running = pids.keys() - results.keys()
-            if late:
-                _kill([pids[rank] for rank in running])
+            if over:
+                _kill([pids[rank] for rank in running], ask=late)
             for rank in running:
-                pid, status = os.waitpid(pids[rank], 0 if late else os.WNOHANG)
+                pid, status = os.waitpid(pids[rank], 0 if over else os.WNOHANG)
                 if pid:
                     left = _left_behind(pid)
-                    code = None if late else os.waitstatus_to_exitcode(status)
+                    code = None if over else os.waitstatus_to_exitcode(status)
                     results[rank] = {"status": code, "seconds": time.monotonic() - started, "left": left}
             events.look()
             time.sleep(0.01)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.hang.common import HangRule
-from ddpdebug.detectors.kinds import Examples, Facts, Severity
+from ddpdebug.detectors.kinds import Examples, Facts, Finding, Severity
 from ddpdebug.schema.announcements import Hang
 
 _LEFT = {
@@ -63,3 +65,6 @@ class LostRank(HangRule):
         if "killed" in told or "no process" in told:
             return 2
         return 1 if "finished" in told else None
+
+    def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
+        return (finding.ranks,)  # a rank leaves once, whoever says so after those that have said it have ended too

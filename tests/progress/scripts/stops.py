@@ -1,13 +1,18 @@
 """A small training of two or more ranks in which one of them stops, or leaves, or calls something else.
 
-    python stops.py KIND RANK STEP SECONDS
+    python stops.py KIND RANK STEP SECONDS [TIMEOUT]
 
-The line that stops is marked with `# stops`; what is marked with `# other` is the other side of a mismatch.
+The line that stops is marked with `# stops`; what is marked with `# other` is the other side of a mismatch. Lines of
+the training loop have marks of their own. "stops" is printed with the moment at which it begins.
 """
 
+import concurrent.futures
 import ctypes
 import datetime
+import fcntl
+import multiprocessing
 import os
+import pdb
 import queue
 import re
 import signal
@@ -24,6 +29,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 KIND, RANK, STEP, SECONDS = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+#: Of the process group, in seconds.
+TIMEOUT = float(sys.argv[5]) if len(sys.argv) > 5 else 120.0
+#: After which a rank is killed from outside: by then it has been seen where it stands.
+KILL_SECONDS = 1.5
 
 
 class Slow(Dataset):
@@ -31,16 +40,22 @@ class Slow(Dataset):
 
     def __init__(self, rank):
         self.rank = rank
+        self.lock = threading.Lock()
 
     def __len__(self):
-        return 400
+        return (STEP + 1) * 4 if KIND.startswith("uneven") and self.rank == RANK else 400
 
     def __getitem__(self, index):
         if self.rank == RANK and index // 4 == STEP + 2:
             if KIND == "worker_blocked":
                 time.sleep(SECONDS)
-            if KIND == "worker_killed":
+            if KIND == "worker_stopped":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            if KIND == "worker_killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if KIND == "worker_lock":
+                with self.lock:
+                    pass
             if KIND == "worker_busy":
                 end = time.monotonic() + SECONDS
                 while time.monotonic() < end:
@@ -76,8 +91,8 @@ def fetch(seconds):
 def stop(rank, groups, model):  # noqa: C901, PLR0911, PLR0912, PLR0915
     """Do what this run is about; returns "break" to leave the loop."""
     here = rank == RANK
-    print(f"stops {time.monotonic()}", flush=True)
-    if (KIND == "lock" or KIND == "messages") and here:  # noqa: PLR1714 - a test reads the kind here
+    print(f"stops {time.monotonic() + (KILL_SECONDS if KIND == 'sigkill' else 0)}", flush=True)
+    if KIND == "lock" and here:
         lock = threading.Lock()
         lock.acquire()
         lock.acquire(timeout=SECONDS)  # stops
@@ -120,6 +135,34 @@ def stop(rank, groups, model):  # noqa: C901, PLR0911, PLR0912, PLR0915
         sys.stdin = os.fdopen(read)
         threading.Timer(SECONDS, os.write, (write_end, b"go on\n")).start()
         input("continue? ")  # stops
+    elif KIND == "debugger" and here:
+        read, write_end = os.pipe()
+        threading.Timer(SECONDS, os.write, (write_end, b"continue\n")).start()
+        pdb.Pdb(stdin=os.fdopen(read), stdout=sys.stdout, nosigint=True).set_trace()
+        step = STEP  # stops
+    elif KIND == "key" and here:
+        store = dist.distributed_c10d._get_default_store()
+        store.wait(["never"], datetime.timedelta(seconds=SECONDS))  # stops
+    elif KIND == "child_pipe" and here:
+        child = subprocess.Popen(["sleep", str(SECONDS)], stdout=subprocess.PIPE)
+        child.stdout.read()  # stops
+    elif KIND == "mp_queue" and here:
+        try:
+            multiprocessing.Queue().get(timeout=SECONDS)  # stops
+        except queue.Empty:
+            pass
+    elif KIND == "future" and here:
+        pool = concurrent.futures.ThreadPoolExecutor(1)
+        pool.submit(time.sleep, SECONDS).result()  # stops
+    elif KIND == "condition" and here:
+        changed = threading.Condition()
+        with changed:
+            changed.wait(SECONDS)  # stops
+    elif KIND == "flock" and here:
+        held, wanted = open("lock", "w"), open("lock", "w")
+        fcntl.flock(held, fcntl.LOCK_EX)
+        threading.Timer(SECONDS, fcntl.flock, (held, fcntl.LOCK_UN)).start()
+        fcntl.flock(wanted, fcntl.LOCK_EX)  # stops
     elif KIND == "process" and here:
         subprocess.run(["sleep", str(SECONDS)], check=True)  # stops
     elif KIND == "sleep" and here:
@@ -177,10 +220,14 @@ def stop(rank, groups, model):  # noqa: C901, PLR0911, PLR0912, PLR0915
         model(torch.ones(4, 8))  # stops
     elif KIND == "barrier" and here:
         dist.barrier()  # stops
+    elif KIND == "not_called" and not here:
+        dist.barrier()  # other
     elif KIND == "new_group" and here:
         dist.new_group(list(range(dist.get_world_size())))  # stops
     elif KIND == "recv" and here:
         dist.recv(torch.ones(8), (rank + 1) % dist.get_world_size())  # stops
+    elif (KIND == "messages" or KIND == "few_messages") and here:  # noqa: PLR1714 - a test reads the kind here
+        threading.Event().wait(SECONDS)  # stops
     elif KIND == "skip" and here:
         return "skip"
     elif KIND == "eval" and here:
@@ -189,7 +236,8 @@ def stop(rank, groups, model):  # noqa: C901, PLR0911, PLR0912, PLR0915
             model(torch.ones(4, 8))
         model.train()
     elif KIND == "sigkill" and here:
-        os.kill(os.getpid(), signal.SIGKILL)  # stops
+        killer = subprocess.Popen(["sh", "-c", f"sleep {KILL_SECONDS}; kill -KILL {os.getpid()}"])
+        killer.wait()  # stops
     elif KIND == "segv" and here:
         os.kill(os.getpid(), signal.SIGSEGV)  # stops
     elif KIND == "return" and here:
@@ -224,7 +272,7 @@ def messages(rank, world):
 
 def main():
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT))
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     groups = [dist.new_group(list(range(world))) for _ in range(2)] if KIND == "crossed" else []
@@ -232,10 +280,17 @@ def main():
     model = DistributedDataParallel(module)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     workers = 1 if KIND.startswith("worker") else 0
-    loader = DataLoader(Slow(rank), batch_size=4, num_workers=workers)
-    if KIND == "messages":
+    items = Slow(rank)
+    loader = DataLoader(items, batch_size=4, num_workers=workers)
+    if KIND == "worker_lock":
+        items.lock.acquire()  # as a thread may hold it at the moment in which the worker is forked
+    if KIND == "few_messages":
         messages(rank, world)
-    for step, batch in enumerate(loader):
+    if KIND == "messages":  # torch counts them among the collectives, and rank 0 sends more of them than others get
+        for peer in range(1, world):
+            for _ in range(30):
+                dist.send(torch.ones(1), peer) if rank == 0 else dist.recv(torch.ones(1), 0) if rank == peer else None
+    for step, batch in enumerate(loader):  # data
         if step == STEP:
             what = stop(rank, groups, model)
             if what == "break":
@@ -243,10 +298,17 @@ def main():
             if what == "skip":
                 continue
         optimizer.zero_grad()
-        model(batch).square().mean().backward()
+        loss = model(batch).square().mean()  # forward
+        if KIND == "nan_continue" and step == STEP and rank == RANK:
+            continue
+        loss.backward()  # backward
         optimizer.step()
         if step > STEP + 6:
             break
+    if KIND.startswith("uneven") and rank == RANK:
+        print(f"stops {time.monotonic()}", flush=True)
+    if KIND == "uneven_barrier":
+        dist.barrier()  # stops
     print("done", flush=True)
     if KIND in {"apart", "all_sleep"}:
         dist.destroy_process_group()

@@ -1,0 +1,273 @@
+"""Where a thread is, in words: threads that stand in known places, and calls as the source has them."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import fcntl
+import io
+import os
+import pdb  # noqa: T100 - a prompt that waits is what is looked at
+import queue
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from machine import until
+
+from ddpdebug.progress import frames
+
+_HERE = f"{Path(__file__).name}:"
+
+
+@contextmanager
+def standing(function: Callable[[], object]) -> Iterator[frames.At]:
+    """Yield where a thread is that runs a function, once it has stood still for a while."""
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+
+    def stands() -> bool:
+        before = frames.signature(sys._current_frames().get(thread.ident or 0))
+        time.sleep(0.2)
+        now = sys._current_frames().get(thread.ident or 0)
+        return frames.signature(now) == before and frames.look(now).place is not None
+
+    assert until(stands, 60)
+    yield frames.look(sys._current_frames()[thread.ident or 0])
+    thread.join(0.0)
+
+
+def lock(end: threading.Event) -> None:
+    held = threading.Lock()
+    held.acquire()
+    held.acquire(timeout=3600)
+
+
+def with_lock(end: threading.Event) -> None:
+    held_lock = threading.Lock()
+    held_lock.acquire()
+    threading.Thread(target=lambda: (end.wait(), held_lock.release()), daemon=True).start()
+    with held_lock:
+        pass
+
+
+def event(end: threading.Event) -> None:
+    end.wait()
+
+
+def joined(end: threading.Event) -> None:
+    other = threading.Thread(target=end.wait, daemon=True)
+    other.start()
+    other.join()
+
+
+def future(end: threading.Event) -> None:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(end.wait).result()
+
+
+def item(end: threading.Event) -> None:
+    queue.Queue().get(timeout=3600)
+
+
+def item_in_c(end: threading.Event) -> None:
+    items = queue.SimpleQueue()
+    items.get(timeout=3600)
+
+
+def receives(end: threading.Event) -> None:
+    one, _other = socket.socketpair()
+    one.recv(1)
+
+
+def accepts(end: threading.Event) -> None:
+    socket.create_server(("127.0.0.1", 0)).accept()
+
+
+def selects(end: threading.Event) -> None:
+    read, _write = os.pipe()
+    select.select([read], [], [], 3600)
+
+
+def loop(end: threading.Event) -> None:
+    asyncio.run(asyncio.sleep(3600))
+
+
+def pipe(end: threading.Event) -> None:
+    read, _write = os.pipe()
+    os.read(read, 1)
+
+
+def locked_file(end: threading.Event) -> None:
+    name = f"/proc/self/fd/{os.memfd_create('lock')}"
+    held, wanted = os.open(name, os.O_WRONLY), os.open(name, os.O_WRONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    fcntl.flock(wanted, fcntl.LOCK_EX)
+
+
+def child(end: threading.Event) -> None:
+    started = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    threading.Thread(target=lambda: (end.wait(), started.stdin.close()), daemon=True).start()
+    started.wait()
+
+
+def waited(end: threading.Event) -> None:
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(3600)
+        os._exit(0)
+    threading.Thread(target=lambda: (end.wait(), os.kill(pid, signal.SIGKILL)), daemon=True).start()
+    os.waitpid(pid, 0)
+
+
+def sleeps(end: threading.Event) -> None:
+    time.sleep(3600)
+
+
+def asked(end: threading.Event) -> None:
+    read, _write = os.pipe()
+    stdin = os.fdopen(read)
+    stdin.readline()
+
+
+def prompt(end: threading.Event) -> None:
+    read, _write = os.pipe()
+    pdb.Pdb(stdin=os.fdopen(read), stdout=io.StringIO(), nosigint=True, readrc=False).set_trace()
+    time.sleep(0)
+
+
+def store(end: threading.Event) -> None:
+    import torch.distributed as dist
+
+    kept_store = dist.HashStore()
+    kept_store.wait(["never"])
+
+
+def computes(end: threading.Event) -> None:
+    while not end.is_set():
+        sum(range(10**8))
+
+
+_KINDS = [
+    (lock, "lock"), (with_lock, "lock"), (event, "lock"), (joined, "lock"), (future, "lock"), (item, "queue"),
+    (item_in_c, "queue"), (receives, "socket"), (accepts, "socket"), (selects, "file"), (loop, "socket"),
+    (pipe, "file"), (locked_file, "file"), (child, "process"), (waited, "process"), (sleeps, "sleep"),
+    (asked, "input"), (prompt, "debugger"), (store, "key"), (computes, ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function, kind", _KINDS, ids=[function.__name__ for function, _ in _KINDS])
+def test_what_a_thread_waits_for(function: Callable[[threading.Event], None], kind: str) -> None:
+    """And the innermost line of the user's, with its call."""
+    end = threading.Event()
+    try:
+        with standing(lambda: function(end)) as at:
+            assert at.kind == kind, at
+            assert kind == "" or kind in frames.OWN
+            assert at.function == function.__name__
+            assert at.place is not None
+            assert at.does.split("(")[0].split(".")[0] in Path(__file__).read_text(encoding="utf-8")
+            assert _HERE in at.place
+            assert (at.phase, at.stack[-1].endswith(("(_bootstrap)", "(_bootstrap_inner)"))) == ("script", True)
+    finally:
+        end.set()
+
+
+def call_of(source: str, line: int, tmp_path: Path) -> frames.At:
+    """Return where code stands that calls `here()` in a line."""
+    file = tmp_path / "script.py"
+    file.write_text(source, encoding="utf-8")
+    seen: list[frames.At] = []
+
+    def here(*args: object, **kwargs: object) -> list[int]:
+        seen.append(frames.look(sys._getframe(1)))
+        return [1]
+
+    exec(compile(source, str(file), "exec"), {"here": here})
+    assert seen[0].place is not None
+    assert seen[0].place.endswith(f"script.py:{line}")
+    return seen[0]
+
+
+@pytest.mark.parametrize(
+    "source, line, does",
+    [
+        ("x = 1 + here(2)[0]\n", 1, "here(2)"),
+        ("a = here(1) + here(2)\n", 1, "here(1)"),
+        ("größe = 1; here(größe)\n", 1, "here(größe)"),
+        ("def f(x):\n    return x\n\nf(\n    here(3),\n)\n", 5, "here(3)"),
+        ("here(\n    1,\n)\n", 1, "here("),
+        (f"here({'a' * 200!r})\n", 1, f"here({'a' * 200!r})"[:80]),
+    ],
+)
+def test_a_call_reads_as_in_the_source(source: str, line: int, does: str, tmp_path: Path) -> None:
+    """The innermost one that is under way, cut where it is long; the line alone where it goes over several."""
+    assert call_of(source, line, tmp_path).does == does
+
+
+def test_source_that_is_not_there(tmp_path: Path) -> None:
+    """Code without a file has a place all the same."""
+    seen: list[frames.At] = []
+    exec(
+        compile("\n\nhere()", str(tmp_path / "gone.py"), "exec"),
+        {"here": lambda: seen.append(frames.look(sys._getframe(1)))},
+    )
+    assert seen[0].place is not None
+    assert seen[0].place.endswith("gone.py:3")
+    assert (seen[0].does, seen[0].kind) == ("", "")
+
+
+def test_no_frame() -> None:
+    """A thread that has ended is nowhere."""
+    assert frames.look(None) == frames.At()
+    assert frames.signature(None) == frames.signature(None)
+
+
+def test_a_checkout_of_somebody_else_may_be_called_as_this_package(tmp_path: Path) -> None:
+    """Only files of this package are left out."""
+    folder = tmp_path / "ddpdebug" / "mine"
+    folder.mkdir(parents=True)
+    assert call_of("here()\n", 1, folder).does == "here()"
+
+
+def test_a_signature_changes_as_soon_as_anything_goes_on() -> None:
+    """Also when an outer frame has gone on and the inner one is the same again."""
+    seen = []
+
+    def inner() -> None:
+        seen.append(frames.signature(sys._getframe()))
+
+    inner(), inner()
+    for _ in range(2):
+        inner()
+    assert len({seen[0], seen[1], seen[2]}) == 3
+    assert seen[2] == seen[3]
+
+
+@pytest.mark.parametrize(
+    "path, phase, kind",
+    [
+        ("/x/torch/utils/data/dataloader.py", "data", "loader"),
+        ("/x/torch/autograd/graph.py", "backward", "backward"),
+        ("/x/torch/optim/sgd.py", "optimizer", ""),
+        ("/x/torch/nn/modules/module.py", "forward", ""),
+        ("/x/torch/distributed/distributed_c10d.py", "collective", "collective"),
+    ],
+)
+def test_a_library_tells_the_phase(path: str, phase: str, kind: str, tmp_path: Path) -> None:
+    """By the files of the frames between the user's line and what it waits in."""
+    seen: list[frames.At] = []
+    library: dict[str, Callable[[], None]] = {"look": lambda: seen.append(frames.look(sys._getframe(1)))}
+    exec(compile("def inner():\n    look()\n", f"/usr/lib/python3/site-packages{path}", "exec"), library)
+    exec(compile("\ninner()\n", str(tmp_path / "train.py"), "exec"), library)
+    assert (seen[0].phase, seen[0].kind) == (phase, kind)
+    assert seen[0].place is not None
+    assert seen[0].place.endswith("train.py:2")
