@@ -115,6 +115,8 @@ class BlackBox:
         with suppress(FileNotFoundError):
             file.unlink()  # another process may still have it in memory: cutting it off there would end that process
         with disk.open(file, os.O_RDWR | os.O_EXCL) as opened:
+            if not hasattr(os, "posix_fallocate"):  # macOS
+                raise OSError("room cannot be reserved in advance on this system")
             os.posix_fallocate(opened.fileno(), 0, _SIZE)
             self._map: mmap.mmap | None = mmap.mmap(opened.fileno(), _SIZE) if mapped else None
             self._is = _identity(opened.fileno())

@@ -6,10 +6,11 @@ the source, at the place that the interpreter notes for each instruction.
 
 from __future__ import annotations
 
+import ast
 import linecache
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
@@ -46,7 +47,6 @@ _FILES = (
     ("/pdb.py", "debugger"),
     ("/bdb.py", "debugger"),
     ("/debugpy/", "debugger"),
-    ("/torch/distributed/", "collective"),
     ("/torch/autograd/graph.py", "backward"),
     ("/threading.py", "lock"),
     ("/queue.py", "queue"),
@@ -61,19 +61,31 @@ _FILES = (
     ("/asyncio/", "socket"),
     ("/concurrent/futures/", "lock"),
 )
-#: Of a call in the source, by the last name in it.
+#: Of a call in the source, by what it calls: the name, with what it is taken from, and a bracket.
 _CALLS = (
-    (re.compile(r"\b(acquire|Lock|with .*[lL]ock)\b"), "lock"),
-    (re.compile(r"\bsleep\b"), "sleep"),
-    (re.compile(r"[sS]tore\w*\.(get|wait)\b"), "key"),
-    (re.compile(r"\b(recv|recv_into|recvfrom|accept|connect|sendall|urlopen|getaddrinfo)\b"), "socket"),
-    (re.compile(r"\binput\(|\bstdin\b"), "input"),
-    (re.compile(r"\bbreakpoint\b"), "debugger"),
-    (re.compile(r"\b(waitpid|wait3|wait4|system|communicate)\b"), "process"),
-    (re.compile(r"\b(open|read|readline|readlines|readinto|write|fsync|flock|lockf|poll|select)\b"), "file"),
-    (re.compile(r"(\bq|[qQ]ueue\w*)\.(get|put)\b"), "queue"),
-    (re.compile(r"\b(get|put|join)\("), "queue"),
+    (re.compile(r"\b(acquire|Lock)\($|^with .*[lL]ock\b"), "lock"),
+    (re.compile(r"\bsleep\($"), "sleep"),
+    (re.compile(r"[sS]tore\w*\.(get|wait)\($"), "key"),
+    (re.compile(r"\b(recv|recv_into|recvfrom|accept|connect|sendall|urlopen|getaddrinfo)\($"), "socket"),
+    (re.compile(r"\binput\($|\bstdin(\.\w+\($|$)"), "input"),
+    (re.compile(r"\bbreakpoint\($"), "debugger"),
+    (re.compile(r"\b(waitpid|wait3|wait4|system|communicate)\($"), "process"),
+    (re.compile(r"\b(open|read|readline|readlines|readinto|write|fsync|flock|lockf|poll|select)\($"), "file"),
+    (re.compile(r"\b(get|put|join)\($"), "queue"),
 )
+#: Where torch's functions stand that ranks call together, and the functions that wait for others themselves.
+_C10D = "/torch/distributed/distributed_c10d.py"
+_TOGETHER = frozenset(
+    {
+        "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single",
+        "all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv",
+        "broadcast", "broadcast_object_list", "gather", "gather_object", "irecv", "isend", "monitored_barrier", "recv",
+        "recv_object_list", "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter",
+        "scatter_object_list", "send", "send_object_list",
+    }
+)  # fmt: skip
+#: Of them, those that leave no trace in torch's record.
+_UNRECORDED = frozenset({"monitored_barrier", "recv", "send"})
 _PHASES = (
     ("/torch/utils/data/", "data"),
     ("/torch/autograd/", "backward"),
@@ -92,6 +104,8 @@ class At:
         place: the innermost of the user's lines.
         does: what that line calls, as the source has it.
         kind: of `KINDS`; empty where it may be computing.
+        unrecorded: it waits for other ranks in what torch's record of collectives does not show.
+        among: a function of torch's for several ranks has been called, which may or may not wait for them.
         stack: innermost first, from the user's innermost line inwards and outwards.
     """
 
@@ -101,6 +115,8 @@ class At:
     does: str = ""
     kind: str = ""
     stack: tuple[str, ...] = ()
+    unrecorded: bool = False
+    among: bool = False
 
 
 class Frame(NamedTuple):
@@ -148,12 +164,18 @@ def look(stack: tuple[Frame, ...], meetings: Collection[str] = ()) -> At:
     does = "" if users is None else _call(users)
     # what the user's line has called says more than what that waits with in the end
     told = inner if users is None else inner[::-1]
-    phase, kind = _phase(inner, does), _kind(told, frames[0], does, meetings)
-    words = tuple(frame.words() for frame in frames)
+    kind = _kind(told, frames[0], meetings)
+    here = At(
+        phase=_phase(inner, does, kind),
+        does=does,
+        kind=kind,
+        stack=tuple(frame.words() for frame in frames),
+        unrecorded=kind == "store" or any(_is_c10d(frame, _UNRECORDED) for frame in inner),
+        among=any("/torch/distributed/" in frame.file for frame in inner),
+    )
     if users is None:
-        return At(phase=phase, kind=kind, stack=words)
-    place = location(users.file, users.line)
-    return At(phase=phase, place=place, function=users.code.co_name, does=does, kind=kind, stack=words)
+        return here
+    return replace(here, place=location(users.file, users.line), function=users.code.co_name)
 
 
 def of_places(places: Sequence[Place]) -> At:
@@ -172,36 +194,72 @@ def of_places(places: Sequence[Place]) -> At:
     return At(place=place, function=users.function, does=does[:_MOST_CALL], stack=stack)
 
 
-def _phase(inner: list[Frame], does: str) -> str:
+def _phase(inner: list[Frame], does: str, kind: str) -> str:
     files = [frame.file for frame in inner]
     for part, phase in _PHASES:
         if any(part in file for file in files):
             return phase
-    if any("/torch/distributed/" in file for file in files):
+    if kind in {"collective", "store"}:
         return "collective"
     return "backward" if does.endswith(".backward()") else "script"
 
 
-def _kind(inner: list[Frame], innermost: Frame, does: str, meetings: Collection[str]) -> str:
+def _kind(inner: list[Frame], innermost: Frame, meetings: Collection[str]) -> str:
     files = [frame.file for frame in inner]
     for part, kind in _FILES[:4]:  # these tell more than what they wait with
         if any(part in file for file in files):
             return kind
-    call = does if not inner else _call(innermost)
-    if any("/torch/distributed/" in file for file in files):
-        return "store" if any(frame.code.co_name in meetings for frame in inner) else "collective"
+    if any("/torch/distributed/" in frame.file and frame.code.co_name in meetings for frame in inner):
+        return "store"
+    if any(_is_c10d(frame, _TOGETHER) for frame in inner):
+        return "collective"
     for file in files:
         for part, kind in _FILES:
             if part in file:
                 return kind
-    return next((kind for pattern, kind in _CALLS if pattern.search(call)), "")
+    called = _called(_source(innermost))
+    return next((kind for pattern, kind in _CALLS if pattern.search(called)), "")
+
+
+def _is_c10d(frame: Frame, functions: Collection[str]) -> bool:
+    return frame.code.co_name in functions and _C10D in frame.file
 
 
 def _call(frame: Frame) -> str:
+    """Return the call that a frame is in, at most 80 characters of it."""
+    return _source(frame)[:_MOST_CALL]
+
+
+def _source(frame: Frame) -> str:
     """Return the call that a frame is in, as the source has it; the whole line where it is not known."""
     text = linecache.getline(frame.file, frame.line)
     place = next(islice(frame.code.co_positions(), frame.instruction // 2, None), None)
     if place is not None and None not in place and place[0] == place[1] == frame.line:
         source = text.encode("utf-8", "replace")
         text = source[place[2] : place[3]].decode("utf-8", "replace").strip() or text
-    return text.strip()[:_MOST_CALL]
+    return text.strip()
+
+
+def _called(text: str) -> str:
+    """Return what a text calls in the end, as `queue.get(`, without arguments; the text where it is no call."""
+    for tried in (text, f"{text})", f"{text}\n pass"):  # a call that goes on in the next line; a header of a block
+        try:
+            (statement,) = ast.parse(tried).body
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+        node: ast.AST | None = getattr(statement, "value", getattr(statement, "test", getattr(statement, "iter", None)))
+        if isinstance(node, ast.Await):
+            node = node.value
+        if isinstance(node, ast.Call):
+            return f"{_name(node.func)}("
+        return _name(node) if isinstance(node, ast.Attribute | ast.Name) else text
+    return text
+
+
+def _name(node: ast.AST) -> str:
+    """Return a name with what it is taken from: `handles.get.wait` of `handles.get(key).wait`."""
+    if isinstance(node, ast.Attribute):
+        return f"{_name(node.value)}.{node.attr}"
+    if isinstance(node, ast.Call):
+        return _name(node.func)
+    return node.id if isinstance(node, ast.Name) else _name(node.value) if isinstance(node, ast.Subscript) else ""

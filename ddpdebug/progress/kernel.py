@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import uuid
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +20,12 @@ _PROC = Path("/proc")
 #: Bytes a second from which on data moves: the slowest download has more, who asks a file again and again less.
 _DATA_PER_SECOND = 4096.0
 #: Processes and threads of each that are looked at for what a rank has started.
-_MOST_PROCESSES, _MOST_THREADS = 64, 32
+_MOST_PROCESSES, _MOST_THREADS, _MOST_THREADS_OF_ALL = 64, 32, 256
+#: Threads of this process that are looked at.
+_MOST_OWN_THREADS = 256
+#: Share of the time for which one that works wants to run, however little of it it gets on a busy machine: those that
+#: only wake up now and then have to stand in line there as well.
+WANTING_SHARE = 0.5
 #: Functions of the kernel in which a thread waits for time to pass, or another thread: to wake from them moves nothing.
 _IDLE_WAITS = ("hrtimer_nanosleep", "futex")
 _WORDS = {
@@ -87,18 +93,23 @@ class Family:
 
     Args:
         cpu: seconds of processor time.
+        queued: seconds in which a thread of theirs could have run and another process did.
         data: bytes read and written, not those of sockets.
         wakes: times that something other than time woke one of their threads: data of a socket, for one.
+        blocked: processes whose first thread is in uninterruptible I/O, each with how often it has gone to sleep.
     """
 
     cpu: float = 0.0
+    queued: float = 0.0
     data: int = 0
     wakes: int = 0
+    blocked: frozenset[tuple[int, int]] = frozenset()
 
     def moved_since(self, before: Family, seconds: float, *, share: float, wakes: float) -> bool:
         """Whether they have computed for more than a share of the time since, moved data, or woke often."""
         return (
             self.cpu - before.cpu > share * seconds
+            or self.cpu - before.cpu + self.queued - before.queued > WANTING_SHARE * seconds
             or self.data - before.data > _DATA_PER_SECOND * seconds
             or self.wakes - before.wakes > wakes * seconds
         )
@@ -152,6 +163,14 @@ def disk_beside(native_id: int) -> int:
     return _moved(_PROC / "self")[0] - _moved(_PROC / "self" / "task" / str(native_id))[0]
 
 
+def wanted_beside(native_id: int) -> dict[int, float]:
+    """Return for how many seconds each thread of this process has run or could have, without one of them."""
+    with suppress(OSError):
+        tasks = islice((_PROC / "self" / "task").iterdir(), _MOST_OWN_THREADS)
+        return {int(task.name): _wanted(task) for task in tasks if task.name != str(native_id)}
+    return {}
+
+
 def started(pid: int) -> int:
     """Return when a process began, in ticks of the kernel; 0 where that is not known."""
     known = _stat(_PROC / str(pid) / "stat")
@@ -170,7 +189,8 @@ def children(pid: int | str = "self") -> list[int]:
 def family(pids: Iterable[int]) -> Family:
     """Return what processes and all that they have started have done."""
     todo, seen = list(pids), set[int]()
-    cpu, data, wakes = 0.0, 0, 0
+    cpu, queued, data, wakes, threads = 0.0, 0.0, 0, 0, _MOST_THREADS_OF_ALL
+    blocked = set[tuple[int, int]]()
     while todo and len(seen) < _MOST_PROCESSES:
         pid = todo.pop()
         if pid in seen:
@@ -180,10 +200,15 @@ def family(pids: Iterable[int]) -> Family:
         folder = _PROC / str(pid)
         cpu += _cpu_with_ended(folder)
         data += _moved(folder)[1]
+        known = _stat(folder / "stat")
+        if known is not None and known[0] == "D":
+            blocked.add((pid, _wakes(folder)))
         with suppress(OSError):
-            threads = islice((folder / "task").iterdir(), _MOST_THREADS)
-            wakes += sum(_wakes(one) for one in threads if not _word(one / "wchan").startswith(_IDLE_WAITS))
-    return Family(cpu=cpu, data=data, wakes=wakes)
+            for one in islice((folder / "task").iterdir(), min(_MOST_THREADS, threads)):
+                threads -= 1
+                queued += _queued(one)
+                wakes += 0 if _word(one / "wchan").startswith(_IDLE_WAITS) else _wakes(one)
+    return Family(cpu=cpu, queued=queued, data=data, wakes=wakes, blocked=frozenset(blocked))
 
 
 def ending(status: int) -> str:
@@ -198,13 +223,20 @@ def ending(status: int) -> str:
     return f"it was killed by {name}"
 
 
-@cache
 def host() -> str:
-    """Return what names this host until it boots again, and the processes that one `/proc` shows."""
+    """Return what names this host until it boots again, and the processes that one `/proc` shows.
+
+    Where that is not known each call returns another name: nothing can be said to be on this host then.
+    """
+    return _host() or f"unknown {uuid.uuid4()}"
+
+
+@cache
+def _host() -> str:
     boot = _word(_PROC / "sys/kernel/random/boot_id")
     with suppress(OSError):
-        return f"{boot}/{(_PROC / 'self/ns/pid').readlink()}"
-    return boot
+        return f"{boot}/{(_PROC / 'self/ns/pid').readlink()}" if boot else ""
+    return ""
 
 
 def _stat(file: Path) -> tuple[str, float, int] | None:
@@ -225,6 +257,13 @@ def _ended_by(folder: Path) -> int | None:
 def _queued(folder: Path) -> float:
     with suppress(OSError, ValueError, IndexError):
         return int((folder / "schedstat").read_bytes().split()[1]) / 1e9
+    return 0.0
+
+
+def _wanted(folder: Path) -> float:
+    with suppress(OSError, ValueError, IndexError):
+        ran, queued = (folder / "schedstat").read_bytes().split()[:2]
+        return (int(ran) + int(queued)) / 1e9
     return 0.0
 
 

@@ -29,6 +29,12 @@ _MESSAGES = {"isend": "send", "irecv": "recv"}
 _JOINS = frozenset({"lock", "queue"})
 #: Times a second that data wakes a thread which reads from the network or a pipe.
 _WAKES_PER_SECOND = 2.0
+#: Seconds for which a call of storage that does not end counts as movement.
+_STORAGE_SECONDS = 60.0
+#: A longer time between two looks has been a pause of this process, of which nothing is known: that much counts.
+_PAUSE_SECONDS = 2.0
+#: Of a call that has not ended, torch's record is read so often, in seconds: its counts may stay when it ends.
+_READ_SECONDS = 2.0
 #: Kinds in which a thread waits for other ranks.
 _AMONG_RANKS = frozenset({"collective", "backward", "store"})
 
@@ -113,6 +119,8 @@ class _Usage:
     others: kernel.Family  # what it has started
     disk: int  # bytes, without those of this thread
     wakes: int  # of the threads that the training thread may wait for
+    blocked: frozenset[tuple[int, int]]  # that are in uninterruptible I/O, of these, and what was started
+    wanted: Mapping[int, float]  # seconds, by thread, without this one
     thread: kernel.Kernel | None
 
 
@@ -144,9 +152,13 @@ class Watcher:
         self._step, self._workers, self.notes = step, workers, NoNotes() if notes is None else notes
         self._signature: object = None
         self._since = self._moved = time.monotonic()
+        self._looked = self._since
         self._usage: _Usage | None = None
+        self._samples = 0  # of what was used, since anything was seen to move
+        self._blocked: dict[tuple[int, int], float] = {}  # in uninterruptible I/O, and since when
         self._main = 0
         self._known: tuple[object, tuple[Call, ...], tuple[Call, ...]] = None, (), ()
+        self._read = 0.0
 
     def look(self, *, exact: bool = False) -> RankProgress:
         """Return what is seen now, `exact` while somebody waits."""
@@ -160,17 +172,25 @@ class Watcher:
         step = self._step()
         signature = frames.signature(stack), tuple(counts.values()), step
         if signature != self._signature:
-            self._signature, self._since, self._moved, self._usage = signature, now, now, None
+            self._signature, self._since, self._moved = signature, now, now
+            self._usage, self._samples = None, 0
+            self._blocked.clear()
+        elif now - self._looked > _PAUSE_SECONDS:  # SIGSTOP, a machine that slept: nobody could have moved
+            pause = now - self._looked - _PAUSE_SECONDS
+            self._since, self._moved, self._usage, self._samples = self._since + pause, self._moved + pause, None, 0
+        self._looked = now
         same = now - self._since
         at = frames.look(stack, self._recorder.meetings)
         waits: tuple[Call, ...] = ()
         recent: tuple[Call, ...] = ()
-        shown = workers = ""
+        kind, shown, workers = at.kind, "", ""
         if same >= WAIT_SECONDS:
             native = _native(ident)
-            usage = self._used(now, native, _wakes_beside(ident) if at.kind in _JOINS else 0)
+            usage = self._used(now, native, ident, at.kind)
             self._note_movement(usage, at.kind)
             waits, recent = self._waits(counts, at)
+            if waits and at.among and not kind:  # of those that torch calls from C++
+                kind = "collective"
             shown = "" if usage.thread is None else usage.thread.words()
             workers = _states(self._workers()) if at.kind == "loader" else ""
         return RankProgress(
@@ -183,9 +203,9 @@ class Watcher:
             place=at.place,
             function=at.function,
             does=at.does,
-            kind=at.kind,
+            kind=kind,
             same=round(same, 2),
-            still=round(now - self._moved, 2),
+            still=round(self._still(now), 2),
             waits=waits,
             entered={group: entered for group, (entered, _) in counts.items()},
             recent=recent,
@@ -204,24 +224,48 @@ class Watcher:
 
     # --- does anything move -------------------------------------------------------------------------------------------
 
-    def _used(self, now: float, native: int, wakes: int) -> _Usage:
+    def _still(self, now: float) -> float:
+        """Return for how many seconds nothing has moved: no more than a pause may last until that was measured."""
+        still = now - self._moved
+        return still if self._samples > 1 else min(still, _PAUSE_SECONDS)
+
+    def _used(self, now: float, native: int, ident: int, kind: str) -> _Usage:
+        beside = _beside(ident) if kind in _JOINS else {}
         others, ended = kernel.family({*self._workers(), *kernel.children()}), os.times()
         others = replace(others, cpu=others.cpu + ended.children_user + ended.children_system)
-        disk = kernel.disk_beside(threading.get_native_id())
-        cpu = time.process_time() - time.thread_time()
-        return _Usage(now, cpu, others, disk, wakes, kernel.thread(native))
+        own = threading.get_native_id()
+        thread = kernel.thread(native)
+        blocked = {(number, one.wakes) for number, one in beside.items() if one.state == "D"}
+        if thread is not None and thread.state == "D":
+            blocked.add((native, thread.wakes))
+        return _Usage(
+            time=now,
+            cpu=time.process_time() - time.thread_time(),
+            others=others,
+            disk=kernel.disk_beside(own),
+            wakes=sum(one.wakes for one in beside.values()),
+            blocked=frozenset(blocked) if kind in _AMONG_RANKS else others.blocked.union(blocked),
+            wanted=kernel.wanted_beside(own),
+            thread=thread,
+        )
 
     def _note_movement(self, usage: _Usage, kind: str) -> None:
         """Compare with what was used a while ago: processor time, a place in the queue for it, storage, data."""
         before = self._usage
+        self._blocked = {one: self._blocked.get(one, usage.time) for one in usage.blocked}
         if before is None:
-            self._usage = usage
+            self._usage, self._samples = usage, 1
             return
         seconds = usage.time - before.time
         if seconds < WAIT_SECONDS:
             return
-        self._usage = usage
-        moved = usage.cpu - before.cpu > _IDLE_SHARE * seconds
+        self._usage, self._samples = usage, self._samples + 1
+        moved = any(usage.time - since < _STORAGE_SECONDS for since in self._blocked.values())
+        moved |= any(
+            wanted - before.wanted.get(number, wanted) > kernel.WANTING_SHARE * seconds
+            for number, wanted in usage.wanted.items()
+        )
+        moved |= usage.cpu - before.cpu > _IDLE_SHARE * seconds
         moved |= usage.disk != before.disk or usage.wakes - before.wakes > _WAKES_PER_SECOND * seconds
         if kind not in _AMONG_RANKS:  # there, what this process has started does not help
             moved |= usage.others.moved_since(before.others, seconds, share=_IDLE_SHARE, wakes=_WAKES_PER_SECOND)
@@ -230,16 +274,17 @@ class Watcher:
             if kind in {"socket", "file"}:
                 moved |= usage.thread.wakes - before.thread.wakes > _WAKES_PER_SECOND * seconds
         if moved:
-            self._moved = usage.time
+            self._moved, self._samples = usage.time, 1
 
     # --- what is waited in --------------------------------------------------------------------------------------------
 
     def _waits(self, counts: Mapping[str, tuple[int, int]], at: frames.At) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
         if at.kind in frames.OWN:
             return (), ()
-        key = (self._signature, tuple(counts.items()))
-        if self._known[0] == key:
+        key, now = (self._signature, tuple(counts.items())), time.monotonic()
+        if self._known[0] == key and (not self._known[1] or now - self._read < _READ_SECONDS):
             return self._known[1:]
+        self._read = now
         pending = [group for group, (entered, completed) in counts.items() if entered > completed]
         together = at.kind in _COLLECTIVE or (bool(at.stack) and _DDP in at.stack[0])
         newest = self._recorder.newest() if pending or together else []
@@ -252,16 +297,15 @@ class Watcher:
             for one, call in calls
             if not one.is_done and (one.group in pending or one.point_to_point)
         ]
-        named = {call.group for call in waits}
-        waits += [
-            Call(group=group, number=counts[group][0], operation=_operation(at), ranks=members.get(group, ()))
-            for group in pending
-            if group not in named
-        ]
+        if not newest:  # counts alone: what has completed last is not the newest that has where they end out of order
+            waits = [
+                Call(group=group, number=counts[group][0], operation=_operation(at), ranks=members.get(group, ()))
+                for group in pending
+            ]
         if not newest and together:  # torch keeps no record
             recent = tuple(replace(call, ranks=members.get(call.group, ())) for call in noted.values())
             waits = waits or self._last_call(recent, counts, at)
-        if not waits and at.kind in {"collective", "store"}:
+        if not waits and (at.unrecorded or (at.kind == "collective" and not newest)):
             waits = [
                 self._message(at, members) or Call(group="", number=0, operation=_operation(at), location=at.place)
             ]
@@ -302,14 +346,14 @@ class Watcher:
         )
 
 
-def _wakes_beside(ident: int) -> int:
-    """Return how often the threads went to sleep that the training thread may wait for: of a pool, or one it joins.
+def _beside(ident: int) -> dict[int, kernel.Kernel]:
+    """Return what the kernel shows of the threads that the training thread may wait for: of a pool, or one it joins.
 
     What only keeps it company (a logger, a heartbeat) is a daemon.
     """
     others = [t.native_id for t in threading.enumerate() if not t.daemon and t.ident != ident]
-    shown = [kernel.thread(native) for native in others if native is not None]
-    return sum(one.wakes for one in shown if one is not None)
+    shown = {native: kernel.thread(native) for native in others if native is not None}
+    return {native: one for native, one in shown.items() if one is not None}
 
 
 def _operation(at: frames.At) -> str:

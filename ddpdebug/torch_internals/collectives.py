@@ -65,16 +65,19 @@ class Collectives:
         elif exact and any(
             value["last_enqueued_collective"] > max(self._numbers.get(number) or (0,))
             for number, value in numbers.items()
-            if self._names[number]
+            if number in self._living()
         ):
             self.newest()
         found: dict[str, tuple[int, int]] = {}
-        for number, value in numbers.items():
-            name = self._names.get(number, "")
+        for number in sorted(self._living()):
+            value = numbers.get(number)
+            if value is None:
+                continue
+            name = self._names[number]
             entered = self._among_collectives(number, value["last_enqueued_collective"])
             completed = self._among_collectives(number, value["last_completed_collective"])
-            if name and entered > 0:
-                found[name] = max((entered, max(completed, 0)), found.get(name, (0, 0)))
+            if entered > 0:
+                found[name] = entered, max(completed, 0)
         return found
 
     def newest(self, most: int = _KEPT) -> list[Issued]:
@@ -86,12 +89,19 @@ class Collectives:
             self._names[int(entry["pg_id"])] = name
             if name:
                 found.append(entry)
+        living = self._living()
+        found = [entry for entry in found if int(entry["pg_id"]) in living]
         numbers: dict[int, dict[int, int]] = {}
         for entry in found:
             if not entry.get("is_p2p"):
                 numbers.setdefault(int(entry["pg_id"]), {})[int(entry["op_id"])] = int(entry["collective_seq_id"])
         self._numbers |= {group: dict(islice(reversed(known.items()), _KEPT)) for group, known in numbers.items()}
         return [_issued(entry) for entry in found[-most:]]
+
+    def _living(self) -> set[int]:
+        """Return the numbers of groups without those that another of the same name has followed."""
+        latest = {name: number for number, name in sorted(self._names.items()) if name}
+        return set(latest.values())
 
     def _among_collectives(self, group: int, number: int) -> int:
         """Return the number of an operation among the collectives, as if there had been no message since."""

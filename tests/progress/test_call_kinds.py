@@ -23,8 +23,8 @@ def test_an_argument_that_is_called_input_is_no_question() -> None:
     ident = thread.ident
     assert ident is not None
     try:
-        assert until(lambda: frames.look(sys._current_frames().get(ident)).does == "hold(input)")
-        assert frames.look(sys._current_frames().get(ident)).kind == ""
+        assert until(lambda: frames.look(frames.take(sys._current_frames().get(ident))).does == "hold(input)")
+        assert frames.look(frames.take(sys._current_frames().get(ident))).kind == ""
     finally:
         lock.release()
         thread.join()

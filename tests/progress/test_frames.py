@@ -26,6 +26,8 @@ from machine import until
 from ddpdebug.progress import frames
 
 _HERE = f"{Path(__file__).name}:"
+#: Functions in which ranks meet in the store.
+_MEETINGS = ("_store_based_barrier", "rendezvous")
 
 
 @contextmanager
@@ -35,13 +37,13 @@ def standing(function: Callable[[], object]) -> Iterator[frames.At]:
     thread.start()
 
     def stands() -> bool:
-        before = frames.signature(sys._current_frames().get(thread.ident or 0))
+        before = frames.signature(frames.take(sys._current_frames().get(thread.ident or 0)))
         time.sleep(0.2)
-        now = sys._current_frames().get(thread.ident or 0)
+        now = frames.take(sys._current_frames().get(thread.ident or 0))
         return frames.signature(now) == before and frames.look(now).place is not None
 
     assert until(stands, 60)
-    yield frames.look(sys._current_frames()[thread.ident or 0])
+    yield frames.look(frames.take(sys._current_frames()[thread.ident or 0]))
     thread.join(0.0)
 
 
@@ -188,7 +190,7 @@ def call_of(source: str, line: int, tmp_path: Path) -> frames.At:
     seen: list[frames.At] = []
 
     def here(*args: object, **kwargs: object) -> list[int]:
-        seen.append(frames.look(sys._getframe(1)))
+        seen.append(frames.look(frames.take(sys._getframe(1)), _MEETINGS))
         return [1]
 
     exec(compile(source, str(file), "exec"), {"here": here})
@@ -218,7 +220,7 @@ def test_source_that_is_not_there(tmp_path: Path) -> None:
     seen: list[frames.At] = []
     exec(
         compile("\n\nhere()", str(tmp_path / "gone.py"), "exec"),
-        {"here": lambda: seen.append(frames.look(sys._getframe(1)))},
+        {"here": lambda: seen.append(frames.look(frames.take(sys._getframe(1)), _MEETINGS))},
     )
     assert seen[0].place is not None
     assert seen[0].place.endswith("gone.py:3")
@@ -227,8 +229,8 @@ def test_source_that_is_not_there(tmp_path: Path) -> None:
 
 def test_no_frame() -> None:
     """A thread that has ended is nowhere."""
-    assert frames.look(None) == frames.At()
-    assert frames.signature(None) == frames.signature(None)
+    assert frames.take(None) == ()
+    assert frames.look(()) == frames.At()
 
 
 def test_a_checkout_of_somebody_else_may_be_called_as_this_package(tmp_path: Path) -> None:
@@ -243,7 +245,7 @@ def test_a_signature_changes_as_soon_as_anything_goes_on() -> None:
     seen = []
 
     def inner() -> None:
-        seen.append(frames.signature(sys._getframe()))
+        seen.append(frames.signature(frames.take(sys._getframe())))
 
     inner(), inner()
     for _ in range(2):
@@ -252,22 +254,76 @@ def test_a_signature_changes_as_soon_as_anything_goes_on() -> None:
     assert seen[2] == seen[3]
 
 
-@pytest.mark.parametrize(
-    "path, phase, kind",
-    [
-        ("/x/torch/utils/data/dataloader.py", "data", "loader"),
-        ("/x/torch/autograd/graph.py", "backward", "backward"),
-        ("/x/torch/optim/sgd.py", "optimizer", ""),
-        ("/x/torch/nn/modules/module.py", "forward", ""),
-        ("/x/torch/distributed/distributed_c10d.py", "collective", "collective"),
-    ],
-)
-def test_a_library_tells_the_phase(path: str, phase: str, kind: str, tmp_path: Path) -> None:
-    """By the files of the frames between the user's line and what it waits in."""
+def inside(path: str, name: str, tmp_path: Path, call: str = "look()") -> frames.At:
+    """Return where a thread is whose line has called a function of a library."""
     seen: list[frames.At] = []
-    library: dict[str, Callable[[], None]] = {"look": lambda: seen.append(frames.look(sys._getframe(1)))}
-    exec(compile("def inner():\n    look()\n", f"/usr/lib/python3/site-packages{path}", "exec"), library)
-    exec(compile("\ninner()\n", str(tmp_path / "train.py"), "exec"), library)
-    assert (seen[0].phase, seen[0].kind) == (phase, kind)
+    library: dict[str, Callable[[], None]] = {
+        "look": lambda: seen.append(frames.look(frames.take(sys._getframe(1)), _MEETINGS))
+    }
+    file = tmp_path / f"site-packages{path}"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"def {name}():\n    {call}\n", encoding="utf-8")
+    exec(compile(file.read_text(encoding="utf-8"), str(file), "exec"), library)
+    exec(compile(f"\n{name}()\n", str(tmp_path / "train.py"), "exec"), library)
     assert seen[0].place is not None
     assert seen[0].place.endswith("train.py:2")
+    return seen[0]
+
+
+@pytest.mark.parametrize(
+    "path, name, phase, kind",
+    [
+        ("/torch/utils/data/dataloader.py", "inner", "data", "loader"),
+        ("/torch/autograd/graph.py", "inner", "backward", "backward"),
+        ("/torch/optim/sgd.py", "inner", "optimizer", ""),
+        ("/torch/nn/modules/module.py", "inner", "forward", ""),
+        ("/torch/distributed/distributed_c10d.py", "all_reduce", "collective", "collective"),
+        ("/torch/distributed/distributed_c10d.py", "_store_based_barrier", "collective", "store"),
+        ("/torch/distributed/rendezvous.py", "rendezvous", "collective", "store"),
+        ("/torch/distributed/distributed_c10d.py", "destroy_process_group", "script", ""),
+        ("/torch/distributed/checkpoint/state_dict_saver.py", "save", "script", ""),
+        ("/torch/distributed/fsdp/_fully_shard/_fsdp_state.py", "all_reduce", "script", ""),
+    ],
+)
+def test_a_library_tells_the_phase(path: str, name: str, phase: str, kind: str, tmp_path: Path) -> None:
+    """By the frames between the user's line and what it waits in; not all of `torch.distributed` waits for others."""
+    at = inside(path, name, tmp_path)
+    assert (at.phase, at.kind) == (phase, kind)
+    assert at.unrecorded is (kind == "store")
+    assert at.among is ("/distributed/" in path)
+
+
+@pytest.mark.parametrize("name, unrecorded", [("monitored_barrier", True), ("recv", True), ("barrier", False)])
+def test_what_torch_keeps_no_record_of(name: str, unrecorded: bool, tmp_path: Path) -> None:
+    """A closed table: whatever else waits is in the record."""
+    at = inside("/torch/distributed/distributed_c10d.py", name, tmp_path)
+    assert (at.kind, at.unrecorded) == ("collective", unrecorded)
+
+
+def test_a_checkpoint_that_is_written(tmp_path: Path) -> None:
+    """It waits for storage, for no rank, although it is a part of `torch.distributed`."""
+    at = inside("/torch/distributed/checkpoint/filesystem.py", "save", tmp_path, call="fsync = look; fsync()")
+    assert (at.phase, at.kind, at.unrecorded) == ("script", "file", False)
+
+
+@pytest.mark.parametrize(
+    "line, called, kind",
+    [
+        ("handles.get(key).wait()", "handles.get.wait(", ""),
+        ("work.wait(q.get())", "work.wait(", ""),
+        ("value = q.get()", "q.get(", "queue"),
+        ("other.queues[0].put(", "other.queues.put(", "queue"),
+        ("for one in q.get():", "q.get(", "queue"),
+        ("await_lock = lock.acquire(read())", "lock.acquire(", "lock"),
+        ("with self.big_lock:", "with self.big_lock:", "lock"),
+        ("kept_store.get(name)", "kept_store.get(", "key"),
+        ("sys.stdin", "sys.stdin", "input"),
+        ("sys.stdin.readline()", "sys.stdin.readline(", "input"),
+        ("print(input_ids.read())", "print(", ""),
+        ("] + [", "] + [", ""),
+    ],
+)
+def test_only_the_outermost_call_tells(line: str, called: str, kind: str) -> None:
+    """What stands in its arguments, or gave what it is called of, is done."""
+    assert frames._called(line) == called
+    assert next((kind for pattern, kind in frames._CALLS if pattern.search(called)), "") == kind

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from machine import until
 
-from ddpdebug.progress import kernel
+from ddpdebug.disk import Disk
+from ddpdebug.progress import black_box, kernel
 from ddpdebug.progress.kernel import Family, Kernel
 
 #: Of a process whose name holds a space and brackets, in uninterruptible I/O: 1.5 s of processor time, 0.25 s of its
@@ -60,7 +61,7 @@ def test_a_thread(proc: Path) -> None:
 
 def test_a_family(proc: Path) -> None:
     """With what its members that have ended had used, and no wakes from a sleep, which time has ended."""
-    assert kernel.family([4711]) == Family(cpu=1.75, data=1500, wakes=42)
+    assert kernel.family([4711]) == Family(cpu=1.75, queued=2.5, data=1500, wakes=42, blocked=frozenset({(4711, 42)}))
     (proc / "4711/task/4711/wchan").write_text("hrtimer_nanosleep")
     assert kernel.family([4711]).wakes == 0
     assert kernel.family([99]) == kernel.family([]) == Family()
@@ -134,6 +135,40 @@ def test_endings_in_words(status: int, words: str) -> None:
 def test_what_counts_as_movement(after: dict[str, float], moved: bool) -> None:
     """Over one second."""
     assert Kernel(state="S", **after).moved_since(Kernel(state="S"), 1.0) is moved
+
+
+@pytest.mark.parametrize("after, moved", [({"queued": 0.3}, False), ({"cpu": 0.04, "queued": 0.9}, True)])
+def test_a_worker_that_hardly_gets_a_processor(after: dict[str, float], moved: bool) -> None:
+    """It stands in line for most of the time; one that only wakes up now and then does so for less."""
+    assert Family(**after).moved_since(Family(), 1.0, share=0.05, wakes=2.0) is moved
+
+
+def test_threads_beside_one(proc: Path) -> None:
+    """For how long each has run or could have."""
+    assert kernel.wanted_beside(1) == {4712: pytest.approx(2.5)}
+    assert kernel.wanted_beside(4712) == {}
+
+
+def test_a_host_that_is_not_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing is on it, not even what this process has written."""
+    monkeypatch.setattr(kernel, "_PROC", tmp_path / "none")
+    kernel._host.cache_clear()
+    try:
+        assert kernel.host() != kernel.host()
+        box = black_box.BlackBox(tmp_path / "box", Disk())
+        box.close()
+        known = black_box.read(tmp_path / "box")
+        assert known is not None
+        assert not known.here
+    finally:
+        kernel._host.cache_clear()
+
+
+def test_a_system_that_cannot_reserve_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """There is no black box then: an error of the system, as of a full disk."""
+    monkeypatch.delattr(os, "posix_fallocate")
+    with pytest.raises(OSError, match="reserved"):
+        black_box.BlackBox(tmp_path / "box", Disk())
 
 
 # --- real processes ---------------------------------------------------------------------------------------------------

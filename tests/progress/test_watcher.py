@@ -18,8 +18,9 @@ import pytest
 import torch.distributed as dist
 from machine import until
 
-from ddpdebug.progress.watcher import Watcher, _states
-from ddpdebug.schema.progress import RankProgress
+from ddpdebug.progress import kernel
+from ddpdebug.progress.watcher import NoNotes, Watcher, _states
+from ddpdebug.schema.progress import Call, Noted, RankProgress
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -43,6 +44,7 @@ class Record:
 
     known: dict[str, tuple[int, int]] | None = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
+    meetings = ("_store_based_barrier",)
 
     def counts(self, *, exact: bool = False) -> dict[str, tuple[int, int]] | None:
         return self.known
@@ -226,9 +228,26 @@ def meets() -> None:
     dist.distributed_c10d._store_based_barrier(0, dist.HashStore(), "", 2, datetime.timedelta(seconds=3600))
 
 
-def in_torch(function: Callable[[], None], name: str) -> Callable[[], None]:
+def stopped(
+    monkeypatch: pytest.MonkeyPatch,
+    thread: kernel.Kernel | None = None,
+    wanted: Callable[[], dict[int, float]] = dict,
+) -> Watcher:
+    """Return a watcher of a process in which nothing moves but what is given."""
+    module = "ddpdebug.progress.watcher"
+    shown = thread or kernel.Kernel(state="S")
+    monkeypatch.setattr(f"{module}.kernel.thread", lambda native: shown)
+    monkeypatch.setattr(f"{module}.kernel.disk_beside", lambda native: 0)
+    monkeypatch.setattr(f"{module}.kernel.wanted_beside", lambda native: wanted())
+    monkeypatch.setattr(f"{module}.kernel.family", lambda pids: kernel.Family())
+    monkeypatch.setattr(f"{module}.time.process_time", lambda: 0.0)
+    monkeypatch.setattr(f"{module}.time.thread_time", lambda: 0.0)
+    return Watcher(0, Record(), members=dict, thread=lambda: 0, step=lambda: 0, workers=list)
+
+
+def in_torch(function: Callable[[], object], name: str, file: str = "distributed_c10d.py") -> Callable[[], None]:
     """Return a call of a function whose frame looks like one of torch.distributed's."""
-    code = compile(f"def {name}(wait):\n    wait()\n", "/x/site-packages/torch/distributed/distributed_c10d.py", "exec")
+    code = compile(f"def {name}(wait):\n    wait()\n", f"/x/site-packages/torch/distributed/{file}", "exec")
     scope: dict[str, Callable[[Callable[[], None]], None]] = {}
     exec(code, scope)
     return lambda: scope[name](function)
@@ -258,10 +277,14 @@ def test_a_thread_in_a_collective() -> None:
 
 def test_a_line_that_was_noted_is_better_than_where_the_thread_stands() -> None:
     """And brings the root."""
-    noted = {("0", 6): ("train.py:50", 3)}
+
+    class Kept(NoNotes):
+        def kept(self) -> list[Noted]:
+            call = Call(group="0", number=6, operation="broadcast", location="train.py:50", root=3)
+            return [Noted(call=call, step=7, batches=0)]
+
     record = Record({"0": (6, 5)}, [Entry(operation="broadcast")])
-    located = lambda group, number: noted.get((group, number), (None, None))  # noqa: E731
-    with watched(in_collective(), record, located=located) as watcher:
+    with watched(in_collective(), record, notes=Kept()) as watcher:
         look = looks(watcher, stands_for(WAIT_SECONDS))
     assert [(call.location, call.root) for call in look.waits] == [("train.py:50", 3)]
 
@@ -272,6 +295,92 @@ def test_a_recorder_that_tells_less(known: dict[str, tuple[int, int]] | None) ->
     with watched(in_collective("broadcast"), Record(known)) as watcher:
         look = looks(watcher, stands_for(WAIT_SECONDS))
     assert [(call.operation, call.number) for call in look.waits] == [("broadcast", 6 if known else 0)]
+
+
+def test_counts_of_which_the_newest_did_not_complete_last() -> None:
+    """Torch tells of the one that ended last: where all are done nothing is waited for, whatever the counts say."""
+    record = Record({"0": (6, 5)}, [Entry(number=5, is_done=True), Entry(number=6, is_done=True)])
+    with watched(in_collective(), record) as watcher:
+        look = looks(watcher, stands_for(2 * WAIT_SECONDS))
+    assert (look.kind, look.waits) == ("collective", ())
+
+
+def test_a_collective_that_ends_while_its_counts_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record is read again, for its counts may be behind."""
+    monkeypatch.setattr("ddpdebug.progress.watcher._READ_SECONDS", 0.0)
+    record = Record({"0": (6, 5)}, [Entry()])
+    with watched(in_collective(), record) as watcher:
+        assert looks(watcher, stands_for(2 * WAIT_SECONDS)).waits
+        record.entries = [Entry(is_done=True)]
+        assert looks(watcher, stands_for(2 * WAIT_SECONDS)).waits == ()
+
+
+@pytest.mark.parametrize("name, waits", [("monitored_barrier", True), ("recv", True), ("all_reduce", False)])
+def test_what_is_in_no_record(name: str, waits: bool) -> None:
+    """Where torch keeps a record, only what it leaves out is waited in without an entry."""
+    record = Record({"0": (6, 6)}, [Entry(is_done=True)])
+    with watched(in_collective(name), record) as watcher:
+        look = looks(watcher, stands_for(2 * WAIT_SECONDS))
+    assert [(call.operation, call.number) for call in look.waits] == ([(name, 0)] if waits else [])
+
+
+@pytest.mark.parametrize("known", [{}, {"0": (6, 6)}])
+@pytest.mark.parametrize("path", ["checkpoint/filesystem.py", "fsdp/_fully_shard/_fsdp_state.py", "rpc/api.py"])
+def test_the_rest_of_torch_distributed_waits_for_no_rank(path: str, known: dict[str, tuple[int, int]]) -> None:
+    """A checkpoint that one rank writes, for one."""
+    with watched(in_torch(threading.Event().wait, "save", path), Record(known)) as watcher:
+        look = looks(watcher, stands_for(2 * WAIT_SECONDS))
+    assert (look.phase, look.waits) == ("script", ())
+
+
+def test_a_collective_of_another_part_of_torch() -> None:
+    """Called from C++ there, and in the record."""
+    lock = threading.Lock()
+    lock.acquire()
+    waits = in_torch(lock.acquire, "unshard", "fsdp/_fully_shard/_fsdp_param_group.py")
+    with watched(waits, Record({"0": (6, 5)}, [Entry()])) as watcher:
+        look = looks(watcher, stands_for(2 * WAIT_SECONDS))
+    assert (look.kind, [call.number for call in look.waits]) == ("collective", [6])
+
+
+def test_a_pause_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody could have seen is no standstill: of a time without looks two seconds count, and those once only."""
+    clock = [1000.0]
+    monkeypatch.setattr("ddpdebug.progress.watcher.time.monotonic", lambda: clock[0])
+    watcher = stopped(monkeypatch)
+    for after, same, still in [
+        (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), (1.0, 2.0, 2.0), (1.0, 3.0, 3.0),
+        (500.0, 5.0, 2.0), (1.0, 6.0, 6.0), (1.0, 7.0, 7.0),
+    ]:  # fmt: skip
+        clock[0] += after
+        look = watcher.look()
+        assert (look.same, look.still) == (same, still)
+
+
+def test_storage_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One long call counts as movement for a minute, and no longer."""
+    clock = [1000.0]
+    monkeypatch.setattr("ddpdebug.progress.watcher.time.monotonic", lambda: clock[0])
+    watcher = stopped(monkeypatch, kernel.Kernel(state="D", wchan="rq_qos_wait", wakes=3))
+    still = []
+    for _ in range(80):
+        clock[0] += 1.0
+        still.append(watcher.look().still)
+    assert max(still[2:60]) <= 1.0
+    assert still[-1] > 15.0
+
+
+def test_a_thread_beside_that_gets_no_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It wants to run all the time, and on a busy machine gets next to nothing; those that only wake do not count."""
+    for wanted, moves in ((0.9, True), (0.1, False)):
+        clock = [1000.0]
+        with monkeypatch.context() as patch:
+            patch.setattr("ddpdebug.progress.watcher.time.monotonic", lambda clock=clock: clock[0])
+            watcher = stopped(patch, wanted=lambda clock=clock, wanted=wanted: {7: wanted * clock[0]})
+            for _ in range(8):
+                clock[0] += 1.0
+                still = watcher.look().still
+        assert (still < 1.0) is moves
 
 
 def test_the_meeting_of_a_group() -> None:
