@@ -351,7 +351,8 @@ def _beside(ident: int) -> dict[int, kernel.Kernel]:
 
     What only keeps it company (a logger, a heartbeat) is a daemon.
     """
-    others = [t.native_id for t in threading.enumerate() if not t.daemon and t.ident != ident]
+    neither = ident, threading.get_ident()
+    others = [t.native_id for t in threading.enumerate() if not t.daemon and t.ident not in neither]
     shown = {native: kernel.thread(native) for native in others if native is not None}
     return {native: one for native, one in shown.items() if one is not None}
 

@@ -131,7 +131,7 @@ def test_a_name_that_another_group_has_taken_over(monkeypatch: pytest.MonkeyPatc
 
     def entry(group: int, number: int) -> dict[str, Any]:
         return {"process_group": ("0", "default_pg"), "pg_id": group, "op_id": number, "collective_seq_id": number,
-                "p2p_seq_id": 0, "is_p2p": False, "profiling_name": "gloo:all_reduce", "retired": group == 2}  # fmt: skip
+                "is_p2p": False, "profiling_name": "gloo:all_reduce", "retired": group == 2}  # fmt: skip
 
     status = {"last_started_collective": -1, "last_enqueued_collective": 9, "last_completed_collective": 8}
     known = {
