@@ -18,6 +18,7 @@ from ddpdebug.disk import Disk
 from ddpdebug.monitor import progress
 from ddpdebug.monitor.progress import ProgressWatch
 from ddpdebug.progress.patience import Patience
+from ddpdebug.progress.watcher import NoNotes
 from ddpdebug.schema.announcements import Announcement, Hang, HangOver
 from ddpdebug.schema.progress import Call, RankProgress
 from ddpdebug.schema.run_state import WaitState
@@ -59,6 +60,7 @@ class Rank:
         self.fed: list[Announcement] = []
         self.told: list[Waiting] = []
         self.stands_in = 0
+        self.notes = NoNotes()
         self.watch = ProgressWatch(
             rank,
             2,
@@ -195,7 +197,7 @@ def test_who_has_spoken_for_rank_0_says_that_it_is_over(clock: Clock, monkeypatc
     """It has judged alone while rank 0 was silent; once the ranks talk again, it closes what it has opened."""
     rank = Rank(1, clock)
     seen = {0: progress.Seen(progress=works(0), silent=6.0, kernel="stopped by a signal"), 1: progress.Seen()}
-    monkeypatch.setattr(rank.watch, "_seen_from_outside", lambda _: (seen, {0, 1}))
+    monkeypatch.setattr(rank.watch, "_seen_from_outside", lambda _, **__: (seen, {0, 1}))
     rank.seen = waits(1, 6.0)
     seen[1] = progress.Seen(progress=rank.seen)
     rank.watch.unanswered(6.0)
@@ -253,6 +255,7 @@ from ddpdebug.config.settings import Config
 from ddpdebug.monitor.monitor import Monitor
 from ddpdebug.monitor.progress import ProgressWatch
 from ddpdebug.progress.patience import Patience
+from ddpdebug.progress.watcher import NoNotes
 
 watch = partial(ProgressWatch, patience=Patience(3.0, 2.0), line_seconds=2.0)
 monitor = Monitor(Config(out=Path(sys.argv[1]), metrics="off", every_step=True), progress_watch=watch)
