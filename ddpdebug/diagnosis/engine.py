@@ -199,6 +199,10 @@ class Diagnosis:
             self._queue.popleft()
         return self._incidents.news()
 
+    def news(self) -> list[tuple[Finding, bool]]:
+        """Return what is new of what was told, and judge nothing: only this rank has heard it."""
+        return self._incidents.news()
+
     def finish(self) -> list[tuple[Finding, bool]]:
         """Judge everything left with the details that are there, and what only the end shows."""
         self._release(everything=True)

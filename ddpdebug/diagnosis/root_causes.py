@@ -213,7 +213,9 @@ class Incidents:
         source = self._explanation(incident, shown)
         if source is None:
             number = self._numbers[finding.code] = self._numbers.get(finding.code, 0) + 1
-            incident.finding = replace(finding, id=f"{finding.code}-{number}")
+            # ranks that cannot talk find different hangs: these are numbered by who has judged them, "1:3"
+            own = str(finding.evidence.get("hang") or number).replace(":", ".")
+            incident.finding = replace(finding, id=f"{finding.code}-{own}")
             self._new.append(incident)
             return
         incident.root = source

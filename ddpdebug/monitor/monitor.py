@@ -164,7 +164,9 @@ class Monitor:
         self._store: Any = None
         self._early: list[dict[str, Any]] = []  # announcements made before the ranks could talk
         self._troubles: list[Trouble] = []
-        self._writing = threading.Lock()  # of `_troubles` and `_has_sinks`: any thread may be in trouble
+        # of `_troubles` and `_has_sinks`, for any thread may be in trouble; and of `_diagnosis`: two of ours may use it
+        # once the ranks cannot talk
+        self._writing, self._judging = threading.Lock(), threading.RLock()
         self._has_sinks = False
         # the only objects that both threads touch; see docs/how-it-works.md
         self._records, self._plans = StepStore(), Plans()
@@ -403,7 +405,7 @@ class Monitor:
         config = {**asdict(self.config), "world": self.world}
         self._diagnosis = Diagnosis(world=self.world, config=config, on_trouble=self._trouble)
         self._assembler, self._last_states = Assembler(self.world), Assembler(self.world)
-        connect, tick = contained(self._connect), contained(self._on_tick)
+        connect, tick = contained(self._connect), contained(self._judge_tick)
         calls = connect, tick, contained(self._on_lost), self._back.tell, is_users
         self._exchange = Exchange(self.rank, self.world, *calls)
         self._progress_watch = self._watch_progress()
@@ -438,7 +440,7 @@ class Monitor:
             workers=self.probes.loaders.workers,
             notes=self.probes.collectives,
         )
-        return self._make_progress_watch(
+        watch = self._make_progress_watch(
             self.rank,
             self.world,
             watcher,
@@ -454,6 +456,8 @@ class Monitor:
             hosts_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
             stop=self._hang_stop,
         )
+        self._back.when_off("progress", watch.went_off)
+        return watch
 
     def _beats_prefix(self) -> str:
         return f"ddpdebug/{self._number}/{'' if self._roll is None else self._roll.token}"
@@ -807,11 +811,19 @@ class Monitor:
         if self._progress_watch is not None:
             self._back.run("progress", self._progress_watch.unanswered, seconds)
 
+    def _judge_tick(self, tick: Tick) -> bool:
+        with self._judging:
+            return self._on_tick(tick)
+
     def _hear_own(self, announcement: Announcement) -> None:
-        """Judge by an announcement of this rank's at once: the others cannot hear it now."""
+        """Judge by an announcement of this rank's at once: the others cannot hear it now.
+
+        Nothing else is judged: they would have to do it in the same tick.
+        """
         value = {"topic": announcement.topic, "value": to_json(announcement)}
-        self._back.run("message:fact", self._hear, self.rank, "fact", value)
-        self._back.run("diagnosis", self._conclude)
+        with self._judging:
+            self._back.run("message:fact", self._hear, self.rank, "fact", value)
+            self._back.run("diagnosis", lambda: self._report(self._diagnosis.news(), self._progress))
 
     def _knows(self, hang: Hang) -> bool:
         return self._progress_watch is not None and self._progress_watch.knows(hang)
@@ -885,7 +897,8 @@ class Monitor:
             run("step-vote", self.numeric_guard.found, finding)
             if finding.severity >= Severity.WARNING and not self._closed:
                 run("schedule", self.schedule.bring_forward, progress)  # what else is wrong by now
-            if self.config.on_finding == "raise" and finding.severity >= Severity.ERROR:
+            # because of a hang `--on-hang` ends a job, where it stands: this one may be over as the others hear of it
+            if self.config.on_finding == "raise" and finding.severity >= Severity.ERROR and not is_hang(finding):
                 ahead = self.schedule.ahead(_STOP_SECONDS)
                 self._say("stop", finding=finding.to_json(), key=key_of(finding), ahead=ahead)
 
@@ -957,5 +970,8 @@ class Monitor:
         self._write(trouble)
 
     def _write(self, record: Record) -> None:
-        if self.fanout is not None:
+        if self.fanout is not None and self._progress_watch is not None:
+            with self._progress_watch.writing():
+                self.guard.contain("sinks", self.fanout.write, record)
+        elif self.fanout is not None:
             self.guard.contain("sinks", self.fanout.write, record)

@@ -12,12 +12,14 @@ Three ways in, all in the background thread:
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ from ddpdebug.progress.patience import Patience
 from ddpdebug.progress.waits import RUNNING_SECONDS, Seen, judge, mismatch, place_of, where
 from ddpdebug.progress.watcher import Watcher
 from ddpdebug.run_directory.reader import RANKS
-from ddpdebug.schema.announcements import Announcement, End, Failure, Hang, HangOver
+from ddpdebug.schema.announcements import Announcement, End, Failure, Hang, HangOver, Place
 from ddpdebug.schema.hangs import is_by_hang
 from ddpdebug.schema.progress import DATA_ENDED, Noted, RankProgress
 from ddpdebug.schema.run_state import WaitState
@@ -64,6 +66,19 @@ _STATES = {
     "left": WaitState.LEFT,
 }
 _REQUESTS = ("SIGTERM", "SIGINT", "SIGHUP")
+#: Of several hangs that are open at a time, a graver one is told as well.
+GRAVITY = {"busy": 0, "stuck": 1, "silent": 2, "cycle": 3, "mismatch": 4, "left": 5}
+#: For so long a rank must not have waited any more, where nothing else shows that its collective has completed.
+_OVER_SECONDS = 3.0
+#: So many hangs one rank tells of in a run.
+_MOST_HANGS = 20
+#: A rank of which nobody knows whether it runs on this host is looked for again after so many seconds.
+_AGAIN_SECONDS = 2.0
+#: For so long the thread that judges is waited for at the end.
+_CLOSING_SECONDS = 0.3
+_NO_PROCESS = "there is no process any more"
+#: Marks of a black box whose beats say nothing: the thread writes to a sink, or this part is off.
+_IN_A_SINK, _IS_OFF = 1, 2
 #: The notes of so many other ranks are compared.
 _MOST_COMPARED = 16
 #: How often, and for how long, is looked at those that are left once the ranks can no longer talk.
@@ -72,8 +87,41 @@ _LOST_SECONDS, _LOST_LIMIT_SECONDS = 0.5, 600.0
 _BEAT_FRAMES, _BEAT_CALLS, _BEAT_BYTES = 8, 8, 64 << 10
 
 
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A hang that goes on, as far as this rank knows.
+
+    Args:
+        waited: rank -> its look when the hang was told, of those that waited.
+        free: since when one of them has waited no more.
+    """
+
+    hang: Hang
+    began: float
+    waited: Mapping[int, RankProgress]
+    free: float | None = None
+
+    def is_over(self, looks: Mapping[int, RankProgress], now: float) -> bool:
+        """Tell whether a rank that waited has gone on; one that only looks up in between has not."""
+        free = not self.waited and not any(look.waiting for look in looks.values())
+        for rank, before in self.waited.items():
+            look = looks.get(rank, before)
+            if look.step > before.step:
+                return True
+            if not _calls(before) & _calls(look):
+                if any(look.entered.get(group, 0) > number for group, number in before.entered.items()):
+                    return True
+                free = True
+        self.free = (now if self.free is None else self.free) if free else None
+        return self.free is not None and now - self.free >= _OVER_SECONDS
+
+
+def _calls(look: RankProgress) -> set[tuple[str, int, str]]:
+    return {(call.group, call.number, call.operation) for call in look.waits}
+
+
 class ProgressWatch:
-    """The watch of one rank.
+    """The watch of one rank. Two threads of ours may be in it once the ranks can no longer talk: one lets it be then.
 
     Args:
         folder: returns the run directory, None as long as there is none.
@@ -126,10 +174,16 @@ class ProgressWatch:
         self._kernels: dict[int, tuple[kernel.Kernel, float]] = {}
         self._cpu: dict[int, float] = {}  # of a rank when it was found silent
         self._tell_until = self._told = 0.0
-        self._hang: tuple[Hang, float] | None = None  # that is open, and when it has begun
-        self._alone: list[Hang] = []  # judged while the others could not hear it
+        self._hangs: dict[tuple[int, int], _Open] = {}  # (judge, its number) -> one that is open, whoever has told it
+        self._alone: list[Announcement] = []  # made while the others could not hear it
         self._fed: set[int] = set()  # numbers of these
-        self._number = 0
+        self._number, self._said_more = 0, False
+        self._nodes: dict[int, str] = {}  # as the ranks have told
+        self._on_host: dict[int, bool] = {}  # rank -> whether it runs on this host, as its black box says
+        self._look_again: dict[int, float] = {}
+        self._on_disk: set[int] = set()  # whose black box was brought to where it belongs
+        self._ticked, self._ident, self._is_off, self._parent = self._began, 0, False, os.getppid()
+        self._lock = threading.Lock()
         self._patience, self._line_seconds = patience or Patience(), line_seconds
         self._busy: tuple[int, ...] = ()  # ranks at work of which people have heard
         self._waiting, self._written = Waiting(), (Waiting(), 0.0)  # as it is; as the sinks have it, and since when
@@ -138,16 +192,49 @@ class ProgressWatch:
         self._thread: threading.Thread | None = None
         self._lost = False
 
+    @contextmanager
+    def _alone_in(self, seconds: float = 0.0) -> Iterator[bool]:
+        """Say whether no other thread is in here, after waiting for so long at most."""
+        held = self._lock.acquire(timeout=seconds)
+        try:
+            yield held
+        finally:
+            if held:
+                self._lock.release()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Say in the black box that this thread writes to a sink, which may block: it is not silent for that."""
+        box = self.box if threading.get_ident() == self._ident and not self._is_off else None
+        if box is not None:
+            box.mark(_IN_A_SINK)
+        try:
+            yield
+        finally:
+            if box is not None:
+                box.mark(_IS_OFF if self._is_off else 0)
+
+    def went_off(self) -> None:
+        """Say in the black box that no look follows."""
+        self._is_off = True
+        if self.box is not None:
+            self.box.mark(_IS_OFF)
+
     # --- the ranks talk -----------------------------------------------------------------------------------------------
 
     def tick(self, members: Iterable[int]) -> None:
         """Look, tell where somebody waits, and judge what all have told."""
-        members = tuple(members)
+        with self._alone_in() as held:
+            if held and not self._lost:
+                self._tick(tuple(members))
+
+    def _tick(self, members: tuple[int, ...]) -> None:
+        self._ticked = time.monotonic()
         for rank in set(self._members) - set(members) - self._left.keys():
             self._note_end(rank, "it has left")
         self._members = members
-        for hang in self._alone:
-            self._announce(hang)  # the others hear of it now; this rank has
+        for known in self._alone:
+            self._announce(known)  # the others hear of it now; this rank has
         self._alone.clear()
         if time.monotonic() - self._looks.get(self.rank, (None, 0.0))[1] < _LOOK_SECONDS:
             return  # short steps make many ticks
@@ -159,7 +246,8 @@ class ProgressWatch:
             self._say("progress", look=to_json(own))
         present = [rank for rank in members if rank not in self._left]
         judges = self.rank == min(present, default=self.rank)
-        if self._hang is not None or (judges and (self._tell_until > now or self._waiting.state)):
+        closes = any(self._closes(one.hang, judges) for one in self._hangs.values())
+        if closes or (judges and (self._tell_until > now or self._waiting.state)):
             seen = self._seen(now)
             self._conclude(self._explained(judge(seen), seen), now, alone=False, begins=judges)
         self._tell_waiting(now)
@@ -178,16 +266,25 @@ class ProgressWatch:
         if known is None or known.rank != rank:
             return
         now = time.monotonic()
-        self._looks[rank] = known, now
+        # others have made it after the tick before: how long it was on its way a gather does not tell
+        self._looks[rank] = known, min(now, known.time) if known.host == kernel.host() else self._ticked
         if known.waiting:
             self._tell_until = now + _TELL_SECONDS
 
     def hear_of(self, rank: int, announcement: Announcement | None) -> None:
-        """Note that a rank has failed, or has left, and why."""
+        """Note that a rank has failed, or has left, and why; where it runs; and which hangs are open."""
         if isinstance(announcement, Failure):
             self._failures[rank] = announcement
         elif isinstance(announcement, End):
             self._note_end(rank, announcement.reason)
+        elif isinstance(announcement, Place):
+            self._nodes[rank] = announcement.node
+        elif isinstance(announcement, Hang) and announcement.judge != self.rank:
+            began = time.monotonic() - announcement.waited
+            known = _Open(announcement, began, _waiting({rank: look for rank, (look, _) in self._looks.items()}))
+            self._hangs.setdefault((announcement.judge, announcement.number), known)
+        elif isinstance(announcement, HangOver):
+            self._hangs.pop((announcement.judge, announcement.number), None)
 
     def _note_end(self, rank: int, reason: str) -> None:
         words = reason if reason.startswith("it ") else f"it has ended: {reason}"
@@ -201,7 +298,7 @@ class ProgressWatch:
 
     def _look(self) -> tuple[RankProgress, float]:
         own, looked = self._looks.get(self.rank, (None, 0.0))
-        now = time.monotonic()
+        now, self._ident = time.monotonic(), threading.get_ident()
         if own is not None and now - looked < _LOOK_SECONDS:
             return own, now
         own, now = self._watcher.look(), time.monotonic()
@@ -246,27 +343,29 @@ class ProgressWatch:
 
     def unanswered(self, seconds: float) -> None:
         """Look while a gather has been waited for so long."""
-        _, now = self._look()
-        if seconds >= _UNANSWERED_SECONDS:
-            self._judge_by_boxes(now, seconds)
-        self._tell_waiting(now)
+        with self._alone_in() as held:
+            if not held or self._lost:
+                return
+            _, now = self._look()
+            if seconds >= _UNANSWERED_SECONDS:
+                self._judge_by_boxes(now, seconds, *self._seen_from_outside(now, whole=self._hang_stop is not None))
+            self._tell_waiting(now)
 
-    def _judge_by_boxes(self, now: float, seconds: float = 0.0) -> None:
+    def _judge_by_boxes(self, now: float, seconds: float, seen: dict[int, Seen], here: set[int]) -> None:
         """Judge by what is seen without a gather, where no lower rank can.
 
         Args:
             seconds: for which the ranks have not answered; without them, other hosts are not heard.
+            here: the ranks of this host.
         """
-        seen, here = self._seen_from_outside(now)
-        answering = [rank for rank, one in seen.items() if rank in here and not (one.silent or one.left)]
-        speaks = min(answering, default=self.rank) == self.rank
+        speaks = not any(rank < self.rank and _answers(seen[rank]) for rank in here)
         elsewhere = [rank for rank in self._members if rank not in here]
         if elsewhere and seconds and self._beats is not None:
             self._hear_beats(seen, here, elsewhere, seconds, now, speaks=speaks)
             lower = [rank for rank in elsewhere if rank < self.rank and not (seen[rank].silent or seen[rank].left)]
             speaks &= not lower
         if speaks:
-            self._conclude(self._explained(judge(seen), seen), now, alone=True)
+            self._conclude(self._explained(judge(seen), seen), now, alone=True, seen=seen)
         if self._hang_stop is not None:
             others = [one for rank, one in seen.items() if rank in here and rank != self.rank]
             self._hang_stop.alone(self._looks[self.rank][0], others, now)
@@ -323,27 +422,55 @@ class ProgressWatch:
             if other in seen and other != self.rank:
                 seen[other] = one
 
-    def _seen_from_outside(self, now: float) -> tuple[dict[int, Seen], set[int]]:
-        """Return what is known of all ranks by their black boxes and the kernel, and which ranks run on this host."""
+    def _seen_from_outside(self, now: float, *, whole: bool = True) -> tuple[dict[int, Seen], set[int]]:
+        """Return what is known of all ranks by their black boxes and the kernel, and which ranks run on this host.
+
+        Files of ranks on other hosts are not read twice: a thousand ranks may share one file system.
+
+        Args:
+            whole: also those behind a lower rank that answers, and so judges.
+        """
         found, here, home = self._seen(now), {self.rank}, self._folder()
-        for rank in range(self.world):
-            box = None if home is None or rank == self.rank else black_box.read(_box_of(home, rank), notes=False)
-            if box is None or not box.here or box.beat < self._began:  # of an earlier attempt
+        others = (rank for rank in range(self.world) if home is not None and rank != self.rank)
+        for rank in others:
+            if not self._may_be_here(rank, now):
                 continue
-            here.add(rank)
-            found[rank] = self._seen_in(rank, box, now)
+            if not whole and any(one < self.rank and _answers(found[one]) for one in here):
+                here |= {rank} if self._on_host.get(rank) else set()
+                continue
+            assert home is not None
+            box = black_box.read(_box_of(home, rank), notes=False)
+            if box is not None and (not box.here or box.beat >= self._began):
+                self._on_host[rank] = box.here
+            elif rank not in self._on_host:  # none yet, or one of an earlier attempt
+                self._look_again[rank] = now + _AGAIN_SECONDS
+            if box is not None and box.here and box.beat >= self._began:
+                here.add(rank)
+                found[rank] = self._seen_in(rank, box, now)
         return found, here
+
+    def _may_be_here(self, rank: int, now: float) -> bool:
+        """Tell whether a rank runs on this host, as far as is known without its files."""
+        look, _ = self._looks.get(rank, (None, 0.0))
+        if look is not None and look.host:
+            return look.host == kernel.host()
+        if rank in self._on_host:
+            return self._on_host[rank]
+        node, own = self._nodes.get(rank), self._nodes.get(self.rank)
+        return (node is None or own is None or node == own) and now >= self._look_again.get(rank, 0.0)
 
     def _seen_in(self, rank: int, box: black_box.Recorded, now: float) -> Seen:
         progress, shown = from_json(RankProgress, box.look), box.kernel()
+        told = "" if progress is None else progress.ended
+        if told:  # by its own account, whether its process is still there or not
+            self._note_end(rank, told)
         if shown is None or shown.is_gone:
             known = None if shown is None else shown.ended_by
-            reason = "there is no process any more" if known is None else kernel.ending(known)
-            if rank not in self._left:
-                if (home := self._folder()) is not None:
-                    black_box.keep(_box_of(home, rank), self._disk)
-                told = "" if progress is None else progress.ended
-                self._left[rank] = f"it has ended: {told}" if told else f"it has gone: {reason}", now
+            if (home := self._folder()) is not None and rank not in self._on_disk:
+                self._on_disk.add(rank)
+                black_box.keep(_box_of(home, rank), self._disk)
+            reason = _NO_PROCESS if known is None else kernel.ending(known)
+            self._left.setdefault(rank, (f"it has gone: {reason}", now))
         if progress is not None and is_by_hang(progress.ended):  # it is no cause of what it has left for
             return Seen(progress=progress, left=f"it has left: {progress.ended}")
         if rank in self._left:
@@ -354,6 +481,8 @@ class ProgressWatch:
             self._cpu.pop(rank, None)
             return Seen(progress=progress)
         assert shown is not None
+        if box.mark and not shown.is_stopped:
+            return Seen()  # its interpreter may well run
         ran = shown.cpu - self._cpu.setdefault(rank, shown.cpu)
         before, when = self._kernels.setdefault(rank, (shown, now))
         runs = shown.moved_since(before, now - when) if now - when >= 1.0 else shown.state == "R"
@@ -375,31 +504,30 @@ class ProgressWatch:
     def _go_on(self) -> None:
         until = time.monotonic() + _LOST_LIMIT_SECONDS
         while not self._stop.is_set() and time.monotonic() < until:
-            with suppress(Exception):  # nothing of this may reach the job, and there is nobody left to tell
-                _, now = self._look()
-                self._note_killed(now)
-                self._judge_by_boxes(now)
-                self._tell_waiting(now)
+            # nothing of this may reach the job, and there is nobody left to tell
+            with suppress(Exception), self._alone_in() as held:
+                if held:
+                    self._go_round()
             self._stop.wait(_LOST_SECONDS)
 
-    def _note_killed(self, now: float) -> None:
+    def _go_round(self) -> None:
+        _, now = self._look()
+        seen, here = self._seen_from_outside(now, whole=self._hang_stop is not None)
+        self._note_killed(seen, here, now)
+        self._judge_by_boxes(now, 0.0, seen, here)
+        self._tell_waiting(now)
+
+    def _note_killed(self, seen: dict[int, Seen], here: set[int], now: float) -> None:
         """Say at once that a rank was killed, unless it was asked to end, as all ranks of a cancelled job are."""
-        seen, here = self._seen_from_outside(now)
-        killed = [
-            rank for rank in sorted(here) if "killed by" in seen[rank].left and not seen[rank].left.endswith(_REQUESTS)
-        ]
-        speaks = min((rank for rank in here if not seen[rank].left), default=self.rank) == self.rank
-        if killed and speaks:
-            self._conclude(self._explained(self._about_left(killed, seen), seen), now, alone=True)
+        killed = [rank for rank in sorted(here) if "killed by" in seen[rank].left and not _was_asked(seen[rank].left)]
+        if killed and min((rank for rank in here if not seen[rank].left), default=self.rank) == self.rank:
+            self._conclude(self._explained(self._about_left(killed, seen), seen), now, alone=True, seen=seen)
 
     def finish(self) -> None:
         """Say that an open hang is over, because this rank has come to its end: no look may follow."""
-        known = self._hang
-        if known is not None and known[0].kind in {"silent", "stuck", "busy"}:
-            self._hang = None
-            hang, began = known
-            over = HangOver(number=hang.number, judge=self.rank, seconds=round(time.monotonic() - began, 1))
-            self._announce(over)
+        with self._alone_in(_CLOSING_SECONDS) as held:
+            for one in self._own_hangs("silent", "stuck", "busy") if held else ():
+                self._announce(self._over(one, time.monotonic()))
 
     def close(self, reason: str) -> None:
         """End the watch; where this rank ends because another one has gone, say so first."""
@@ -407,22 +535,49 @@ class ProgressWatch:
         if self._beats is not None:
             self._beats.close()
         if self._thread is not None:
-            self._thread.join(0.3)
-        if is_victims(reason) and self._hang is None:
-            self._note_mismatch()
-        if is_victims(reason) and self._hang is None:
-            now = time.monotonic()
-            seen, here = self._seen_from_outside(now)
-            gone = [rank for rank, one in sorted(seen.items()) if one.left and not one.left_by_others]
-            if gone and min((rank for rank in here if not seen[rank].left), default=self.rank) == self.rank:
-                self._conclude(self._about_left(gone, seen), now, alone=True)
-        if self._hang is not None and self._hang[0].kind != "left" and not reason.startswith("exception"):
-            (known, began), self._hang = self._hang, None  # who comes to its end has not waited for ever
-            seconds = round(time.monotonic() - began, 1)
-            self._feed(HangOver(number=known.number, judge=self.rank, seconds=seconds))
+            self._thread.join(_CLOSING_SECONDS)
+        with self._alone_in(_CLOSING_SECONDS) as held:
+            if held:
+                self._judge_end(reason)
         self.note_end(reason)
         if self.box is not None:
             self.box.close()
+
+    def _judge_end(self, reason: str) -> None:
+        known = any(one.hang.kind != "busy" for one in self._hangs.values())
+        if is_victims(reason) and not known and not self._is_cancelled():
+            now = time.monotonic()
+            seen, here = self._seen_from_outside(now)
+            if min((rank for rank in here if not seen[rank].left), default=self.rank) == self.rank:
+                self._conclude(self._why_ended(seen), now, alone=True, seen=seen)
+        if not reason.startswith("exception"):  # who comes to its end has not waited for ever
+            for one in self._own_hangs("silent", "stuck", "busy", "cycle", "mismatch"):
+                self._feed(self._over(one, time.monotonic()))
+
+    def _why_ended(self, seen: Mapping[int, Seen]) -> Hang | None:
+        """Return why this rank has lost its connection, by what the others have left behind."""
+        if not any(one.left and _explains_itself(one.left) for one in seen.values()):
+            found = self._mismatch(seen)  # gloo ends the others' connections then
+            if found is not None:
+                return found
+        gone = [rank for rank, one in sorted(seen.items()) if one.left and not one.left_by_others]
+        gone = [rank for rank in gone if not _was_asked(seen[rank].left)]
+        named = [rank for rank in gone if not seen[rank].left.endswith(_NO_PROCESS)]
+        return self._about_left(named or gone, seen) if gone else None
+
+    def _is_cancelled(self) -> bool:
+        """Tell whether this process was asked to end, or has lost who had started it."""
+        asked = {signal.Signals[name] for name in _REQUESTS}
+        return bool(signal.sigpending() & asked) or os.getppid() != self._parent
+
+    def _own_hangs(self, *kinds: str) -> list[_Open]:
+        """Take out the hangs of these kinds that this rank has told."""
+        keys = [key for key, one in self._hangs.items() if key[0] == self.rank and one.hang.kind in kinds]
+        return [self._hangs.pop(key) for key in keys]
+
+    @staticmethod
+    def _over(one: _Open, now: float) -> HangOver:
+        return HangOver(number=one.hang.number, judge=one.hang.judge, seconds=round(now - one.began, 1))
 
     def note_end(self, reason: str) -> None:
         """Leave in the black box why this rank ends."""
@@ -434,23 +589,16 @@ class ProgressWatch:
 
     # --- what the ranks have noted ------------------------------------------------------------------------------------
 
-    def _note_mismatch(self) -> None:
-        """Say that calls did not fit together, where this rank ends by that: gloo ends the others' connections."""
-        now = time.monotonic()
-        seen, here = self._seen_from_outside(now)
-        others = (rank for rank in here if not seen[rank].left)
-        ended = [one.left for one in seen.values() if one.left]
-        if min(others, default=self.rank) == self.rank and not any(map(_explains_itself, ended)):
-            found = self._mismatch(seen)
-            if found is not None:
-                self._conclude(found, now, alone=True)
-
     def _explained(self, found: Hang | None, seen: Mapping[int, Seen]) -> Hang | None:
         """Return a verdict, or in the place of ranks that have left by calls that did not fit, these."""
-        if found is None or found.kind != "left" or any(_explains_itself(seen[rank].left) for rank in found.ranks):
+        if found is None or found.kind != "left":
             return found
-        if self._hang is not None and self._hang[0].kind == "left":
-            return found  # said already
+        if self._hangs and all(seen[rank].left_by_others or _was_asked(seen[rank].left) for rank in found.ranks):
+            return None  # they have left because of that
+        if any(_explains_itself(seen[rank].left) for rank in found.ranks):
+            return found
+        if any(one.hang.kind == "left" for one in self._hangs.values()):
+            return found
         return self._mismatch(seen) or found
 
     def _mismatch(self, seen: Mapping[int, Seen]) -> Hang | None:
@@ -463,8 +611,9 @@ class ProgressWatch:
 
     def _notes(self, ranks: Iterable[int]) -> dict[int, Sequence[Noted]]:
         """Return what ranks of this host have noted, of so many of them."""
-        home, found = self._folder(), {self.rank: self._watcher.notes.kept()}
-        for rank in islice((rank for rank in ranks if rank != self.rank), _MOST_COMPARED):
+        home, found, now = self._folder(), {self.rank: self._watcher.notes.kept()}, time.monotonic()
+        others = (rank for rank in ranks if rank != self.rank and self._may_be_here(rank, now))
+        for rank in islice(others, _MOST_COMPARED):
             box = None if home is None else black_box.read(_box_of(home, rank))
             if box is not None and box.here:
                 found[rank] = [noted for note in box.notes if (noted := Noted.read(note.text)) is not None]
@@ -495,54 +644,92 @@ class ProgressWatch:
 
     # --- what it comes to ---------------------------------------------------------------------------------------------
 
-    def _conclude(self, found: Hang | None, now: float, *, alone: bool, begins: bool = True) -> None:
+    def _conclude(
+        self,
+        found: Hang | None,
+        now: float,
+        *,
+        alone: bool,
+        begins: bool = True,
+        seen: Mapping[int, Seen] | None = None,
+    ) -> None:
         """Say what is new, and what is over.
 
         Args:
             alone: the other ranks cannot hear it.
             begins: this rank judges what is new.
+            seen: from outside.
         """
+        if self._stop.is_set() and threading.current_thread() is self._thread:
+            return  # the run has ended meanwhile
         line, busy = self._note_busy(found), None
         if found is not None and found.kind == "busy":
             busy = found
-            if found.waited < self._patience.limit and (self._hang is None or self._hang[0].kind != "busy"):
+            known = any(one.hang.kind == "busy" for one in self._hangs.values())
+            if found.waited < self._patience.limit and not known:
                 found = None
-        if self._hang is not None and not self._lasts(self._hang[0], found):
-            (known, began), self._hang = self._hang, None
-            over = HangOver(number=known.number, judge=self.rank, seconds=round(now - began, 1))
-            (self._feed if alone else self._announce)(over)
-        if found is not None and self._hang is None and begins:
-            self._open(found, now, alone=alone)
+        looks = {rank: look for rank, (look, _) in self._looks.items()}
+        for rank, one in (seen or {}).items():
+            if one.progress is not None and _answers(one):
+                looks[rank] = one.progress
+        for key, open_ in list(self._hangs.items()):
+            if self._closes(open_.hang, begins) and open_.hang.kind != "left" and open_.is_over(looks, now):
+                del self._hangs[key]
+                self._tell_all(self._over(open_, now), alone=alone)
+        new = None if found is None or not begins else self._unsaid(found)
+        if new is not None:
+            self._open(new, now, looks, alone=alone)
         self._share(busy, line if begins else "", alone=alone)
 
-    def _lasts(self, known: Hang, found: Hang | None) -> bool:
-        """Tell whether a hang that is open is still there, by what is found now."""
-        if known.kind == "left":
-            return True
-        if found is None:
-            return self._still_waits(known)
-        return known.ranks == found.ranks or known.kind in {"mismatch", "cycle"}
+    def _closes(self, hang: Hang, begins: bool) -> bool:  # noqa: FBT001 - as `_conclude` has it
+        """Tell whether this rank says that a hang is over: its own, and those of a judge that has gone."""
+        gone = hang.judge in self._left or hang.judge not in self._members
+        return hang.judge == self.rank or (begins and gone)
 
-    def _open(self, found: Hang, now: float, *, alone: bool) -> None:
+    def _unsaid(self, found: Hang) -> Hang | None:
+        """Return what of a verdict is new: another rank that has left, or what is graver than all that is open."""
+        known = [one.hang for one in self._hangs.values()]
+        if found.kind == "left":
+            said = {rank for hang in known if hang.kind == "left" for rank in hang.ranks}
+            new = tuple(rank for rank in found.ranks if rank not in said)
+            if not new or new == found.ranks:
+                return found if new else None
+            where = {str(rank): found.where[str(rank)] for rank in new if str(rank) in found.where}
+            return replace(found, ranks=new, where=where, phase=None, location=None, blocked_in=None)
+        if any(GRAVITY[hang.kind] >= GRAVITY[found.kind] for hang in known):
+            return None
+        return found
+
+    def _open(self, found: Hang, now: float, looks: Mapping[int, RankProgress], *, alone: bool) -> None:
+        if self._number >= _MOST_HANGS:
+            if not self._said_more:
+                self._said_more = True
+                self._off("hangs", f"there were more than {_MOST_HANGS}: others are not told")
+            return
         self._number += 1
         found = replace(self._with_notes(found), judge=self.rank, number=self._number)
-        self._hang = found, now - found.waited
+        self._hangs[self.rank, self._number] = _Open(found, now - found.waited, _waiting(looks))
         if (alone or (0 in found.ranks and found.kind == "silent")) and not self._speaks:
             self._speaks = True
             self._stand_in()
+        self._tell_all(found, alone=alone)
         if alone:
-            if not self._lost:
-                self._alone.append(found)
-            self._feed(found)
             self._fed.add(found.number)
-        else:
-            self._announce(found)
 
-    def _still_waits(self, known: Hang) -> bool:
-        """Tell whether the ranks that were waiting have not gone on."""
-        looks = [self._looks[rank][0] for rank in range(self.world) if rank in self._looks]
-        waiting = [look for look in looks if look.waiting and look.rank not in known.ranks]
-        return any(look.step == known.step for look in waiting)
+    def _tell_all(self, announcement: Announcement, *, alone: bool) -> None:
+        """Tell all ranks, or as long as they cannot hear it this rank's own diagnosis, and them later."""
+        if not alone:
+            self._announce(announcement)
+            return
+        if not self._lost:
+            self._alone.append(announcement)
+        self._feed(announcement)
+
+    @property
+    def _gravest(self) -> Hang | None:
+        """The hang that is told of who waits now."""
+        known = (one.hang for one in self._hangs.values())
+        return max(known, key=lambda hang: GRAVITY[hang.kind], default=None)
 
     def _note_busy(self, found: Hang | None) -> str:
         """Count the wait for ranks at work; return a line about it for people, once."""
@@ -567,22 +754,22 @@ class ProgressWatch:
     def _share(self, busy: Hang | None, line: str, *, alone: bool) -> None:
         """Keep what the waiting comes to, and tell the other ranks where that is new."""
         about, state = busy, WaitState.AT_WORK
-        if self._hang is not None:
-            about, state = self._hang[0], _STATES[self._hang[0].kind]
+        if (known := self._gravest) is not None:
+            about, state = known, _STATES[known.kind]
         elif busy is not None and busy.waited < self._line_seconds:
             about = None
         if about is None:
-            known = Waiting()
+            new = Waiting()
         else:
-            known = Waiting(state=state, ranks=about.ranks[:_MOST_NAMED], phase=about.phase, location=about.location)
+            new = Waiting(state=state, ranks=about.ranks[:_MOST_NAMED], phase=about.phase, location=about.location)
         before = self._waiting
         # one at work goes from line to line: the first one is enough
-        if not line and (known.state, known.ranks, alone) == (before.state, before.ranks, before.alone):
+        if not line and (new.state, new.ranks, alone) == (before.state, before.ranks, before.alone):
             return
-        self._waiting = replace(known, alone=alone, line=line)
+        self._waiting = replace(new, alone=alone, line=line)
         if not alone:
-            fields = {"state": int(known.state), "ranks": list(known.ranks)}
-            self._say("waiting", **fields, phase=known.phase, location=known.location, line=line)
+            fields = {"state": int(new.state), "ranks": list(new.ranks)}
+            self._say("waiting", **fields, phase=new.phase, location=new.location, line=line)
 
     def _hear_waiting(self, message: Mapping[str, Any]) -> None:
         self._waiting = Waiting(
@@ -613,6 +800,20 @@ def _ranks(text: str) -> list[int]:
     """Return the ranks of a text like "0-3,7"."""
     spans = [part.partition("-") for part in text.split(",")]
     return [rank for low, _, high in spans for rank in range(int(low), int(high or low) + 1)]
+
+
+def _waiting(looks: Mapping[int, RankProgress]) -> dict[int, RankProgress]:
+    return {rank: look for rank, look in looks.items() if look.waiting}
+
+
+def _answers(one: Seen) -> bool:
+    """Tell whether a rank is there, and can judge."""
+    return one.progress is not None and not (one.silent or one.left)
+
+
+def _was_asked(left: str) -> bool:
+    """Tell whether a rank has left because it was asked to, as all ranks of a cancelled job are."""
+    return left.endswith(_REQUESTS) or "KeyboardInterrupt" in left
 
 
 def _explains_itself(left: str) -> bool:

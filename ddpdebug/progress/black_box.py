@@ -48,6 +48,8 @@ _VERSION = 1
 #: magic, version, process, its start in the kernel's ticks, length of the host's name
 _HEAD = struct.Struct("<8sIIQI")
 _HOST_BYTES = 128
+#: A byte: why its beats say nothing, 0 where they do.
+_MARK_AT = 248
 #: counter, time of the beat, length
 _LOOK = struct.Struct("<QdI")
 _LOOK_AT, _LOOK_BYTES = 256, 16 << 10
@@ -155,6 +157,17 @@ class BlackBox:
         head = _LOOK.pack(self._counter - 1, time.monotonic(), len(text))
         self._write(_LOOK_AT, head + text, struct.pack("<Q", self._counter))
 
+    def mark(self, mark: int) -> None:
+        """Say that no beat may follow though the interpreter runs, or with 0 that one does."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        memory = self._map
+        if memory is None:
+            self._write(_MARK_AT, bytes([mark]))
+            return
+        with suppress(ValueError, IndexError):  # it was closed by another thread
+            memory[_MARK_AT] = mark
+
     def note(self, text: str) -> None:
         """Write a line into the ring: cut where it is longer than 230 bytes."""
         if self._closed or os.getpid() != self._pid:
@@ -205,6 +218,7 @@ class Recorded:
         beat: when the process last said that it is alive.
         look: its last look, as JSON; empty where it could not be read.
         notes: oldest first.
+        mark: why its beats say nothing, 0 where they do.
     """
 
     pid: int
@@ -213,6 +227,7 @@ class Recorded:
     beat: float
     look: Mapping[str, Any]
     notes: tuple[Note, ...]
+    mark: int = 0
 
     def kernel(self) -> kernel.Kernel | None:
         """Return what the kernel shows of the process; None where there is none any more, or on another host."""
@@ -232,7 +247,7 @@ def read(file: Path, *, notes: bool = True) -> Recorded | None:
     here = data[_HEAD.size : _HEAD.size + length].decode("utf-8", "replace") == kernel.host()
     beat, look = _read_look(file, data)
     ring = _read_notes(data) if notes else ()
-    return Recorded(pid=pid, started=started, here=here, beat=beat, look=look, notes=ring)
+    return Recorded(pid=pid, started=started, here=here, beat=beat, look=look, notes=ring, mark=data[_MARK_AT])
 
 
 def _identity(descriptor: int) -> tuple[int, int]:

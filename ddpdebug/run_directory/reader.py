@@ -33,7 +33,7 @@ import json
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from ddpdebug.errors import UsageError
 from ddpdebug.run_directory.segments import segment_paths
 from ddpdebug.schema.announcements import End
 from ddpdebug.schema.finding import Finding
+from ddpdebug.schema.hangs import is_over
 from ddpdebug.schema.row import LAYOUT_VERSION, ROW_BYTES, Row, decode
 from ddpdebug.schema.step import Step
 from ddpdebug.schema.wire import from_json
@@ -66,6 +67,8 @@ STACKS = "stacks.txt"
 CAP_BYTES = 64 << 20
 _MAX_DOCUMENT = 16 << 20
 _MAX_FINDINGS = 1 << 30
+#: Files that ranks have written in the place of rank 0, and bytes of them altogether.
+_MAX_OWN, _MAX_OWN_BYTES = 1024, 64 << 20
 #: More ranks than any job has; beyond it a number is damage, and must not be counted up to.
 MAX_WORLD = 1 << 20
 _MAX_LINE = CAP_BYTES // 8
@@ -114,17 +117,40 @@ def read_run(directory: Path) -> dict[str, Any]:
 def read_findings(directory: Path) -> list[Finding]:
     """Return the findings in the order in which they were raised; `damage` tells of those that cannot be read.
 
-    Behind them come those that other ranks have written in the place of rank 0.
+    Behind them come those that other ranks have written in the place of rank 0; of one that both have, what rank 0 has
+    counts, unless only the other knows that it is over.
     """
     found = [finding for line in _lines(directory / FINDINGS) if (finding := _finding(line)) is not None]
-    run, known = (_document(directory / RUN) or {}).get("run"), {finding.id for finding in found}
-    others: dict[str | None, Finding] = {}
-    for file in sorted((directory / RANKS).glob(f"*/{FINDINGS}")):
+    run = (_document(directory / RUN) or {}).get("run")
+    places = {finding.id: place for place, finding in enumerate(found) if finding.id is not None}
+    shared = len(found)
+    for file in _own_findings(directory / RANKS):
         for line in _lines(file):
             finding = _finding(line)
-            if finding is not None and finding.id not in known and run in {finding.run, None}:
-                others[finding.id] = finding
-    return found + list(others.values())
+            if finding is None or finding.id is None or (run is not None and finding.run != run):
+                continue
+            place = places.setdefault(finding.id, len(found))
+            if place == len(found):
+                found.append(finding)
+            elif place >= shared or (is_over(finding) and not is_over(found[place])):
+                found[place] = finding
+    return found
+
+
+def _own_findings(ranks: Path) -> list[Path]:
+    """Return the findings that ranks have written by themselves, by rank: no more and no larger ones than a run has."""
+    try:
+        folders = [one for one in islice(ranks.iterdir(), MAX_WORLD) if one.name.isascii() and one.name.isdecimal()]
+    except OSError:
+        return []
+    files, left = list[Path](), _MAX_OWN_BYTES
+    for folder in sorted(folders, key=lambda one: (len(one.name), one.name)):
+        file = folder / FINDINGS
+        size = file.stat().st_size if file.is_file() else 0
+        if 0 < size <= left and len(files) < _MAX_OWN:
+            files.append(file)
+            left -= size
+    return files
 
 
 def damage(directory: Path) -> list[str]:

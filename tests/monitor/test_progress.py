@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,15 @@ from typing import Any
 import pytest
 from machine import PATIENCE, free_port
 
+from ddpdebug.config.settings import Config
 from ddpdebug.disk import Disk
 from ddpdebug.monitor import progress
+from ddpdebug.monitor.monitor import Monitor
 from ddpdebug.monitor.progress import ProgressWatch
 from ddpdebug.progress.patience import Patience
-from ddpdebug.schema.announcements import Announcement, Hang, HangOver
+from ddpdebug.progress.watcher import NoNotes
+from ddpdebug.schema.announcements import Announcement, Hang, HangOver, Place
+from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.progress import Call, RankProgress
 from ddpdebug.schema.run_state import WaitState
 from ddpdebug.schema.wire import to_json
@@ -52,25 +57,26 @@ class Clock:
 class Rank:
     """A rank whose looks are given, and what it has told."""
 
-    def __init__(self, rank: int, clock: Clock, **options: Any) -> None:
+    def __init__(self, rank: int, clock: Clock, world: int = 2, home: Path | None = None, **options: Any) -> None:
         self.clock, self.seen = clock, works(rank)
         self.said: list[tuple[str, dict[str, Any]]] = []
         self.announced: list[Announcement] = []
         self.fed: list[Announcement] = []
         self.told: list[Waiting] = []
         self.stands_in = 0
+        self.notes, self.troubles = NoNotes(), list[str]()
         self.watch = ProgressWatch(
             rank,
-            2,
+            world,
             self,  # type: ignore[arg-type]  # has its one method
             disk=Disk(),
-            folder=lambda: None,
+            folder=lambda: home,
             say=lambda kind, **fields: self.said.append((kind, fields)),
             announce=self.announced.append,
             feed=self.fed.append,
             stand_in=self._stand_in,
             tell=self.told.append,
-            off=lambda part, text: pytest.fail(f"{part}: {text}"),
+            off=lambda part, text: self.troubles.append(f"{part}: {text}"),
             **options,
         )
 
@@ -80,6 +86,10 @@ class Rank:
     def look(self) -> RankProgress:
         """Look, as the watcher does."""
         return self.seen
+
+    def address(self) -> int:
+        """Return no address."""
+        return 0
 
     def hears(self, other: Rank) -> None:
         """Take all that another rank has said."""
@@ -195,7 +205,7 @@ def test_who_has_spoken_for_rank_0_says_that_it_is_over(clock: Clock, monkeypatc
     """It has judged alone while rank 0 was silent; once the ranks talk again, it closes what it has opened."""
     rank = Rank(1, clock)
     seen = {0: progress.Seen(progress=works(0), silent=6.0, kernel="stopped by a signal"), 1: progress.Seen()}
-    monkeypatch.setattr(rank.watch, "_seen_from_outside", lambda _: (seen, {0, 1}))
+    monkeypatch.setattr(rank.watch, "_seen_from_outside", lambda _, **__: (seen, {0, 1}))
     rank.seen = waits(1, 6.0)
     seen[1] = progress.Seen(progress=rank.seen)
     rank.watch.unanswered(6.0)
@@ -242,6 +252,288 @@ def test_what_another_rank_says_is_taken_with_ones_own_waiting(clock: Clock) -> 
     assert rank.told == [expected]
 
 
+def _stuck(ranks: tuple[int, ...] = (1,), kind: Any = "stuck") -> Hang:
+    return Hang(kind=kind, ranks=ranks, step=5, waited=9.0, where={str(rank): "does not move" for rank in ranks})
+
+
+def _hangs(rank: Rank) -> list[tuple[str, tuple[int, ...]]]:
+    return [(each.kind, each.ranks) for each in rank.announced if isinstance(each, Hang)]
+
+
+def test_a_graver_hang_is_told_beside_one_that_is_open(clock: Clock) -> None:
+    """The same one is not, nor one that says less; after one rank that has left another one is."""
+    rank = Rank(0, clock, world=4)
+    found = [("stuck", (1,)), ("stuck", (1,)), ("silent", (1,)), ("stuck", (2,)), ("left", (2,)), ("left", (2, 3))]
+    for kind, ranks in found:
+        rank.watch._conclude(_stuck(ranks, kind), clock.now, alone=False)
+    assert _hangs(rank) == [("stuck", (1,)), ("silent", (1,)), ("left", (2,)), ("left", (3,))]
+
+
+def test_a_verdict_that_comes_and_goes_is_one_hang(clock: Clock) -> None:
+    """It is over once a rank that waited has gone on, also where all ranks are named, and is told again then."""
+    rank = Rank(0, clock)
+    rank.seen = waits(0, 9.0)
+    rank.watch.tick((0, 1))
+    found = _stuck((0, 1), "mismatch")
+    for number in range(6):
+        clock.now += 1
+        rank.watch._conclude(found if number % 2 == 0 else None, clock.now, alone=False)
+    assert [type(each) for each in rank.announced] == [Hang]
+    clock.now += 1
+    rank.seen = waits(0, 9.0, step=6)
+    rank.watch.tick((0, 1))
+    assert [type(each) for each in rank.announced] == [Hang, HangOver]
+    rank.watch._conclude(found, clock.now, alone=False)
+    assert [type(each) for each in rank.announced] == [Hang, HangOver, Hang]
+
+
+def test_a_rank_that_waits_no_more_has_gone_on_after_some_seconds(clock: Clock) -> None:
+    """One that only looks up from its collective has not."""
+    rank = Rank(0, clock)
+    rank.seen = waits(0, 9.0)
+    rank.watch.tick((0, 1))
+    rank.watch._conclude(_stuck(), clock.now, alone=False)
+    for seen in (works(0), waits(0, 1.0), works(0), works(0), works(0)):
+        rank.seen = replace(seen, entered={"0": 6})
+        clock.now += 1
+        rank.watch.tick((0, 1))
+    assert _hangs(rank) == [("stuck", (1,))]
+    assert len(rank.announced) == 1
+    clock.now += 2
+    rank.watch.tick((0, 1))
+    assert isinstance(rank.announced[-1], HangOver)
+
+
+def test_so_many_hangs_are_told_in_a_run(clock: Clock) -> None:
+    """And once that there were more."""
+    rank = Rank(0, clock)
+    for step in range(2 * progress._MOST_HANGS):
+        clock.now += 1
+        rank.seen = waits(0, 9.0, step=step)
+        rank.watch.tick((0, 1))
+        rank.watch._conclude(_stuck(), clock.now, alone=False)
+    assert len(_hangs(rank)) == progress._MOST_HANGS
+    assert rank.troubles == [f"hangs: there were more than {progress._MOST_HANGS}: others are not told"]
+
+
+def test_a_new_judge_knows_the_hangs_of_the_one_before(clock: Clock) -> None:
+    """It does not repeat them, and says that they are over where that one cannot."""
+    rank = Rank(1, clock)
+    rank.seen = waits(1, 9.0)
+    rank.watch.tick((0, 1, 2))
+    rank.watch.hear_of(0, replace(_stuck((2,)), judge=0, number=4))
+    rank.watch._conclude(_stuck((2,)), clock.now, alone=False)
+    assert rank.announced == []
+    clock.now += 1
+    rank.seen = works(1, step=6)
+    rank.watch.tick((0, 1, 2))
+    assert rank.announced == []  # rank 0 does
+    rank.watch.tick((1, 2))
+    clock.now += 1
+    rank.watch.tick((1, 2))
+    (over,) = rank.announced
+    assert isinstance(over, HangOver)
+    assert (over.judge, over.number) == (0, 4)
+
+
+def test_what_was_judged_alone_the_others_hear_later(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That a hang is over as well, and a second one of the same rank."""
+    rank = Rank(1, clock)
+    for step in (5, 7):
+        rank.seen = waits(1, 6.0, step=step)
+        seen = {0: progress.Seen(progress=works(0), silent=6.0, kernel="stopped"), 1: progress.Seen(progress=rank.seen)}
+        monkeypatch.setattr(rank.watch, "_seen_from_outside", lambda _, seen=seen, **__: (seen, {0, 1}))
+        clock.now += 1
+        rank.watch.unanswered(6.0)
+        clock.now += 1
+        rank.seen = works(1, step=step + 1)
+        monkeypatch.setattr(
+            rank.watch, "_seen_from_outside", lambda _, **__: ({1: progress.Seen(progress=rank.seen)}, {1})
+        )
+        rank.watch.unanswered(6.0)
+    assert [type(each) for each in rank.fed] == [Hang, HangOver, Hang, HangOver]
+    rank.watch.tick((0, 1))
+    assert rank.announced == rank.fed
+
+
+def test_one_thread_judges_once_the_ranks_cannot_talk(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gather that is still waited for judges nothing then; nor does any thread while another one is inside."""
+    rank = Rank(0, clock)
+    looks: list[float] = []
+    monkeypatch.setattr(rank.watch, "_seen_from_outside", lambda now, **__: looks.append(now) or ({}, {0}))
+    rank.seen = waits(0, 6.0)
+    with rank.watch._lock:
+        rank.watch.unanswered(6.0)
+        rank.watch.tick((0, 1))
+        rank.watch.close("exception: RuntimeError: Connection closed by peer")
+    assert looks == []
+    rank.watch._lost = True
+    rank.watch.unanswered(6.0)
+    assert looks == []
+    rank.watch._lost = False
+    rank.watch.unanswered(6.0)
+    assert len(looks) == 1
+
+
+def test_a_look_is_as_old_as_it_was_when_it_was_made(clock: Clock) -> None:
+    """Not as young as its arrival: a gather that was not answered brings old ones."""
+    rank = Rank(0, clock)
+    rank.watch.tick((0, 1))
+    clock.now += 20
+    rank.watch.hear(1, "progress", {"look": to_json(waits(1, 2.0))})
+    assert rank.watch._looks[1][1] == clock.now - 20
+    rank.watch.hear(
+        1, "progress", {"look": to_json(replace(works(1), host=progress.kernel.host(), time=clock.now - 3))}
+    )
+    assert rank.watch._looks[1][1] == clock.now - 3
+
+
+_BOX = """
+import os, sys, time
+from pathlib import Path
+from ddpdebug.disk import Disk
+from ddpdebug.progress import black_box
+from ddpdebug.schema.progress import RankProgress
+from ddpdebug.schema.wire import to_json
+rank = int(sys.argv[1])
+box = black_box.BlackBox(Path(sys.argv[2]), Disk())
+box.mark(int(sys.argv[4]))
+box.beat({**to_json(RankProgress(rank=rank, step=4, place="train.py:9")), "ended": sys.argv[3]})
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def _box(home: Path, rank: int, ended: str = "", mark: int = 0, *, lives: bool = False) -> subprocess.Popen[str]:
+    file = home / "ranks" / str(rank) / "black_box"
+    file.parent.mkdir(parents=True)
+    command = [sys.executable, "-c", _BOX, str(rank), str(file), ended, str(mark)]
+    job = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert job.stdout is not None
+    assert job.stdout.readline() == "ready\n"
+    if not lives:
+        job.communicate()
+    return job
+
+
+_CLOSED = "exception: RuntimeError: [..gloo/transport/tcp/pair.cc:525] Connection closed by peer [127.0.0.1]:4242"
+
+
+def _at_home(rank: int, home: Path, world: int = 3) -> Rank:
+    clock = Clock()
+    clock.now = time.monotonic() - 100
+    made = Rank(rank, clock, world=world, home=home)
+    made.watch._began = 0.0
+    return made
+
+
+@pytest.mark.parametrize(
+    ("ends", "accused"),
+    [
+        ({0: _CLOSED, 2: ""}, (2,)),  # a fellow victim, and one that has gone without a word
+        ({0: "", 2: "exception: KeyError: 'x'"}, (2,)),
+        ({0: _CLOSED, 2: "exception: KeyboardInterrupt: "}, None),
+        ({0: _CLOSED, 2: _CLOSED}, None),
+    ],
+)
+def test_who_has_ended_by_others_is_not_named(ends: dict[int, str], accused: Any, tmp_path: Path) -> None:
+    """By what each rank has left in its black box; one that explains itself comes before one that does not."""
+    for rank, ended in ends.items():
+        _box(tmp_path, rank, ended)
+    rank = _at_home(1, tmp_path)
+    rank.watch._look()
+    rank.watch.close(_CLOSED)
+    assert [each.ranks for each in rank.fed if isinstance(each, Hang)] == ([] if accused is None else [accused])
+
+
+def test_a_rank_that_has_lost_its_launcher_names_nobody(tmp_path: Path) -> None:
+    """The job is cancelled."""
+    _box(tmp_path, 0)
+    rank = _at_home(1, tmp_path, world=2)
+    rank.watch._parent = -1
+    rank.watch._look()
+    rank.watch.close(_CLOSED)
+    assert rank.fed == []
+
+
+@pytest.mark.parametrize(("mark", "silent"), [(0, True), (progress._IN_A_SINK, False), (progress._IS_OFF, False)])
+def test_a_thread_in_a_sink_is_no_silent_interpreter(mark: int, silent: bool, tmp_path: Path) -> None:
+    """Nor is a rank whose watch is off."""
+    job = _box(tmp_path, 0, mark=mark, lives=True)
+    rank = _at_home(1, tmp_path, world=2)
+    seen, here = rank.watch._seen_from_outside(time.monotonic() + 10)
+    assert here == {0, 1}
+    assert (seen[0].silent > 0, seen[0].progress is not None) == (silent, silent)
+    job.communicate()
+
+
+def test_the_mark_is_set_around_writes_of_the_thread(clock: Clock, tmp_path: Path) -> None:
+    """And stays once the part is off."""
+    rank = Rank(0, clock, home=tmp_path)
+    (tmp_path / "ranks" / "0").mkdir(parents=True)
+    rank.watch._look()
+    file = tmp_path / "ranks" / "0" / "black_box"
+
+    def mark() -> int:
+        box = progress.black_box.read(file)
+        assert box is not None
+        return box.mark
+
+    with rank.watch.writing():
+        assert mark() == progress._IN_A_SINK
+    assert mark() == 0
+    rank.watch.went_off()
+    with rank.watch.writing():
+        assert mark() == progress._IS_OFF
+    assert mark() == progress._IS_OFF
+
+
+def test_files_of_other_hosts_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of other nodes never; and behind a lower rank that answers none at all."""
+    rank = _at_home(2, tmp_path, world=6)
+    read: list[int] = []
+    look = to_json(works(0))
+
+    def fake(file: Path, *, notes: bool = True) -> Any:
+        number = int(file.parent.name)
+        read.append(number)
+        known: dict[str, Any] = {"pid": os.getpid(), "started": 0, "beat": now, "look": look, "notes": ()}
+        return progress.black_box.Recorded(here=number < 4, **known)
+
+    now = time.monotonic()
+    monkeypatch.setattr(progress.black_box, "read", fake)
+    monkeypatch.setattr(progress.black_box.Recorded, "kernel", lambda _: progress.kernel.Kernel(state="S"))
+    for other, node in ((0, "a"), (2, "a"), (3, "a"), (4, "a"), (5, "b")):
+        rank.watch.hear_of(other, Place(node=node, local_rank=0))
+    rank.watch._seen_from_outside(now)
+    assert read == [0, 1, 3, 4]
+    rank.watch._seen_from_outside(now)
+    assert read[4:] == [0, 1, 3]
+    _, here = rank.watch._seen_from_outside(now, whole=False)
+    assert (read[7:], here) == ([0], {0, 1, 2, 3})
+
+
+def test_a_hang_ends_no_job_by_on_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--on-hang` does; other findings still do."""
+    monitor = Monitor(Config(on_finding="raise"))
+    said: list[str] = []
+    monkeypatch.setattr(monitor, "_say", lambda kind, **_: said.append(kind))
+    for code in ("HANG501", "RANK101"):
+        finding = Finding(code=code, severity=Severity.CRITICAL, title="t", id=f"{code}-1")
+        monitor._report([(finding, True)], 0)
+        assert said == ([] if code == "HANG501" else ["stop"])
+
+
+def test_a_hang_that_one_rank_hears_judges_nothing_else() -> None:
+    """Its id is that of its judge, alike on all ranks; what other rules wait for is as old as it was."""
+    monitor = Monitor(Config())
+    ticks: list[int] = []
+    monitor._diagnosis.tick = lambda: ticks.append(1) or []  # type: ignore[method-assign]
+    monitor._hear_own(replace(_stuck(), judge=3, number=2))
+    assert [finding.id for finding in monitor.findings] == ["HANG501-3.2"]
+    assert ticks == []
+
+
 _SCRIPT = """
 import os, sys, time
 from functools import partial
@@ -253,6 +545,7 @@ from ddpdebug.config.settings import Config
 from ddpdebug.monitor.monitor import Monitor
 from ddpdebug.monitor.progress import ProgressWatch
 from ddpdebug.progress.patience import Patience
+from ddpdebug.progress.watcher import NoNotes
 
 watch = partial(ProgressWatch, patience=Patience(3.0, 2.0), line_seconds=2.0)
 monitor = Monitor(Config(out=Path(sys.argv[1]), metrics="off", every_step=True), progress_watch=watch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,39 @@ def test_outcomes_of_other_runs_and_odd_folders_are_left_out(tmp_path: Path) -> 
         (tmp_path / "ranks" / name / "outcome.json").write_text(json.dumps(content))
     (tmp_path / "ranks" / "3").mkdir()
     assert run_files.read_outcomes(tmp_path) == {0: {"run": "r1", "reason": "finished"}}
+
+
+def _own(directory: Path, name: str, *findings: Finding) -> None:
+    (directory / "ranks" / name).mkdir(parents=True)
+    (directory / "ranks" / name / "findings.jsonl").write_text("".join(f"{one.to_json()}\n" for one in findings))
+
+
+def test_findings_of_other_ranks_are_merged_by_id(tmp_path: Path) -> None:
+    """The newest line of each; what rank 0 has counts, unless another rank knows that it is over."""
+    run_json(tmp_path)
+    first, second = (replace(GOOD, code="HANG501", run="r1", id=f"HANG501-{number}") for number in ("0.1", "1.1"))
+    over = replace(first, evidence={"ended_after_seconds": 8.0})
+    (tmp_path / "findings.jsonl").write_text(f"{first.to_json()}\n")
+    _own(tmp_path, "1", second, replace(second, count=2), over)
+    _own(tmp_path, "2", replace(first, title="other words"))
+    _own(tmp_path, "²", replace(first, id="HANG501-9.9"))
+    _own(tmp_path, "x", replace(first, id="HANG501-9.8"))
+    _own(tmp_path, "3", replace(first, id="HANG501-3.1", run="r0"))
+    assert run_files.read_findings(tmp_path) == [over, replace(second, count=2)]
+
+
+def test_findings_of_other_ranks_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In number and size, and a run whose name is no text has none."""
+    run_json(tmp_path)
+    for rank in range(4):
+        _own(tmp_path, str(rank), replace(GOOD, run="r1", id=f"HANG501-{rank}.1"))
+    monkeypatch.setattr(run_files, "_MAX_OWN", 2)
+    assert [one.id for one in run_files.read_findings(tmp_path)] == ["HANG501-0.1", "HANG501-1.1"]
+    monkeypatch.setattr(run_files, "_MAX_OWN_BYTES", 10)
+    assert run_files.read_findings(tmp_path) == []
+    run_json(tmp_path, run=[])
+    monkeypatch.undo()
+    assert run_files.read_findings(tmp_path) == []
 
 
 def test_malformed_observations_are_left_out(tmp_path: Path) -> None:
