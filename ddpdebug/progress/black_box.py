@@ -158,12 +158,12 @@ class BlackBox:
         self._write(_LOOK_AT, head + text, struct.pack("<Q", self._counter))
 
     def mark(self, mark: int) -> None:
-        """Say that no beat may follow though the interpreter runs, or with 0 that one does."""
-        if self._closed or os.getpid() != self._pid:
-            return
+        """Say that no beat may follow though the interpreter runs, or with 0 that one does.
+
+        Around every record it is no more than a byte in memory: where there is none, nothing is said.
+        """
         memory = self._map
-        if memory is None:
-            self._write(_MARK_AT, bytes([mark]))
+        if memory is None or self._closed or os.getpid() != self._pid:
             return
         with suppress(ValueError, IndexError):  # it was closed by another thread
             memory[_MARK_AT] = mark
