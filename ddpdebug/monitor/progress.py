@@ -30,7 +30,7 @@ from ddpdebug.progress import black_box, foreign_stack, frames, kernel
 from ddpdebug.progress.apart import data_ended, parted
 from ddpdebug.progress.asked import Asked
 from ddpdebug.progress.patience import Patience
-from ddpdebug.progress.waits import RUNNING_SECONDS, Seen, judge, mismatch, place_of, where
+from ddpdebug.progress.waits import IN_ORDER, RUNNING_SECONDS, Seen, judge, mismatch, place_of, where
 from ddpdebug.progress.watcher import Watcher
 from ddpdebug.run_directory.reader import RANKS
 from ddpdebug.schema.announcements import Announcement, End, Failure, Hang, HangOver
@@ -122,6 +122,7 @@ class ProgressWatch:
         self._members: tuple[int, ...] = tuple(range(world))
         self._looks: dict[int, tuple[RankProgress, float]] = {}
         self._left: dict[int, tuple[str, float]] = {}
+        self._entered: dict[int, Mapping[str, int]] = {}  # final counts of ranks that have told their end
         self._failures: dict[int, Failure] = {}
         self._kernels: dict[int, tuple[kernel.Kernel, float]] = {}
         self._cpu: dict[int, float] = {}  # of a rank when it was found silent
@@ -187,6 +188,7 @@ class ProgressWatch:
         if isinstance(announcement, Failure):
             self._failures[rank] = announcement
         elif isinstance(announcement, End):
+            self._entered[rank] = announcement.entered
             self._note_end(rank, announcement.reason)
 
     def _note_end(self, rank: int, reason: str) -> None:
@@ -194,6 +196,10 @@ class ProgressWatch:
         if rank in self._left and self._left[rank][0] != "it has left":
             return
         self._left[rank] = words, self._left.get(rank, ("", time.monotonic()))[1]
+
+    def entered(self) -> Mapping[str, int]:
+        """Return how many collectives of each group this rank has entered, for its end."""
+        return self._watcher.entered()
 
     def knows(self, announcement: Hang) -> bool:
         """Tell whether this rank has judged a hang by itself, before the others could hear it."""
@@ -240,7 +246,8 @@ class ProgressWatch:
         words, since = self._left[rank]
         place = self._failures[rank].location if rank in self._failures else None
         by_others = is_victims(self._reason_of(rank))
-        return Seen(progress=look, left=words, left_at=place, left_for=now - since, left_by_others=by_others)
+        entered, gone = self._entered.get(rank), now - since
+        return Seen(progress=look, left=words, left_at=place, left_for=gone, left_by_others=by_others, entered=entered)
 
     # --- a rank does not answer ---------------------------------------------------------------------------------------
 
@@ -427,7 +434,9 @@ class ProgressWatch:
     def note_end(self, reason: str) -> None:
         """Leave in the black box why this rank ends."""
         if self.box is not None:
-            self.box.beat({**to_json(self._looks[self.rank][0]), "ended": reason})
+            last = self._looks[self.rank][0]
+            entered = self._watcher.entered() if reason in IN_ORDER else last.entered
+            self.box.beat({**to_json(last), "ended": reason, "entered": dict(entered)})
 
     def _reason_of(self, rank: int) -> str:
         return self._left[rank][0].removeprefix("it has ended: ")
