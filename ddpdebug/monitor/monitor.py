@@ -340,7 +340,8 @@ class Monitor:
             self.guard.run("close:progress", self._progress_watch.finish)
         self.covering.tell()
         steps = {str(optimizer): count for optimizer, count in self._steps.items()}
-        self._announce(End(steps=steps, reason=reason, last_states=self._promised))
+        entered = self._progress_watch and self.guard.run("close:progress", self._progress_watch.entered)
+        self._announce(End(steps=steps, reason=reason, last_states=self._promised, entered=entered or {}))
         over = self._exchange is None or self._exchange.close()
         if over and self._progress_watch is not None:
             self.guard.run("close:progress", self._progress_watch.close, reason)

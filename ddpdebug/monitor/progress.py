@@ -32,7 +32,7 @@ from ddpdebug.progress import black_box, foreign_stack, frames, kernel
 from ddpdebug.progress.apart import data_ended, parted
 from ddpdebug.progress.asked import Asked
 from ddpdebug.progress.patience import Patience
-from ddpdebug.progress.waits import RUNNING_SECONDS, Seen, judge, mismatch, place_of, where
+from ddpdebug.progress.waits import IN_ORDER, RUNNING_SECONDS, Seen, gravity, judge, mismatch, place_of, where
 from ddpdebug.progress.watcher import Watcher
 from ddpdebug.run_directory.reader import RANKS
 from ddpdebug.schema.announcements import Announcement, End, Failure, Hang, HangOver, Place
@@ -66,8 +66,6 @@ _STATES = {
     "left": WaitState.LEFT,
 }
 _REQUESTS = ("SIGTERM", "SIGINT", "SIGHUP")
-#: Of several hangs that are open at a time, a graver one is told as well.
-GRAVITY = {"busy": 0, "stuck": 1, "silent": 2, "cycle": 3, "mismatch": 4, "left": 5}
 #: For so long a rank must not have waited any more, where nothing else shows that its collective has completed.
 _OVER_SECONDS = 3.0
 #: So many hangs one rank tells of in a run.
@@ -170,6 +168,7 @@ class ProgressWatch:
         self._members: tuple[int, ...] = tuple(range(world))
         self._looks: dict[int, tuple[RankProgress, float]] = {}
         self._left: dict[int, tuple[str, float]] = {}
+        self._entered: dict[int, Mapping[str, int]] = {}  # final counts of ranks that have told their end
         self._failures: dict[int, Failure] = {}
         self._kernels: dict[int, tuple[kernel.Kernel, float]] = {}
         self._cpu: dict[int, float] = {}  # of a rank when it was found silent
@@ -276,6 +275,7 @@ class ProgressWatch:
         if isinstance(announcement, Failure):
             self._failures[rank] = announcement
         elif isinstance(announcement, End):
+            self._entered[rank] = announcement.entered
             self._note_end(rank, announcement.reason)
         elif isinstance(announcement, Place):
             self._nodes[rank] = announcement.node
@@ -291,6 +291,10 @@ class ProgressWatch:
         if rank in self._left and self._left[rank][0] != "it has left":
             return
         self._left[rank] = words, self._left.get(rank, ("", time.monotonic()))[1]
+
+    def entered(self) -> Mapping[str, int]:
+        """Return how many collectives of each group this rank has entered, for its end."""
+        return self._watcher.entered()
 
     def knows(self, announcement: Hang) -> bool:
         """Tell whether this rank has judged a hang by itself, before the others could hear it."""
@@ -337,7 +341,8 @@ class ProgressWatch:
         words, since = self._left[rank]
         place = self._failures[rank].location if rank in self._failures else None
         by_others = is_victims(self._reason_of(rank))
-        return Seen(progress=look, left=words, left_at=place, left_for=now - since, left_by_others=by_others)
+        entered, gone = self._entered.get(rank), now - since
+        return Seen(progress=look, left=words, left_at=place, left_for=gone, left_by_others=by_others, entered=entered)
 
     # --- a rank does not answer ---------------------------------------------------------------------------------------
 
@@ -582,7 +587,9 @@ class ProgressWatch:
     def note_end(self, reason: str) -> None:
         """Leave in the black box why this rank ends."""
         if self.box is not None:
-            self.box.beat({**to_json(self._looks[self.rank][0]), "ended": reason})
+            last = self._looks[self.rank][0]
+            entered = self._watcher.entered() if reason in IN_ORDER else last.entered
+            self.box.beat({**to_json(last), "ended": reason, "entered": dict(entered)})
 
     def _reason_of(self, rank: int) -> str:
         return self._left[rank][0].removeprefix("it has ended: ")
@@ -696,7 +703,7 @@ class ProgressWatch:
                 return found if new else None
             where = {str(rank): found.where[str(rank)] for rank in new if str(rank) in found.where}
             return replace(found, ranks=new, where=where, phase=None, location=None, blocked_in=None)
-        if any(GRAVITY[hang.kind] >= GRAVITY[found.kind] for hang in known):
+        if any(gravity(hang) >= gravity(found) for hang in known):
             return None
         return found
 
@@ -729,7 +736,7 @@ class ProgressWatch:
     def _gravest(self) -> Hang | None:
         """The hang that is told of who waits now."""
         known = (one.hang for one in self._hangs.values())
-        return max(known, key=lambda hang: GRAVITY[hang.kind], default=None)
+        return max(known, key=gravity, default=None)
 
     def _note_busy(self, found: Hang | None) -> str:
         """Count the wait for ranks at work; return a line about it for people, once."""

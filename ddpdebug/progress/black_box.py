@@ -151,8 +151,11 @@ class BlackBox:
             self._write(_LOOK_AT + 8, struct.pack("<d", time.monotonic()))
             return
         text = json.dumps(look).encode()
-        if len(text) > _LOOK_BYTES - _LOOK.size:
-            text = json.dumps({**look, "recent": [], "stack": []}).encode()[: _LOOK_BYTES - _LOOK.size]
+        while len(text) > _LOOK_BYTES - _LOOK.size:  # whole fields are left out: half a one would be none at all
+            spare = next((name for name in ("recent", "stack") if name in look), None)
+            left_out = spare or max(look.items(), key=lambda item: len(json.dumps(item[1])))[0]
+            look = {name: value for name, value in look.items() if name != left_out}
+            text = json.dumps(look).encode()
         self._counter += 2
         head = _LOOK.pack(self._counter - 1, time.monotonic(), len(text))
         self._write(_LOOK_AT, head + text, struct.pack("<Q", self._counter))

@@ -6,7 +6,7 @@ never accuses one. `judge` is given what is known of every rank at one moment, a
 - ranks have issued *different* collectives at the same place of a group's order, or wait in a *circle*: nobody can move
   any more;
 - a rank that is waited for has *left*;
-- it gives *no sign* of life, and the kernel shows why;
+- it gives *no sign* of life, and the kernel shows why; one that runs meanwhile may be done yet;
 - it is *stuck*: nothing has moved in it for long;
 - it is *busy*: no verdict, but worth a line for whoever asks what all wait for.
 """
@@ -25,8 +25,8 @@ from ddpdebug.schema.progress import Call, RankProgress
 WAIT_SECONDS = 1.0
 #: Seconds for which everybody must have stood still where nobody can move any more.
 CLOSED_SECONDS = 2.0
-#: Seconds of standing still in the same call, as far as is known: their data may be on the way.
-SAME_CALL_SECONDS = 10.0
+#: Seconds of standing still in the same call, as far as is known: their data may be on the way for long.
+SAME_CALL_SECONDS = 60.0
 #: How much longer is waited for what ranks have called that have not said it yet.
 ANSWER_SECONDS = 2.0
 #: Seconds after which one that is waited for, and has left, will not come again.
@@ -37,12 +37,27 @@ SILENT_SECONDS = 5.0
 #: collector of garbage, pickling. And the seconds of processor time that it must have had since it was found silent:
 #: on a busy machine such things take long.
 RUNNING_SECONDS, RAN_SECONDS = 15.0, 10.0
+#: Until then it is said as a warning only: pickling, pandas and json take that long.
+RUNNING_SURE_SECONDS = 60.0
 #: Seconds in which nothing has moved.
 STUCK_SECONDS = 8.0
 #: Seconds for which all others must have stood where they are by then: one that looks for what another rank does, such
 #: as a file that it writes, has time to see it.
 ARRIVED_SECONDS = 3.0
+#: How grave each kind is: a graver one says more than what was said before.
+GRAVITY: Mapping[str, int] = {"busy": 0, "stuck": 1, "silent": 2, "cycle": 3, "mismatch": 4, "left": 5}
+#: Of a collective that does not end though all are in it: anything else that is found says more.
+_SAME_CALL_GRAVITY = -1
+#: Reasons of an end that nothing is wrong with: who has come to it has made all its calls.
+IN_ORDER = frozenset({"finished", "stopped"})
+#: Functions of torch's that send from rank to rank.
+_MESSAGES = frozenset({"batch_isend_irecv", "irecv", "isend", "recv", "recv_object_list", "send", "send_object_list"})
 _MOST_FRAMES = 12
+
+
+def gravity(hang: Hang) -> int:
+    """Return the place of a verdict in the order of gravity."""
+    return _SAME_CALL_GRAVITY if hang.kind == "cycle" and hang.difference == "unknown" else GRAVITY[hang.kind]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +73,7 @@ class Seen:
         now: its place is that of this moment, though it is silent: it was read from outside.
         left: why it has left, empty while it is there; `left_at` the user's line that it left from, where it told.
         left_for: seconds since then; `left_by_others` where it ended because another rank had gone.
+        entered: how many collectives of each group it had entered by then, where it told.
     """
 
     progress: RankProgress | None = None
@@ -70,6 +86,7 @@ class Seen:
     left_at: str | None = None
     left_for: float = 0.0
     left_by_others: bool = False
+    entered: Mapping[str, int] | None = None
 
     @property
     def waits(self) -> tuple[Call, ...]:
@@ -78,6 +95,22 @@ class Seen:
         if known is None or self.silent or self.left or known.same < WAIT_SECONDS:
             return ()
         return known.waits
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether it has left because it had come to its end."""
+        return self.left.removeprefix("it has ended: ") in IN_ORDER
+
+    def count(self, group: str) -> int | None:
+        """Return how many collectives of a group it has entered; None where that is not known.
+
+        Of one that has left in order the last look may be old: only what it said of its end counts.
+        """
+        known = self.progress
+        if self.is_in_order:
+            last = self.entered if known is None or not known.ended else {**known.entered, **(self.entered or {})}
+            return (last or {}).get(group)
+        return None if known is None else known.entered.get(group)
 
 
 def judge(seen: Mapping[int, Seen]) -> Hang | None:
@@ -89,6 +122,8 @@ def judge(seen: Mapping[int, Seen]) -> Hang | None:
     if not waiting:
         return None
     missing = {rank: _missing(rank, calls, seen) for rank, calls in waiting.items()}
+    if not any(missing.values()):  # then of one that has gone it need not be known how far it had come
+        missing = {rank: _missing(rank, calls, seen, sure=False) for rank, calls in waiting.items()}
     culprits = sorted({rank for ranks in missing.values() for rank in ranks} - waiting.keys())
     left = [rank for rank in culprits if seen[rank].left]
     if left:
@@ -98,7 +133,7 @@ def judge(seen: Mapping[int, Seen]) -> Hang | None:
     if (found := _mismatch(waiting, seen)) is not None:
         return found
     if not culprits:
-        return _closed(waiting, missing, seen)
+        return _closed(waiting, seen)
     return _of_missing(culprits, waiting, seen)
 
 
@@ -107,7 +142,10 @@ def _of_missing(culprits: list[int], waiting: Mapping[int, tuple[Call, ...]], se
     silent = [rank for rank in culprits if seen[rank].silent]
     if silent:
         late = [rank for rank in silent if _is_silent_too_long(seen[rank])]
-        return _about("silent", late, waiting, seen) if late else None
+        sure = [rank for rank in late if not seen[rank].runs or seen[rank].silent >= RUNNING_SURE_SECONDS]
+        if late and not sure:
+            return replace(_about("silent", late, waiting, seen), kind="stuck", runs=True)
+        return _about("silent", sure, waiting, seen) if sure else None
     known = {rank: progress for rank in culprits if (progress := seen[rank].progress) is not None}
     if len(known) < len(culprits):
         return None
@@ -124,33 +162,50 @@ def _is_silent_too_long(one: Seen) -> bool:
     return one.silent >= SILENT_SECONDS
 
 
-def _missing(rank: int, calls: tuple[Call, ...], seen: Mapping[int, Seen]) -> set[int]:
-    """Return the ranks without which what a rank waits in cannot end."""
-    found: set[int] = set()
-    for call in calls:
-        members = call.ranks or tuple(seen)
-        if call.point_to_point:
-            peers = members if call.root is None else (call.root,)
-            found.update(peer for peer in peers if peer != rank and not _answers(call, seen[peer]))
-        else:
-            found.update(peer for peer in members if peer != rank and peer in seen and not _is_in(call, seen[peer]))
-    return found
+def _missing(rank: int, calls: tuple[Call, ...], seen: Mapping[int, Seen], *, sure: bool = True) -> set[int]:
+    """Return the ranks without which what a rank waits in cannot end; `sure` only those of which that is known."""
+    return {peer for call in calls for peer in _missed(rank, call, seen, sure=sure)}
 
 
-def _answers(call: Call, other: Seen) -> bool:
-    """Return whether a rank is in the other half of a message, as far as is known."""
+def _missed(rank: int, call: Call, seen: Mapping[int, Seen], *, sure: bool = True) -> set[int]:
+    """Return the ranks without which a call cannot end; nobody where it is a message of which nobody knows from whom.
+
+    Who waits for such a one may do so by design: a server of parameters, for work.
+    """
+    if _is_message(call):
+        peer = None if call.root is None else seen.get(call.root)
+        return set() if call.root is None or peer is None or _answers(rank, call, peer) else {call.root}
+    members = call.ranks or tuple(seen)
+    return {peer for peer in members if peer != rank and peer in seen and not _is_in(call, seen[peer], sure=sure)}
+
+
+def _is_message(call: Call) -> bool:
+    return call.point_to_point or (not call.number and call.operation in _MESSAGES)
+
+
+def _answers(rank: int, call: Call, other: Seen) -> bool:
+    """Return whether a rank is in the other half of another one's message, or need not be, as far as is known."""
+    if other.is_in_order:  # its message may be on the way
+        return True
     known = other.progress
-    return known is not None and any(own.point_to_point and own.operation != call.operation for own in known.waits)
+    return known is not None and any(
+        _is_message(own) and own.operation != call.operation and own.root in {None, rank} for own in known.waits
+    )
 
 
-def _is_in(call: Call, other: Seen) -> bool:
-    """Return whether a rank has come to a collective: it may have gone on since."""
+def _is_in(call: Call, other: Seen, *, sure: bool = True) -> bool:
+    """Return whether a rank has come to a collective: it may have gone on since.
+
+    One that has left in order has come to all that it is not known to have missed: who gives its part to a root need
+    not wait for the others. Of one that has left otherwise it is no more than possible, which is enough against `sure`.
+    """
     known = other.progress
-    if known is None:
-        return False
-    if call.number:
-        return known.entered.get(call.group, 0) >= call.number
-    return any(own.operation == call.operation for own in known.waits)
+    count = other.count(call.group) if call.number else None
+    if count is not None:
+        return count >= call.number
+    if other.left:
+        return other.is_in_order or sure
+    return known is not None and not call.number and any(own.operation == call.operation for own in known.waits)
 
 
 # --- nobody can move --------------------------------------------------------------------------------------------------
@@ -163,12 +218,14 @@ def _mismatch(waiting: Mapping[int, tuple[Call, ...]], seen: Mapping[int, Seen])
     for rank, calls in waiting.items():
         progress = seen[rank].progress
         assert progress is not None
-        still[rank] = progress.still
+        still[rank] = progress.same  # who waits may spin, as a synchronisation with a device does
         for call in (*progress.recent, *calls):
             if not call.point_to_point and call.number:
                 by_place[call.group, call.number][rank] = call
     groups = {call.group for calls in waiting.values() for call in calls}
     for (group, _), made in sorted(by_place.items(), key=lambda item: item[0][1]):
+        if all(call.is_done for call in made.values()):
+            continue  # it has kept nobody
         sides = _sides(made) if group in groups else []
         if len(sides) > 1:
             return _of_sides("mismatch", sides, made, waiting, seen) if _is_settled(sides, made, still, seen) else None
@@ -225,27 +282,16 @@ def mismatch(calls: Mapping[int, Call], seen: Mapping[int, Seen]) -> Hang:
     return _of_sides("mismatch", _sides(calls), calls, {rank: (call,) for rank, call in calls.items()}, seen)
 
 
-def _closed(
-    waiting: Mapping[int, tuple[Call, ...]], missing: Mapping[int, Collection[int]], seen: Mapping[int, Seen]
-) -> Hang | None:
-    """Return what ranks come to that all wait for each other."""
-    involved = {rank for rank in waiting if missing[rank]}
+def _closed(waiting: Mapping[int, tuple[Call, ...]], seen: Mapping[int, Seen]) -> Hang | None:
+    """Return what ranks come to that all wait for each other, or that are all in a call that does not end."""
     stills = {rank: one.progress.still for rank in waiting if (one := seen[rank]).progress is not None}
-    if not involved:  # all are in the same call, which does not end
-        everyone = {peer for calls in waiting.values() for call in calls for peer in call.ranks}
-        if everyone <= waiting.keys() and min(stills.values()) >= SAME_CALL_SECONDS:
-            calls = {rank: own[0] for rank, own in waiting.items()}
-            return replace(
-                _about("cycle", sorted(waiting), waiting, seen),
-                sides={_numbers(side): calls[side[0]].words() for side in _sides(calls)},
-                difference="unknown",
-            )
+    involved = _in_circle(waiting, seen)
+    if not involved:
+        return _in_same_call(waiting, stills, seen)
+    if min(stills[rank] for rank in involved) < CLOSED_SECONDS:
         return None
-    if min(stills.values()) < CLOSED_SECONDS:
-        return None
-    sides: dict[tuple[str, bool, str], list[int]] = defaultdict(
-        list
-    )  # ranks in the same order of calls, as far as seen
+    # ranks in the same order of calls, as far as seen
+    sides: dict[tuple[str, bool, str], list[int]] = defaultdict(list)
     told: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank in sorted(involved):
         call = waiting[rank][0]
@@ -263,6 +309,43 @@ def _closed(
     )
 
 
+def _in_circle(waiting: Mapping[int, tuple[Call, ...]], seen: Mapping[int, Seen]) -> set[int]:
+    """Return the ranks none of whose calls can end, because each misses one of these ranks.
+
+    A call that misses nobody is in flight: its rank goes on, and whoever waits for that one.
+    """
+    stand = set(waiting)
+
+    def keeps(rank: int, call: Call) -> bool:
+        if _is_message(call) and call.root is None:  # whoever it is, it stands
+            others = {peer for peer in call.ranks or seen if peer != rank}
+            return bool(others) and all(peer in stand and not _answers(rank, call, seen[peer]) for peer in others)
+        return bool(stand & _missed(rank, call, seen))
+
+    while moves := {rank for rank in stand if not all(keeps(rank, call) for call in waiting[rank])}:
+        stand -= moves
+    return stand
+
+
+def _in_same_call(
+    waiting: Mapping[int, tuple[Call, ...]], stills: Mapping[int, float], seen: Mapping[int, Seen]
+) -> Hang | None:
+    """Return that a collective has not ended for long though all are in it, who stand still."""
+    calls = {
+        rank: own[0]
+        for rank, own in waiting.items()
+        if not (_missing(rank, own, seen, sure=False) or any(map(_is_message, own)))
+    }
+    everyone = {peer for call in calls.values() for peer in call.ranks}
+    if not calls or not everyone <= waiting.keys() or min(stills.values()) < SAME_CALL_SECONDS:
+        return None
+    return replace(
+        _about("cycle", sorted(calls), waiting, seen),
+        sides={_numbers(side): calls[side[0]].words() for side in _sides(calls)},
+        difference="unknown",
+    )
+
+
 # --- in words ---------------------------------------------------------------------------------------------------------
 
 
@@ -274,8 +357,7 @@ def _about(kind: str, ranks: list[int], waiting: Mapping[int, tuple[Call, ...]],
     for rank, calls in waiting.items():
         waits.setdefault(calls[0].words(), []).append(rank)
     group = next(iter(others.values()))[0].group
-    looks = {rank: one.progress for rank, one in seen.items() if one.progress is not None}
-    counts = {str(rank): look.entered[group] for rank, look in looks.items() if group in look.entered}
+    counts = {str(rank): count for rank, one in seen.items() if (count := one.count(group)) is not None}
     return Hang(
         kind=kind,  # type: ignore[arg-type]  # one of them
         step=min((one.progress.step for rank in others if (one := seen[rank]).progress is not None), default=None),

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from ddpdebug.progress import foreign_stack, frames, kernel
 from ddpdebug.progress.waits import WAIT_SECONDS
-from ddpdebug.schema.progress import Call, Noted, RankProgress
+from ddpdebug.schema.progress import MOST_RECENT, Call, Noted, RankProgress
 
 #: Share of a core below which a process does nothing: its threads that only wake up now and then use less.
 _IDLE_SHARE = 0.05
@@ -179,7 +179,7 @@ class Watcher:
             pause = now - self._looked - _PAUSE_SECONDS
             self._since, self._moved, self._usage, self._samples = self._since + pause, self._moved + pause, None, 0
         self._looked = now
-        same = now - self._since
+        same = round(now - self._since, 2)
         at = frames.look(stack, self._recorder.meetings)
         waits: tuple[Call, ...] = ()
         recent: tuple[Call, ...] = ()
@@ -204,15 +204,20 @@ class Watcher:
             function=at.function,
             does=at.does,
             kind=kind,
-            same=round(same, 2),
+            same=same,
             still=round(self._still(now), 2),
             waits=waits,
             entered={group: entered for group, (entered, _) in counts.items()},
-            recent=recent,
+            recent=recent[-MOST_RECENT:] if same >= 2 * WAIT_SECONDS else (),
             workers=workers,
             kernel=shown,
             stack=at.stack,
         )
+
+    def entered(self) -> dict[str, int]:
+        """Return how many collectives of each group were entered, exactly: any thread may ask."""
+        counts = self._recorder.counts(exact=True) or {}
+        return {group: self.notes.number(group, entered) for group, (entered, _) in counts.items()}
 
     def address(self) -> int:
         """Return where the thread's state lies in memory, so that its stack can be read from outside."""
@@ -343,6 +348,7 @@ class Watcher:
             root=None if known is None else known.root,
             ranks=members.get(one.group, ()),
             point_to_point=one.point_to_point,
+            is_done=one.is_done,
         )
 
 

@@ -403,6 +403,7 @@ class End(Announcement):
     steps: Mapping[str, int]  # optimizer -> steps taken
     reason: str  # "finished", "stopped", "interrupted" or "exception: ..."
     last_states: int = 0  # rows with `Flag.LAST_STATE` that it has sent
+    entered: Mapping[str, int] = field(default_factory=dict)  # group -> collectives in all, as far as torch tells
 
 
 _MAX_REASONS, _MAX_TEXT = 16, 200
@@ -823,6 +824,7 @@ class Hang(Announcement):
             or do not move, or are at work for far longer than ever before in this run.
         judge: the rank that has judged, and `number` of its hangs.
         ranks: that are waited for and do not wait themselves; all that take part where nobody can tell.
+        runs: such a rank gives no sign of life, but runs: code that lets no other thread run may be done yet.
         sides: ranks -> what they have called, of calls that differ, "0,2" -> "all_reduce #6".
         parted: rank -> the first call in which its notes differ from the others', in words.
         waits: ranks -> what they wait in, in words.
@@ -843,13 +845,16 @@ class Hang(Announcement):
     location: str | None = None  # of the first of `ranks`
     group: str | None = None  # whose collective is waited in
     sides: Mapping[str, str] = field(default_factory=dict)
-    difference: str | None = None  # in what calls differ: "operation", "shape", "dtype", "root", "order"
+    difference: str | None = (
+        None  # in what calls differ: "operation", "shape", "dtype", "root", "order"; "unknown" where they do not
+    )
     undecided: tuple[tuple[int, ...], ...] = ()
     parted: Mapping[str, str] = field(default_factory=dict)
     waits: Mapping[str, str] = field(default_factory=dict)
     where: Mapping[str, str] = field(default_factory=dict)
     calls: Mapping[str, int] = field(default_factory=dict)  # rank -> collectives of the group so far
     stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    runs: bool = False
     blocked_in: str | None = None  # kind of thing that the first of `ranks` waits for, "lock"
     waited: float = 0.0
 

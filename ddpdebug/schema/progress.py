@@ -5,10 +5,11 @@ Times are seconds. Those of `RankProgress.time` are of the monotonic clock of it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ddpdebug.schema.wire import Struct
+from ddpdebug.schema.wire import ABSENT, Struct, as_text
 
 #: Operations whose ranks must agree about shape and type; in others each rank may give another part.
 _ALIKE = frozenset(
@@ -30,6 +31,43 @@ BUFFERS, REDUCTIONS = "DDP's broadcast of buffers", "DDP's reduction of gradient
 DATA_ENDED = "the loader has no more batches"
 #: Of a path so much is noted, and in so many fields a line.
 _LOCATION, _FIELDS = 100, 7
+#: So many of the newest collectives are told.
+MOST_RECENT = 16
+_MOST_RANKS = 1 << 20
+
+
+def spans_of(ranks: Iterable[int]) -> str:
+    """Return ranks as a text that is short for many, also of one rank of each host: "0-1023", "3,8-120:8"."""
+    runs: list[list[int]] = []  # first, last, distance
+    for rank in sorted(ranks):
+        if runs and (runs[-1][0] == runs[-1][1] or rank - runs[-1][1] == runs[-1][2]):
+            runs[-1][1:] = rank, rank - runs[-1][1]
+        else:
+            runs.append([rank, rank, 1])
+    spans = []
+    for low, high, distance in runs:
+        if low == high or high == low + distance > low + 1:
+            spans += [str(one) for one in dict.fromkeys((low, high))]
+        else:
+            spans.append(f"{low}-{high}" + (f":{distance}" if distance > 1 else ""))
+    return ",".join(spans)
+
+
+def ranks_in(text: str) -> tuple[int, ...]:
+    """Return the ranks of such a text.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found: list[int] = []
+    for span in text.split(",") if text else ():
+        ends, _, distance = span.partition(":")
+        low, _, high = ends.partition("-")
+        last = int(high or low)
+        if max(last, len(found)) > _MOST_RANKS:
+            raise ValueError("these are too many ranks")
+        found += range(int(low), last + 1, int(distance or 1))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +78,11 @@ class Call(Struct):
     number: int  # among the collectives of its group, from 1
     operation: str  # "all_reduce"
     shapes: tuple[str, ...] = ()  # of what it is given: "float32 [4, 8]"
-    location: str | None = None  # the user's line that made it
-    root: int | None = None  # the rank that it names, of the whole job
-    ranks: tuple[int, ...] = ()  # that take part
+    location: str | None = field(default=None, metadata=ABSENT)  # the user's line that made it
+    root: int | None = field(default=None, metadata=ABSENT)  # the rank that it names, of the whole job
+    ranks: tuple[int, ...] = field(default=(), metadata=as_text(spans_of, ranks_in))  # that take part
     point_to_point: bool = False
+    is_done: bool = False  # has completed on the rank
 
     def differs(self, other: Call) -> str | None:
         """Say in what two ranks' calls with the same number differ that must be the same; None where they agree."""
@@ -52,8 +91,11 @@ class Call(Struct):
         if self.root is not None and other.root is not None and self.root != other.root:
             return "root"
         if self.operation in _ALIKE and self.shapes and other.shapes and self.shapes != other.shapes:
-            types = [{shape.partition(" ")[0] for shape in call.shapes} for call in (self, other)]
-            return "dtype" if types[0] != types[1] else "shape"
+            types = [[shape.partition(" ")[0] for shape in call.shapes] for call in (self, other)]
+            if {*types[0]} != {*types[1]}:
+                return "dtype"
+            sizes = [[_elements(shape) for shape in call.shapes] for call in (self, other)]
+            return "shape" if sizes[0] != sizes[1] else None  # [] and [1] are the same to torch
         return None
 
     def words(self) -> str:
@@ -63,6 +105,15 @@ class Call(Struct):
         number = f" #{self.number}" if self.number > 0 else ""
         where = f" at {self.location}" if self.location else ""
         return f"{self.operation}{number}{root}{' of ' + shapes if shapes else ''}{where}"
+
+
+def _elements(shape: str) -> int | str:
+    """Return the number of elements of "float32 [4, 8]"; what is no such text, as it is."""
+    _, bracket, sizes = shape.partition(" [")
+    try:
+        return math.prod(int(size) for size in sizes.rstrip("]").split(",") if size.strip()) if bracket else shape
+    except ValueError:
+        return shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +134,11 @@ class RankProgress(Struct):
     still: float = 0.0  # for so long nothing has moved in the process: frames, processor time, disk, batches
     waits: tuple[Call, ...] = ()  # entered and not completed, while the thread does not move
     entered: Mapping[str, int] = field(default_factory=dict)  # group -> collectives
-    recent: tuple[Call, ...] = ()  # the newest of all groups, oldest first; only while it waits
+    recent: tuple[Call, ...] = ()  # the newest of all groups, oldest first; only where it has waited for a while
     workers: str = ""  # state of a loader's workers, in words
     kernel: str = ""  # what the kernel shows of the thread, in words
     stack: tuple[str, ...] = ()  # innermost first, "file:line (function)"; the user's and where these lead to
-    ended: str = ""  # why it has left, where it has
+    ended: str = ""  # why it has left, where it has; by then `entered` is final where it has left in order
 
     @property
     def waiting(self) -> bool:

@@ -49,6 +49,11 @@ def called(key: str) -> Mapping[str, Any]:
     return {"key": key}
 
 
+def as_text(write: Callable[[Any], str], read: Callable[[str], Any]) -> Mapping[str, Any]:
+    """Return what a field says of itself whose JSON is a text; `read` raises `ValueError` where it is none of these."""
+    return {"write": write, "read": read}
+
+
 def to_json(value: Any) -> Any:
     """Return the JSON value of a `Struct`, of what holds some, or of what is one already."""
     if isinstance(value, Struct):
@@ -79,6 +84,7 @@ class _Field:
     read: Callable[[Any], Any]
     required: bool
     absent: tuple[str, ...]  # left out of the JSON where all of these are None
+    write: Callable[[Any], Any] | None  # where its JSON is not that of its type
 
 
 def _fields(kind: Any) -> tuple[_Field, ...]:
@@ -93,7 +99,9 @@ def _fields_of(kind: type[Any]) -> tuple[_Field, ...]:
         required = f.default is f.default_factory is dataclasses.MISSING or get_origin(hints[f.name]) is Literal
         names = f.metadata.get("absent")
         left_out = () if names is None else names or (f.name,)
-        made.append(_Field(f.name, f.metadata.get("key", f.name), _reader(hints[f.name]), required, left_out))
+        read = _reader(hints[f.name]) if "read" not in f.metadata else _text_reader(f.metadata["read"])
+        write = f.metadata.get("write")
+        made.append(_Field(f.name, f.metadata.get("key", f.name), read, required, left_out, write))
     return tuple(made)
 
 
@@ -128,6 +136,16 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
         return lambda value: _tuple(value, readers, any_length=args[-1] is ...)
     table = origin is Mapping
     return lambda value: _table(value, readers[1], args[1]) if table else _either(value, readers)
+
+
+def _text_reader(read: Callable[[str], Any]) -> Callable[[Any], Any]:
+    def reads(value: Any) -> Any:
+        try:
+            return read(_leaf(str, value))
+        except ValueError:
+            raise _WrongError from None
+
+    return reads
 
 
 def _checked(value: Any, fine: bool) -> Any:  # noqa: FBT001 - what was found of the value
@@ -169,7 +187,9 @@ def _mapping_of(value: Struct) -> Mapping[str, Any]:
     if type(value).may_be_empty and value == type(value)():
         return {}
     left_out = (f for f in fields if f.absent and all(getattr(value, name) is None for name in f.absent))
-    names = {f.key: f.name for f in fields}
+    named = {f.key: f for f in fields}
     for f in left_out:
-        del names[f.key]
-    return {key: getattr(value, name) for key, name in names.items()}
+        del named[f.key]
+    return {
+        key: getattr(value, f.name) if f.write is None else f.write(getattr(value, f.name)) for key, f in named.items()
+    }

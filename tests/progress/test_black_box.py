@@ -124,11 +124,15 @@ def test_a_note_is_cut_where_it_is_long(box: BlackBox, file: Path) -> None:
 
 
 def test_a_look_that_is_too_long(box: BlackBox, file: Path) -> None:
-    """What takes the room is left out, the rest is there."""
+    """What takes the room is left out as a whole, the rest is there."""
     box.beat({"place": "train.py:1", "stack": ["x" * 100] * 1000, "recent": [{"operation": "all_reduce"}] * 10})
     found = black_box.read(file)
     assert found is not None
-    assert found.look == {"place": "train.py:1", "stack": [], "recent": []}
+    assert found.look == {"place": "train.py:1"}
+    box.beat({"place": "train.py:2", "waits": ["x" * 100] * 1000, "entered": {"0" * 20_000: 1}, "recent": []})
+    found = black_box.read(file)
+    assert found is not None
+    assert found.look == {"place": "train.py:2"}
 
 
 def test_a_note_that_was_being_written(box: BlackBox, file: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -10,9 +12,11 @@ from ddpdebug.progress.waits import (
     ANSWER_SECONDS,
     ARRIVED_SECONDS,
     CLOSED_SECONDS,
+    GRAVITY,
     LEFT_SECONDS,
     RAN_SECONDS,
     RUNNING_SECONDS,
+    RUNNING_SURE_SECONDS,
     SAME_CALL_SECONDS,
     SILENT_SECONDS,
     STUCK_SECONDS,
@@ -22,7 +26,7 @@ from ddpdebug.progress.waits import (
     where,
 )
 from ddpdebug.schema.announcements import Hang
-from ddpdebug.schema.progress import Call, RankProgress
+from ddpdebug.schema.progress import MOST_RECENT, Call, RankProgress, ranks_in, spans_of
 from ddpdebug.schema.wire import from_json, to_json
 
 WORLD = (0, 1, 2, 3)
@@ -78,13 +82,43 @@ def test_nobody_waits() -> None:
 
 def test_a_rank_that_is_waited_for_has_left() -> None:
     """It is named once it has been away for a moment, with why."""
-    gone = Seen(left="it has ended: finished", left_for=LEFT_SECONDS, left_at="train.py:52")
+    gone = Seen(left="it has ended: finished", left_for=LEFT_SECONDS, left_at="train.py:52", entered={"0": 5})
     assert verdict(all_wait(gone)) == ("left", (3,))
     found = judge(all_wait(gone))
     assert found is not None
     assert found.location == "train.py:52"
     assert found.where == {"3": "it has ended: finished, at train.py:52"}
     assert found.waits == {"0-2": "all_reduce #6 of float32 [8] at train.py:41"}
+    assert found.calls == {"0": 6, "1": 6, "2": 6, "3": 5}
+
+
+_FINISHED = {"left": "it has ended: finished", "left_for": 60.0}
+
+
+@pytest.mark.parametrize(
+    "gone, named",
+    [
+        (Seen(**_FINISHED, entered={"0": 6}), 2),
+        (Seen(**_FINISHED, entered={"0": 5}), 1),
+        (Seen(**_FINISHED), 2),  # nothing is known
+        (Seen(**_FINISHED, entered={}), 2),
+        (Seen(**_FINISHED, progress=missing(1, entered=1).progress), 2),  # an old look
+        (Seen(**_FINISHED, progress=missing(1, entered=5, ended="finished").progress), 1),  # of its black box
+        (Seen(left="it has ended: exception: KeyError: 1", left_for=60.0, progress=missing(1).progress), 1),
+        (Seen(left="it has gone: it was killed by SIGKILL", left_for=60.0), 2),  # it may have given its part
+    ],
+)
+def test_who_gave_its_part_to_a_root_may_end(gone: Seen, named: int) -> None:
+    """The root of a gather waits for rank 2; rank 1 is named where it is known that it never came."""
+    seen = of(waits(0, call("gather", ranks=(0, 1, 2))), gone, missing(2, still=1.0))
+    assert verdict(seen) == (("left", (1,)) if named == 1 else ("busy", (2,)))
+
+
+def test_one_that_was_killed_explains_what_nothing_else_does() -> None:
+    """How far it had come is not known; of one that has left in order that is no proof."""
+    root = waits(0, call("gather", ranks=(0, 1)))
+    assert verdict(of(root, Seen(left="it has gone: it was killed by SIGKILL", left_for=60.0))) == ("left", (1,))
+    assert verdict(of(root, Seen(**_FINISHED))) is None
 
 
 def test_who_left_a_moment_ago_or_is_not_waited_for_is_not_named() -> None:
@@ -166,6 +200,33 @@ def test_the_first_difference_is_named() -> None:
     assert (found.kind, found.ranks, found.location) == ("mismatch", (3,), "train.py:50")
 
 
+def test_calls_that_have_completed_are_no_mismatch() -> None:
+    """Whatever they were, they have kept nobody; one that is not done on some side has."""
+    earlier = {rank: call("barrier" if rank == 3 else "broadcast", 5, is_done=True) for rank in WORLD}
+    seen = {rank: waits(rank, recent=(one,)) for rank, one in earlier.items() if rank != 2}
+    assert verdict({**seen, 2: missing(2, still=1.0)}) == ("busy", (2,))
+    seen[0] = waits(0, recent=(call("broadcast", 5),))
+    found = judge({**seen, 2: waits(2, recent=(earlier[2],))})
+    assert found is not None
+    assert (found.kind, found.ranks) == ("mismatch", (3,))
+
+
+@pytest.mark.parametrize(
+    "ours, theirs, difference",
+    [
+        ("float32 []", "float32 [1]", None),
+        ("float32 [2, 4]", "float32 [8]", None),
+        ("float32 [2, 4]", "float32 [9]", "shape"),
+        ("float32 [0]", "float32 []", "shape"),
+        ("float32 [1]", "int64 []", "dtype"),
+        ("float32 (cut", "float32 [8]", "shape"),
+    ],
+)
+def test_torch_compares_numbers_of_elements(ours: str, theirs: str, difference: str | None) -> None:
+    """Not shapes."""
+    assert call(shapes=(ours,)).differs(call(shapes=(theirs,))) == difference
+
+
 def test_what_may_differ_is_no_mismatch() -> None:
     """Parts of another size to be gathered; another line; calls of another group with the same number."""
     gathered = [call("gather", shapes=(f"float32 [{rank}]",), location=f"train.py:{rank}") for rank in WORLD]
@@ -232,6 +293,35 @@ def test_a_message_that_is_being_sent() -> None:
     assert verdict(of(waits(0, pair[0]), waits(1, pair[1]))) is None
 
 
+def test_a_circle_of_messages() -> None:
+    """Each sends to the next one, and nobody receives: that another one sends too is no answer."""
+    ring = {rank: call("send", 1, point_to_point=True, root=(rank + 1) % 4) for rank in WORLD}
+    assert verdict({rank: waits(rank, one) for rank, one in ring.items()}) == ("cycle", WORLD)
+    other = call("recv", 1, point_to_point=True, root=3)
+    assert verdict(of(waits(0, ring[0]), waits(1, other), waits(2), missing(3, still=20.0))) == ("stuck", (3,))
+
+
+def test_a_call_that_all_have_entered_is_in_flight() -> None:
+    """Who waits for one whose data is on the way waits in no circle, however far that is."""
+    pair = call(number=1, group="pair", ranks=(2, 3))
+    flying = {rank: waits(rank, pair, entered={"pair": 1, "0": 5}) for rank in (2, 3)}
+    assert verdict({0: waits(0), 1: waits(1), **flying}) is None
+    chain = call(number=1, group="a", ranks=(1, 2))
+    seen = {0: waits(0, call(ranks=(0, 1))), 1: waits(1, chain, entered={"a": 1}), **flying}
+    assert verdict(seen) is None
+    a, b = (call(number=1, group=group, ranks=(0, 1)) for group in "ab")
+    circle = {0: waits(0, a, entered={"a": 1}), 1: waits(1, b, entered={"b": 1})}
+    assert verdict({**circle, **flying}) == ("cycle", (0, 1))
+
+
+def test_a_rank_with_several_calls_moves_with_any_of_them() -> None:
+    """Two have begun something that the other has not come to yet, and wait for what both are in."""
+    both = call(ranks=(0, 1))
+    begun = [call(number=1, group=group, ranks=(0, 1)) for group in "ab"]
+    seen = of(waits(0, begun[0], both, entered={"a": 1, "0": 6}), waits(1, begun[1], both, entered={"b": 1, "0": 6}))
+    assert verdict(seen) is None
+
+
 def test_the_meeting_of_a_group_that_only_some_make() -> None:
     """It is in the store, under no group's name."""
     meeting = call("new_group", 0, group="", shapes=())
@@ -240,13 +330,16 @@ def test_the_meeting_of_a_group_that_only_some_make() -> None:
 
 
 def test_all_are_in_the_same_call() -> None:
-    """Data may be on the way: only a long stand of all of them is told, and nobody is blamed."""
+    """Data may be on the way: only a very long stand of all of them is told, and nobody is blamed."""
     assert verdict({rank: waits(rank, seconds=SAME_CALL_SECONDS - 1) for rank in WORLD}) is None
     found = judge({rank: waits(rank, seconds=SAME_CALL_SECONDS) for rank in WORLD})
     assert found is not None
     assert (found.kind, found.ranks, found.difference) == ("cycle", WORLD, "unknown")
-    moves = {rank: waits(rank, seconds=60.0) for rank in (0, 1, 2)} | {3: waits(3, seconds=60.0, still=1.0)}
+    long = 2 * SAME_CALL_SECONDS
+    moves = {rank: waits(rank, seconds=long) for rank in (0, 1, 2)} | {3: waits(3, seconds=long, still=1.0)}
     assert verdict(moves) is None
+    other_root = {rank: waits(rank, call("broadcast", root=rank == 3), seconds=CLOSED_SECONDS) for rank in WORLD}
+    assert verdict(other_root) == ("mismatch", (3,))
 
 
 # --- silent, stuck, busy ----------------------------------------------------------------------------------------------
@@ -268,6 +361,7 @@ def test_no_sign_of_life() -> None:
     "silent, ran, named",
     [
         (RUNNING_SECONDS, RAN_SECONDS, True),
+        (RUNNING_SURE_SECONDS, RAN_SECONDS, True),
         (RUNNING_SECONDS - 1, RAN_SECONDS, False),  # several threads
         (10 * RUNNING_SECONDS, RAN_SECONDS - 1, False),  # on a machine that is far too busy
     ],
@@ -275,7 +369,35 @@ def test_no_sign_of_life() -> None:
 def test_code_in_c_that_runs_may_be_done_soon(silent: float, ran: float, named: bool) -> None:
     """It is named once it has had both time and a processor for long."""
     seen = all_wait(Seen(silent=silent, runs=True, ran=ran))
-    assert verdict(seen) == (("silent", (3,)) if named else None)
+    found = judge(seen)
+    assert (found is not None) == named
+    if found is not None:
+        sure = silent >= RUNNING_SURE_SECONDS
+        assert (found.kind, found.ranks, found.runs) == ("silent" if sure else "stuck", (3,), not sure)
+        assert (found.phase, found.blocked_in) == ("interpreter", None)
+
+
+def test_of_two_silent_ranks_the_one_that_does_not_run_is_named() -> None:
+    """It is sure, the other may be done yet."""
+    seen = all_wait(Seen(silent=RUNNING_SECONDS, runs=True, ran=RAN_SECONDS))
+    assert verdict({**seen, 2: Seen(silent=SILENT_SECONDS)}) == ("silent", (2,))
+
+
+def test_kinds_by_gravity() -> None:
+    """A graver one may take the place of what was said before."""
+    assert sorted(GRAVITY, key=lambda kind: GRAVITY[kind]) == ["busy", "stuck", "silent", "cycle", "mismatch", "left"]
+    assert {*GRAVITY} == {*get_args(get_type_hints(Hang)["kind"])}
+
+
+@pytest.mark.parametrize("known", [{"number": 1, "point_to_point": True}, {"number": 0, "group": "", "ranks": ()}])
+def test_who_waits_for_work_from_anybody_accuses_nobody(known: dict) -> None:
+    """A server of parameters is in `recv` by design; where the peer is named, that one keeps it."""
+    still = [missing(rank, still=60.0) for rank in (1, 2, 3)]
+    assert verdict(of(waits(0, call("recv", **known), seconds=60.0), *still)) is None
+    named = call("recv", **known, root=2)
+    assert verdict(of(waits(0, named, seconds=60.0), *still)) == ("stuck", (2,))
+    left = Seen(left="it has ended: finished", left_for=60.0, entered={"0": 5})
+    assert verdict(of(waits(0, call("recv", **known)), left, *still[:2])) is None
 
 
 def test_nothing_moves_in_a_rank() -> None:
@@ -341,6 +463,49 @@ def test_many_ranks_are_told_briefly() -> None:
     assert found.ranks == (17,)
     assert set(found.stacks) == {"0-16,18-63", "17"}
     assert list(found.waits) == ["0-16,18-63"]
+
+
+@pytest.mark.parametrize(
+    "ranks, text",
+    [
+        ((), ""),
+        ((3,), "3"),
+        ((0, 1), "0-1"),
+        ((0, 2), "0,2"),
+        (range(1024), "0-1023"),
+        (range(3, 1024, 8), "3-1019:8"),
+        ((0, 1, 2, 7, 9, 11, 20), "0-2,7-11:2,20"),
+    ],
+)
+def test_ranks_are_told_briefly(ranks: Sequence[int], text: str) -> None:
+    """As a text that reads as what it was made of."""
+    assert (spans_of(ranks), ranks_in(text)) == (text, tuple(ranks))
+
+
+@pytest.mark.parametrize("text", ["x-", "x", "-5", "0-8:0", "0-99999999999999999999", ",".join(["0-1000000"] * 9)])
+def test_a_text_that_means_no_ranks(text: str) -> None:
+    """From anywhere: the call is read without them."""
+    with pytest.raises(ValueError, match=r"ranks|int|zero"):
+        ranks_in(text)
+    for value in (text, [0, 1], None):
+        assert from_json(Call, {"group": "0", "number": 1, "operation": "x", "ranks": value}) == Call(
+            group="0", number=1, operation="x"
+        )
+
+
+@pytest.mark.parametrize("ranks", [range(1024), range(5, 1024, 8)])
+def test_the_look_of_a_rank_of_many_is_small(ranks: Sequence[int]) -> None:
+    """It is sent by all ranks while somebody waits: less than 6 KB, whole."""
+    path = "/home/somebody/project/package/training/loop.py:1234"
+    shapes = ("float32 [4096, 4096]",) * 3
+    calls = [
+        call("all_reduce", 100_000 + number, ranks=tuple(ranks), shapes=shapes, location=path)
+        for number in range(MOST_RECENT)
+    ]
+    look = waits(1023, calls[-1], recent=tuple(calls), stack=(f"{path} (function)",) * 12, place=path).progress
+    text = json.dumps(to_json(look))
+    assert len(text) < 6_000
+    assert from_json(RankProgress, json.loads(text)) == look
 
 
 def test_words_for_people() -> None:

@@ -38,7 +38,8 @@ class StuckRank(HangRule):
 
     It was not accused by the clock: nothing moved in it for seconds (no frame, no processor time, no data), or its
     interpreter gives no sign of life and the kernel shows why. A rank that works is never named, however long it takes;
-    as a warning it is, where the others wait ten times longer than ever before in this run, and a minute at least.
+    as a warning it is, where the others wait ten times longer than ever before in this run, and a minute at least; or
+    where code in C keeps its interpreter for 15 s or more, which is critical after a minute.
 
     Impact: all devices idle until the process group's timeout ends the job, if it does.
 
@@ -72,6 +73,7 @@ class StuckRank(HangRule):
     fires_on = Examples(
         lambda: Facts(topic="alone:hang", values={0: _STUCK}),
         lambda: Facts(topic="alone:hang", values={0: {**_STUCK, "kind": "silent", "phase": "interpreter"}}),
+        lambda: Facts(topic="alone:hang", values={0: {**_STUCK, "phase": "interpreter", "runs": True}}),
         lambda: Facts(topic="alone:hang", values={0: {**_STUCK, "kind": "busy", "waited": 70.0}}),
     )
     silent_on = Examples(
@@ -83,11 +85,12 @@ class StuckRank(HangRule):
     def judge(self, fact: Hang) -> Fields | None:
         fields = dict(super().judge(fact) or {})
         if fact.kind == "busy":
-            fields |= {
-                "severity": Severity.WARNING,
-                "title": "a rank is at work while others wait far longer than usual",
-            }
+            title = "a rank is at work while others wait far longer than usual"
+            fields |= {"severity": Severity.WARNING, "title": title}
+        elif fact.runs:
+            title = "a rank runs code that does not let others run while others wait"
+            fields |= {"severity": Severity.WARNING, "title": title}
         return fields
 
     def likeliest(self, fact: Hang) -> int | None:
-        return 6 if fact.kind == "silent" else _BY_KIND.get(fact.blocked_in or "")
+        return 6 if fact.kind == "silent" or fact.runs else _BY_KIND.get(fact.blocked_in or "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.hang.common import HangRule
-from ddpdebug.detectors.kinds import Examples, Facts, Severity
+from ddpdebug.detectors.kinds import Examples, Facts, Fields, Severity
 from ddpdebug.schema.announcements import Hang
 
 _OTHER_CALL = {
@@ -23,7 +23,8 @@ class CollectiveMismatch(HangRule):
     """At the same position in the order of collectives of a group, ranks called different operations.
 
     Or the same one with other shapes, dtypes or roots; or they wait for each other in a circle, as with two groups that
-    are used in another order.
+    are used in another order. A warning of its own title says that all are in the same call, which has not ended for a
+    minute: nothing is known to differ, and much data over a slow network looks like that.
 
     Impact: the job hangs, aborts with a transport error, or pairs unrelated tensors and goes on with wrong data.
 
@@ -55,11 +56,19 @@ class CollectiveMismatch(HangRule):
     fires_on = Examples(
         lambda: Facts(topic="alone:hang", values={0: _OTHER_CALL}),
         lambda: Facts(topic="alone:hang", values={0: {**_OTHER_CALL, "kind": "cycle", "difference": "order"}}),
+        lambda: Facts(topic="alone:hang", values={0: {**_OTHER_CALL, "kind": "cycle", "difference": "unknown"}}),
     )
     silent_on = Examples(
         lambda: Facts(topic="alone:hang", values={0: {**_OTHER_CALL, "kind": "stuck"}}),
         lambda: steps(3),
     )
+
+    def judge(self, fact: Hang) -> Fields | None:
+        fields = dict(super().judge(fact) or {})
+        if fact.difference == "unknown":
+            title = "a collective does not end though all ranks are in it"
+            fields |= {"severity": Severity.WARNING, "title": title}
+        return fields
 
     def likeliest(self, fact: Hang) -> int | None:
         if any("new_group" in call for call in fact.sides.values()):
