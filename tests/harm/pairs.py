@@ -281,7 +281,7 @@ _NOISE = re.compile(
     r"|Exception raised from \w+ at .*\(most recent call first\):$|frame #\d+: |<omitting python frames>$)"
 )
 _OURS = re.compile(r"^(\[rank\d\]: )?ddpdebug")
-_OURS_MORE = re.compile(r"^  (where|what|evidence|perhaps|next|      )")
+_OURS_MORE = re.compile(r"^  (where|what|missing|calls|waits|so far|stacks|evidence|over|perhaps|next|      )")
 _FRAME = re.compile(r'^(\[rank\d\]: )?  File "(.*?)"')
 _ADDRESS = re.compile(r"0x[0-9a-f]{4,}|pid[ =:]*\d+|\b\d{4,5}\b")
 
