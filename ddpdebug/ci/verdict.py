@@ -190,9 +190,11 @@ def judge(  # noqa: PLR0913 - all that is known of a run
     ends = _ends(outcomes, statuses, world)
     all_done = all(end in {_End.DONE, _End.BY_FINDING} for end in ends.values())
     over = [finding for finding in findings if is_over(finding) or (is_hang(finding) and all_done and not timed_out)]
-    weights = {id(f): min(f.severity, Severity.WARNING) if f in over else f.severity for f in findings}
+    weights = {id(f): f.severity for f in findings}
+    weights.update((id(f), min(f.severity, Severity.WARNING)) for f in over)
     counting = [f for f in findings if weights[id(f)] >= fail_on and weights[id(f)] > Severity.INFO]
     counting.sort(key=lambda finding: -weights[id(finding)])
+    counted = {id(finding) for finding in counting}
     hung = hung and not all_done
     hang = _hang(findings, ends, outcomes, ended=timed_out or hung)
     word, blamed = _worst(ends, outcomes, timed_out=timed_out or hung)
@@ -213,7 +215,7 @@ def judge(  # noqa: PLR0913 - all that is known of a run
     return Verdict(
         word=word,
         failing=tuple(counting),
-        others=tuple(finding for finding in findings if finding not in counting),
+        others=tuple(finding for finding in findings if id(finding) not in counted),
         ranks={
             rank: _in_hang(rank, outcomes.get(rank), None if hang is None else parties(hang, world))
             or (

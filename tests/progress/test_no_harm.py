@@ -51,7 +51,7 @@ class _Counting:
 def _watch(watcher: Any, folder: Path) -> progress.ProgressWatch:
     def nothing(*_: object, **__: object) -> None: ...
 
-    calls: dict[str, Any] = dict.fromkeys(("say", "announce", "feed", "stand_in", "line", "off"), nothing)
+    calls: dict[str, Any] = dict.fromkeys(("say", "announce", "feed", "stand_in", "tell", "off"), nothing)
     (folder / "ranks" / "0").mkdir(parents=True)
     return progress.ProgressWatch(0, 2, watcher, disk=Disk(), folder=lambda: folder, **calls)
 
