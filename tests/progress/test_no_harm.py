@@ -12,6 +12,7 @@ from machine import until
 
 from ddpdebug.disk import Disk
 from ddpdebug.monitor import progress
+from ddpdebug.progress.watcher import NoNotes
 from ddpdebug.schema.progress import RankProgress
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -37,8 +38,13 @@ def test_a_thread_that_stands_still_is_no_excuse() -> None:
 class _Counting:
     """Stands for the look at a process."""
 
+    notes = NoNotes()
+
     def __init__(self) -> None:
         self.looks = 0
+
+    def entered(self) -> dict[str, int]:
+        return {}
 
     def look(self) -> RankProgress:
         self.looks += 1
