@@ -7,11 +7,11 @@ class Patience:
     """The waits of a run for ranks at work: one is too long that is far longer than all that have ended well.
 
     Args:
-        least: seconds that are never too long.
+        least: seconds that are never too long: imports from a slow file system, a first evaluation, a checkpoint.
         factor: so many times the longest wait that has ended well.
     """
 
-    def __init__(self, least: float = 60.0, factor: float = 10.0) -> None:
+    def __init__(self, least: float = 300.0, factor: float = 10.0) -> None:
         self._least, self._factor = least, factor
         self.longest = 0.0  # seconds, of those that have ended well
         self._now = 0.0  # of the one that lasts
