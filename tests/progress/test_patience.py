@@ -58,4 +58,4 @@ def test_the_limit_only_grows(waits: list[float]) -> None:
         assert patience.limit >= before
         before = patience.limit
         patience.ended()
-    assert patience.limit == max(60.0, 10 * max(waits, default=0.0))
+    assert patience.limit == max(300.0, 10 * max(waits, default=0.0))
