@@ -404,7 +404,7 @@ class ProgressWatch:
             return
         if (silent := beats.unanswered()) >= _SIGN_SECONDS:
             if self._hosts_store and 0 in elsewhere:
-                seen[0] = replace(seen[0], silent=silent, runs=True)
+                seen[0] = replace(seen[0], silent=silent, unknown=True)
             return
         for rank in elsewhere:
             if rank in asked and rank in heard:
@@ -413,14 +413,14 @@ class ProgressWatch:
                 since = unchanged if one.lives or unchanged < _SIGN_SECONDS else seconds
                 self._hear_beat(seen, rank, one.value, since)
             elif rank in asked and seconds >= RUNNING_SECONDS and not (seen[rank].kernel or seen[rank].left):
-                seen[rank] = Seen(progress=self._looks.get(rank, (None,))[0], silent=seconds, runs=True)
+                seen[rank] = Seen(progress=self._looks.get(rank, (None,))[0], silent=seconds, unknown=True)
 
     def _hear_beat(self, seen: dict[int, Seen], rank: int, value: bytes, since: float) -> None:
         """Add what a rank of another host says of itself, and of those beside it."""
         look, near = _read_beat(value)
         if since >= _SIGN_SECONDS:
             if rank not in self._left and not seen[rank].kernel:  # what the rank beside it says is more
-                seen[rank] = Seen(progress=look, silent=since, runs=True)
+                seen[rank] = Seen(progress=look, silent=since, unknown=True)
             return
         seen[rank] = Seen(progress=look)
         for other, one in near.items():

@@ -69,6 +69,7 @@ class Seen:
         silent: seconds since its last sign of life, as long as that is too long; 0 for one that answers.
         runs: of one that is silent, the kernel shows that it works, or wants to.
         ran: seconds of processor time that it has had since it was found silent.
+        unknown: nobody can ask the kernel about it.
         kernel: what else the kernel shows of it, in words.
         now: its place is that of this moment, though it is silent: it was read from outside.
         left: why it has left, empty while it is there; `left_at` the user's line that it left from, where it told.
@@ -80,6 +81,7 @@ class Seen:
     silent: float = 0.0
     runs: bool = False
     ran: float = 0.0
+    unknown: bool = False
     kernel: str = ""
     now: bool = False
     left: str = ""
@@ -157,6 +159,8 @@ def _of_missing(culprits: list[int], waiting: Mapping[int, tuple[Call, ...]], se
 
 
 def _is_silent_too_long(one: Seen) -> bool:
+    if one.unknown:
+        return one.silent >= RUNNING_SECONDS
     if one.runs:
         return one.silent >= RUNNING_SECONDS and one.ran >= RAN_SECONDS
     return one.silent >= SILENT_SECONDS

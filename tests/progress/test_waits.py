@@ -518,3 +518,9 @@ def test_words_for_people() -> None:
     assert where(loader) == (
         "waits for a worker of its DataLoader (worker 812 asleep), at train.py:33: next(batches), in data"
     )
+
+
+def test_one_of_whom_nothing_can_be_known() -> None:
+    """It is alone on its host, or was stopped before it could tell where it is: the clock is all that there is."""
+    for seconds, found in ((RUNNING_SECONDS - 1, None), (RUNNING_SECONDS, ("silent", (1,)))):
+        assert verdict({0: waits(0), 1: Seen(silent=seconds, unknown=True)}) == found
