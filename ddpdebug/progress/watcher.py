@@ -77,6 +77,10 @@ class Recorder(Protocol):
         """Return the newest collectives, oldest first."""
 
     @property
+    def is_counted(self) -> bool:
+        """Whether messages from rank to rank are among the last counts."""
+
+    @property
     def meetings(self) -> Collection[str]:
         """Functions of torch's in which ranks meet in the store."""
 
@@ -164,11 +168,7 @@ class Watcher:
         """Return what is seen now, `exact` while somebody waits."""
         now, ident = time.monotonic(), self._thread()
         stack = frames.take(sys._current_frames().get(ident))  # noqa: SLF001 - documented, and there is no other way
-        number = self.notes.number
-        counts = {
-            group: (number(group, entered), number(group, completed))
-            for group, (entered, completed) in (self._recorder.counts() or {}).items()
-        }
+        counts = self._counts(exact=exact or now - self._since >= WAIT_SECONDS)
         step = self._step()
         signature = frames.signature(stack), tuple(counts.values()), step
         if signature != self._signature:
@@ -216,8 +216,15 @@ class Watcher:
 
     def entered(self) -> dict[str, int]:
         """Return how many collectives of each group were entered, exactly: any thread may ask."""
-        counts = self._recorder.counts(exact=True) or {}
-        return {group: self.notes.number(group, entered) for group, (entered, _) in counts.items()}
+        return {group: entered for group, (entered, _) in self._counts(exact=True).items()}
+
+    def _counts(self, *, exact: bool) -> dict[str, tuple[int, int]]:
+        """Return how many collectives were entered and have ended, without messages from rank to rank."""
+        known = dict(self._recorder.counts(exact=exact) or {})
+        if not self._recorder.is_counted:
+            return known
+        number = self.notes.number
+        return {group: (number(group, entered), number(group, ended)) for group, (entered, ended) in known.items()}
 
     def address(self) -> int:
         """Return where the thread's state lies in memory, so that its stack can be read from outside."""

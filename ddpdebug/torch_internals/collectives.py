@@ -39,6 +39,8 @@ class Collectives:
 
     #: Functions of torch's in which ranks meet in the store.
     meetings = names.MEETINGS
+    #: The last counts were those of the groups themselves, among them messages from rank to rank.
+    is_counted = False
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}  # number of a group -> name, "" for one of ours
@@ -51,10 +53,8 @@ class Collectives:
         Torch counts messages from rank to rank as well, of which ranks may send more or fewer than others. They are
         left out as far as entries tell that were read; `exact` reads them where there is a new collective.
         """
-        known = _dump(entries=False)
-        if known is None:
-            return self._counted()
-        status = known.get("pg_status") or {}
+        status = (_dump(entries=False) or {}).get("pg_status") or {}
+        self.is_counted = not status
         if not status:
             return self._counted()
         numbers = {int(number): value for number, value in status.items()}

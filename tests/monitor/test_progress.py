@@ -83,7 +83,7 @@ class Rank:
     def _stand_in(self) -> None:
         self.stands_in += 1
 
-    def look(self) -> RankProgress:
+    def look(self, *, exact: bool = False) -> RankProgress:
         """Look, as the watcher does."""
         return self.seen
 

@@ -46,7 +46,7 @@ class _Counting:
     def entered(self) -> dict[str, int]:
         return {}
 
-    def look(self) -> RankProgress:
+    def look(self, *, exact: bool = False) -> RankProgress:
         self.looks += 1
         return RankProgress(rank=0)
 

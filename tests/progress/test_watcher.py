@@ -45,6 +45,7 @@ class Record:
     known: dict[str, tuple[int, int]] | None = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
     meetings = ("_store_based_barrier",)
+    is_counted = False
 
     def counts(self, *, exact: bool = False) -> dict[str, tuple[int, int]] | None:
         return self.known

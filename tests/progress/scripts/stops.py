@@ -291,6 +291,8 @@ def main():
             for _ in range(30):
                 dist.send(torch.ones(1), peer) if rank == 0 else dist.recv(torch.ones(1), 0) if rank == peer else None
     for step, batch in enumerate(loader):  # data
+        if step < STEP:
+            time.sleep(0.3)  # a job that is stopped in its first moment has told nobody where it is
         if step == STEP:
             what = stop(rank, groups, model)
             if what == "break":
