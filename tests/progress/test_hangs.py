@@ -21,7 +21,7 @@ _HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(_HERE))
 from jobs import Job, Result, line_of  # noqa: E402
 
-pytestmark = [pytest.mark.jobs, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.jobs, pytest.mark.timeout(1800)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +189,7 @@ TRAPS = (
 
 def _slow(case: Fault | Trap) -> Any:
     quick = isinstance(case, Fault) and case.quick
-    return pytest.param(case, id=case.name, marks=[] if quick else [pytest.mark.slow])
+    return pytest.param(case, id=case.name, marks=[] if quick else [pytest.mark.hangs])
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +200,7 @@ def results(request: pytest.FixtureRequest) -> dict[Job, Result]:
     jobs = [case.job() for case in cases]
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("DDPDEBUG_", "PYTEST_"))}
     done = subprocess.run(
-        [sys.executable, _HERE / "jobs.py", "--jobs", str(4 * (os.cpu_count() or 1)), "-"],
+        [sys.executable, _HERE / "jobs.py", "--jobs", str(os.cpu_count() or 1), "-"],
         input=json.dumps([asdict(job) for job in jobs]),
         stdout=subprocess.PIPE,
         text=True,
