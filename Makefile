@@ -49,7 +49,7 @@ test-slow: $(STAMP) ## the slow ones: whatever breaks, Slurm, bisect, self-test,
 	$(PYTHON) -m pytest -q $(SPREAD) -m slow --durations=12
 
 test-hangs: $(STAMP) ## 80 jobs that hang, or only seem to (CI runs four of them)
-	$(PYTHON) -m pytest -q tests/progress/test_hangs.py -m hangs
+	$(PYTHON) -m pytest -q tests/progress -m hangs
 
 retest: $(STAMP) ## as a diagnosis: run the tests that failed last time alone; they have failed all the same
 	$(PYTHON) -m pytest -q --last-failed --last-failed-no-failures none

@@ -19,7 +19,7 @@ def _run(hosts: str, rank: int) -> hangs.Result:
     return hangs.run("sigstop", rank, world=world, seconds=_LIMIT, limit=_LIMIT, script=(str(_SCRIPT), hosts))
 
 
-@pytest.mark.slow
+@pytest.mark.hangs
 def test_the_lowest_rank_judges_by_what_the_other_host_tells() -> None:
     """What the kernel shows of a stopped rank, and its line, come from a rank beside it."""
     found = _run("0,0,1,1", 3).first
@@ -29,7 +29,7 @@ def test_the_lowest_rank_judges_by_what_the_other_host_tells() -> None:
     assert "stopped by a signal" in found["evidence"]["missing"]["3"]
 
 
-@pytest.mark.slow
+@pytest.mark.hangs
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_silent_rank_alone_on_its_host(rank: int) -> None:
     """Nobody knows why it is silent, and that is said; also where it hosts the store, which is silent with it."""

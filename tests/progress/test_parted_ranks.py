@@ -15,7 +15,7 @@ from ddpdebug.schema.progress import Noted
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from hangs import Result, line_of, run
 
-pytestmark = [pytest.mark.jobs, pytest.mark.slow]
+pytestmark = [pytest.mark.jobs, pytest.mark.hangs]
 
 _LIMIT = 300.0  # of a machine that does much else
 

@@ -23,7 +23,7 @@ def _said(result: Result) -> list[int]:
     return [rank for rank, text in enumerate(result.output) if f"rank {rank} leaves with exit status 4" in text]
 
 
-@pytest.mark.slow
+@pytest.mark.hangs
 @pytest.mark.parametrize(
     "kind, world, rank, code",
     [("lock", 2, 1, "HANG501"), ("lock", 4, 0, "HANG501"), ("operation", 4, 2, "HANG502"), ("return", 4, 0, "HANG503")],
@@ -41,7 +41,7 @@ def test_all_live_ranks_leave(kind: str, world: int, rank: int, code: str, tmp_p
         assert "File" in (tmp_path / "out" / "ranks" / str(one) / "stacks.txt").read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
+@pytest.mark.hangs
 @pytest.mark.parametrize("world", [2, 4])
 def test_rank_0_is_silent(world: int, tmp_path: Path) -> None:
     """The others leave by themselves, by what one of them has written, and say that rank 0 cannot."""
@@ -53,7 +53,7 @@ def test_rank_0_is_silent(world: int, tmp_path: Path) -> None:
     assert 0 not in _ends(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.hangs
 def test_rank_0_is_missing(tmp_path: Path) -> None:
     """Where its end throws nobody out, the others leave for it; where it does, they end by their own exception."""
     result = run("sigkill", 0, world=4, seconds=300, limit=300, whole=True, folder=tmp_path, options=_STOP)
@@ -62,7 +62,7 @@ def test_rank_0_is_missing(tmp_path: Path) -> None:
     assert len(_ends(tmp_path)) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.hangs
 def test_a_hang_that_ends_by_itself_is_not_stopped(tmp_path: Path) -> None:
     """A process that was stopped for eight seconds trains on, and the finding says how long it took."""
     result = run("sigstop", 1, seconds=8, limit=300, whole=True, folder=tmp_path, options=_STOP)
@@ -70,7 +70,7 @@ def test_a_hang_that_ends_by_itself_is_not_stopped(tmp_path: Path) -> None:
     assert all("ended_after_seconds" in finding["evidence"] for finding in result.findings), result.findings
 
 
-@pytest.mark.slow
+@pytest.mark.hangs
 def test_a_rank_at_work_is_not_stopped(tmp_path: Path) -> None:
     """However long the others wait for it."""
     result = run("writes", 0, seconds=25, limit=300, whole=True, folder=tmp_path, options=_STOP)
