@@ -12,6 +12,7 @@ Three ways in, all in the background thread:
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import threading
@@ -47,6 +48,8 @@ from ddpdebug.sinks.text import ranks_text
 _TELL_SECONDS, _EVERY_SECONDS = 3.0, 0.4
 #: A look costs a quarter of a millisecond of processor time, two while the rank waits: there are no more than this.
 _LOOK_SECONDS = 0.4
+#: How often the run directory, which many ranks may share, is looked at for somebody who asks for stacks.
+_ASKED_SECONDS = 2.0
 #: A look that is older says nothing of now.
 _STALE_SECONDS = 4.0
 #: How long a gather is waited for before the others' black boxes are read, and how old a sign of life may be.
@@ -162,7 +165,7 @@ class ProgressWatch:
         self._stand_in, self._tell, self._off = stand_in, tell, off
         self._beats, self._hosts_store, self._beat = beats, hosts_store, 0
         self._began = time.monotonic()
-        self._hang_stop, self._asked = stop, Asked(rank, disk)
+        self._hang_stop, self._asked, self._ask_again = stop, Asked(rank, disk), 0.0
         self.box: black_box.BlackBox | None = None
         self._boxless = False
         self._members: tuple[int, ...] = tuple(range(world))
@@ -311,8 +314,13 @@ class ProgressWatch:
             self._open_box()
         if self.box is not None:
             self.box.beat({**to_json(own), "build": foreign_stack.BUILD, "thread": self._watcher.address()})
-        if (home := self._folder()) is not None:
-            self._asked.look(home, own)
+        if now >= self._ask_again and (home := self._folder()) is not None:
+            self._ask_again = now if now < self._tell_until else now + _ASKED_SECONDS  # while ranks wait at each look
+            try:
+                self._asked.look(home, own)
+            except OSError as error:  # a full disk, say: that is no reason to look no more
+                self._ask_again = math.inf
+                self._off("stacks", f"this rank answers nobody who asks for its stacks: {error}")
         return own, now
 
     def _open_box(self) -> None:

@@ -1,6 +1,6 @@
 """Asking the ranks of a run that goes on for their stacks: a file in the run directory, and one answer of each rank.
 
-The one who asks writes `stacks.request`; the watch of each rank looks for it about once a second, wherever the rank
+The one who asks writes `stacks.request`; the watch of each rank looks for it every few seconds, wherever the rank
 runs, and writes `ranks/<rank>/stacks.json`. Only the user whose processes the ranks are is answered: the file must be
 his. Both are JSON of bounded size. A rank whose interpreter does not run does not answer.
 Torch-free.

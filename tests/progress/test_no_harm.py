@@ -84,3 +84,22 @@ def test_who_is_left_looks_for_some_minutes(tmp_path: Path, monkeypatch: pytest.
             watch.close("finished")
         assert until(lambda: all(thread.name != "ddpdebug-progress" for thread in threading.enumerate()))
         watch.close("finished")
+
+
+def test_the_run_directory_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many ranks share it: nobody looks there at each look; and a disk that takes no answer does not end the watch."""
+    watcher = _Counting()
+    watch, asked, told = _watch(watcher, tmp_path), list[Path](), list[str]()
+    watch._off = lambda part, message: told.append(part)
+
+    def look(home: Path, own: RankProgress) -> None:
+        asked.append(home)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(watch._asked, "look", look)
+    monkeypatch.setattr(progress, "_LOOK_SECONDS", 0.0)
+    for _ in range(100):
+        watch.tick((0, 1))
+    assert watcher.looks >= 100
+    assert (asked, told) == ([tmp_path], ["stacks"])
+    watch.close("finished")
