@@ -16,7 +16,7 @@ from typing import Any
 from ddpdebug.progress import black_box, kernel
 from ddpdebug.progress.waits import SILENT_SECONDS, Seen, where
 from ddpdebug.run_directory.reader import RANKS
-from ddpdebug.schema.progress import RankProgress
+from ddpdebug.schema.progress import Noted, RankProgress
 from ddpdebug.schema.wire import from_json
 
 #: More ranks than a person reads, and than black boxes are read at a time.
@@ -73,7 +73,7 @@ def _state(rank: int, box: black_box.Recorded, now: float, notes: int) -> RankSt
     ended = "" if progress is None else progress.ended
     shown = box.kernel()
     age = max(0.0, now - box.beat) if box.here and box.beat else math.nan
-    lines = tuple(str(note.text)[:_MAX_TEXT] for note in box.notes[-notes:]) if notes else ()
+    lines = tuple(_note_words(note.text)[:_MAX_TEXT] for note in box.notes[-notes:]) if notes else ()
     if not box.here:
         state, seen = ELSEWHERE, Seen(progress=progress, left=_ended(ended) if ended else "")
     elif shown is None or shown.is_gone or ended:
@@ -154,3 +154,9 @@ def together(
         for (state, words, stack, own), ranks in alike.items()
     ]
     return sorted(groups, key=lambda group: (-len(group.ranks), group.ranks))
+
+
+def _note_words(note: str) -> str:
+    """Return a note of a call as people read it; one that is cut as it is."""
+    known = Noted.read(note)
+    return note if known is None else known.words()
