@@ -11,6 +11,7 @@ from typing import Any
 
 from ddpdebug.ci.golden import Comparison
 from ddpdebug.ci.selftest import Proof
+from ddpdebug.errors import essence
 from ddpdebug.schema.coverage import Coverage
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.hangs import ENDED, Parties, is_by_hang, is_hang, is_over, parties, stands
@@ -94,14 +95,19 @@ class Verdict:
 
     @property
     def story(self) -> tuple[str, ...]:
-        """What the hang was, in words: who waits, in which call and line, who is missing, and what that one does."""
+        """What the hang was, in words: who waits, in which call and line, who is missing, and what that one does.
+
+        A rank that has failed is told of by its own account.
+        """
         if self.hang is None:
             return ()
         known, calls = parties(self.hang, len(self.ranks)), dict[str, list[int]]()
         for rank, call in known.waiting.items():
             calls.setdefault(call, []).append(rank)
         lines = [f"{ranks_text(ranks)} wait{'s' * (len(ranks) == 1)} in {clean(call)}" for call, ranks in calls.items()]
-        named = [rank for rank in known.missing if rank not in known.waiting]
+        told = [rank for rank in self.blamed if self.word is Word.FAILED]
+        lines[:0] = [f"rank {rank}: {clean(essence(self.ranks[rank]))}" for rank in told]
+        named = [rank for rank in known.missing if rank not in known.waiting and rank not in told]
         lines += [f"rank {rank} is missing: {clean(known.missing[rank])}" for rank in named]
         if (difference := self.hang.evidence.get("difference")) not in {None, "unknown"}:
             lines.append(f"they differ in: {clean(difference, 60)}")
@@ -176,7 +182,7 @@ def judge(  # noqa: PLR0913 - all that is known of a run
     machine does to its processes (a suspended runner, a stop and a continue) is no fault of what is checked.
 
     A hang comes before a lost rank, that before a failed script, that before findings: each makes the next
-    unreliable. A rank that finished its work and then died in the interpreter's teardown (a torch bug) is not lost.
+    unreliable. Where the others waited for a rank that has raised, the script failed. A rank that finished its work and then died in the interpreter's teardown (a torch bug) is not lost.
 
     Args:
         outcomes: by rank; a rank that could not write one is absent.
@@ -199,8 +205,10 @@ def judge(  # noqa: PLR0913 - all that is known of a run
     hang = _hang(findings, ends, outcomes, ended=timed_out or hung)
     word, blamed = _worst(ends, outcomes, timed_out=timed_out or hung)
     if hang is not None:
-        word = Word.LOST if hang.code == "HANG503" else Word.HANG
         blamed = [rank for rank in hang.ranks if 0 <= rank < world] or blamed
+        word = Word.LOST if hang.code == "HANG503" else Word.HANG
+        if word is Word.LOST and not timed_out and any(_failed_by_itself(rank, ends, outcomes) for rank in blamed):
+            word = Word.FAILED
     if word is Word.FAILED and (early := _left_early(ends, outcomes, blamed)):
         blamed = early
     notes = [*_notes(ends, outcomes, statuses), *map(_over, over), *damage]
@@ -251,12 +259,14 @@ def _hang(
     if not standing or ended or hung:
         named = {outcomes[rank].reason.split(maxsplit=2)[1] for rank in hung if " " in outcomes[rank].reason}
         return next((finding for finding in standing if finding.code in named), next(iter(standing), None))
-    failed = [rank for rank, end in ends.items() if end is _End.FAILED]
-    by_itself = [rank for rank in failed if not _lost_its_peer(outcomes.get(rank))]
-    if by_itself:
+    if any(_failed_by_itself(rank, ends, outcomes) for rank in ends):
         return None
     # who has gone is told by the ends themselves, alike whether or not the others had the time to notice it
     return next((finding for finding in standing if finding.code != "HANG503"), None)
+
+
+def _failed_by_itself(rank: int, ends: Mapping[int, _End], outcomes: Mapping[int, Outcome]) -> bool:
+    return ends.get(rank) is _End.FAILED and not _lost_its_peer(outcomes.get(rank))
 
 
 def _in_hang(rank: int, outcome: Outcome | None, known: Parties | None) -> str:

@@ -77,10 +77,11 @@ class Beats:
         return 0.0 if pending is None else time.monotonic() - pending
 
     def close(self) -> None:
-        """End the thread where it does not wait for the store."""
+        """End the thread where it does not wait for the store, and drop the connection."""
         self._until, self.is_over, thread = 0.0, True, self._thread
         if thread is not None:
             thread.join(0.3)
+        self._store = None  # one in a file deletes that with its last connection
 
     def _run(self) -> None:
         while time.monotonic() < self._until and not self.is_over:

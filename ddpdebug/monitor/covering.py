@@ -142,6 +142,7 @@ class Covering:
         self._ended = True
         if look:
             self.look()
+        self._store = None
 
     # --- what is known ------------------------------------------------------------------------------------------------
 

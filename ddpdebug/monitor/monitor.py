@@ -294,6 +294,8 @@ class Monitor:
         if not yields:
             run("close:exchange", self._leave, reason, error)
         run("close:coverage", self.covering.close, look=not yields)
+        # a store in a file deletes that with its last connection; the interpreter ends before it drops ours
+        self._store = self._roll = None
         self.guard.contain("close:end", self._end, reason, exit_code)
         if self.fanout is not None:
             self.guard.contain("close:sinks", self.fanout.close)

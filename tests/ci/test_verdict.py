@@ -124,6 +124,14 @@ HANGS = {
     "one rank was silent and was killed": (_hang(), {0: _BY_HANG[0]}, {0: 4, 1: _KILL}, False, Word.HANG, 4),
     "the job has waited too long by itself": (_hang(), _LATE, {0: 1, 1: 1}, False, Word.HANG, 4),
     "the rank has raised": (_hang(), {0: _failed(0, _PEER), 1: _failed(1)}, {0: 1, 1: 1}, False, Word.FAILED, 3),
+    "check has ended it, for a rank that raised": (
+        _hang("HANG503"),
+        {0: _BY_HANG[0], 1: _failed(1)},
+        {},
+        True,
+        Word.FAILED,
+        3,
+    ),
     "it was over": (_hang(ended_after_seconds=8.5), BOTH, {0: 0, 1: 0}, False, Word.CLEAN, 0),
     "all have finished": (_hang(), BOTH, {0: 0, 1: 0}, True, Word.CLEAN, 0),
 }

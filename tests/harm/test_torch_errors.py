@@ -298,6 +298,11 @@ def test_the_error_is_explained_and_the_same(name: str, ended: dict[str, tuple[A
     assert [end["status"] for end in watched] == [end["status"] for end in plain], watched
     found = [json.loads(line) for line in (folder / "run" / "findings.jsonl").read_text().splitlines()]
     known = {f["id"]: f for f in found if f["code"].startswith("FAIL")}
+    gone = [f for f in found if f["code"] == "HANG503"]
+    if case.code == "FAIL1024" and gone and not known:  # the others waited for so long that they were asked about it
+        assert {rank for f in gone for rank in f["ranks"]} == set(case.failing)
+        assert all(set(f["evidence"]["missing"]) == {str(rank) for rank in case.failing} for f in gone)
+        return
     assert [f["code"] for f in known.values()] == [case.code], watched[0]["err"]
     finding = next(iter(known.values()))
     assert set(finding["ranks"]) <= set(case.failing)
