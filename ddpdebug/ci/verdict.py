@@ -182,7 +182,8 @@ def judge(  # noqa: PLR0913 - all that is known of a run
     machine does to its processes (a suspended runner, a stop and a continue) is no fault of what is checked.
 
     A hang comes before a lost rank, that before a failed script, that before findings: each makes the next
-    unreliable. Where the others waited for a rank that has raised, the script failed. A rank that finished its work and then died in the interpreter's teardown (a torch bug) is not lost.
+    unreliable. Where the others waited for a rank that has raised, the script failed. A rank that finished its work and
+    then died in the interpreter's teardown (a torch bug) is not lost.
 
     Args:
         outcomes: by rank; a rank that could not write one is absent.
