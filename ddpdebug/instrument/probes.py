@@ -25,6 +25,7 @@ from ddpdebug.probes.loop_calls import LoopCalls
 from ddpdebug.probes.memory import MemoryProbe
 from ddpdebug.probes.models import Models
 from ddpdebug.probes.nonfinite import Numerics
+from ddpdebug.probes.own_times import OwnClock
 from ddpdebug.probes.random_draws import RandomDraws
 from ddpdebug.probes.record import StepRecord
 from ddpdebug.probes.recorder import Recorder
@@ -80,6 +81,7 @@ class Probes:
         self.captures = ForwardCaptures(guard, keep_inputs)
         self.memory = MemoryProbe(bus)
         self.buffers = Buffers(bus, state, guard)
+        self.own_clock = OwnClock(bus, state, guard)
         self.calls = LoopCalls(bus, state, announce)
         self.loaders = Loaders(bus, state, announce)
         self.numerics = Numerics(bus, state, guard, self.calls, self.captures, on=vote is not None, every_step=voting)

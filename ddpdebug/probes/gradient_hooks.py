@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ class GradientHooks:
         self._owners: dict[int, Wrapper] = {}
         self._handles: list[Any] = []
         self._entries = entries_of(guard)
+        self.last_arrival = 0.0  # of a gradient, by `time.perf_counter`
         internals.leave_uncompiled(on_gradient)
 
     def add(self, parameter: torch.Tensor, wrapper: Wrapper | None) -> None:
@@ -56,6 +58,7 @@ class GradientHooks:
         wrapper = self._owners.get(key)
         if wrapper is None:
             return
+        self.last_arrival = time.perf_counter()
         wrapper.arrived = True  # by whatever thread: torch's own work for the one that called backward
         if wrapper.armed and self._state.checking:
             self._run("probe:gradients", self._note, wrapper, key, parameter)

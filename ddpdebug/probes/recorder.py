@@ -26,6 +26,7 @@ from ddpdebug.probes.loaders import RECORD_BYTES, Deliveries
 from ddpdebug.probes.loop_calls import LoopCalls, Losses
 from ddpdebug.probes.models import Models
 from ddpdebug.probes.optimizers import GroupSettings, HandWatch, OptimizerWatch, first_step, index_of
+from ddpdebug.probes.own_times import OwnTimes
 from ddpdebug.probes.record import Part, SinceLastStep, StepRecord, combined
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.step_veto import StepVeto
@@ -269,8 +270,8 @@ class Recorder:
         state.in_backward -= 1
         if state.in_backward:
             return
-        since = state.since
-        since.backward_seconds += time.perf_counter() - started
+        since, ended, syncs = state.since, time.perf_counter(), state.syncs
+        since.backward_seconds += ended - started
         since.micro_batches += 1
         state.backwards += 1
         if state.backwards == _LONELY_BACKWARDS and not any(watch.step for watch in state.watches):
@@ -285,6 +286,7 @@ class Recorder:
                 state.syncs += 1
                 if state.checking:
                     self._guard.run("probe:gradients", gradients.note_reduced, since, wrapper)
+        since.parts[OwnTimes].passed(started, ended, self._hooks.last_arrival, reduced=state.syncs > syncs)
         if self._fused_stepped:
             self._finish_fused()
 

@@ -150,6 +150,12 @@ class Row(NamedTuple):
     backward_seconds: float = float("nan")
     optimizer_seconds: float = float("nan")
     overhead_seconds: float = float("nan")  # spent in ddpdebug's own hooks
+    backward_local_seconds: float = float("nan")  # of backward, until the last gradient of this rank's own had come
+    sync_wait_seconds: float = float("nan")  # the rest of it: the reduction, and waiting for the others
+    collective_seconds: float = float("nan")  # in other collectives: DDP's broadcast of buffers, those that code calls
+    copy_seconds: float = float("nan")  # copies from the host to a device; without a device not known
+    cpu_seconds: float = float("nan")  # processor time of the thread that trains
+    gc_seconds: float = float("nan")  # in Python's garbage collector
     # memory at the end of the step, bytes; 0 where the system does not tell
     host_bytes: int = 0  # resident set
     host_private_bytes: int = 0  # of these, neither backed by a file nor shared
@@ -164,6 +170,17 @@ class Row(NamedTuple):
     device_retries: int = 0  # allocations that succeeded only after the cache had been emptied
     batch_elements: int = 0  # of the inputs of the step's largest forward
     live_graphs: int = 0  # earlier steps whose autograd graph is still alive
+    input_elements: int = 0  # of the inputs of all its forwards with gradients
+    # replicas of sharded parameters: a class is a set of mesh dimensions over which parameters are equal. Not filled in
+    # yet; 0 means that there is no such class
+    class_0_key: int = 0
+    class_1_key: int = 0
+    class_2_key: int = 0
+    class_3_key: int = 0
+    class_0_params: int = 0  # the digest of its parameters, compared between ranks with an equal key
+    class_1_params: int = 0
+    class_2_params: int = 0
+    class_3_params: int = 0
 
     @property
     def local_sums(self) -> tuple[float, ...]:
@@ -182,15 +199,33 @@ class Row(NamedTuple):
 
     @property
     def other_seconds(self) -> float:
-        """What the step took beyond the loader, forward, backward and optimizer; NaN where its time is not known."""
+        """What the step took beyond loader, forward, backward, optimizer and collectives; NaN where that is unknown."""
         known = (self.data_seconds, self.forward_seconds, self.backward_seconds, self.optimizer_seconds)
-        rest = self.step_seconds - sum(seconds for seconds in known if seconds >= 0)
+        rest = self.step_seconds - sum(seconds for seconds in (*known, self.collective_seconds) if seconds >= 0)
         return rest if not rest < 0 else 0.0
 
     @property
+    def wait_seconds(self) -> float:
+        """How long it waited for others, or moved data to and from them; where that is not known, all of backward."""
+        waited = self.sync_wait_seconds if self.sync_wait_seconds >= 0 else self.backward_seconds
+        return sum(seconds for seconds in (waited, self.collective_seconds) if seconds >= 0)
+
+    @property
     def own_seconds(self) -> float:
-        """What the rank does before it waits for the others in backward: loader, forward and what is in no phase."""
-        return self.other_seconds + sum(s for s in (self.data_seconds, self.forward_seconds) if s >= 0)
+        """What the rank does by itself: the step without what it waits for others; NaN where its time is not known."""
+        return max(0.0, self.step_seconds - self.wait_seconds) if self.step_seconds >= 0 else float("nan")
+
+    @property
+    def own_phases(self) -> dict[str, float]:
+        """The parts of `own_seconds`, in the order in which they come; those that are not known are 0."""
+        found = {
+            "data": self.data_seconds,
+            "forward": self.forward_seconds,
+            "backward": self.backward_local_seconds,
+            "optimizer": self.optimizer_seconds,
+            "other": self.other_seconds,
+        }
+        return {phase: seconds if seconds >= 0 else 0.0 for phase, seconds in found.items()}
 
     def has(self, flag: Flag) -> bool:
         """Tell whether `flag` is set."""
@@ -206,7 +241,7 @@ DIGESTS = tuple(name for name in Row._fields if name.endswith("_digest"))
 
 
 def _kind(name: str) -> str:
-    if name.endswith("_digest"):
+    if name.endswith("_digest") or name.startswith("class_"):
         return "Q"
     return "d" if isinstance(Row._field_defaults[name], float) else "q"
 

@@ -97,9 +97,19 @@ def test_a_finding_says_in_words_that_nobody_can_tell() -> None:
 def test_what_a_rank_does_by_itself_is_the_step_without_the_wait_for_the_others() -> None:
     """Also what it loses between loader and forward; nothing is negative, and unknown phases take no time."""
     slow = Row(
-        step_seconds=0.48, data_seconds=0.01, forward_seconds=0.02, backward_seconds=0.18, optimizer_seconds=0.02
+        step_seconds=0.5,
+        data_seconds=0.01,
+        forward_seconds=0.02,
+        backward_seconds=0.18,
+        backward_local_seconds=0.05,
+        sync_wait_seconds=0.13,
+        collective_seconds=0.02,
+        optimizer_seconds=0.02,
     )
-    assert (slow.other_seconds, slow.own_seconds) == (pytest.approx(0.25), pytest.approx(0.28))
+    assert (slow.other_seconds, slow.own_seconds) == (pytest.approx(0.25), pytest.approx(0.35))
+    known = {"data": 0.01, "forward": 0.02, "backward": 0.05, "optimizer": 0.02, "other": 0.25}
+    assert slow.own_phases == pytest.approx(known)
     assert Row(step_seconds=0.5).own_seconds == 0.5
+    assert Row(step_seconds=0.3, backward_seconds=0.1).own_seconds == pytest.approx(0.2)
     assert Row(step_seconds=0.1, forward_seconds=0.2).other_seconds == 0
     assert math.isnan(Row(forward_seconds=0.2).other_seconds)

@@ -1,0 +1,44 @@
+"""Who keeps the others waiting in a step, and what that costs. Pure and torch-free.
+
+Ranks that train together move at the pace of the slowest. What a rank costs is what the step would have been shorter
+with the median of the others' times in the place of its own: the what-if definition of Lin et al., "Understanding
+Stragglers in Large Model Training Using What-if Analysis" (OSDI 2025), for the times of a whole step.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+
+from ddpdebug.schema.row import Row
+from ddpdebug.schema.step import Step
+
+PHASES = tuple(Row().own_phases)
+
+
+def own_times(step: Step) -> dict[int, float]:
+    """Return rank -> the seconds of the step that were its own, of ranks whose time is known."""
+    found = {rank: row.own_seconds for rank, row in step.rows.items()}
+    return {rank: seconds for rank, seconds in found.items() if math.isfinite(seconds)}
+
+
+def behind(own: Mapping[int, float]) -> dict[int, float]:
+    """Return rank -> the seconds by which it took longer than the median of the others; empty for one rank."""
+    return {
+        rank: seconds - statistics.median(value for other, value in own.items() if other != rank)
+        for rank, seconds in own.items()
+        if len(own) > 1
+    }
+
+
+def costs(own: Mapping[int, float]) -> dict[int, float]:
+    """Return rank -> the seconds that a step would have been shorter with the others' median in its place.
+
+    Only the slowest rank costs anything: 0 for all others, and empty for one rank.
+    """
+    if len(own) < 2:
+        return {}
+    last = max(own, key=lambda rank: own[rank])
+    second = max(seconds for rank, seconds in own.items() if rank != last)
+    return {rank: own[last] - second if rank == last else 0.0 for rank in own}
