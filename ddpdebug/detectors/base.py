@@ -116,6 +116,8 @@ class Detector:
     every_sample: ClassVar[bool] = False
     #: Judges what the last step has left as well (rows with `Flag.LAST_STATE`), which holds no more than its digests.
     last_state: ClassVar[bool] = False
+    #: Judges no step of which the rows of some ranks stand for all: sums and counts over ranks, who is like whom.
+    all_ranks: ClassVar[bool] = False
     #: Topics of announcements (`announcements.py`), without `:<k>`, for which `compare` is called when all have spoken.
     topics: ClassVar[tuple[str, ...]] = ()
     #: Rules of one group read the same difference: while an incident of one is open, the others have nothing to add.

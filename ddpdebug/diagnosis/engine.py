@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import cached_property
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -29,6 +30,8 @@ DETAIL_TICKS = 200
 #: More steps than this do not queue behind a parked one: it is judged with what is there.
 QUEUE_STEPS = 192
 _MAX_ROUNDS = 64
+#: Of more ranks some are asked for details, of those that differ from most so many of each kind.
+MOST_ASKED, _OF_ANOTHER = 16, 3
 #: Announcements of `Scope.SHARED` are held and judged together, for at most so many steps, or so many ticks where no
 #: more steps come.
 _HELD_STEPS, _HELD_TICKS = 2, 20
@@ -44,6 +47,7 @@ class Request:
     step: int
     kind: str
     last: bool = False  # about what the step has left, as it was at the end of the run
+    ranks: frozenset[int] = frozenset()  # that are asked
 
 
 class Reading(IntEnum):
@@ -67,7 +71,7 @@ class _Held:
     ticks: int = 0
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class _Queued:
     step: Step
     ticks: int = 0
@@ -75,12 +79,16 @@ class _Queued:
     asked: dict[str, dict[int, Detail | None]] = field(default_factory=dict)  # kind -> rank -> answer
     rules: frozenset[str] = frozenset()  # codes of the rules that asked
 
+    @cached_property
+    def who(self) -> frozenset[int]:
+        return _asked(self.step)
+
     @property
     def last(self) -> bool:
         return self.step.any(Flag.LAST_STATE)
 
     def complete(self) -> bool:
-        return all(answers.keys() >= self.step.rows.keys() for answers in self.asked.values())
+        return all(answers.keys() >= self.who for answers in self.asked.values())
 
 
 class Diagnosis:
@@ -230,7 +238,7 @@ class Diagnosis:
         return self._run(rule, [], lambda: list(action(*args)))
 
     def _read(self, rule: Detector, step: Step) -> tuple[Reading, RankClasses | None]:
-        unread = step.any(Flag.LAST_STATE) and not rule.last_state
+        unread = (step.any(Flag.LAST_STATE) and not rule.last_state) or _is_beyond(rule, step)
         if unread or not isinstance(rule, ComparisonRule):
             return _UNKNOWN if unread else _FREE
         key = ("classes", rule.code)
@@ -265,10 +273,11 @@ class Diagnosis:
         queued.rules = frozenset(rules)
         for kind in sorted(wanted.keys() - queued.asked.keys(), key=KINDS.index):
             queued.asked[kind] = {}
-            self._outbox.append(Request(optimizer=step.optimizer, step=step.step, kind=kind, last=queued.last))
+            about = Request(optimizer=step.optimizer, step=step.step, kind=kind, last=queued.last, ranks=queued.who)
+            self._outbox.append(about)
 
     def _curious(self, rule: Detector, step: Step) -> bool:
-        if step.any(Flag.LAST_STATE) and not rule.last_state:
+        if (step.any(Flag.LAST_STATE) and not rule.last_state) or _is_beyond(rule, step):
             return False
         if rule.every_sample:
             return rule.suspects(step)
@@ -323,7 +332,7 @@ class Diagnosis:
         readings.update((rule.code, self._run(rule, _UNKNOWN, self._read, rule, step)) for rule in read)
         for rule in tuple(rules):
             code = rule.code
-            if last and not rule.last_state:
+            if (last and not rule.last_state) or (step.chosen and _is_beyond(rule, step)):
                 continue
             # most steps show nothing, and most rules have nothing to remember of those
             if (code in seeing or readings[code][0] not in _NOTHING) and (
@@ -406,6 +415,26 @@ class Diagnosis:
             if known and name in rule.topics:
                 findings = self._findings(rule, rule.compare, topic, known)
                 self._admit([(rule, finding, None) for finding in findings], None)
+
+
+def _is_beyond(rule: Detector, step: Step) -> bool:
+    """Whether chosen rows cannot show what a rule looks for."""
+    return step.chosen and (rule.all_ranks or (step.parted and isinstance(rule, ComparisonRule)))
+
+
+def _asked(step: Step) -> frozenset[int]:
+    """Return who is asked about a step: all ranks, of very many some of each kind, most of the largest."""
+    if len(step.rows) <= MOST_ASKED:
+        return frozenset(step.rows)
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    names = sorted(step.differing)
+    for rank, row in step.rows.items():
+        kinds.setdefault(tuple(getattr(row, name) for name in names), []).append(rank)
+    largest, *others = sorted(kinds.values(), key=lambda ranks: (-len(ranks), ranks))
+    found = largest[: MOST_ASKED // 2]
+    for ranks in others:
+        found += ranks[: min(_OF_ANOTHER, MOST_ASKED - len(found))]
+    return frozenset(found)
 
 
 def _sees_every_step(rule: Detector) -> bool:

@@ -20,11 +20,12 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
+from ddpdebug.exchange.partial import Key, StepPart
 from ddpdebug.schema.row import LAYOUT_VERSION, ROW_BYTES
 from ddpdebug.sinks.text import ranks_text
 
@@ -39,9 +40,9 @@ _SILENCE_SECONDS = 2.0 * IDLE_SECONDS
 #: How long the store is asked why another rank has gone.
 _WORD_SECONDS = 2.0
 _CHUNK = 1 << 18
-_MAX_MESSAGE = 32 << 20
-_MAX_OUTBOX = 64 << 20
-_MAX_ROWS = 64
+MAX_MESSAGE = 32 << 20
+MAX_OUTBOX = 64 << 20
+MAX_ROWS = 64
 #: So many rows may wait for the other ranks. A rank that has not met them yet drops the oldest, and waits this long.
 _MAX_WAITING = 1024
 MEET_SECONDS = 60.0
@@ -52,6 +53,8 @@ _LEAVING, _LEFT, _BUSY = 1, 2, 4
 MEETING, COMPARING, LOST, ENDED = "meeting", "comparing", "lost", "ended"
 #: There is one rank: nothing to compare.
 ALONE = "alone"
+
+T = TypeVar("T")
 
 
 def wire_format() -> str:
@@ -75,15 +78,21 @@ class Group(Protocol):
         """Return what a rank that went has left."""
 
 
+#: Who says something, and what, as JSON.
+Said = tuple[tuple[int, ...], dict[str, Any]]
+
+
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """What one tick brought, equal on all ranks."""
+    """What one tick brought, equal on all ranks but for the reports."""
 
     rows: tuple[tuple[int, bytes], ...]  # (rank, encoded row)
-    messages: tuple[tuple[int, dict[str, Any]], ...]  # (rank, JSON)
+    messages: tuple[Said, ...]
     members: tuple[int, ...]  # ranks still taking part
     progress: int  # highest `progress` of any rank
     apart: int = 0  # steps by which the slowest rank is behind the fastest; 0 where they take each step together
+    parts: Mapping[Key, StepPart] = field(default_factory=dict)  # of many ranks, in the place of rows
+    reports: tuple[Said, ...] = ()  # likewise, to this rank
 
 
 class _Silence(Exception):  # noqa: N818 - no error of anybody
@@ -185,8 +194,11 @@ class Exchange:
         who = ranks_text(self.missing) if self.missing else "some rank"
         return f"no word from {who}: without ddpdebug, not attached yet, or out of reach"
 
-    def say(self, message: dict[str, Any]) -> bool:
+    def say(self, message: dict[str, Any], *, report: bool = False) -> bool:
         """Queue a JSON message to all ranks (this one too); return whether it will be sent.
+
+        Args:
+            report: of many ranks only the first need hear it.
 
         Dropped are messages that JSON cannot say, which is told once for each kind, and all when the outbox is full.
         """
@@ -199,11 +211,23 @@ class Exchange:
             self._tell(f"message:{message.get('kind')}", f"{type(error).__name__}: {error}")
             return False
         with self._wake_lock:
-            if len(self._outbox) + len(data) >= _MAX_OUTBOX or self._over:
+            if self._over or not self._put(data, report=report):
                 return False
-            self._outbox += struct.pack("<I", len(data)) + data
             self._wake.put(None)
         return True
+
+    def _put(self, data: bytes, *, report: bool) -> bool:
+        del report  # all ranks hear everything
+        if len(self._outbox) + len(data) >= MAX_OUTBOX:
+            return False
+        self._outbox += struct.pack("<I", len(data)) + data
+        return True
+
+    def _has_words(self) -> bool:
+        return bool(self._outbox)
+
+    def _forget_words(self) -> None:
+        self._outbox.clear()
 
     def _tell(self, part: str, message: str) -> None:
         if part not in self._told:
@@ -282,7 +306,7 @@ class Exchange:
                 self.reason, self.state = reason, LOST
                 self._last_word = "" if silent else f"rank {self.rank} has given up: {reason}"
             self._rows.clear()  # each holds what a step has left behind
-            self._outbox.clear()
+            self._forget_words()
             self._wake.put(None)
         if known:
             return
@@ -325,7 +349,7 @@ class Exchange:
                 seconds = 0.005
             elif self._someone_leaves:
                 seconds = 0.02
-            elif not self._outbox and len(self._rows) < BATCH_ROWS:
+            elif not self._has_words() and len(self._rows) < BATCH_ROWS:
                 seconds = IDLE_SECONDS
             else:
                 return
@@ -336,13 +360,16 @@ class Exchange:
         group = self._group
         if group is None:
             raise ConnectionError("the side group was closed")
+        return self._ask(lambda: group.gather(data))
+
+    def _ask(self, others: Callable[[], T]) -> T:
         self._asked = time.monotonic()
         try:
-            gathered = group.gather(data)
+            answer = others()
         except Exception as error:
             raise _Silence(f"{type(error).__name__}: {error}") from error
         self._asked = None
-        return gathered
+        return answer
 
     _capacity = BATCH_ROWS
 
@@ -360,7 +387,7 @@ class Exchange:
                 start = _HEADER.size + i * ROW_BYTES
                 rows.append((rank, data[start : start + ROW_BYTES]))
         messages = self._gather_payload([header[5] for header in headers])
-        self._capacity = min(max(BATCH_ROWS, *(header[4] for header in headers)), _MAX_ROWS)
+        self._capacity = min(max(BATCH_ROWS, *(header[4] for header in headers)), MAX_ROWS)
         flags = [header[1] for header in headers]
         quiet = not any(header[4] or header[5] or header[1] & _BUSY for header in headers)
         self._someone_leaves = any(flag & _LEAVING for flag in flags)
@@ -420,7 +447,7 @@ class Exchange:
         self._tell("row", f"{len(data)} bytes are no row")
         return None
 
-    def _gather_payload(self, sizes: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
+    def _gather_payload(self, sizes: Sequence[int]) -> list[Said]:
         if not any(sizes):
             return []
         longest = max(sizes)
@@ -430,10 +457,10 @@ class Exchange:
             del self._outbox[:size]
         gathered = self._gather(chunk.ljust(longest, b"\0"))
         self.gathered_bytes += longest * len(gathered)
-        messages = []
+        messages: list[Said] = []
         for rank, data, length in zip(self._members, gathered, sizes, strict=True):
             self._inboxes[rank] += data[:length]
-            messages += [(rank, message) for message in self._frames(rank)]
+            messages += [((rank,), message) for message in self._frames(rank)]
         return messages
 
     def _frames(self, rank: int) -> list[dict[str, Any]]:
@@ -441,14 +468,14 @@ class Exchange:
         messages, inbox = [], self._inboxes[rank]
         while len(inbox) >= 4:
             (length,) = struct.unpack_from("<I", inbox)
-            if length > _MAX_OUTBOX:
+            if length > MAX_OUTBOX:
                 raise RuntimeError(f"rank {rank} sends what is no message")
             if len(inbox) < 4 + length:
                 break
             packed = bytes(inbox[4 : 4 + length])
             del inbox[: 4 + length]
             try:
-                messages.append(dict(json.loads(zlib.decompressobj().decompress(packed, _MAX_MESSAGE))))
+                messages.append(dict(json.loads(zlib.decompressobj().decompress(packed, MAX_MESSAGE))))
             except (zlib.error, ValueError, TypeError, RecursionError) as error:
                 if self.rank == self._members[0]:  # all ranks see it
                     self._tell(f"a message of rank {rank}", f"{type(error).__name__}: {error}")

@@ -23,15 +23,18 @@ from ddpdebug import torch_internals as internals
 from ddpdebug._version import __version__
 from ddpdebug.config.settings import Config, run_directory
 from ddpdebug.detectors.fail.rules import is_victims
-from ddpdebug.diagnosis.engine import Diagnosis
+from ddpdebug.diagnosis.engine import Diagnosis, Request
 from ddpdebug.diagnosis.reporter import Reporter, key_of, unravel, utc
 from ddpdebug.disk import Disk, mode_of
 from ddpdebug.errors import FindingError, StopRun, text_of
 from ddpdebug.exchange.beats import Beats
 from ddpdebug.exchange.meeting import RollCall, Waiting
+from ddpdebug.exchange.partial import Key
 from ddpdebug.exchange.step_assembler import Assembler, fault_of
 from ddpdebug.exchange.step_vote import NumericGuard
 from ddpdebug.exchange.ticks import Alone, Exchange, Group, Tick, wire_format
+from ddpdebug.exchange.tree import FLAT, Circle, Tree
+from ddpdebug.exchange.tree_ticks import TreeExchange
 from ddpdebug.forensics.element_search import Elements
 from ddpdebug.forensics.failure import about_error
 from ddpdebug.forensics.memory.memory import MemoryForensics
@@ -44,6 +47,7 @@ from ddpdebug.isolation.user_code import is_users
 from ddpdebug.monitor.covering import Covering
 from ddpdebug.monitor.detail_requests import Answering
 from ddpdebug.monitor.hang_stop import EXIT_STATUS, HangStop, end_children, leave_in_time, line_of
+from ddpdebug.monitor.many_ranks import ManyRanks, chosen_step
 from ddpdebug.monitor.progress import ProgressWatch
 from ddpdebug.monitor.sampling import Schedule
 from ddpdebug.monitor.sinks import gpu_uuid, open_sinks, stand_in, start_keeper
@@ -67,6 +71,7 @@ from ddpdebug.schema.announcements import (
     Failure,
     Hang,
     HangOver,
+    MemoryState,
     Place,
     RankCoverage,
     read_announcement,
@@ -95,8 +100,27 @@ _MET_SECONDS = 5.0
 _SHARED_SETTINGS = ("tolerance", "threshold", "on_finding", "on_hang", "guard", "max_skips")
 _OF_HANGS = ("progress", "waiting")
 #: What the ranks say to each other; anything else is of no version that we know.
+#: Of very many ranks: what was found, who is asked for what, and rows of steps of which all are wanted.
+_OF_MANY = frozenset({"findings", "ask", "rows", "row"})
+#: What only the rank that judges needs, where ranks are very many.
+_REPORTS = frozenset({"detail", "row", "trouble"})
+#: Announcements that all ranks act upon.
+_FOR_ALL = frozenset({End.topic, Failure.topic, MemoryState.topic, Hang.topic, HangOver.topic})
 _MESSAGES = frozenset(
-    ("detail", "fact", "vote", "unguarded", "agree", "element", "stop", "trouble", "run", "leave", *_OF_HANGS)
+    (
+        "detail",
+        "fact",
+        "vote",
+        "unguarded",
+        "agree",
+        "element",
+        "stop",
+        "trouble",
+        "run",
+        "leave",
+        *_OF_HANGS,
+        *_OF_MANY,
+    )
 )
 #: How long the thread waits to see whether a store that failed went with its process group.
 _GRACE_SECONDS = 2.0
@@ -122,6 +146,8 @@ class Monitor:
     ends_hang: Callable[[Finding], object] | None = None
     _hang_stop: HangStop | None = None
     _leaving = False
+    _many: ManyRanks | None = None  # of more ranks than talk without a tree
+    _judges = True  # this rank does; of very many only one
 
     def __init__(
         self,
@@ -410,18 +436,24 @@ class Monitor:
         self._assembler, self._last_states = Assembler(self.world), Assembler(self.world)
         connect, tick = contained(self._connect), contained(self._judge_tick)
         calls = connect, tick, contained(self._on_lost), self._back.tell, is_users
-        self._exchange = Exchange(self.rank, self.world, *calls)
+        self._exchange = self._make_exchange(*calls)
         self._progress_watch = self._watch_progress()
         if self.rank == 0:
             self._open_sinks(self.config.out or run_directory(self.run_id, datetime.datetime.now(datetime.UTC)))
             self._say("run", directory=str(self.directory or ""), run_id=self.run_id)
         while self._early:
-            self._exchange.say(self._early.pop(0))
+            self._deliver(self._early.pop(0))
         if lost:
             self._exchange.lose(lost)
         else:
             self._exchange.start()
         self.covering.start()
+
+    def _make_exchange(self, *calls: Any) -> Exchange:
+        if self.world <= FLAT:
+            return Exchange(self.rank, self.world, *calls)
+        self._many, self._judges = ManyRanks(self.world, self._want_rows), self.rank == 0
+        return TreeExchange(self.rank, self.world, *calls)
 
     def _watch_progress(self) -> ProgressWatch | None:
         if self.world == 1:
@@ -462,12 +494,15 @@ class Monitor:
         self._back.when_off("progress", watch.went_off)
         return watch
 
+    def _want_rows(self, key: Key) -> None:
+        self._say("rows", key=list(key))
+
     def _beats_prefix(self) -> str:
         return f"ddpdebug/{self._number}/{'' if self._roll is None else self._roll.token}"
 
     # --- meeting the other ranks, in the background thread ------------------------------------------------------------
 
-    def _connect(self, generation: int, members: tuple[int, ...]) -> Group:
+    def _connect(self, generation: int, members: tuple[int, ...]) -> Group | Tree:
         """Return the side group; where the job's process group is replaced meanwhile, meet again in the new one.
 
         Raises:
@@ -483,11 +518,23 @@ class Monitor:
                     prefix = self._meet(group)
                 else:
                     prefix = self._roll.meet_again(generation, size)
-                place = self._store, f"{prefix}/{generation}", position, size
-                return internals.GlooGroup(*place, _GROUP_TIMEOUT, self._on_silence)
+                place = self._store, f"{prefix}/{generation}"
+                if self._many is not None:
+                    return self._tree(*place, members)
+                return internals.GlooGroup(*place, position, size, _GROUP_TIMEOUT, self._on_silence)
             except Exception:
                 if generation > 0 or not self._group_replaced(group):
                     raise
+
+    def _tree(self, store: Any, prefix: str, members: tuple[int, ...]) -> Tree:
+        def connect(circle: Circle) -> internals.GlooGroup:
+            name = f"{prefix}/{circle.level}/{circle.members[0]}"
+            place = circle.members.index(self.rank), len(circle.members)
+            return internals.GlooGroup(store, name, *place, _GROUP_TIMEOUT, self._on_silence)
+
+        given = "" if self._roll is None else str(self._roll.settings.get("~neighbours"))
+        neighbours = int(given) if given.isdecimal() else 0
+        return Tree(members, self.rank, connect, internals.Words(store, prefix), neighbours)
 
     def _meet(self, group: object | None) -> str:
         self.covering.meeting()
@@ -516,6 +563,7 @@ class Monitor:
             **{f"settings of {name}": dict(v) if isinstance(v, Mapping) else v for name, v in settings.items()},
             "~budget": self.config.budget,
             "~every_step": self.config.every_step,
+            "~neighbours": os.environ.get("LOCAL_WORLD_SIZE", ""),
         }
 
     def _why_not_wait(self, group: object | None, waiting: Waiting) -> str | None:
@@ -630,7 +678,12 @@ class Monitor:
         if self._exchange is None:
             self._early.append(message)
             return True
-        return self._exchange.say(message)
+        return self._deliver(message)
+
+    def _deliver(self, message: dict[str, Any]) -> bool:
+        assert self._exchange is not None
+        of_few = message.get("topic") not in _FOR_ALL if message["kind"] == "fact" else message["kind"] in _REPORTS
+        return self._exchange.say(message, report=of_few)
 
     def _account(self) -> RankCoverage:
         """Return what this rank looked at; reads only, from any thread."""
@@ -663,7 +716,8 @@ class Monitor:
             spent = time.thread_time()
             record.fields["overhead_seconds"] += spent - self._thread_seconds
             self._thread_seconds = spent
-            return encode_row(record, self.rank, self._back)
+            row = encode_row(record, self.rank, self._back)
+            return row if self._many is None else self._many.rows.add(row)
         except BaseException as error:  # noqa: BLE001 - the other ranks wait for this row: send what is certain
             self._back.fail("probe:row", error)
             flags = int(record.flags & Flag.LAST_STATE)
@@ -678,10 +732,10 @@ class Monitor:
         run = self._back.run
         self._progress = tick.progress
         self.covering.ticked()
-        for rank, message in tick.messages:
+        for ranks, message in (*tick.messages, *tick.reports):
             kind = str(message.get("kind"))
             if kind in _MESSAGES:
-                run(f"message:{kind}", self._hear, rank, kind, message)
+                run(f"message:{kind}", self._hear, ranks, kind, message)
         if self._progress_watch is not None:
             run("progress", self._progress_watch.tick, tick.members)
         self._keep_voting()
@@ -689,7 +743,10 @@ class Monitor:
         for rank, data in tick.rows:
             self._take(rank, decode(data))
         self._members = len(tick.members)
+        self._judges = self._many is None or self.rank == tick.members[0]
         self.numeric_guard.meet(tick.members)
+        if self._many is not None:
+            run("exchange:steps", self._take_parts, tick)
         for assembler in (self._assembler, self._last_states):
             assembler.set_members(tick.members)
         for step in run("exchange:steps", lambda: list(self._assembler.ready())) or ():
@@ -698,10 +755,12 @@ class Monitor:
         last = self._last_states.rest if whole else self._last_states.ready
         for step in run("exchange:steps", lambda: list(last())) or ():
             self._judge_last(step)
-        run("diagnosis", self._conclude)
+        if self._judges:
+            run("diagnosis", self._conclude)
         self._answering.work(patient=not self._closed)
         run("forensics:elements", self.elements.tick)
         busy = self._diagnosis.busy and "diagnosis" not in self._back.off
+        busy = busy or (self._many is not None and self._judges and self._many.whole.waiting)
         return busy or (self.elements.busy and "forensics:elements" not in self._back.off)
 
     def _tell_met(self, met: Met) -> None:
@@ -729,37 +788,106 @@ class Monitor:
             self._doubted.add(rank)
             self._back.tell(f"a row of rank {rank}", f"{fault}; it is left out, and so are others like it")
 
+    def _take_parts(self, tick: Tick) -> None:
+        """Take what all ranks of very many know of the steps; the one that judges may wait for the rows of all."""
+        many = self._many
+        assert many is not None
+        for key, part in tick.parts.items():
+            many.parts.add(key, part)
+        everyone = sum(1 << rank for rank in tick.members)
+        for key, part in many.parts.ready(everyone):
+            step = chosen_step(key, part)
+            if not step.any(Flag.LAST_STATE):
+                self._learn(step)
+                self._tell_step(step)
+            if self._judges:
+                many.whole.add(key, part, step)
+        for step in many.whole.ready():
+            self._back.run("diagnosis", lambda step=step: self._ask(self._diagnosis.feed(step)))
+
+    def _ask(self, requests: Sequence[Request]) -> None:
+        if self._many is None:
+            self._answering.ask(requests)
+            return
+        for request in requests:
+            about = {"optimizer": request.optimizer, "step": request.step, "last": request.last}
+            self._say("ask", **about, kind_of=request.kind, ranks=sorted(request.ranks))
+
     def _judge(self, step: Step) -> None:
+        self._learn(step)
+        self._back.run("diagnosis", lambda: self._ask(self._diagnosis.feed(step)))
+        self._tell_step(step)
+
+    def _learn(self, step: Step) -> None:
         run = self._back.run
         run("schedule", self.schedule.learn, step, self._progress)
         run("coverage", self.covering.judged, step)
         run("forensics:holders", self.memory.holder_search.learn, step)
-        run("diagnosis", lambda: self._answering.ask(self._diagnosis.feed(step)))
+
+    def _tell_step(self, step: Step) -> None:
+        run = self._back.run
         interval = 1 if self.schedule.every_step else self.schedule.interval(step.step)
         meant = run("diagnosis", self._diagnosis.local_steps.marked, step) or step
         self._write(StepJudged(step=meant, interval=interval, overhead_ratio=self.schedule.ratio))
 
     def _judge_last(self, step: Step) -> None:
         """Compare what the last step has left; it is no step of its own."""
-        self._back.run("diagnosis", lambda: self._answering.ask(self._diagnosis.feed(step)))
+        self._back.run("diagnosis", lambda: self._ask(self._diagnosis.feed(step)))
         self._write(Saved(kind="last_state", payload=last_state(step)))
 
     def _conclude(self) -> None:
-        self._report(self._diagnosis.tick(), self._progress)
-        self._answering.ask(self._diagnosis.requests())
+        found = self._diagnosis.tick()
+        if self._many is None:
+            self._report(found, self._progress)
+        elif found:  # all ranks hear of it in the same tick
+            self._say("findings", found=[(finding.to_json(), new) for finding, new in found])
+        self._ask(self._diagnosis.requests())
 
-    def _hear(self, rank: int, kind: str, message: Mapping[str, Any]) -> None:
+    def _hear(self, ranks: Sequence[int], kind: str, message: Mapping[str, Any]) -> None:
+        """Take a message, which several ranks of very many may have said in the same words."""
         run = self._back.run
         if kind == "detail":
             place, what = (int(message["optimizer"]), int(message["step"])), str(message["detail"])
             detail = read_detail(what, message["value"])
-            run("diagnosis", self._diagnosis.answer, rank, *place, what, detail, last=bool(message.get("last")))
+            for rank in ranks:
+                run("diagnosis", self._diagnosis.answer, rank, *place, what, detail, last=bool(message.get("last")))
         elif kind == "fact":
             announcement = read_announcement(str(message["topic"]), message["value"])
-            if rank == self.rank and isinstance(announcement, Hang) and self._knows(announcement):
+            if ranks == (self.rank,) and isinstance(announcement, Hang) and self._knows(announcement):
                 return  # heard when it was judged, and the others could not
-            self._hear_fact(rank, str(message["topic"]), announcement)
-        elif kind in _OF_HANGS and self._progress_watch is not None:
+            for rank in ranks:
+                self._hear_fact(rank, str(message["topic"]), announcement)
+        elif kind in _OF_MANY and self._many is not None:
+            self._hear_of_many(ranks, kind, message)
+        else:
+            for rank in ranks:
+                self._hear_one(rank, kind, message)
+        if kind in {"detail", "fact"}:
+            for rank in ranks:
+                self._write(Saved(kind=kind, payload={"rank": rank, **message}))
+
+    def _hear_of_many(self, ranks: Sequence[int], kind: str, message: Mapping[str, Any]) -> None:
+        many = self._many
+        assert many is not None
+        if kind == "findings":
+            found = [(Finding.from_json(str(text)), bool(new)) for text, new in message["found"]]
+            self._report(found, self._progress)
+        elif kind == "ask":
+            if self.rank in message["ranks"]:
+                optimizer, step, last = int(message["optimizer"]), int(message["step"]), bool(message["last"])
+                asked = Request(optimizer=optimizer, step=step, kind=str(message["kind_of"]), last=last)
+                self._answering.ask([asked])
+        elif kind == "rows":
+            optimizer, step, last = message["key"]
+            for data in many.rows.answer([(int(optimizer), int(step), bool(last))]):
+                self._say("row", row=data)
+        else:
+            for rank in ranks:
+                many.whole.hear(rank, str(message["row"]))
+
+    def _hear_one(self, rank: int, kind: str, message: Mapping[str, Any]) -> None:
+        run = self._back.run
+        if kind in _OF_HANGS and self._progress_watch is not None:
             run("progress", self._progress_watch.hear, rank, kind, message)
         elif kind == "trouble" and self.rank == 0 and rank != 0:
             self._write(Trouble(part=f"{message['part']} of rank {rank}", message=str(message["message"])))
@@ -768,8 +896,6 @@ class Monitor:
             self._open_sinks(Path(str(message["directory"])))
         else:
             self._hear_plan(rank, kind, message)
-        if kind in {"detail", "fact"}:
-            self._write(Saved(kind=kind, payload={"rank": rank, **message}))
 
     def _hear_fact(self, rank: int, topic: str, announcement: Announcement | None) -> None:
         run = self._back.run
@@ -825,7 +951,7 @@ class Monitor:
         """
         value = {"topic": announcement.topic, "value": to_json(announcement)}
         with self._judging:
-            self._back.run("message:fact", self._hear, self.rank, "fact", value)
+            self._back.run("message:fact", self._hear, (self.rank,), "fact", value)
             self._back.run("diagnosis", lambda: self._report(self._diagnosis.news(), self._progress))
 
     def _knows(self, hang: Hang) -> bool:
@@ -923,12 +1049,23 @@ class Monitor:
         lost = self._exchange is not None and self._exchange.lost
         if lost and self._failure is not None:  # it ended the exchange, or came after its end: nobody has heard it
             value = {"topic": Failure.topic, "value": to_json(self._failure)}
-            run("message:fact", self._hear, self.rank, "fact", value)
+            run("message:fact", self._hear, (self.rank,), "fact", value)
+        if self._many is not None:
+            run("exchange:steps", self._judge_rest_of_many)
         for step in run("exchange:steps", lambda: list(self._assembler.rest(complete=lost))) or ():
             self._judge(step)
         for step in run("exchange:steps", lambda: list(self._last_states.rest(complete=lost))) or ():
             self._judge_last(step)
-        run("diagnosis", lambda: self._report(self._diagnosis.finish(), 0))
+        if self._judges:
+            run("diagnosis", lambda: self._report(self._diagnosis.finish(), 0))
+
+    def _judge_rest_of_many(self) -> None:
+        many = self._many
+        assert many is not None
+        for key, part in many.parts.ready(0, everything=True):
+            many.whole.add(key, part, chosen_step(key, part))
+        for step in many.whole.ready(everything=True) if self._judges else ():
+            self._diagnosis.feed(step)
 
     def _search_element(self, finding: Finding, progress: int) -> None:
         """Plan the search for the first differing element of a parameter; alike on all ranks."""

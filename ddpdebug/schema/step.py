@@ -27,6 +27,8 @@ class Step:
         rows: by rank, ascending; ranks that left or never arrived are absent.
         details: what was asked for on suspicion: kind -> rank -> its answer (see `details.py` for the kinds).
         facts: announcements known when the step was judged: topic -> rank -> the newest (see `announcements.py`).
+        chosen: these are rows of some ranks of very many, in the place of all; then `world` is their number.
+        parted: the ranks are not all alike in what must agree; only told of chosen rows.
     """
 
     step: int
@@ -35,6 +37,8 @@ class Step:
     rows: Mapping[int, Row]
     details: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
     facts: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
+    chosen: bool = False
+    parted: bool = False
 
     @cached_property
     def differing(self) -> frozenset[str]:

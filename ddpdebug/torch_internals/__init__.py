@@ -179,6 +179,21 @@ def _gloo_options(timeout: datetime.timedelta) -> tuple[Any, ...]:
     return (options,) if devices else ()
 
 
+class Words:
+    """What the ranks of a group that go leave in its store for the others, whose gathers are about to fail."""
+
+    def __init__(self, store: Any, prefix: str) -> None:
+        self._store = PrefixStore(f"{prefix}/words", store)
+
+    def leave_word(self, text: str) -> None:
+        """Store the reason why this rank leaves."""
+        self._store.set("last", text)
+
+    def word(self) -> str | None:
+        """Return the reason that a rank has left behind, None where none did."""
+        return self._store.get("last").decode("utf-8", "replace") if self._store.check(["last"]) else None
+
+
 class GlooGroup:
     """A gloo process group that torch.distributed does not know of, so that it cannot collide with the job's groups.
 
@@ -202,7 +217,8 @@ class GlooGroup:
     ) -> None:
         self._rank, self._world, self._timeout = rank, world, timeout
         self._unanswered = unanswered
-        self._words = PrefixStore(f"{prefix}/words", store)
+        words = Words(store, prefix)
+        self.leave_word, self.word = words.leave_word, words.word
         connecting = datetime.timedelta(seconds=self.CONNECT_SECONDS)
         self._group: Any = names.ProcessGroupGloo(
             PrefixStore(prefix, store), rank, world, *_gloo_options(connecting) or (connecting,)
@@ -210,9 +226,7 @@ class GlooGroup:
 
     def gather(self, data: bytes) -> list[bytes]:
         """All-gather equally long byte strings; raise RuntimeError when a peer is gone or the timeout has passed."""
-        group = self._group
-        if group is None:
-            raise RuntimeError("the side group is closed")
+        group = self._alive()
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         outs = [torch.empty_like(own) for _ in range(self._world)]
         options = names.AllgatherOptions()
@@ -236,19 +250,43 @@ class GlooGroup:
             else:
                 return
 
+    def collect(self, data: bytes) -> list[bytes] | None:
+        """Gather byte strings of any length on the first rank; None on the others."""
+        sizes = [int.from_bytes(size, "little") for size in self.gather(len(data).to_bytes(8, "little"))]
+        group, longest = self._alive(), max(sizes)
+        own = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
+        leads = self._rank == 0
+        outs = [torch.empty_like(own) for _ in range(self._world)] if leads else []
+        options = names.GatherOptions()
+        options.rootRank, options.timeout = 0, self._timeout
+        self._wait(group.gather([outs] if leads else [], [own], options))
+        if not leads:
+            return None
+        return [ctypes.string_at(out.data_ptr(), size) for out, size in zip(outs, sizes, strict=True)]
+
+    def spread(self, data: bytes | None) -> bytes:
+        """Return on each rank what the first one gives."""
+        head = self._broadcast((len(data or b"")).to_bytes(8, "little"))
+        size = int.from_bytes(head, "little")
+        return self._broadcast(data if self._rank == 0 and data is not None else bytes(size))
+
+    def _broadcast(self, data: bytes) -> bytes:
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        options = names.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, self._timeout
+        self._wait(self._alive().broadcast([tensor], options))
+        return ctypes.string_at(tensor.data_ptr(), tensor.numel())
+
+    def _alive(self) -> Any:
+        if self._group is None:
+            raise RuntimeError("the side group is closed")
+        return self._group
+
     def close(self) -> None:
         """Make a pending `gather` fail and drop the group."""
         group, self._group = self._group, None
         if group is not None and hasattr(group, "abort"):
             group.abort()
-
-    def leave_word(self, text: str) -> None:
-        """Store the reason why this rank leaves, for the others, whose gathers are about to fail."""
-        self._words.set("last", text)
-
-    def word(self) -> str | None:
-        """Return the reason that a rank has left behind, None where none did."""
-        return self._words.get("last").decode("utf-8", "replace") if self._words.check(["last"]) else None
 
 
 # --- DistributedDataParallel ------------------------------------------------------------------------------------------

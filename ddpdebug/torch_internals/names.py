@@ -70,6 +70,8 @@ _RANKS = Feature("comparing the ranks", "the ranks are not compared")
 default_store: Callable[[], Any] = thing(f"{_C10D}._get_default_store", _RANKS)
 ProcessGroupGloo: Any = thing("torch.distributed.ProcessGroupGloo", _RANKS, applies=dist.is_available)
 AllgatherOptions: Any = thing(f"{_C10D}.AllgatherOptions", _RANKS, applies=dist.is_available)
+BroadcastOptions: Any = thing(f"{_C10D}.BroadcastOptions", _RANKS, applies=dist.is_available)
+GatherOptions: Any = thing(f"{_C10D}.GatherOptions", _RANKS, applies=dist.is_available)
 
 _DEVICE = Feature("sharing gloo's device", "the ranks are compared over a listening port and a thread of their own")
 GET_BACKEND = key("torch.distributed.ProcessGroup._get_backend", _DEVICE, applies=dist.is_available)

@@ -158,7 +158,7 @@ def test_long_messages_arrive_whole_and_in_order() -> None:
         world.ranks[1].say({"text": text})
     assert all(world.close())
     for heard in world.heard:
-        assert [m["text"] for tick in heard for sender, m in tick.messages if sender == 1] == texts
+        assert [m["text"] for tick in heard for sender, m in tick.messages if sender == (1,)] == texts
 
 
 def test_a_rank_that_leaves_early_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,7 @@ class SameBatches(Detector):
     """
 
     code = "DATA901"
+    all_ranks = True
     severity = Severity.ERROR
     title = "ranks receive the same batches"
     topics = ("loader", "precision")

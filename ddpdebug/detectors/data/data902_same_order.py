@@ -70,6 +70,7 @@ class SameOrder(Detector):
     """
 
     code = "DATA902"
+    all_ranks = True
     severity = Severity.WARNING
     title = "every epoch repeats the same order"
     topics = ("loader", "alone")

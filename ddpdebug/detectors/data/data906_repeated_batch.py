@@ -37,6 +37,7 @@ class RepeatedBatch(Detector):
     """
 
     code = "DATA906"
+    all_ranks = True
     severity = Severity.WARNING
     title = "the same batch comes again and again"
     repeated_batch_steps = Threshold(

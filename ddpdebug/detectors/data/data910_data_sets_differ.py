@@ -199,6 +199,7 @@ class DataSetsDiffer(Detector):
     """
 
     code = "DATA910"
+    all_ranks = True
     severity = Severity.ERROR
     title = "ranks disagree about the data set"
     incident = ("subject", "phase")

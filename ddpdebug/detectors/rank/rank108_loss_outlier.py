@@ -72,6 +72,7 @@ class LossOutlier(StreakRule):
     """
 
     code = "RANK108"
+    all_ranks = True
     severity = Severity.WARNING
     title = "one rank's loss is an outlier"
     incident = ("ranks", "phase")

@@ -123,6 +123,7 @@ class RandomStreams(StreakRule):
     """
 
     code = "RANK110"
+    all_ranks = True
     severity = Severity.WARNING
     title = "ranks draw the same random numbers where they should differ, or the reverse"
     same_random_steps = enough = Threshold(

@@ -52,6 +52,7 @@ class StepCountsDiffer(ComparisonRule):
     """
 
     code = "RANK112"
+    all_ranks = True
     severity = Severity.ERROR
     title = "ranks are at different optimizer steps"
     incident = ("phase",)

@@ -79,6 +79,7 @@ class NotTheMean(Detector):
     """
 
     code = "SYNC204"
+    all_ranks = True
     severity = Severity.CRITICAL
     title = "the reduced gradient is not the mean of the ranks' gradients"
     wants = ("gradients", "contract")

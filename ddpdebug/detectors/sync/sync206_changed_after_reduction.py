@@ -54,6 +54,7 @@ class ChangedAfterReduction(GradientRule):
     """
 
     code = "SYNC206"
+    all_ranks = True
     severity = Severity.ERROR
     title = "gradients were changed by some ranks for themselves"
     after = UnsynchronisedAccumulation

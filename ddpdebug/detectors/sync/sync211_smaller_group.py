@@ -36,6 +36,7 @@ class SmallerGroup(GradientRule):
     """
 
     code = "SYNC211"
+    all_ranks = True
     title = "gradients are reduced over a part of the ranks only"
     after = ParameterNotReduced
     fires_on = Examples(

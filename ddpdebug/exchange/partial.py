@@ -1,0 +1,248 @@
+"""What a part of the ranks says in one tick, in bytes that hardly grow with their number. Torch-free.
+
+Where ranks are many nobody needs everybody's row of a healthy step. Of the rows of one step a partial keeps one for
+each *class* of ranks (those whose digests and flags are equal), with who is in it, and besides those of the ranks that
+are first in something (`EXTREMES`). Of equal messages it keeps one, with who says it. Partials of parts of the ranks
+are merged into that of all of them; in which parts they come changes nothing.
+
+Sets of ranks are integers, one bit for each rank.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from ddpdebug.schema.row import DIGESTS, ROW_BYTES, Flag, Row, decode
+
+#: Classes of one step that are told apart. Where there are more the ranks have little in common: the smallest are one.
+MAX_CLASSES = 8
+#: Digests that healthy ranks need not have in common.
+_APART = {"batch_digest", "record_digest", "output_digest", "eval_batch_digest", "eval_output_digest", "rng_digest"}
+_digests: Callable[[Row], tuple[int, ...]] = attrgetter(*(name for name in DIGESTS if name not in _APART))
+#: Flags by which healthy ranks may differ.
+_ALIKE = ~int(Flag.BATCH_GREW | Flag.BATCH_SHRANK | Flag.BATCH_SAMPLED | Flag.SINGLE_CLASS | Flag.NEAR_OVERFLOW)
+#: In what the row of the first rank is kept; NaN is never first.
+EXTREMES: tuple[Callable[[Row], float], ...] = (
+    lambda row: row.own_seconds,
+    lambda row: row.data_seconds,
+    lambda row: row.loss,
+    lambda row: -row.loss,
+    lambda row: row.local_grad_norm,
+    lambda row: row.host_private_bytes,
+    lambda row: row.device_peak_bytes,
+)
+
+_MASK = struct.Struct("<IH")  # its first byte, and how many follow
+_HEAD = struct.Struct("<qqqIII")  # progress, least progress, rows that wait, steps, messages, reports
+_STEP = struct.Struct("<qq?HH")  # optimizer, step, last, classes, first ranks
+_TEXT = struct.Struct("<I")
+
+Message = tuple[int, bytes]  # who says it, and what
+#: Optimizer, step, and whether it is about what the run's last step has left (`Flag.LAST_STATE`).
+Key = tuple[int, int, bool]
+
+
+def ranks_of(mask: int) -> Iterator[int]:
+    """Yield the ranks of a set, ascending."""
+    while mask:
+        yield (mask & -mask).bit_length() - 1
+        mask &= mask - 1
+
+
+@dataclass(slots=True)
+class StepPart:
+    """The rows of one step that are kept, by class: who is in it, and the row of its lowest rank."""
+
+    classes: dict[tuple[int, ...], tuple[int, bytes]] = field(default_factory=dict)
+    first: list[tuple[float, int, bytes] | None] = field(default_factory=lambda: [None] * len(EXTREMES))
+
+    @property
+    def ranks(self) -> int:
+        """Who has taken the step."""
+        found = 0
+        for members, _ in self.classes.values():
+            found |= members
+        return found
+
+    def add(self, data: bytes, members: int) -> None:
+        """Take the row of a class."""
+        row = decode(data)
+        self._join(_class_of(row), members, data)
+        self.look(data, row)
+
+    def look(self, data: bytes, row: Row | None = None) -> None:
+        """Keep a row where its rank is first in something; of equals the lowest rank is."""
+        row = decode(data) if row is None else row
+        for number, read in enumerate(EXTREMES):
+            value, known = read(row), self.first[number]
+            if value == value and (known is None or (value, -row.rank) > (known[0], -known[1])):  # noqa: PLR0124 - NaN
+                self.first[number] = value, row.rank, data
+
+    def merge(self, other: StepPart) -> None:
+        """Add what other ranks say of the same step."""
+        for key, (members, data) in other.classes.items():
+            self._join(key, members, data)
+        for found in other.first:
+            if found is not None:
+                self.look(found[2])
+
+    def _join(self, key: tuple[int, ...], members: int, data: bytes) -> None:
+        known = self.classes.get(key)
+        if known is None and len(self.classes) >= MAX_CLASSES:
+            key = ()  # the rest: ranks that have nothing in common
+            known = self.classes.get(key)
+        if known is None:
+            self.classes[key] = members, data
+        else:
+            lowest = known[1] if known[0] & -known[0] < members & -members else data
+            self.classes[key] = known[0] | members, lowest
+
+    def rows(self) -> dict[int, bytes]:
+        """Return the rows that are kept by rank, ascending."""
+        found = {decode(data).rank: data for _, data in self.classes.values()}
+        found |= {first[1]: first[2] for first in self.first if first is not None}
+        return dict(sorted(found.items()))
+
+
+@dataclass(slots=True)
+class Partial:
+    """What some ranks say in one tick.
+
+    Args:
+        leaving, left, busy: who is about to leave, has left with this tick, has unfinished business.
+        progress: steps that the fastest of them has taken.
+        least: steps that the slowest of those that go on has taken; -1 where none goes on.
+        waiting: rows that wait on the rank with the most.
+        more: some rank has more to say than went into this tick.
+        steps: what is known of each step.
+        messages: to all ranks, in the order in which each says them.
+        reports: likewise to the one that judges.
+    """
+
+    leaving: int = 0
+    left: int = 0
+    busy: int = 0
+    progress: int = 0
+    least: int = -1
+    waiting: int = 0
+    more: int = 0
+    steps: dict[Key, StepPart] = field(default_factory=dict)
+    messages: list[Message] = field(default_factory=list)
+    reports: list[Message] = field(default_factory=list)
+
+    def add_row(self, data: bytes) -> None:
+        """Take a row of a rank's own."""
+        row = decode(data)
+        part = self.steps.setdefault(key_of(row), StepPart())
+        part.add(data, 1 << row.rank)
+
+    def merge(self, other: Partial) -> None:
+        """Add what other ranks say."""
+        self.leaving |= other.leaving
+        self.left |= other.left
+        self.busy |= other.busy
+        self.more |= other.more
+        self.progress = max(self.progress, other.progress)
+        known = [least for least in (self.least, other.least) if least >= 0]
+        self.least = min(known, default=-1)
+        self.waiting = max(self.waiting, other.waiting)
+        for key, part in other.steps.items():
+            if key in self.steps:
+                self.steps[key].merge(part)
+            else:
+                self.steps[key] = part
+        self.messages = _joined(self.messages, other.messages)
+        self.reports = _joined(self.reports, other.reports)
+
+    def encode(self) -> bytes:
+        """Return the bytes of it."""
+        counts = len(self.steps), len(self.messages), len(self.reports)
+        parts = [_HEAD.pack(self.progress, self.least, self.waiting, *counts)]
+        parts += [_mask(mask) for mask in (self.leaving, self.left, self.busy, self.more)]
+        for (optimizer, step, last), part in self.steps.items():
+            first = part.rows()
+            for _, data in part.classes.values():
+                first.pop(decode(data).rank, None)
+            parts.append(_STEP.pack(optimizer, step, last, len(part.classes), len(first)))
+            parts += [_mask(members) + data for members, data in part.classes.values()]
+            parts += first.values()
+        for mask, text in (*self.messages, *self.reports):
+            parts.append(_mask(mask) + _TEXT.pack(len(text)) + text)
+        return b"".join(parts)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Partial:
+        """Read one.
+
+        Raises:
+            ValueError: these are not the bytes of a partial.
+        """
+        reader = _Reader(data)
+        progress, least, waiting, steps, messages, reports = reader.take(_HEAD)
+        found = cls(progress=progress, least=least, waiting=waiting)
+        found.leaving, found.left, found.busy, found.more = (reader.mask() for _ in range(4))
+        for _ in range(steps):
+            optimizer, step, last, classes, first = reader.take(_STEP)
+            part = found.steps[optimizer, step, bool(last)] = StepPart()
+            for _ in range(classes):
+                members = reader.mask()
+                part.add(reader.bytes(ROW_BYTES), members)
+            for _ in range(first):
+                part.look(reader.bytes(ROW_BYTES))
+        said = [(reader.mask(), reader.bytes(*reader.take(_TEXT))) for _ in range(messages + reports)]
+        found.messages, found.reports = said[:messages], said[messages:]
+        if reader.place != len(data):
+            raise ValueError(f"{len(data) - reader.place} bytes too many")
+        return found
+
+
+def key_of(row: Row) -> Key:
+    """Return the step that a row is of."""
+    return row.optimizer, row.step, row.has(Flag.LAST_STATE)
+
+
+def _class_of(row: Row) -> tuple[int, ...]:
+    return (row.flags & _ALIKE, *_digests(row))
+
+
+def _joined(some: list[Message], others: Iterable[Message]) -> list[Message]:
+    """Return messages with equal ones joined; one that the same rank says twice stays two."""
+    found = list(some)
+    places: dict[bytes, int] = {text: place for place, (_, text) in enumerate(found)}
+    for mask, text in others:
+        place = places.get(text)
+        if place is not None and not found[place][0] & mask:
+            found[place] = found[place][0] | mask, text
+        else:
+            places[text] = len(found)
+            found.append((mask, text))
+    return found
+
+
+def _mask(mask: int) -> bytes:
+    first = 0 if not mask else ((mask & -mask).bit_length() - 1) // 8
+    mask >>= 8 * first
+    size = (mask.bit_length() + 7) // 8
+    return _MASK.pack(first, size) + mask.to_bytes(size, "little")
+
+
+class _Reader:
+    def __init__(self, data: bytes) -> None:
+        self._data, self.place = data, 0
+
+    def bytes(self, size: int) -> bytes:
+        found = self._data[self.place : self.place + size]
+        if len(found) != size:
+            raise ValueError("it ends too early")
+        self.place += size
+        return found
+
+    def take(self, form: struct.Struct) -> tuple[int, ...]:
+        return form.unpack(self.bytes(form.size))
+
+    def mask(self) -> int:
+        first, size = self.take(_MASK)
+        return int.from_bytes(self.bytes(size), "little") << 8 * first

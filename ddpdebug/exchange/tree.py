@@ -1,0 +1,129 @@
+"""The tree in which many ranks talk: small groups of neighbours, whose first ranks meet in small groups of their own.
+
+No rank has a connection to more than `SIZE - 1` others on each level, so that of a thousand ranks each holds a few
+dozen sockets at most, and a tick takes a number of steps that grows with the logarithm of their number. Neighbours are
+ranks in a row, by default those of one host: launchers number them so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ddpdebug.exchange.partial import Partial
+
+#: So many ranks talk without a tree: each hears each.
+FLAT = 16
+#: Members of a group above the lowest level.
+SIZE = 6
+#: Ranks of a host that meet in one group; of more than these, groups of so many.
+_MOST_NEIGHBOURS, _NEIGHBOURS = 16, 8
+
+
+class Small(Protocol):
+    """What the tree needs of a group of a few ranks, whose first member leads it."""
+
+    def collect(self, data: bytes) -> list[bytes] | None:
+        """Return what every member gives, in their order, on the first one; None on the others."""
+
+    def spread(self, data: bytes | None) -> bytes:
+        """Return, on every member, what the first one gives."""
+
+    def close(self) -> None:
+        """Make what is pending fail."""
+
+
+class Words(Protocol):
+    """What the ranks that go have left for the others."""
+
+    def leave_word(self, text: str) -> None:
+        """Write down why this rank goes, for those whose gathers are about to fail."""
+
+    def word(self) -> str | None:
+        """Return what a rank that went has left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Circle:
+    """One small group: its level, 0 for neighbours, and its members, whose first one leads it."""
+
+    level: int
+    members: tuple[int, ...]
+
+
+def circles(members: Sequence[int], rank: int, neighbours: int = _NEIGHBOURS) -> list[Circle]:
+    """Return the groups that a rank is in, the lowest first.
+
+    Args:
+        members: all ranks, ascending.
+        neighbours: ranks of one host.
+    """
+    if not 2 <= neighbours <= _MOST_NEIGHBOURS:
+        neighbours = _NEIGHBOURS
+    found, here, size, level = [], list(members), neighbours, 0
+    while len(here) > 1:
+        blocks = [here[start : start + size] for start in range(0, len(here), size)]
+        own = next((block for block in blocks if rank in block), None)
+        if own is None:
+            break
+        if len(own) > 1:
+            found.append(Circle(level, tuple(own)))
+        here, size, level = [block[0] for block in blocks], SIZE, level + 1
+    return found
+
+
+class Tree:
+    """The groups of one rank, and how what they say is joined and told.
+
+    Args:
+        connect: makes a small group.
+        words: the last ones of a rank that goes.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[int],
+        rank: int,
+        connect: Callable[[Circle], Small],
+        words: Words,
+        neighbours: int = _NEIGHBOURS,
+    ) -> None:
+        self.leave_word, self.word = words.leave_word, words.word
+        self._leads_all = rank == members[0]
+        self._groups: list[tuple[Small, bool]] = []
+        self.bytes = 0  # that have come in
+        for circle in circles(members, rank, neighbours):
+            self._groups.append((connect(circle), circle.members[0] == rank))
+
+    def merge(self, own: Partial) -> tuple[Partial, Partial]:
+        """Return what all ranks say; and the reports, which only the first rank hears.
+
+        Raises:
+            ValueError: what another rank sends cannot be read.
+        """
+        led: list[Small] = []
+        told: Small | None = None
+        for group, leads in self._groups:
+            given = group.collect(own.encode())
+            if not leads or given is None:
+                told = group
+                break
+            for data in given[1:]:
+                self.bytes += len(data)
+                own.merge(Partial.decode(data))
+            led.append(group)
+        reports = Partial()
+        if self._leads_all:
+            reports.reports, own.reports = own.reports, []
+        data = own.encode() if told is None else told.spread(None)
+        if told is not None:
+            self.bytes += len(data)
+        for group in reversed(led):
+            group.spread(data)
+        return (own if told is None else Partial.decode(data)), reports
+
+    def close(self) -> None:
+        """Make what is pending fail, on all levels."""
+        for group, _ in self._groups:
+            group.close()

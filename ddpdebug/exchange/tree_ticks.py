@@ -1,0 +1,107 @@
+"""The exchange of many ranks: the same tick loop, over a tree, with what all need in the place of everybody's rows.
+
+A tick tells every rank the same: of each step the classes of ranks that are equal, the rows of those that are first in
+something, and messages. Equal messages of several ranks come as one. A *report* goes to the first member alone, which
+is the one that judges (`docs/decisions/033-many-ranks.md`).
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ddpdebug.exchange import ticks
+from ddpdebug.exchange.partial import Message, Partial, ranks_of
+from ddpdebug.exchange.ticks import MAX_MESSAGE, MAX_OUTBOX, Exchange, Said, Tick
+from ddpdebug.exchange.tree import Tree
+
+#: What one rank says in a tick; more waits for the next, but for one message that is larger by itself.
+_CHUNK = 1 << 16
+
+
+class TreeExchange(Exchange):
+    """An `Exchange` whose `connect` returns a `Tree`."""
+
+    def __init__(self, rank: int, world: int, connect: Callable[..., Any], *calls: Any) -> None:
+        super().__init__(rank, world, connect, *calls)
+        self._said: deque[tuple[bool, bytes]] = deque()  # (report, message), compressed
+        self._said_bytes = 0
+
+    def _put(self, data: bytes, *, report: bool) -> bool:
+        if self._said_bytes + len(data) >= MAX_OUTBOX:
+            return False
+        self._said.append((report, data))
+        self._said_bytes += len(data)
+        return True
+
+    def _has_words(self) -> bool:
+        return bool(self._said)
+
+    def _forget_words(self) -> None:
+        self._said.clear()
+        self._said_bytes = 0
+
+    def _tick(self) -> bool:
+        own, tree = self._own(), self._group
+        if tree is None:
+            raise ConnectionError("the side group was closed")
+        assert isinstance(tree, Tree)
+        before = tree.bytes
+        result, reports = self._ask(lambda: tree.merge(own))
+        self.ticks += 1
+        self.gathered_bytes += tree.bytes - before
+        self._capacity = min(max(ticks.BATCH_ROWS, result.waiting), ticks.MAX_ROWS)
+        self._someone_leaves = bool(result.leaving)
+        everyone = sum(1 << rank for rank in self._members)
+        members = tuple(rank for rank in self._members if not result.left >> rank & 1)
+        quiet = not (result.waiting or result.more or result.busy or result.steps or result.messages)
+        last = quiet and (result.leaving | result.left) == everyone
+        apart = self._apart([result.least, result.progress] if result.least >= 0 else [])
+        told, reported = self._read(result.messages), self._read(reports.reports)
+        tick = Tick((), told, members, result.progress, apart, result.steps, reported)
+        self._busy = self._hand_over(tick)
+        if last or result.left >> self.rank & 1:
+            return False
+        if result.left:
+            self._members, self._generation = members, self._generation + 1
+            self._group = None
+            self._group = self._connect(self._generation, members)
+        return True
+
+    def _own(self) -> Partial:
+        me = 1 << self.rank
+        with self._wake_lock:
+            taken = [self._rows.popleft() for _ in range(min(self._capacity, len(self._rows)))]
+            own = Partial(progress=self.progress, least=self.progress, waiting=len(self._rows))
+            size = 0
+            while self._said and (size == 0 or size + len(self._said[0][1]) <= _CHUNK):
+                report, data = self._said.popleft()
+                size += len(data)
+                (own.reports if report else own.messages).append((me, data))
+            self._said_bytes -= size
+            own.busy, own.more = me * self._busy, me * bool(self._said)
+            if self._closing is not None:
+                own.leaving, own.least = me, -1
+                if self.impatient and not own.waiting:
+                    own.left = me
+        for row in taken:
+            if (encoded := self._encoded(row)) is not None:
+                own.add_row(encoded)
+        return own
+
+    def _read(self, messages: Iterable[Message]) -> tuple[Said, ...]:
+        """Return messages with who says them; one that cannot be read is dropped, alike on all ranks."""
+        found = []
+        for mask, data in messages:
+            try:
+                message = dict(json.loads(zlib.decompressobj().decompress(data, MAX_MESSAGE)))
+            except (zlib.error, ValueError, TypeError, RecursionError) as error:
+                if self.rank == self._members[0]:  # all ranks see it
+                    first = next(ranks_of(mask))
+                    self._tell(f"a message of rank {first}", f"{type(error).__name__}: {error}")
+                continue
+            found.append((tuple(ranks_of(mask)), message))
+        return tuple(found)
