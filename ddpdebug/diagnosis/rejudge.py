@@ -66,24 +66,26 @@ class _Replay:
         """Learn which answers the run got, so that nothing waits for others."""
         for one in observed:
             if (place := _place(one)) is not None:
-                self._to_come.setdefault(place, set()).add(one.payload["rank"])
+                self._to_come.setdefault(place, set()).update(_ranks(one))
 
     def hear(self, one: Observed) -> None:
         """Pass on an answer or an announcement."""
-        payload, place = one.payload, _place(one)
-        rank = payload.get("rank")
+        payload, place, ranks = one.payload, _place(one), _ranks(one)
         if place is not None:
             value = read_detail(place[2], payload.get("value"))
-            self._heard.setdefault(place, {})[payload["rank"]] = value
-            self._diagnosis.answer(payload["rank"], *place[:3], value, last=place[3])
+            for rank in ranks:
+                self._heard.setdefault(place, {})[rank] = value
+                self._diagnosis.answer(rank, *place[:3], value, last=place[3])
             self._answered = True
         elif one.kind == "last_state" and (step := read_last_state(payload, self._diagnosis.world)) is not None:
             self.feed(step)
-        elif one.kind == "fact" and isinstance(rank, int) and isinstance(payload.get("topic"), str):
+        elif one.kind == "fact" and ranks and isinstance(payload.get("topic"), str):
             if self._answered:
                 self._judge()  # a step whose answers were complete was judged before this was heard
             topic = payload["topic"]
-            self._diagnosis.tell(topic, rank, read_announcement(topic, payload.get("value")))
+            announcement = read_announcement(topic, payload.get("value"))
+            for rank in ranks:
+                self._diagnosis.tell(topic, rank, announcement)
 
     def feed(self, step: Step) -> None:
         """Pass on a step."""
@@ -111,6 +113,12 @@ class _Replay:
             for rank in range(self._diagnosis.world):
                 if rank in heard or rank not in self._to_come.get(place, ()):
                     self._diagnosis.answer(rank, *place[:3], heard.get(rank), last=request.last)
+
+
+def _ranks(one: Observed) -> list[int]:
+    """Return who has said it: one rank, or several of very many in the same words."""
+    told = one.payload.get("ranks", [one.payload.get("rank")])
+    return [rank for rank in told if isinstance(rank, int)] if isinstance(told, list) else []
 
 
 def _place(one: Observed) -> _Place | None:

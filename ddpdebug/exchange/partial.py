@@ -13,17 +13,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from operator import attrgetter
 
-from ddpdebug.schema.row import DIGESTS, ROW_BYTES, Flag, Row, decode
+from ddpdebug.schema.row import ROW_BYTES, Flag, Row, decode
+from ddpdebug.schema.step import kind_of
 
-#: Classes of one step that are told apart. Where there are more the ranks have little in common: the smallest are one.
+#: Classes of one step that are told apart. Where there are more the ranks have little in common: the others are one.
 MAX_CLASSES = 8
-#: Digests that healthy ranks need not have in common.
-_APART = {"batch_digest", "record_digest", "output_digest", "eval_batch_digest", "eval_output_digest", "rng_digest"}
-_digests: Callable[[Row], tuple[int, ...]] = attrgetter(*(name for name in DIGESTS if name not in _APART))
-#: Flags by which healthy ranks may differ.
-_ALIKE = ~int(Flag.BATCH_GREW | Flag.BATCH_SHRANK | Flag.BATCH_SAMPLED | Flag.SINGLE_CLASS | Flag.NEAR_OVERFLOW)
 #: In what the row of the first rank is kept; NaN is never first.
 EXTREMES: tuple[Callable[[Row], float], ...] = (
     lambda row: row.own_seconds,
@@ -33,13 +28,16 @@ EXTREMES: tuple[Callable[[Row], float], ...] = (
     lambda row: row.local_grad_norm,
     lambda row: row.host_private_bytes,
     lambda row: row.device_peak_bytes,
+    lambda row: row.rank,  # so that there are always two
 )
 
 _MASK = struct.Struct("<IH")  # its first byte, and how many follow
 _HEAD = struct.Struct("<qqqIII")  # progress, least progress, rows that wait, steps, messages, reports
-_STEP = struct.Struct("<qq?HH")  # optimizer, step, last, classes, first ranks
+_STEP = struct.Struct("<qq??HH")  # optimizer, step, last, the last class is the rest, classes, first ranks
 _TEXT = struct.Struct("<I")
 
+#: The class of ranks that have nothing in common.
+_REST: tuple[int, ...] = ()
 Message = tuple[int, bytes]  # who says it, and what
 #: Optimizer, step, and whether it is about what the run's last step has left (`Flag.LAST_STATE`).
 Key = tuple[int, int, bool]
@@ -67,10 +65,10 @@ class StepPart:
             found |= members
         return found
 
-    def add(self, data: bytes, members: int) -> None:
-        """Take the row of a class."""
+    def add(self, data: bytes, members: int, *, rest: bool = False) -> None:
+        """Take the row of a class, or of ranks that have nothing in common."""
         row = decode(data)
-        self._join(_class_of(row), members, data)
+        self._join(_REST if rest else kind_of(row), members, data)
         self.look(data, row)
 
     def look(self, data: bytes, row: Row | None = None) -> None:
@@ -92,7 +90,7 @@ class StepPart:
     def _join(self, key: tuple[int, ...], members: int, data: bytes) -> None:
         known = self.classes.get(key)
         if known is None and len(self.classes) >= MAX_CLASSES:
-            key = ()  # the rest: ranks that have nothing in common
+            key = _REST
             known = self.classes.get(key)
         if known is None:
             self.classes[key] = members, data
@@ -166,8 +164,10 @@ class Partial:
             first = part.rows()
             for _, data in part.classes.values():
                 first.pop(decode(data).rank, None)
-            parts.append(_STEP.pack(optimizer, step, last, len(part.classes), len(first)))
-            parts += [_mask(members) + data for members, data in part.classes.values()]
+            classes = sorted(part.classes.items(), key=lambda item: item[0] == _REST)
+            about = optimizer, step, last, _REST in part.classes, len(classes), len(first)
+            parts.append(_STEP.pack(*about))
+            parts += [_mask(members) + data for _, (members, data) in classes]
             parts += first.values()
         for mask, text in (*self.messages, *self.reports):
             parts.append(_mask(mask) + _TEXT.pack(len(text)) + text)
@@ -185,11 +185,11 @@ class Partial:
         found = cls(progress=progress, least=least, waiting=waiting)
         found.leaving, found.left, found.busy, found.more = (reader.mask() for _ in range(4))
         for _ in range(steps):
-            optimizer, step, last, classes, first = reader.take(_STEP)
+            optimizer, step, last, rest, classes, first = reader.take(_STEP)
             part = found.steps[optimizer, step, bool(last)] = StepPart()
-            for _ in range(classes):
+            for number in range(classes):
                 members = reader.mask()
-                part.add(reader.bytes(ROW_BYTES), members)
+                part.add(reader.bytes(ROW_BYTES), members, rest=bool(rest) and number == classes - 1)
             for _ in range(first):
                 part.look(reader.bytes(ROW_BYTES))
         said = [(reader.mask(), reader.bytes(*reader.take(_TEXT))) for _ in range(messages + reports)]
@@ -204,20 +204,18 @@ def key_of(row: Row) -> Key:
     return row.optimizer, row.step, row.has(Flag.LAST_STATE)
 
 
-def _class_of(row: Row) -> tuple[int, ...]:
-    return (row.flags & _ALIKE, *_digests(row))
-
-
 def _joined(some: list[Message], others: Iterable[Message]) -> list[Message]:
     """Return messages with equal ones joined; one that the same rank says twice stays two."""
-    found = list(some)
-    places: dict[bytes, int] = {text: place for place, (_, text) in enumerate(found)}
+    found, places = list(some), dict[bytes, list[int]]()
+    for place, (_, text) in enumerate(found):
+        places.setdefault(text, []).append(place)
     for mask, text in others:
-        place = places.get(text)
-        if place is not None and not found[place][0] & mask:
-            found[place] = found[place][0] | mask, text
+        known = places.setdefault(text, [])
+        free = [place for place in known if not found[place][0] & mask]
+        if free:
+            found[free[0]] = found[free[0]][0] | mask, text
         else:
-            places[text] = len(found)
+            known.append(len(found))
             found.append((mask, text))
     return found
 

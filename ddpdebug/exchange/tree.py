@@ -13,8 +13,6 @@ from typing import Protocol
 
 from ddpdebug.exchange.partial import Partial
 
-#: So many ranks talk without a tree: each hears each.
-FLAT = 16
 #: Members of a group above the lowest level.
 SIZE = 6
 #: Ranks of a host that meet in one group; of more than these, groups of so many.

@@ -67,7 +67,7 @@ class PartAssembler:
 
 
 def chosen_step(key: Key, part: StepPart) -> Step:
-    """Return a step of chosen rows."""
+    """Return the step of the rows that are kept."""
     rows = {rank: decode(data) for rank, data in part.rows().items()}
     parted = len(part.classes) > 1
     return Step(step=key[1], optimizer=key[0], world=len(rows), rows=rows, chosen=True, parted=parted)

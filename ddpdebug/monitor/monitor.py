@@ -33,7 +33,7 @@ from ddpdebug.exchange.partial import Key
 from ddpdebug.exchange.step_assembler import Assembler, fault_of
 from ddpdebug.exchange.step_vote import NumericGuard
 from ddpdebug.exchange.ticks import Alone, Exchange, Group, Tick, wire_format
-from ddpdebug.exchange.tree import FLAT, Circle, Tree
+from ddpdebug.exchange.tree import Circle, Tree
 from ddpdebug.exchange.tree_ticks import TreeExchange
 from ddpdebug.forensics.element_search import Elements
 from ddpdebug.forensics.failure import about_error
@@ -82,7 +82,7 @@ from ddpdebug.schema.details import read_detail
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.hangs import ENDED, is_by_hang, is_hang, name_of, reason_of
 from ddpdebug.schema.row import Flag, Row, decode, encode
-from ddpdebug.schema.step import Step
+from ddpdebug.schema.step import FLAT, Step
 from ddpdebug.schema.wire import to_json
 from ddpdebug.sinks import FindingRaised, Met, Record, RunEnded, Saved, StepJudged, Trouble
 from ddpdebug.sinks.fanout import Fanout
@@ -799,11 +799,19 @@ class Monitor:
             step = chosen_step(key, part)
             if not step.any(Flag.LAST_STATE):
                 self._learn(step)
-                self._tell_step(step)
             if self._judges:
                 many.whole.add(key, part, step)
+            elif not step.any(Flag.LAST_STATE):
+                self._tell_step(step)
         for step in many.whole.ready():
-            self._back.run("diagnosis", lambda step=step: self._ask(self._diagnosis.feed(step)))
+            self._feed(step)
+
+    def _feed(self, step: Step) -> None:
+        if step.any(Flag.LAST_STATE):
+            self._judge_last(step)
+            return
+        self._back.run("diagnosis", lambda: self._ask(self._diagnosis.feed(step)))
+        self._tell_step(step)
 
     def _ask(self, requests: Sequence[Request]) -> None:
         if self._many is None:
@@ -815,8 +823,7 @@ class Monitor:
 
     def _judge(self, step: Step) -> None:
         self._learn(step)
-        self._back.run("diagnosis", lambda: self._ask(self._diagnosis.feed(step)))
-        self._tell_step(step)
+        self._feed(step)
 
     def _learn(self, step: Step) -> None:
         run = self._back.run
@@ -863,8 +870,8 @@ class Monitor:
             for rank in ranks:
                 self._hear_one(rank, kind, message)
         if kind in {"detail", "fact"}:
-            for rank in ranks:
-                self._write(Saved(kind=kind, payload={"rank": rank, **message}))
+            several = {"ranks": list(ranks)} if len(ranks) > 1 else {}
+            self._write(Saved(kind=kind, payload={"rank": ranks[0], **several, **message}))
 
     def _hear_of_many(self, ranks: Sequence[int], kind: str, message: Mapping[str, Any]) -> None:
         many = self._many
@@ -1065,7 +1072,7 @@ class Monitor:
         for key, part in many.parts.ready(0, everything=True):
             many.whole.add(key, part, chosen_step(key, part))
         for step in many.whole.ready(everything=True) if self._judges else ():
-            self._diagnosis.feed(step)
+            self._feed(step)
 
     def _search_element(self, finding: Finding, progress: int) -> None:
         """Plan the search for the first differing element of a parameter; alike on all ranks."""

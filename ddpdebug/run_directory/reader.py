@@ -43,7 +43,7 @@ from ddpdebug.schema.announcements import End
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.hangs import is_over
 from ddpdebug.schema.row import LAYOUT_VERSION, ROW_BYTES, Row, decode
-from ddpdebug.schema.step import Step
+from ddpdebug.schema.step import Step, step_of
 from ddpdebug.schema.wire import from_json
 
 RUN = "run.json"
@@ -285,8 +285,8 @@ def numbered_steps(directory: Path) -> Iterator[tuple[int, Step]]:
     rows = numbered_rows(directory)
     for (optimizer, step), group in groupby(rows, key=lambda item: (item[1].optimizer, item[1].step)):
         numbered = list(group)
-        by_rank = {row.rank: row for _, row in sorted(numbered, key=lambda item: item[1].rank)}
-        yield numbered[0][0], Step(step=step, optimizer=optimizer, world=world or len(by_rank), rows=by_rank)
+        by_rank = {row.rank: row for _, row in numbered}
+        yield numbered[0][0], step_of(optimizer, step, by_rank, world or len(by_rank))
 
 
 def read_steps(directory: Path) -> Iterator[Step]:
@@ -324,7 +324,7 @@ def read_last_state(payload: Mapping[str, Any], world: int) -> Step | None:
             rows[int(rank)] = Row(rank=int(rank), step=step, optimizer=optimizer, flags=int(told["flags"]), **digests)
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
-    return Step(step=step, optimizer=optimizer, world=world, rows=dict(sorted(rows.items())))
+    return step_of(optimizer, step, rows, world)
 
 
 def _lines(path: Path) -> Iterator[str]:

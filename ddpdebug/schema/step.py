@@ -5,16 +5,22 @@ A `Step` is what detectors judge; it is built live by the exchange or from the f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
-from operator import or_
+from operator import attrgetter, or_
 from typing import Any, TypeVar
 
 from ddpdebug.schema.details import Detail
 from ddpdebug.schema.row import DIGESTS, Flag, Row
 
 D = TypeVar("D", bound=Detail)
+#: Of the rows of more ranks some are chosen: one for each kind of ranks, and those of ranks that are first in something.
+FLAT = 16
+#: Digests that healthy ranks need not have in common, and flags by which they may differ.
+_APART = {"batch_digest", "record_digest", "output_digest", "eval_batch_digest", "eval_output_digest", "rng_digest"}
+_alike: Callable[[Row], tuple[int, ...]] = attrgetter(*(name for name in DIGESTS if name not in _APART))
+_FREE = ~int(Flag.BATCH_GREW | Flag.BATCH_SHRANK | Flag.BATCH_SAMPLED | Flag.SINGLE_CLASS | Flag.NEAR_OVERFLOW)
 #: So many groups of ranks are named.
 _MAX_SIDES = 4
 
@@ -103,6 +109,20 @@ class Step:
     def with_details(self, details: Mapping[str, Mapping[int, Detail]]) -> Step:
         """Return this step with the given details added."""
         return replace(self, details={**self.details, **details})
+
+
+def kind_of(row: Row) -> tuple[int, ...]:
+    """Return what healthy ranks have in common in a step; ranks of which it is equal are of one kind."""
+    return (row.flags & _FREE, *_alike(row))
+
+
+def step_of(optimizer: int, step: int, rows: Mapping[int, Row], world: int) -> Step:
+    """Return the step of rows by rank, which are chosen ones where very many ranks have left only a few."""
+    rows = dict(sorted(rows.items()))
+    if len(rows) > FLAT or world <= FLAT:
+        return Step(step=step, optimizer=optimizer, world=world, rows=rows)
+    parted = len({kind_of(row) for row in rows.values()}) > 1
+    return Step(step=step, optimizer=optimizer, world=len(rows), rows=rows, chosen=True, parted=parted)
 
 
 class Blamed(tuple[int, ...]):  # noqa: SLOT001 - of a tuple they are empty

@@ -120,6 +120,9 @@ def missing() -> list[str]:
 
 # --- the side group ---------------------------------------------------------------------------------------------------
 
+#: A rank sends no more than this at once.
+_MOST_BYTES = 1 << 30
+
 
 def private_store() -> Any | None:
     """Return a store connection of our own, or None when there is none to be had yet.
@@ -177,6 +180,14 @@ def _gloo_options(timeout: datetime.timedelta) -> tuple[Any, ...]:
     except Exception:  # noqa: BLE001 - no group yet, NCCL alone, a wrapper, another version of torch
         return ()
     return (options,) if devices else ()
+
+
+def _size(told: bytes) -> int:
+    """Return the number of bytes that a rank announces; raise RuntimeError where its memory must be damaged."""
+    size = int.from_bytes(told, "little")
+    if size > _MOST_BYTES:
+        raise RuntimeError(f"a rank announces {size} bytes")
+    return size
 
 
 class Words:
@@ -252,7 +263,7 @@ class GlooGroup:
 
     def collect(self, data: bytes) -> list[bytes] | None:
         """Gather byte strings of any length on the first rank; None on the others."""
-        sizes = [int.from_bytes(size, "little") for size in self.gather(len(data).to_bytes(8, "little"))]
+        sizes = [_size(size) for size in self.gather(len(data).to_bytes(8, "little"))]
         group, longest = self._alive(), max(sizes)
         own = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
         leads = self._rank == 0
@@ -267,8 +278,7 @@ class GlooGroup:
     def spread(self, data: bytes | None) -> bytes:
         """Return on each rank what the first one gives."""
         head = self._broadcast((len(data or b"")).to_bytes(8, "little"))
-        size = int.from_bytes(head, "little")
-        return self._broadcast(data if self._rank == 0 and data is not None else bytes(size))
+        return self._broadcast(data if self._rank == 0 and data is not None else bytes(_size(head)))
 
     def _broadcast(self, data: bytes) -> bytes:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -218,7 +218,8 @@ class PrometheusSink(Collector):
     def _saved(self, record: Saved) -> None:
         match record:
             case Saved(kind="fact", payload={"topic": "place", "rank": int(rank), "value": dict(place)}):
-                self._place(rank, place)
+                for one in record.payload.get("ranks", (rank,)):
+                    self._place(one, place)
             case Saved(kind="detail", payload={"detail": "layers", "rank": self._rank, "value": dict(detail), **rest}):
                 self._layers.take(detail, int(rest.get("step") or 0), self._interval)
 
