@@ -8,7 +8,7 @@ those steps only.
 from __future__ import annotations
 
 import base64
-import binascii
+import struct
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -110,7 +110,7 @@ class WholeSteps:
         """Take the row of a rank, as `Rows.answer` sends it."""
         try:
             row = decode(base64.b64decode(data, validate=True))
-        except (binascii.Error, ValueError) as error:
+        except (struct.error, ValueError) as error:
             raise ValueError(f"rank {rank} sends what is no row") from error
         for parked in self._parked:
             if parked.key == key_of(row) and parked.rows is not None and row.rank == rank:
