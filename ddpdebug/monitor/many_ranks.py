@@ -14,7 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from ddpdebug.exchange.partial import Key, StepPart, key_of
+from ddpdebug.exchange.partial import Key, StepPart, key_of, ranks_of
 from ddpdebug.exchange.step_assembler import LATE_STEPS
 from ddpdebug.schema.row import Row, decode
 from ddpdebug.schema.step import Step
@@ -69,8 +69,8 @@ class PartAssembler:
 def chosen_step(key: Key, part: StepPart) -> Step:
     """Return the step of the rows that are kept."""
     rows = {rank: decode(data) for rank, data in part.rows().items()}
-    parted = len(part.classes) > 1
-    return Step(step=key[1], optimizer=key[0], world=len(rows), rows=rows, chosen=True, parted=parted)
+    kinds = {decode(data).rank: frozenset(ranks_of(members)) for members, data in part.classes.values()}
+    return Step(step=key[1], optimizer=key[0], world=len(rows), rows=rows, chosen=True, kinds=kinds)
 
 
 @dataclass(slots=True, eq=False)
@@ -168,6 +168,11 @@ class Rows:
         while len(self.kept) > _KEPT_ROWS:
             self.kept.popitem(last=False)
         return data
+
+    def own(self, key: Key) -> dict[int, Row]:
+        """Return its row of a step by its rank; empty where that is not kept."""
+        row = decode(self.kept[key]) if key in self.kept else None
+        return {} if row is None else {row.rank: row}
 
     def answer(self, keys: Iterable[Key]) -> list[str]:
         """Return the rows of some steps, as text, of those that are kept."""

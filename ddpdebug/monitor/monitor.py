@@ -801,8 +801,8 @@ class Monitor:
                 self._learn(step)
             if self._judges:
                 many.whole.add(key, part, step)
-            elif not step.any(Flag.LAST_STATE):
-                self._tell_step(step)
+            elif not step.any(Flag.LAST_STATE):  # its own metrics are of its own row
+                self._tell_step(replace(step, rows={**step.rows, **many.rows.own(key)}))
         for step in many.whole.ready():
             self._feed(step)
 

@@ -344,7 +344,7 @@ class Tally:
     def add(self, step: Step) -> None:
         """Count a step that was judged."""
         known, columns = self._so_far, step.columns
-        self._seen |= step.rows.keys()
+        self._seen |= step.everyone
         self._last[step.optimizer] = step
         changed: dict[str, Any] = {}
         newest = known.newest is None or step.step >= known.newest
@@ -363,6 +363,8 @@ class Tally:
         least = min(2, known.world)
         parameters = max(sum(map(bool, columns[name])) for name in _COMPARED)
         gradients = max(sum(map(bool, columns[name])) for name in _REDUCED)
+        if step.chosen:  # a kind has them all, or none has
+            parameters, gradients = (len(step.everyone) * (count > 0) for count in (parameters, gradients))
         if gradients >= least:
             changed["gradients"] = True
         if max(parameters, gradients) >= least:
@@ -387,7 +389,7 @@ class Tally:
         known = self._so_far
         accounts = dict(ranks or {})
         for step in self._last.copy().values():
-            for rank in step.rows:
+            for rank in step.everyone:
                 account = accounts.get(rank, RankCoverage(rank=rank))
                 accounts[rank] = replace(account, steps=max(step.step + 1, account.steps))
         seen = self._seen.copy()

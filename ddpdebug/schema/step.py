@@ -15,7 +15,7 @@ from ddpdebug.schema.details import Detail
 from ddpdebug.schema.row import DIGESTS, Flag, Row
 
 D = TypeVar("D", bound=Detail)
-#: Of the rows of more ranks some are chosen: one for each kind of ranks, and those of ranks that are first in something.
+#: Of the rows of more ranks some are chosen: one of each kind of ranks, and those of ranks that are first in something.
 FLAT = 16
 #: Digests that healthy ranks need not have in common, and flags by which they may differ.
 _APART = {"batch_digest", "record_digest", "output_digest", "eval_batch_digest", "eval_output_digest", "rng_digest"}
@@ -34,7 +34,7 @@ class Step:
         details: what was asked for on suspicion: kind -> rank -> its answer (see `details.py` for the kinds).
         facts: announcements known when the step was judged: topic -> rank -> the newest (see `announcements.py`).
         chosen: these are rows of some ranks of very many, in the place of all; then `world` is their number.
-        parted: the ranks are not all alike in what must agree; only told of chosen rows.
+        kinds: of chosen rows, the lowest rank of each kind -> all ranks of it, as far as they are known.
     """
 
     step: int
@@ -44,7 +44,19 @@ class Step:
     details: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
     facts: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
     chosen: bool = False
-    parted: bool = False
+    kinds: Mapping[int, frozenset[int]] = field(default_factory=dict)
+
+    @cached_property
+    def everyone(self) -> frozenset[int]:
+        """The ranks that took the step, also those whose rows are not here."""
+        return frozenset().union(self.rows, *self.kinds.values())
+
+    @cached_property
+    def parted(self) -> bool:
+        """Whether chosen rows show ranks of several kinds."""
+        if not self.chosen:
+            return False
+        return len(self.kinds or {kind_of(row) for row in self.rows.values()}) > 1
 
     @cached_property
     def differing(self) -> frozenset[str]:
@@ -70,9 +82,8 @@ class Step:
     def values(self, name: str) -> dict[int, list[int]]:
         """Return value -> ranks for a digest field, leaving out ranks that did not compute it."""
         found: dict[int, list[int]] = {}
-        for rank, row in self.rows.items():
-            if value := getattr(row, name):
-                found.setdefault(value, []).append(rank)
+        for rank, value in self._shown(name).items():
+            found.setdefault(value, []).append(rank)
         return found
 
     def known(self, name: str) -> bool:
@@ -85,7 +96,14 @@ class Step:
 
     def minority(self, name: str) -> Blamed:
         """Return the ranks outvoted on a digest field; all ranks where nobody can tell."""
-        return outvoted({rank: getattr(row, name) for rank, row in self.rows.items() if getattr(row, name)})
+        return outvoted(self._shown(name))
+
+    def _shown(self, name: str) -> dict[int, int]:
+        """Return rank -> its value of a field, of ranks that know it; a kind has the value of its lowest rank."""
+        found = {rank: getattr(row, name) for rank, row in self.rows.items()}
+        for lowest, ranks in self.kinds.items():
+            found |= dict.fromkeys(ranks - found.keys(), found[lowest])
+        return {rank: found[rank] for rank in sorted(found) if found[rank]}
 
     def any(self, flag: Flag) -> bool:
         """Tell whether some rank has the flag."""
@@ -119,10 +137,8 @@ def kind_of(row: Row) -> tuple[int, ...]:
 def step_of(optimizer: int, step: int, rows: Mapping[int, Row], world: int) -> Step:
     """Return the step of rows by rank, which are chosen ones where very many ranks have left only a few."""
     rows = dict(sorted(rows.items()))
-    if len(rows) > FLAT or world <= FLAT:
-        return Step(step=step, optimizer=optimizer, world=world, rows=rows)
-    parted = len({kind_of(row) for row in rows.values()}) > 1
-    return Step(step=step, optimizer=optimizer, world=len(rows), rows=rows, chosen=True, parted=parted)
+    chosen = len(rows) <= FLAT < world
+    return Step(step=step, optimizer=optimizer, world=len(rows) if chosen else world, rows=rows, chosen=chosen)
 
 
 class Blamed(tuple[int, ...]):  # noqa: SLOT001 - of a tuple they are empty

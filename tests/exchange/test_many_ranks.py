@@ -81,7 +81,11 @@ def test_chosen_rows_are_marked() -> None:
         step = chosen_step(key, part)
         assert (step.chosen, step.parted, step.world) == (True, odd is not None, len(step.rows))
         assert len(step.rows) <= FLAT
-        assert step_of(0, 4, step.rows, _WORLD) == step
+        assert step.everyone == set(range(_WORLD))
+        assert step.minority("params_after_digest") == (() if odd is None else (odd,))
+        assert step.values("params_after_digest")[1] == [rank for rank in range(_WORLD) if rank != odd]
+        saved = step_of(0, 4, step.rows, _WORLD)
+        assert (saved.chosen, saved.parted, saved.rows) == (True, odd is not None, step.rows)
     assert not step_of(0, 4, dict.fromkeys(range(_WORLD), Row()), _WORLD).chosen
     assert not step_of(0, 4, {0: Row()}, FLAT).chosen
 

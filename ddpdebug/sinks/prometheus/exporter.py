@@ -242,7 +242,7 @@ class PrometheusSink(Collector):
                     state = self._ranks[rank] = RankState()
                 state.add(row, now, self._pace.bounds, host_bytes=used.get(self._nodes.get(rank, ""), 0))
             for rank, state in self._ranks.items():
-                state.up = rank in step.rows
+                state.up = rank in step.everyone
         elif (own := step.rows.get(self._rank)) is not None:
             peers = self._peers.get(self._nodes.get(self._rank, ""), {self._rank})
             self._ranks[self._rank].add(own, now, self._pace.bounds, host_bytes=self._used(step.rows, peers))
