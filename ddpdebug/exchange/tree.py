@@ -7,6 +7,7 @@ ranks in a row, by default those of one host: launchers number them so.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,6 +18,8 @@ from ddpdebug.exchange.partial import Partial
 SIZE = 6
 #: Ranks of a host that meet in one group; of more than these, groups of so many.
 _MOST_NEIGHBOURS, _NEIGHBOURS = 16, 8
+#: More than this no rank has to say.
+_MOST_BYTES = 1 << 30
 
 
 class Small(Protocol):
@@ -103,25 +106,38 @@ class Tree:
         led: list[Small] = []
         told: Small | None = None
         for group, leads in self._groups:
-            given = group.collect(own.encode())
+            given = group.collect(_packed(own))
             if not leads or given is None:
                 told = group
                 break
             for data in given[1:]:
                 self.bytes += len(data)
-                own.merge(Partial.decode(data))
+                own.merge(_unpacked(data))
             led.append(group)
         reports = Partial()
         if self._leads_all:
             reports.reports, own.reports = own.reports, []
-        data = own.encode() if told is None else told.spread(None)
+        data = _packed(own) if told is None else told.spread(None)
         if told is not None:
             self.bytes += len(data)
         for group in reversed(led):
             group.spread(data)
-        return (own if told is None else Partial.decode(data)), reports
+        return (own if told is None else _unpacked(data)), reports
 
     def close(self) -> None:
         """Make what is pending fail, on all levels."""
         for group, _ in self._groups:
             group.close()
+
+
+def _packed(partial: Partial) -> bytes:
+    """Return the bytes that go over the network: rows of ranks that are alike have most of theirs in common."""
+    return zlib.compress(partial.encode(), 1)
+
+
+def _unpacked(data: bytes) -> Partial:
+    try:
+        unpacked = zlib.decompressobj().decompress(data, _MOST_BYTES)
+    except zlib.error as error:
+        raise ValueError(f"no partial: {error}") from error
+    return Partial.decode(unpacked)

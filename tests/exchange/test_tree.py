@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import zlib
 from collections.abc import Callable
 
 import pytest
@@ -248,13 +249,17 @@ def test_a_group_that_dies_ends_the_comparison_on_all_ranks() -> None:
 
 def test_what_cannot_be_read_ends_the_comparison() -> None:
     """A rank whose memory is damaged sends no partial."""
+    given = b"\0" * 7
 
     class Liar(Member):
         def collect(self, data: bytes) -> list[bytes] | None:
             del data
-            return [b"", b"\0" * 7]
+            return [b"", given]
 
     tree = Tree((0, 1), 0, lambda _: Liar(Room(2), 0), NoWords())
+    with pytest.raises(ValueError, match="no partial"):
+        tree.merge(Partial())
+    given = zlib.compress(b"\0" * 7)
     with pytest.raises(ValueError, match="ends too early"):
         tree.merge(Partial())
 
