@@ -200,7 +200,7 @@ def results(request: pytest.FixtureRequest) -> dict[Job, Result]:
     jobs = [case.job() for case in cases]
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("DDPDEBUG_", "PYTEST_"))}
     done = subprocess.run(
-        [sys.executable, _HERE / "jobs.py", "--jobs", str(os.cpu_count() or 1), "-"],
+        [sys.executable, _HERE / "jobs.py", "--jobs", str(4 * (os.cpu_count() or 1)), "-"],
         input=json.dumps([asdict(job) for job in jobs]),
         stdout=subprocess.PIPE,
         text=True,
