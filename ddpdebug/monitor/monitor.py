@@ -338,6 +338,8 @@ class Monitor:
                 known |= {"step": newest.step, "missing": () if gradients is None else tuple(gradients.missing)}
             self._failure = Failure(reason=reason, **known)
             self._announce(self._failure)
+            if self._progress_watch is not None:
+                self.guard.run("close:lost-rank", self._progress_watch.thrown_out, reason)
         elif self._progress_watch is not None:
             self.guard.run("close:progress", self._progress_watch.finish)
         self.covering.tell()

@@ -306,9 +306,9 @@ class ProgressWatch:
         unheard, self._unheard = self._unheard, []
         for one in unheard:
             self._speak()
+            self._feed(one)
             if isinstance(one, Hang):
                 self._fed.add(one.number)
-            self._feed(one)
 
     def _speak(self) -> None:
         """Be the one that people hear of hangs from, in the place of rank 0."""
@@ -587,14 +587,24 @@ class ProgressWatch:
         if self.box is not None:
             self.box.close()
 
-    def _judge_end(self, reason: str) -> None:
+    def thrown_out(self, reason: str) -> None:
+        """Say who has gone, where that has ended this rank's script: it takes leave yet, and may be killed meanwhile."""
+        with self._alone_in(_CLOSING_SECONDS) as held:
+            if held:
+                self._judge_thrown_out(reason, alone=self._lost)
+
+    def _judge_thrown_out(self, reason: str, *, alone: bool) -> None:
         known = any(one.hang.kind != "busy" for one in self._hangs.values())
-        if is_victims(reason) and not known and not self._is_cancelled():
-            now = time.monotonic()
-            seen, here = self._seen_from_outside(now)
-            # lower ones that have not come to this themselves yet will; those that have may have known less
-            if not any(rank < self.rank and rank not in self._at_end for rank in here):
-                self._conclude(self._why_ended(seen), now, alone=True, seen=seen)
+        if known or not is_victims(reason) or self._is_cancelled():
+            return
+        now = time.monotonic()
+        seen, here = self._seen_from_outside(now)
+        # lower ones that have not come to this themselves yet will; those that have may have known less
+        if not any(rank < self.rank and rank not in self._at_end for rank in here):
+            self._conclude(self._why_ended(seen), now, alone=alone, seen=seen)
+
+    def _judge_end(self, reason: str) -> None:
+        self._judge_thrown_out(reason, alone=True)
         if not reason.startswith("exception"):  # who comes to its end has not waited for ever
             for one in self._own_hangs("silent", "stuck", "busy", "cycle", "mismatch"):
                 self._feed(self._over(one, time.monotonic()))
