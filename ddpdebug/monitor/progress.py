@@ -25,7 +25,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ddpdebug.detectors.fail.rules import is_victims
+from ddpdebug.detectors.fail.rules import is_by_loss, is_victims
 from ddpdebug.disk import Disk
 from ddpdebug.exchange.beats import Beats
 from ddpdebug.monitor.hang_stop import HangStop
@@ -223,6 +223,31 @@ class ProgressWatch:
         self._is_off = True
         if self.box is not None:
             self.box.mark(_IS_OFF)
+
+    # --- the ranks meet -----------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Make the black box: whoever else is here sees this rank now."""
+        with self._alone_in() as held:
+            if held:
+                self._look()
+
+    @contextmanager
+    def connecting(self) -> Iterator[None]:
+        """Look at the others in a thread of its own while this one is in a call that waits for all."""
+        began, over = time.monotonic(), threading.Event()
+
+        def look() -> None:
+            while not over.wait(_LOST_SECONDS):
+                with suppress(Exception):  # nothing of this may reach the job
+                    self.unanswered(time.monotonic() - began)
+
+        with suppress(RuntimeError):  # the process may have no more threads
+            threading.Thread(target=look, name="ddpdebug-connecting", daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
 
     # --- the ranks talk -----------------------------------------------------------------------------------------------
 
@@ -588,7 +613,7 @@ class ProgressWatch:
             self.box.close()
 
     def thrown_out(self, reason: str) -> None:
-        """Say who has gone, where that has ended this rank's script: it takes leave yet, and may be killed meanwhile."""
+        """Say who has gone, where that ended the script of this rank: it takes leave yet, and may be killed meanwhile."""
         with self._alone_in(_CLOSING_SECONDS) as held:
             if held:
                 self._judge_thrown_out(reason, alone=self._lost)
@@ -601,7 +626,10 @@ class ProgressWatch:
         seen, here = self._seen_from_outside(now)
         # lower ones that have not come to this themselves yet will; those that have may have known less
         if not any(rank < self.rank and rank not in self._at_end for rank in here):
-            self._conclude(self._why_ended(seen), now, alone=alone, seen=seen)
+            found = self._why_ended(seen)
+            if found is None and alone and is_by_loss(reason):
+                found = self._by_elimination(seen, here)
+            self._conclude(found, now, alone=alone, seen=seen)
 
     def _judge_end(self, reason: str) -> None:
         self._judge_thrown_out(reason, alone=True)
@@ -619,6 +647,14 @@ class ProgressWatch:
         gone = [rank for rank in gone if not _was_asked(seen[rank].left)]
         named = [rank for rank in gone if not seen[rank].left.endswith(_NO_PROCESS)]
         return self._about_left(named or gone, seen) if gone else None
+
+    def _by_elimination(self, seen: Mapping[int, Seen], here: set[int]) -> Hang | None:
+        """Return that the one rank has gone of which nothing is known, where all others have lost their connection."""
+        far = [rank for rank in seen if rank not in here and not seen[rank].left]
+        if len(far) != 1 or not all(one.left_by_others for rank, one in seen.items() if rank not in {self.rank, *far}):
+            return None
+        gone = replace(seen[far[0]], left="it has gone, or is out of reach: its connections are closed")
+        return self._about_left(far, {**seen, far[0]: gone})
 
     def _is_cancelled(self) -> bool:
         """Tell whether this process was asked to end, or has lost who had started it."""

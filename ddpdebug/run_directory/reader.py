@@ -133,7 +133,9 @@ def read_findings(directory: Path) -> list[Finding]:
             place = places.setdefault(_name(finding), len(found))
             if place == len(found):
                 found.append(finding)
-            elif (place >= shared and found[place].id == finding.id) or (is_over(finding) and not is_over(found[place])):
+            elif (place >= shared and found[place].id == finding.id) or (
+                is_over(finding) and not is_over(found[place])
+            ):
                 found[place] = finding
     return found
 
