@@ -613,7 +613,7 @@ class ProgressWatch:
             self.box.close()
 
     def thrown_out(self, reason: str) -> None:
-        """Say who has gone, where that ended the script of this rank: it takes leave yet, and may be killed meanwhile."""
+        """Say who has gone, where that ended the script of this rank: it may be killed while it takes leave."""
         with self._alone_in(_CLOSING_SECONDS) as held:
             if held:
                 self._judge_thrown_out(reason, alone=self._lost)
