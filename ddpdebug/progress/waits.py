@@ -129,7 +129,9 @@ def judge(seen: Mapping[int, Seen]) -> Hang | None:
     culprits = sorted({rank for ranks in missing.values() for rank in ranks} - waiting.keys())
     left = [rank for rank in culprits if seen[rank].left]
     if left:
-        first = [rank for rank in left if not seen[rank].left_by_others] or left
+        # one that was thrown out of its call is named only where nobody has gone that may have thrown it out
+        gone = [rank for rank, one in sorted(seen.items()) if one.left and not one.left_by_others]
+        first = [rank for rank in left if rank in gone] or gone or left
         late = [rank for rank in first if seen[rank].left_for >= LEFT_SECONDS]
         return _about("left", late, waiting, seen) if late else None
     if (found := _mismatch(waiting, seen)) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import get_args, get_type_hints
 
 import pytest
@@ -135,6 +136,14 @@ def test_who_left_because_another_one_had_gone_is_not_named_beside_it() -> None:
     victim = Seen(left="it has ended: connection closed by peer", left_for=2.0, left_by_others=True)
     assert verdict(of(victim, waits(1), killed, victim)) == ("left", (2,))
     assert verdict(of(victim, waits(1), waits(2), victim)) == ("left", (0, 3))
+
+
+def test_who_has_thrown_another_one_out_is_named_for_it() -> None:
+    """Also where it had come to the collective itself: a batch may fail on its way in the middle of one."""
+    failed = replace(waits(3), left="it has ended: exception: KeyError: 'x'", left_for=2.0)
+    victim = Seen(left="it has ended: connection closed by peer", left_for=2.0, left_by_others=True)
+    assert verdict(of(waits(0), victim, waits(2), failed)) == ("left", (3,))
+    assert verdict(of(waits(0), victim, waits(2), replace(failed, left_for=0.1))) is None
 
 
 def test_several_have_left() -> None:
