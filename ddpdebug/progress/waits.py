@@ -41,7 +41,7 @@ RUNNING_SECONDS, RAN_SECONDS = 15.0, 10.0
 RUNNING_SURE_SECONDS = 60.0
 #: The same of one whose innermost frame matches a regular expression, which is then accused: one attempt in a text of
 #: 100 MB takes 0.05 to 2.6 s, and one that tries all ways to match does not end.
-MATCHING_SECONDS, MATCHED_SECONDS = 8.0, 3.0
+MATCHING_SECONDS, MATCHED_SECONDS = 8.0, 2.0
 #: Seconds in which nothing has moved.
 STUCK_SECONDS = 8.0
 #: Seconds for which all others must have stood where they are by then: one that looks for what another rank does, such
