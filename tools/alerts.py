@@ -468,6 +468,10 @@ def _of_findings() -> Iterator[Alert]:
             own, failed = f'{every}, code!~"(FAIL|HANG).*"', f'{every}, code=~"FAIL.*"'
             grown, late = (_new(f"ddpdebug_findings_total{{{which}}}", "run_id, run, code") for which in (own, failed))
             grown = f"({grown} or {late} and on (run_id) run:ddpdebug_ranks_running:count)"
+        if severity == "warning":  # that ranks have waited for long is nothing to look at once they go on
+            own, hangs = f'{every}, code!~"HANG.*"', f'{every}, code=~"HANG.*"'
+            grown, waits = (_new(f"ddpdebug_findings_total{{{which}}}", "run_id, run, code") for which in (own, hangs))
+            grown = f"({grown} or {waits} and on (run_id) run:ddpdebug_hang_state:max >= 2)"
         expr = f'label_replace({grown}, "family", "$1", "code", "([A-Z]+).*")'
         if severity == "critical":
             expr += f" unless on (run_id, family) {specific} unless on (run_id) {over}"

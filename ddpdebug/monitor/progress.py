@@ -929,6 +929,7 @@ def _beat_of(number: int, look: RankProgress, near: Mapping[int, Seen]) -> bytes
             "kernel": one.kernel,
             "silent": one.silent,
             "runs": one.runs,
+            "ran": one.ran,
             "left": one.left,
             "left_for": one.left_for,
             "now": one.now,
@@ -952,6 +953,7 @@ def _read_beat(value: bytes) -> tuple[RankProgress | None, dict[int, Seen]]:
                 progress=from_json(RankProgress, one["look"]),
                 silent=float(one["silent"]),
                 runs=bool(one["runs"]),
+                ran=float(one["ran"]),
                 kernel=str(one["kernel"]),
                 now=bool(one["now"]),
                 left=str(one["left"]),
@@ -972,7 +974,7 @@ def _place_now(box: black_box.Recorded, shown: kernel.Kernel) -> frames.At | Non
 
 
 def _at(progress: RankProgress, at: frames.At) -> RankProgress:
-    return replace(progress, place=at.place, function=at.function, does=at.does, stack=at.stack)
+    return replace(progress, place=at.place, function=at.function, does=at.does, kind=at.kind, stack=at.stack)
 
 
 def _box_of(home: Path, rank: int) -> Path:

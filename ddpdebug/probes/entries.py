@@ -212,11 +212,15 @@ class Entries:
         look: Callable[..., None],
         why: str = "",
     ) -> None:
-        """Let `change` put a look into the code of functions, in whatever thread these are called."""
+        """Let `change` put a look into the code of functions, in whatever thread these are called.
+
+        Their frame comes last: from there it is not as far to the user's as from the look.
+        """
+        run = self.guard.run
 
         def seen(*about: Any) -> None:
             if not self.closed:
-                self.guard.run(part, look, *about)
+                run(part, look, *about, sys._getframe(1))  # noqa: SLF001 - the documented way to walk the stack cheaply
 
         undo = self.guard.run(part, change, seen)
         if undo is None:

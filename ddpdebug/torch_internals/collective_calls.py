@@ -96,17 +96,17 @@ def _with_note(function: FunctionType, name: str, given: tuple[str, str, str], l
 def own_group(group: Any) -> Any:
     """Return the process group of a call, the default one for None; None where this rank is in none."""
     if group is None:
-        return names.default_group() if dist.is_initialized() else None
+        return dist.group.WORLD
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def sequence_number(group: Any) -> int | None:
     """Return how many collectives a group has counted, where it does: on gloo also messages from rank to rank."""
-    count = getattr(group, names.SEQUENCE_NUMBER, None)
     try:
-        return None if count is None else int(count())
-    except (RuntimeError, NotImplementedError):  # a group of the user's, which has no backend that counts
+        count: int = getattr(group, names.SEQUENCE_NUMBER)()
+    except (AttributeError, RuntimeError):  # a group of the user's, which has no backend that counts
         return None
+    return count
 
 
 def name_of(group: Any) -> str:
