@@ -18,6 +18,7 @@ import signal
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -173,7 +174,7 @@ class ProgressWatch:
         self._left: dict[int, tuple[str, float]] = {}
         self._entered: dict[int, Mapping[str, int]] = {}  # final counts of ranks that have told their end
         self._failures: dict[int, Failure] = {}
-        self._kernels: dict[int, tuple[kernel.Kernel, float]] = {}
+        self._kernels: dict[int, deque[tuple[kernel.Kernel, float]]] = {}
         self._cpu: dict[int, float] = {}  # of a rank when it was found silent
         self._tell_until = self._told = 0.0
         self._hangs: dict[tuple[int, int], _Open] = {}  # (judge, its number) -> one that is open, whoever has told it
@@ -551,10 +552,12 @@ class ProgressWatch:
         if box.mark and not shown.is_stopped:
             return Seen()  # its interpreter may well run
         ran = shown.cpu - self._cpu.setdefault(rank, shown.cpu)
-        before, when = self._kernels.setdefault(rank, (shown, now))
+        looks = self._kernels.setdefault(rank, deque())
+        looks.append((shown, now))
+        while now - looks[1 % len(looks)][1] >= 1.0:
+            looks.popleft()
+        before, when = looks[0]  # the newest that is a second old
         runs = shown.moved_since(before, now - when) if now - when >= 1.0 else shown.state == "R"
-        if now - when >= 2.0:
-            self._kernels[rank] = shown, now
         found = Seen(progress=progress, silent=silent, runs=runs, ran=ran, kernel=shown.words())
         place = _place_now(box, shown)
         return found if place is None or progress is None else replace(found, progress=_at(progress, place), now=True)
